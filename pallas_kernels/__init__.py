@@ -1,0 +1,6 @@
+"""Pallas kernels for attention over a small KV cache, and their XLA references."""
+
+from pallas_kernels.prefill import prefill_attention
+from pallas_kernels.training import retrofit_attention
+
+__all__ = ["prefill_attention", "retrofit_attention"]

@@ -1,0 +1,5 @@
+"""Prompt attention of a chunk of queries over surviving paged keys and over the chunk itself."""
+
+from pallas_kernels.prefill.api import prefill_attention
+
+__all__ = ["prefill_attention"]

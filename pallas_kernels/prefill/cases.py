@@ -1,0 +1,50 @@
+"""Named shapes of prompt attention, shared by tests, benchmarks and tuning."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PrefillCase:
+    """One chunk: its shape, its past and the share of evicted keys.
+
+    Attributes:
+      counts: real queries of each sequence.
+      past: used slots of each row [B][K].
+      M: pages a row can hold.
+    """
+
+    name: str
+    T: int
+    H: int
+    K: int
+    D: int
+    P: int
+    M: int
+    counts: tuple[int, ...]
+    past: tuple[tuple[int, ...], ...]
+    window: int
+    evicted: float = 0.5
+    dtype: str = "bfloat16"
+
+    @property
+    def B(self) -> int:
+        """Sequences of the chunk."""
+        return len(self.counts)
+
+
+CONTRACT = (
+    PrefillCase("plain", 128, 8, 2, 128, 64, 4, (128, 128), ((200, 64), (0, 130)), 32),
+    PrefillCase("first_chunk", 128, 4, 1, 128, 64, 2, (128,), ((0,),), 40),
+    PrefillCase("no_pages", 130, 4, 2, 64, 64, 0, (130,), ((0, 0),), 20),
+    PrefillCase("page_edges", 64, 4, 4, 64, 64, 3, (50,), ((63, 64, 65, 1),), 16),
+    PrefillCase("ragged", 150, 4, 2, 128, 64, 3, (150, 1, 0), ((100, 9), (70, 0), (5, 5)), 30),
+    PrefillCase("window_zero", 70, 4, 2, 64, 64, 2, (70,), ((90, 128),), 0),
+    PrefillCase("keep_all", 96, 4, 2, 64, 64, 2, (96,), ((100, 3),), 5000, evicted=0.0),
+    PrefillCase("evict_all", 160, 4, 2, 64, 64, 2, (160,), ((100, 3),), 20, evicted=1.0),
+    PrefillCase("small_pages", 70, 4, 2, 64, 16, 6, (70,), ((90, 17),), 10),
+    PrefillCase("sixteen_groups", 70, 16, 1, 64, 64, 2, (70,), ((90,),), 10),
+    PrefillCase("odd_group", 70, 3, 1, 128, 64, 2, (70,), ((90,),), 10),
+    PrefillCase("dim_96", 70, 4, 2, 96, 64, 2, (70,), ((90, 128),), 10),
+    PrefillCase("dim_256", 70, 2, 1, 256, 64, 2, (70,), ((90,),), 10),
+    PrefillCase("float32", 130, 4, 2, 64, 64, 2, (130,), ((90, 128),), 33, dtype="float32"),
+)

@@ -1,0 +1,99 @@
+"""Prompt attention over paged past keys and the chunk itself, in plain XLA.
+
+Chunk query i of sequence b attends, for each KV head, to
+
+    chunk key j  iff  j <= i and (i - j <= window or not evicted[b, k, j])
+    past slot s  iff  s < past_lengths[b, k] and i <= past_until[b, k, s]
+
+and slot s of row (b, k) lives in page `page_table[b, k, s // P]` at offset `s % P`. This is the
+binary form of the DMS mask (Łańcucki et al. 2025, section 3.2). Blocks of `BLOCK` queries run one
+after the other, so memory is linear in the chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+BLOCK = 128
+HIDDEN = -1e30
+
+
+def gather_rows(
+    pages: Float[Array, "N P D"],
+    page_table: Int[Array, "B K M"],
+    lengths: Int[Array, "B K"],
+) -> Float[Array, "B K S D"]:
+    """Give the slots of every row in order, S = M * P, with zeros beyond the row's length."""
+    batch, heads, pages_per_row = page_table.shape
+    _, page, dim = pages.shape
+    slots = pages_per_row * page
+    if slots == 0 or pages.shape[0] == 0:
+        return jnp.zeros((batch, heads, slots, dim), pages.dtype)
+    rows = jnp.take(pages, page_table, axis=0, mode="clip").reshape(batch, heads, slots, dim)
+    return jnp.where((jnp.arange(slots) < lengths[..., None])[..., None], rows, 0)
+
+
+def prefill_attention_reference(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    evicted: Bool[Array, "B K T"],
+    counts: Int[Array, "B"],
+    k_pages: Float[Array, "N P D"],
+    v_pages: Float[Array, "N P D"],
+    page_table: Int[Array, "B K M"],
+    past_lengths: Int[Array, "B K"],
+    past_until: Int[Array, "B K S"],
+    *,
+    window: int,
+    scale: float,
+) -> Float[Array, "B T H D"]:
+    """Serve as the XLA form of `prefill_attention`; same arguments."""
+    batch, length, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    compute = jnp.promote_types(q.dtype, jnp.float32)
+    valid = jnp.arange(length) < counts[:, None]
+    # Padded keys are masked in the scores by causality; their values may still be NaN.
+    chunk_k = jnp.moveaxis(jnp.where(valid[..., None, None], k, 0), 1, 2)
+    chunk_v = jnp.moveaxis(jnp.where(valid[..., None, None], v, 0), 1, 2)
+    slots = past_until.shape[2]
+    keys = jnp.concatenate([gather_rows(k_pages, page_table, past_lengths), chunk_k], axis=2)
+    values = jnp.concatenate([gather_rows(v_pages, page_table, past_lengths), chunk_v], axis=2)
+    live = jnp.arange(slots) < past_lengths[..., None]
+
+    def block(start, q_block):
+        q_block = q_block.reshape(batch, -1, kv_heads, heads // kv_heads, dim)
+        scores = scale * jnp.einsum(
+            "bnkgd,bksd->bkgns",
+            q_block,
+            keys,
+            preferred_element_type=compute,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        index = start + jnp.arange(q_block.shape[1])
+        past = live[:, :, None, :] & (index[:, None] <= past_until[:, :, None, :])
+        distance = index[:, None] - jnp.arange(length)[None, :]
+        chunk = (distance >= 0) & ((distance <= window) | ~evicted[:, :, None, :])
+        visible = jnp.concatenate([past, chunk], axis=-1)[:, :, None]
+        weights = jax.nn.softmax(jnp.where(visible, scores, HIDDEN), axis=-1).astype(values.dtype)
+        out = jnp.einsum(
+            "bkgns,bksd->bnkgd",
+            weights,
+            values,
+            preferred_element_type=compute,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        return out.reshape(batch, -1, heads, dim).astype(q.dtype)
+
+    if length <= BLOCK:
+        out = block(0, q)
+    else:
+        padded = jnp.pad(q, ((0, 0), (0, -length % BLOCK), (0, 0), (0, 0)))
+
+        def step(index):
+            start = index * BLOCK
+            return block(start, jax.lax.dynamic_slice_in_dim(padded, start, BLOCK, axis=1))
+
+        blocks = jax.lax.map(step, jnp.arange(padded.shape[1] // BLOCK))
+        out = jnp.moveaxis(blocks, 0, 1).reshape(padded.shape)[:, :length]
+    return jnp.where(valid[..., None, None], out, 0)

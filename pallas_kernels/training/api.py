@@ -1,0 +1,79 @@
+"""`retrofit_attention`: causal attention with a key bias that starts past a window.
+
+This is the training mask of Dynamic Memory Sparsification (Łańcucki et al. 2025, section 3.1;
+the bias of key j is log(1 - alpha_j)), for any caller that has such a bias. It is differentiable
+in q, k, v and bias, and uses memory linear in T.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.training.reference import retrofit_attention_reference
+
+
+def _check(q, k, v, bias, window, segment_ids) -> None:
+    """Refuse arguments that disagree, before anything is traced."""
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"q and k must be [B, T, H, D] and [B, T, K, D], got {q.shape}, {k.shape}")
+    batch, length, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    if k.shape != (batch, length, kv_heads, dim) or v.shape != k.shape:
+        raise ValueError(f"k and v must be [B, T, K, D] beside q {q.shape}: {k.shape}, {v.shape}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
+    if length == 0:
+        raise ValueError("the sequences are empty (T = 0)")
+    if bias.shape != (batch, kv_heads, length):
+        raise ValueError(f"bias must be [B, K, T] = {(batch, kv_heads, length)}, got {bias.shape}")
+    if not (q.dtype == k.dtype == v.dtype) or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q, k, v must share a float dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not isinstance(window, int) or window < 0:
+        raise ValueError(f"window must be an integer >= 0, got {window!r}")
+    if segment_ids is not None and segment_ids.shape != (batch, length):
+        raise ValueError(f"segment_ids must be [B, T], got {segment_ids.shape}")
+
+
+def retrofit_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    bias: Float[Array, "B K T"],
+    *,
+    window: int,
+    scale: float,
+    segment_ids: Int[Array, "B T"] | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "B T H D"]:
+    """Causal attention whose keys take a bias once they are more than `window` tokens behind.
+
+    Query i sees key j iff j <= i and both have the same segment id. `bias[b, k, j]` (<= 0, -inf
+    for a key that is gone) is added to the scores of key j iff i - j > window. Every query sees
+    itself unbiased, so no softmax is empty.
+
+    Args:
+      q: queries, rotated.
+      k: keys, rotated. Head h of q reads KV head h // (H / K).
+      v: values.
+      bias: natural-log bias of each key.
+      window: tokens of unbiased past, static, may exceed T.
+      scale: factor on the dot products.
+      segment_ids: documents packed in one sequence; None means one document.
+      implementation: "mosaic_gpu", "mosaic_tpu", "xla", several of them to be tried in order, or
+        None for the best one on the platform that the call is lowered for.
+
+    Returns:
+      The attention output in q's dtype; the softmax is at least float32, and float64 throughout
+      for float64 inputs.
+
+    Raises:
+      ValueError: arguments that disagree.
+      NotImplementedError: a named implementation cannot serve the call, with the reason.
+    """
+    _check(q, k, v, bias, window, segment_ids)
+    if implementation not in (None, "xla"):
+        raise NotImplementedError(f"implementation {implementation!r} is not available")
+    return retrofit_attention_reference(
+        q, k, v, bias, window=window, scale=scale, segment_ids=segment_ids
+    )

@@ -1,0 +1,51 @@
+"""Named shapes of training attention, shared by tests, benchmarks and tuning."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """One problem: its shape, its mask and the spread of its numbers.
+
+    Attributes:
+      bias: "soft" draws log-sigmoid biases, "hard" mixes about 0 and -40, "evicted" 0 and -inf.
+      segments: mean length of the packed documents, 0 for one document.
+      query_scale: factor on the random queries; 3 makes the softmax peaked.
+    """
+
+    name: str
+    B: int
+    T: int
+    H: int
+    K: int
+    D: int
+    window: int
+    dtype: str = "bfloat16"
+    bias: str = "soft"
+    segments: int = 0
+    query_scale: float = 1.0
+
+
+CONTRACT = (
+    TrainingCase("plain", 2, 256, 8, 2, 128, 64),
+    TrainingCase("window_zero", 1, 256, 4, 1, 128, 0),
+    TrainingCase("window_exceeds", 1, 256, 4, 1, 128, 5000),
+    TrainingCase("peaked", 1, 256, 4, 1, 128, 100, bias="hard", query_scale=3.0),
+    TrainingCase("evicted", 1, 256, 4, 1, 128, 64, bias="evicted"),
+    TrainingCase("ragged", 1, 201, 4, 2, 128, 70),
+    TrainingCase("one_token", 2, 1, 4, 2, 64, 3),
+    TrainingCase("packed", 2, 300, 4, 2, 64, 40, segments=60),
+    TrainingCase("one_group", 1, 130, 2, 2, 64, 33),
+    TrainingCase("odd_group", 1, 130, 3, 1, 64, 33),
+    TrainingCase("sixteen_groups", 1, 130, 16, 1, 64, 33),
+    TrainingCase("dim_96", 1, 130, 4, 2, 96, 33),
+    TrainingCase("dim_256", 1, 130, 2, 1, 256, 33),
+    TrainingCase("float32", 1, 201, 4, 2, 64, 40, dtype="float32"),
+    TrainingCase("float32_packed", 1, 201, 4, 2, 128, 40, dtype="float32", segments=50),
+)
+
+# Llama-3.1-8B's heads, one sequence: the shapes of the speed bars.
+SPEED = (
+    TrainingCase("llama_8k", 1, 8192, 32, 8, 128, 512),
+    TrainingCase("llama_32k", 1, 32768, 32, 8, 128, 512),
+)
