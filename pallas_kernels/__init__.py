@@ -1,6 +1,7 @@
 """Pallas kernels for attention over a small KV cache, and their XLA references."""
 
+from pallas_kernels.decode import decode_attention
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.training import retrofit_attention
 
-__all__ = ["prefill_attention", "retrofit_attention"]
+__all__ = ["decode_attention", "prefill_attention", "retrofit_attention"]

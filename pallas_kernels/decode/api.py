@@ -1,0 +1,159 @@
+"""`decode_attention`: one new token of each sequence against its rows of pages.
+
+A row is what one KV head of one sequence remembers: a list of pages and a length. Its G query heads
+attend to the row's first `length` slots and to nothing else. Rows differ in length, and no work is
+spent on the difference.
+"""
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode import reference
+from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation
+
+_FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn),)
+
+OPERATION = Operation(
+    "decode_attention",
+    (Implementation("xla", None, reference.decode_attention_xla),),
+)
+
+
+def decode_attention(
+    q: Float[Array, "R G D"],
+    k_pages: Float[Array, "N P D"],
+    v_pages: Float[Array, "N P D"],
+    page_table: Int[Array, "R M"],
+    lengths: Int[Array, "R"],
+    *,
+    scale: float,
+    return_lse: bool = False,
+    return_scores: bool = False,
+    k_scales: Float[Array, "N P"] | None = None,
+    v_scales: Float[Array, "N P"] | None = None,
+    debug: bool = False,
+    implementation: ImplementationChoice = None,
+) -> Array | tuple[Array, ...]:
+    """Attention of single queries over rows of pages.
+
+    Args:
+      q: the G query heads of each row.
+      k_pages: key pages of the pool; page_table picks a row's.
+      v_pages: value pages of the pool, of the same dtype.
+      page_table: page numbers of each row, int32. Entries beyond ceil(length / P) are never read
+        and may hold any value.
+      lengths: live slots of each row, 0 to M * P, int32. A row of length 0 gives zeros.
+      scale: factor of the scores, usually D ** -0.5.
+      return_lse: also return the natural log-sum-exp of the scores, to merge partial attentions;
+        -inf for a row of length 0.
+      return_scores: also return the scaled scores before the softmax, one per logical slot, -inf
+        at unread slots. `exp(scores - lse)` are the attention weights.
+      k_scales: with float8 (e4m3) pages, the factor of each slot's key.
+      v_scales: with float8 pages, the factor of each slot's value.
+      debug: check that every live table entry is a page of the pool and that lengths fit the
+        table. On concrete arrays this raises before anything is launched; under `jax.jit` it is a
+        `checkify.check`, so wrap the function in `checkify.checkify`.
+      implementation: None picks by the platform the call is lowered for; a name ("mosaic_gpu",
+        "triton", "mosaic_tpu", "xla") forces one; a sequence of names is tried in order.
+
+    Returns:
+      o [R, G, D] in q's dtype; a tuple with lse [R, G] and then scores [R, G, M * P] (float32, or
+      float64 for float64 inputs) where asked.
+
+    Raises:
+      ValueError: shapes or dtypes that disagree, or an unknown implementation; in debug mode a page
+        index or a length out of range.
+      NotImplementedError: the implementations asked for cannot serve the call.
+    """
+    _check(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, scale)
+    if debug:
+        _check_pages(page_table, lengths, *k_pages.shape[:2])
+    results = OPERATION(
+        implementation,
+        q,
+        k_pages,
+        v_pages,
+        page_table.astype(jnp.int32),
+        lengths.astype(jnp.int32),
+        k_scales,
+        v_scales,
+        scale=float(scale),
+        return_lse=return_lse,
+        return_scores=return_scores,
+    )
+    return results if return_lse or return_scores else results[0]
+
+
+def _check(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, scale) -> None:
+    def fail(text):
+        raise ValueError(f"decode_attention: {text}")
+
+    ranks = {"q": 3, "k_pages": 3, "v_pages": 3, "page_table": 2, "lengths": 1}
+    values = {
+        "q": q,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "page_table": page_table,
+        "lengths": lengths,
+    }
+    for name, rank in ranks.items():
+        if values[name].ndim != rank:
+            fail(f"{name} must have {rank} axes, has shape {values[name].shape}")
+    if k_pages.shape != v_pages.shape:
+        fail(f"k_pages {k_pages.shape} and v_pages {v_pages.shape} must have one shape")
+    if k_pages.dtype != v_pages.dtype:
+        fail(f"k_pages {k_pages.dtype} and v_pages {v_pages.dtype} must have one dtype")
+    if q.shape[2] != k_pages.shape[2]:
+        fail(f"head dim of q {q.shape} and of k_pages {k_pages.shape} must be the same")
+    if not q.shape[0] == page_table.shape[0] == lengths.shape[0]:
+        fail(
+            f"q {q.shape}, page_table {page_table.shape} and lengths {lengths.shape} must have "
+            "the same number of rows"
+        )
+    if 0 in (*q.shape, *k_pages.shape, *page_table.shape):
+        fail(f"empty axis: q {q.shape}, k_pages {k_pages.shape}, page_table {page_table.shape}")
+    for name in ("page_table", "lengths"):
+        if not jnp.issubdtype(values[name].dtype, jnp.integer):
+            fail(f"{name} must hold integers, has dtype {values[name].dtype}")
+    if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype in _FLOAT8:
+        fail(f"q must be bfloat16, float16, float32 or float64, has dtype {q.dtype}")
+    if k_pages.dtype in _FLOAT8:
+        for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+            if scales is None or scales.shape != k_pages.shape[:2]:
+                got = None if scales is None else scales.shape
+                fail(f"float8 pages need {name} of shape {k_pages.shape[:2]}, got {got}")
+    else:
+        if k_pages.dtype != q.dtype:
+            fail(f"q {q.dtype} and pages {k_pages.dtype} must have one dtype, or float8 pages")
+        if k_scales is not None or v_scales is not None:
+            fail(f"scales belong to float8 pages, these are {k_pages.dtype}")
+    if not isinstance(scale, numbers.Real):
+        fail(f"scale must be a number known while tracing, got {type(scale).__name__}")
+
+
+def _check_pages(page_table, lengths, pages: int, page_size: int) -> None:
+    """Refuse live table entries outside the pool and lengths outside the table."""
+    slots = page_table.shape[1] * page_size
+    live = jnp.arange(page_table.shape[1]) * page_size < lengths[:, None]
+    bad_page = live & ((page_table < 0) | (page_table >= pages))
+    bad_length = (lengths < 0) | (lengths > slots)
+    if isinstance(bad_page, jax.core.Tracer) or isinstance(bad_length, jax.core.Tracer):
+        checkify.check(~bad_length.any(), f"decode_attention: a length is not in 0..{slots}")
+        checkify.check(~bad_page.any(), f"decode_attention: a live page is not in 0..{pages - 1}")
+        return
+    if bad_length.any():
+        row = int(np.argmax(np.asarray(bad_length)))
+        raise ValueError(
+            f"decode_attention: length {int(lengths[row])} of row {row} is not in 0..{slots}"
+        )
+    if bad_page.any():
+        row, column = np.argwhere(np.asarray(bad_page))[0]
+        raise ValueError(
+            f"decode_attention: page {int(page_table[row, column])} of row {row}, column {column} "
+            f"is not in 0..{pages - 1}"
+        )

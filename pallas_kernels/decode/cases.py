@@ -1,0 +1,137 @@
+"""Named shapes of decode attention, shared by tests, benchmarks and tuning."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One problem: shapes, dtypes and how long the rows are.
+
+    Attributes:
+      name: how tests and tables call it.
+      lengths: live slots of each row.
+      group: query heads a row serves, G.
+      head_dim: D.
+      page_size: tokens a page, P.
+      dtype: of queries, and of pages unless `pages_dtype` says otherwise.
+      pages_dtype: "float8_e4m3fn" for quantised pages.
+      spare_pages: pages of the pool that no row owns.
+      spare_columns: table columns beyond what the longest row needs.
+      poison: fill every unread slot with NaN and every dead table entry with an invalid page.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    group: int = 4
+    head_dim: int = 128
+    page_size: int = 64
+    dtype: str = "bfloat16"
+    pages_dtype: str | None = None
+    spare_pages: int = 3
+    spare_columns: int = 1
+    poison: bool = True
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.lengths)
+
+    @property
+    def live_tokens(self) -> int:
+        """Slots that are read."""
+        return sum(self.lengths)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of keys and values of the live slots, scales included."""
+        size = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+        each = self.head_dim * size[self.pages_dtype or self.dtype]
+        return 2 * self.live_tokens * (each + (4 if self.pages_dtype else 0))
+
+    @property
+    def columns(self) -> int:
+        """M."""
+        return max(1, -(-max(self.lengths) // self.page_size)) + self.spare_columns
+
+    @property
+    def pages(self) -> int:
+        """N."""
+        return sum(-(-n // self.page_size) for n in self.lengths) + self.spare_pages
+
+
+_P = 64
+_EDGES = (0, 1, _P - 1, _P, _P + 1, 3 * _P + 5)
+
+BASE = DecodeCase("base", _EDGES)
+
+# Small enough for the interpreters; every feature of the contract is in one of them.
+CONTRACT: tuple[DecodeCase, ...] = (
+    BASE,
+    *(replace(BASE, name=f"group{g}", group=g) for g in (1, 2, 8, 16)),
+    *(replace(BASE, name=f"head_dim{d}", head_dim=d) for d in (64, 96, 256)),
+    replace(BASE, name="group5_head_dim64", group=5, head_dim=64),
+    replace(BASE, name="group16_head_dim256", group=16, head_dim=256, lengths=(70, 0, 64)),
+    replace(BASE, name="float32", dtype="float32"),
+    replace(BASE, name="float32_group8_head_dim96", dtype="float32", group=8, head_dim=96),
+    replace(BASE, name="float32_head_dim256", dtype="float32", head_dim=256, lengths=(70, 0, 64)),
+    replace(BASE, name="float8", pages_dtype="float8_e4m3fn"),
+    replace(BASE, name="float8_group8_head_dim64", pages_dtype="float8_e4m3fn", group=8,
+            head_dim=64),
+    replace(BASE, name="page32", page_size=32, lengths=(0, 1, 31, 32, 33, 101)),
+    replace(BASE, name="page16", page_size=16, lengths=(0, 1, 15, 16, 17, 83)),
+    replace(BASE, name="page128", page_size=128, lengths=(0, 1, 127, 128, 129, 300)),
+    replace(BASE, name="one_row", lengths=(5 * _P + 3,)),
+    replace(BASE, name="all_empty", lengths=(0, 0, 0)),
+    replace(BASE, name="one_long_row", lengths=(1, 20 * _P + 1, 0, 2)),
+    replace(BASE, name="many_short_rows", lengths=tuple(range(1, 25))),
+)  # fmt: skip
+
+# What only plain XLA serves: shapes of toy models, and oracles in float64.
+XLA_ONLY: tuple[DecodeCase, ...] = (
+    DecodeCase("float64", (0, 1, 7, 8, 9, 30), page_size=8, head_dim=16, dtype="float64"),
+    DecodeCase("head_dim8", (0, 1, 15, 16, 17, 40), page_size=16, head_dim=8, group=2,
+               dtype="float32"),
+    DecodeCase("page5", (0, 1, 4, 5, 6, 23), page_size=5, head_dim=24, group=3, dtype="float32"),
+)  # fmt: skip
+
+
+def _skewed(rows: int, mean: int) -> tuple[int, ...]:
+    """Lengths of which the longest tenth of the rows holds half of the tokens."""
+    rng = np.random.default_rng(0)
+    long_rows = rows // 10
+    half = rows * mean // 2
+
+    def share(count):
+        weight = rng.uniform(0.5, 1.5, count)
+        return np.maximum(1, np.round(weight / weight.sum() * half)).astype(int)
+
+    lengths = np.concatenate([share(long_rows), share(rows - long_rows)])
+    return tuple(int(n) for n in rng.permutation(lengths))
+
+
+def _benchmark(name, lengths, **fields):
+    return DecodeCase(name, tuple(lengths), poison=False, spare_columns=0, **fields)
+
+
+# Measured on a GPU. Rows of a batch are its sequences times its KV heads (8).
+BENCHMARK: tuple[DecodeCase, ...] = (
+    _benchmark("rows128_32768", [32768] * 128),
+    _benchmark("rows512_4096", [4096] * 512),
+    _benchmark("rows512_skewed_4096", _skewed(512, 4096)),
+    _benchmark("rows64_1024", [1024] * 64),
+    _benchmark("rows8_32768", [32768] * 8),
+    _benchmark("rows128_skewed_4096", _skewed(128, 4096)),
+    _benchmark("rows128_32768_group8", [32768] * 128, group=8),
+    _benchmark("rows512_4096_group8", [4096] * 512, group=8),
+)
+
+
+def by_name(name: str) -> DecodeCase:
+    """Find the case of that name.
+
+    Raises:
+      KeyError: there is none.
+    """
+    return {case.name: case for case in (*CONTRACT, *XLA_ONLY, *BENCHMARK)}[name]
