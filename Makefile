@@ -1,0 +1,52 @@
+# Every target works on a fresh machine: it makes .venv, installs the locked dependencies and runs.
+# Nothing is installed twice: .venv/installed is newer than the lock once the install is done.
+
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+STAMP  := $(VENV)/installed
+# Processes of the test run.
+WORKERS ?= 2
+
+# The locked jaxlib is the CPU build. Saying so keeps jax from probing for a TPU through the libtpu
+# that the ahead-of-time tests install. On a GPU: install the extra `cuda`, `make demo JAX_PLATFORMS=cuda`.
+JAX_PLATFORMS ?= cpu
+export JAX_PLATFORMS
+
+.PHONY: help demo test lint format lock install clean
+
+help:
+	@echo "make demo     retrofit a small pretrained model and decode with a compressed cache"
+	@echo "make test     the whole test suite"
+	@echo "make lint     formatting, lint and types"
+	@echo "make format   rewrite the sources in the house format"
+	@echo "make lock     resolve requirements.lock again (needs uv)"
+	@echo "make install  only make .venv"
+	@echo "make clean    remove .venv and the caches"
+
+demo: $(STAMP)
+	$(RUN) experiments/quickstart.py $(ARGS)
+
+test: $(STAMP)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix-only --quiet .
+	$(VENV)/bin/ruff format .
+
+lock:
+	uv pip compile pyproject.toml --extra dev --universal --python-version 3.12 \
+	  --generate-hashes --no-header --upgrade --output-file requirements.lock
+
+install: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	@sh .ci/install $(VENV)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,64 @@
+"""The surroundings of every test: platform, fake devices, compilation cache, determinism.
+
+All of it is environment that jax reads when it is first imported, so it is set before any test
+module is collected. Processes that tests start inherit it.
+
+- CPU with 8 fake devices, unless `--gpu` asks for the card (then the tests marked `gpu` run too).
+- libtpu is told where it is, so that a test can compile for TPU on a machine without one.
+- Compiled functions are kept in `.jax_cache` of the checkout and shared by all workers.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+FAKE_DEVICES = 8
+
+hypothesis.settings.register_profile(
+    "house", derandomize=True, deadline=None, database=None, print_blob=False
+)
+hypothesis.settings.load_profile("house")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="run on the NVIDIA GPU of this machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "jax" in sys.modules:
+        raise pytest.UsageError("jax was imported before tests/conftest.py could set it up")
+    if config.getoption("--gpu"):
+        os.environ.pop("JAX_PLATFORMS", None)
+        # Several processes share the card, so none may take all of its memory at the start.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(FAKE_DEVICES)
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(CHECKOUT / ".jax_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        # Ahead-of-time compilation for TPU with no TPU at hand.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5p-8",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        # NumPy's own threads would fight with the other workers for the cores.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--gpu"):
+        return
+    needs_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU: pass --gpu on a machine with one")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(needs_gpu)

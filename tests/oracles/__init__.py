@@ -1,0 +1,1 @@
+"""Plain NumPy float64 simulations of every policy, written from the papers alone."""

@@ -1,0 +1,138 @@
+"""The rules of the house that a machine can check: import order, file length, quick import."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LONGEST_FILE = 420
+LONGEST_IMPORT_SECONDS = 2.0
+HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
+
+# A package may import the packages of lower rank, its own, and `pallas_kernels`.
+RANKS = {
+    "errors": 0,
+    "config": 1,
+    "sharding": 1,
+    "cache": 2,
+    "policies": 3,
+    "model": 4,
+    "checkpoint": 5,
+    "data": 6,
+    "training": 6,
+    "generation": 6,
+    "evaluation": 7,
+    "analysis": 8,
+}
+
+
+def python_files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The absolute dotted names that a file imports, wherever it does.
+
+    `from x.y import z` gives `x.y` and `x.y.z`; `from x import z` gives `x.z` alone.
+    """
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            # In a/b/c.py, `from ..x` starts from package a, whether c is a module or __init__.
+            base = ".".join(parts[: -node.level]) if node.level else ""
+            module = ".".join(part for part in (base, node.module or "") if part)
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+            names |= {module} if "." in module else set()
+    return names
+
+
+def import_order_violations(path: Path) -> list[str]:
+    own = path.relative_to(ROOT / "dms_jax").with_suffix("").parts[0]
+    if own == "__init__":
+        return []
+    if own not in RANKS:
+        return [f"{path.relative_to(ROOT)}: dms_jax.{own} has no place in the import order"]
+    violations = []
+    for name in sorted(imported_modules(path)):
+        head, *rest = name.split(".")
+        if head in ("experiments", "tests", "colab"):
+            violations.append(f"{path.relative_to(ROOT)} imports {name}")
+        elif head == "dms_jax" and rest:
+            target = rest[0]
+            if target not in RANKS:
+                violations.append(f"{path.relative_to(ROOT)}: {name} has no place in the order")
+            elif target != own and RANKS[target] >= RANKS[own]:
+                violations.append(f"{path.relative_to(ROOT)} imports {name}, which is not below it")
+        elif head == "dms_jax":
+            violations.append(f"{path.relative_to(ROOT)} imports dms_jax whole: name the module")
+    return violations
+
+
+def test_imports_run_one_way():
+    violations = [
+        line for path in python_files("dms_jax") for line in import_order_violations(path)
+    ]
+    assert not violations, "\n".join(violations)
+
+
+def test_pallas_kernels_stand_alone():
+    violations = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in python_files("pallas_kernels")
+        for name in sorted(imported_modules(path))
+        if name.split(".")[0] in ("dms_jax", "experiments", "tests")
+    ]
+    assert not violations, "\n".join(violations)
+
+
+def test_the_checks_see_a_forbidden_import(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    module = tmp_path / "dms_jax" / "cache" / "pool.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "import experiments.quickstart\nfrom ..policies import base\nfrom . import accounting\n"
+        "from dms_jax import config\nfrom dms_jax.cache.accounting import reads\n"
+    )
+    violations = "\n".join(import_order_violations(module))
+    assert "imports experiments.quickstart" in violations
+    assert "imports dms_jax.policies, which" in violations
+    assert len(violations.splitlines()) == 2
+
+
+@pytest.mark.parametrize("package", ["dms_jax", "pallas_kernels", "experiments", "tests"])
+def test_files_hold_one_idea(package):
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for path in python_files(package)
+    }
+    too_long = {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE}
+    assert lengths, f"{package} holds no Python file"
+    assert not too_long
+
+
+def test_import_is_quick_and_light():
+    script = (
+        "import sys, time; start = time.perf_counter(); import dms_jax; "
+        "print(time.perf_counter() - start); "
+        f"print(sorted({HEAVY_PACKAGES} & set(sys.modules)))"
+    )
+    seconds = float("inf")
+    # The best of a few: the other workers of the run share the cores.
+    for _ in range(5):
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        taken, heavy = done.stdout.splitlines()
+        assert heavy == "[]", f"import dms_jax also imports {heavy}"
+        seconds = min(seconds, float(taken))
+        if seconds < LONGEST_IMPORT_SECONDS:
+            break
+        time.sleep(1)
+    assert seconds < LONGEST_IMPORT_SECONDS
