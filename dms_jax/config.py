@@ -1,0 +1,377 @@
+"""What a model is: `ModelConfig`, and its Hugging Face form both ways.
+
+Served exactly: Llama 2, 3, 3.1 and 3.2, Qwen2 and Qwen2.5, Qwen3, and Mistral without a sliding
+window. They are one architecture (pre-norm, grouped-query attention, rotary positions, SwiGLU)
+with switches: biases, q/k norms, head size, tied embeddings, and the scaling of the rotary
+frequencies. Everything else is refused by name, because a model that is nearly right is wrong.
+
+Both spellings of a Hugging Face config are read: `rope_theta` + `rope_scaling` + `torch_dtype`
+(transformers 4) and `rope_parameters` + `dtype` (transformers 5). The first is written, because
+both versions read it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dms_jax.config_checks import (
+    ARCHITECTURES,
+    FAMILIES,
+    MAX_LAYERS,
+    SERVED,
+    check_boolean,
+    check_number,
+    check_size,
+    family_of,
+    refuse_sliding_window,
+    refuse_unserved,
+    show,
+)
+from dms_jax.errors import ConfigError
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """The rotary position embedding: base, and how its frequencies are scaled.
+
+    Attributes:
+        theta: base of the geometric series of wavelengths.
+        kind: "default", "linear", "llama3" or "yarn".
+        factor: by how much the context is stretched (every kind but "default").
+        original_max_position_embeddings: positions seen in pretraining ("llama3", "yarn").
+        low_freq_factor: "llama3": wavelengths above original / low are divided by `factor`.
+        high_freq_factor: "llama3": wavelengths below original / high are left alone.
+        beta_fast: "yarn": turns over the original context above which nothing is interpolated.
+        beta_slow: "yarn": turns below which everything is.
+        attention_factor: "yarn": multiplies cos and sin; None derives it from the fields below.
+        mscale: "yarn": with `mscale_all_dim`, the ratio that gives `attention_factor`.
+        mscale_all_dim: see `mscale`.
+        truncate: "yarn": round the ends of the ramp outwards to whole dimensions.
+
+    Raises:
+        ConfigError: a parameter is missing, not a finite positive number, or inconsistent.
+    """
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self):
+        if self.kind not in ROPE_KINDS:
+            raise ConfigError(
+                f"rotary scaling {show(self.kind)} is not served; served: {', '.join(ROPE_KINDS)}"
+            )
+        for name in ("theta", "factor", "beta_fast", "beta_slow"):
+            check_number(getattr(self, name), f"rope.{name}")
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is not None:
+                # transformers treats 0 in mscale as "not given".
+                check_number(value, f"rope.{name}", zero=name != "attention_factor")
+        if self.theta <= 1:
+            raise ConfigError(f"rope.theta must be above 1, got {self.theta}")
+        if not isinstance(self.truncate, bool):
+            raise ConfigError(f"rope.truncate must be a boolean, got {show(self.truncate)}")
+        if self.kind in ("llama3", "yarn"):
+            check_size(
+                self.original_max_position_embeddings, "rope.original_max_position_embeddings"
+            )
+        if self.kind == "llama3":
+            low = check_number(self.low_freq_factor, "rope.low_freq_factor")
+            high = check_number(self.high_freq_factor, "rope.high_freq_factor")
+            if high <= low:
+                raise ConfigError(
+                    f"rope.high_freq_factor ({high}) must be above rope.low_freq_factor ({low})"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and switches of a decoder-only transformer. Hashable: it can be a static argument.
+
+    Attributes:
+        vocab_size: V.
+        hidden_size: E, width of the residual stream.
+        intermediate_size: F, width of the feed-forward layer.
+        num_layers: L.
+        num_heads: H, query heads.
+        num_kv_heads: K, key and value heads; divides H.
+        head_dim: D, even; need not be E / H.
+        max_position_embeddings: longest sequence the model was made for, in tokens.
+        rms_norm_eps: added to the mean square in every RMS norm.
+        rope: the rotary embedding.
+        qkv_bias: whether the q, k and v projections have biases.
+        output_bias: whether the attention output projection has a bias.
+        mlp_bias: whether the feed-forward projections have biases.
+        qk_norm: whether queries and keys are RMS-normed per head before rotation (Qwen3).
+        tie_embeddings: whether the output matrix is the embedding.
+        model_type: Hugging Face family: "llama", "mistral", "qwen2" or "qwen3".
+
+    Raises:
+        ConfigError: a field has the wrong type or range, or the fields contradict each other.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope: Rope = Rope()
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    model_type: str = "llama"
+
+    def __post_init__(self):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            check_size(getattr(self, name), name)
+        check_size(self.num_layers, "num_layers", most=MAX_LAYERS)
+        check_number(self.rms_norm_eps, "rms_norm_eps")
+        for name in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "tie_embeddings"):
+            check_boolean(getattr(self, name), name)
+        if not isinstance(self.rope, Rope):
+            raise ConfigError(f"rope must be a Rope, got {show(self.rope)}")
+        if self.model_type not in FAMILIES:
+            raise ConfigError(f"model_type {show(self.model_type)} is not served; served: {SERVED}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"head_dim must be even for rotary positions, got {self.head_dim}; set it in the "
+                "config if it is not hidden_size / num_heads"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """G = H / K, query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
+        """Read the contents of a Hugging Face `config.json`.
+
+        Raises:
+            ConfigError: the config is malformed, or describes what is not served exactly.
+        """
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"a model config must be a JSON object, got {show(config)}")
+        family = family_of(config)
+        refuse_unserved(config)
+        defaults = FAMILIES[family]
+
+        def given(name: str, default: Any = None) -> Any:
+            value = config.get(name)
+            return default if value is None else value
+
+        hidden_size = check_size(config.get("hidden_size"), "hidden_size")
+        num_heads = check_size(config.get("num_attention_heads"), "num_attention_heads")
+        num_layers = check_size(
+            config.get("num_hidden_layers"), "num_hidden_layers", most=MAX_LAYERS
+        )
+        head_dim = given("head_dim", defaults["head_dim"])
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ConfigError(
+                    f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads "
+                    f"({num_heads}) and the config gives no head_dim"
+                )
+            head_dim = hidden_size // num_heads
+        max_positions = check_size(
+            given("max_position_embeddings", defaults["max_position_embeddings"]),
+            "max_position_embeddings",
+        )
+        refuse_sliding_window(config, family, num_layers, max_positions)
+        kv_heads = given("num_key_value_heads", defaults["num_key_value_heads"])
+        attention_bias = family in ("llama", "qwen3") and check_boolean(
+            given("attention_bias", False), "attention_bias"
+        )
+        return cls(
+            vocab_size=check_size(config.get("vocab_size"), "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=check_size(config.get("intermediate_size"), "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=check_size(
+                num_heads if kv_heads is None else kv_heads, "num_key_value_heads"
+            ),
+            head_dim=check_size(head_dim, "head_dim"),
+            max_position_embeddings=max_positions,
+            rms_norm_eps=check_number(given("rms_norm_eps", 1e-6), "rms_norm_eps"),
+            rope=_rope_from_hf(config, max_positions),
+            qkv_bias=family == "qwen2" or attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=family == "llama" and check_boolean(given("mlp_bias", False), "mlp_bias"),
+            qk_norm=family == "qwen3",
+            tie_embeddings=check_boolean(
+                given("tie_word_embeddings", False), "tie_word_embeddings"
+            ),
+            model_type=family,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Give the Hugging Face `config.json` of this model, as transformers 4 and 5 read it.
+
+        Raises:
+            ConfigError: the family has no field for one of the switches (a Mistral with biases).
+        """
+        architecture = next(a for a, family in ARCHITECTURES.items() if family == self.model_type)
+        hf: dict[str, Any] = {
+            "architectures": [architecture],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope.theta,
+            "rope_scaling": _rope_scaling_to_hf(self.rope),
+            "tie_word_embeddings": self.tie_embeddings,
+            "use_cache": True,
+        }
+        if self.model_type in ("llama", "qwen3"):
+            hf["attention_bias"] = self.qkv_bias
+        if self.model_type == "llama":
+            hf["mlp_bias"] = self.mlp_bias
+        if self.model_type == "mistral":
+            hf["sliding_window"] = None
+        if self.model_type in ("qwen2", "qwen3"):
+            hf["use_sliding_window"] = False
+        if ModelConfig.from_hf(hf) != self:
+            raise ConfigError(
+                f"Hugging Face's {architecture} cannot express this combination of qkv_bias="
+                f"{self.qkv_bias}, output_bias={self.output_bias}, mlp_bias={self.mlp_bias}, "
+                f"qk_norm={self.qk_norm}; choose a model_type that has them"
+            )
+        return hf
+
+
+def _rope_from_hf(config: Mapping[str, Any], max_positions: int) -> Rope:
+    """Read `rope_parameters`, or `rope_scaling` with `rope_theta`; refuse if they disagree."""
+    found = {
+        name: config[name]
+        for name in ("rope_parameters", "rope_scaling")
+        if config.get(name) is not None and config[name] != {}
+    }
+    for name, value in found.items():
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} must be a JSON object, got {show(value)}")
+    ropes = [_one_rope(value, config, max_positions, name) for name, value in found.items()]
+    if len(ropes) == 2 and ropes[0] != ropes[1]:
+        raise ConfigError("rope_parameters and rope_scaling disagree; keep the one that is right")
+    return ropes[0] if ropes else _one_rope({}, config, max_positions, "rope_scaling")
+
+
+def _one_rope(
+    fields: Mapping[str, Any], config: Mapping[str, Any], max_positions: int, where: str
+) -> Rope:
+    def given(name: str, default: Any = None) -> Any:
+        value = fields.get(name)
+        return default if value is None else value
+
+    if any(isinstance(value, Mapping) for value in fields.values()):
+        raise ConfigError(f"{where} differs from layer to layer, which is not served")
+    for partial in (fields.get("partial_rotary_factor"), config.get("partial_rotary_factor")):
+        if partial is not None and partial != 1:
+            raise ConfigError(f"partial_rotary_factor {show(partial)} is not served; served: 1")
+    kind = given("rope_type", given("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ConfigError(
+            f"rotary scaling {show(kind)} ({where}) is not served; served: {', '.join(ROPE_KINDS)}"
+        )
+    if fields.get("mrope_section") is not None:
+        raise ConfigError(f"multimodal rotary positions (mrope_section in {where}) are not served")
+    theta = given("rope_theta", config.get("rope_theta"))
+    theta = check_number(10_000.0 if theta is None else theta, "rope_theta")
+    if kind == "default":
+        return Rope(theta=theta)
+    factor = given("factor")
+    if kind == "linear":
+        return Rope(theta=theta, kind=kind, factor=check_number(factor, f"{where}.factor"))
+
+    # A value beside the rotary fields wins over one among them, as in transformers 5.
+    original = config.get("original_max_position_embeddings")
+    original = given("original_max_position_embeddings") if original is None else original
+    original = check_size(
+        max_positions if original is None else original,
+        f"{where}.original_max_position_embeddings",
+    )
+    if kind == "llama3":
+        return Rope(
+            theta=theta,
+            kind=kind,
+            factor=check_number(factor, f"{where}.factor"),
+            original_max_position_embeddings=original,
+            low_freq_factor=check_number(given("low_freq_factor"), f"{where}.low_freq_factor"),
+            high_freq_factor=check_number(given("high_freq_factor"), f"{where}.high_freq_factor"),
+        )
+    optional = {}
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        if given(name) is not None:
+            optional[name] = check_number(
+                given(name), f"{where}.{name}", zero=name != "attention_factor"
+            )
+    factor = max_positions / original if factor is None else factor
+    return Rope(
+        theta=theta,
+        kind=kind,
+        factor=check_number(factor, f"{where}.factor"),
+        original_max_position_embeddings=original,
+        beta_fast=check_number(given("beta_fast") or 32.0, f"{where}.beta_fast"),
+        beta_slow=check_number(given("beta_slow") or 1.0, f"{where}.beta_slow"),
+        truncate=check_boolean(given("truncate", True), f"{where}.truncate"),
+        **optional,
+    )
+
+
+def _rope_scaling_to_hf(rope: Rope) -> dict[str, Any] | None:
+    if rope.kind == "default":
+        return None
+    names = {
+        "linear": (),
+        "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+        "yarn": (
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    }[rope.kind]
+    scaling = {"rope_type": rope.kind, "factor": rope.factor}
+    scaling |= {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
+    return scaling

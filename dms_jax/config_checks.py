@@ -1,0 +1,141 @@
+"""Checks behind `dms_jax.config`: what is malformed, and what is not served, each said by name."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dms_jax.errors import ConfigError
+
+MAX_LAYERS = 10_000
+_MAX_SIZE = 2**31 - 1
+
+# What transformers assumes where a config is silent.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072},
+    "qwen2": {"num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3ForCausalLMDMS": "qwen3",
+}
+SERVED = "Llama 2/3/3.1/3.2, Qwen2/2.5, Qwen3, and Mistral without a sliding window"
+
+
+def show(value: Any) -> str:
+    """Print a value for a message, in few characters whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "an integer of more than 60 digits"  # printing it could itself fail
+    text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_size(value: Any, name: str, *, most: int = _MAX_SIZE) -> int:
+    if value is None:
+        raise ConfigError(f"the model config has no {name}")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, got {show(value)}")
+    if not 1 <= value <= most:
+        raise ConfigError(f"{name} must be between 1 and {most}, got {show(value)}")
+    return value
+
+
+def check_number(value: Any, name: str, *, zero: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} must be a number, got {show(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+        raise ConfigError(f"{name} must be finite and positive, got {show(value)}")
+    return number
+
+
+def check_boolean(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {show(value)}")
+    return value
+
+
+def family_of(config: Mapping[str, Any]) -> str:
+    """Find the family that a config names in `model_type` and `architectures`, which must agree."""
+    model_type = config.get("model_type")
+    names = config.get("architectures")
+    if names is not None and not (
+        isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    ):
+        raise ConfigError(f"architectures must be a list of names, got {show(names)}")
+    if model_type is None and names is None:
+        raise ConfigError(
+            "the config names neither model_type nor architectures, so it is not a model that "
+            f"can be loaded; served: {SERVED}"
+        )
+    for name in names or []:
+        if name not in ARCHITECTURES:
+            raise ConfigError(f"architecture {show(name)} is not served; served: {SERVED}")
+    if model_type is None:
+        model_type = ARCHITECTURES[names[0]]
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(f"model_type {show(model_type)} is not served; served: {SERVED}")
+    for name in names or []:
+        if ARCHITECTURES[name] != model_type:
+            raise ConfigError(f"architecture {name} does not belong to model_type {model_type!r}")
+    return model_type
+
+
+def refuse_unserved(config: Mapping[str, Any]) -> None:
+    """Raise on every field that changes the computation in a way that is not served."""
+    act = config.get("hidden_act")
+    if act is not None and act not in ("silu", "swish"):
+        raise ConfigError(f"hidden_act {show(act)} is not served; served: silu")
+    if config.get("quantization_config") is not None:
+        raise ConfigError(
+            "the checkpoint is quantized (quantization_config), which is not served; load the "
+            "unquantized weights"
+        )
+    tp = config.get("pretraining_tp")
+    if tp is not None and tp != 1:
+        raise ConfigError(f"pretraining_tp {show(tp)} is not served; set it to 1")
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"):
+        if config.get(name):
+            raise ConfigError(f"mixture of experts ({name}) is not served; served: {SERVED}")
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(f"encoder-decoder models are not served; served: {SERVED}")
+    if config.get("use_mrope"):
+        raise ConfigError("multimodal rotary positions (use_mrope) are not served")
+
+
+def refuse_sliding_window(
+    config: Mapping[str, Any], family: str, num_layers: int, max_positions: int
+) -> None:
+    """Raise if any layer attends to a window shorter than the longest sequence."""
+    layer_types = config.get("layer_types")
+    if layer_types is not None:
+        if not isinstance(layer_types, list):
+            raise ConfigError(f"layer_types must be a list, got {show(layer_types)}")
+        for layer, kind in enumerate(layer_types):
+            if kind != "full_attention":
+                raise ConfigError(
+                    f"layer {layer} has attention of type {show(kind)}, which is not served; "
+                    "every layer must be full_attention"
+                )
+    if family == "llama":
+        return
+    window = config.get("sliding_window", 4096)  # transformers' default when the key is absent
+    if family in ("qwen2", "qwen3"):
+        if not check_boolean(config.get("use_sliding_window", False), "use_sliding_window"):
+            return
+        first = config.get("max_window_layers", 28)
+        if layer_types is not None or (isinstance(first, int) and first >= num_layers):
+            return
+    if window is not None and check_size(window, "sliding_window") < max_positions:
+        raise ConfigError(
+            f"sliding-window attention (sliding_window {window} below max_position_embeddings "
+            f"{max_positions}) is not served; if the model was trained without a window, set "
+            "sliding_window to null"
+        )

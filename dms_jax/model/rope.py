@@ -1,0 +1,107 @@
+"""Rotary position embedding, and the scalings that stretch it.
+
+A head of D dims is D/2 planes: plane i holds dims i and i + D/2 (Hugging Face's half-split form)
+and is turned by the angle position * f_i. Unscaled, f_i = theta^(-2i/D) (RoFormer,
+arXiv 2104.09864, eq. 15).
+
+- linear: f_i / factor (arXiv 2306.15595).
+- llama3: wavelengths 2 pi / f_i above original / low_freq_factor are divided by `factor`, those
+  below original / high_freq_factor are left alone, and between them the two are mixed.
+- yarn: by turns made over the original context (arXiv 2309.00071, eq. 18 to 23), with cos and sin
+  multiplied by 0.1 ln(factor) + 1 unless the config says otherwise.
+
+Shapes: B sequences, T tokens, D head dim.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float64, Int
+
+from dms_jax.config import ModelConfig, Rope
+
+
+def rope_frequencies(config: ModelConfig) -> tuple[Float64[np.ndarray, "half"], float]:
+    """Angle per position of each rotary plane, and the factor on cos and sin.
+
+    Returns:
+        inverse frequencies [D/2] in radians a token, in float64, and the attention factor.
+    """
+    rope, head_dim = config.rope, config.head_dim
+    frequencies = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "linear":
+        return frequencies / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope), 1.0
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope, head_dim), _yarn_attention_factor(rope)
+    return frequencies, 1.0
+
+
+def rope_tables(
+    config: ModelConfig, positions: Int[Array, "..."], *, dtype: DTypeLike = jnp.float32
+) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
+    """Cos and sin [..., D/2] of every position, in `dtype` but never below float32.
+
+    Angles in float32 lose about position * 2^-24 radians; ask for float64 (with jax's x64 mode)
+    where that matters.
+    """
+    frequencies, attention_factor = rope_frequencies(config)
+    dtype = jnp.promote_types(dtype, jnp.float32)
+    angles = positions.astype(dtype)[..., None] * jnp.asarray(frequencies, dtype)
+    return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
+
+
+def apply_rope(
+    x: Float[Array, "*batch T heads D"],
+    cos: Float[Array, "*batch T half"],
+    sin: Float[Array, "*batch T half"],
+) -> Float[Array, "*batch T heads D"]:
+    """Turn every head of `x` by its token's angles; the arithmetic is at least float32.
+
+    # In: D = 4, x = [1, 0, 0, 0], angles [a, b]  # Out: [cos a, 0, sin a, 0]
+    """
+    with jax.named_scope("rope"):
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+        cos, sin = cos[..., None, :].astype(dtype), sin[..., None, :].astype(dtype)
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _llama3(frequencies: np.ndarray, rope: Rope) -> np.ndarray:
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    # 0 where a plane makes fewer turns than low_freq_factor over the original context, 1 where
+    # it makes more than high_freq_factor.
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = np.clip(keep, 0.0, 1.0)
+    return (1 - keep) * frequencies / rope.factor + keep * frequencies
+
+
+def _yarn(frequencies: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
+    def plane_making(turns: float) -> float:
+        wavelength = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = plane_making(rope.beta_fast), plane_making(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    interpolated = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    return interpolated * frequencies / rope.factor + (1 - interpolated) * frequencies
+
+
+def _yarn_attention_factor(rope: Rope) -> float:
+    def magnitude(scale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * scale * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)
