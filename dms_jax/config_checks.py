@@ -35,6 +35,7 @@ def show(value: Any) -> str:
 
 
 def check_size(value: Any, name: str, *, most: int = _MAX_SIZE) -> int:
+    """Return a whole number between 1 and `most`, or say what is wrong with it."""
     if value is None:
         raise ConfigError(f"the model config has no {name}")
     if isinstance(value, bool) or not isinstance(value, int):
@@ -45,6 +46,7 @@ def check_size(value: Any, name: str, *, most: int = _MAX_SIZE) -> int:
 
 
 def check_number(value: Any, name: str, *, zero: bool = False) -> float:
+    """Return a finite positive number (0 too where asked), or say what is wrong with it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} must be a number, got {show(value)}")
     try:
@@ -57,6 +59,7 @@ def check_number(value: Any, name: str, *, zero: bool = False) -> float:
 
 
 def check_boolean(value: Any, name: str) -> bool:
+    """Return a boolean, or say what is there instead."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, got {show(value)}")
     return value

@@ -1,0 +1,5 @@
+"""Checkpoints: Hugging Face directories to models and back, and the text side of them."""
+
+from dms_jax.checkpoint.tokenizer import Tokenizer
+
+__all__ = ["Tokenizer"]
