@@ -5,8 +5,8 @@
 
 The `.bin` holds seven int32 (dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len),
 then float32 tensors stacked over the layers: embedding, attention norm, wq, wk, wv, wo,
-feed-forward norm, w1 (gate), w2 (down), w3 (up), final norm, two rotary tables; the output matrix is the
-embedding unless vocab_size is negative.
+feed-forward norm, w1 (gate), w2 (down), w3 (up), final norm, two rotary tables. The output matrix
+is the embedding unless vocab_size is negative.
 
 llama2.c rotates neighbouring dims (2i, 2i + 1) where Hugging Face rotates (i, i + D/2), so the
 rows of wq and wk are put in another order; scores, being sums over dims, stay the same.
