@@ -1,0 +1,29 @@
+"""StreamingLLM: the first tokens (attention sinks) and the most recent ones; true positions.
+
+After token t the cache holds the tokens j with j < sinks or t - j < recent, t itself among the
+recent. The publication renumbers positions inside the cache; here keys keep the rotation they were
+written with, as in the common training-free comparisons.
+"""
+
+from tests.oracles.trace import Recorder, Trace, as_float64, attend_live, default_scale
+
+
+def simulate(
+    q, k, v, prompt_length: int = 0, *, sinks: int, recent: int, scale: float | None = None
+) -> Trace:
+    """Simulate over q [T, H, D] and k, v [T, K, D], all rotated already; recent >= 1."""
+    q, k, v = as_float64(q, k, v)
+    scale = default_scale(q, scale)
+    recorder = Recorder(q.shape[1])
+    sink_slots: list[int] = []
+    recent_slots: list[int] = []
+    for t in range(len(q)):
+        if len(sink_slots) < sinks:
+            sink_slots.append(t)
+        else:
+            recent_slots.append(t)
+        # A sink is recent too while it is young, so it does not take room from the others.
+        recent_slots = [j for j in recent_slots if t - j < recent]
+        live = [sink_slots + recent_slots for _ in range(k.shape[1])]
+        recorder.step(attend_live(q[t], k, v, live, scale), live)
+    return recorder.trace()

@@ -1,0 +1,164 @@
+"""The DMS oracle against examples worked by hand and second derivations."""
+
+import numpy as np
+import pytest
+
+from tests.oracles import dms, rope, vanilla
+from tests.oracles.examples import tensors
+
+
+def test_dms_mask_example():
+    # d = decisions, e_k = d_{k+1} marks key k; window 2, so three keys are always visible.
+    decisions = [1, 0, 1, 1, 0, 0, 1, 0]
+    mask = dms.visible(decisions, window=2, shift=1)
+    assert [np.flatnonzero(row).tolist() for row in mask] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 2, 3, 4],
+        [0, 3, 4, 5],
+        [0, 3, 4, 5, 6],
+        [0, 3, 4, 5, 6, 7],
+    ]
+    steps = dms.slots_per_step(decisions, window=2, shift=1)
+    assert [len(slots) for slots in steps] == [1, 2, 3, 4, 4, 4, 5, 6]
+    assert sum(len(slots) for slots in steps) == 29
+    assert steps[4] == [0, 4, 2, 3]
+    assert steps[5] == [0, 4, 5, 3]
+    assert steps[7] == [0, 4, 5, 3, 6, 7]
+
+
+def test_dms_six_cache_states():
+    # Retention probabilities of A..F; a token is kept above one half, window 2, its own decision.
+    keep = np.array([0.2, 0.9, 0.3, 0.8, 0.1, 0.95]) > 0.5
+    steps = dms.slots_per_step((~keep).astype(int), window=2, shift=0)
+    states = ["".join(sorted("ABCDEF"[token] for token in slots)) for slots in steps]
+    assert states == ["A", "AB", "ABC", "BCD", "BCDE", "BDEF"]
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 5, 40])
+def test_dms_ring_holds_what_the_mask_shows(window):
+    random = np.random.default_rng(window)
+    for shift in range(window + 2):
+        decisions = random.integers(0, 2, size=31)
+        mask = dms.visible(decisions, window, shift)
+        for slots, row in zip(dms.slots_per_step(decisions, window, shift), mask, strict=True):
+            assert sorted(slots) == np.flatnonzero(row).tolist()
+
+
+def test_dms_refuses_a_decision_that_comes_too_late():
+    with pytest.raises(ValueError, match="shift"):
+        dms.slots_per_step([0, 1], window=2, shift=4)
+
+
+def test_dms_outputs_equal_the_hard_mask_in_training_form():
+    q, k, v = tensors(1)
+    decisions = np.random.default_rng(2).integers(0, 2, size=(13, 2))
+    trace = dms.simulate(q, k, v, decisions=decisions, window=3, shift=1)
+    bias = np.where(decisions == 1, -np.inf, 0.0)
+    soft = dms.soft_attention(q, k, v, bias, window=3, shift=1)
+    np.testing.assert_allclose(trace.outputs, soft, atol=1e-12)
+    assert not np.allclose(trace.outputs, vanilla.simulate(q, k, v).outputs)
+
+
+def test_dms_per_layer_takes_the_first_head():
+    q, k, v = tensors(1)
+    decisions = np.random.default_rng(2).integers(0, 2, size=(13, 2))
+    trace = dms.simulate(q, k, v, decisions=decisions, window=1, per="layer")
+    assert all(step[0] == step[1] for step in trace.live)
+    alone = dms.simulate(q, k, v, decisions=decisions, window=1)
+    assert [step[0] for step in trace.live] == [step[0] for step in alone.live]
+    assert trace.live != alone.live
+
+
+def test_dms_without_marks_is_vanilla():
+    q, k, v = tensors(3)
+    trace = dms.simulate(q, k, v, decisions=np.zeros((13, 2)), window=2)
+    np.testing.assert_array_equal(trace.outputs, vanilla.simulate(q, k, v).outputs)
+    assert trace.peak.tolist() == [13, 13]
+
+
+@pytest.mark.parametrize(
+    ("logit", "noise", "gate_logit", "alpha", "hard", "bias"),
+    [
+        (-5, 0, -50, 1.93e-22, 0, -1.93e-22),
+        (-5, 4, -10, 4.5398e-5, 0, -4.5399e-5),
+        (-5, 6, 10, 0.9999546, 1, -10.0000454),
+        (-3, 2.5, -5, 0.00669285, 0, -0.00671535),
+        (1, -0.5, 5, 0.99330715, 1, -5.00671535),
+    ],
+)
+def test_dms_gate(logit, noise, gate_logit, alpha, hard, bias):
+    got = dms.gate(logit, noise, temperature=0.1)
+    np.testing.assert_allclose(got[0], gate_logit, rtol=1e-12)
+    np.testing.assert_allclose(got[1], alpha, rtol=1e-3 if alpha < 1e-9 else 2e-5)
+    assert got[2] == hard
+    np.testing.assert_allclose(got[3], bias, rtol=1e-3 if alpha < 1e-9 else 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("step", "ratio", "target"),
+    [
+        (0, 1, 0),
+        (34, 2, 0.5),
+        (102, 4, 0.75),
+        (238, 8, 0.875),
+        (510, 16, 0.9375),
+        (700, 16, 0.9375),
+    ],
+)
+def test_dms_adapter_schedule(step, ratio, target):
+    np.testing.assert_allclose(dms.compression_schedule(step, 1, 16, 510), (ratio, target))
+
+
+@pytest.mark.parametrize(
+    ("step", "ratio", "target"), [(100, 2, 0.5), (300, 4, 0.75), (700, 8, 0.875)]
+)
+def test_dms_published_schedule(step, ratio, target):
+    np.testing.assert_allclose(dms.compression_schedule(step, 1, 8, 700), (ratio, target))
+
+
+def test_dms_compression_loss_is_one_sided_and_global():
+    decisions = np.zeros((2, 2, 1, 4))
+    decisions[0, 0] = 1.0  # Sample 0: layer 0 evicts all, layer 1 nothing: a share of one half.
+    assert dms.compression_loss(decisions, 0.5) == pytest.approx((0.0 + 0.5) / 2)
+    assert dms.compression_loss(decisions, 0.75) == pytest.approx((0.25 + 0.75) / 2)
+    assert dms.compression_loss(np.ones((1, 1, 1, 4)), 0.5) == 0.0
+
+
+@pytest.mark.parametrize(("length", "ratio"), [(4096, 4.26), (8192, 5.56), (32768, 7.21)])
+def test_dms_realised_compression_ratio(length, ratio):
+    assert dms.realised_compression_ratio(length, 512, 0.875) == pytest.approx(ratio, abs=5e-3)
+
+
+def test_dms_realised_ratio_is_what_the_ring_holds():
+    # 40 tokens, window 4, every second mark: 5 in the window, half of the other 35 stay.
+    decisions = np.arange(41) % 2
+    held = len(dms.slots_per_step(decisions, window=4, shift=1)[40])
+    assert held == 5 + 18
+    assert dms.realised_compression_ratio(41, 4, 0.5) == pytest.approx(41 / held)
+
+
+def test_dms_query_neuron_is_read_before_and_gone_after_rotation():
+    q, k, _ = tensors(4)
+    cos, sin = rope.angles(np.arange(13), 6)
+    logits, rotated, keys = dms.from_query_neuron(q, k, cos, sin)
+    np.testing.assert_allclose(logits, q[:, [0, 2], 5] * 100 - 5)
+    assert (rotated[:, [0, 2], 5] == 0).all()
+    # The neuron must not leak into the dim it rotates with.
+    np.testing.assert_allclose(rotated[:, [0, 2], 2], q[:, [0, 2], 2] * cos[:, None, 2])
+    np.testing.assert_allclose(rotated[:, [1, 3]], rope.rotate_tokens(q, cos, sin)[:, [1, 3]])
+    np.testing.assert_allclose(keys, rope.rotate_tokens(k, cos, sin))
+
+
+def test_dms_adapter_logits():
+    hidden = np.array([[3.0, 4.0]])  # Mean square 12.5.
+    logits = dms.from_adapter(hidden, [1.0, 2.0], [[1.0, 0.0], [0.0, 1.0]], epsilon=0.0)
+    np.testing.assert_allclose(logits, [[300 / 12.5**0.5 - 5, 800 / 12.5**0.5 - 5]])
+    shifted = dms.from_adapter(hidden, [1.0, 2.0], np.eye(2), epsilon=0.0, bias=[0.01, 0.0])
+    np.testing.assert_allclose(shifted - logits, [[1.0, 0.0]], atol=1e-12)
+
+
+def test_dms_decides_strictly_above_zero():
+    assert dms.decide([-0.1, 0.0, 1e-9]).tolist() == [0, 0, 1]

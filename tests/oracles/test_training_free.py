@@ -1,0 +1,161 @@
+"""The oracles of the policies that need no training, against examples worked by hand."""
+
+import numpy as np
+import pytest
+
+from tests.oracles import h2o, kcache, quest, streaming, tova, vanilla
+from tests.oracles.examples import tensors
+from tests.oracles.trace import softmax
+
+
+def scored_keys(*weights):
+    """One head of one dim: with q = 1 and scale 1, key j gets the softmax weight exp(k_j)."""
+    k = np.log(np.array(weights, float))[:, None, None]
+    q = np.ones_like(k)
+    v = np.arange(len(weights), dtype=float)[:, None, None]
+    return q, k, v
+
+
+def test_vanilla_is_causal_attention():
+    q, k, v = tensors(0)
+    trace = vanilla.simulate(q, k, v)
+    scores = np.einsum("thd,shd->hts", q, k.repeat(2, axis=1)) / np.sqrt(6)
+    scores = np.where(np.tri(13, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(
+        trace.outputs, np.einsum("hts,shd->thd", weights, v.repeat(2, axis=1)), atol=1e-12
+    )
+    assert trace.peak.tolist() == [13, 13]
+    assert trace.reads.sum(axis=0).tolist() == [91] * 4
+
+
+def test_tova_drops_the_lightest_even_the_newest():
+    trace = tova.simulate(*scored_keys(3, 1, 2, 0.5, 4), budget=3, scale=1.0)
+    assert [step[0] for step in trace.live] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4]]
+    assert [step[0] for step in trace.kept] == [[0], [0, 1], [0, 1, 2], [0, 1, 2], [0, 2, 4]]
+    assert trace.peak.tolist() == [4]
+    np.testing.assert_allclose(trace.outputs[4], (1 * 1 + 2 * 2 + 4 * 4) / 10)
+
+
+def test_tova_cuts_a_dense_prompt_once():
+    trace = tova.simulate(
+        *scored_keys(3, 1, 2, 0.5, 4, 5), 4, budget=2, prefill="dense_then_evict", scale=1.0
+    )
+    assert [step[0] for step in trace.kept] == [[0], [0, 1], [0, 1, 2], [0, 2], [0, 4], [4, 5]]
+    assert trace.live_counts[:, 0].tolist() == [1, 2, 3, 4, 3, 3]
+
+
+def test_tova_weighs_by_the_mean_over_all_query_heads():
+    # Two query heads on one KV head: rows (.7, .2, .1) and (.1, .3, .6): means .4, .25, .35.
+    rows = np.log([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]])
+    k = rows.T[:, None, :]
+    q = np.repeat(np.eye(2)[None], 3, axis=0)
+    trace = tova.simulate(q, k, np.zeros_like(k), budget=2, scale=1.0)
+    assert trace.kept[2] == [[0, 2]]
+
+
+def test_h2o_keeps_sums_and_recent():
+    # Weights 4, 1, 2, 2, 1, 8 with one heavy and one recent token. Rows and running sums:
+    # t=0: 0:1.          t=1: 0:1+4/5, 1:1/5.       t=2: over 0,1,2 of 7: 0:+4/7, 1:+1/7, 2:2/7;
+    # three held, the last stays, of 0 and 1 the heavier is 0. From then on 0 keeps its lead.
+    trace = h2o.simulate(*scored_keys(4, 1, 2, 2, 1, 8), heavy=1, recent=1, scale=1.0)
+    assert [step[0] for step in trace.kept] == [[0], [0, 1], [0, 2], [0, 3], [0, 4], [0, 5]]
+    assert [step[0] for step in trace.live][5] == [0, 4, 5]
+    assert trace.peak.tolist() == [3]
+
+
+def test_h2o_favours_what_was_seen_often_over_what_is_heavy_now():
+    # Token 2 outweighs token 1 in every row, but token 1 was there one row earlier.
+    # Sums when token 3 arrives, heavy=2, recent=1: 1: 1/2 + 1/3.2 + 1/4.2, 2: 1.2/3.2 + 1.2/4.2.
+    trace = h2o.simulate(*scored_keys(1, 1, 1.2, 1), heavy=2, recent=1, scale=1.0)
+    assert trace.kept[3] == [[0, 1, 3]]
+    assert tova.simulate(*scored_keys(1, 1, 1.2, 1), budget=3, scale=1.0).kept[3] == [[1, 2, 3]]
+
+
+def test_h2o_sums_a_dense_prompt_before_the_cut():
+    trace = h2o.simulate(
+        *scored_keys(1, 5, 1, 1, 1, 1), 4, heavy=1, recent=1, prefill="dense_then_evict", scale=1.0
+    )
+    # Column sums over the four rows: 0: 1 + 1/6 + 1/7 + 1/8, 1: 5/6 + 5/7 + 5/8, so 1 is heavy.
+    assert [step[0] for step in trace.kept][3:] == [[1, 3], [1, 4], [1, 5]]
+    assert trace.live_counts[:, 0].tolist() == [1, 2, 3, 4, 3, 3]
+
+
+def test_h2o_keeps_a_set_per_kv_head():
+    q, k, v = tensors(9, length=20)
+    trace = h2o.simulate(4 * q, k, v, heavy=3, recent=2)
+    assert trace.kept[-1][0] != trace.kept[-1][1]
+    assert all(head[-2:] == [t - 1, t] for t, step in enumerate(trace.kept) for head in step if t)
+    assert trace.live_counts.max() == 6
+
+
+@pytest.mark.parametrize("prefill", ["evict_past_budget", "dense_then_evict"])
+@pytest.mark.parametrize("length", [12, 13])
+def test_a_budget_that_suffices_is_vanilla(prefill, length):
+    q, k, v = tensors(10, length=length)
+    dense = vanilla.simulate(q, k, v).outputs
+    for trace in (
+        tova.simulate(q, k, v, 5, budget=length, prefill=prefill),
+        h2o.simulate(q, k, v, 5, heavy=4, recent=length - 4, prefill=prefill),
+        streaming.simulate(q, k, v, sinks=2, recent=length - 2),
+        quest.simulate(q, k, v, 5, budget=16, page_size=4),
+        kcache.simulate(q, k, v, 5, top=length),
+    ):
+        np.testing.assert_allclose(trace.outputs, dense, atol=1e-12)
+        assert trace.kept[-1] == [list(range(length))] * 2
+
+
+def test_streaming_keeps_sinks_and_recent():
+    q, k, v = tensors(11, length=7)
+    trace = streaming.simulate(q, k, v, sinks=1, recent=3)
+    assert [step[0] for step in trace.live] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 2, 3, 4],
+        [0, 3, 4, 5],
+        [0, 4, 5, 6],
+    ]
+    weights = softmax(k[[0, 4, 5, 6], 1] @ q[6, 2] / np.sqrt(6))
+    np.testing.assert_allclose(trace.outputs[6, 2], weights @ v[[0, 4, 5, 6], 1])
+
+
+def test_quest_bound_is_above_every_score_and_takes_the_partial_page():
+    # Pages {0, 1}, {2, 3}, {4}. Query (1, -1): maxima minus minima of each page.
+    keys = np.array([[1.0, 5.0], [2.0, -1.0], [0.0, 0.0], [1.0, 1.0], [-3.0, -4.0]])
+    bounds = quest.page_bounds(np.array([1.0, -1.0]), keys, 2)
+    assert bounds.tolist() == [3.0, 1.0, 1.0]
+
+
+def test_quest_pages():
+    bounds = np.array([3.0, 9.0, 1.0, 7.0, -2.0])
+    assert quest.selected_pages(bounds, 3, force_last_page=True) == [1, 3, 4]
+    assert quest.selected_pages(bounds, 3, force_last_page=False) == [0, 1, 3]
+    assert quest.selected_pages(bounds, 1, force_last_page=True) == [4]
+    assert quest.selected_pages(bounds, 5, force_last_page=True) == [0, 1, 2, 3, 4]
+
+
+def test_quest_reads_pages_of_each_query_head_after_a_dense_prompt():
+    k = np.array([0.0, 9, 0, 0, -9, 0, 1, 1, 2.0])[:, None, None]
+    q = np.repeat(np.array([[[1.0], [-1.0]]]), 9, axis=0)
+    v = np.arange(9.0)[:, None, None]
+    trace = quest.simulate(q, k, v, 7, budget=4, page_size=2, scale=1.0)
+    assert trace.attended[6] == [list(range(7))] * 2
+    assert trace.attended[7] == [[0, 1, 6, 7], [4, 5, 6, 7]]
+    assert trace.attended[8] == [[0, 1, 8], [4, 5, 8]]
+    assert trace.live_counts[:, 0].tolist() == list(range(1, 10))
+    free = quest.simulate(q, k, v, 7, budget=4, page_size=2, force_last_page=False, scale=1.0)
+    # Three pages at least. The second head's bounds 0, 0, 9, -1, -2 leave its own page out.
+    assert free.attended[8] == [[0, 1, 6, 7, 8], [0, 1, 2, 3, 4, 5]]
+    skipped = quest.simulate(q, k, v, 7, budget=4, page_size=2, layer=1, scale=1.0)
+    assert skipped.reads[8].tolist() == [9, 9]
+
+
+def test_kcache_sums_the_largest_weights_as_they_are():
+    q, k, v = scored_keys(1, 4, 2, 3)
+    trace = kcache.simulate(q, k, v, 2, top=2, scale=1.0)
+    assert trace.attended[1:] == [[[0, 1]], [[1, 2]], [[1, 3]]]
+    np.testing.assert_allclose(trace.outputs[3], (4 * 1 + 3 * 3) / 10)
+    on_device = kcache.simulate(q, k, v, 2, top=2, layer=0, device_layers=1, scale=1.0)
+    np.testing.assert_allclose(on_device.outputs, vanilla.simulate(q, k, v, scale=1.0).outputs)
