@@ -1,0 +1,7 @@
+"""The paged pool for a whole model, its host-side bookkeeping and the accounting of its use."""
+
+from dms_jax.cache.accounting import Usage
+from dms_jax.cache.pages import PageAllocator
+from dms_jax.cache.pool import Cache, store
+
+__all__ = ["Cache", "PageAllocator", "Usage", "store"]

@@ -1,0 +1,73 @@
+"""What a request used of the cache: reads, live tokens, peak, bytes.
+
+All figures are averages over layers and KV heads, so that a plain cache reads t entries at step t
+and holds T tokens after T, whatever the shape of the model.
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Cache use of one request (appendix of the DMS paper: the two budgets of figure 3).
+
+    Attributes:
+      prompt_tokens, new_tokens: how many were processed and generated.
+      kv_reads: key-value entries read by the decode steps, summed over steps and averaged over
+        (layer, KV head), the reads that selection costs (Quest) included. A row that each query
+        head reads separately counts once per query head.
+      peak_tokens: the most live entries at any step, prompt included, averaged over (layer, KV
+        head).
+      live_tokens: live entries at the end, averaged likewise.
+      compression_ratio: tokens seen over live entries, both at the end.
+      cache_bytes: bytes of the pages held at the end and of the policy's state for this sequence.
+      peak_cache_bytes: the same at its highest, the reserve of the running chunk included.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    kv_reads: float
+    peak_tokens: float
+    live_tokens: float
+    compression_ratio: float
+    cache_bytes: int
+    peak_cache_bytes: int
+
+
+@dataclasses.dataclass
+class Meter:
+    """Adds up one request's use from per-step totals over its L * K rows."""
+
+    rows: int
+    reads: int = 0
+    peak: int = 0
+    live: int = 0
+    peak_bytes: int = 0
+
+    def prompt(self, live: Int[np.ndarray, " n"]) -> None:
+        """Counts prompt tokens by the live entries right after each."""
+        if len(live):
+            self.live = int(live[-1])
+            self.peak = max(self.peak, int(live.max()))
+
+    def steps(self, live: Int[np.ndarray, " n"], reads: Int[np.ndarray, " n"]) -> None:
+        """Counts decode steps."""
+        self.prompt(live)
+        self.reads += int(reads.sum(dtype=np.int64))
+
+    def usage(self, *, prompt_tokens: int, new_tokens: int, seen: int, cache_bytes: int) -> Usage:
+        """Returns the figures so far."""
+        live = self.live / self.rows
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            kv_reads=self.reads / self.rows,
+            peak_tokens=self.peak / self.rows,
+            live_tokens=live,
+            compression_ratio=seen / live if live else 1.0,
+            cache_bytes=cache_bytes,
+            peak_cache_bytes=max(self.peak_bytes, cache_bytes),
+        )

@@ -1,0 +1,122 @@
+"""Who owns which page: reservation and release, on the host.
+
+Pages are reserved before a compiled chunk runs and never allotted inside it. The allocator keeps
+the page table as a NumPy array and one free list per shard of the pool; a call costs a few NumPy
+operations, whatever the number of tokens.
+"""
+
+import numpy as np
+from jaxtyping import Int
+
+from dms_jax.errors import CapacityError
+
+
+class PageAllocator:
+    """Hands out the pages of a pool to rows.
+
+    Attributes:
+      table: Int32[L, B, K, M], the pages of each row, `no_page` where nothing is reserved. Page
+        numbers are local to the row's shard.
+      reserved: Int32[L, B, K], pages reserved for each row.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_sequences: int,
+        num_kv_heads: int,
+        pages_per_shard: int,
+        page_size: int,
+        sequence_shards: int = 1,
+        head_shards: int = 1,
+    ):
+        self.page_size = page_size
+        self.pages_per_shard = pages_per_shard
+        self.no_page = pages_per_shard
+        rows = (num_layers, num_sequences, num_kv_heads)
+        self.reserved = np.zeros(rows, np.int32)
+        self.table = np.full((*rows, 1), self.no_page, np.int32)
+        self._free = [
+            np.arange(pages_per_shard, dtype=np.int32)[::-1]
+            for _ in range(sequence_shards * head_shards)
+        ]
+        sequence = np.arange(num_sequences) * sequence_shards // num_sequences
+        head = np.arange(num_kv_heads) * head_shards // num_kv_heads
+        self._shard = np.broadcast_to(sequence[:, None] * head_shards + head, rows)
+
+    @property
+    def pages_in_use(self) -> int:
+        """Pages reserved over all shards."""
+        return int(self.reserved.sum())
+
+    @property
+    def free_pages(self) -> int:
+        """Free pages of the fullest shard."""
+        return min(len(free) for free in self._free)
+
+    def pages_for(self, slots: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+        """Returns ceil(slots / P)."""
+        return -(-np.asarray(slots) // self.page_size)
+
+    def fits(self, slots: Int[np.ndarray, "L B K"]) -> bool:
+        """Whether every row could be topped up to hold `slots` slots."""
+        missing = np.maximum(self.pages_for(slots) - self.reserved, 0)
+        wanted = np.bincount(
+            self._shard.ravel(), weights=missing.ravel(), minlength=len(self._free)
+        )
+        return all(need <= len(free) for need, free in zip(wanted, self._free, strict=True))
+
+    def reserve(self, slots: Int[np.ndarray, "L B K"]) -> None:
+        """Tops every row up to ceil(slots / P) pages; rows that have more keep them.
+
+        Raises:
+          CapacityError: if a shard has too few free pages. Nothing is reserved then.
+        """
+        if not self.fits(slots):
+            raise CapacityError(
+                f"The pool has {self.free_pages} free pages of {self.page_size} tokens, too few "
+                f"for the next chunk. Give it more memory or run fewer or shorter sequences."
+            )
+        target = np.maximum(self.pages_for(slots), self.reserved)
+        self._widen(int(target.max(initial=1)))
+        column = np.arange(self.table.shape[-1])
+        wanted = (column >= self.reserved[..., None]) & (column < target[..., None])
+        for shard, free in enumerate(self._free):
+            cells = wanted & (self._shard == shard)[..., None]
+            count = int(cells.sum())
+            if count:
+                self.table[cells] = free[len(free) - count :]
+                self._free[shard] = free[: len(free) - count]
+        self.reserved = target.astype(np.int32)
+
+    def trim(self, slots: Int[np.ndarray, "L B K"]) -> None:
+        """Gives back the pages of each row beyond ceil(slots / P)."""
+        target = np.minimum(self.pages_for(slots), self.reserved)
+        column = np.arange(self.table.shape[-1])
+        surplus = (column >= target[..., None]) & (column < self.reserved[..., None])
+        for shard, free in enumerate(self._free):
+            cells = surplus & (self._shard == shard)[..., None]
+            if cells.any():
+                self._free[shard] = np.concatenate([free, self.table[cells]])
+        self.table[surplus] = self.no_page
+        self.reserved = target.astype(np.int32)
+
+    def release(self, sequences: Int[np.ndarray, " n"]) -> None:
+        """Gives back every page of these sequences."""
+        slots = self.reserved.astype(np.int64) * self.page_size
+        slots[:, sequences] = 0
+        self.trim(slots)
+
+    def table_of_width(self, width: int) -> Int[np.ndarray, "L B K M"]:
+        """The table with exactly `width` columns, so that compiled shapes seldom change."""
+        if width <= self.table.shape[-1]:
+            if (self.reserved > width).any():
+                raise CapacityError(f"A row holds more than {width} pages.")
+            return self.table[..., :width]
+        pad = [(0, 0)] * 3 + [(0, width - self.table.shape[-1])]
+        return np.pad(self.table, pad, constant_values=self.no_page)
+
+    def _widen(self, width: int) -> None:
+        if width > self.table.shape[-1]:
+            self.table = np.array(self.table_of_width(max(width, 2 * self.table.shape[-1])))

@@ -1,0 +1,1 @@
+"""Data: Grain sources, packing, filters and synthetic tasks."""

@@ -1,0 +1,1 @@
+"""Generation: sampling, the engine, and parallel chains."""

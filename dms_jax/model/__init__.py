@@ -1,0 +1,1 @@
+"""The transformer of the Llama and Qwen families."""

@@ -1,0 +1,167 @@
+"""The attention of a layer: projections, decisions, rotation, and the pass over whole sequences.
+
+    hidden -> q, k, v -> decide -> clear borrowed -> merge -> rope -> clear borrowed -> attend
+
+Two ways to attend: over whole sequences with no cache (this file), in the hard form of inference
+or the soft form of training, and over the paged cache (`cached_attention`).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from dms_jax import sharding
+from dms_jax.config import ModelConfig
+from dms_jax.model.layers import Linear, RMSNorm, Stack
+from dms_jax.model.rope import apply_rope
+from dms_jax.policies.base import Chunk, Decisions, Policy, PolicyState, Projections
+from dms_jax.policies.relaxation import logistic_noise
+from pallas_kernels import retrofit_attention
+
+
+class Attention(nnx.Module):
+    """The projections of grouped-query attention, with optional biases and q/k norms."""
+
+    def __init__(self, config: ModelConfig, *, stack: Stack, dtype: jnp.dtype, rngs: nnx.Rngs):
+        embed = {"embed": config.hidden_size}
+        queries = {"heads": config.num_heads, "head_dim": config.head_dim}
+        keys = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        options: dict[str, Any] = dict(stack=stack, dtype=dtype, rngs=rngs)
+        self.q_proj = Linear(embed, queries, bias=config.qkv_bias, **options)
+        self.k_proj = Linear(embed, keys, bias=config.qkv_bias, **options)
+        self.v_proj = Linear(embed, keys, bias=config.qkv_bias, **options)
+        self.o_proj = Linear(queries, embed, bias=config.output_bias, **options)
+        if config.qk_norm:
+            norm = ("head_dim", config.head_dim, config.rms_norm_eps)
+            self.q_norm = RMSNorm(*norm, stack=stack, dtype=dtype)
+            self.k_norm = RMSNorm(*norm, stack=stack, dtype=dtype)
+        else:
+            self.q_norm = self.k_norm = None
+
+    def project(
+        self, x: Float[Array, "B T E"]
+    ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+        """Queries, keys and values before rotation."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+
+@dataclasses.dataclass(frozen=True)
+class Relaxation:
+    """How training softens the decisions.
+
+    Attributes:
+      noise_key: draws the logistic noise of every layer; None for none.
+      neuron_scale: what is left of the borrowed neuron while it decays to zero before the
+        retrofit (nothing is evicted then); None once decisions are in force.
+    """
+
+    noise_key: Any = None
+    neuron_scale: Any = None
+
+
+jax.tree_util.register_dataclass(
+    Relaxation, data_fields=["noise_key", "neuron_scale"], meta_fields=[]
+)
+
+
+def attend_sequences(
+    policy: Policy,
+    projections: Projections,
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    *,
+    scale: float,
+    segment_ids: Int[Array, "B T"] | None,
+    relaxation: Relaxation | None,
+    marks: Bool[Array, "B K T"] | None,
+) -> tuple[Float[Array, "B T H D"], Decisions, Float[Array, "B K T"]]:
+    """Attention over whole sequences, for policies whose keys have a lifetime of their own.
+
+    Args:
+      policy: a parallel policy.
+      projections: of all tokens of the sequences.
+      cos, sin: rotation of their positions.
+      scale: factor on the dot products.
+      segment_ids: documents packed into a sequence; None for one.
+      relaxation: the soft form of training; None for hard decisions.
+      marks: recorded hard decisions to replay in place of the policy's own.
+
+    Returns:
+      (output, the decisions, the decisions as numbers: straight-through under a relaxation).
+    """
+    q, k, v = projections.q, projections.k, projections.v
+    batch, num_tokens, num_kv_heads, head_dim = k.shape
+    decisions = policy.decide(projections)
+    if marks is not None:
+        decisions = decisions.replace(marks=marks)
+    decaying = relaxation is not None and relaxation.neuron_scale is not None
+    scale_of_borrowed = relaxation.neuron_scale if decaying else 0.0
+    q, k = policy.clear_borrowed(q, k, scale_of_borrowed)
+    chunk = Chunk(
+        k=k,
+        v=v,
+        decisions=decisions,
+        positions=projections.positions,
+        count=jnp.full((batch,), num_tokens, jnp.int32),
+        page_table=jnp.zeros((batch, num_kv_heads, 0), jnp.int32),
+        lengths=jnp.zeros((batch, num_kv_heads), jnp.int32),
+        page_size=1,
+    )
+    shape = (batch, num_kv_heads, num_tokens)
+    wide = jnp.promote_types(k.dtype, jnp.float32)
+    if decaying:
+        bias = numbers = jnp.zeros(shape, wide)
+    elif relaxation is not None:
+        noise = (
+            jnp.zeros(shape, wide)
+            if relaxation.noise_key is None
+            else logistic_noise(
+                jax.random.fold_in(relaxation.noise_key, projections.layer), shape, wide
+            )
+        )
+        relaxed = policy.relax(chunk, noise)
+        chunk = chunk.replace(k=relaxed.k, v=relaxed.v)
+        bias, numbers = relaxed.bias, relaxed.decisions
+    else:
+        rows = policy.init_rows(batch, num_kv_heads, head_dim, k.dtype)
+        _, chunk = policy.transform(PolicyState(rows=rows), chunk)
+        bias = jnp.where(policy.evicted(chunk), -jnp.inf, jnp.zeros((), wide))
+        made = decisions.marks if decisions.marks is not None else jnp.zeros(shape, bool)
+        numbers = made.astype(wide)
+    q, k = policy.clear_borrowed(
+        apply_rope(q, cos, sin), apply_rope(chunk.k, cos, sin), scale_of_borrowed
+    )
+    with jax.named_scope("attention"):
+        out = _sharded_attention(
+            q, k, chunk.v, bias, segment_ids, window=policy.visible_window, scale=scale
+        )
+    return out, decisions, numbers
+
+
+def _sharded_attention(q, k, v, bias, segment_ids, *, window: int, scale: float) -> Array:
+    """`retrofit_attention`, shard by shard under a mesh: sequences and KV heads are independent."""
+    if segment_ids is None:
+        segment_ids = jnp.zeros(q.shape[:2], jnp.int32) if sharding.has_mesh() else None
+    if not sharding.has_mesh():
+        return retrofit_attention(
+            q, k, v, bias, window=window, scale=scale, segment_ids=segment_ids
+        )
+    data, model = sharding.row_axes(q.shape[0], k.shape[2])
+    heads = PartitionSpec(data, None, model)
+    mapped = jax.shard_map(
+        lambda q, k, v, bias, ids: retrofit_attention(
+            q, k, v, bias, window=window, scale=scale, segment_ids=ids
+        ),
+        in_specs=(heads, heads, heads, PartitionSpec(data, model), PartitionSpec(data)),
+        out_specs=heads,
+        check_vma=False,
+    )
+    return mapped(q, k, v, bias, segment_ids)

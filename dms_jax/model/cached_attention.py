@@ -1,0 +1,264 @@
+"""Attention of one layer over the paged cache: write, read, observe.
+
+The whole of it runs inside `shard_map`: rows never cross devices, page numbers are local, and the
+only thing a policy may reduce over devices is a mean over heads.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from dms_jax import sharding
+from dms_jax.cache import store
+from dms_jax.model.rope import apply_rope
+from dms_jax.policies.base import Chunk, Placement, Policy, PolicyState
+from pallas_kernels import decode_attention, prefill_attention
+
+
+@struct.dataclass
+class LayerCache:
+    """What one layer sees of the cache: the whole pool, its own rows."""
+
+    k_pages: Float[Array, "N P D"]
+    v_pages: Float[Array, "N P D"]
+    state: PolicyState
+
+
+@struct.dataclass
+class Attended:
+    """What attention over a chunk leaves behind.
+
+    `live` and `reads` are totals over the layer's KV heads, for each token of the chunk.
+    """
+
+    out: Float[Array, "B T H D"]
+    cache: LayerCache
+    lengths: Int[Array, "B K"]
+    live: Int[Array, "B T"]
+    reads: Int[Array, "B T"]
+
+
+def attend_cached(
+    policy: Policy,
+    cache: LayerCache,
+    q: Float[Array, "B T H D"],
+    chunk: Chunk,
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    *,
+    prompt: bool,
+    scale: float,
+) -> Attended:
+    """Runs a chunk of T tokens through one layer's cache, shard by shard.
+
+    Args:
+      policy: the layer's policy.
+      cache: the pool and the layer's policy state.
+      q: rotated queries, borrowed neurons zeroed.
+      chunk: the tokens, keys unrotated.
+      cos, sin: rotation of the chunk's positions.
+      prompt: whether these are tokens of a prompt (some policies treat them differently).
+      scale: factor on the dot products.
+    """
+    arguments = (cache, q, chunk, cos, sin)
+    attend = functools.partial(_attend, policy, prompt=prompt, scale=scale)
+    if not sharding.has_mesh():
+        return attend(*arguments, head_axis=None)
+    data, model = sharding.row_axes(*chunk.lengths.shape)
+    spec = functools.partial(_partition, data=data, model=model)
+    result = jax.eval_shape(functools.partial(attend, head_axis=None), *arguments)
+    mapped = jax.shard_map(
+        functools.partial(attend, head_axis=model),
+        in_specs=tuple(spec(argument) for argument in arguments),
+        out_specs=spec(result),
+        check_vma=False,
+    )
+    return mapped(*arguments)
+
+
+def _partition(tree: Any, data: str | None, model: str | None) -> Any:
+    """The partition of every array that crosses the boundary of shard_map, by its field."""
+    pool = PartitionSpec(tuple(axis for axis in (data, model) if axis))
+    tokens_heads = PartitionSpec(data, None, model)
+    rows = PartitionSpec(data, model)
+
+    def of(path: tuple, leaf: Any) -> PartitionSpec:
+        del leaf
+        names = [getattr(key, "name", None) for key in path]
+        if "k_pages" in names or "v_pages" in names or "pages" in names:
+            return pool
+        if names and names[0] in ("out", "k", "v"):
+            return tokens_heads
+        if names and names[0] in ("live", "reads", "positions", "count"):
+            return PartitionSpec(data)
+        return rows  # decisions, page_table, lengths, state.rows
+
+    if hasattr(tree, "shape"):  # q is [B, T, H, D], cos and sin are [B, T, D/2]
+        return tokens_heads if len(tree.shape) == 4 else PartitionSpec(data)
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def _attend(
+    policy: Policy,
+    cache: LayerCache,
+    q: Float[Array, "B T H D"],
+    chunk: Chunk,
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    *,
+    prompt: bool,
+    scale: float,
+    head_axis: str | None,
+) -> Attended:
+    num_tokens = q.shape[1]
+    if num_tokens == 1:
+        attended = _step(policy, cache, q, chunk, cos, sin, scale=scale, head_axis=head_axis)
+    elif policy.parallel(prompt=prompt):
+        attended = _parallel(policy, cache, q, chunk, cos, sin, scale=scale)
+    else:
+        attended = _token_by_token(
+            policy, cache, q, chunk, cos, sin, scale=scale, head_axis=head_axis
+        )
+    if head_axis is not None:
+        attended = attended.replace(
+            live=jax.lax.psum(attended.live, head_axis),
+            reads=jax.lax.psum(attended.reads, head_axis),
+        )
+    return attended
+
+
+def _write(
+    policy: Policy, cache: LayerCache, q: Array, chunk: Chunk, cos: Array, sin: Array
+) -> tuple[LayerCache, Chunk, Placement]:
+    """Merges, rotates, places and stores the chunk's keys and values."""
+    with jax.named_scope("cache_write"):
+        state, chunk = policy.transform(cache.state, chunk)
+        _, k = policy.clear_borrowed(q, apply_rope(chunk.k, cos, sin))
+        chunk = chunk.replace(k=k)
+        state, placement = policy.write(state, chunk)
+        table, slots = chunk.page_table, placement.slots
+        cache = LayerCache(
+            k_pages=store(cache.k_pages, table, slots, placement.k),
+            v_pages=store(cache.v_pages, table, slots, placement.v),
+            state=state,
+        )
+    return cache, chunk, placement
+
+
+def _parallel(policy, cache, q, chunk, cos, sin, *, scale) -> Attended:
+    """All queries in one pass, over what was there before and over the chunk itself."""
+    before = cache
+    cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin)
+    with jax.named_scope("prefill_attention"):
+        out = prefill_attention(
+            q,
+            placement.k,
+            placement.v,
+            placement.evicted,
+            chunk.count,
+            before.k_pages,
+            before.v_pages,
+            chunk.page_table,
+            chunk.lengths,
+            placement.past_until,
+            window=policy.visible_window,
+            scale=scale,
+        )
+    live = jnp.where(chunk.valid, placement.live, 0).sum(1, dtype=jnp.int32)
+    return Attended(out=out, cache=cache, lengths=placement.lengths, live=live, reads=live)
+
+
+def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
+    """One token of every sequence."""
+    batch, _, num_heads, head_dim = q.shape
+    cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin)
+    reading = policy.read(
+        cache.state, q[:, 0], chunk.page_table, placement.lengths, chunk.page_size
+    )
+    num_rows = reading.lengths.size
+    with jax.named_scope("decode_attention"):
+        result = decode_attention(
+            q.reshape(num_rows, -1, head_dim),
+            cache.k_pages,
+            cache.v_pages,
+            reading.page_table.reshape(num_rows, -1),
+            reading.lengths.reshape(num_rows),
+            scale=scale,
+            return_lse=policy.observes,
+            return_scores=policy.observes,
+        )
+    if policy.observes:
+        out, lse, scores = result
+        weights = jnp.exp(scores - lse[..., None]).reshape(
+            *placement.lengths.shape, -1, scores.shape[-1]
+        )
+        state = policy.observe(cache.state, weights, chunk, placement, head_axis)
+        cache = cache.replace(state=state)
+    else:
+        out = result
+    active = chunk.count > 0
+    reads = reading.lengths.sum(-1, dtype=jnp.int32)
+    if reading.overhead is not None:
+        reads = reads + reading.overhead
+    out = jnp.where(active[:, None, None, None], out.reshape(batch, 1, num_heads, head_dim), 0)
+    return Attended(
+        out=out,
+        cache=cache,
+        lengths=placement.lengths,
+        live=jnp.where(active, placement.lengths.sum(-1, dtype=jnp.int32), 0)[:, None],
+        reads=jnp.where(active, reads, 0)[:, None],
+    )
+
+
+def _token_by_token(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
+    """The steps of a chunk in order, for policies that learn from each reading."""
+
+    def step(carry, token):
+        cache, lengths = carry
+        index, q, k, v, decisions, position, cos, sin = token
+        one = chunk.replace(
+            k=k[:, None],
+            v=v[:, None],
+            decisions=jax.tree.map(lambda x: x[..., None], decisions),
+            positions=position[:, None],
+            count=(index < chunk.count).astype(chunk.count.dtype),
+            lengths=lengths,
+        )
+        attended = _step(
+            policy,
+            cache,
+            q[:, None],
+            one,
+            cos[:, None],
+            sin[:, None],
+            scale=scale,
+            head_axis=head_axis,
+        )
+        return (attended.cache, attended.lengths), (
+            attended.out[:, 0],
+            attended.live[:, 0],
+            attended.reads[:, 0],
+        )
+
+    def tokens_first(x, axis=1):
+        return jnp.moveaxis(x, axis, 0)
+
+    tokens = (
+        jnp.arange(q.shape[1]),
+        *(tokens_first(x) for x in (q, chunk.k, chunk.v)),
+        jax.tree.map(lambda x: tokens_first(x, 2), chunk.decisions),
+        *(tokens_first(x) for x in (chunk.positions, cos, sin)),
+    )
+    (cache, lengths), (out, live, reads) = jax.lax.scan(step, (cache, chunk.lengths), tokens)
+    return Attended(
+        out=jnp.moveaxis(out, 0, 1),
+        cache=cache,
+        lengths=lengths,
+        live=live.T,
+        reads=reads.T,
+    )

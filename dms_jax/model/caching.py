@@ -1,0 +1,83 @@
+"""Empty caches: arrays of the right shapes, and their bytes."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from dms_jax import sharding
+from dms_jax.cache import Cache
+from dms_jax.config import ModelConfig
+from dms_jax.policies.base import Policy
+
+
+def init_cache(
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    num_sequences: int,
+    num_pages: int,
+    page_size: int = 64,
+    table_width: int = 1,
+    dtype: Any = jnp.bfloat16,
+) -> Cache:
+    """Returns an empty cache with no page reserved.
+
+    Args:
+      config: the model.
+      policy: whose state is carried beside the pool.
+      num_sequences: B, sequences that the cache can hold at a time.
+      num_pages: N, pages of the pool over all devices.
+      page_size: P, slots a page.
+      table_width: M, pages a row can address.
+      dtype: of keys and values.
+    """
+    pages = (num_pages, page_size, config.head_dim)
+    rows = (config.num_layers, num_sequences, config.num_kv_heads)
+    row_state = policy.init_rows(num_sequences, config.num_kv_heads, config.head_dim, dtype)
+    return Cache(
+        k_pages=jnp.zeros(pages, dtype),
+        v_pages=jnp.zeros(pages, dtype),
+        page_table=jnp.full((*rows, table_width), num_pages, jnp.int32),
+        lengths=jnp.zeros(rows, jnp.int32),
+        seen=jnp.zeros(num_sequences, jnp.int32),
+        row_state=jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (config.num_layers, *x.shape)), row_state
+        ),
+        page_state=policy.init_pages(num_pages, page_size, config.head_dim, dtype),
+    )
+
+
+def cache_specs(cache: Cache, num_kv_heads: int) -> Cache:
+    """Returns the partition of every array of a cache under the mesh of the context."""
+    data, model = sharding.row_axes(cache.seen.shape[0], num_kv_heads)
+    pool = PartitionSpec(tuple(axis for axis in (data, model) if axis))
+    rows = PartitionSpec(None, data, model)
+    return Cache(
+        k_pages=pool,
+        v_pages=pool,
+        page_table=rows,
+        lengths=rows,
+        seen=PartitionSpec(data),
+        row_state=jax.tree.map(lambda _: rows, cache.row_state),
+        page_state=jax.tree.map(lambda _: pool, cache.page_state),
+    )
+
+
+def page_bytes(config: ModelConfig, policy: Policy, page_size: int, dtype: Any) -> int:
+    """Bytes of one page: keys, values, and what the policy keeps per page."""
+    state = jax.eval_shape(lambda: policy.init_pages(1, page_size, config.head_dim, dtype))
+    return 2 * page_size * config.head_dim * jnp.dtype(dtype).itemsize + tree_bytes(state)
+
+
+def state_bytes(config: ModelConfig, policy: Policy, dtype: Any) -> int:
+    """Bytes of what the policy keeps for one sequence, over all its rows."""
+    state = jax.eval_shape(lambda: policy.init_rows(1, config.num_kv_heads, config.head_dim, dtype))
+    return config.num_layers * tree_bytes(state)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,0 +1,107 @@
+"""The parts of a layer: linear maps, RMS normalisation, the gated feed-forward.
+
+A module here is parameter structure plus a pure call. Parameters of a layer are stacked on a
+leading axis of length L; `jax.lax.scan` (or a dynamic index) hands each call its own slice, so a
+call never sees the L axis. Each parameter carries its logical axes as metadata (`axes`), from
+which `dms_jax.sharding` derives where it lives.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dms_jax.config import ModelConfig
+
+Stack = tuple[int, ...]  # (L,) for the parameters of the layers, () for the others
+
+
+class Linear(nnx.Module):
+    """`x @ kernel (+ bias)`, over the last `len(inputs)` dimensions of x."""
+
+    def __init__(
+        self,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        *,
+        stack: Stack = (),
+        bias: bool = False,
+        zeros: bool = False,
+        dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        layers = ("layers",) * len(stack)
+        shape = (*stack, *inputs.values(), *outputs.values())
+        if zeros:
+            kernel = jnp.zeros(shape, dtype)
+        else:
+            kernel = 0.02 * jax.random.normal(rngs.params(), shape, dtype)
+        self.num_inputs = len(inputs)
+        self.kernel = nnx.Param(kernel, axes=(*layers, *inputs, *outputs))
+        self.bias = (
+            nnx.Param(jnp.zeros((*stack, *outputs.values()), dtype), axes=(*layers, *outputs))
+            if bias
+            else None
+        )
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_inputs)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation over the last dimension, statistics in >= float32."""
+
+    def __init__(
+        self, axis: str, size: int, epsilon: float, *, stack: Stack = (), dtype=jnp.float32
+    ):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(
+            jnp.ones((*stack, size), dtype), axes=(*("layers",) * len(stack), axis)
+        )
+
+    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.epsilon)
+        return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """The gated feed-forward of Llama and Qwen: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, *, stack: Stack, dtype: jnp.dtype, rngs: nnx.Rngs):
+        embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
+        options = dict(stack=stack, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.gate_proj = Linear(embed, mlp, **options)
+        self.up_proj = Linear(embed, mlp, **options)
+        self.down_proj = Linear(mlp, embed, **options)
+
+    def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Adapter(nnx.Module):
+    """One decision logit per KV head from the residual stream: `proj(norm(x))`.
+
+    The separate head that NVIDIA's recipe trains (`dms_proj_alpha_norm`, `dms_proj_alpha`). It
+    starts at zero, so that a fresh adapter decides nothing. Computed in at least float32: a
+    decision is a threshold.
+    """
+
+    def __init__(self, config: ModelConfig, *, stack: Stack, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.norm = RMSNorm(
+            "embed", config.hidden_size, config.rms_norm_eps, stack=stack, dtype=dtype
+        )
+        self.proj = Linear(
+            {"embed": config.hidden_size},
+            {"kv_heads": config.num_kv_heads},
+            stack=stack,
+            bias=config.qkv_bias,
+            zeros=True,
+            dtype=dtype,
+            rngs=rngs,
+        )
+
+    def __call__(self, residual: Float[Array, "B T E"]) -> Float[Array, "B K T"]:
+        wide = residual.astype(jnp.promote_types(residual.dtype, jnp.float32))
+        return jnp.swapaxes(self.proj(self.norm(wide)), 1, 2)

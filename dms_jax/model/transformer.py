@@ -1,0 +1,316 @@
+"""The transformer of the Llama and Qwen families, over whole sequences or over the paged cache.
+
+Layers are stacked and scanned, in groups where a policy treats some layers differently, so that
+compile time does not grow with depth. The pool rides in the scan's carry: it is updated in place
+and never sliced by layer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dms_jax import sharding
+from dms_jax.cache import Cache
+from dms_jax.config import ModelConfig
+from dms_jax.errors import ConfigError
+from dms_jax.model.attention import Attention, Relaxation, attend_sequences
+from dms_jax.model.cached_attention import LayerCache, attend_cached
+from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack
+from dms_jax.model.rope import apply_rope, rope_tables
+from dms_jax.policies.base import Chunk, Decisions, Policy, PolicyState, Projections
+
+
+class Layer(nnx.Module):
+    """One pre-norm layer: attention and feed-forward, and an adapter where a policy wants one."""
+
+    def __init__(
+        self, config: ModelConfig, *, adapter: bool, stack: Stack, dtype: Any, rngs: nnx.Rngs
+    ):
+        norm = ("embed", config.hidden_size, config.rms_norm_eps)
+        options: dict[str, Any] = dict(stack=stack, dtype=dtype)
+        self.attention_norm = RMSNorm(*norm, **options)
+        self.attention = Attention(config, rngs=rngs, **options)
+        self.adapter = Adapter(config, rngs=rngs, **options) if adapter else None
+        self.mlp_norm = RMSNorm(*norm, **options)
+        self.mlp = MLP(config, rngs=rngs, **options)
+
+    def projections(
+        self, x: Float[Array, "B T E"], policy: Policy, positions: Array, index: Array
+    ) -> Projections:
+        """What the layer's tokens show to a policy."""
+        logits = None
+        if policy.uses_adapter:
+            if self.adapter is None:
+                raise ConfigError(
+                    f"{policy.name} reads its decisions from an adapter, which this model does "
+                    "not have. Retrofit the model first, or load a checkpoint with adapter tensors."
+                )
+            logits = self.adapter(x)
+        q, k, v = self.attention.project(self.attention_norm(x))
+        return Projections(q=q, k=k, v=v, adapter_logits=logits, positions=positions, layer=index)
+
+    def finish(self, x: Float[Array, "B T E"], attended: Float[Array, "B T H D"]) -> Array:
+        """Output projection, feed-forward and both residual sums."""
+        x = x + self.attention.o_proj(attended.astype(x.dtype))
+        x = x + self.mlp(self.mlp_norm(x))
+        return sharding.constrain(x, sharding.DATA, None, None)
+
+
+@struct.dataclass
+class SequencePass:
+    """The result of a pass over whole sequences.
+
+    Attributes:
+      hidden: after the final norm.
+      decisions: hard decisions of every layer (straight-through under a relaxation).
+    """
+
+    hidden: Float[Array, "B T E"]
+    decisions: Float[Array, "L B K T"]
+
+
+@struct.dataclass
+class CachedPass:
+    """The result of a chunk over the cache.
+
+    `live` and `reads` are totals over all L * K rows of a sequence, after each token.
+    """
+
+    hidden: Float[Array, "B T E"]
+    cache: Cache
+    live: Int[Array, "B T"]
+    reads: Int[Array, "B T"]
+
+
+class Transformer(nnx.Module):
+    """Parameters and pure calls of a decoder.
+
+    Args:
+      config: the model.
+      adapter: whether each layer has a decision adapter.
+      dtype: of the parameters.
+      rngs: for random initialisation.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        adapter: bool = False,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.embedding = nnx.Param(
+            0.02 * jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype),
+            axes=("vocab", "embed"),
+        )
+        self.layers = Layer(
+            config, adapter=adapter, stack=(config.num_layers,), dtype=dtype, rngs=rngs
+        )
+        self.final_norm = RMSNorm("embed", config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else nnx.Param(
+                0.02
+                * jax.random.normal(rngs.params(), (config.hidden_size, config.vocab_size), dtype),
+                axes=("embed", "vocab"),
+            )
+        )
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the layers have decision adapters."""
+        return self.layers.adapter is not None
+
+    def unembed(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
+        """Logits, accumulated in at least float32."""
+        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        if self.lm_head is None:
+            return jnp.einsum(
+                "...E,VE->...V",
+                hidden,
+                self.embedding[...].astype(hidden.dtype),
+                preferred_element_type=wide,
+            )
+        return jnp.einsum(
+            "...E,EV->...V",
+            hidden,
+            self.lm_head[...].astype(hidden.dtype),
+            preferred_element_type=wide,
+        )
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        """Looks tokens up."""
+        x = self.embedding[...].at[tokens].get(mode="clip")
+        return sharding.constrain(x, sharding.DATA, None, None)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        policy: Policy,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        relaxation: Relaxation | None = None,
+        marks: Bool[Array, "L B K T"] | None = None,
+        remat: bool = False,
+    ) -> SequencePass:
+        """One pass over whole sequences, for policies that need no attention to decide.
+
+        Args:
+          tokens: token ids.
+          policy: a policy that is parallel in prompts and answers.
+          segment_ids: documents packed into a row (positions restart, no attention across);
+            padding is a segment of its own.
+          relaxation: the soft form of training; None for hard decisions.
+          marks: recorded decisions to replay.
+          remat: recompute each layer in the backward pass.
+        """
+        positions = segment_positions(tokens, segment_ids)
+        x = self.embed(tokens)
+        cos, sin = rope_tables(self.config, positions, dtype=x.dtype)
+
+        def layer_pass(x, layer, index, policy, marks):
+            projections = layer.projections(x, policy, positions, index)
+            attended, _, numbers = attend_sequences(
+                policy,
+                projections,
+                cos,
+                sin,
+                scale=self.config.head_dim**-0.5,
+                segment_ids=segment_ids,
+                relaxation=relaxation,
+                marks=marks,
+            )
+            return layer.finish(x, attended), numbers
+
+        def body(x, layer, index, policy, marks):
+            run = lambda x, layer, index, marks: layer_pass(x, layer, index, policy, marks)  # noqa: E731
+            return (jax.checkpoint(run) if remat else run)(x, layer, index, marks)
+
+        x, decisions = self._scan_layers(body, x, policy, marks)
+        return SequencePass(hidden=self.final_norm(x), decisions=decisions)
+
+    def cached(
+        self,
+        tokens: Int[Array, "B T"],
+        counts: Int[Array, " B"],
+        cache: Cache,
+        policy: Policy,
+        *,
+        prompt: bool,
+    ) -> CachedPass:
+        """Runs the next `counts[b]` tokens of each sequence through the cache.
+
+        Args:
+          tokens: the next tokens, padded on the right.
+          counts: how many of them are real; 0 leaves a sequence as it is.
+          cache: with pages reserved for the tokens.
+          policy: the cache's policy.
+          prompt: whether the tokens belong to a prompt.
+        """
+        positions = cache.seen[:, None] + jnp.arange(tokens.shape[1], dtype=cache.seen.dtype)
+        x = self.embed(tokens)
+        cos, sin = rope_tables(self.config, positions, dtype=x.dtype)
+
+        def body(carry, layer, index, policy, rows):
+            x, k_pages, v_pages, page_state = carry
+            page_table, lengths, row_state = rows
+            projections = layer.projections(x, policy, positions, index)
+            decisions = policy.decide(projections)
+            q, k = policy.clear_borrowed(projections.q, projections.k)
+            q, _ = policy.clear_borrowed(apply_rope(q, cos, sin), k)
+            attended = attend_cached(
+                policy,
+                LayerCache(k_pages, v_pages, PolicyState(rows=row_state, pages=page_state)),
+                q,
+                Chunk(
+                    k=k,
+                    v=projections.v,
+                    decisions=Decisions(marks=decisions.marks, importance=decisions.importance),
+                    positions=positions,
+                    count=counts,
+                    page_table=page_table,
+                    lengths=lengths,
+                    page_size=cache.page_size,
+                ),
+                cos,
+                sin,
+                prompt=prompt,
+                scale=self.config.head_dim**-0.5,
+            )
+            layer_cache = attended.cache
+            x = layer.finish(x, attended.out)
+            carry = (x, layer_cache.k_pages, layer_cache.v_pages, layer_cache.state.pages)
+            rows = (attended.lengths, layer_cache.state.rows)
+            return carry, (rows, attended.live, attended.reads)
+
+        carry = (x, cache.k_pages, cache.v_pages, cache.page_state)
+        rows = (cache.page_table, cache.lengths, cache.row_state)
+        carry, ((lengths, row_state), live, reads) = self._scan_layers(body, carry, policy, rows)
+        x, k_pages, v_pages, page_state = carry
+        return CachedPass(
+            hidden=self.final_norm(x),
+            cache=cache.replace(
+                k_pages=k_pages,
+                v_pages=v_pages,
+                lengths=lengths,
+                seen=cache.seen + counts,
+                row_state=row_state,
+                page_state=page_state,
+            ),
+            live=live.sum(0, dtype=jnp.int32),
+            reads=reads.sum(0, dtype=jnp.int32),
+        )
+
+    def _scan_layers(
+        self, body: Callable[..., tuple[Any, Any]], carry: Any, policy: Policy, per_layer: Any
+    ) -> tuple[Any, Any]:
+        """Scans `body(carry, layer, index, policy, per_layer)` over the layers, group by group.
+
+        A single group hands its parameters to the scan, whose transpose stacks their gradients.
+        Several groups index into the whole stack instead: slicing it would copy the weights.
+        """
+        num_layers = self.config.num_layers
+        groups = policy.groups(num_layers)
+        if len(groups) == 1:
+            (_, _, group_policy) = groups[0]
+
+            def step(carry, xs):
+                layer, index, per_layer = xs
+                return body(carry, layer, index, group_policy, per_layer)
+
+            return jax.lax.scan(step, carry, (self.layers, jnp.arange(num_layers), per_layer))
+        outputs = []
+        for start, end, group_policy in groups:
+
+            def step(carry, xs, group_policy=group_policy):
+                index, per_layer = xs
+                layer = jax.tree.map(
+                    lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), self.layers
+                )
+                return body(carry, layer, index, group_policy, per_layer)
+
+            sliced = jax.tree.map(lambda x, start=start, end=end: x[start:end], per_layer)
+            carry, out = jax.lax.scan(step, carry, (jnp.arange(start, end), sliced))
+            outputs.append(out)
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+
+
+def segment_positions(
+    tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None
+) -> Int[Array, "B T"]:
+    """Position of each token within its document.
+
+    # segment_ids  In: [1, 1, 1, 2, 2]  Out: [0, 1, 2, 0, 1]
+    """
+    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    if segment_ids is None:
+        return index
+    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

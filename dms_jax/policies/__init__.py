@@ -1,0 +1,45 @@
+"""Cache policies: every system of the papers, each one file."""
+
+from typing import Any
+
+from dms_jax.errors import ConfigError
+from dms_jax.policies.base import Policy
+from dms_jax.policies.dmc import DMC
+from dms_jax.policies.dms import DMS
+from dms_jax.policies.quest import Quest
+from dms_jax.policies.random_eviction import RandomEviction
+from dms_jax.policies.streaming import StreamingLLM
+from dms_jax.policies.tova import TOVA
+from dms_jax.policies.vanilla import Vanilla
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.__name__: policy
+    for policy in (Vanilla, DMS, DMC, TOVA, Quest, StreamingLLM, RandomEviction)
+}
+
+
+def from_dict(data: dict[str, Any]) -> Policy:
+    """Builds a policy from `Policy.to_dict` data.
+
+    Raises:
+      ConfigError: if the name or an option is unknown, or a value does not fit.
+    """
+    fields = dict(data)
+    name = fields.pop("name", None)
+    if name not in POLICIES:
+        raise ConfigError(f"Unknown cache policy {name!r}; known are {', '.join(POLICIES)}.")
+    return POLICIES[name].from_fields(fields)
+
+
+__all__ = [
+    "DMC",
+    "DMS",
+    "POLICIES",
+    "TOVA",
+    "Policy",
+    "Quest",
+    "RandomEviction",
+    "StreamingLLM",
+    "Vanilla",
+    "from_dict",
+]

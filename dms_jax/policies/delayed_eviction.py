@@ -1,0 +1,200 @@
+"""Delayed eviction: a marked token leaves the cache when it leaves the window.
+
+The machinery shared by every policy whose tokens say by themselves how long they live: DMS (the
+decision is learned), StreamingLLM (everything but the sinks), random eviction, and DMC (window 0:
+a token that will be merged into leaves at once, its slot taken by the merged one).
+
+    marks[i] is the decision of token i about key i - shift
+    key j is visible to query i  iff  i - j <= window  or  key j is not marked
+
+Slots are reused in place. With W = window + 1, the token that arrives at position t makes the
+candidate t - W leave the window. A marked candidate's slot is taken by the newcomer, so the row
+does not grow; otherwise the newcomer is appended. In a step, t's mark is applied to its key first
+and the candidate is looked at second, so that window 0 works.
+
+    w=2, marks that evict keys 1, 2 and 5 of 8; slots after t = 4, 5, 7:
+    # t=4: [0, 4, 2, 3]     t=5: [0, 4, 5, 3]     t=7: [0, 4, 5, 3, 6, 7]
+
+State: a ring of the last W tokens of each row, (slot, marked), at index position mod W.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from dms_jax.policies.base import (
+    FOREVER,
+    NOT_STORED,
+    Chunk,
+    Placement,
+    Policy,
+    PolicyState,
+    row_shape,
+    slot_shape,
+)
+
+
+@struct.dataclass
+class Ring:
+    """The last W tokens of each row."""
+
+    slot: Int[Array, "*rows W"]
+    marked: Bool[Array, "*rows W"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedEviction(Policy):
+    """Base of policies whose tokens carry their own lifetime."""
+
+    @property
+    def mark_shift(self) -> int:
+        """Token i's mark governs key i - mark_shift; between 0 and visible_window + 1."""
+        return 0
+
+    def init_rows(self, num_sequences, num_kv_heads, head_dim, dtype) -> Ring:
+        """Returns an empty ring."""
+        del head_dim, dtype
+        shape = (num_sequences, num_kv_heads, self.visible_window + 1)
+        return Ring(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
+
+    def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
+        """Gives each token the slot of the marked token that it pushes out, or a new one."""
+        ring: Ring = self.ring_of(state.rows)
+        size = self.visible_window + 1
+        num_tokens = chunk.k.shape[1]
+        valid = jnp.broadcast_to(chunk.valid, row_shape(chunk))
+        marks = chunk.decisions.marks & valid
+        index = jnp.arange(num_tokens)
+        ring_index = (chunk.first[:, None] + index) % size  # [B, T]
+
+        # The candidate that token i pushes out sits at position first + i - W. Its mark was made
+        # by token i - (W - shift) of this chunk, or is in the ring already.
+        def from_ring(x):
+            return jnp.take_along_axis(x, ring_index[:, None, :], axis=-1)
+
+        delay = size - self.mark_shift
+        marked = jnp.concatenate(
+            [from_ring(ring.marked)[..., : min(delay, num_tokens)], marks[..., :-delay]], axis=-1
+        )[..., :num_tokens] if delay else marks  # fmt: skip
+        has_candidate = (chunk.first[:, None] + index >= size)[:, None]
+        reuse = valid & has_candidate & marked
+        fresh = valid & ~reuse
+        live = chunk.lengths[..., None] + jnp.cumsum(fresh, -1, dtype=jnp.int32)
+        slots = _inherit_slots(reuse, live - 1, from_ring(ring.slot), size)
+
+        # A token whose own successor (W later) reuses its slot is gone by the end of the chunk.
+        gone = _shift_left(reuse, size)
+        placement = Placement(
+            k=chunk.k,
+            v=chunk.v,
+            slots=jnp.where(valid & ~gone, slots, NOT_STORED),
+            lengths=live[..., -1],
+            live=live,
+            evicted=_shift_left(marks, self.mark_shift),
+            past_until=self._past_until(ring, marks, chunk),
+        )
+        ring = self._advance(ring, slots, marks, chunk)
+        return state.replace(rows=self.with_ring(state.rows, ring)), placement
+
+    def evicted(self, chunk: Chunk) -> Bool[Array, "B K T"]:
+        """Key j is evicted if token j + shift marked it."""
+        return _shift_left(chunk.decisions.marks, self.mark_shift)
+
+    # Policies that remember more than the ring (DMC) say where it is.
+    def ring_of(self, rows) -> Ring:
+        """Returns the ring within the policy's row state."""
+        return rows
+
+    def with_ring(self, rows, ring: Ring):
+        """Returns the row state with another ring."""
+        del rows
+        return ring
+
+    def _past_until(self, ring: Ring, marks, chunk: Chunk) -> Int[Array, "B K S"]:
+        """The last query of the chunk that sees each old slot: those in the ring may expire."""
+        size = self.visible_window + 1
+        age = jnp.arange(size)  # entry r holds position first - W + r; token r pushes it out
+        ring_index = ((chunk.first[:, None] + age) % size)[:, None]
+        slot = jnp.take_along_axis(ring.slot, ring_index, axis=-1)
+        marked = jnp.take_along_axis(ring.marked, ring_index, axis=-1)
+        # Entry r is decided by token r - (W - shift) of this chunk if that is not negative.
+        decided = _pad_or_cut(marks, self.mark_shift)
+        delay = size - self.mark_shift
+        if self.mark_shift:
+            marked = jnp.concatenate([marked[..., :delay], marked[..., delay:] | decided], axis=-1)
+        exists = (chunk.first[:, None] - size + age >= 0)[:, None]
+        until = jnp.where(marked & exists, age - 1, FOREVER)
+        batch, heads = slot.shape[:2]
+        rows = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
+        target = jnp.where(exists, slot, slot_shape(chunk)[-1])  # out of range: dropped
+        return (
+            jnp.full(slot_shape(chunk), FOREVER, jnp.int32)
+            .at[(*rows, target)]
+            .set(until.astype(jnp.int32), mode="drop")
+        )
+
+    def _advance(self, ring: Ring, slots, marks, chunk: Chunk) -> Ring:
+        """Writes the chunk's late marks onto older tokens, then its own last W tokens."""
+        size, num_tokens = self.visible_window + 1, chunk.k.shape[1]
+        batch, heads = ring.slot.shape[:2]
+        rows = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
+        end = chunk.count[:, None]
+
+        def scatter(target, index, keep, values):
+            index = jnp.where(keep, (chunk.first[:, None] + index) % size, size)[:, None]
+            return target.at[(*rows, index)].set(values, mode="drop")
+
+        marked = ring.marked
+        if self.mark_shift:
+            late = jnp.arange(min(self.mark_shift, num_tokens))
+            index = late[None] - self.mark_shift  # relative to the chunk: before it
+            keep = (late < end) & (index >= end - size) & (chunk.first[:, None] + index >= 0)
+            marked = scatter(marked, index, keep, marks[..., : len(late)])
+        own = jnp.arange(num_tokens)[None]
+        keep = (own < end) & (own >= end - size)
+        return Ring(
+            slot=scatter(ring.slot, own, keep, slots),
+            marked=scatter(marked, own, keep, _shift_left(marks, self.mark_shift)),
+        )
+
+
+def _shift_left(x: Bool[Array, "B K T"], by: int) -> Bool[Array, "B K T"]:
+    """x[..., i + by] at i, False beyond the end.  # by=1  In: [1, 0, 1]  Out: [0, 1, 0]"""
+    return jnp.pad(x[..., by:], ((0, 0), (0, 0), (0, min(by, x.shape[-1]))))
+
+
+def _pad_or_cut(x: Bool[Array, "B K T"], length: int) -> Bool[Array, "B K n"]:
+    """The first `length` entries of x, filled with False."""
+    x = x[..., :length]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[-1])))
+
+
+def _inherit_slots(
+    reuse: Bool[Array, "B K T"],
+    fresh: Int[Array, "B K T"],
+    ring_slots: Int[Array, "B K T"],
+    size: int,
+) -> Int[Array, "B K T"]:
+    """Slot of each token: its own fresh one, or that of the token W earlier, and so on back.
+
+    Tokens i, i + W, i + 2W, ... form a chain along which a slot is handed on.
+    # W=2  reuse: [0, 0, 1, 0, 1, 1]  fresh: [5, 6, -, 7, -, -]  Out: [5, 6, 5, 7, 5, 7]
+    """
+    num_tokens = reuse.shape[-1]
+    if num_tokens <= size:
+        return jnp.where(reuse, ring_slots, fresh)
+    links = -(-num_tokens // size)
+    pad = ((0, 0), (0, 0), (0, links * size - num_tokens))
+
+    def chains(x):
+        return jnp.pad(x, pad).reshape(*x.shape[:2], links, size)
+
+    link = jnp.arange(links)[:, None]
+    origin = jax.lax.cummax(jnp.where(chains(reuse), -1, link), axis=2)
+    own = jnp.take_along_axis(chains(fresh), jnp.maximum(origin, 0), axis=2)
+    inherited = chains(ring_slots)[:, :, :1]
+    slots = jnp.where(origin < 0, inherited, own)
+    return slots.reshape(*reuse.shape[:2], -1)[..., :num_tokens]

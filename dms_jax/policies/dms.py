@@ -1,0 +1,118 @@
+"""Dynamic Memory Sparsification (Lancucki et al., arXiv 2506.05345).
+
+A pretrained model learns, per KV head and token, whether the token may leave the cache once it
+has left a window of recent tokens:
+
+    a_t = raw_t * alpha_scale - alpha_offset,   d_t = 1[a_t > 0]                     (inference)
+    alpha_t = sigmoid((a_t + g1 - g2) / tau),   g1, g2 ~ Gumbel(0, 1)       (training, eq. 1)
+    score(i, j) += log(1 - alpha_{j + shift})   for i - j > window          (training, M_alpha)
+
+    key j is visible to query i  iff  i - j <= window  or  d_{j + shift} = 0        (inference)
+
+`raw` is read from a borrowed query neuron (the last dimension of the first query head of each
+group, after the q-norm and before rotation; the neuron is zeroed before and after rotation, so
+that it takes no part in attention) or from an adapter on the residual stream. The defaults are
+those of NVIDIA's released code and checkpoints, where the decision about a token is made by the
+next one (shift 1); in the paper's text a token decides for itself (shift 0).
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dms_jax.policies.base import Chunk, Decisions, Projections, Relaxed, is_static_int, require
+from dms_jax.policies.delayed_eviction import DelayedEviction
+from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
+
+
+@dataclasses.dataclass(frozen=True)
+class DMS(DelayedEviction):
+    """Learned delayed eviction.
+
+    Attributes:
+      window: a marked key stays visible to queries at this distance or less.
+      source: where the logit comes from, a borrowed query neuron or an adapter.
+      shift: token t + shift decides for key t. 1 as in the released code, 0 as in the paper's
+        text; `shift=window` decides as the key leaves the window ("immediate", Table 6).
+      per: one decision per KV head, or that of head 0 for the whole layer.
+      alpha_scale, alpha_offset: logit = raw * alpha_scale - alpha_offset.
+      temperature: tau of the relaxation.
+    """
+
+    window: int = 512
+    source: Literal["query_neuron", "adapter"] = "query_neuron"
+    shift: int = 1
+    per: Literal["head", "layer"] = "head"
+    alpha_scale: float = 100.0
+    alpha_offset: float = 5.0
+    temperature: float = 0.1
+
+    trainable = True
+
+    def __post_init__(self):
+        require(
+            is_static_int(self.window) and self.window >= 0,
+            f"DMS: window must be a whole number >= 0, got {self.window!r}.",
+        )
+        require(
+            is_static_int(self.shift) and 0 <= self.shift <= self.window + 1,
+            f"DMS: shift must lie between 0 and window + 1 = {self.window + 1}, got "
+            f"{self.shift!r}: a later decision would come after the key has left the window.",
+        )
+        require(
+            self.source in ("query_neuron", "adapter"),
+            f"DMS: source must be 'query_neuron' or 'adapter', got {self.source!r}.",
+        )
+        require(
+            self.per in ("head", "layer"), f"DMS: per must be 'head' or 'layer', got {self.per!r}."
+        )
+        require(self.temperature > 0, f"DMS: temperature must be positive, got {self.temperature}.")
+
+    @property
+    def uses_adapter(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether decisions come from an adapter."""
+        return self.source == "adapter"
+
+    @property
+    def visible_window(self) -> int:
+        """The window."""
+        return self.window
+
+    @property
+    def mark_shift(self) -> int:
+        """The shift."""
+        return self.shift
+
+    def decide(self, projections: Projections) -> Decisions:
+        """Reads a_t; the threshold is strict, in at least float32."""
+        if self.source == "adapter":
+            raw = projections.adapter_logits
+        else:
+            group = projections.q.shape[2] // projections.k.shape[2]
+            raw = jnp.swapaxes(projections.q[:, :, ::group, -1], 1, 2)
+        raw = raw.astype(jnp.promote_types(raw.dtype, jnp.float32))
+        if self.per == "layer":
+            raw = jnp.broadcast_to(raw[:, :1], raw.shape)
+        logits = raw * self.alpha_scale - self.alpha_offset
+        return Decisions(logits=logits, marks=logits > 0)
+
+    def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], scale=0.0):
+        """Scales the borrowed neuron: the last dimension of the first query head of each group.
+
+        Needed before rotation, which would spread it to dimension D/2 - 1, and after, which
+        would fill it from there.
+        """
+        if self.source == "adapter":
+            return q, k
+        group = q.shape[2] // k.shape[2]
+        return q.at[:, :, ::group, -1].multiply(jnp.asarray(scale, q.dtype)), k
+
+    def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
+        """log(1 - alpha) of the token that decides, as a bias on each key."""
+        noisy = noisy_logits(chunk.decisions.logits, noise, self.temperature)
+        bias = log_keep(noisy)
+        bias = jnp.pad(bias[..., self.shift :], ((0, 0), (0, 0), (0, self.shift)))
+        bias = bias[..., : noisy.shape[-1]]  # shift beyond the sequence: nothing is decided
+        return Relaxed(k=chunk.k, v=chunk.v, bias=bias, decisions=straight_through(noisy))

@@ -1,0 +1,140 @@
+"""Quest (Tang et al., arXiv 2406.10774): query-aware selection of pages.
+
+Nothing is evicted. Each page keeps the elementwise minimum and maximum of its keys; a query
+scores a page by an upper bound on its attention logits,
+
+    u(q, page) = sum_d max(q_d * min_d, q_d * max_d),
+
+and reads only the best `budget // P` pages. Selection is separate for every query head. The
+prompt is attended densely, and so are the first `dense_layers` layers. The memory is not reduced;
+the reads are, to the budget and two vectors a page.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dms_jax.policies.base import (
+    NOT_STORED,
+    Chunk,
+    Placement,
+    Policy,
+    PolicyState,
+    Reading,
+    require,
+)
+
+
+@struct.dataclass
+class PageBounds:
+    """Elementwise minimum and maximum of the keys of each page."""
+
+    low: Float[Array, "N D"]
+    high: Float[Array, "N D"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Quest(Policy):
+    """Reads the pages with the highest bound on attention.
+
+    Attributes:
+      budget: tokens read per query head and step, a multiple of the page size in effect.
+      dense_layers: first layers that read everything.
+      force_last_page: always read the page of the current token (the original kernels); False
+        lets the bound decide (the original evaluation code).
+    """
+
+    budget: int = 1024
+    dense_layers: int = 2
+    force_last_page: bool = True
+
+    split_invariant = False
+
+    def __post_init__(self):
+        require(self.budget >= 1, f"Quest: budget must be at least 1, got {self.budget}.")
+        require(
+            self.dense_layers >= 0,
+            f"Quest: dense_layers must not be negative, got {self.dense_layers}.",
+        )
+
+    def groups(self, num_layers: int) -> tuple[tuple[int, int, Policy], ...]:
+        """The first layers keep bounds like the rest, but read everything."""
+        dense = min(self.dense_layers, num_layers)
+        everything = dataclasses.replace(self, budget=2**30)
+        runs = ((0, dense, everything), (dense, num_layers, self))
+        return tuple(run for run in runs if run[0] < run[1])
+
+    def parallel(self, *, prompt: bool) -> bool:
+        """The prompt is dense."""
+        return prompt
+
+    def init_pages(self, num_pages, page_size, head_dim, dtype) -> PageBounds:
+        """Returns empty bounds."""
+        del page_size
+        return PageBounds(
+            low=jnp.full((num_pages, head_dim), jnp.inf, dtype),
+            high=jnp.full((num_pages, head_dim), -jnp.inf, dtype),
+        )
+
+    def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
+        """Appends, and widens the bounds of the pages written to."""
+        state, placement = super().write(state, chunk)
+        bounds: PageBounds = state.pages
+        slots = placement.slots
+        page = jnp.take_along_axis(
+            chunk.page_table, jnp.maximum(slots, 0) // chunk.page_size, axis=-1
+        )
+        nowhere = bounds.low.shape[0]  # out of range: dropped
+        page = jnp.where(slots == NOT_STORED, nowhere, page)
+        opened = jnp.where(slots % chunk.page_size == 0, page, nowhere)  # forget a former owner
+        keys = jnp.swapaxes(placement.k, 1, 2)
+        low = bounds.low.at[opened].set(jnp.inf, mode="drop").at[page].min(keys, mode="drop")
+        high = bounds.high.at[opened].set(-jnp.inf, mode="drop").at[page].max(keys, mode="drop")
+        return state.replace(pages=PageBounds(low, high)), placement
+
+    def read(
+        self,
+        state: PolicyState,
+        q: Float[Array, "B H D"],
+        page_table: Int[Array, "B K M"],
+        lengths: Int[Array, "B K"],
+        page_size: int,
+    ) -> Reading:
+        """Selects the pages of each query head."""
+        batch, num_kv_heads, num_pages = page_table.shape
+        selected = max(self.budget // page_size, 1)
+        if selected >= num_pages:
+            return Reading(page_table, lengths)
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        grouped = q.reshape(batch, num_kv_heads, -1, q.shape[-1]).astype(wide)
+        bounds: PageBounds = state.pages
+        low = bounds.low.at[page_table].get(mode="fill", fill_value=0).astype(wide)
+        high = bounds.high.at[page_table].get(mode="fill", fill_value=0).astype(wide)
+        # max(q * low, q * high) = relu(q) * high - relu(-q) * low, summed over d.
+        live = -(-lengths // page_size)
+        index = jnp.arange(num_pages)
+        is_live = (index < live[..., None])[..., None]
+        score = jnp.einsum(
+            "BKGD,BKMD->BKGM", jax.nn.relu(grouped), jnp.where(is_live, high, 0)
+        ) - jnp.einsum("BKGD,BKMD->BKGM", jax.nn.relu(-grouped), jnp.where(is_live, low, 0))
+        if self.force_last_page:
+            score = jnp.where(index == live[:, :, None, None] - 1, jnp.inf, score)
+        score = jnp.where(index < live[:, :, None, None], score, -jnp.inf)
+        _, best = jax.lax.top_k(score, selected)
+        best = jnp.sort(best, -1)  # the last page, the only partial one, stays last
+        table = jnp.take_along_axis(page_table[:, :, None], best, axis=-1)
+        partial = lengths - (live - 1) * page_size
+        has_last = (best == live[:, :, None, None] - 1).any(-1)
+        chosen = jnp.where(
+            has_last, (selected - 1) * page_size + partial[..., None], selected * page_size
+        )
+        # With fewer live pages than selected ones the first `live` of them are the live ones.
+        lengths = jnp.where((live <= selected)[..., None], lengths[..., None], chosen)
+        return Reading(
+            page_table=table.reshape(batch, -1, selected),
+            lengths=lengths.reshape(batch, -1),
+            overhead=live.sum(-1).astype(jnp.int32),
+        )

@@ -1,0 +1,40 @@
+"""The Gumbel-sigmoid relaxation of a binary decision, and its straight-through form.
+
+    l = (a + g1 - g2) / tau,   alpha = sigmoid(l),   g1, g2 ~ Gumbel(0, 1)          (DMS, eq. 1)
+
+The difference of two Gumbel variables is a Logistic(0, 1) variable, which is what is drawn here.
+The noise is divided by the temperature too, so P(alpha > 1/2) = sigmoid(a) whatever tau.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray, UInt32
+
+
+def logistic_noise(
+    key: PRNGKeyArray | UInt32[Array, "..."], shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32
+) -> Float[Array, "..."]:
+    """Returns Logistic(0, 1) noise, the difference of two independent Gumbel variables."""
+    return jax.random.logistic(key, shape, dtype)
+
+
+def noisy_logits(
+    logits: Float[Array, "*shape"], noise: Float[Array, "*shape"], temperature: float
+) -> Float[Array, "*shape"]:
+    """Returns l = (a + noise) / tau."""
+    return (logits + noise.astype(logits.dtype)) / temperature
+
+
+def straight_through(noisy: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Hard decisions 1[sigmoid(l) > 1/2] whose gradient is that of sigmoid(l).
+
+    # In: [-3.0, 0.2]  Out: [0.0, 1.0], gradients [0.045, 0.248]
+    """
+    soft = jax.nn.sigmoid(noisy)
+    hard = (noisy > 0).astype(noisy.dtype)
+    return hard + soft - jax.lax.stop_gradient(soft)
+
+
+def log_keep(noisy: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """log(1 - alpha) = log_sigmoid(-l), exact where alpha rounds to 1."""
+    return jax.nn.log_sigmoid(-noisy)

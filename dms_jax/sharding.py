@@ -1,0 +1,100 @@
+"""Meshes and the tables that map logical axes to mesh axes.
+
+One sharding mode for the repository: meshes with **Auto** axes (GSPMD). Model code then holds
+plain einsums with no `out_sharding` arguments, the partitioner derives the collectives from where
+parameters and batches live, and everything ragged (caches, kernels) runs inside `jax.shard_map`,
+where a mode makes no difference. The mesh comes from context (`jax.set_mesh`), never from a config.
+
+Two mesh axes: `data` (sequences; in training also a shard of every parameter, FSDP) and `model`
+(heads, feed-forward, vocabulary).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+DATA = "data"
+MODEL = "model"
+
+Rules = Mapping[str, str | None]
+
+# Parameters are gathered layer by layer from their `data` shards (FSDP).
+TRAINING_RULES: Rules = {
+    "layers": None,
+    "embed": DATA,
+    "heads": MODEL,
+    "kv_heads": MODEL,
+    "head_dim": None,
+    "mlp": MODEL,
+    "vocab": MODEL,
+}
+# A decode step must not gather parameters: nothing of them lives on `data`.
+DECODING_RULES: Rules = TRAINING_RULES | {"embed": None}
+
+
+def make_mesh(data: int = 1, model: int = 1, *, devices: Any = None) -> jax.sharding.Mesh:
+    """Returns a (data, model) mesh with Auto axes over the first `data * model` devices."""
+    devices = jax.devices()[: data * model] if devices is None else devices
+    return jax.make_mesh(
+        (data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices
+    )
+
+
+def axis_size(name: str) -> int:
+    """Returns the size of a mesh axis of the context, 1 where there is no mesh."""
+    return dict(jax.sharding.get_abstract_mesh().shape).get(name, 1)
+
+
+def parameter_sharding(
+    mesh: jax.sharding.Mesh,
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    rules: Rules = DECODING_RULES,
+) -> NamedSharding:
+    """Returns where a parameter with these logical axes lives.
+
+    A dimension that its mesh axis does not divide is replicated: fewer KV heads than devices, a
+    vocabulary of odd size.
+    """
+    spec = []
+    for name, size in zip(axes, shape, strict=True):
+        axis = rules[name]
+        spec.append(axis if axis is not None and size % mesh.shape[axis] == 0 else None)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
+    """Constrains `x` under the mesh of the context; the identity where there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return x
+    fitted = (
+        axis if axis is not None and size % mesh.shape[axis] == 0 else None
+        for axis, size in zip(spec, x.shape, strict=True)
+    )
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*fitted))
+
+
+def row_axes(num_sequences: int, num_kv_heads: int) -> tuple[str | None, str | None]:
+    """Returns the mesh axes over which rows are split: (for sequences, for KV heads).
+
+    `None` where there is no mesh or the axis does not divide: those rows are replicated.
+    """
+    data, model = axis_size(DATA), axis_size(MODEL)
+    return (
+        DATA if data > 1 and num_sequences % data == 0 else None,
+        MODEL if model > 1 and num_kv_heads % model == 0 else None,
+    )
+
+
+def has_mesh() -> bool:
+    """Whether the context has a mesh of more than one device.
+
+    If so, whatever works on rows (Pallas kernels, page tables with shard-local page numbers) must
+    run inside `jax.shard_map`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and math.prod(mesh.shape.values()) > 1 and not mesh.manual_axes

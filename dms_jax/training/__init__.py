@@ -1,0 +1,1 @@
+"""Retrofitting: losses, schedules, recipes, the step and the loop."""
