@@ -5,12 +5,49 @@ the bias of key j is log(1 - alpha_j)), for any caller that has such a bias. It 
 in q, k, v and bias, and uses memory linear in T.
 """
 
-from collections.abc import Sequence
+import functools
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.training.reference import retrofit_attention_reference
+from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation
+from pallas_kernels.training import gpu, reference
+
+FORWARD = Operation(
+    "retrofit_attention",
+    (
+        Implementation("mosaic_gpu", "cuda", gpu.forward, gpu.why_not),
+        Implementation("xla", None, reference.forward),
+    ),
+)
+BACKWARD = Operation(
+    "retrofit_attention (backward)",
+    (
+        Implementation("mosaic_gpu", "cuda", gpu.backward, gpu.why_not),
+        Implementation("xla", None, reference.backward),
+    ),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attend(q, k, v, bias, segments, window, scale, implementation):
+    output, _ = FORWARD(implementation, q, k, v, bias, segments, window=window, scale=scale)
+    return output
+
+
+def _attend_forward(q, k, v, bias, segments, window, scale, implementation):
+    arrays = (q, k, v, bias, segments)
+    output, lse2 = FORWARD(implementation, *arrays, window=window, scale=scale)
+    return output, (*arrays, output, lse2)
+
+
+def _attend_backward(window, scale, implementation, residuals, output_gradient):
+    gradients = BACKWARD(implementation, *residuals, output_gradient, window=window, scale=scale)
+    return (*gradients, None)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _check(q, k, v, bias, window, segment_ids) -> None:
@@ -44,7 +81,7 @@ def retrofit_attention(
     window: int,
     scale: float,
     segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | Sequence[str] | None = None,
+    implementation: ImplementationChoice = None,
 ) -> Float[Array, "B T H D"]:
     """Causal attention whose keys take a bias once they are more than `window` tokens behind.
 
@@ -72,8 +109,6 @@ def retrofit_attention(
       NotImplementedError: a named implementation cannot serve the call, with the reason.
     """
     _check(q, k, v, bias, window, segment_ids)
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(f"implementation {implementation!r} is not available")
-    return retrofit_attention_reference(
-        q, k, v, bias, window=window, scale=scale, segment_ids=segment_ids
-    )
+    if implementation is not None and not isinstance(implementation, str):
+        implementation = tuple(implementation)
+    return _attend(q, k, v, bias, segment_ids, window, float(scale), implementation)

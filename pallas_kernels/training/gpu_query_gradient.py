@@ -1,0 +1,185 @@
+"""Gradient of training attention with respect to the queries, for NVIDIA GPUs.
+
+The shape of the forward kernel. With p = exp2(s - lse) and delta_i = <do_i, o_i>,
+
+    dS = p * (do v^T - delta)        dq = scale * dS k
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.training import gpu_tiles as tiles
+from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, Problem
+
+
+def blocks(problem: Problem) -> tuple[int, int]:
+    """Return (keys of a tile, tiles in flight), limited by the 227 KB of shared memory."""
+    return {64: (128, 4), 128: (128, 2), 256: (64, 1)}[problem.D]
+
+
+def query_gradient(
+    problem: Problem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias2: jax.Array,
+    segments: jax.Array | None,
+    output_gradient: jax.Array,
+    lse2: jax.Array,
+    delta: jax.Array,
+) -> jax.Array:
+    """Compute dq [B, T, H, D]; lse2 and delta are [B, H, T], the rest as in the forward."""
+    block, stages = blocks(problem)
+    query_tile = tiles.tile_memory((COMPUTE, ROWS, problem.D), q.dtype)
+    key_tile = tiles.tile_memory((stages, block, problem.D), q.dtype)
+    scratch = {
+        "q_tiles": query_tile,
+        "do_tiles": query_tile,
+        "k_tiles": key_tile,
+        "v_tiles": key_tile,
+        "bias_tiles": plgpu.SMEM((stages, block), jnp.float32),
+        "row_values": plgpu.SMEM((COMPUTE, 2, ROWS), jnp.float32),
+        "q_ready": plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=4 + problem.packed),
+        "kv_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=3 + problem.packed),
+        "kv_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
+    }
+    operands = [q, k, v, bias2, output_gradient, lse2, delta]
+    if problem.packed:
+        scratch["query_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
+        scratch["key_segments"] = plgpu.SMEM((stages, block), jnp.int32)
+        overlap = tiles.segment_overlap(segments, problem.rows, block)
+        operands += [segments, jnp.argmax(overlap, axis=-1).astype(jnp.int32)]
+    if problem.interpret:
+        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), q.dtype)
+
+    def kernel(*refs, **memory):
+        _program(problem, refs[: len(operands)], refs[len(operands)], **memory)
+
+    out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    return tiles.query_kernel(problem, kernel, out_type, scratch, "retrofit_dq")(*operands)
+
+
+def _program(
+    problem: Problem,
+    inputs,
+    dq_ref,
+    *,
+    q_tiles,
+    do_tiles,
+    k_tiles,
+    v_tiles,
+    bias_tiles,
+    row_values,
+    q_ready,
+    kv_ready,
+    kv_consumed,
+    query_segments=None,
+    key_segments=None,
+    staging=None,
+):
+    q_ref, k_ref, v_ref, bias_ref, do_ref, lse_ref, delta_ref, *segment_refs = inputs
+    stages, block = bias_tiles.shape
+    shape = (ROWS, block)
+    batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
+    head, row0, q0 = tiles.head_and_query(problem, warpgroup)
+    first = segment_refs[1][batch, lax.div(q0, jnp.int32(problem.rows))] if problem.packed else 0
+    zones = tiles.key_zones(q0, problem.rows, problem.window, block, first)
+
+    def slot_of(tile):
+        return lax.rem(tile, jnp.int32(stages))
+
+    def copy():
+        group = problem.H // problem.K
+        program_head = lax.axis_index("heads") * problem.heads_per_program
+        kv_head = lax.div(program_head, jnp.int32(group))
+
+        def load(tile, carry):
+            slot, keys = slot_of(tile), pl.ds(tile * block, block)
+            ready = kv_ready.at[slot]
+            plgpu.barrier_wait(kv_consumed.at[slot])
+            plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tiles.at[slot], ready)
+            plgpu.copy_gmem_to_smem(bias_ref.at[batch, kv_head, keys], bias_tiles.at[slot], ready)
+            plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tiles.at[slot], ready)
+            if problem.packed:
+                source = segment_refs[0].at[batch, keys]
+                plgpu.copy_gmem_to_smem(source, key_segments.at[slot], ready)
+            return carry
+
+        lax.fori_loop(first, zones[-1], load, jnp.int32(0))
+        for slot in range(stages):
+            plgpu.barrier_wait(kv_consumed.at[slot])
+
+    def compute():
+        queries = pl.ds(row0, ROWS)
+        q_tile, do_tile = q_tiles.at[warpgroup], do_tiles.at[warpgroup]
+        values, ready = row_values.at[warpgroup], q_ready.at[warpgroup]
+        plgpu.copy_gmem_to_smem(q_ref.at[batch, queries, head], q_tile, ready)
+        plgpu.copy_gmem_to_smem(do_ref.at[batch, queries, head], do_tile, ready)
+        plgpu.copy_gmem_to_smem(lse_ref.at[batch, head, queries], values.at[0], ready)
+        plgpu.copy_gmem_to_smem(delta_ref.at[batch, head, queries], values.at[1], ready)
+        if problem.packed:
+            source = segment_refs[0].at[batch, queries]
+            plgpu.copy_gmem_to_smem(source, query_segments.at[warpgroup], ready)
+        for slot in range(stages):
+            plgpu.barrier_arrive(kv_consumed.at[slot])
+        plgpu.barrier_wait(ready)
+        lse, delta = tiles.load_rows(values.at[0]), tiles.load_rows(values.at[1])
+        own_segments = tiles.load_rows(query_segments.at[warpgroup]) if problem.packed else None
+
+        def walk(dq):
+            def body(tile, carry, *, bias, causal):
+                slot = slot_of(tile)
+                k_tile, v_tile = k_tiles.at[slot], v_tiles.at[slot]
+                plgpu.barrier_wait(kv_ready.at[slot])
+
+                def score_gradient(scores_ref, dp_ref):
+                    plgpu.wgmma(scores_ref, q_tile, k_tile.transpose((1, 0)))
+                    plgpu.wgmma(dp_ref, do_tile, v_tile.transpose((1, 0)))
+                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+                    scores = scores * (problem.scale * LOG2E)
+                    visible = None
+                    if bias == "select" or causal:
+                        distance = tiles.distances(shape, row0, tile * block)
+                    if bias is not None:
+                        added = tiles.columns_of(tiles.load_columns(bias_tiles.at[slot]), shape)
+                        if bias == "select":
+                            added = jnp.where(distance > problem.window, added, 0.0)
+                        scores = scores + added
+                    weights = jnp.exp2(scores - tiles.rows_of(lse, shape))
+                    if causal:
+                        visible = distance >= 0
+                    if problem.packed:
+                        keys = tiles.load_columns(key_segments.at[slot])
+                        same = tiles.rows_of(own_segments, shape) == tiles.columns_of(keys, shape)
+                        visible = same if visible is None else visible & same
+                    if visible is not None:
+                        weights = jnp.where(visible, weights, 0.0)
+                    dp = plgpu.wgmma_accumulator_load(dp_ref)
+                    return weights * (dp - tiles.rows_of(delta, shape))
+
+                accumulator = plgpu.ACC(shape, jnp.float32)
+                ds = pl.run_scoped(score_gradient, accumulator, accumulator)
+                staged = None if staging is None else staging.at[warpgroup]
+                tiles.multiply_registers(dq, ds.astype(problem.dtype), k_tile, staged)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(kv_consumed.at[slot])
+                return carry
+
+            tiles.zone_loops(
+                body,
+                (first, *zones),
+                jnp.int32(0),
+                diagonal_bias=problem.window < problem.rows + block - 2,
+            )
+            return dq[...]
+
+        dq = pl.run_scoped(walk, plgpu.ACC((ROWS, problem.D), jnp.float32))
+        q_tile[...] = (dq * problem.scale).astype(problem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_tile, dq_ref.at[batch, queries, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    tiles.roles(warpgroup, compute, copy)
