@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import jaxtyping
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,7 +19,7 @@ HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
 # `pallas_kernels`; modules on one line know nothing of each other.
 IMPORT_ORDER = """
 errors
-config_checks
+assets config_checks
 config sharding
 cache
 policies
@@ -139,3 +141,14 @@ def test_import_is_quick_and_light():
             break
         time.sleep(1)
     assert seconds < LONGEST_IMPORT_SECONDS
+
+
+def test_annotations_are_checked_while_the_tests_run():
+    from pallas_kernels import decode_attention
+
+    q = np.zeros((2, 1, 4), np.float32)
+    pages = np.zeros((3, 2, 4), np.float32)
+    with pytest.raises(jaxtyping.TypeCheckError, match="lengths"):
+        decode_attention(
+            q, pages, pages, np.zeros((2, 2), np.int32), np.zeros(5, np.int32), scale=1.0
+        )
