@@ -1,0 +1,264 @@
+"""Load a Hugging Face directory, or a model of the hub, as a `LanguageModel`.
+
+Headers are checked first, and every missing, unexpected and mis-shaped tensor is named in one
+message. Then parameters are filled one at a time, tensor by tensor, each device's slice read
+straight from the files where a mesh is given, so that nothing is held twice.
+"""
+
+import functools
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dms_jax import sharding
+from dms_jax.checkpoint import names
+from dms_jax.checkpoint.files import read_json
+from dms_jax.checkpoint.policy_fields import policy_from_hf
+from dms_jax.checkpoint.tokenizer import Tokenizer
+from dms_jax.checkpoint.weights import Weights
+from dms_jax.config import ModelConfig
+from dms_jax.errors import CheckpointError
+from dms_jax.model.language_model import GenerationDefaults, LanguageModel
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import Vanilla
+
+# A model's config is a few kB; one list of a hundred layer types is the most there is.
+MAX_CONFIG_BYTES = 2**20
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
+
+
+def load(
+    path: str | pathlib.Path, *, dtype: Any = None, mesh: jax.sharding.Mesh | None = None
+) -> LanguageModel:
+    """Load a checkpoint.
+
+    Args:
+        path: a Hugging Face directory, or a hub id ("owner/name" or "owner/name@revision").
+        dtype: of the parameters; None keeps what the files hold.
+        mesh: devices over which to place the parameters; None places them on the default device.
+
+    Returns:
+        the model, with its tokenizer (None where there is none) and the policy that its config
+        declares (`Vanilla()` where it declares none).
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read or does not fit its config.
+        ConfigError: the config is malformed, or describes a model that is not served exactly.
+    """
+    directory = _directory(path)
+    hf_config = read_json(directory / "config.json", max_bytes=MAX_CONFIG_BYTES)
+    config = ModelConfig.from_hf(hf_config)
+    weights = Weights(directory)
+    has_adapter = any(names.ADAPTER_MARK in name for name in weights.shapes)
+    policy = policy_from_hf(hf_config, has_adapter=has_adapter)
+    # Adapter tensors that no policy accounts for are reported as unexpected.
+    adapter = policy is not None and (policy.uses_adapter or has_adapter)
+    transformer = _fill(config, weights, adapter=adapter, dtype=dtype, mesh=mesh)
+    tokenizer = Tokenizer.from_directory(directory)
+    return LanguageModel(
+        transformer=transformer,
+        tokenizer=tokenizer,
+        policy=Vanilla() if policy is None else policy,
+        generation=_generation_defaults(directory, hf_config, tokenizer),
+        mesh=mesh,
+    )
+
+
+def _directory(path: str | pathlib.Path) -> pathlib.Path:
+    """The local directory of a checkpoint, fetched from the hub where it names one."""
+    directory = pathlib.Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise CheckpointError(f"{directory} is a file; give the directory that holds config.json")
+    if not isinstance(path, str) or not _HUB_ID.fullmatch(path):
+        raise CheckpointError(f"no directory {directory}, and it is not a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = path.partition("@")
+    try:
+        found = snapshot_download(name, revision=revision or None, allow_patterns=_HUB_FILES)
+    except Exception as error:  # network, authorisation and absence come as many classes
+        raise CheckpointError(
+            f"there is no directory {path!r} here, and it could not be fetched from the hub: "
+            f"{error}"
+        ) from error
+    return pathlib.Path(found)
+
+
+def _fill(
+    config: ModelConfig,
+    weights: Weights,
+    *,
+    adapter: bool,
+    dtype: Any,
+    mesh: jax.sharding.Mesh | None,
+) -> Transformer:
+    abstract = nnx.eval_shape(lambda: Transformer(config, adapter=adapter, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    parameters = dict(nnx.to_flat_state(state))
+    _check(config, weights, {path: param.get_value() for path, param in parameters.items()})
+    filled = []
+    for path, param in parameters.items():
+        value = _read_parameter(
+            weights,
+            names.LAYOUTS[path],
+            param.get_value().shape,
+            dtype=dtype,
+            place=None
+            if mesh is None
+            else sharding.parameter_sharding(
+                mesh, param.get_metadata("axes"), param.get_value().shape
+            ),
+        )
+        filled.append((path, param.replace(value)))
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _check(config: ModelConfig, weights: Weights, parameters: dict[Any, Any]) -> None:
+    """Raise one error that names every tensor that is missing, unexpected or mis-shaped."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for path, value in parameters.items():
+        layout = names.LAYOUTS[path]
+        shape = value.shape[1:] if layout.stacked else value.shape
+        for layer in range(value.shape[0] if layout.stacked else 1):
+            expected[layout.tensor_name(layer)] = layout.tensor_shape(shape)
+    found = {name: shape for name, shape in weights.shapes.items() if not names.is_derived(name)}
+    if config.tie_embeddings and names.LM_HEAD in found:
+        shape = found.pop(names.LM_HEAD)
+        if shape == found.get(names.EMBEDDING):
+            _check_tied(weights, shape)
+    problems = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found]
+    problems += [
+        f"unexpected: {name} {list(found[name])}" for name in found if name not in expected
+    ]
+    problems += [
+        f"mis-shaped: {name} is {list(found[name])}, the config asks for {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        hint = ""
+        if any(names.ADAPTER_MARK in name for name in found if name not in expected):
+            hint = (
+                "\nThe dms_proj_alpha tensors are a DMS adapter: set dms_window_size and "
+                '"dms_separate_alpha": true in config.json to use it.'
+            )
+        raise CheckpointError(
+            f"the tensors do not fit config.json ({config.model_type}), {len(problems)} problems:\n"
+            + "\n".join(sorted(problems))
+            + hint
+        )
+
+
+def _check_tied(weights: Weights, shape: tuple[int, ...]) -> None:
+    rows = max(1, 2**26 // max(shape[1], 1))
+    for start in range(0, shape[0], rows):
+        part = (slice(start, min(start + rows, shape[0])), slice(None))
+        if not np.array_equal(
+            weights.read(names.LM_HEAD, part), weights.read(names.EMBEDDING, part)
+        ):
+            raise CheckpointError(
+                f"config.json ties the output matrix to the embedding, but {names.LM_HEAD} and "
+                f"{names.EMBEDDING} differ; set tie_word_embeddings to false"
+            )
+
+
+def _read_parameter(
+    weights: Weights,
+    layout: names.Layout,
+    shape: tuple[int, ...],
+    *,
+    dtype: Any,
+    place: jax.sharding.Sharding | None,
+) -> jax.Array:
+    """Read a parameter, or each device's part of it."""
+    layers = shape[0] if layout.stacked else 1
+    if dtype is None:
+        stored = {weights.dtypes[layout.tensor_name(layer)] for layer in range(layers)}
+        dtype = functools.reduce(jnp.promote_types, stored)
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        if not layout.stacked:
+            return _read_tensor(weights, layout, 0, shape, index, dtype)
+        chosen = range(layers)[index[0]]
+        sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True)]
+        out = np.empty(sizes, dtype)
+        for row, layer in enumerate(chosen):
+            out[row] = _read_tensor(weights, layout, layer, shape[1:], index[1:], dtype)
+        return out
+
+    if place is None:
+        return jnp.asarray(part((slice(None),) * len(shape)))
+    # Replicas ask for the same part: read it once.
+    parts: dict[tuple, np.ndarray] = {}
+
+    def cached(index: tuple[slice, ...]) -> np.ndarray:
+        key = tuple(cut.indices(size) for cut, size in zip(index, shape, strict=True))
+        if key not in parts:
+            parts[key] = part(index)
+        return parts[key]
+
+    return jax.make_array_from_callback(shape, place, cached)
+
+
+def _read_tensor(
+    weights: Weights,
+    layout: names.Layout,
+    layer: int,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
+    dtype: np.dtype,
+) -> np.ndarray:
+    name = layout.tensor_name(layer)
+    cut, rest = layout.tensor_slices(shape, index)
+    whole = all(
+        part.indices(size) == (0, size, 1)
+        for part, size in zip(cut, weights.shapes[name], strict=True)
+    )
+    tensor = weights.read(name, () if whole else cut)
+    with np.errstate(over="ignore"):
+        tensor = tensor.astype(dtype, copy=False)
+    if not np.isfinite(tensor).all():
+        raise CheckpointError(
+            f"tensor {name} holds NaN or infinite values as {dtype.name}; the file is damaged, or "
+            "its numbers do not fit this dtype"
+        )
+    return layout.to_parameter(tensor, shape)[rest]
+
+
+def _generation_defaults(
+    directory: pathlib.Path, hf_config: dict[str, Any], tokenizer: Tokenizer | None
+) -> GenerationDefaults:
+    """Ends of a sequence: generation_config.json, else config.json, else the tokenizer."""
+    file = directory / "generation_config.json"
+    fields = read_json(file, max_bytes=MAX_CONFIG_BYTES) if file.is_file() else {}
+
+    def ids(name: str) -> tuple[int, ...]:
+        for source in (fields, hf_config):
+            value = source.get(name)
+            if value is None:
+                continue
+            listed = value if isinstance(value, list) else [value]
+            if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
+                raise CheckpointError(f"{name} must be a token id or a list of them")
+            return tuple(listed)
+        value = getattr(tokenizer, name, None)
+        return () if value is None else (value,)
+
+    def one(name: str) -> int | None:
+        return next(iter(ids(name)), None)
+
+    return GenerationDefaults(
+        eos_token_ids=ids("eos_token_id"),
+        bos_token_id=one("bos_token_id"),
+        pad_token_id=one("pad_token_id"),
+    )

@@ -1,0 +1,202 @@
+"""Save a model and its policy as a Hugging Face directory that transformers opens.
+
+Everything is written into a directory beside the target and renamed into place at the end, so that
+a full disk or an interrupt leaves either the old checkpoint or none, never half of one.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from dms_jax.checkpoint import names
+from dms_jax.checkpoint.policy_fields import policy_to_hf
+from dms_jax.checkpoint.weights import INDEX, SINGLE
+from dms_jax.errors import CheckpointError, ConfigError
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+# What a checkpoint directory may hold for `save` to replace it.
+_OURS = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    INDEX,
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.*",
+    "README.md",
+    "LICENSE*",
+)
+
+
+def save(
+    model: LanguageModel,
+    policy: Policy,
+    path: str | pathlib.Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write config, tensors, tokenizer and generation defaults; the policy goes into the config.
+
+    Args:
+        model: what to write; tensors keep the dtype of its parameters.
+        policy: the cache policy that the model is meant to run with.
+        path: directory to make. A checkpoint that is already there is replaced.
+        max_shard_bytes: tensors beyond this many bytes are split over several files.
+
+    Raises:
+        CheckpointError: the path cannot be written, or holds something that is no checkpoint.
+        ConfigError: the policy reads an adapter that the model does not have, or the family
+            cannot express the model.
+    """
+    target = pathlib.Path(path).expanduser().absolute()
+    if policy.uses_adapter and not model.transformer.has_adapter:
+        raise ConfigError(
+            f"{policy.name} reads its decisions from an adapter, which this model does not have; "
+            "retrofit the model with it first, or save with the policy that it has"
+        )
+    config = _config(model, policy)
+    _refuse_foreign(target)
+    beside = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        _write_tensors(model, beside, max_shard_bytes)
+        _write_json(beside / "config.json", config)
+        _write_json(beside / "generation_config.json", _generation(model))
+        if model.tokenizer is not None:
+            model.tokenizer.save(beside)
+        _open_permissions(beside)
+        _replace(beside, target)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint cannot be written to {target}: {error}") from error
+    finally:
+        if beside is not None and beside.exists():
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _config(model: LanguageModel, policy: Policy) -> dict[str, Any]:
+    transformer = model.transformer
+    fields = transformer.config.to_hf()
+    fields["torch_dtype"] = np.dtype(transformer.embedding.dtype).name
+    ends = _generation(model)
+    fields |= {
+        name: ends[name]
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if name in ends
+    }
+    return fields | policy_to_hf(policy, has_adapter=transformer.has_adapter)
+
+
+def _generation(model: LanguageModel) -> dict[str, Any]:
+    defaults = model.generation
+    ends = list(defaults.eos_token_ids)
+    fields = {
+        "bos_token_id": defaults.bos_token_id,
+        "eos_token_id": (ends[0] if len(ends) == 1 else ends) if ends else None,
+        "pad_token_id": defaults.pad_token_id,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor under its Hugging Face name, one at a time."""
+    for path, param in nnx.to_flat_state(nnx.state(model.transformer, nnx.Param)):
+        layout = names.LAYOUTS[path]
+        value = jax.device_get(param.get_value())
+        if layout.stacked:
+            for layer in range(value.shape[0]):
+                yield layout.tensor_name(layer), layout.to_tensor(value[layer])
+        else:
+            yield layout.name, layout.to_tensor(value)
+
+
+def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_bytes: int) -> None:
+    """Write `model.safetensors`, or numbered shards and their index."""
+    written: list[tuple[pathlib.Path, list[str]]] = []
+    shard: dict[str, np.ndarray] = {}
+    total = size = 0
+
+    def flush() -> None:
+        nonlocal shard, size
+        file = directory / f"shard-{len(written)}"
+        save_file(shard, str(file), metadata={"format": "pt"})
+        written.append((file, list(shard)))
+        shard, size = {}, 0
+
+    for name, tensor in _tensors(model):
+        if shard and size + tensor.nbytes > max_shard_bytes:
+            flush()
+        shard[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    if len(written) == 1:
+        written[0][0].rename(directory / SINGLE)
+        return
+    weight_map = {}
+    for number, (file, tensor_names) in enumerate(written, start=1):
+        final = f"model-{number:05d}-of-{len(written):05d}.safetensors"
+        file.rename(directory / final)
+        weight_map |= dict.fromkeys(tensor_names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(directory / INDEX, index)
+
+
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _open_permissions(directory: pathlib.Path) -> None:
+    """Give files the permissions that the user's umask asks for, not those of a private file."""
+    umask = os.umask(0)
+    os.umask(umask)
+    directory.chmod(0o777 & ~umask)
+    for file in directory.iterdir():
+        file.chmod(0o666 & ~umask)
+
+
+def _refuse_foreign(target: pathlib.Path) -> None:
+    """Raise if replacing the target would destroy something that is not a checkpoint."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file; give a directory to write the checkpoint to")
+    foreign = sorted(
+        entry.name
+        for entry in target.iterdir()
+        if entry.is_dir() or not any(entry.match(pattern) for pattern in _OURS)
+    )
+    if foreign:
+        raise CheckpointError(
+            f"{target} holds more than a checkpoint ({', '.join(foreign[:3])}), which replacing it "
+            "would destroy; give a new directory"
+        )
+
+
+def _replace(beside: pathlib.Path, target: pathlib.Path) -> None:
+    """Rename into place; an old checkpoint steps aside first and comes back on failure."""
+    if not target.exists():
+        beside.rename(target)
+        return
+    old = beside.with_name(beside.name + ".old")
+    target.rename(old)
+    try:
+        beside.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
