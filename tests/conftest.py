@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "jax" in sys.modules:
         raise pytest.UsageError("jax was imported before tests/conftest.py could set it up")
     if config.getoption("--gpu"):
-        os.environ.pop("JAX_PLATFORMS", None)
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu"
         # Several processes share the card, so none may take all of its memory at the start.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     else:

@@ -6,7 +6,7 @@ a query is the mean over the query heads of the group (the publication has one h
 
 After the attention of token t the current row is added first (the new token starts with its own
 weight). If the cache then holds more than heavy + recent tokens, the last `recent` stay, and of the
-others the `heavy` with the largest sums. The sum of an evicted token is forgotten.
+others the `heavy` with the largest sums.
 
 `prefill`: "evict_past_budget" treats prompt tokens like generated ones; "dense_then_evict" lets the
 whole prompt attend densely, its sums accumulating, and cuts once after its last token.
@@ -64,7 +64,6 @@ def simulate(
                 older, newer = ids[: len(ids) - recent], ids[len(ids) - recent :]
                 weights = np.array([sums[kv_head][token] for token in older])
                 ids = heaviest(older, weights, heavy) + newer
-                sums[kv_head] = {token: sums[kv_head][token] for token in ids}
             kept.append(ids)
         cached = kept
         recorder.step(output, live, kept=kept)

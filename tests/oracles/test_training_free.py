@@ -81,6 +81,20 @@ def test_h2o_sums_a_dense_prompt_before_the_cut():
     assert trace.live_counts[:, 0].tolist() == [1, 2, 3, 4, 3, 3]
 
 
+def test_h2o_cuts_a_prompt_by_column_sums_of_the_mean_over_the_group():
+    q, k, v = tensors(12, length=24)
+    scores = np.einsum("tkgd,skd->kgts", 3 * q.reshape(24, 2, 2, 6), k) / np.sqrt(6)
+    weights = np.exp(scores) * np.tri(24)
+    weights /= weights.sum(-1, keepdims=True)
+    sums = weights.mean(axis=1).sum(axis=1)
+    expected = [[*sorted(np.argsort(-row[:21])[:4].tolist()), 21, 22, 23] for row in sums]
+    trace = h2o.simulate(3 * q, k, v, 24, heavy=4, recent=3, prefill="dense_then_evict")
+    assert trace.kept[-1] == expected
+    # The example tells a mean over the group from its first head and from a maximum.
+    for other in (weights[:, 0].sum(axis=1), weights.max(axis=1).sum(axis=1)):
+        assert (np.argsort(-other[:, :21])[:, :4] != np.argsort(-sums[:, :21])[:, :4]).any()
+
+
 def test_h2o_keeps_a_set_per_kv_head():
     q, k, v = tensors(9, length=20)
     trace = h2o.simulate(4 * q, k, v, heavy=3, recent=2)
@@ -132,6 +146,8 @@ def test_quest_pages():
     bounds = np.array([3.0, 9.0, 1.0, 7.0, -2.0])
     assert quest.selected_pages(bounds, 3, force_last_page=True) == [1, 3, 4]
     assert quest.selected_pages(bounds, 3, force_last_page=False) == [0, 1, 3]
+    current_is_best = np.array([3.0, 9.0, 1.0, 7.0, 10.0])
+    assert quest.selected_pages(current_is_best, 3, force_last_page=True) == [1, 3, 4]
     assert quest.selected_pages(bounds, 1, force_last_page=True) == [4]
     assert quest.selected_pages(bounds, 5, force_last_page=True) == [0, 1, 2, 3, 4]
 
