@@ -217,7 +217,9 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(BASE | form, indent=2) + "\n")
-        save_file(expected, folder / "expected.safetensors")
+        # safetensors writes the bytes as they lie, so they must lie in order.
+        contiguous = {key: np.ascontiguousarray(value) for key, value in expected.items()}
+        save_file(contiguous, folder / "expected.safetensors")
         evicted = float(expected["decisions"].mean())
         reads = int(expected["visible"].sum())
         print(f"{name}: seed {seed}, {evicted:.2f} evicted, {reads} reads")
