@@ -1,5 +1,7 @@
 """Checkpoints: Hugging Face directories to models and back, and the text side of them."""
 
+from dms_jax.checkpoint.loading import load
+from dms_jax.checkpoint.saving import save
 from dms_jax.checkpoint.tokenizer import Tokenizer
 
-__all__ = ["Tokenizer"]
+__all__ = ["Tokenizer", "load", "save"]

@@ -91,7 +91,7 @@ def save(
 def _config(model: LanguageModel, policy: Policy) -> dict[str, Any]:
     transformer = model.transformer
     fields = transformer.config.to_hf()
-    fields["torch_dtype"] = np.dtype(transformer.embedding.dtype).name
+    fields["torch_dtype"] = np.dtype(model.dtype).name
     ends = _generation(model)
     fields |= {
         name: ends[name]
