@@ -64,7 +64,7 @@ class Problem:
         return ROWS * COMPUTE // self.heads_per_program
 
 
-def tile_memory(shape: tuple[int, ...], dtype) -> plgpu.SMEM:
+def tile_memory(shape: tuple[int, ...], dtype):
     """Return a shared-memory tile in the form that wgmma reads: 128-byte swizzle where it fits."""
     elements = min(64, shape[-1])
     swizzle = elements * jnp.dtype(dtype).itemsize
