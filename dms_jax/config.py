@@ -181,8 +181,6 @@ class ModelConfig:
         Raises:
             ConfigError: the config is malformed, or describes what is not served exactly.
         """
-        if not isinstance(config, Mapping):
-            raise ConfigError(f"a model config must be a JSON object, got {show(config)}")
         family = family_of(config)
         refuse_unserved(config)
         defaults = FAMILIES[family]

@@ -172,9 +172,7 @@ def forward(tensors: dict[str, np.ndarray], form: dict, tokens: np.ndarray) -> d
             kv = head // GROUP
             for query in range(T):
                 keys = [
-                    key
-                    for key in range(query + 1)
-                    if query - key <= window or d[kv, key + 1] == 0
+                    key for key in range(query + 1) if query - key <= window or d[kv, key + 1] == 0
                 ]
                 seen[kv, query, keys] = 1
                 scores = k[keys, kv] @ q[query, head] / HEAD_DIM**0.5

@@ -1,0 +1,78 @@
+"""Logits equal transformers' for a tiny random model of every family, however tokens are laid out.
+
+The golden files and how they were made: `tests/golden/make_families.py`, `make_dms.py`.
+"""
+
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dms_jax.checkpoint import load
+from dms_jax.policies import DMS, Vanilla
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+FAMILIES = sorted(folder.name for folder in (GOLDEN / "families").iterdir())
+DMS_FORMS = sorted(folder.name for folder in (GOLDEN / "dms").iterdir())
+TOLERANCE = 1e-4  # float32, two orders of summation
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_transformers(family):
+    folder = GOLDEN / "families" / family
+    expected = load_file(folder / "expected.safetensors")
+    model = load(folder)
+    assert model.policy == Vanilla()
+    worst = {}
+    for way in ("plain", "left", "right", "packed"):
+        tokens, logits = expected[f"{way}.tokens"], expected[f"{way}.logits"]
+        segments = expected.get(f"{way}.mask", expected.get(f"{way}.segments"))
+        got = np.asarray(model.logits(tokens, segment_ids=segments))
+        real = np.ones_like(tokens, bool) if segments is None else segments > 0
+        worst[way] = np.abs(got - logits)[real].max()
+    assert max(worst.values()) < TOLERANCE, worst
+    # The comparison means something: neighbouring logits are far apart.
+    assert expected["plain.logits"].std() > 0.5
+
+
+@pytest.mark.parametrize("family", ["llama31", "qwen3"])
+def test_right_padding_needs_no_mask(family):
+    folder = GOLDEN / "families" / family
+    expected = load_file(folder / "expected.safetensors")
+    got = np.asarray(load(folder).logits(expected["right.tokens"]))
+    real = expected["right.mask"] > 0
+    assert np.abs(got - expected["right.logits"])[real].max() < TOLERANCE
+
+
+@pytest.mark.parametrize("form", DMS_FORMS)
+def test_dms_checkpoints_decide_as_the_oracle(form):
+    folder = GOLDEN / "dms" / form
+    expected = load_file(folder / "expected.safetensors")
+    model = load(folder)
+    assert isinstance(model.policy, DMS)
+    tokens = jnp.asarray(expected["tokens"])
+    out = model.transformer(tokens, model.policy)
+    assert 0.1 < expected["decisions"].mean() < 0.9
+    np.testing.assert_array_equal(np.asarray(out.decisions), expected["decisions"])
+    logits = np.asarray(model.logits(tokens))
+    assert np.abs(logits - expected["logits"]).max() < TOLERANCE
+
+
+def test_policies_of_nvidias_two_forms():
+    neuron = load(GOLDEN / "dms" / "query_neuron")
+    assert neuron.policy == DMS(window=5, source="query_neuron")
+    assert not neuron.transformer.has_adapter
+    adapter = load(GOLDEN / "dms" / "adapter")
+    assert adapter.policy == DMS(window=4, source="adapter")
+    assert adapter.transformer.has_adapter
+    by_layer = load(GOLDEN / "dms" / "adapter_layer")
+    assert by_layer.policy == DMS(
+        window=3,
+        source="adapter",
+        per="layer",
+        alpha_scale=10.0,
+        alpha_offset=1.0,
+        temperature=0.2,
+    )

@@ -1,0 +1,102 @@
+"""Rotary embeddings: transformers' frequencies, rotation by complex numbers, relative scores."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.config import ModelConfig, Rope
+from dms_jax.model.rope import apply_rope, rope_frequencies, rope_tables
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "rope.json").read_text())
+
+
+def model_config(head_dim: int, rope: Rope) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=64,
+        rope=rope,
+    )
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_frequencies_are_those_of_transformers(name):
+    golden = GOLDEN[name]
+    frequencies, factor = rope_frequencies(ModelConfig.from_hf(golden["config"]))
+    assert factor == pytest.approx(golden["attention_factor"], rel=1e-12)
+    # transformers works in float32, whose powers are good to a few 1e-6.
+    np.testing.assert_allclose(frequencies, golden["inverse_frequencies"], rtol=5e-6)
+
+
+def test_rotation_is_multiplication_by_a_complex_number():
+    config = model_config(6, Rope(theta=100.0))
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 5, 3, 6)).astype(np.float32)
+    positions = rng.integers(0, 40, (2, 5))
+    cos, sin = rope_tables(config, jnp.asarray(positions))
+    turned = np.asarray(apply_rope(jnp.asarray(x), cos, sin))
+    angle = positions[..., None] * 100.0 ** (-np.arange(3) / 3)
+    expected = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * angle)[:, :, None]
+    np.testing.assert_allclose(turned[..., :3] + 1j * turned[..., 3:], expected, atol=1e-5)
+
+
+def test_scores_depend_on_distance_alone():
+    config = model_config(8, Rope())
+    rng = np.random.default_rng(1)
+    q, k = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
+
+    def score(i, j):
+        turned = [
+            apply_rope(jnp.asarray(x), *rope_tables(config, jnp.array([[position]])))
+            for x, position in ((q, i), (k, j))
+        ]
+        return float(jnp.vdot(*turned))
+
+    assert score(7, 3) == pytest.approx(score(19, 15), abs=1e-5)
+    assert abs(score(7, 3) - score(7, 4)) > 1e-3
+
+
+def test_dtype_of_the_input_is_kept_and_arithmetic_is_wider():
+    config = model_config(8, Rope(theta=50.0))
+    cos, sin = rope_tables(config, jnp.arange(30)[None], dtype=jnp.bfloat16)
+    assert cos.dtype == sin.dtype == jnp.float32
+    x = jax.random.normal(jax.random.key(0), (1, 30, 2, 8)).astype(jnp.bfloat16)
+    turned = apply_rope(x, cos, sin)
+    assert turned.dtype == jnp.bfloat16
+    exact = apply_rope(x.astype(jnp.float32), cos, sin)
+    assert jnp.array_equal(turned, exact.astype(jnp.bfloat16))
+
+
+def test_float64_tables():
+    config = model_config(8, Rope())
+    with jax.enable_x64(True):
+        cos, _ = rope_tables(config, jnp.array([100_000]), dtype=jnp.float64)
+        assert cos.dtype == jnp.float64
+        expected = np.cos(100_000 * 1e4 ** (-np.arange(4) / 4))
+        np.testing.assert_allclose(cos[0], expected, atol=1e-10)
+
+
+def test_attention_factor_scales_both_tables():
+    plain = model_config(8, Rope())
+    scaled = model_config(
+        8,
+        Rope(
+            kind="yarn",
+            factor=1.0,  # nothing is interpolated, so only the given factor shows
+            original_max_position_embeddings=16,
+            attention_factor=1.5,
+        ),
+    )
+    for one, other in zip(
+        rope_tables(plain, jnp.arange(4)), rope_tables(scaled, jnp.arange(4)), strict=True
+    ):
+        np.testing.assert_allclose(1.5 * one, other, rtol=1e-6)
