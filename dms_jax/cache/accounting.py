@@ -5,6 +5,7 @@ and holds T tokens after T, whatever the shape of the model.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -47,16 +48,12 @@ class Meter:
     live: int = 0
     peak_bytes: int = 0
 
-    def prompt(self, live: Int[np.ndarray, " n"]) -> None:
-        """Counts prompt tokens by the live entries right after each."""
+    def add(self, live: Sequence[int] | Int[np.ndarray, " n"], reads: Sequence[int] = ()) -> None:
+        """Counts tokens by the live entries right after each, and what decode steps read."""
         if len(live):
             self.live = int(live[-1])
-            self.peak = max(self.peak, int(live.max()))
-
-    def steps(self, live: Int[np.ndarray, " n"], reads: Int[np.ndarray, " n"]) -> None:
-        """Counts decode steps."""
-        self.prompt(live)
-        self.reads += int(reads.sum(dtype=np.int64))
+            self.peak = max(self.peak, int(np.max(live)))
+        self.reads += sum(reads)
 
     def usage(self, *, prompt_tokens: int, new_tokens: int, seen: int, cache_bytes: int) -> Usage:
         """Returns the figures so far."""

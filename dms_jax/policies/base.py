@@ -166,12 +166,21 @@ class Policy:
     observes: ClassVar[bool] = False  # observe() wants attention weights per slot
     split_invariant: ClassVar[bool] = True  # prompt and steps: the same result for every split
     trainable: ClassVar[bool] = False  # has a differentiable form (relax)
+    learned: ClassVar[bool] = False  # means nothing on a model that was not retrofitted for it
 
     # Keys this far back are visible whatever is decided (parallel policies).
     @property
     def visible_window(self) -> int:
         """Distance up to which every key is visible."""
         return 0
+
+    @property
+    def borrowed_neurons(self) -> str | None:
+        """Which neurons carry decisions and take no part in attention; None for none.
+
+        A model works with exactly the neurons out of attention that it was retrofitted with.
+        """
+        return None
 
     def validate(self, *, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int):
         """Raises ConfigError if the policy cannot serve a model of this shape."""
@@ -188,6 +197,11 @@ class Policy:
     def slot_limit(self, page_size: int) -> int | None:
         """The most slots a row can come to hold, None if it grows with the sequence."""
         del page_size
+        return None
+
+    @property
+    def read_budget(self) -> int | None:
+        """Tokens that each query head selects to read; None where everything live is read."""
         return None
 
     # -- decide -----------------------------------------------------------------------------------

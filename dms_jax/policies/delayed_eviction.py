@@ -162,7 +162,10 @@ class DelayedEviction(Policy):
 
 
 def _shift_left(x: Bool[Array, "B K T"], by: int) -> Bool[Array, "B K T"]:
-    """x[..., i + by] at i, False beyond the end.  # by=1  In: [1, 0, 1]  Out: [0, 1, 0]"""
+    """Moves entry i + by to i and fills with False.
+
+    # by=1  In: [1, 0, 1]  Out: [0, 1, 0]
+    """
     return jnp.pad(x[..., by:], ((0, 0), (0, 0), (0, min(by, x.shape[-1]))))
 
 

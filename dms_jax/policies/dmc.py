@@ -50,11 +50,18 @@ class DMC(DelayedEviction):
     offset: float = 5.0
     epsilon: float = 2.0**-7
 
+    learned = True
+
     def __post_init__(self):
         require(
             self.neuron in ("first", "last"),
             f"DMC: neuron must be 'first' or 'last', got {self.neuron!r}.",
         )
+
+    @property
+    def borrowed_neurons(self) -> str:
+        """One dimension of every query and key."""
+        return f"{self.neuron} dimension of every query and key"
 
     @property
     def mark_shift(self) -> int:

@@ -50,6 +50,7 @@ class DMS(DelayedEviction):
     temperature: float = 0.1
 
     trainable = True
+    learned = True
 
     def __post_init__(self):
         require(
@@ -74,6 +75,11 @@ class DMS(DelayedEviction):
     def uses_adapter(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether decisions come from an adapter."""
         return self.source == "adapter"
+
+    @property
+    def borrowed_neurons(self) -> str | None:
+        """The last dimension of the first query head of each group, unless there is an adapter."""
+        return None if self.uses_adapter else "last dimension of each group's first query head"
 
     @property
     def visible_window(self) -> int:

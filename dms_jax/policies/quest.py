@@ -44,7 +44,7 @@ class Quest(Policy):
       budget: tokens read per query head and step, a multiple of the page size in effect.
       dense_layers: first layers that read everything.
       force_last_page: always read the page of the current token (the original kernels); False
-        lets the bound decide (the original evaluation code).
+        lets the bound decide and reads at least 3 pages (the original evaluation code).
     """
 
     budget: int = 1024
@@ -59,6 +59,11 @@ class Quest(Policy):
             self.dense_layers >= 0,
             f"Quest: dense_layers must not be negative, got {self.dense_layers}.",
         )
+
+    @property
+    def read_budget(self) -> int:
+        """The budget."""
+        return self.budget
 
     def groups(self, num_layers: int) -> tuple[tuple[int, int, Policy], ...]:
         """The first layers keep bounds like the rest, but read everything."""
@@ -105,7 +110,8 @@ class Quest(Policy):
     ) -> Reading:
         """Selects the pages of each query head."""
         batch, num_kv_heads, num_pages = page_table.shape
-        selected = max(self.budget // page_size, 1)
+        floor = 1 if self.force_last_page else 3  # as published
+        selected = max(self.budget // page_size, floor)
         if selected >= num_pages:
             return Reading(page_table, lengths)
         wide = jnp.promote_types(q.dtype, jnp.float32)

@@ -1,0 +1,52 @@
+"""Generate with a small KV cache: DMS and its peers in JAX, Flax and Pallas."""
+
+from dms_jax import policies
+from dms_jax.checkpoint import load, save
+from dms_jax.config import ModelConfig
+from dms_jax.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DmsJaxError,
+    TrainingDivergedError,
+)
+from dms_jax.generation import (
+    Conversation,
+    Engine,
+    Sampling,
+    estimate,
+    generate,
+    score,
+)
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import DMC, DMS, TOVA, Quest, RandomEviction, StreamingLLM, Vanilla
+from dms_jax.sharding import make_mesh
+
+__all__ = [
+    "DMC",
+    "DMS",
+    "TOVA",
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "Conversation",
+    "DataError",
+    "DmsJaxError",
+    "Engine",
+    "LanguageModel",
+    "ModelConfig",
+    "Quest",
+    "RandomEviction",
+    "Sampling",
+    "StreamingLLM",
+    "TrainingDivergedError",
+    "Vanilla",
+    "estimate",
+    "generate",
+    "load",
+    "make_mesh",
+    "policies",
+    "save",
+    "score",
+]

@@ -1,0 +1,207 @@
+"""A loaded model: parameters, tokenizer, and the policy that its checkpoint declares."""
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dms_jax.config import ModelConfig
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.model.caching import init_cache
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import Policy, Vanilla
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationDefaults:
+    """What generation_config.json says."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """Everything that a checkpoint directory holds.
+
+    Attributes:
+      transformer: parameters and pure calls; a pytree.
+      tokenizer: None where the directory has none; prompts are then token lists.
+      policy: what the checkpoint was made for, `Vanilla()` if it says nothing.
+      generation: end tokens and the like.
+      mesh: devices over which the parameters are spread; None for the default device.
+    """
+
+    transformer: Transformer
+    tokenizer: Any = None
+    policy: Policy = dataclasses.field(default_factory=Vanilla)
+    generation: GenerationDefaults = dataclasses.field(default_factory=GenerationDefaults)
+    mesh: jax.sharding.Mesh | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self.transformer.config
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of the parameters, which is that of the cache."""
+        return self.transformer.embedding[...].dtype
+
+    def resolve_policy(self, policy: Policy | None) -> Policy:
+        """Returns the policy to run: the checkpoint's own unless another is given.
+
+        Raises:
+          ConfigError: if the model cannot run it, or was trained for one that excludes it.
+        """
+        policy = self.policy if policy is None else policy
+        if not isinstance(policy, Policy):
+            raise ConfigError(f"Not a cache policy: {policy!r}. Use e.g. dms_jax.DMS(window=256).")
+        config = self.config
+        policy.validate(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        if policy.uses_adapter and not self.transformer.has_adapter:
+            raise ConfigError(
+                f"{policy.name} reads its decisions from an adapter, which this model does not "
+                "have. Retrofit the model first, or load a checkpoint with adapter tensors."
+            )
+        self._check_borrowed_neurons(policy)
+        return policy
+
+    def _check_borrowed_neurons(self, policy: Policy) -> None:
+        """A model that lends a neuron to decisions works with just that neuron out of attention."""
+        declared, asked = self.policy.borrowed_neurons, policy.borrowed_neurons
+        if declared == asked:
+            return
+        if declared is not None:
+            raise ConfigError(
+                f"This checkpoint was made for {self.policy}, whose decisions live in neurons "
+                f"that must take no part in attention; {policy} would use them. Run it with its "
+                "own policy (a window beyond the sequence's length evicts nothing)."
+            )
+        warnings.warn(
+            f"This checkpoint was not retrofitted for {policy.name}: the decisions will be "
+            "whatever its neurons happen to say, and attention loses them.",
+            stacklevel=4,
+        )
+
+    def logits(
+        self,
+        tokens: Int[Array | np.ndarray, "B T"],
+        *,
+        policy: Policy | None = None,
+        prompt_lengths: Int[Array | np.ndarray, " B"] | None = None,
+        segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """One pass over whole sequences with the policy's hard decisions.
+
+        Args:
+          tokens: token ids; pad on the right with anything.
+          policy: the checkpoint's own if None.
+          prompt_lengths: where each prompt ends, for policies that treat it differently (Quest
+            attends it densely); 0 if None. Others give the same for any value.
+          segment_ids: documents packed into a sequence: positions restart and nothing attends
+            across. Left padding is a document of its own. Only for policies that decide without
+            attention.
+
+        Returns:
+          Logits in at least float32.
+
+        Raises:
+          ConfigError: the policy does not fit the model or the packing.
+          DataError: tokens outside the vocabulary, or sequences beyond the model's positions.
+        """
+        policy = self.resolve_policy(policy)
+        tokens = np.asarray(tokens)
+        check_tokens(tokens, self.config)
+        batch, num_tokens = tokens.shape
+        prompts = np.zeros(batch, np.int32) if prompt_lengths is None else prompt_lengths
+        prompts = np.asarray(prompts, np.int32)
+        if prompts.shape != (batch,) or (prompts < 0).any() or (prompts > num_tokens).any():
+            raise DataError(
+                f"prompt_lengths must be {batch} numbers between 0 and {num_tokens}, got "
+                f"{prompts.tolist()}."
+            )
+        alone = policy.parallel(prompt=True) and policy.parallel(prompt=False)
+        if segment_ids is not None and not alone:
+            raise ConfigError(
+                f"{policy.name} learns from attention as it goes and cannot run on packed "
+                "documents; pass them as separate sequences."
+            )
+        with use_mesh(self.mesh):
+            if alone:
+                return _logits(self.transformer, tokens, segment_ids, policy)
+            return _logits_through_cache(self.transformer, tokens, prompts, policy)
+
+
+def use_mesh(mesh: jax.sharding.Mesh | None) -> Any:
+    """A context with the mesh set, or the surrounding one where there is none."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def check_tokens(tokens: Int[np.ndarray, "*shape"], config: ModelConfig) -> None:
+    """Raises DataError for ids outside the vocabulary or too many positions."""
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= config.vocab_size):
+        raise DataError(
+            f"Token ids must lie in 0 ... {config.vocab_size - 1}, got "
+            f"{int(tokens.min())} ... {int(tokens.max())}. Is this the model's tokenizer?"
+        )
+    if tokens.shape[-1] > config.max_position_embeddings:
+        raise DataError(
+            f"{tokens.shape[-1]} tokens do not fit the model's "
+            f"{config.max_position_embeddings} positions."
+        )
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def _logits(
+    transformer: Transformer, tokens: Array, segment_ids: Array | None, policy: Policy
+) -> Array:
+    return transformer.unembed(transformer(tokens, policy, segment_ids=segment_ids).hidden)
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def _logits_through_cache(
+    transformer: Transformer, tokens: Array, prompts: Array, policy: Policy
+) -> Array:
+    """For policies that learn from attention: prompts in one pass, then token by token.
+
+    Each layer runs all its tokens before the next one starts; a row's pages are its own.
+    """
+    config = transformer.config
+    batch, num_tokens = tokens.shape
+    page_size = 16
+    limit = policy.slot_limit(page_size) or num_tokens
+    width = -(-min(num_tokens, limit) // page_size)
+    num_pages = config.num_layers * batch * config.num_kv_heads * width
+    dtype = transformer.embedding[...].dtype
+    cache = init_cache(
+        config,
+        policy,
+        num_sequences=batch,
+        num_pages=num_pages,
+        page_size=page_size,
+        table_width=width,
+        dtype=dtype,
+    )
+    pages = jnp.arange(num_pages, dtype=jnp.int32)
+    cache = cache.replace(page_table=pages.reshape(cache.page_table.shape))
+    first = transformer.cached(tokens, prompts, cache, policy, prompt=True)
+    index = jnp.arange(num_tokens)
+    rest = jnp.take_along_axis(tokens, (prompts[:, None] + index) % num_tokens, axis=1)
+    second = transformer.cached(rest, num_tokens - prompts, first.cache, policy, prompt=False)
+    back = (index - prompts[:, None]) % num_tokens
+    moved = jnp.take_along_axis(second.hidden, back[..., None], axis=1)
+    hidden = jnp.where((index < prompts[:, None])[..., None], first.hidden, moved)
+    return transformer.unembed(hidden)
