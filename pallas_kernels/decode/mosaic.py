@@ -1,0 +1,456 @@
+"""Paged decode attention for Hopper GPUs, in Pallas's Mosaic GPU form.
+
+A program walks its stretch of the line of tiles (see `plan`). One warpgroup copies pages into a
+ring in shared memory, one computes. Keys are the 64-row operand of the matrix unit and the G query
+heads its columns, so that no arithmetic goes into padding the heads to 64 rows:
+
+    S^T [tile, N] = K [tile, D] Q^T [D, N]          N = 8 or 16 columns, the first G of them used
+    P^T = exp2(scale log2(e) S^T - m)               m: running maximum of each column
+    O^T [D, N] = exp2(m_old - m) O^T + V^T [D, tile] P^T
+
+A row that one program reads whole goes to the result at once. Other programs leave normalised
+partials with their base-2 log-sum-exp, which `combine` merges.
+
+The matrix unit takes bfloat16 (or float16). Other pages are converted in shared memory: float8 to
+one bfloat16, times a scale a slot; float32 to a sum of three bfloat16 parts, of which every product
+above 2^-24 is taken, so that float32 keeps its precision.
+
+There is one computing warpgroup a program because reductions over rows of an accumulator go
+through scratch memory that all warpgroups of a program share.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decode.spec import LOG2_E, Spec
+
+# Below every score, and far from the overflow of differences, unlike -inf.
+_NEVER = -1e30
+_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+_PER_SLOT = plgpu.Layout.WGMMA.reduce(1)
+_COMPUTE, _COPY = 0, 1
+# Columns of a page that are held in registers at a time.
+_PIECE = 64
+
+
+def swizzle_width(width: int, dtype) -> int:
+    """Elements of a row of an operand that are swizzled together."""
+    size = jnp.dtype(dtype).itemsize
+    return next(s for s in (128, 64, 32) if width * size % s == 0) // size
+
+
+def swizzled(width: int, dtype) -> tuple:
+    """Transforms of a shared-memory operand whose rows hold `width` elements."""
+    together = swizzle_width(width, dtype)
+    swizzle = plgpu.SwizzleTransform(together * jnp.dtype(dtype).itemsize)
+    return plgpu.TilingTransform((8, together)), swizzle
+
+
+def matmul(pairs):
+    """Sum the products of pairs of shared-memory operands, in float32 registers."""
+    shape = (pairs[0][0].shape[0], pairs[0][1].shape[1])
+
+    def multiply(accumulator):
+        for a, b in pairs:
+            plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def per_column(vector, shape):
+    """Repeat one value a column over all rows."""
+    return lax.broadcast_in_dim(vector, shape, [1])
+
+
+def write_result(spec: Spec, out_ref, out_smem, row, blocks) -> None:
+    """Write the blocks of O^T of a row to the result."""
+    if spec.transposed:
+        offset = 0
+        for (_, size), block in zip(spec.blocks, blocks, strict=True):
+            out_ref[row, pl.ds(offset, size)] = block.astype(spec.dtype)
+            offset += size
+        return
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    out_smem.transpose((1, 0))[...] = blocks[0].astype(spec.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, spec.group)], out_ref.at[row])
+
+
+def walk_rows(plan_refs, lengths_ref, spec: Spec, visit, start_state):
+    """Visit the rows of this program's stretch in order.
+
+    Calls `visit(row, lo, hi, length, whole, state) -> state` where [lo, hi) are the row's live
+    tiles in this stretch, and `whole` says that no other program meets the row. What is known of
+    a row is loaded one row ahead.
+    """
+    starts_ref, first_row_ref, last_row_ref, tile_starts_ref = plan_refs
+    program = lax.axis_index("program")
+    start, stop = starts_ref[program], starts_ref[program + 1]
+    first_row, last_row = first_row_ref[program], last_row_ref[program]
+
+    def facts(row):
+        row = jnp.minimum(row, spec.rows - 1)
+        return tile_starts_ref[row], tile_starts_ref[row + 1], lengths_ref[row]
+
+    def step(row, carry):
+        (row_start, row_stop, length), state = carry
+        following = facts(row + 1)
+        lo = jnp.maximum(start, row_start) - row_start
+        hi = jnp.minimum(stop, row_stop) - row_start
+        whole = (lo == 0) & (hi == row_stop - row_start)
+        live = (length + (spec.tile - 1)) // spec.tile
+        state = visit(row, lo, jnp.minimum(hi, live), length, whole, state)
+        return following, state
+
+    _, state = lax.fori_loop(first_row, last_row + 1, step, (facts(first_row), start_state))
+    return state
+
+
+def _copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barriers):
+    """Keep the ring full: the copying warpgroup."""
+    q_ref, k_ref, v_ref, *scale_refs = inputs
+    q_smem, k_smem, v_smem, *scale_smem = smem
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
+    pages_a_tile = spec.tile // spec.page_size
+
+    def pages_of(row, i, length):
+        """Page numbers of tile i; past the end of the row, its last page again."""
+        last = jnp.maximum(length - 1, 0) // spec.page_size
+        first = i * pages_a_tile
+        return tuple(table_ref[row, jnp.minimum(first + j, last)] for j in range(pages_a_tile))
+
+    def copy(pages, slot, values, scales, target, scales_target, full):
+        for j, page in enumerate(pages):
+            part = pl.ds(j * spec.page_size, spec.page_size)
+            plgpu.copy_gmem_to_smem(values.at[page], target.at[slot, part], full.at[slot])
+            if spec.scaled:
+                plgpu.copy_gmem_to_smem(
+                    scales.at[page], scales_target.at[slot, part], full.at[slot]
+                )
+
+    k_scales, v_scales = scale_refs or (None, None)
+    k_scales_smem, v_scales_smem = scale_smem or (None, None)
+
+    def visit(row, lo, hi, length, whole, state):
+        del whole
+        count, segment = state
+        parity = lax.rem(segment, 2)
+        plgpu.barrier_wait(q_free.at[parity])
+        for part in range(spec.parts):
+            # The box is wider than the group; what lies outside the array arrives as zeros.
+            heads = q_ref.at[part, row, pl.ds(parity * 0, spec.columns)]
+            plgpu.copy_gmem_to_smem(
+                heads,
+                q_smem.at[parity, part],
+                q_full.at[parity],
+                oob_mode=plgpu.OOBFillMode.ZEROS,
+            )
+
+        def step(i, carry):
+            count, pages = carry
+            slot = lax.rem(count, spec.stages)
+            following = pages_of(row, i + 1, length)
+            plgpu.barrier_wait(k_free.at[slot])
+            copy(pages, slot, k_ref, k_scales, k_smem, k_scales_smem, k_full)
+            plgpu.barrier_wait(v_free.at[slot])
+            copy(pages, slot, v_ref, v_scales, v_smem, v_scales_smem, v_full)
+            return count + 1, following
+
+        count, _ = lax.fori_loop(lo, hi, step, (count, pages_of(row, lo, length)))
+        return count, segment + 1
+
+    walk_rows(plan_refs, lengths_ref, spec, visit, (jnp.int32(0), jnp.int32(0)))
+    # Every slot ends free, so that no arrival is left unobserved.
+    for slot in range(spec.stages):
+        plgpu.barrier_wait(k_free.at[slot])
+        plgpu.barrier_wait(v_free.at[slot])
+    for parity in range(2):
+        plgpu.barrier_wait(q_free.at[parity])
+
+
+def _pieces(spec: Spec, start: int, size: int):
+    """Cut columns of a page into pieces that are loaded at a time, to bound registers."""
+    width = max(_PIECE, swizzle_width(spec.head_dim, spec.pages_dtype))
+    for at in range(start, start + size, width):
+        yield at, min(width, start + size - at)
+
+
+def _load(spec: Spec, page_smem, start: int, size: int, live):
+    """Load columns of a page; from slot `live` on, unless it is None, zeros take their place."""
+    piece = plgpu.load(page_smem.at[:, pl.ds(start, size)], layout=plgpu.Layout.WGMMA)
+    if spec.convert:
+        piece = piece.astype(jnp.float32)
+    if live is None:
+        return piece
+    slot = plgpu.broadcasted_iota(jnp.int32, piece.shape, 0, layout=plgpu.Layout.WGMMA)
+    return jnp.where(slot < live, piece, jnp.zeros_like(piece))
+
+
+def _convert(spec: Spec, page_smem, target_smem, start: int, size: int, live) -> list:
+    """Write columns of a page as operands whose sum they are; returns the operands."""
+    for at, width in _pieces(spec, start, size):
+        rest = _load(spec, page_smem, at, width, live)
+        for part in range(spec.parts):
+            operand = rest.astype(spec.operand)
+            target_smem[part, :, pl.ds(at - start, width)] = operand
+            if part + 1 < spec.parts:
+                rest = rest - operand.astype(jnp.float32)
+    return [target_smem.at[part] for part in range(spec.parts)]
+
+
+def _value_operands(spec: Spec, page_smem, value_smem, live) -> list[list]:
+    """For each block of D the operands of its values, with zeros in unread slots.
+
+    Unread slots may hold NaN, and their weights of zero do not mask NaN.
+    """
+    if spec.stage_values:
+        return [
+            _convert(spec, page_smem, value_smem.at[block], start, size, live)
+            for block, (start, size) in enumerate(spec.blocks)
+        ]
+
+    @pl.when(live < spec.tile)
+    def _clear():
+        for start, size in _pieces(spec, 0, spec.head_dim):
+            page_smem[:, pl.ds(start, size)] = _load(spec, page_smem, start, size, live)
+
+    return [[page_smem]]
+
+
+def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
+    """Attend: the computing warpgroup."""
+    out_ref, lse_ref, partial_ref, partial_lse_ref, scores_ref = outputs
+    q_smem, k_smem, v_smem, k_scales, v_scales, key_smem, value_smem, p_smem, out_smem = smem
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
+    program = lax.axis_index("program")
+    tile_shape = (spec.tile, spec.columns)
+
+    for slot in range(spec.stages):
+        plgpu.barrier_arrive(k_free.at[slot])
+        plgpu.barrier_arrive(v_free.at[slot])
+    for parity in range(2):
+        plgpu.barrier_arrive(q_free.at[parity])
+
+    def slot_factor(scales, slot):
+        factor = plgpu.load(scales.at[slot], layout=_PER_SLOT)
+        return lax.broadcast_in_dim(factor, tile_shape, [0])
+
+    def visit(row, lo, hi, length, whole, state):
+        count, segment = state
+        parity = lax.rem(segment, 2)
+        plgpu.barrier_wait(q_full.at[parity])
+        queries = [q_smem.at[parity, part].transpose((1, 0)) for part in range(spec.parts)]
+
+        def step(i, carry):
+            count, peak, total, blocks = carry
+            slot = lax.rem(count, spec.stages)
+            live = length - i * spec.tile
+
+            plgpu.barrier_wait(k_full.at[slot])
+            keys = [k_smem.at[slot]]
+            if spec.convert:
+                keys = _convert(spec, keys[0], key_smem.at[0], 0, spec.head_dim, None)
+                plgpu.commit_smem()
+            scores = matmul(
+                [(k, q) for a, k in enumerate(keys) for q in queries[: spec.parts - a]]
+            ) * (spec.scale * LOG2_E)
+            if spec.scaled:
+                scores = scores * slot_factor(k_scales, slot)
+            plgpu.barrier_arrive(k_free.at[slot])
+            position = plgpu.broadcasted_iota(jnp.int32, tile_shape, 0, layout=plgpu.Layout.WGMMA)
+            read = position < live
+            scores = jnp.where(read, scores, jnp.full_like(scores, -jnp.inf))
+            if spec.return_scores:
+                scores_ref[row, pl.ds(i * spec.tile, spec.tile)] = scores
+
+            new_peak = jnp.maximum(peak, scores.max(axis=0))
+            weights = jnp.exp2(scores - per_column(new_peak, tile_shape))
+            shrink = jnp.exp2(peak - new_peak)
+            total = total * per_column(shrink, tile_shape) + weights
+
+            plgpu.barrier_wait(v_full.at[slot])
+            if spec.scaled:
+                weighted = weights * slot_factor(v_scales, slot)
+                weights = jnp.where(read, weighted, jnp.zeros_like(weights))
+            for part in range(spec.parts):
+                piece = weights.astype(spec.operand)
+                p_smem.at[part].transpose((1, 0))[...] = piece
+                weights = weights - piece.astype(jnp.float32)
+            values = _value_operands(spec, v_smem.at[slot], value_smem, live)
+            plgpu.commit_smem()
+            turned = [p_smem.at[part].transpose((1, 0)) for part in range(spec.parts)]
+            blocks = tuple(
+                block * per_column(shrink, block.shape)
+                + matmul(
+                    [
+                        (v.transpose((1, 0)), p)
+                        for a, v in enumerate(block_values)
+                        for p in turned[: spec.parts - a]
+                    ]
+                )
+                for block, block_values in zip(blocks, values, strict=True)
+            )
+            plgpu.barrier_arrive(v_free.at[slot])
+            return count + 1, new_peak, total, blocks
+
+        wgmma = functools.partial(plgpu.layout_cast, new_layout=plgpu.Layout.WGMMA)
+        count, peak, total, blocks = lax.fori_loop(
+            lo,
+            hi,
+            step,
+            (
+                count,
+                plgpu.layout_cast(jnp.full((spec.columns,), _NEVER, jnp.float32), _PER_COLUMN),
+                wgmma(jnp.zeros(tile_shape, jnp.float32)),
+                tuple(
+                    wgmma(jnp.zeros((size, spec.columns), jnp.float32)) for _, size in spec.blocks
+                ),
+            ),
+        )
+        plgpu.barrier_arrive(q_free.at[parity])
+
+        total = total.sum(axis=0)
+        some = total > 0
+        share = jnp.where(some, 1 / total, jnp.zeros_like(total))
+        blocks = [block * per_column(share, block.shape) for block in blocks]
+        lse = jnp.where(some, peak + jnp.log2(total), jnp.full_like(total, -jnp.inf))
+
+        @pl.when(whole)
+        def _finish():
+            write_result(spec, out_ref, out_smem, row, blocks)
+            if spec.return_lse:
+                lse_ref[row] = lse
+
+        @pl.when(jnp.logical_not(whole))
+        def _leave_partial():
+            slot = row + program
+            offset = 0
+            for (_, size), block in zip(spec.blocks, blocks, strict=True):
+                partial_ref[slot, pl.ds(offset, size)] = block
+                offset += size
+            partial_lse_ref[slot] = lse
+
+        return count, segment + 1
+
+    walk_rows(plan_refs, lengths_ref, spec, visit, (jnp.int32(0), jnp.int32(0)))
+    if not spec.transposed:
+        plgpu.wait_smem_to_gmem(0)
+
+
+def attend(spec: Spec, plan, lengths, page_table, q, pages, scales, slots, interpret=None):
+    """Run the kernel.
+
+    Args:
+      spec: what it is compiled for.
+      plan: the split of the work, with `spec.programs` programs.
+      lengths: [R].
+      page_table: [R, M].
+      q: the queries' parts, [parts, R, G, D] (G padded to N when interpreted).
+      pages: k_pages and v_pages.
+      scales: k_scales and v_scales, or nothing.
+      slots: slots of the scores' buffer.
+      interpret: parameters of the interpreter, for tests.
+
+    Returns:
+      The result (rows that one program reads whole; others are left unwritten), base-2 lse [R, N],
+      partials [R + C, ., N], their base-2 lse [R + C, N], base-2 scores [R, slots, N].
+    """
+    results = (spec.rows, spec.out_rows, spec.columns)
+    if not spec.transposed:
+        results = (spec.rows, spec.group, spec.head_dim)
+    partials = spec.rows + spec.programs
+    score_slots = slots if spec.return_scores else 1
+    score_rows = spec.rows if spec.return_scores else 1
+    out_type = (
+        jax.ShapeDtypeStruct(results, spec.dtype),
+        jax.ShapeDtypeStruct((spec.rows, spec.columns), jnp.float32),
+        jax.ShapeDtypeStruct((partials, spec.out_rows, spec.columns), jnp.float32),
+        jax.ShapeDtypeStruct((partials, spec.columns), jnp.float32),
+        jax.ShapeDtypeStruct((score_rows, score_slots, spec.columns), jnp.float32),
+    )
+    page = (spec.stages, spec.tile, spec.head_dim)
+    page_smem = plgpu.SMEM(
+        page, spec.pages_dtype, transforms=swizzled(spec.head_dim, spec.pages_dtype)
+    )
+    operand = functools.partial(plgpu.SMEM, dtype=spec.operand)
+    head_transforms = swizzled(spec.head_dim, spec.operand)
+    ring_barrier = plgpu.Barrier(
+        num_arrivals=(spec.tile // spec.page_size) * (2 if spec.scaled else 1),
+        num_barriers=spec.stages,
+    )
+    free_barrier = plgpu.Barrier(num_barriers=spec.stages)
+    scratch = {
+        "q_smem": operand((2, spec.parts, spec.columns, spec.head_dim), transforms=head_transforms),
+        "k_smem": page_smem,
+        "v_smem": page_smem,
+        "p_smem": operand(
+            (spec.parts, spec.columns, spec.tile), transforms=swizzled(spec.tile, spec.operand)
+        ),
+        "barriers": (
+            plgpu.Barrier(num_arrivals=spec.parts, num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
+            ring_barrier,
+            free_barrier,
+            ring_barrier,
+            free_barrier,
+        ),
+    }
+    if not spec.transposed:
+        scratch["out_smem"] = plgpu.SMEM((spec.columns, spec.head_dim), spec.dtype)
+    if spec.convert:
+        scratch["key_smem"] = operand(
+            (1, spec.parts, spec.tile, spec.head_dim), transforms=head_transforms
+        )
+    if spec.stage_values and not spec.share_stage:
+        width = spec.blocks[0][1]
+        scratch["value_smem"] = operand(
+            (len(spec.blocks), spec.parts, spec.tile, width),
+            transforms=swizzled(width, spec.operand),
+        )
+    if spec.scaled:
+        factor = plgpu.SMEM((spec.stages, spec.tile), jnp.float32)
+        scratch["k_scales_smem"] = scratch["v_scales_smem"] = factor
+
+    def body(*refs, **memory):
+        plan_refs, (lengths_ref, table_ref), refs = refs[:4], refs[4:6], refs[6:]
+        inputs, outputs = refs[:-5], refs[-5:]
+        ring = [memory["q_smem"], memory["k_smem"], memory["v_smem"]]
+        factors = [memory.get("k_scales_smem"), memory.get("v_scales_smem")]
+        if spec.share_stage:
+            memory["value_smem"] = memory["key_smem"]
+        work = [memory.get(name) for name in ("key_smem", "value_smem", "p_smem", "out_smem")]
+        thread = lax.axis_index("thread")
+
+        @pl.when(thread == _COPY)
+        def _():
+            copied = ring + (factors if spec.scaled else [])
+            _copy_rows(spec, plan_refs, lengths_ref, table_ref, inputs, copied, memory["barriers"])
+
+        @pl.when(thread == _COMPUTE)
+        def _():
+            if interpret is None:
+                plgpu.griddepcontrol_launch_dependents()
+            _compute_rows(
+                spec, plan_refs, lengths_ref, outputs, ring + factors + work, memory["barriers"]
+            )
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(spec.programs,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="thread",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="decode_attention",
+    )
+    plan_arrays = (plan.starts, plan.first_row, plan.last_row, plan.tile_starts)
+    return kernel(*plan_arrays, lengths, page_table, q, *pages, *scales)

@@ -1,0 +1,89 @@
+"""Inputs and NumPy oracles of the kernel tests, and the ways to run a kernel without its device."""
+
+import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
+import numpy as np
+
+
+def decode_inputs(case, seed=0):
+    """Draw a decode case: keyword arguments of `decode_attention`, as NumPy arrays.
+
+    Pages of the pool belong to rows in random order. Where the case is poisoned, unread slots and
+    pages without an owner hold NaN, and dead table entries hold numbers outside the pool.
+    """
+    rng = np.random.default_rng(seed)
+    page, size = case.pages, case.page_size
+    owners = rng.permutation(page)
+    table = np.full((case.rows, case.columns), page + 7, np.int32)
+    if case.poison:
+        table[:, 1::2] = -5
+    else:
+        table[:] = 0
+    read = np.zeros((page, size), bool)
+    taken = 0
+    for row, length in enumerate(case.lengths):
+        count = -(-length // size)
+        table[row, :count] = owners[taken : taken + count]
+        for i, owner in enumerate(owners[taken : taken + count]):
+            read[owner, : max(0, min(size, length - i * size))] = True
+        taken += count
+
+    pages_dtype = np.dtype(case.pages_dtype or case.dtype)
+    shape = (page, size, case.head_dim)
+    inputs = {
+        "q": rng.standard_normal((case.rows, case.group, case.head_dim)).astype(case.dtype),
+        "page_table": table,
+        "lengths": np.array(case.lengths, np.int32),
+    }
+    for name in ("k", "v"):
+        values = rng.standard_normal(shape).astype(np.float32)
+        if case.pages_dtype:
+            scales = rng.uniform(0.5, 2.0, (page, size)).astype(np.float32)
+            if case.poison:
+                scales[~read] = np.nan
+            inputs[f"{name}_scales"] = scales
+        if case.dtype == "float64":
+            values = rng.standard_normal(shape)
+        if case.poison:
+            values[~read] = np.nan
+        inputs[f"{name}_pages"] = values.astype(pages_dtype)
+    return inputs
+
+
+def decode_oracle(inputs, scale):
+    """Paged attention in float64, one row and one head at a time: (o, lse, scores)."""
+    q = inputs["q"].astype(np.float64)
+    rows, group, head_dim = q.shape
+    size = inputs["k_pages"].shape[1]
+    slots = inputs["page_table"].shape[1] * size
+    out = np.zeros((rows, group, head_dim))
+    lse = np.full((rows, group), -np.inf)
+    scores = np.full((rows, group, slots), -np.inf)
+    for row, length in enumerate(inputs["lengths"]):
+        if length == 0:
+            continue
+        where = [(inputs["page_table"][row, j // size], j % size) for j in range(length)]
+        index = tuple(np.array(where).T)
+        read = {}
+        for name in ("k", "v"):
+            read[name] = inputs[f"{name}_pages"][index].astype(np.float64)
+            if f"{name}_scales" in inputs:
+                read[name] *= inputs[f"{name}_scales"][index].astype(np.float64)[:, None]
+        for head in range(group):
+            s = scale * (read["k"] @ q[row, head])
+            peak = s.max()
+            weights = np.exp(s - peak)
+            lse[row, head] = peak + np.log(weights.sum())
+            out[row, head] = weights @ read["v"] / weights.sum()
+            scores[row, head, :length] = s
+    return out, lse, scores
+
+
+def relative_error(got, want):
+    """Norm of the difference over the norm of what is wanted; NaN or a wrong -inf is an error."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, (got.shape, want.shape)
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    finite = np.isfinite(want)
+    assert np.isfinite(got[finite]).all()
+    norm = np.linalg.norm(want[finite])
+    return np.linalg.norm(got[finite] - want[finite]) / (norm if norm else 1.0)
