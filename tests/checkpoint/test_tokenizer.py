@@ -1,0 +1,206 @@
+"""Tokenizers in their three forms, against the ids that other programs give."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from dms_jax import assets
+from dms_jax.checkpoint import Tokenizer
+from dms_jax.errors import CheckpointError, DataError
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
+KINDS = ["qwen2", "gpt2", "mistral", "stories260k", "unigram"]
+CHATML = (
+    "{% for message in messages %}\n"
+    "    {%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def expected(kind: str) -> list:
+    return json.loads((GOLDEN / kind / "expected.json").read_text())
+
+
+@pytest.fixture
+def stories(tmp_path) -> pathlib.Path:
+    """A directory with the sentencepiece model of stories260K, to be changed."""
+    shutil.copy(GOLDEN / "stories260k" / "tokenizer.model", tmp_path)
+    return tmp_path
+
+
+def write_config(directory: pathlib.Path, **fields) -> None:
+    (directory / "tokenizer_config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_the_reference(kind):
+    tokenizer = Tokenizer.from_directory(GOLDEN / kind)
+    for text, ids in expected(kind):
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "stories260k"])
+def test_text_comes_back(kind):
+    tokenizer = Tokenizer.from_directory(GOLDEN / kind)
+    for text, ids in expected(kind):
+        # stories260K was trained with runs of spaces made one, so they cannot come back.
+        if kind != "stories260k" or (text == text.strip(" ") and "  " not in text):
+            assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_as_tokenizer_json(kind, tmp_path):
+    tokenizer = Tokenizer.from_directory(GOLDEN / kind)
+    tokenizer.save(tmp_path)
+    assert (tmp_path / "tokenizer.json").is_file()
+    again = Tokenizer.from_directory(tmp_path)
+    assert again.special_tokens == tokenizer.special_tokens
+    for text, _ in expected(kind):
+        assert again.encode(text) == tokenizer.encode(text)
+
+
+def test_the_shipped_tokenizer_is_the_converted_one():
+    shipped = Tokenizer.from_directory(assets.path("stories260k"))
+    assert (shipped.bos_token_id, shipped.eos_token_id, shipped.vocab_size) == (1, 2, 512)
+    ids = shipped.encode("Once upon a time, Lily")
+    assert ids[0] == 1
+    assert shipped.decode(ids) == "Once upon a time, Lily"
+    assert shipped.decode(ids, skip_special_tokens=False).startswith("<s>")
+    assert shipped.encode("Once upon a time, Lily", add_special_tokens=False) == ids[1:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text_ids"),
+    [
+        ({}, [1]),
+        ({"add_bos_token": False}, []),
+        ({"add_bos_token": True, "add_eos_token": True}, [1, 2]),
+        ({"add_eos_token": True, "add_bos_token": False}, [2]),
+    ],
+)
+def test_ends_of_a_sequence(stories, fields, text_ids):
+    write_config(stories, **fields)
+    assert Tokenizer.from_directory(stories).encode("") == text_ids
+
+
+def test_added_tokens_get_their_ids(stories):
+    size = Tokenizer.from_directory(stories).vocab_size
+    token = {"content": "<|im_end|>", "special": True}
+    write_config(stories, added_tokens_decoder={str(size): token}, eos_token="<|im_end|>")
+    tokenizer = Tokenizer.from_directory(stories)
+    assert tokenizer.eos_token_id == size
+    assert tokenizer.encode("Lily<|im_end|>")[-1] == size
+    assert tokenizer.decode(tokenizer.encode("Lily<|im_end|>")) == "Lily"
+    write_config(stories, added_tokens_decoder={str(size + 7): token})
+    with pytest.raises(CheckpointError, match=f"should have id {size + 7}"):
+        Tokenizer.from_directory(stories)
+
+
+def test_truncation_and_padding_of_training_are_dropped(stories, tmp_path):
+    tokenizer = Tokenizer.from_directory(stories)
+    tokenizer.backend.enable_truncation(3)
+    tokenizer.backend.enable_padding(length=9)
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    ids = Tokenizer.from_directory(tmp_path).encode("Once upon a time", add_special_tokens=False)
+    assert len(ids) > 3
+    assert len(ids) < 9
+
+
+def test_no_tokenizer_at_all(tmp_path):
+    assert Tokenizer.from_directory(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{", "tokenizer.json cannot be read"),
+        ("tokenizer.model", b"not a model at all", "not a sentencepiece model"),
+        ("tokenizer.model", b"", "not a sentencepiece model"),
+        ("tokenizer_config.json", b"[1]", "not a JSON object"),
+        ("tokenizer_config.json", b"\xff\xfe", "cannot be read as JSON"),
+        ("tokenizer_config.json", b'{"eos_token": 3}', "eos_token must be a text"),
+        ("tokenizer_config.json", b'{"eos_token": "<nowhere>"}', "not in its vocabulary"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": 1}}', "added_tokens_decoder"),
+        ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template"),
+    ],
+)
+def test_damage_is_named(stories, name, content, message):
+    (stories / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        Tokenizer.from_directory(stories)
+
+
+def test_a_model_cut_short_is_refused(stories):
+    file = stories / "tokenizer.model"
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match="not a sentencepiece model"):
+        Tokenizer.from_directory(stories)
+
+
+def test_an_unknown_way_of_cutting_words_is_refused(tmp_path):
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(GOLDEN / "gpt2" / name, tmp_path)
+    with pytest.raises(CheckpointError, match="are not served"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    qwen = Tokenizer.from_directory(tmp_path)
+    assert len(qwen.encode("123")) == 3  # Qwen takes digits one by one
+
+
+def test_chat_template(stories):
+    write_config(stories, chat_template=CHATML)
+    tokenizer = Tokenizer.from_directory(stories)
+    messages = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "Hé"}]
+    turns = "<|im_start|>user\nHi <b><|im_end|>\n<|im_start|>assistant\nHé<|im_end|>\n"
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == turns
+    assert tokenizer.apply_chat_template(messages) == turns + "<|im_start|>assistant\n"
+    with pytest.raises(DataError, match="no tools here"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": ""}])
+    with pytest.raises(DataError, match="chat template"):
+        tokenizer.apply_chat_template([{"role": "user"}])
+
+
+def test_template_variables_and_helpers(stories):
+    source = "{{ bos_token }}{{ tools | tojson }}{% generation %}{{ mood }}{% endgeneration %}"
+    (stories / "chat_template.jinja").write_text(source)
+    tokenizer = Tokenizer.from_directory(stories)
+    text = tokenizer.apply_chat_template([], tools=[{"name": "é<"}], mood="calm")
+    assert text == '<s>[{"name": "é<"}]calm'
+    tokenizer.save(stories)
+    assert Tokenizer.from_directory(stories).chat_template == source
+
+
+def test_named_templates(stories):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    write_config(stories, chat_template=named)
+    tokenizer = Tokenizer.from_directory(stories)
+    assert tokenizer.apply_chat_template([]) == "plain"
+    assert tokenizer.apply_chat_template([], tools=[{}]) == "tools"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{% if %}",
+        "{{ undefined_function() }}",
+    ],
+)
+def test_a_template_cannot_reach_out_or_change_what_it_is_given(stories, source):
+    write_config(stories, chat_template=source)
+    tokenizer = Tokenizer.from_directory(stories)
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(DataError, match="chat template"):
+        tokenizer.apply_chat_template(messages)
+    assert len(messages) == 1
+
+
+def test_no_chat_template(stories):
+    with pytest.raises(DataError, match="no chat template"):
+        Tokenizer.from_directory(stories).apply_chat_template([])
