@@ -181,10 +181,10 @@ class Engine:
     ) -> list[Completion]:
         """Runs requests to their end; `keep` leaves them in the cache (a conversation)."""
         tracker = TextTracker(
-            self.model.tokenizer, sampling.stop, self.model.generation.eos_token_ids
+            self.model.tokenizer, sampling.stop_strings, self.model.generation.eos_token_ids
         )
         # A stop string is seen between chunks; a conversation must not cache tokens beyond it.
-        num_steps = 1 if keep and sampling.stop else self.chunk
+        num_steps = 1 if keep and sampling.stop_strings else self.chunk
         waiting = collections.deque(requests)
         self._running = {}
         try:

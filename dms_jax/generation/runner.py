@@ -5,6 +5,7 @@ decode steps is one compiled program with a fixed trip count, and what comes bac
 tokens and the rows' lengths.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,14 +29,14 @@ from dms_jax.policies import Policy
 class Steps:
     """What C decode steps of B lanes return.
 
-    `ran` says which steps each lane took; `live` and `reads` are totals over its L * K rows.
+    Device arrays inside a program, NumPy arrays outside. `ran` says which steps each lane took; `live` and `reads` are totals over its L * K rows.
     """
 
-    tokens: Int[Array, "C B"]
-    logprobs: Float[Array, "C B"]
-    ran: Bool[Array, "C B"]
-    live: Int[Array, "C B"]
-    reads: Int[Array, "C B"]
+    tokens: Any  # Int[C, B]
+    logprobs: Any  # Float[C, B]
+    ran: Any  # Bool[C, B]
+    live: Any  # Int[C, B]
+    reads: Any  # Int[C, B]
 
 
 class Runner:
@@ -158,7 +159,7 @@ class Runner:
             slots[: len(lanes)] = lanes
         batch = np.zeros((len(slots), width), np.int32)
         counts = np.zeros(len(slots), np.int32)
-        for row, lane in enumerate(slots):
+        for row, lane in enumerate(slots.tolist()):
             if lane in tokens:
                 counts[row] = len(tokens[lane])
                 batch[row, : counts[row]] = tokens[lane]
@@ -172,7 +173,7 @@ class Runner:
             )
         self._sync()
         live = np.asarray(live)
-        at = {int(lane): row for row, lane in enumerate(slots) if lane in tokens}
+        at = {lane: row for row, lane in enumerate(slots.tolist()) if lane in tokens}
         return (
             {lane: hidden[row] for lane, row in at.items()},
             {lane: live[row, : counts[row]] for lane, row in at.items()},
@@ -185,7 +186,7 @@ class Runner:
         lanes = sorted(hidden)
         size = _bucket(len(lanes))
         index = np.asarray((lanes + lanes[:1] * size)[:size])
-        stacked = jnp.stack([hidden[lane] for lane in index])
+        stacked = jnp.stack([hidden[lane] for lane in index.tolist()])
         with use_mesh(self.model.mesh):
             tokens, logprobs = _sample_hidden(
                 self.model.transformer, stacked, keys[index], self.seen[index], rule
@@ -272,7 +273,8 @@ def _clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy) -
     def reset(old, new):
         return jnp.where(mask.reshape(1, -1, *[1] * (old.ndim - 2)), new, old)
 
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         lengths=reset(cache.lengths, 0),
         seen=jnp.where(mask, 0, cache.seen),
         row_state=jax.tree.map(lambda old, new: reset(old, new[None]), cache.row_state, fresh),
@@ -298,7 +300,8 @@ def _extend(
     def put(x, new):
         return new if lanes is None else x.at[:, lanes].set(new, mode="drop")
 
-    some = cache.replace(
+    some = dataclasses.replace(
+        cache,
         page_table=page_table,
         lengths=take(cache.lengths),
         seen=take(cache.seen[None])[0],
@@ -308,7 +311,8 @@ def _extend(
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(passed.hidden, last, axis=1)[:, 0]
     after = passed.cache
-    cache = after.replace(
+    cache = dataclasses.replace(
+        after,
         page_table=cache.page_table,
         lengths=put(cache.lengths, after.lengths),
         seen=put(cache.seen[None], after.seen[None])[0],
@@ -365,9 +369,9 @@ def _decode(
         return (passed.cache, new, remaining), out
 
     table_before = cache.page_table
-    carry = (cache.replace(page_table=page_table), tokens, remaining)
+    carry = (dataclasses.replace(cache, page_table=page_table), tokens, remaining)
     (cache, _, _), steps = jax.lax.scan(step, carry, length=num_steps)
-    return cache.replace(page_table=table_before), steps
+    return dataclasses.replace(cache, page_table=table_before), steps
 
 
 @functools.partial(jax.jit, donate_argnums=1, static_argnums=5)
@@ -399,7 +403,7 @@ def _follow(
     table_before = cache.page_table
     cache, steps = jax.lax.scan(
         step,
-        cache.replace(page_table=page_table),
+        dataclasses.replace(cache, page_table=page_table),
         (jnp.arange(tokens.shape[0] - 1), tokens[:-1], tokens[1:]),
     )
-    return cache.replace(page_table=table_before), steps
+    return dataclasses.replace(cache, page_table=table_before), steps

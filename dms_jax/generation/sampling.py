@@ -43,7 +43,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     max_new_tokens: int = 256
-    stop: tuple[str, ...] | str = ()
+    stop: Sequence[str] | str = ()
     seed: int | Sequence[int] = 0
     logprobs: bool = False
 
@@ -58,10 +58,13 @@ class Sampling:
         for holds, name, wanted, value in checks:
             if not holds:
                 raise ConfigError(f"Sampling: {name} must be {wanted}, got {value}.")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if any(not text for text in stop):
+        if not all(self.stop_strings):
             raise ConfigError("Sampling: a stop string must not be empty.")
-        object.__setattr__(self, "stop", stop)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, whether one or several were given."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def filter(self) -> Filter:

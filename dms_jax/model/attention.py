@@ -101,9 +101,10 @@ def attend_sequences(
     batch, num_tokens, num_kv_heads, head_dim = k.shape
     decisions = policy.decide(projections)
     if marks is not None:
-        decisions = decisions.replace(marks=marks)
-    decaying = relaxation is not None and relaxation.neuron_scale is not None
-    scale_of_borrowed = relaxation.neuron_scale if decaying else 0.0
+        decisions = dataclasses.replace(decisions, marks=marks)
+    neuron_scale = None if relaxation is None else relaxation.neuron_scale
+    decaying = neuron_scale is not None
+    scale_of_borrowed = neuron_scale if decaying else 0.0
     q, k = policy.clear_borrowed(q, k, scale_of_borrowed)
     chunk = Chunk(
         k=k,
@@ -128,7 +129,7 @@ def attend_sequences(
             )
         )
         relaxed = policy.relax(chunk, noise)
-        chunk = chunk.replace(k=relaxed.k, v=relaxed.v)
+        chunk = dataclasses.replace(chunk, k=relaxed.k, v=relaxed.v)
         bias, numbers = relaxed.bias, relaxed.decisions
     else:
         rows = policy.init_rows(batch, num_kv_heads, head_dim, k.dtype)

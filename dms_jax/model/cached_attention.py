@@ -4,6 +4,7 @@ The whole of it runs inside `shard_map`: rows never cross devices, page numbers 
 only thing a policy may reduce over devices is a mean over heads.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -125,7 +126,8 @@ def _attend(
             policy, cache, q, chunk, cos, sin, scale=scale, head_axis=head_axis
         )
     if head_axis is not None:
-        attended = attended.replace(
+        attended = dataclasses.replace(
+            attended,
             live=jax.lax.psum(attended.live, head_axis),
             reads=jax.lax.psum(attended.reads, head_axis),
         )
@@ -139,7 +141,7 @@ def _write(
     with jax.named_scope("cache_write"):
         state, chunk = policy.transform(cache.state, chunk)
         _, k = policy.clear_borrowed(q, apply_rope(chunk.k, cos, sin))
-        chunk = chunk.replace(k=k)
+        chunk = dataclasses.replace(chunk, k=k)
         state, placement = policy.write(state, chunk)
         table, slots = chunk.page_table, placement.slots
         cache = LayerCache(
@@ -182,7 +184,7 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
     )
     num_rows = reading.lengths.size
     with jax.named_scope("decode_attention"):
-        result = decode_attention(
+        result: Any = decode_attention(
             q.reshape(num_rows, -1, head_dim),
             cache.k_pages,
             cache.v_pages,
@@ -198,7 +200,7 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
             *placement.lengths.shape, -1, scores.shape[-1]
         )
         state = policy.observe(cache.state, weights, chunk, placement, head_axis)
-        cache = cache.replace(state=state)
+        cache = dataclasses.replace(cache, state=state)
     else:
         out = result
     active = chunk.count > 0
@@ -221,7 +223,8 @@ def _token_by_token(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> A
     def step(carry, token):
         cache, lengths = carry
         index, q, k, v, decisions, position, cos, sin = token
-        one = chunk.replace(
+        one = dataclasses.replace(
+            chunk,
             k=k[:, None],
             v=v[:, None],
             decisions=jax.tree.map(lambda x: x[..., None], decisions),

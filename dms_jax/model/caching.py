@@ -1,5 +1,6 @@
 """Empty caches: arrays of the right shapes, and their bytes."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -50,12 +51,13 @@ def init_cache(
     )
 
 
-def cache_specs(cache: Cache, num_kv_heads: int) -> Cache:
+def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
     """Returns the partition of every array of a cache under the mesh of the context."""
     data, model = sharding.row_axes(cache.seen.shape[0], num_kv_heads)
     pool = PartitionSpec(tuple(axis for axis in (data, model) if axis))
     rows = PartitionSpec(None, data, model)
-    return Cache(
+    return dataclasses.replace(
+        cache,
         k_pages=pool,
         v_pages=pool,
         page_table=rows,

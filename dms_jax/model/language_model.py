@@ -196,7 +196,7 @@ def _logits_through_cache(
         dtype=dtype,
     )
     pages = jnp.arange(num_pages, dtype=jnp.int32)
-    cache = cache.replace(page_table=pages.reshape(cache.page_table.shape))
+    cache = dataclasses.replace(cache, page_table=pages.reshape(cache.page_table.shape))
     first = transformer.cached(tokens, prompts, cache, policy, prompt=True)
     index = jnp.arange(num_tokens)
     rest = jnp.take_along_axis(tokens, (prompts[:, None] + index) % num_tokens, axis=1)

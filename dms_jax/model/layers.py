@@ -6,6 +6,8 @@ call never sees the L axis. Each parameter carries its logical axes as metadata 
 which `dms_jax.sharding` derives where it lives.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -71,7 +73,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, stack: Stack, dtype: jnp.dtype, rngs: nnx.Rngs):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
-        options = dict(stack=stack, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        options: dict[str, Any] = dict(stack=stack, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.gate_proj = Linear(embed, mlp, **options)
         self.up_proj = Linear(embed, mlp, **options)
         self.down_proj = Linear(mlp, embed, **options)

@@ -5,6 +5,7 @@ compile time does not grow with depth. The pool rides in the scan's carry: it is
 and never sliced by layer.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -256,7 +257,8 @@ class Transformer(nnx.Module):
         x, k_pages, v_pages, page_state = carry
         return CachedPass(
             hidden=self.final_norm(x),
-            cache=cache.replace(
+            cache=dataclasses.replace(
+                cache,
                 k_pages=k_pages,
                 v_pages=v_pages,
                 lengths=lengths,
@@ -281,11 +283,11 @@ class Transformer(nnx.Module):
         if len(groups) == 1:
             (_, _, group_policy) = groups[0]
 
-            def step(carry, xs):
+            def whole_step(carry, xs):
                 layer, index, per_layer = xs
                 return body(carry, layer, index, group_policy, per_layer)
 
-            return jax.lax.scan(step, carry, (self.layers, jnp.arange(num_layers), per_layer))
+            return jax.lax.scan(whole_step, carry, (self.layers, jnp.arange(num_layers), per_layer))
         outputs = []
         for start, end, group_policy in groups:
 

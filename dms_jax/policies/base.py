@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.errors import ConfigError
 
@@ -319,6 +319,12 @@ class Policy:
         return cls(**fields)
 
 
+def hard_marks(decisions: Decisions) -> Bool[Array, "B K T"]:
+    """The hard decisions of a policy that makes them."""
+    assert decisions.marks is not None
+    return decisions.marks
+
+
 def row_shape(chunk: Chunk) -> tuple[int, int, int]:
     """Returns (B, K, T) of a chunk."""
     batch, num_tokens, num_kv_heads, _ = chunk.k.shape
@@ -327,20 +333,14 @@ def row_shape(chunk: Chunk) -> tuple[int, int, int]:
 
 def slot_shape(chunk: Chunk) -> tuple[int, int, int]:
     """Returns (B, K, S) with S the slots that the page table can address."""
-    return (*chunk.page_table.shape[:2], chunk.page_table.shape[2] * chunk.page_size)
+    batch, num_kv_heads, num_pages = chunk.page_table.shape
+    return batch, num_kv_heads, num_pages * chunk.page_size
 
 
 def require(condition: bool, message: str) -> None:
     """Raises ConfigError(message) unless the condition holds."""
     if not condition:
         raise ConfigError(message)
-
-
-def select_valid(
-    mask: Bool[Array, "..."], new: Shaped[Array, "..."], old: Shaped[Array, "..."]
-) -> Shaped[Array, "..."]:
-    """`where` with the mask broadcast from the left: [B, K] against [B, K, ...]."""
-    return jnp.where(mask.reshape(mask.shape + (1,) * (new.ndim - mask.ndim)), new, old)
 
 
 def is_static_int(value: Any) -> bool:

@@ -32,6 +32,7 @@ from dms_jax.policies.base import (
     Placement,
     Policy,
     PolicyState,
+    hard_marks,
     row_shape,
     slot_shape,
 )
@@ -66,7 +67,7 @@ class DelayedEviction(Policy):
         size = self.visible_window + 1
         num_tokens = chunk.k.shape[1]
         valid = jnp.broadcast_to(chunk.valid, row_shape(chunk))
-        marks = chunk.decisions.marks & valid
+        marks = hard_marks(chunk.decisions) & valid
         index = jnp.arange(num_tokens)
         ring_index = (chunk.first[:, None] + index) % size  # [B, T]
 
@@ -97,11 +98,11 @@ class DelayedEviction(Policy):
             past_until=self._past_until(ring, marks, chunk),
         )
         ring = self._advance(ring, slots, marks, chunk)
-        return state.replace(rows=self.with_ring(state.rows, ring)), placement
+        return dataclasses.replace(state, rows=self.with_ring(state.rows, ring)), placement
 
     def evicted(self, chunk: Chunk) -> Bool[Array, "B K T"]:
         """Key j is evicted if token j + shift marked it."""
-        return _shift_left(chunk.decisions.marks, self.mark_shift)
+        return _shift_left(hard_marks(chunk.decisions), self.mark_shift)
 
     # Policies that remember more than the ring (DMC) say where it is.
     def ring_of(self, rows) -> Ring:

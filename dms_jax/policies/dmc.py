@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from dms_jax.policies.base import Chunk, Decisions, PolicyState, Projections, require
+from dms_jax.policies.base import Chunk, Decisions, PolicyState, Projections, hard_marks, require
 from dms_jax.policies.delayed_eviction import DelayedEviction, Ring
 
 
@@ -104,8 +104,9 @@ class DMC(DelayedEviction):
         """Replaces keys and values by the running means of their segments."""
         rows: MergeState = state.rows
         wide, head_dim = rows.sums.dtype, chunk.k.shape[-1]
+        assert chunk.decisions.importance is not None
         omega = jnp.swapaxes(chunk.decisions.importance, 1, 2)[..., None].astype(wide)  # [B,T,K,1]
-        alpha = jnp.swapaxes(chunk.decisions.marks, 1, 2)[..., None]
+        alpha = jnp.swapaxes(hard_marks(chunk.decisions), 1, 2)[..., None]
         new = jnp.concatenate([chunk.k.astype(wide), chunk.v.astype(wide)], -1) * omega
         new = jnp.concatenate([new, omega], -1)
         # s_t = alpha_t s_{t-1} + new_t, a linear recurrence: associative over (alpha, s).
@@ -119,7 +120,9 @@ class DMC(DelayedEviction):
         last = jnp.maximum(chunk.count - 1, 0)[:, None, None, None]
         end = jnp.take_along_axis(sums, last, axis=1)[:, 0]
         end = jnp.where((chunk.count > 0)[:, None, None], end, rows.sums)
-        return state.replace(rows=rows.replace(sums=end)), chunk.replace(k=k, v=v)
+        return dataclasses.replace(
+            state, rows=dataclasses.replace(rows, sums=end)
+        ), dataclasses.replace(chunk, k=k, v=v)
 
     def ring_of(self, rows: MergeState) -> Ring:
         """The ring beside the sums."""
@@ -127,4 +130,4 @@ class DMC(DelayedEviction):
 
     def with_ring(self, rows: MergeState, ring: Ring) -> MergeState:
         """The same sums, another ring."""
-        return rows.replace(ring=ring)
+        return dataclasses.replace(rows, ring=ring)

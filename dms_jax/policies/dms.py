@@ -94,6 +94,7 @@ class DMS(DelayedEviction):
     def decide(self, projections: Projections) -> Decisions:
         """Reads a_t; the threshold is strict, in at least float32."""
         if self.source == "adapter":
+            assert projections.adapter_logits is not None
             raw = projections.adapter_logits
         else:
             group = projections.q.shape[2] // projections.k.shape[2]
@@ -117,6 +118,7 @@ class DMS(DelayedEviction):
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
         """log(1 - alpha) of the token that decides, as a bias on each key."""
+        assert chunk.decisions.logits is not None
         noisy = noisy_logits(chunk.decisions.logits, noise, self.temperature)
         bias = log_keep(noisy)
         bias = jnp.pad(bias[..., self.shift :], ((0, 0), (0, 0), (0, self.shift)))

@@ -98,7 +98,7 @@ class Quest(Policy):
         keys = jnp.swapaxes(placement.k, 1, 2)
         low = bounds.low.at[opened].set(jnp.inf, mode="drop").at[page].min(keys, mode="drop")
         high = bounds.high.at[opened].set(-jnp.inf, mode="drop").at[page].max(keys, mode="drop")
-        return state.replace(pages=PageBounds(low, high)), placement
+        return dataclasses.replace(state, pages=PageBounds(low, high)), placement
 
     def read(
         self,

@@ -97,4 +97,6 @@ class TOVA(Policy):
         live = jnp.arange(mean.shape[-1]) < placement.lengths[..., None]
         victim = jnp.argmin(jnp.where(live, mean, jnp.inf), -1).astype(jnp.int32)
         victim = jnp.where(placement.lengths > self.budget, victim, NOT_STORED)
-        return state.replace(rows=jnp.where((chunk.count > 0)[:, None], victim, state.rows))
+        return dataclasses.replace(
+            state, rows=jnp.where((chunk.count > 0)[:, None], victim, state.rows)
+        )
