@@ -27,7 +27,7 @@ from pallas_kernels import retrofit_attention
 class Attention(nnx.Module):
     """The projections of grouped-query attention, with optional biases and q/k norms."""
 
-    def __init__(self, config: ModelConfig, *, stack: Stack, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, stack: Stack, dtype: Any, rngs: nnx.Rngs):
         embed = {"embed": config.hidden_size}
         queries = {"heads": config.num_heads, "head_dim": config.head_dim}
         keys = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}

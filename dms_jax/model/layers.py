@@ -29,7 +29,7 @@ class Linear(nnx.Module):
         stack: Stack = (),
         bias: bool = False,
         zeros: bool = False,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         layers = ("layers",) * len(stack)
@@ -71,7 +71,7 @@ class RMSNorm(nnx.Module):
 class MLP(nnx.Module):
     """The gated feed-forward of Llama and Qwen: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, *, stack: Stack, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, stack: Stack, dtype: Any, rngs: nnx.Rngs):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
         options: dict[str, Any] = dict(stack=stack, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.gate_proj = Linear(embed, mlp, **options)
@@ -90,7 +90,7 @@ class Adapter(nnx.Module):
     decision is a threshold.
     """
 
-    def __init__(self, config: ModelConfig, *, stack: Stack, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, stack: Stack, dtype: Any, rngs: nnx.Rngs):
         self.norm = RMSNorm(
             "embed", config.hidden_size, config.rms_norm_eps, stack=stack, dtype=dtype
         )

@@ -27,7 +27,7 @@ Other policies are run token by token inside the layer (write, read, observe for
 """
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -308,7 +308,7 @@ class Policy:
         return {"name": self.name, **dataclasses.asdict(self)}
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Self:
+    def from_fields(cls, fields: dict[str, Any]) -> "Policy":
         """Builds the policy from `to_dict` data without its name; ConfigError names what is odd."""
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
