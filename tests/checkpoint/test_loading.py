@@ -1,0 +1,307 @@
+"""Loading: what is read, and every kind of damage named."""
+
+import json
+import os
+import struct
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from dms_jax import sharding
+from dms_jax.checkpoint import load
+from dms_jax.errors import CheckpointError, ConfigError
+from dms_jax.policies import TOVA, Vanilla
+from tests.checkpoint.support import copy, edit_config, rewrite, tensors
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return copy("families/llama31", tmp_path / "llama")
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return copy("families/qwen3", tmp_path / "qwen3")
+
+
+def parameters(model) -> dict:
+    state = nnx.to_flat_state(nnx.state(model.transformer, nnx.Param))
+    return {path: param.get_value() for path, param in state}
+
+
+def test_every_problem_in_one_message(llama):
+    content = tensors(llama)
+    del content["model.layers.1.mlp.up_proj.weight"], content["model.norm.weight"]
+    content["model.layers.0.self_attn.extra.weight"] = np.zeros(3, np.float32)
+    content["model.layers.2.mlp.up_proj.weight"] = np.zeros((36, 24), np.float32)
+    content["lm_head.weight"] = np.zeros((60, 24), np.float32)
+    rewrite(llama, content)
+    with pytest.raises(CheckpointError) as refusal:
+        load(llama)
+    message = str(refusal.value)
+    assert "5 problems" in message
+    assert "missing: model.layers.1.mlp.up_proj.weight [36, 24]" in message
+    assert "missing: model.norm.weight [24]" in message
+    assert "unexpected: model.layers.0.self_attn.extra.weight [3]" in message
+    assert "unexpected: model.layers.2.mlp.up_proj.weight" in message
+    assert "mis-shaped: lm_head.weight is [60, 24], the config asks for [61, 24]" in message
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 20_000, -4])
+def test_a_file_cut_short(llama, keep):
+    file = llama / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:keep])
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        load(llama)
+
+
+def test_a_header_that_claims_too_much(llama):
+    file = llama / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 2**62) + file.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        load(llama)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/etc/passwd", "../other/model.safetensors", "a/../../model.safetensors", "..\\m", "m\0"],
+)
+def test_a_shard_name_that_leaves_the_directory(sharded, name):
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="leaves the checkpoint directory"):
+        load(sharded)
+
+
+@pytest.mark.parametrize("folder", ["llama", "qwen3"])
+def test_a_link_that_leaves_the_directory(tmp_path, folder):
+    directory = copy(
+        {"llama": "families/llama31", "qwen3": "families/qwen3"}[folder], tmp_path / folder
+    )
+    file = sorted(directory.glob("*.safetensors"))[0]
+    outside = tmp_path / "outside.safetensors"
+    file.rename(outside)
+    file.symlink_to(outside)
+    with pytest.raises(CheckpointError, match="link that leaves the checkpoint directory"):
+        load(directory)
+
+
+def test_links_of_a_hub_cache_are_followed(llama, tmp_path):
+    repository = tmp_path / "models--owner--name"
+    snapshot = repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for file in llama.iterdir():
+        file.rename(repository / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(os.path.join("..", "..", "blobs", file.name))
+    assert load(snapshot).config.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "not a JSON object"),
+        ("{}", "no weight_map"),
+        ('{"weight_map": {}}', "no weight_map"),
+        ('{"weight_map": {"a": 3}}', "must be a text"),
+        ('{"weight_map": {"a": ""}}', "must be a text"),
+        ('{"weight_map": {"a": "absent.safetensors"}}', "lacks 1 of 1 files"),
+    ],
+)
+def test_a_damaged_index(sharded, content, message):
+    (sharded / INDEX).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        load(sharded)
+
+
+def test_a_tensor_in_two_shards(sharded):
+    first, second = sorted(sharded.glob("*.safetensors"))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match="is in both"):
+        load(sharded)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_none(llama, value):
+    content = tensors(llama)
+    content["model.layers.1.self_attn.k_proj.weight"][3, 5] = value
+    rewrite(llama, content)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load(llama)
+
+
+def test_numbers_too_large_for_the_dtype(llama):
+    content = tensors(llama)
+    content["model.embed_tokens.weight"][0, 0] = 1e5
+    rewrite(llama, content)
+    assert load(llama).dtype == jnp.float32
+    with pytest.raises(CheckpointError, match="as float16"):
+        load(llama, dtype=jnp.float16)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x04pickle",
+        b"{" * 10_000_000,
+        b"[" * 500_000,
+        b'{"model_type": "llama", "x": "' + b"a" * 10_000_000 + b'"}',
+        b"[1, 2]",
+    ],
+)
+def test_a_garbage_config(llama, content):
+    (llama / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError) as refusal:
+        load(llama)
+    assert "config.json" in str(refusal.value)
+    assert len(str(refusal.value)) < 500
+
+
+def test_an_unknown_architecture(llama):
+    edit_config(llama, model_type="mixtral", architectures=["MixtralForCausalLM"])
+    with pytest.raises(ConfigError, match="MixtralForCausalLM"):
+        load(llama)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(CheckpointError, match="no directory"):
+        load(tmp_path / "absent")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file"):
+        load(tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        load(tmp_path)
+
+
+def test_weights_of_another_kind_are_named(llama):
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read"):
+        load(llama)
+
+
+def test_a_quantized_tensor_is_refused(llama):
+    content = tensors(llama)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    content[name] = content[name].astype(np.int8)
+    rewrite(llama, content)
+    with pytest.raises(CheckpointError, match="I8 numbers, which are not served"):
+        load(llama)
+
+
+def test_from_the_hub(llama, monkeypatch):
+    asked = {}
+
+    def download(name, *, revision, allow_patterns):
+        asked.update(name=name, revision=revision, patterns=allow_patterns)
+        return str(llama)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert load("owner/name@v1.0").config.num_layers == 2
+    assert (asked["name"], asked["revision"]) == ("owner/name", "v1.0")
+    assert not any("py" in pattern or "bin" in pattern for pattern in asked["patterns"])
+
+    def fail(name, **options):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointError, match="could not be fetched from the hub: no route"):
+        load("owner/name")
+
+
+def test_dtype_is_that_of_the_files_unless_asked(llama):
+    content = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors(llama).items()}
+    rewrite(llama, content)
+    assert {value.dtype for value in parameters(load(llama)).values()} == {jnp.dtype("bfloat16")}
+    wide = parameters(load(llama, dtype=jnp.float32))
+    assert {value.dtype for value in wide.values()} == {jnp.dtype("float32")}
+    expected = content["model.embed_tokens.weight"].astype(np.float32)
+    np.testing.assert_array_equal(wide["embedding",], expected)
+
+
+def test_tied_embeddings_with_an_output_matrix(tmp_path):
+    directory = copy("families/llama32_tied", tmp_path / "tied")
+    content = tensors(directory)
+    content["lm_head.weight"] = content["model.embed_tokens.weight"].copy()
+    content["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
+    rewrite(directory, content)
+    assert load(directory).transformer.lm_head is None
+    content["lm_head.weight"][7, 7] += 1
+    rewrite(directory, content)
+    with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
+        load(directory)
+
+
+def test_adapter_tensors_without_a_policy(tmp_path):
+    directory = copy("dms/adapter", tmp_path / "adapter")
+    edit_config(
+        directory,
+        **dict.fromkeys(
+            json.loads((directory / "config.json").read_text()).keys()
+            & {
+                "dms_window_size",
+                "dms_separate_alpha",
+                "dms_alpha_scale",
+                "dms_initial_alpha_offset",
+                "dms_alpha_per",
+                "dms_tau",
+            }
+        ),
+    )
+    with pytest.raises(CheckpointError, match="are a DMS adapter: set dms_window_size"):
+        load(directory)
+    edit_config(directory, cache_policy={"name": "TOVA", "budget": 8})
+    model = load(directory)
+    assert isinstance(model.policy, TOVA)
+    assert model.transformer.has_adapter
+
+
+def test_an_adapter_that_is_not_there(tmp_path):
+    directory = copy("dms/query_neuron", tmp_path / "neuron")
+    edit_config(directory, dms_separate_alpha=True)
+    with pytest.raises(CheckpointError) as refusal:
+        load(directory)
+    assert str(refusal.value).count("dms_proj_alpha") == 4
+
+
+def test_end_tokens(llama):
+    defaults = load(llama).generation
+    assert (defaults.bos_token_id, defaults.eos_token_ids, defaults.pad_token_id) == (1, (2,), 0)
+    (llama / "generation_config.json").write_text('{"eos_token_id": [7, 9], "pad_token_id": 5}')
+    defaults = load(llama).generation
+    assert (defaults.bos_token_id, defaults.eos_token_ids, defaults.pad_token_id) == (1, (7, 9), 5)
+    (llama / "generation_config.json").write_text('{"eos_token_id": "end"}')
+    with pytest.raises(CheckpointError, match="eos_token_id must be a token id"):
+        load(llama)
+
+
+def test_what_a_plain_checkpoint_gives(llama):
+    model = load(str(llama))
+    assert model.policy == Vanilla()
+    assert model.tokenizer is None
+    assert model.mesh is None
+
+
+@pytest.mark.parametrize("source", ["families/qwen3", "families/llama_biases", "dms/adapter"])
+def test_straight_to_the_shards_of_a_mesh(source, tmp_path):
+    directory = copy(source, tmp_path / "checkpoint")
+    mesh = sharding.make_mesh(4, 2)
+    whole, spread = load(directory), load(directory, mesh=mesh)
+    assert spread.mesh is mesh
+    alone, shared = parameters(whole), parameters(spread)
+    assert alone.keys() == shared.keys()
+    for path, value in shared.items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(alone[path]), str(path))
+        assert isinstance(value.sharding, jax.sharding.NamedSharding)
+    q = shared["layers", "attention", "q_proj", "kernel"]
+    heads = q.shape[2]
+    assert {shard.data.shape[2] for shard in q.addressable_shards} == {heads // 2}

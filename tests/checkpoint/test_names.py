@@ -1,0 +1,53 @@
+"""The layout of a parameter in a Hugging Face tensor: there and back, and slice by slice."""
+
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dms_jax.checkpoint.names import Layout
+
+
+@st.composite
+def layouts(draw):
+    """A layout over 1 to 4 dims in any order and grouping, a shape, and a slice of each dim."""
+    dims = draw(st.permutations(range(draw(st.integers(1, 4)))))
+    cuts = sorted(draw(st.sets(st.integers(1, len(dims) - 1)))) if len(dims) > 1 else []
+    groups = tuple(
+        tuple(dims[start:stop]) for start, stop in zip([0, *cuts], [*cuts, len(dims)], strict=True)
+    )
+    shape = tuple(draw(st.integers(1, 4)) for _ in dims)
+    index = []
+    for size in shape:
+        start = draw(st.integers(0, size - 1))
+        index.append(slice(start, draw(st.integers(start + 1, size))))
+    return groups, shape, tuple(index)
+
+
+@given(layouts())
+def test_there_and_back(case):
+    groups, shape, _ = case
+    layout = Layout("x", groups)
+    parameter = np.arange(math.prod(shape)).reshape(shape)
+    tensor = layout.to_tensor(parameter)
+    assert tensor.shape == layout.tensor_shape(shape)
+    assert tensor.flags.c_contiguous
+    np.testing.assert_array_equal(layout.to_parameter(tensor, shape), parameter)
+
+
+@given(layouts())
+def test_a_slice_read_from_the_file_is_the_slice(case):
+    groups, shape, index = case
+    layout = Layout("x", groups)
+    parameter = np.arange(math.prod(shape)).reshape(shape)
+    cut, rest = layout.tensor_slices(shape, index)
+    read = layout.to_tensor(parameter)[cut]
+    np.testing.assert_array_equal(layout.to_parameter(read, shape)[rest], parameter[index])
+
+
+def test_heads_are_cut_in_the_file():
+    layout = Layout("q", ((1, 2), (0,)))  # q_proj.kernel [E, H, D] in a tensor [H * D, E]
+    every = slice(None)
+    cut, _ = layout.tensor_slices((24, 4, 10), (every, slice(2, 4), every))
+    assert cut == (slice(20, 40), slice(0, 24))
