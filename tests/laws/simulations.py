@@ -1,0 +1,77 @@
+"""The sequences that the laws run, and what the oracle says of them."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from tests.laws.table import Row, model_for
+from tests.oracles import transformer
+from tests.support.models import oracle_weights, random_tokens
+
+LENGTHS = (26, 19, 23)
+TOKENS = tuple(random_tokens(100 + index, length) for index, length in enumerate(LENGTHS))
+WIDTH = 8  # of a compiled chunk of a prompt: chunks of 0 to 8 tokens
+WIDE = 32  # a chunk that holds a whole sequence
+
+
+@functools.cache
+def weights_of(row: Row) -> transformer.Weights:
+    return oracle_weights(model_for(row))
+
+
+@functools.cache
+def simulated(row: Row, sequence: int, prompt_length: int) -> transformer.Pass:
+    """One sequence through the NumPy model, each layer under the row's simulation."""
+    return transformer.run(
+        weights_of(row),
+        TOKENS[sequence],
+        lambda layer: row.simulate(row.policy, layer, prompt_length, row.page_size),
+    )
+
+
+def expected(row: Row, prompts) -> list[transformer.Pass]:
+    """Passes of all sequences; the same ones for every prompt length where it changes nothing."""
+    prompts = prompts if row.selects else [0] * len(LENGTHS)
+    return [simulated(row, index, int(prompt)) for index, prompt in enumerate(prompts)]
+
+
+def peak_slots(passes: list[transformer.Pass]) -> np.ndarray:
+    """[L, B, K]: the most slots each row comes to hold."""
+    peaks = np.array([[trace.peak for trace in one.traces] for one in passes])
+    return np.swapaxes(peaks, 0, 1)
+
+
+def live_totals(one: transformer.Pass) -> np.ndarray:
+    """[T]: slots in use over all rows while each token attends."""
+    return sum(trace.live_counts.sum(axis=1) for trace in one.traces)
+
+
+def read_totals(row: Row, one: transformer.Pass, prompt_length: int) -> np.ndarray:
+    """[T]: entries read over all rows by each token.
+
+    The query heads of a group read their common row once. Where they choose pages (Quest), each
+    reads its own and the two bounds of every page count as one entry, unless there is nothing to
+    choose: then the row is read once.
+    """
+    totals = []
+    for trace in one.traces:
+        kv_heads = trace.live_counts.shape[1]
+        group = trace.reads.shape[1] // kv_heads
+        live, reads = trace.live_counts, trace.reads.reshape(-1, kv_heads, group)
+        chosen = reads.sum(axis=2) + -(-live // row.page_size)
+        everything = (reads == live[:, :, None]).all(axis=2)
+        totals.append(np.where(everything, live, chosen).sum(axis=1))
+    return sum(totals)
+
+
+@dataclasses.dataclass
+class Difference:
+    """Collects the largest difference of a test, and shows where it was."""
+
+    largest: float = 0.0
+
+    def update(self, got: np.ndarray, want: np.ndarray) -> None:
+        difference = np.abs(np.asarray(got) - want)
+        assert not np.isnan(difference).any()
+        self.largest = max(self.largest, float(difference.max(initial=0.0)))

@@ -1,0 +1,296 @@
+"""Every policy under the laws: a row says what to run and which simulation it must equal.
+
+To put a policy under all laws, add its rows: at least one for each number of query heads per KV
+head (1, 2, 4, 8), with hyper-parameters and page sizes spread over them, and one that has nothing
+to evict.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import (
+    DMC,
+    DMS,
+    TOVA,
+    Policy,
+    Quest,
+    RandomEviction,
+    StreamingLLM,
+    Vanilla,
+)
+from dms_jax.policies.base import Projections
+from tests.oracles import dmc, dms, quest, rope, streaming, tova, vanilla
+from tests.oracles.trace import Trace
+from tests.oracles.transformer import LayerInput
+from tests.support.models import random_model, tiny_config
+
+Simulate = Callable[[Any, LayerInput, int, int], Trace]  # policy, layer, prompt length, page size
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A policy under test.
+
+    Attributes:
+      policy: what runs.
+      simulate: the NumPy simulation.
+      group: query heads per KV head.
+      page_size: does not divide the lengths of the tests.
+      keys: the keys that stand in the slots, by the ids of the trace; rotated ones by default.
+      ordered: whether the simulation also says which slot holds what.
+      selects: whether query heads read less than the cache holds.
+      identity: whether nothing is ever evicted, so that the simulation is plain attention.
+    """
+
+    policy: Policy
+    simulate: Simulate
+    group: int
+    page_size: int
+    keys: Callable[[Any, LayerInput], np.ndarray] = lambda policy, layer: layer.rotated[1]
+    ordered: bool = True
+    selects: bool = False
+    identity: bool = False
+
+    @property
+    def name(self) -> str:
+        fields = dataclasses.asdict(self.policy)
+        options = ",".join(f"{name}={value}" for name, value in fields.items())
+        return f"{self.policy.name}({options})-G{self.group}-P{self.page_size}"
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 2 if self.group < 8 else 1
+
+
+@functools.cache
+def model_of(group: int, adapter: bool) -> Transformer:
+    """Two layers; the switches of the model vary with the group size."""
+    kv_heads = 2 if group < 8 else 1
+    config = tiny_config(
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        qk_norm=group in (1, 4),
+        biases=group in (2, 4),
+        tied=group in (1, 2),
+    )
+    return random_model(config, adapter=adapter, seed=group)
+
+
+def model_for(row: Row) -> Transformer:
+    return model_of(row.group, row.policy.uses_adapter)
+
+
+def simulate_vanilla(policy, layer, prompt_length, page_size):
+    del policy, prompt_length, page_size
+    return vanilla.simulate(*layer.rotated)
+
+
+def dms_decisions(policy: DMS, layer: LayerInput):
+    """Decisions [T, K] and the rotated q, k, v that attention sees."""
+    options = dict(alpha_scale=policy.alpha_scale, alpha_offset=policy.alpha_offset)
+    if policy.source == "query_neuron":
+        logits, q, k = dms.from_query_neuron(layer.q, layer.k, layer.cos, layer.sin, **options)
+    else:
+        weights = layer.weights
+        logits = dms.from_adapter(
+            layer.residual,
+            weights.adapter_norm,
+            weights.adapter.kernel.T,
+            bias=weights.adapter.bias,
+            epsilon=layer.epsilon,
+            **options,
+        )
+        q, k, _ = layer.rotated
+    return dms.decide(logits), (q, k, layer.v)
+
+
+def simulate_dms(policy, layer, prompt_length, page_size):
+    decisions, tensors = dms_decisions(policy, layer)
+    return dms.simulate(
+        *tensors, decisions=decisions, window=policy.window, shift=policy.shift, per=policy.per
+    )
+
+
+def simulate_dms_identity(policy, layer, prompt_length, page_size):
+    """Plain attention, the borrowed neuron zeroed where there is one."""
+    _, tensors = dms_decisions(policy, layer)
+    return vanilla.simulate(*tensors)
+
+
+def dmc_neuron(policy: DMC) -> int:
+    return {"first": 0, "last": -1}[policy.neuron]
+
+
+def simulate_dmc(policy, layer, prompt_length, page_size):
+    return dmc.simulate(
+        layer.q,
+        layer.k,
+        layer.v,
+        cos=layer.cos,
+        sin=layer.sin,
+        neuron=dmc_neuron(policy),
+        offset=policy.offset,
+        epsilon=policy.epsilon,
+    )
+
+
+def dmc_keys(policy, layer):
+    """The merged key of the segment that ends at each token, rotated to that token."""
+    neuron, kv_heads = dmc_neuron(policy), layer.k.shape[1]
+    alpha = dmc.merge_logits(layer.k, neuron=neuron, offset=policy.offset) > 0
+    omega = dmc.importance_weights(
+        layer.q, kv_heads, neuron=neuron, offset=policy.offset, epsilon=policy.epsilon
+    )
+    cleared = dmc.without_neuron(layer.k, neuron)
+    pooled = np.stack(
+        [dmc.pool(cleared[:, h], alpha[:, h], omega[:, h]) for h in range(kv_heads)], axis=1
+    )
+    return dmc.without_neuron(rope.rotate_tokens(pooled, layer.cos, layer.sin), neuron)
+
+
+def simulate_dmc_identity(policy, layer, prompt_length, page_size):
+    neuron = dmc_neuron(policy)
+    q, k = (dmc.without_neuron(x, neuron) for x in (layer.q, layer.k))
+    q, k = (
+        dmc.without_neuron(rope.rotate_tokens(x, layer.cos, layer.sin), neuron) for x in (q, k)
+    )
+    return vanilla.simulate(q, k, layer.v)
+
+
+def simulate_streaming(policy, layer, prompt_length, page_size):
+    recent = policy.budget - policy.sinks
+    return streaming.simulate(*layer.rotated, sinks=policy.sinks, recent=recent)
+
+
+def simulate_random(policy, layer, prompt_length, page_size):
+    """The draws are the policy's own: what is simulated is the eviction."""
+    length, kv_heads, head_dim = layer.k.shape
+    shown = policy.decide(
+        Projections(
+            q=jnp.zeros((1, length, *layer.q.shape[1:])),
+            k=jnp.zeros((1, length, kv_heads, head_dim)),
+            v=jnp.zeros((1, length, kv_heads, head_dim)),
+            adapter_logits=None,
+            positions=jnp.arange(length)[None],
+            layer=jnp.asarray(layer.index),
+        )
+    )
+    marks = np.asarray(shown.marks)[0].T
+    return dms.simulate(*layer.rotated, decisions=marks, window=policy.window, shift=0)
+
+
+def simulate_tova(policy, layer, prompt_length, page_size):
+    q, k, v = layer.rotated
+    if policy.per == "layer":
+        return tova.simulate(q, k, v, budget=policy.budget)
+    group = q.shape[1] // k.shape[1]
+    heads = [
+        tova.simulate(
+            q[:, head * group : (head + 1) * group],
+            k[:, head : head + 1],
+            v[:, head : head + 1],
+            budget=policy.budget,
+        )
+        for head in range(k.shape[1])
+    ]
+    return side_by_side(heads)
+
+
+def side_by_side(traces: list[Trace]) -> Trace:
+    """KV heads simulated apart, as one layer."""
+
+    def joined(field: str) -> list:
+        steps = zip(*(getattr(trace, field) for trace in traces), strict=True)
+        return [[row for part in step for row in part] for step in steps]
+
+    return Trace(
+        outputs=np.concatenate([trace.outputs for trace in traces], axis=1),
+        live=joined("live"),
+        kept=joined("kept"),
+        attended=joined("attended"),
+    )
+
+
+def simulate_quest(policy, layer, prompt_length, page_size):
+    return quest.simulate(
+        *layer.rotated,
+        prompt_length,
+        budget=policy.budget,
+        page_size=page_size,
+        force_last_page=policy.force_last_page,
+        layer=layer.index,
+        dense_layers=policy.dense_layers,
+    )
+
+
+LONG = 64  # beyond every sequence of the tests
+
+
+def dms_rows() -> list[Row]:
+    make = functools.partial(Row, simulate=simulate_dms)
+    same = functools.partial(Row, simulate=simulate_dms_identity, identity=True)
+    return [
+        make(DMS(window=0, shift=0), group=1, page_size=3),
+        make(DMS(window=4, source="adapter"), group=2, page_size=5),
+        make(DMS(window=6, shift=6, per="layer"), group=4, page_size=4),
+        make(DMS(window=3, shift=4, source="adapter", alpha_offset=40.0), group=8, page_size=7),
+        make(DMS(window=0, shift=1), group=4, page_size=16),
+        same(DMS(window=LONG), group=2, page_size=5),
+        same(DMS(window=2, source="adapter", alpha_offset=1e6), group=1, page_size=3),
+    ]
+
+
+def dmc_rows() -> list[Row]:
+    make = functools.partial(Row, simulate=simulate_dmc, keys=dmc_keys)
+    return [
+        make(DMC(offset=0.0), group=1, page_size=3),
+        make(DMC(offset=0.4, neuron="first"), group=2, page_size=4),
+        make(DMC(offset=-0.5), group=4, page_size=5),
+        make(DMC(offset=0.2), group=8, page_size=16),
+        Row(DMC(offset=1e6), simulate_dmc_identity, 4, 5, keys=dmc_keys, identity=True),
+    ]
+
+
+def training_free_rows() -> list[Row]:
+    sinks = functools.partial(Row, simulate=simulate_streaming, ordered=False)
+    chance = functools.partial(Row, simulate=simulate_random)
+    victims = functools.partial(Row, simulate=simulate_tova, ordered=False)
+    pages = functools.partial(Row, simulate=simulate_quest, selects=True)
+    return [
+        sinks(StreamingLLM(budget=5, sinks=0), group=1, page_size=3),
+        sinks(StreamingLLM(budget=8, sinks=2), group=2, page_size=5),
+        sinks(StreamingLLM(budget=5, sinks=4), group=4, page_size=4),
+        sinks(StreamingLLM(budget=12, sinks=3), group=8, page_size=5),
+        sinks(StreamingLLM(budget=LONG), group=2, page_size=7, identity=True),
+        chance(RandomEviction(window=0, rate=0.5), group=1, page_size=4),
+        chance(RandomEviction(window=3, rate=0.7, spread=0.2), group=2, page_size=3),
+        chance(RandomEviction(window=7, rate=1.0), group=4, page_size=5),
+        chance(RandomEviction(window=2, rate=0.3, seed=7), group=8, page_size=3),
+        chance(RandomEviction(window=3, rate=0.0), group=4, page_size=5, identity=True),
+        victims(TOVA(budget=1), group=1, page_size=3),
+        victims(TOVA(budget=8), group=2, page_size=5),
+        victims(TOVA(budget=6, per="head"), group=4, page_size=4),
+        victims(TOVA(budget=11), group=8, page_size=3),
+        victims(TOVA(budget=LONG), group=1, page_size=5, identity=True),
+        pages(Quest(budget=12, dense_layers=1, force_last_page=False), group=1, page_size=4),
+        pages(Quest(budget=8, dense_layers=1), group=2, page_size=4),
+        pages(Quest(budget=6, dense_layers=0), group=4, page_size=3),
+        pages(Quest(budget=15, dense_layers=0, force_last_page=False), group=8, page_size=5),
+        pages(Quest(budget=LONG, dense_layers=0), group=4, page_size=5, identity=True),
+    ]
+
+
+def vanilla_rows() -> list[Row]:
+    make = functools.partial(Row, Vanilla(), simulate_vanilla, identity=True)
+    return [make(group=group, page_size=size) for group, size in ((1, 3), (2, 4), (4, 5), (8, 16))]
+
+
+ROWS = [*vanilla_rows(), *dms_rows(), *dmc_rows(), *training_free_rows()]
+# Policies that agree with one pass over the whole sequence, wherever the prompt ends.
+SPLIT_INVARIANT = {"Vanilla", "DMS", "DMC", "StreamingLLM", "RandomEviction", "TOVA"}

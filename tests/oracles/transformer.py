@@ -1,0 +1,118 @@
+"""A decoder of the Llama and Qwen families in NumPy float64, around any policy's simulation.
+
+One sequence at a time; per layer, with x the residual stream [T, E]:
+
+    q, k, v = W_q n(x), W_k n(x), W_v n(x)          n(x) = x / sqrt(mean(x^2) + epsilon) * scale
+    q, k    = n_q(q), n_k(k) per head where the family has them, then rotated by the policy
+    x      += W_o attention(q, k, v)
+    x      += W_down (silu(W_gate n'(x)) * W_up n'(x))
+
+Shapes: T tokens, E model dim, H query heads, K KV heads, D head dim, F feed-forward, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.oracles import rope
+from tests.oracles.trace import Trace
+
+
+@dataclasses.dataclass
+class Linear:
+    kernel: np.ndarray
+    bias: np.ndarray | None
+
+    def __call__(self, x: np.ndarray, inputs: int = 1) -> np.ndarray:
+        y = np.tensordot(x, self.kernel, axes=inputs)
+        return y if self.bias is None else y + self.bias
+
+
+@dataclasses.dataclass
+class Layer:
+    """q [E, H, D], k and v [E, K, D], o [H, D, E], gate and up [E, F], down [F, E]."""
+
+    attention_norm: np.ndarray
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    q_norm: np.ndarray | None
+    k_norm: np.ndarray | None
+    mlp_norm: np.ndarray
+    gate: Linear
+    up: Linear
+    down: Linear
+    adapter_norm: np.ndarray | None
+    adapter: Linear | None
+
+
+@dataclasses.dataclass
+class Weights:
+    """embedding [V, E], unembedding [E, V]."""
+
+    embedding: np.ndarray
+    layers: list[Layer]
+    final_norm: np.ndarray
+    unembedding: np.ndarray
+    epsilon: float
+    theta: float
+
+
+@dataclasses.dataclass
+class LayerInput:
+    """What a policy sees of one layer: q [T, H, D], k, v [T, K, D] before rotation, after norms.
+
+    `residual` [T, E] is the stream before the layer's input norm; cos and sin [T, D/2].
+    """
+
+    index: int
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    residual: np.ndarray
+    cos: np.ndarray
+    sin: np.ndarray
+    weights: Layer
+    epsilon: float
+
+    @property
+    def rotated(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rotated q and k, and v as it is."""
+        turn = (self.cos, self.sin)
+        return rope.rotate_tokens(self.q, *turn), rope.rotate_tokens(self.k, *turn), self.v
+
+
+@dataclasses.dataclass
+class Pass:
+    """logits [T, V], and what each layer saw and its policy did."""
+
+    logits: np.ndarray
+    inputs: list[LayerInput]
+    traces: list[Trace]
+
+
+def rms_norm(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon) * scale
+
+
+def run(weights: Weights, tokens, simulate: Callable[[LayerInput], Trace]) -> Pass:
+    """Runs tokens [T] through all layers, the attention of each by `simulate`."""
+    x = weights.embedding[np.asarray(tokens)]
+    epsilon = weights.epsilon
+    inputs, traces = [], []
+    for index, layer in enumerate(weights.layers):
+        normed = rms_norm(x, layer.attention_norm, epsilon)
+        q, k, v = layer.q(normed), layer.k(normed), layer.v(normed)
+        if layer.q_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, epsilon), rms_norm(k, layer.k_norm, epsilon)
+        cos, sin = rope.angles(np.arange(len(x)), q.shape[-1], weights.theta)
+        inputs.append(LayerInput(index, q, k, v, x, cos, sin, layer, epsilon))
+        traces.append(simulate(inputs[-1]))
+        x = x + layer.o(traces[-1].outputs, inputs=2)
+        normed = rms_norm(x, layer.mlp_norm, epsilon)
+        gate = layer.gate(normed)
+        x = x + layer.down(gate / (1 + np.exp(-gate)) * layer.up(normed))
+    logits = rms_norm(x, weights.final_norm, epsilon) @ weights.unembedding
+    return Pass(logits, inputs, traces)

@@ -1,0 +1,131 @@
+"""Sequences driven through the paged cache in ragged chunks, for comparison with an oracle.
+
+The pool starts poisoned with NaN (and so does what a policy keeps per page), the pages of a row
+are scattered over it, and a row has no more of them than it is said to need: a read of anything
+that was not written, or a write beyond the need, shows in the outputs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dms_jax.cache import Cache
+from dms_jax.model.caching import init_cache
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import Policy
+
+
+@dataclasses.dataclass
+class Part:
+    """One call: counts[b] tokens of each sequence, padded to `width`."""
+
+    counts: np.ndarray
+    width: int
+    prompt: bool
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came back for the real tokens of each sequence, in order.
+
+    `logits[b]` is [T_b, V]; `live[b]` and `reads[b]` are [T_b], totals over all rows.
+    """
+
+    logits: list[np.ndarray]
+    live: list[np.ndarray]
+    reads: list[np.ndarray]
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def forward(
+    model: Transformer, tokens, counts, cache: Cache, policy: Policy, prompt: bool
+) -> tuple[jax.Array, Cache, jax.Array, jax.Array]:
+    passed = model.cached(tokens, counts, cache, policy, prompt=prompt)
+    return model.unembed(passed.hidden), passed.cache, passed.live, passed.reads
+
+
+def poisoned_cache(
+    model: Transformer,
+    policy: Policy,
+    slots: np.ndarray,
+    *,
+    page_size: int,
+    table_width: int,
+    seed: int = 0,
+) -> Cache:
+    """An empty cache whose rows own scattered pages for `slots` [L, B, K] slots each."""
+    rows = slots.shape
+    num_pages = int(np.prod(rows)) * table_width
+    cache = init_cache(
+        model.config,
+        policy,
+        num_sequences=rows[1],
+        num_pages=num_pages,
+        page_size=page_size,
+        table_width=table_width,
+        dtype=model.embedding[...].dtype,
+    )
+    table = np.random.default_rng(seed).permutation(num_pages).reshape(*rows, table_width)
+    owned = np.arange(table_width) < -(-slots // page_size)[..., None]
+    return dataclasses.replace(
+        cache,
+        page_table=jnp.asarray(np.where(owned, table, num_pages), jnp.int32),
+        k_pages=cache.k_pages * jnp.nan,
+        v_pages=cache.v_pages * jnp.nan,
+        page_state=jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), cache.page_state),
+    )
+
+
+def ragged_parts(
+    seed: int, lengths, prompts, *, width: int, answers_width: int = 1
+) -> Iterator[Part]:
+    """Prompts in chunks of uneven counts (none at times), then answers likewise."""
+    random = np.random.default_rng(seed)
+    done = np.zeros(len(lengths), int)
+    for end, step, prompt in ((prompts, width, True), (lengths, answers_width, False)):
+        end = np.asarray(end)
+        while (done < end).any():
+            counts = np.minimum(random.integers(0, step + 1, size=len(end)), end - done)
+            if counts.any():
+                yield Part(counts.astype(np.int32), step, prompt)
+                done += counts
+
+
+def drive(
+    model: Transformer, policy: Policy, tokens: list[np.ndarray], cache: Cache, parts, after=None
+) -> Outcome:
+    """Runs the parts; `after(done, cache)` is called when `done[b]` tokens are in."""
+    done = np.zeros(len(tokens), int)
+    gathered: list[list[tuple]] = [[] for _ in tokens]
+    random = np.random.default_rng(1)
+    for part in parts:
+        # Padding is any token.
+        chunk = random.integers(0, model.config.vocab_size, size=(len(tokens), part.width))
+        for row, count in enumerate(part.counts):
+            chunk[row, :count] = tokens[row][done[row] : done[row] + count]
+        logits, cache, live, reads = forward(
+            model, chunk.astype(np.int32), part.counts, cache, policy, part.prompt
+        )
+        logits, live, reads = np.asarray(logits), np.asarray(live), np.asarray(reads)
+        for row, count in enumerate(part.counts):
+            gathered[row].append((logits[row, :count], live[row, :count], reads[row, :count]))
+            assert not live[row, count:].any()
+            assert not reads[row, count:].any()
+        done += part.counts
+        if after is not None:
+            after(done, cache)
+    joined = [[np.concatenate(field) for field in zip(*row, strict=True)] for row in gathered]
+    return Outcome(*map(list, zip(*joined, strict=True)))
+
+
+def stored_keys(cache: Cache, layer: int, sequence: int, head: int) -> np.ndarray:
+    """[length, D]: the keys in the slots of a row."""
+    length = int(cache.lengths[layer, sequence, head])
+    table = np.asarray(cache.page_table[layer, sequence, head])
+    slots = np.arange(length)
+    pages = table[slots // cache.page_size]
+    return np.asarray(cache.k_pages)[pages, slots % cache.page_size]

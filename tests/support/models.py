@@ -1,0 +1,115 @@
+"""Tiny random models in float64, and their weights for the NumPy oracle."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dms_jax.config import ModelConfig, Rope
+from dms_jax.model.transformer import Transformer
+from tests.oracles import transformer as oracle
+
+VOCABULARY = 31
+
+
+def tiny_config(
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    num_layers: int = 2,
+    qk_norm: bool = True,
+    biases: bool = False,
+    tied: bool = True,
+    **fields: Any,
+) -> ModelConfig:
+    """A model of 8 dims a head; every switch can be turned."""
+    return ModelConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        max_position_embeddings=512,
+        rope=Rope(theta=100.0),
+        qkv_bias=biases,
+        output_bias=biases,
+        mlp_bias=biases,
+        qk_norm=qk_norm,
+        tie_embeddings=tied,
+        model_type="qwen3" if qk_norm else "llama",
+        **fields,
+    )
+
+
+def random_model(
+    config: ModelConfig, *, adapter: bool = False, seed: int = 0, dtype: Any = jnp.float64
+) -> Transformer:
+    """Weights large enough that attention is uneven and decisions fall both ways."""
+    model = Transformer(config, adapter=adapter, dtype=dtype, rngs=nnx.Rngs(0))
+    random = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path)
+        values = random.normal(size=leaf.shape)
+        if "norm" in name:
+            values = 1 + 0.2 * values
+        elif "bias" in name:
+            values = 0.3 * values
+        elif "kernel" in name:
+            inputs = leaf.shape[1:3] if "o_proj" in name else leaf.shape[1:2]
+            values = 1.5 * values / np.sqrt(np.prod(inputs))
+        elif "lm_head" in name:
+            values = values / np.sqrt(leaf.shape[0])
+        return jnp.asarray(values, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, model)
+
+
+def random_tokens(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, size=shape).astype(np.int32)
+
+
+def oracle_weights(model: Transformer) -> oracle.Weights:
+    """The same numbers, unstacked, for the NumPy transformer."""
+
+    def read(param) -> np.ndarray | None:
+        return None if param is None else np.asarray(param[...], np.float64)
+
+    def linear(module, layer):
+        kernel, bias = read(module.kernel), read(module.bias)
+        return oracle.Linear(kernel[layer], None if bias is None else bias[layer])
+
+    def norm(module, layer):
+        return None if module is None else read(module.scale)[layer]
+
+    layers = model.layers
+    attention, mlp, adapter = layers.attention, layers.mlp, layers.adapter
+    return oracle.Weights(
+        embedding=read(model.embedding),
+        layers=[
+            oracle.Layer(
+                attention_norm=norm(layers.attention_norm, layer),
+                q=linear(attention.q_proj, layer),
+                k=linear(attention.k_proj, layer),
+                v=linear(attention.v_proj, layer),
+                o=linear(attention.o_proj, layer),
+                q_norm=norm(attention.q_norm, layer),
+                k_norm=norm(attention.k_norm, layer),
+                mlp_norm=norm(layers.mlp_norm, layer),
+                gate=linear(mlp.gate_proj, layer),
+                up=linear(mlp.up_proj, layer),
+                down=linear(mlp.down_proj, layer),
+                adapter_norm=None if adapter is None else norm(adapter.norm, layer),
+                adapter=None if adapter is None else linear(adapter.proj, layer),
+            )
+            for layer in range(model.config.num_layers)
+        ],
+        final_norm=read(model.final_norm.scale),
+        unembedding=read(model.embedding).T if model.lm_head is None else read(model.lm_head),
+        epsilon=model.config.rms_norm_eps,
+        theta=model.config.rope.theta,
+    )
