@@ -45,7 +45,19 @@ CONTRACT = (
 )
 
 # Llama-3.1-8B's heads, one sequence: the shapes of the speed bars.
-SPEED = (
+BARS = (
     TrainingCase("llama_8k", 1, 8192, 32, 8, 128, 512),
     TrainingCase("llama_32k", 1, 32768, 32, 8, 128, 512),
+)
+
+# What else is timed: packed documents, other head dims and groups, many short sequences.
+SPEED = (
+    *BARS,
+    TrainingCase("packed_8k", 1, 8192, 32, 8, 128, 512, segments=2048),
+    TrainingCase("short_batch", 8, 1024, 32, 8, 128, 256),
+    TrainingCase("odd_group_8k", 1, 8192, 28, 4, 128, 512),
+    TrainingCase("one_group_8k", 1, 8192, 16, 16, 128, 512),
+    TrainingCase("dim_64_8k", 1, 8192, 32, 8, 64, 512),
+    TrainingCase("dim_96_8k", 1, 8192, 32, 8, 96, 512),
+    TrainingCase("dim_256_8k", 1, 8192, 16, 4, 256, 512),
 )

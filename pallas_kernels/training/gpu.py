@@ -40,10 +40,10 @@ def _pad(x: jax.Array | None, axis: int, multiple_or_size: int, **mode) -> jax.A
 
 
 def _prepare(q, k, v, bias, segments, window, scale, interpret):
-    """Return the problem and its padded operands, with the bias finite and in base 2."""
+    """Return the problem and its padded operands, with the bias finite and in raw score units."""
     dim = next(size for size in HEAD_DIMS if size >= q.shape[3])
     q, k, v = (_pad(_pad(x, 3, dim), 1, tiles.TILE) for x in (q, k, v))
-    bias2 = jnp.maximum(bias.astype(jnp.float32), tiles.HIDDEN) * tiles.LOG2E
+    raw_bias = jnp.maximum(bias.astype(jnp.float32), tiles.HIDDEN) / scale
     if segments is not None:
         segments = _pad(segments.astype(jnp.int32), 1, tiles.TILE, mode="edge")
     batch, length, heads, _ = q.shape
@@ -59,7 +59,7 @@ def _prepare(q, k, v, bias, segments, window, scale, interpret):
         segments is not None,
         interpret,
     )
-    return problem, (q, k, v, _pad(bias2, 2, tiles.TILE), segments)
+    return problem, (q, k, v, _pad(raw_bias, 2, tiles.TILE), segments)
 
 
 def forward(q, k, v, bias, segments, *, window: int, scale: float, interpret: bool = False):
@@ -88,8 +88,9 @@ def backward(
     delta = jnp.einsum(
         "bthd,bthd->bht", output, output_gradient, preferred_element_type=jnp.float32
     )
+    minus_lse = lse2 * (-1 / (tiles.LOG2E * scale))
     gradient = _pad(_pad(output_gradient.astype(q.dtype), 3, problem.D), 1, tiles.TILE)
-    residuals = (gradient, _pad(lse2, 2, tiles.TILE), _pad(delta, 2, tiles.TILE))
+    residuals = (gradient, _pad(minus_lse, 2, tiles.TILE), _pad(-delta, 2, tiles.TILE))
     dk, dv, dbias = key_gradients(problem, *operands, *residuals)
     dq = query_gradient(problem, *operands, *residuals)
     length, dim = q.shape[1], q.shape[3]

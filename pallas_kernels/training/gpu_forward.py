@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
-from pallas_kernels.training.gpu_tiles import COMPUTE, HIDDEN, LOG2E, ROWS, Problem
+from pallas_kernels.training.gpu_tiles import COMPUTE, HIDDEN, LOG2E, LOWEST, ROWS, Problem
 
 
 def blocks(problem: Problem) -> tuple[int, int]:
@@ -25,7 +25,7 @@ def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    bias2: jax.Array,
+    raw_bias: jax.Array,
     segments: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the output [B, T, H, D] and the base-2 log-sum-exp [B, H, T].
@@ -35,7 +35,7 @@ def forward(
       q: queries [B, T, H, D].
       k: keys [B, T, K, D].
       v: values [B, T, K, D].
-      bias2: finite key bias [B, K, T] in base 2, float32.
+      raw_bias: finite key bias [B, K, T] in base 2, float32.
       segments: int32 [B, T], given iff the problem is packed.
     """
     block, stages = blocks(problem)
@@ -56,7 +56,7 @@ def forward(
         "v_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
         "turn": plgpu.Barrier(num_arrivals=COMPUTE),
     }
-    operands = [q, k, v, bias2]
+    operands = [q, k, v, raw_bias]
     if problem.packed:
         scratch["query_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
         scratch["key_segments"] = plgpu.SMEM((stages, block), jnp.int32)
@@ -153,36 +153,32 @@ def _program(
             accumulator, maximum, total = carry
             slot = slot_of(tile)
 
-            def multiply_keys(scores):
-                plgpu.wgmma(scores, q_tile, k_tiles.at[slot].transpose((1, 0)))
-                take_turn()
-                return scores[...]
+            if bias == "select" or causal:
+                distance = tiles.distances(shape, row0, tile * block)
+            start = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+            if bias is not None:
+                start = tiles.columns_of(tiles.load_columns(bias_tiles.at[slot]), shape)
+                if bias == "select":
+                    start = jnp.where(distance > problem.window, start, 0.0)
 
-            scores = pl.run_scoped(multiply_keys, plgpu.ACC(shape, jnp.float32))
-            same = None
+            def multiply_keys(refs, read):
+                plgpu.wgmma(refs[0], q_tile, k_tiles.at[slot].transpose((1, 0)))
+                take_turn()
+                return read(0, 0)
+
+            scores = tiles.accumulate((start,), multiply_keys, shape, interpret=problem.interpret)
             if problem.packed:
                 keys = tiles.load_columns(key_segments.at[slot])
                 same = tiles.rows_of(own_segments, shape) == tiles.columns_of(keys, shape)
-            scale, distance = multiplier, None
-            if bias is not None:
-                # Read only now: 32 registers fewer live during the product.
-                added = tiles.columns_of(tiles.load_columns(bias_tiles.at[slot]), shape)
-                scores, scale = scores * multiplier, 1.0
-            if bias == "select" or causal:
-                distance = tiles.distances(shape, row0, tile * block)
-            if bias == "all":
-                scores = scores + added
-            elif bias == "select":
-                scores = scores + jnp.where(distance > problem.window, added, 0.0)
             plgpu.barrier_arrive(k_consumed.at[slot])
             if causal:
                 scores = jnp.where(distance >= 0, scores, HIDDEN)
             if problem.packed:
                 scores = jnp.where(same, scores, HIDDEN)
 
-            new_maximum = jnp.maximum(maximum, scores.max(axis=1) * scale)
+            new_maximum = jnp.maximum(maximum, scores.max(axis=1) * multiplier)
             shrink = jnp.exp2(maximum - new_maximum)
-            weights = jnp.exp2(scores * scale - tiles.rows_of(new_maximum, shape))
+            weights = jnp.exp2(scores * multiplier - tiles.rows_of(new_maximum, shape))
             accumulator = accumulator * tiles.rows_of(shrink, accumulator.shape)
             total = total * shrink
             operand = weights.astype(problem.dtype)
@@ -225,7 +221,7 @@ def _program(
         accumulator, maximum, total = tiles.zone_loops(
             body,
             (first, *zones),
-            (zeros, tiles.row_vector(HIDDEN), tiles.row_vector(0.0)),
+            (zeros, tiles.row_vector(LOWEST), tiles.row_vector(0.0)),
             diagonal_bias=problem.window < problem.rows + block - 2,
         )
         pl.when(warpgroup == 0)(take_turn)

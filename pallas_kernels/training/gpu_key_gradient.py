@@ -36,11 +36,11 @@ def key_gradients(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    bias2: jax.Array,
+    raw_bias: jax.Array,
     segments: jax.Array | None,
     output_gradient: jax.Array,
-    lse2: jax.Array,
-    delta: jax.Array,
+    minus_lse: jax.Array,
+    minus_delta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute dk, dv [B, T, K, D] and dbias [B, K, T]; arguments as for `query_gradient`."""
     keys = _keys(problem)
@@ -58,7 +58,7 @@ def key_gradients(
         "q_ready": plgpu.Barrier(num_barriers=STAGES, num_arrivals=4 + problem.packed),
         "q_consumed": plgpu.Barrier(num_barriers=STAGES, num_arrivals=COMPUTE),
     }
-    operands = [q, k, v, bias2, output_gradient, lse2, delta]
+    operands = [q, k, v, raw_bias, output_gradient, minus_lse, minus_delta]
     if _split_columns(problem):
         scratch["done"] = plgpu.Barrier(num_arrivals=COMPUTE)
     if problem.packed:
@@ -76,11 +76,12 @@ def key_gradients(
     out_type = (
         jax.ShapeDtypeStruct(k.shape, k.dtype),
         jax.ShapeDtypeStruct(v.shape, v.dtype),
-        jax.ShapeDtypeStruct(bias2.shape, jnp.float32),
+        jax.ShapeDtypeStruct(raw_bias.shape, jnp.float32),
     )
-    run = tiles.build_kernel(
-        problem, kernel, out_type, scratch, problem.K, "keys", problem.T // keys, "retrofit_dkv"
-    )
+    # The first keys have the most queries: all heads' first keys start first, so that no long
+    # program is left for the end.
+    grid = {"keys": problem.T // keys, "heads": problem.K}
+    run = tiles.build_kernel(problem, kernel, out_type, scratch, grid, "retrofit_dkv")
     return run(*operands)
 
 
@@ -174,7 +175,8 @@ def _program(
         plgpu.barrier_wait(barrier)
 
     def compute():
-        part = 0 if split else warpgroup
+        # Always 0 where both warpgroups share the tile; a traced number, as run_state asks for.
+        part = lax.div(warpgroup, jnp.int32(COMPUTE)) if split else warpgroup
         row0 = k0 if split else k0 + warpgroup * ROWS
         width = problem.D // COMPUTE if split else problem.D
         k_tile, v_tile = k_tiles.at[part], v_tiles.at[part]
@@ -199,19 +201,19 @@ def _program(
                     # Rows are keys here, so this is key - query.
                     distance = tiles.distances(shape, row0, tile * BLOCK)
 
-                def score_gradient(scores_ref, dp_ref):
+                added = tiles.rows_of(bias, shape)
+                if bias_zone == "select":
+                    added = jnp.where(distance < -problem.window, added, 0.0)
+                start = tiles.columns_of(tiles.load_columns(column_values.at[slot, 0]), shape)
+                if bias_zone is not None:
+                    start = start + added
+                minus_delta = tiles.columns_of(tiles.load_columns(column_values.at[slot, 1]), shape)
+
+                def score_gradient(refs, read):
+                    scores_ref, dp_ref = refs
                     plgpu.wgmma(scores_ref, k_tile, q_tile.transpose((1, 0)))
                     plgpu.wgmma(dp_ref, v_tile, do_tile.transpose((1, 0)))
-                    lse = tiles.columns_of(tiles.load_columns(column_values.at[slot, 0]), shape)
-                    delta = tiles.columns_of(tiles.load_columns(column_values.at[slot, 1]), shape)
-                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                    scores = scores * (problem.scale * LOG2E)
-                    if bias_zone is not None:
-                        added = tiles.rows_of(bias, shape)
-                        if bias_zone == "select":
-                            added = jnp.where(distance < -problem.window, added, 0.0)
-                        scores = scores + added
-                    weights = jnp.exp2(scores - lse)
+                    weights = jnp.exp2(read(0, 1) * (problem.scale * LOG2E))
                     if causal:
                         weights = jnp.where(distance <= 0, weights, 0.0)
                     if problem.packed:
@@ -220,11 +222,11 @@ def _program(
                         weights = jnp.where(same, weights, 0.0)
                     operand = weights.astype(problem.dtype)
                     tiles.multiply_registers(dv, operand, columns(do_tile), staged)
-                    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
-                    return weights * (dp - delta)
+                    return weights * read(1, 1)
 
-                accumulator = plgpu.ACC(shape, jnp.float32)
-                ds = pl.run_scoped(score_gradient, accumulator, accumulator)
+                ds = tiles.accumulate(
+                    (start, minus_delta), score_gradient, shape, interpret=problem.interpret
+                )
                 tiles.multiply_registers(dk, ds.astype(problem.dtype), columns(q_tile), staged)
                 if bias_zone == "all":
                     dbias = dbias + ds.sum(axis=1)

@@ -25,11 +25,11 @@ def query_gradient(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    bias2: jax.Array,
+    raw_bias: jax.Array,
     segments: jax.Array | None,
     output_gradient: jax.Array,
-    lse2: jax.Array,
-    delta: jax.Array,
+    minus_lse: jax.Array,
+    minus_delta: jax.Array,
 ) -> jax.Array:
     """Compute dq [B, T, H, D]; lse2 and delta are [B, H, T], the rest as in the forward."""
     block, stages = blocks(problem)
@@ -46,7 +46,7 @@ def query_gradient(
         "kv_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=3 + problem.packed),
         "kv_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
     }
-    operands = [q, k, v, bias2, output_gradient, lse2, delta]
+    operands = [q, k, v, raw_bias, output_gradient, minus_lse, minus_delta]
     if problem.packed:
         scratch["query_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
         scratch["key_segments"] = plgpu.SMEM((stages, block), jnp.int32)
@@ -126,7 +126,7 @@ def _program(
         for slot in range(stages):
             plgpu.barrier_arrive(kv_consumed.at[slot])
         plgpu.barrier_wait(ready)
-        lse, delta = tiles.load_rows(values.at[0]), tiles.load_rows(values.at[1])
+        minus_lse, minus_delta = tiles.load_rows(values.at[0]), tiles.load_rows(values.at[1])
         own_segments = tiles.load_rows(query_segments.at[warpgroup]) if problem.packed else None
 
         def walk(dq):
@@ -135,33 +135,34 @@ def _program(
                 k_tile, v_tile = k_tiles.at[slot], v_tiles.at[slot]
                 plgpu.barrier_wait(kv_ready.at[slot])
 
-                def score_gradient(scores_ref, dp_ref):
+                start = tiles.rows_of(minus_lse, shape)
+                if bias == "select" or causal:
+                    distance = tiles.distances(shape, row0, tile * block)
+                if bias is not None:
+                    added = tiles.columns_of(tiles.load_columns(bias_tiles.at[slot]), shape)
+                    if bias == "select":
+                        added = jnp.where(distance > problem.window, added, 0.0)
+                    start = start + added
+
+                def score_gradient(refs, read):
+                    scores_ref, dp_ref = refs
                     plgpu.wgmma(scores_ref, q_tile, k_tile.transpose((1, 0)))
                     plgpu.wgmma(dp_ref, do_tile, v_tile.transpose((1, 0)))
-                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                    scores = scores * (problem.scale * LOG2E)
-                    visible = None
-                    if bias == "select" or causal:
-                        distance = tiles.distances(shape, row0, tile * block)
-                    if bias is not None:
-                        added = tiles.columns_of(tiles.load_columns(bias_tiles.at[slot]), shape)
-                        if bias == "select":
-                            added = jnp.where(distance > problem.window, added, 0.0)
-                        scores = scores + added
-                    weights = jnp.exp2(scores - tiles.rows_of(lse, shape))
+                    weights = jnp.exp2(read(0, 1) * (problem.scale * LOG2E))
                     if causal:
-                        visible = distance >= 0
+                        weights = jnp.where(distance >= 0, weights, 0.0)
                     if problem.packed:
                         keys = tiles.load_columns(key_segments.at[slot])
                         same = tiles.rows_of(own_segments, shape) == tiles.columns_of(keys, shape)
-                        visible = same if visible is None else visible & same
-                    if visible is not None:
-                        weights = jnp.where(visible, weights, 0.0)
-                    dp = plgpu.wgmma_accumulator_load(dp_ref)
-                    return weights * (dp - tiles.rows_of(delta, shape))
+                        weights = jnp.where(same, weights, 0.0)
+                    return weights * read(1, 0)
 
-                accumulator = plgpu.ACC(shape, jnp.float32)
-                ds = pl.run_scoped(score_gradient, accumulator, accumulator)
+                ds = tiles.accumulate(
+                    (start, tiles.rows_of(minus_delta, shape)),
+                    score_gradient,
+                    shape,
+                    interpret=problem.interpret,
+                )
                 staged = None if staging is None else staging.at[warpgroup]
                 tiles.multiply_registers(dq, ds.astype(problem.dtype), k_tile, staged)
                 plgpu.wgmma_wait(0)

@@ -24,9 +24,11 @@ ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
 TILE = 128  # sequences are padded to a multiple of this
 COMPUTE = 2  # computing warpgroups of a program
 LOG2E = math.log2(math.e)
-# Finite, so that a row whose every key in a tile is masked makes no NaN: what it then adds is
-# scaled by exp2(HIDDEN - max) = 0 as soon as the row meets a key that it sees.
+# A score that is not seen, and the running maximum before any is. Both are finite, and the first
+# is so far below the second that exp2(hidden - maximum) = 0 however the two are rounded: a tile in
+# which a row sees nothing adds nothing to it.
 HIDDEN = -1e30
+LOWEST = -1e20
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,36 @@ def load_columns(ref):
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
 
 
+def accumulate(initials, body, result_shape, *, interpret: bool):
+    """Run `body(refs, read)` on accumulators that start from `initials`; return what it returns.
+
+    Starting a product from the terms that are added to it costs nothing (the registers are written
+    anyway) and frees the registers of those terms. `read(index, wait)` gives an accumulator once at
+    most `wait` products are in flight. The interpreter starts from zero: there it adds afterwards.
+    """
+    shapes = [plgpu.ACC(x.shape, jnp.float32) for x in initials]
+    if interpret:
+
+        def run_from_zero(*refs):
+            return body(
+                refs,
+                lambda index, wait: (
+                    plgpu.wgmma_accumulator_load(refs[index], wait_n=wait) + initials[index]
+                ),
+            )
+
+        return pl.run_scoped(run_from_zero, *shapes)
+
+    def run(state):
+        *refs, result = state
+        result[...] = body(
+            refs, lambda index, wait: plgpu.wgmma_accumulator_load(refs[index], wait_n=wait)
+        )
+
+    result = plgpu.layout_cast(jnp.zeros(result_shape, jnp.float32), plgpu.Layout.WGMMA)
+    return pl.run_state(run)((*map(plgpu.ACC.init, initials), result))[-1]
+
+
 def multiply_registers(accumulator, a, b, staging) -> None:
     """Issue accumulator += a @ b for a tile `a` in registers.
 
@@ -185,18 +217,19 @@ def head_and_query(problem: Problem, warpgroup):
 def query_kernel(problem: Problem, body, out_type, scratch_types, name: str):
     """Build a kernel with one program for every `rows` queries and `heads_per_program` heads."""
     heads, queries = problem.H // problem.heads_per_program, problem.T // problem.rows
-    return build_kernel(problem, body, out_type, scratch_types, heads, "queries", queries, name)
+    grid = {"heads": heads, "queries": queries}
+    return build_kernel(problem, body, out_type, scratch_types, grid, name)
 
 
-def build_kernel(problem: Problem, body, out_type, scratch_types, heads, axis, programs, name):
-    """Build a kernel over the grid (batch, heads, programs) with three warpgroups."""
+def build_kernel(problem: Problem, body, out_type, scratch_types, grid: dict[str, int], name: str):
+    """Build a kernel over (batch, *grid), the last axis fastest, with three warpgroups."""
     interpret = plgpu.InterpretGPUParams(detect_races=True) if problem.interpret else None
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch_types,
-        grid=(problem.B, heads, programs),
-        grid_names=("batch", "heads", axis),
+        grid=(problem.B, *grid.values()),
+        grid_names=("batch", *grid),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
