@@ -81,7 +81,7 @@ def family_of(config: Mapping[str, Any]) -> str:
     for name in names or []:
         if name not in ARCHITECTURES:
             raise ConfigError(f"architecture {show(name)} is not served; served: {SERVED}")
-    if model_type is None:
+    if model_type is None and names:
         model_type = ARCHITECTURES[names[0]]
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"model_type {show(model_type)} is not served; served: {SERVED}")

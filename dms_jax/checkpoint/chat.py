@@ -38,7 +38,7 @@ def _compile(template: str):
     class Generation(jinja2.ext.Extension):
         """`{% generation %}` marks the assistant's words for training; it prints its body."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser):
             line = next(parser.stream).lineno

@@ -201,7 +201,8 @@ def _read_parameter(
     # Replicas ask for the same part: read it once.
     parts: dict[tuple, np.ndarray] = {}
 
-    def cached(index: tuple[slice, ...]) -> np.ndarray:
+    def cached(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = (slice(None),) * len(shape) if index is None else index
         key = tuple(cut.indices(size) for cut, size in zip(index, shape, strict=True))
         if key not in parts:
             parts[key] = part(index)

@@ -10,10 +10,11 @@ says which dimensions of the parameter each dimension of the tensor is made of:
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
-Path = tuple[str, ...]
+Path = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)

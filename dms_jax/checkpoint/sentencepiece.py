@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
@@ -102,7 +103,7 @@ def build(model: SentencePieceModel) -> tokenizers.Tokenizer:
     return backend
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """Yield (number, value) of each field on the wire; varints as int, the rest as bytes."""
     position = 0
     while position < len(message):
@@ -138,8 +139,8 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
 
 def _parse(data: bytes) -> SentencePieceModel:
     pieces, scores, types = [], [], []
-    trainer: dict[int, int | bytes] = {}
-    normalizer: dict[int, int | bytes] = {}
+    trainer: dict[int, Any] = {}
+    normalizer: dict[int, Any] = {}
     for number, value in _fields(data):
         if number == 1:
             piece = dict(_fields(value))

@@ -8,8 +8,8 @@ sequence begins with one; the chat template is in the former or in `chat_templat
 
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsInt
 
 import tokenizers
 from tokenizers import (
@@ -125,7 +125,7 @@ class Tokenizer:
             raise DataError(f"a text to encode must be a string, got {type(text).__name__}")
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[SupportsInt], skip_special_tokens: bool = True) -> str:
         """Text of `ids`."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 

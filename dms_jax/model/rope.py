@@ -73,17 +73,27 @@ def apply_rope(
 
 
 def _llama3(frequencies: np.ndarray, rope: Rope) -> np.ndarray:
-    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    original, low, high = (
+        rope.original_max_position_embeddings,
+        rope.low_freq_factor,
+        rope.high_freq_factor,
+    )
+    assert original is not None  # Rope sees to it
+    assert low is not None
+    assert high is not None
+    turns = original * frequencies / (2 * math.pi)
     # 0 where a plane makes fewer turns than low_freq_factor over the original context, 1 where
     # it makes more than high_freq_factor.
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = np.clip(keep, 0.0, 1.0)
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return (1 - keep) * frequencies / rope.factor + keep * frequencies
 
 
 def _yarn(frequencies: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
+    original = rope.original_max_position_embeddings
+    assert original is not None  # Rope sees to it
+
     def plane_making(turns: float) -> float:
-        wavelength = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        wavelength = original / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
     low, high = plane_making(rope.beta_fast), plane_making(rope.beta_slow)

@@ -1,0 +1,85 @@
+"""The shipped model and text: what the model is known to say, and what the text promises."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax import assets
+from dms_jax.checkpoint import load
+from dms_jax.errors import DataError
+from dms_jax.policies import Vanilla
+
+# Greedy text of stories260K as its card gives it.
+OPENING = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    "One day, she saw a big, red ball. She wanted to play with it, but it was too high."
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(assets.path("stories260k"))
+
+
+@jax.jit
+def last_logits(transformer, tokens):
+    return transformer.unembed(transformer(tokens, Vanilla()).hidden)
+
+
+@jax.jit
+def losses(transformer, tokens):
+    logits = transformer.unembed(transformer(tokens[:, :-1], Vanilla()).hidden)
+    chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def test_greedy_text(model):
+    length = 80
+    tokens = np.zeros((1, length), np.int32)
+    tokens[0, 0] = model.tokenizer.bos_token_id
+    for position in range(1, length):
+        logits = last_logits(model.transformer, tokens)
+        tokens[0, position] = int(jnp.argmax(logits[0, position - 1]))
+    assert model.tokenizer.decode(tokens[0]).startswith(OPENING)
+
+
+def test_loss_over_sixty_stories(model):
+    total = count = 0.0
+    rows = [model.tokenizer.encode(story)[:512] for story in assets.stories("valid")[:60]]
+    rows.sort(key=len)
+    for start in range(0, 60, 20):
+        batch = rows[start : start + 20]
+        padded = np.zeros((20, 512), np.int32)
+        for row, ids in zip(padded, batch, strict=True):
+            row[: len(ids)] = ids
+        real = np.arange(1, 512) < np.array([len(ids) for ids in batch])[:, None]
+        total += float(np.asarray(losses(model.transformer, padded))[real].sum())
+        count += real.sum()
+    assert total / count == pytest.approx(1.2662, abs=1e-3)
+
+
+def test_the_text_is_enough_and_in_two_disjoint_parts(model):
+    train, valid = assets.stories("train"), assets.stories("valid")
+    assert sum(len(model.tokenizer.encode(story)) for story in valid) >= 103_000
+    assert sum(len(story) for story in train) > 950_000
+
+    def plain(stories):
+        return [" ".join(story.split()).lower() for story in stories]
+
+    assert len(set(plain(train))) == len(train)
+    assert len(set(plain(valid))) == len(valid)
+    assert not set(plain(train)) & set(plain(valid))
+
+
+def test_every_asset_carries_its_licence():
+    for name in ("stories260k", "tinystories"):
+        assert (assets.path(name) / "LICENSE").stat().st_size > 1000
+        assert "icence" in (assets.path(name) / "README.md").read_text()
+
+
+def test_an_asset_that_is_not_shipped():
+    with pytest.raises(DataError, match="shipped: stories260k, tinystories"):
+        assets.path("gpt5")
+    with pytest.raises(DataError, match="train and valid"):
+        assets.stories("test")

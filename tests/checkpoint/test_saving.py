@@ -1,0 +1,210 @@
+"""Saving: what is written comes back, and nothing is ever half-written."""
+
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from dms_jax import assets, sharding
+from dms_jax.checkpoint import load, save, saving
+from dms_jax.errors import CheckpointError, ConfigError
+from dms_jax.policies import DMS, TOVA, Vanilla
+from tests.checkpoint.support import GOLDEN, copy, tensors
+
+SOURCES = [f"families/{folder.name}" for folder in sorted((GOLDEN / "families").iterdir())]
+SOURCES += [f"dms/{folder.name}" for folder in sorted((GOLDEN / "dms").iterdir())]
+
+
+@pytest.fixture(scope="module")
+def stories():
+    return load(assets.path("stories260k"))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_there_and_back(source, tmp_path):
+    model = load(GOLDEN / source)
+    save(model, model.policy, tmp_path / "out")
+    written, read = tensors(tmp_path / "out"), tensors(copy(source, tmp_path / "source"))
+    assert written.keys() == read.keys()
+    for name, tensor in read.items():
+        assert written[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(written[name], tensor)
+    again = load(tmp_path / "out")
+    assert again.config == model.config
+    assert again.policy == model.policy
+    assert again.generation == model.generation
+
+
+def test_files_of_a_checkpoint(stories, tmp_path):
+    save(stories, stories.policy, tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    # The spelling that transformers 4 and 5 both read.
+    assert (config["rope_theta"], config["rope_scaling"]) == (10000.0, None)
+    assert (config["torch_dtype"], config["architectures"]) == ("float32", ["LlamaForCausalLM"])
+    assert "cache_policy" not in config
+    assert not any(name.startswith("dms_") for name in config)
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": [1, 2]}
+    with safe_open(tmp_path / "out" / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers asks for it
+    text = "Once upon a time"
+    assert load(tmp_path / "out").tokenizer.encode(text) == stories.tokenizer.encode(text)
+
+
+def test_shards_and_their_index(stories, tmp_path):
+    save(stories, stories.policy, tmp_path / "out", max_shard_bytes=300_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    names = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    assert names == [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
+    assert sorted(set(index["weight_map"].values())) == names
+    assert index["metadata"]["total_size"] == 260_032 * 4
+    for name in names:
+        size = (tmp_path / "out" / name).stat().st_size
+        assert size < 310_000
+        with safe_open(tmp_path / "out" / name, "numpy") as file:
+            assert all(index["weight_map"][tensor] == name for tensor in file.keys())  # noqa: SIM118
+    expected = tensors(assets.path("stories260k"))
+    written = tensors(tmp_path / "out")
+    assert written.keys() == expected.keys() == index["weight_map"].keys()
+    assert all(np.array_equal(written[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [
+        (
+            DMS(window=16, shift=0),
+            {"dms_window_size": 16, "dms_separate_alpha": False, "dms_decision_shift": 0},
+        ),
+        (
+            DMS(window=8, per="layer", alpha_scale=10.0, alpha_offset=2.0, temperature=0.5),
+            {
+                "dms_window_size": 8,
+                "dms_separate_alpha": False,
+                "dms_alpha_per": "layer",
+                "dms_alpha_scale": 10.0,
+                "dms_initial_alpha_offset": 2.0,
+                "dms_tau": 0.5,
+            },
+        ),
+        (TOVA(budget=64), {"cache_policy": TOVA(budget=64).to_dict()}),
+    ],
+)
+def test_the_policy_travels(stories, tmp_path, policy, fields):
+    save(stories, policy, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert fields.items() <= config.items()
+    assert ("dms_decision_shift" in config) == ("dms_decision_shift" in fields)
+    assert load(tmp_path / "out").policy == policy
+
+
+def test_an_adapter_travels_whatever_the_policy(tmp_path):
+    model = load(GOLDEN / "dms" / "adapter")
+    save(model, Vanilla(), tmp_path / "out")
+    again = load(tmp_path / "out")
+    assert again.policy == Vanilla()
+    assert again.transformer.has_adapter
+
+
+def test_a_policy_without_its_adapter_is_refused(stories, tmp_path):
+    with pytest.raises(ConfigError, match="adapter, which this model does not have"):
+        save(stories, DMS(source="adapter"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_spread_model_is_saved_whole(tmp_path):
+    model = load(GOLDEN / "families" / "qwen3", mesh=sharding.make_mesh(4, 2))
+    save(model, model.policy, tmp_path / "out")
+    expected = tensors(copy("families/qwen3", tmp_path / "source"))
+    written = tensors(tmp_path / "out")
+    assert all(np.array_equal(written[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_is_replaced(stories, tmp_path):
+    save(stories, TOVA(budget=64), tmp_path / "out", max_shard_bytes=300_000)
+    save(stories, stories.policy, tmp_path / "out")
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    assert load(tmp_path / "out").policy == Vanilla()
+    assert not list((tmp_path / "out").glob("*.index.json"))
+
+
+def test_what_is_no_checkpoint_is_not_replaced(stories, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"holds more than a checkpoint \(thesis\.tex\)"):
+        save(stories, stories.policy, tmp_path)
+    with pytest.raises(CheckpointError, match="is a file"):
+        save(stories, stories.policy, tmp_path / "thesis.tex")
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_where_nothing_can_be_written(stories, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save(stories, stories.policy, tmp_path / "file" / "below")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("there_before", [False, True])
+@pytest.mark.parametrize("step", ["save_file", "_write_json", "_replace"])
+def test_interrupted_in_the_middle(stories, tmp_path, monkeypatch, error, there_before, step):
+    if there_before:
+        save(stories, TOVA(budget=64), tmp_path / "out")
+
+    def interrupt(*arguments, **options):
+        raise error("stop")
+
+    monkeypatch.setattr(saving, step, interrupt)
+    with pytest.raises(CheckpointError if error is OSError else error):
+        save(stories, stories.policy, tmp_path / "out")
+    left = [entry.name for entry in tmp_path.iterdir()]
+    assert left == (["out"] if there_before else [])
+    if there_before:
+        assert load(tmp_path / "out").policy == TOVA(budget=64)
+
+
+def test_the_old_checkpoint_comes_back_if_the_new_cannot_take_its_place(
+    stories, tmp_path, monkeypatch
+):
+    save(stories, TOVA(budget=64), tmp_path / "out")
+    rename = type(tmp_path).rename
+
+    def fail_on_the_new(self, target):
+        if self.name.startswith(".out.") and not self.name.endswith(".old"):
+            raise OSError("no space")
+        return rename(self, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", fail_on_the_new)
+    with pytest.raises(CheckpointError, match="no space"):
+        save(stories, stories.policy, tmp_path / "out")
+    monkeypatch.undo()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert load(tmp_path / "out").policy == TOVA(budget=64)
+
+
+def test_permissions_are_those_of_the_umask(stories, tmp_path):
+    before = os.umask(0o027)
+    try:
+        save(stories, stories.policy, tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o640}
+
+
+def test_bfloat16_stays(tmp_path):
+    model = load(GOLDEN / "families" / "llama31", dtype=jax.numpy.bfloat16)
+    save(model, model.policy, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    written = tensors(tmp_path / "out")
+    assert {tensor.dtype.name for tensor in written.values()} == {"bfloat16"}
