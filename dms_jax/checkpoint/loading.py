@@ -31,6 +31,8 @@ from dms_jax.policies import Vanilla
 MAX_CONFIG_BYTES = 2**20
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+# Repositories often hold the same weights again, in a folder or under this name.
+_NOT_HUB_FILES = ["*/*", "consolidated*"]
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
 
 
@@ -84,7 +86,12 @@ def _directory(path: str | pathlib.Path) -> pathlib.Path:
 
     name, _, revision = path.partition("@")
     try:
-        found = snapshot_download(name, revision=revision or None, allow_patterns=_HUB_FILES)
+        found = snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=_HUB_FILES,
+            ignore_patterns=_NOT_HUB_FILES,
+        )
     except Exception as error:  # network, authorisation and absence come as many classes
         raise CheckpointError(
             f"there is no directory {path!r} here, and it could not be fetched from the hub: "

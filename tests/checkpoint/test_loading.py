@@ -201,14 +201,14 @@ def test_a_quantized_tensor_is_refused(llama):
 def test_from_the_hub(llama, monkeypatch):
     asked = {}
 
-    def download(name, *, revision, allow_patterns):
+    def download(name, *, revision, allow_patterns, ignore_patterns):
         asked.update(name=name, revision=revision, patterns=allow_patterns)
         return str(llama)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert load("owner/name@v1.0").config.num_layers == 2
     assert (asked["name"], asked["revision"]) == ("owner/name", "v1.0")
-    assert not any("py" in pattern or "bin" in pattern for pattern in asked["patterns"])
+    assert not any(pattern.endswith((".py", ".bin", "*")) for pattern in asked["patterns"])
 
     def fail(name, **options):
         raise ConnectionError("no route")
