@@ -117,10 +117,12 @@ def _attend(
     head_axis: str | None,
 ) -> Attended:
     num_tokens = q.shape[1]
-    if num_tokens == 1:
-        attended = _step(policy, cache, q, chunk, cos, sin, scale=scale, head_axis=head_axis)
-    elif policy.parallel(prompt=prompt):
+    # A prompt that is read whole (Quest) stays so in chunks of one token.
+    in_one_pass = policy.parallel(prompt=prompt)
+    if in_one_pass and (num_tokens > 1 or not policy.parallel(prompt=False)):
         attended = _parallel(policy, cache, q, chunk, cos, sin, scale=scale)
+    elif num_tokens == 1:
+        attended = _step(policy, cache, q, chunk, cos, sin, scale=scale, head_axis=head_axis)
     else:
         attended = _token_by_token(
             policy, cache, q, chunk, cos, sin, scale=scale, head_axis=head_axis
@@ -204,9 +206,7 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
     else:
         out = result
     active = chunk.count > 0
-    reads = reading.lengths.sum(-1, dtype=jnp.int32)
-    if reading.overhead is not None:
-        reads = reads + reading.overhead
+    reads = reading.lengths.sum(-1, dtype=jnp.int32) if reading.reads is None else reading.reads
     out = jnp.where(active[:, None, None, None], out.reshape(batch, 1, num_heads, head_dim), 0)
     return Attended(
         out=out,

@@ -122,13 +122,13 @@ class Reading:
     """The rows a query attends to.
 
     `page_table` and `lengths` have one row per KV head ([B, K, M]; its G query heads share it) or
-    one per query head ([B, H, M]). `overhead` is what finding them read besides, in units of one
-    key-value entry of a KV head (Quest: one entry a page, its two bounds).
+    one per query head ([B, H, M]). `reads` counts the key-value entries that this costs, where it is
+    not the sum of the lengths (Quest: besides, one entry a page for its two bounds).
     """
 
     page_table: Int[Array, "B X M"]
     lengths: Int[Array, "B X"]
-    overhead: Int[Array, " B"] | None = None
+    reads: Int[Array, " B"] | None = None
 
 
 @struct.dataclass

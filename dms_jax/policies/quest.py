@@ -137,10 +137,13 @@ class Quest(Policy):
         chosen = jnp.where(
             has_last, (selected - 1) * page_size + partial[..., None], selected * page_size
         )
-        # With fewer live pages than selected ones the first `live` of them are the live ones.
-        lengths = jnp.where((live <= selected)[..., None], lengths[..., None], chosen)
+        # With fewer live pages than selected ones the first `live` of them are the live ones, and
+        # there is nothing to choose: the group reads its row once and no bounds.
+        all_live = live <= selected
+        reads = jnp.where(all_live, lengths, chosen.sum(-1) + live).sum(-1, dtype=jnp.int32)
+        lengths = jnp.where(all_live[..., None], lengths[..., None], chosen)
         return Reading(
             page_table=table.reshape(batch, -1, selected),
             lengths=lengths.reshape(batch, -1),
-            overhead=live.sum(-1).astype(jnp.int32),
+            reads=reads,
         )
