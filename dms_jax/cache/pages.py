@@ -78,29 +78,29 @@ class PageAllocator:
                 f"The pool has {self.free_pages} free pages of {self.page_size} tokens, too few "
                 f"for the next chunk. Give it more memory or run fewer or shorter sequences."
             )
-        target = np.maximum(self.pages_for(slots), self.reserved)
+        target = np.maximum(self.pages_for(slots), self.reserved).astype(np.int32)
         self._widen(int(target.max(initial=1)))
-        column = np.arange(self.table.shape[-1])
-        wanted = (column >= self.reserved[..., None]) & (column < target[..., None])
+        rows, columns = _cells(self.reserved, target)
+        table = self.table.reshape(-1, self.table.shape[-1])
         for shard, free in enumerate(self._free):
-            cells = wanted & (self._shard == shard)[..., None]
-            count = int(cells.sum())
+            own = self._shard.ravel()[rows] == shard
+            count = int(own.sum())
             if count:
-                self.table[cells] = free[len(free) - count :]
+                table[rows[own], columns[own]] = free[len(free) - count :]
                 self._free[shard] = free[: len(free) - count]
-        self.reserved = target.astype(np.int32)
+        self.reserved = target
 
     def trim(self, slots: Int[np.ndarray, "L B K"]) -> None:
         """Gives back the pages of each row beyond ceil(slots / P)."""
-        target = np.minimum(self.pages_for(slots), self.reserved)
-        column = np.arange(self.table.shape[-1])
-        surplus = (column >= target[..., None]) & (column < self.reserved[..., None])
+        target = np.minimum(self.pages_for(slots), self.reserved).astype(np.int32)
+        rows, columns = _cells(target, self.reserved)
+        table = self.table.reshape(-1, self.table.shape[-1])
         for shard, free in enumerate(self._free):
-            cells = surplus & (self._shard == shard)[..., None]
-            if cells.any():
-                self._free[shard] = np.concatenate([free, self.table[cells]])
-        self.table[surplus] = self.no_page
-        self.reserved = target.astype(np.int32)
+            own = self._shard.ravel()[rows] == shard
+            if own.any():
+                self._free[shard] = np.concatenate([free, table[rows[own], columns[own]]])
+        table[rows, columns] = self.no_page
+        self.reserved = target
 
     def release(self, sequences: Int[np.ndarray, " n"]) -> None:
         """Gives back every page of these sequences."""
@@ -120,3 +120,17 @@ class PageAllocator:
     def _widen(self, width: int) -> None:
         if width > self.table.shape[-1]:
             self.table = np.array(self.table_of_width(max(width, 2 * self.table.shape[-1])))
+
+
+def _cells(
+    start: Int[np.ndarray, "L B K"], end: Int[np.ndarray, "L B K"]
+) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    """The cells [start, end) of every row, as (flat row, column): work for what changes alone.
+
+    # start: [1, 0]  end: [3, 1]  Out: [0, 0, 1], [1, 2, 0]
+    """
+    counts = (end - start).ravel()
+    rows = np.flatnonzero(counts > 0)
+    counts = counts[rows]
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(rows, counts), np.repeat(start.ravel()[rows], counts) + within
