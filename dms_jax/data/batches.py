@@ -1,0 +1,162 @@
+"""Documents to batches: tokenise, shuffle, pack, batch. The iterator can be stopped and resumed.
+
+    batches(source, tokenizer, batch_size=4, length=512)
+      -> {"tokens": int32 [B, T], "loss_mask": bool [B, T], "segment_ids": int32 [B, T] or absent}
+
+A text is put between begin tokens of the tokenizer, or, where it has none, closed by its end token.
+A conversation is written through the tokenizer's chat template, which holds its special tokens
+already. Arrays of token ids are taken as they are.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from dms_jax.data.sources import Source, as_source
+from dms_jax.errors import ConfigError, DataError
+
+Packing = Literal["concatenate", "concatenate_whole", "first_fit"]
+Batch = dict[str, np.ndarray]
+
+_OPEN_SEQUENCES = 32
+
+
+class Batches:
+    """An iterator over batches whose place can be saved as JSON data and restored."""
+
+    def __init__(self, iterator: Any):
+        self._iterator = iterator
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the place as JSON data."""
+        return self._iterator.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a place that `get_state` of an iterator over the same data gave."""
+        self._iterator.set_state(state)
+
+
+def batches(
+    data: Any,
+    tokenizer: Any = None,
+    *,
+    batch_size: int,
+    length: int,
+    packing: Packing = "concatenate",
+    ignored_tokens: Sequence[int] = (),
+    vocab_size: int | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    repeat: bool = True,
+) -> Batches:
+    """Returns an iterator over batches.
+
+    Args:
+      data: a source, paths, texts, conversations or token ids (`as_source`).
+      tokenizer: of the model; may be None for token ids.
+      batch_size: B.
+      length: T.
+      packing: "concatenate" cuts the stream of documents every T tokens; "concatenate_whole"
+        does so but starts every sequence with a document; "first_fit" keeps documents apart by
+        segment ids.
+      ignored_tokens: positions of these ids are left out of the loss.
+      vocab_size: V, to check token ids against; None for no check.
+      shuffle: whether documents come in an order drawn from the seed, a new one each epoch.
+      seed: of the order.
+      repeat: whether to start over at the end; otherwise an incomplete batch is dropped.
+
+    Raises:
+      ConfigError: a size is not positive, or the packing unknown.
+      DataError: the data cannot be used; naming file and line where it comes from one.
+    """
+    import grain
+
+    from dms_jax.data import packing as packings
+
+    if batch_size < 1 or length < 1:
+        raise ConfigError(f"batch_size and length must be positive, got {batch_size}, {length}")
+    documents = _Tokens(as_source(data), tokenizer, vocab_size)
+    dataset = grain.MapDataset.source(documents).seed(seed % 2**32)
+    dataset = dataset.shuffle() if shuffle else dataset
+    dataset = dataset.repeat() if repeat else dataset
+    if packing == "first_fit":
+        packed = packings.first_fit(dataset, length=length, bins=_OPEN_SEQUENCES, seed=seed)
+    elif packing in ("concatenate", "concatenate_whole"):
+        packed = packings.Concatenate(
+            dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)),
+            length=length,
+            carry=packing == "concatenate",
+            patience=len(documents),
+        )
+    else:
+        raise ConfigError(
+            f"packing must be 'concatenate', 'concatenate_whole' or 'first_fit', got {packing!r}"
+        )
+    ignored = np.asarray(ignored_tokens, np.int32)
+
+    def finish(sequence: dict[str, np.ndarray]) -> Batch:
+        counts = sequence.pop("valid") & ~np.isin(sequence["tokens"], ignored)
+        return {**sequence, "loss_mask": counts}
+
+    return Batches(iter(packed.map(finish).batch(batch_size, drop_remainder=True)))
+
+
+class _Tokens:
+    """Documents as int32 arrays of token ids: what Grain reads from."""
+
+    def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
+        self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        document = self._source[index]
+        try:
+            tokens = encode_document(document, self._tokenizer)
+            if self._vocab_size is not None and tokens.size:
+                low, high = int(tokens.min()), int(tokens.max())
+                if low < 0 or high >= self._vocab_size:
+                    raise DataError(
+                        f"token ids must lie in 0 ... {self._vocab_size - 1}, got {low} ... {high}"
+                    )
+        except DataError as error:
+            raise DataError(f"{self._source.where(index)}: {error}") from error
+        return tokens
+
+
+def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
+    """Returns the token ids of one document, int32 [n].
+
+    Raises:
+      DataError: there is no tokenizer for a text, no chat template for a conversation, or the
+        document is neither of these nor token ids.
+    """
+    if isinstance(document, str):
+        if tokenizer is None:
+            raise DataError("the model has no tokenizer: give token ids in place of texts")
+        ids = tokenizer.encode(document, add_special_tokens=False)
+        if tokenizer.bos_token_id is not None:
+            ids = [tokenizer.bos_token_id, *ids]
+        elif tokenizer.eos_token_id is not None:
+            ids = [*ids, tokenizer.eos_token_id]
+        return np.asarray(ids, np.int32)
+    if isinstance(document, Sequence) and document and isinstance(document[0], dict):
+        if tokenizer is None:
+            raise DataError("the model has no tokenizer: give token ids in place of conversations")
+        text = tokenizer.apply_chat_template(document, add_generation_prompt=False)
+        return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    tokens = np.asarray(document)
+    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+        raise DataError(
+            f"expected a text, a list of messages or a list of token ids, got "
+            f"{type(document).__name__} of shape {tokens.shape} and type {tokens.dtype}"
+        )
+    return tokens.astype(np.int32)

@@ -1,0 +1,97 @@
+"""Documents of any length to sequences of exactly T tokens, in two ways, as Grain datasets.
+
+**Concatenate**, as the DMS papers' code does: documents follow one another and are cut every T
+tokens; attention crosses them, positions run on. With `carry=False` what is left of a document
+when its sequence is full is dropped, so that every sequence begins with a document.
+
+    # T=4, documents abcdef, gh   In: abcdef gh   Out: abcd, efgh    (carry)   abcd, gh..  (not)
+
+**First fit**, where attention must stay within documents: whole documents go into the first of a
+few open sequences that has room; segment ids (1, 2, ...; 0 is padding) tell them apart.
+
+    # T=4, documents abc, de, f   Out: abcf [1 1 1 2], de.. [1 1 0 0]
+
+This module needs Grain; import it where it is used.
+"""
+
+from typing import Any
+
+import grain
+import numpy as np
+
+from dms_jax.errors import DataError
+
+
+class Concatenate(grain.IterDataset):
+    """Token arrays of any length to arrays [T].
+
+    Args:
+      parent: documents, as int32 arrays.
+      length: T.
+      carry: whether the rest of a document goes into the next sequence.
+      patience: documents in a row without a token after which the data is given up as empty.
+    """
+
+    def __init__(self, parent: grain.IterDataset, *, length: int, carry: bool, patience: int):
+        super().__init__(parent)
+        self._options = (length, carry, patience)
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _ConcatenateIterator(iter(self._parent), *self._options)
+
+
+class _ConcatenateIterator(grain.DatasetIterator):
+    def __init__(self, parent: grain.DatasetIterator, length: int, carry: bool, patience: int):
+        super().__init__(parent)
+        self._length, self._carry, self._patience = length, carry, patience
+        self._rest = np.zeros(0, np.int32)
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        parts, total, empty = [self._rest], len(self._rest), 0
+        while total < self._length:
+            document = next(self._parent)
+            empty = 0 if len(document) else empty + 1
+            if empty > self._patience:
+                raise DataError("the documents hold no token to train on")
+            parts.append(document)
+            total += len(document)
+        tokens = np.concatenate(parts)
+        self._rest = tokens[self._length :] if self._carry else tokens[:0]
+        tokens = tokens[: self._length]
+        return {"tokens": tokens, "valid": np.ones(self._length, bool)}
+
+    def get_state(self) -> dict[str, Any]:
+        return {"parent": self._parent.get_state(), "rest": self._rest.tolist()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["parent"])
+        self._rest = np.asarray(state["rest"], np.int32)
+
+
+def first_fit(parent: grain.MapDataset, *, length: int, bins: int, seed: int) -> grain.IterDataset:
+    """Token arrays to `{"tokens", "segment_ids", "valid"}`, each [T]; longer documents are cut.
+
+    Args:
+      parent: documents, as int32 arrays.
+      length: T.
+      bins: sequences that are open at a time.
+      seed: of the order in which they are given out.
+    """
+    documents = parent.map(lambda tokens: {"tokens": tokens[:length]})
+    documents = documents.filter(lambda document: len(document["tokens"]) > 0)
+    packed = grain.experimental.FirstFitPackIterDataset(
+        documents.to_iter_dataset(),
+        length_struct={"tokens": length},
+        num_packing_bins=bins,
+        seed=seed,
+    )
+    return packed.map(_finish)
+
+
+def _finish(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    segment_ids = np.asarray(packed["tokens_segment_ids"], np.int32)
+    return {
+        "tokens": np.asarray(packed["tokens"], np.int32),
+        "segment_ids": segment_ids,
+        "valid": segment_ids > 0,
+    }

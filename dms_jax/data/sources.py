@@ -1,0 +1,219 @@
+"""Documents to train on: text files, JSON lines, strings, token arrays.
+
+A source is a random-access sequence of documents. A document is a string, a conversation (a list of
+`{"role": ..., "content": ...}`) or an array of token ids. Files are indexed once, without parsing,
+and read where they lie, so that a source of many gigabytes costs its index alone.
+"""
+
+import abc
+import array
+import bisect
+import json
+import mmap
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dms_jax.errors import DataError
+
+SEPARATOR = "<|endoftext|>"
+
+Document = str | Sequence[Mapping[str, Any]] | np.ndarray
+Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
+
+
+class Source(abc.ABC):
+    """A sequence of documents that knows where each came from."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def __getitem__(self, index: int) -> Document: ...
+
+    def where(self, index: int) -> str:
+        """Names the place of a document, for messages."""
+        return f"document {index}"
+
+
+class Documents(Source):
+    """Documents that are in memory: strings, conversations or token ids."""
+
+    def __init__(self, documents: Sequence[Any] | np.ndarray):
+        self._documents = documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._documents[index]
+
+
+class _Files(Source):
+    """Documents that are spans of files."""
+
+    def __init__(self, paths: Paths):
+        paths = [paths] if isinstance(paths, str | pathlib.Path) else list(paths)
+        self._paths = [pathlib.Path(path) for path in paths]
+        self._bytes: list[mmap.mmap] = []
+        self._starts, self._ends = array.array("q"), array.array("q")
+        self._first: list[int] = []  # index of the first document of each file
+        for path in self._paths:
+            self._first.append(len(self._starts))
+            try:
+                with path.open("rb") as file:
+                    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except ValueError as error:
+                raise DataError(f"{path} is empty") from error
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror}") from error
+            self._bytes.append(content)
+            for start, end in self._spans(content):
+                self._starts.append(start)
+                self._ends.append(end)
+            if len(self._starts) == self._first[-1]:
+                raise DataError(f"{path} holds no document")
+        if not self._paths:
+            raise DataError("no file was given")
+
+    @staticmethod
+    @abc.abstractmethod
+    def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]: ...
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def _file(self, index: int) -> int:
+        return bisect.bisect_right(self._first, index) - 1
+
+    def where(self, index: int) -> str:
+        """File and line of a document."""
+        file = self._file(index)
+        before = self._bytes[file][: self._starts[index]]
+        return f"{self._paths[file]}, line {before.count(b'\n') + 1}"
+
+    def _text(self, index: int) -> str:
+        span = self._bytes[self._file(index)][self._starts[index] : self._ends[index]]
+        try:
+            return span.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where(index)}: this is not UTF-8 text: {error}") from error
+
+
+def _split(content: mmap.mmap, separator: bytes) -> Iterator[tuple[int, int]]:
+    """Yields the spans between separators that hold more than white space, trimmed."""
+    start, size = 0, len(content)
+    while start < size:
+        end = content.find(separator, start)
+        end = size if end < 0 else end
+        span = content[start:end]
+        if span.strip():
+            left = start + len(span) - len(span.lstrip())
+            yield left, left + len(span.strip())
+        start = end + len(separator)
+
+
+class TextFiles(_Files):
+    """Plain text whose documents are separated by `<|endoftext|>`.
+
+    Args:
+      paths: one file or several.
+
+    Raises:
+      DataError: a file is missing, empty, or (when it is read) not UTF-8.
+    """
+
+    @staticmethod
+    def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]:
+        return _split(content, SEPARATOR.encode())
+
+    def __getitem__(self, index: int) -> str:
+        return self._text(index)
+
+
+class JsonLines(_Files):
+    """One JSON object a line, whose field is a text or a list of chat messages.
+
+    Args:
+      paths: one file or several.
+      field: the field to read; None takes "messages" where there is one, else "text".
+
+    Raises:
+      DataError: a file is missing or empty, or (when it is read) a line is not what it should be.
+    """
+
+    def __init__(self, paths: Paths, field: str | None = None):
+        self._field = field
+        super().__init__(paths)
+
+    @staticmethod
+    def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]:
+        return _split(content, b"\n")
+
+    def __getitem__(self, index: int) -> str | list[dict[str, Any]]:
+        text = self._text(index)
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{self.where(index)}: this is not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{self.where(index)}: expected a JSON object, got a {type(record).__name__}"
+            )
+        field = self._field
+        if field is None:
+            field = "messages" if "messages" in record else "text"
+        if field not in record:
+            found = ", ".join(sorted(record)) or "none"
+            raise DataError(f"{self.where(index)}: there is no field {field!r}; fields: {found}")
+        value = record[field]
+        if isinstance(value, str):
+            return value
+        if (
+            isinstance(value, list)
+            and value
+            and all(isinstance(turn, dict) and "role" in turn for turn in value)
+        ):
+            return value
+        raise DataError(
+            f"{self.where(index)}: field {field!r} must be a text or a list of messages "
+            '({"role": ..., "content": ...})'
+        )
+
+
+def as_source(data: Any) -> Source:
+    """Turns what a user hands over into a source.
+
+    Args:
+      data: a source; one path or a list of `pathlib.Path` (`.jsonl` or `.json` are JSON lines,
+        anything else text); a list of strings, of conversations or of token ids; an [N, T] array.
+
+    Raises:
+      DataError: it is none of these, or holds nothing.
+    """
+    if isinstance(data, Source):
+        source = data
+    elif isinstance(data, str | pathlib.Path):
+        source = _open([pathlib.Path(data)])
+    elif isinstance(data, Sequence | np.ndarray):
+        if len(data) and all(isinstance(item, pathlib.Path) for item in data):
+            source = _open(list(data))
+        else:
+            source = Documents(data)
+    else:
+        raise DataError(
+            f"cannot train on a {type(data).__name__}: give a path, a list of texts or "
+            "conversations, token ids, or a source of dms_jax.data"
+        )
+    if not len(source):
+        raise DataError("there is no document to train on")
+    return source
+
+
+def _open(paths: list[pathlib.Path]) -> Source:
+    lines = [path.suffix in (".jsonl", ".json") for path in paths]
+    if any(lines) and not all(lines):
+        raise DataError("text files and JSON lines cannot be mixed in one list")
+    return JsonLines(paths) if all(lines) else TextFiles(paths)

@@ -1,0 +1,55 @@
+"""What a run shows while it goes: a progress bar with loss parts, ratios and tokens per second."""
+
+from typing import Any, Self
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+_SHOWN = (
+    "{task.fields[stage]}  loss {task.fields[loss]:.4f} (distillation "
+    "{task.fields[distillation_loss]:.4f}, compression {task.fields[compression_loss]:.4f})  "
+    "ratio {task.fields[compression_ratio]:.2f} of {task.fields[target_ratio]:.2f}  "
+    "{task.fields[tokens_per_second]:,.0f} tokens/s"
+)
+
+
+class Display:
+    """The progress bar of a run; nothing where it is not enabled."""
+
+    def __init__(self, *, total: int, done: int, enabled: bool):
+        self._progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn(_SHOWN),
+            TimeRemainingColumn(),
+            disable=not enabled,
+        )
+        zeros = dict.fromkeys(
+            ("loss", "distillation_loss", "compression_loss", "tokens_per_second"), 0.0
+        )
+        self._task = self._progress.add_task(
+            "retrofit",
+            total=total,
+            completed=done,
+            stage="compiling",
+            compression_ratio=1.0,
+            target_ratio=1.0,
+            **zeros,
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._progress.stop()
+
+    def update(self, record: dict[str, Any]) -> None:
+        """Shows the record of a step."""
+        fields = {key: value for key, value in record.items() if key != "step"}
+        self._progress.update(self._task, completed=record["step"], **fields)

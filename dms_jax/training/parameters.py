@@ -1,0 +1,130 @@
+"""The parameters of a transformer by name: which are trained, where they live, and two surgeries.
+
+A module is a pytree; its parameters by name ("layers.adapter.proj.kernel") are a flat dictionary,
+which splits into what is trained and what is frozen, goes through `jax.grad` and Optax as it is,
+and is what a training checkpoint holds.
+
+Surgeries: grafting an adapter that starts at zero, and really zeroing the borrowed neuron once it
+has decayed: with its row of the query projection at zero every decision logit starts at
+-alpha_offset, where a row that is merely unused would saturate the decisions at random.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from dms_jax import sharding
+from dms_jax.errors import ConfigError
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import DMS, Policy
+
+Parameters = dict[str, jax.Array]
+Rebuild = Callable[[Mapping[str, Any]], Transformer]
+
+_ADAPTER = "layers.adapter."
+
+
+def _named(transformer: Transformer) -> list[tuple[str, nnx.Param]]:
+    leaves = jax.tree_util.tree_leaves_with_path(
+        transformer, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="."), param) for path, param in leaves
+    ]
+
+
+def parameters(transformer: Transformer) -> Parameters:
+    """Returns the parameters by name."""
+    return {name: param[...] for name, param in _named(transformer)}
+
+
+def rebuilder(transformer: Transformer) -> Rebuild:
+    """Returns the inverse of `parameters`: a transformer of this structure around other arrays."""
+    names = [name for name, _ in _named(transformer)]
+    structure = jax.tree.structure(transformer)
+    return lambda arrays: jax.tree.unflatten(structure, [arrays[name] for name in names])
+
+
+def shardings(
+    transformer: Transformer, mesh: Mesh, rules: sharding.Rules
+) -> dict[str, NamedSharding]:
+    """Returns where each parameter lives on a mesh."""
+    return {
+        name: sharding.parameter_sharding(mesh, param.axes, param.shape, rules)
+        for name, param in _named(transformer)
+    }
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to the decision adapters."""
+    return name.startswith(_ADAPTER)
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay applies: to matrices, not to norms and biases."""
+    return not name.endswith((".scale", ".bias"))
+
+
+def add_adapter(transformer: Transformer) -> Transformer:
+    """Returns the transformer with decision adapters, zero where it has none: nothing is evicted.
+
+    The other parameters are shared with the original.
+    """
+    if transformer.has_adapter:
+        return transformer
+    config = transformer.config
+    dtype = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)
+    # Only the adapters are made: the rest of the structure holds no arrays.
+    skeleton = nnx.eval_shape(
+        lambda: Transformer(config, adapter=True, dtype=dtype, rngs=nnx.Rngs(0))
+    )
+    arrays = parameters(transformer)
+    for name, param in _named(skeleton):
+        if is_adapter(name):
+            make = jnp.ones if name.endswith("norm.scale") else jnp.zeros
+            arrays[name] = make(param.shape, dtype)
+    return rebuilder(skeleton)(arrays)
+
+
+def zero_borrowed_neurons(arrays: Parameters, policy: Policy) -> Parameters:
+    """Returns the parameters with the weights that produce the borrowed neuron at zero.
+
+    The neuron is the last dimension of the first query head of each group (DMS).
+    """
+    if not isinstance(policy, DMS):
+        raise ConfigError(f"{policy.name} borrows neurons that the retrofit cannot prepare")
+    num_kv_heads = arrays["layers.attention.k_proj.kernel"].shape[2]
+    arrays = dict(arrays)
+    for name in ("layers.attention.q_proj.kernel", "layers.attention.q_proj.bias"):
+        if name in arrays:  # [L, E, H, D] and [L, H, D]
+            group = arrays[name].shape[-2] // num_kv_heads
+            arrays[name] = arrays[name].at[..., ::group, -1].set(0)
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Parameters that are trained, and parameters that are not."""
+
+    trained: Parameters
+    frozen: Parameters
+
+
+def split(arrays: Parameters, *, adapter_only: bool) -> Split:
+    """Splits parameters into trained and frozen ones."""
+    trained = {
+        name: array for name, array in arrays.items() if is_adapter(name) or not adapter_only
+    }
+    return Split(trained, {name: x for name, x in arrays.items() if name not in trained})
+
+
+def cast(arrays: Parameters, dtype: Any) -> Parameters:
+    """Casts parameters for the passes; the adapter, whose output is thresholded, stays as it is."""
+    if dtype is None:
+        return arrays
+    return {name: x if is_adapter(name) else x.astype(dtype) for name, x in arrays.items()}

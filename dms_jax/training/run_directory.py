@@ -1,0 +1,158 @@
+"""The directory of a run: resumable checkpoints and a log, nothing half-written.
+
+    out/
+      checkpoints/<step>/   Orbax: parameters, optimizer, and as JSON the place in the data, the
+                            recipe, the policy and the seed
+      log.jsonl             one line a step
+      snapshots/<ratio>/    Hugging Face directories on the way
+      model/                the result
+
+Orbax writes a checkpoint beside its place and renames it. A resumed run cuts the log back to the
+step that it resumes from.
+"""
+
+import json
+import logging
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+
+from dms_jax.errors import CheckpointError, ConfigError
+
+KEPT_CHECKPOINTS = 2
+
+
+class RunDirectory:
+    """Where a run keeps what it needs to continue.
+
+    Args:
+      path: made if it does not exist.
+      settings: JSON data that a resumed run must agree with.
+      resume: whether to continue what is there; otherwise it must hold no run.
+
+    Raises:
+      CheckpointError: it cannot be written.
+      ConfigError: it holds a run that is not to be resumed, or one with other settings.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, settings: dict[str, Any], resume: bool):
+        self.path = pathlib.Path(path).expanduser().absolute()
+        # What a checkpoint holds is what JSON makes of it (tuples become lists).
+        self._settings = json.loads(json.dumps(settings))
+        self._log: Any = None
+        _check_writable(self.path)
+        import orbax.checkpoint as ocp
+
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it touches
+        self._orbax = ocp
+        self._manager = ocp.CheckpointManager(
+            self.path / "checkpoints",
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=KEPT_CHECKPOINTS, enable_async_checkpointing=False
+            ),
+        )
+        self.latest_step: int | None = self._manager.latest_step()
+        if self.latest_step is not None and not resume:
+            raise ConfigError(
+                f"{self.path} holds a run at step {self.latest_step}: resume it, or give another "
+                "directory"
+            )
+
+    def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the latest state, placed as `abstract_state` says, and the place in the data.
+
+        Raises:
+          ConfigError: the run had other settings.
+          CheckpointError: the checkpoint cannot be read, or is of another model.
+        """
+        args = self._orbax.args
+        step = self.latest_step
+        try:
+            meta: Any = self._manager.restore(step, args=args.Composite(meta=args.JsonRestore()))
+            meta = meta["meta"]
+            self._check_settings(meta["settings"])
+            state: Any = self._manager.restore(
+                step, args=args.Composite(state=args.StandardRestore(abstract_state))
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self.path} cannot be resumed with this model: "
+                f"{error}"
+            ) from error
+        return state["state"], meta["data"]
+
+    def _check_settings(self, saved: dict[str, Any]) -> None:
+        differing = sorted(
+            name
+            for name in saved.keys() | self._settings.keys()
+            if saved.get(name) != self._settings.get(name)
+        )
+        if differing:
+            raise ConfigError(
+                f"{self.path} holds a run with another {', '.join(differing)}; give the same "
+                "ones to resume it, or another directory"
+            )
+
+    def save(self, step: int, state: Any, data_state: dict[str, Any] | None) -> None:
+        """Writes a checkpoint; a no-op if there is one of this step."""
+        if step == self.latest_step:
+            return
+        args = self._orbax.args
+        meta = {"settings": self._settings, "data": data_state}
+        try:
+            self._manager.save(
+                step,
+                args=args.Composite(state=args.StandardSave(state), meta=args.JsonSave(meta)),
+                force=True,
+            )
+            self._manager.wait_until_finished()
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written to {self.path}: {error}"
+            ) from error
+        self.latest_step = step
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Appends a line to the log."""
+        if jax.process_index() != 0:
+            return
+        if self._log is None:
+            self._log = self._open_log(record["step"])
+        self._log.write(json.dumps(record) + "\n")
+        self._log.flush()
+
+    def _open_log(self, next_step: int) -> Any:
+        """Opens the log to append, without the lines from `next_step` on and broken ones."""
+        path = self.path / "log.jsonl"
+        kept = []
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    earlier = json.loads(line)["step"] < next_step
+                except (ValueError, KeyError, TypeError):
+                    continue
+                kept += [line + "\n"] if earlier else []
+        beside = path.with_name(".log.jsonl")
+        beside.write_text("".join(kept), encoding="utf-8")
+        beside.replace(path)
+        return path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Closes the log and the checkpoints."""
+        if self._log is not None:
+            self._log.close()
+        self._manager.close()
+
+
+def _check_writable(path: pathlib.Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"the run cannot be written to {path}: {error.strerror or error}; give another `out`"
+        ) from error

@@ -1,0 +1,209 @@
+"""One optimizer step of a retrofit: teacher pass, student pass, gradients, AdamW.
+
+The teacher is the original model, every token of its cache in place. The student runs the soft form
+of its policy's decisions on the same tokens, under logistic noise that depends on the seed, the
+step and the pass. Gradients are summed over A passes of B sequences, each loss already divided by
+what the whole batch holds, so that accumulation equals one large batch.
+
+Only trained parameters have gradients and optimizer state. Parameters are kept in at least float32
+and cast for the passes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dms_jax.model.attention import Relaxation
+from dms_jax.policies import Policy, Vanilla
+from dms_jax.training import losses
+from dms_jax.training.parameters import Parameters, Rebuild, cast, decays, is_adapter
+from dms_jax.training.recipes import Recipe
+
+Metrics = dict[str, Array]
+
+
+@struct.dataclass
+class TrainState:
+    """What a step changes."""
+
+    step: Int[Array, ""]
+    parameters: Parameters
+    optimizer: Any
+
+
+@struct.dataclass
+class Constants:
+    """Arrays that no step changes, in the type of the passes.
+
+    Attributes:
+      frozen: parameters of the student that are not trained.
+      teacher: parameters of the teacher where they differ from the student's frozen ones.
+    """
+
+    frozen: Parameters
+    teacher: Parameters
+
+
+@struct.dataclass
+class Passes:
+    """The sequences of an optimizer step, A passes of B (of one pass: without the A).
+
+    Attributes:
+      tokens: token ids.
+      loss_mask: positions that count in the loss.
+      segment_ids: documents packed into a sequence, 0 for padding; None where there are none.
+    """
+
+    tokens: Int[Array, "*A B T"]
+    loss_mask: Bool[Array, "*A B T"]
+    segment_ids: Int[Array, "*A B T"] | None = None
+
+    @property
+    def target_mask(self) -> Bool[Array, "*A B T"]:
+        """Positions whose next token counts and belongs to the same document."""
+        after = jnp.roll(self.loss_mask, -1, axis=-1).at[..., -1].set(False)
+        if self.segment_ids is None:
+            return after
+        return after & (self.segment_ids == jnp.roll(self.segment_ids, -1, axis=-1))
+
+
+@struct.dataclass
+class Control:
+    """The schedule at one step.
+
+    Attributes:
+      target: share of tokens to evict.
+      neuron_scale: what is left of the borrowed neuron; None outside its decay.
+      learning_rate, adapter_learning_rate: of the two groups of parameters.
+    """
+
+    target: Float[Array, ""]
+    neuron_scale: Float[Array, ""] | None
+    learning_rate: Float[Array, ""]
+    adapter_learning_rate: Float[Array, ""]
+
+
+def _decay_mask(arrays: Any) -> Any:
+    return {name: decays(name) for name in arrays}
+
+
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Clipping and AdamW, but for the learning rate: each group of parameters has its own."""
+    return optax.chain(
+        optax.clip_by_global_norm(recipe.clip),
+        optax.scale_by_adam(recipe.beta1, recipe.beta2, recipe.epsilon),
+        optax.add_decayed_weights(recipe.weight_decay, mask=_decay_mask),
+    )
+
+
+def make_gradients(
+    rebuild: Rebuild, policy: Policy, recipe: Recipe
+) -> Callable[[Parameters, Constants, Passes, Control, Any], tuple[Parameters, Metrics]]:
+    """Returns the gradients and loss parts of a batch, as a pure function.
+
+    Its last argument is the key of the noise; None for no noise.
+    """
+
+    def pass_loss(trained, constants: Constants, sequences: Passes, control, key, weights):
+        tokens, segment_ids = sequences.tokens, sequences.segment_ids
+        current = constants.frozen | cast(trained, recipe.compute_dtype)
+        student = rebuild(current)
+        result = student(
+            tokens,
+            policy,
+            segment_ids=segment_ids,
+            relaxation=Relaxation(noise_key=key, neuron_scale=control.neuron_scale),
+            remat=recipe.remat,
+        )
+        teacher = None
+        if recipe.loss == "distillation":
+            original = rebuild(jax.lax.stop_gradient(current | constants.teacher))
+            hidden = original(tokens, Vanilla(), segment_ids=segment_ids).hidden
+            teacher = (jax.lax.stop_gradient(hidden), original.unembed)
+        sums = losses.token_losses(
+            (result.hidden, student.unembed),
+            teacher,
+            targets=jnp.roll(tokens, -1, axis=-1),
+            mask=sequences.loss_mask,
+            target_mask=sequences.target_mask,
+            direction=recipe.kl,
+        )
+        fraction = losses.evicted_fraction(
+            result.decisions, None if segment_ids is None else segment_ids > 0
+        )
+        shortfall = losses.compression_shortfall(fraction, control.target)
+        per_position, per_target, per_sequence = weights
+        parts = {
+            "distillation_loss": sums.distillation * per_position,
+            "lm_loss": sums.language_modeling * per_target,
+            "compression_loss": jnp.sum(shortfall) * per_sequence,
+            "evicted": jnp.sum(fraction) * per_sequence,
+        }
+        main = "distillation_loss" if recipe.loss == "distillation" else "lm_loss"
+        loss = parts[main] + parts["compression_loss"]
+        return loss, {"loss": loss, **parts}
+
+    def gradients(trained, constants, passes: Passes, control, key):
+        num_passes, num_sequences, _ = passes.tokens.shape
+
+        def one_pass(sequences, index):
+            own_key = None if key is None else jax.random.fold_in(key, index)
+            (_, parts), gradient = jax.value_and_grad(pass_loss, has_aux=True)(
+                trained, constants, sequences, control, own_key, weights
+            )
+            return gradient, parts
+
+        wide = jnp.promote_types(jax.tree.leaves(trained)[0].dtype, jnp.float32)
+        weights = (
+            1 / jnp.maximum(passes.loss_mask.sum(), 1).astype(wide),
+            1 / jnp.maximum(passes.target_mask.sum(), 1).astype(wide),
+            jnp.asarray(1 / (num_passes * num_sequences), wide),
+        )
+        take = lambda index: jax.tree.map(lambda x: x[index], passes)  # noqa: E731
+        if num_passes == 1:
+            return one_pass(take(0), 0)
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one_pass, take(0), 0)
+        )
+
+        def add(total, index):
+            return jax.tree.map(jnp.add, total, one_pass(take(index), index)), None
+
+        return jax.lax.scan(add, zeros, jnp.arange(num_passes))[0]
+
+    return gradients
+
+
+def make_step(
+    rebuild: Rebuild, policy: Policy, recipe: Recipe, seed: int
+) -> Callable[[TrainState, Constants, Passes, Control], tuple[TrainState, Metrics]]:
+    """Returns the step as a pure function, to be jitted with the state donated.
+
+    Its metrics are scalars: `loss` and its parts (`distillation_loss`, `compression_loss`,
+    `lm_loss`), `evicted` (share of hard decisions to evict) and `grad_norm` (before clipping).
+    """
+    optimizer = make_optimizer(recipe)
+    gradients = make_gradients(rebuild, policy, recipe)
+
+    def step(
+        state: TrainState, constants: Constants, passes: Passes, control: Control
+    ) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        gradient, metrics = gradients(state.parameters, constants, passes, control, key)
+        metrics["grad_norm"] = optax.global_norm(gradient)
+        updates: Any
+        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.parameters)
+        arrays = {
+            name: array
+            - (control.adapter_learning_rate if is_adapter(name) else control.learning_rate)
+            * updates[name]
+            for name, array in state.parameters.items()
+        }
+        return TrainState(state.step + 1, arrays, optimizer_state), metrics
+
+    return step

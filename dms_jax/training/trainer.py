@@ -1,0 +1,159 @@
+"""A retrofit's arrays and its compiled step, on one device or spread over a mesh.
+
+Under a mesh, parameters and optimizer state live where `sharding.TRAINING_RULES` says (a shard of
+every parameter on `data`, heads and feed-forward on `model`) and sequences on `data`; the
+partitioner derives the collectives of FSDP and tensor parallelism from that.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dms_jax import sharding
+from dms_jax.data.batches import Batch
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+from dms_jax.training.parameters import (
+    Parameters,
+    add_adapter,
+    cast,
+    is_adapter,
+    parameters,
+    rebuilder,
+    shardings,
+    split,
+    zero_borrowed_neurons,
+)
+from dms_jax.training.recipes import Progress, Recipe
+from dms_jax.training.step import (
+    Constants,
+    Control,
+    Passes,
+    TrainState,
+    make_optimizer,
+    make_step,
+)
+
+
+class Trainer:
+    """Holds what a retrofit trains and steps it.
+
+    Args:
+      model: the original; its arrays are never changed.
+      policy: to retrofit for.
+      recipe: how.
+      seed: of the noise.
+      mesh: of the devices; None for one device.
+
+    Attributes:
+      state: parameters that are trained, optimizer state, step.
+    """
+
+    def __init__(
+        self, model: LanguageModel, policy: Policy, recipe: Recipe, seed: int, mesh: Mesh | None
+    ):
+        self._model, self._policy, self._recipe, self._mesh = model, policy, recipe, mesh
+        transformer = add_adapter(model.transformer) if policy.uses_adapter else model.transformer
+        self._rebuild = rebuilder(transformer)
+        self._transformer = transformer
+        arrays = self._place(parameters(transformer))
+        adapter_only = recipe.trainable == "adapter" or (
+            recipe.trainable == "auto" and policy.uses_adapter
+        )
+        parts = split(arrays, adapter_only=adapter_only)
+        self._frozen = parts.frozen
+        self._dtypes = {name: x.dtype for name, x in parts.trained.items()}
+        # Copies: the step gives their memory to its results.
+        trained = {
+            name: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True)
+            for name, x in parts.trained.items()
+        }
+        self.wide = jnp.result_type(*(x.dtype for x in trained.values()))
+        needed = {} if recipe.loss == "language_modeling" else parts.trained
+        teacher = {name: x for name, x in needed.items() if not is_adapter(name)}
+        if recipe.compute_dtype is None:
+            teacher = {name: x.astype(trained[name].dtype) for name, x in teacher.items()}
+        self._constants = Constants(
+            frozen=cast(parts.frozen, recipe.compute_dtype),
+            teacher=cast(teacher, recipe.compute_dtype),
+        )
+        self._optimizer = make_optimizer(recipe)
+        self.state = self._start(jnp.zeros((), jnp.int32), trained)
+        step = make_step(self._rebuild, policy, recipe, seed)
+        if mesh is None:
+            self._step = jax.jit(step, donate_argnums=0)
+        else:
+            kept = jax.tree.map(lambda x: x.sharding, self.state)
+            self._step = jax.jit(step, donate_argnums=0, out_shardings=(kept, self._replicated))
+
+    @property
+    def _replicated(self) -> NamedSharding | None:
+        return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+
+    def _place(self, arrays: Parameters) -> Parameters:
+        if self._mesh is None:
+            return arrays
+        places = shardings(self._transformer, self._mesh, sharding.TRAINING_RULES)
+        return {name: jax.device_put(x, places[name]) for name, x in arrays.items()}
+
+    def _start(self, step: Any, trained: Parameters) -> TrainState:
+        """State at `step` with fresh optimizer moments, which live beside their parameters."""
+        state = TrainState(step, trained, self._optimizer.init(trained))
+        if self._mesh is None:
+            return state
+        return jax.tree.map(
+            lambda x: jax.device_put(x, self._replicated) if x.ndim == 0 else x, state
+        )
+
+    @property
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and places of the state, for a restore."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
+        )
+
+    def zero_borrowed_neurons(self) -> None:
+        """Makes the borrowed neurons say nothing, and forgets their moments."""
+        arrays = zero_borrowed_neurons(self.state.parameters, self._policy)
+        self.state = self._start(self.state.step, arrays)
+
+    def step(self, batches: list[Batch], progress: Progress) -> dict[str, jax.Array]:
+        """Runs one optimizer step and returns its metrics, which may still be on their way."""
+        stage = progress.stage
+        adapter_rate = stage.adapter_learning_rate
+        number = lambda value: jnp.asarray(value, self.wide)  # noqa: E731
+        control = Control(
+            target=number(progress.target),
+            neuron_scale=None if progress.neuron_scale is None else number(progress.neuron_scale),
+            learning_rate=number(stage.learning_rate),
+            adapter_learning_rate=number(
+                stage.learning_rate if adapter_rate is None else adapter_rate
+            ),
+        )
+        place = None
+        if self._mesh is not None:
+            place = NamedSharding(self._mesh, PartitionSpec(None, sharding.DATA))
+        stacked = {
+            key: jax.device_put(np.stack([batch[key] for batch in batches]), place)
+            for key in batches[0]
+        }
+        self.state, metrics = self._step(self.state, self._constants, Passes(**stacked), control)
+        return metrics
+
+    def model(self) -> LanguageModel:
+        """The student as it stands, in the types that the model came in."""
+        trained = {
+            name: jnp.array(x, self._dtypes[name], copy=True)
+            for name, x in self.state.parameters.items()
+        }
+        arrays = self._frozen | trained
+        if self._mesh is not None:
+            places = shardings(self._transformer, self._mesh, sharding.DECODING_RULES)
+            arrays = {name: jax.device_put(x, places[name]) for name, x in arrays.items()}
+        return dataclasses.replace(
+            self._model, transformer=self._rebuild(arrays), policy=self._policy, mesh=self._mesh
+        )
