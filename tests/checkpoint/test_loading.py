@@ -131,8 +131,11 @@ def test_a_tensor_in_two_shards(sharded):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_numbers_that_are_none(llama, value):
-    content = tensors(llama)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_numbers_that_are_none(llama, value, dtype):
+    content = {name: x.astype(dtype) for name, x in tensors(llama).items()}
+    rewrite(llama, content)
+    assert load(llama).dtype == dtype
     content["model.layers.1.self_attn.k_proj.weight"][3, 5] = value
     rewrite(llama, content)
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight"):
