@@ -1,7 +1,13 @@
 """Pallas kernels for attention over a small KV cache, and their XLA references."""
 
-from pallas_kernels.decode import decode_attention
+from pallas_kernels.decode import DecodePlan, decode_attention, decode_plan
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.training import retrofit_attention
 
-__all__ = ["decode_attention", "prefill_attention", "retrofit_attention"]
+__all__ = [
+    "DecodePlan",
+    "decode_attention",
+    "decode_plan",
+    "prefill_attention",
+    "retrofit_attention",
+]

@@ -11,16 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode import reference
-from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation
+from pallas_kernels.decode import gpu, reference
+from pallas_kernels.decode.plan import DecodePlan
+from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, target_gpu
 
 _FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn),)
 
 OPERATION = Operation(
     "decode_attention",
-    (Implementation("xla", None, reference.decode_attention_xla),),
+    (
+        Implementation("mosaic_gpu", "cuda", gpu.mosaic, gpu.why_not_mosaic),
+        Implementation("triton", "cuda", gpu.triton, gpu.why_not_triton),
+        Implementation("xla", None, reference.decode_attention_xla),
+    ),
 )
 
 
@@ -36,6 +42,7 @@ def decode_attention(
     return_scores: bool = False,
     k_scales: Float[Array, "N P"] | None = None,
     v_scales: Float[Array, "N P"] | None = None,
+    plan: DecodePlan | None = None,
     debug: bool = False,
     implementation: ImplementationChoice = None,
 ) -> Array | tuple[Array, ...]:
@@ -55,6 +62,8 @@ def decode_attention(
         at unread slots. `exp(scores - lse)` are the attention weights.
       k_scales: with float8 (e4m3) pages, the factor of each slot's key.
       v_scales: with float8 pages, the factor of each slot's value.
+      plan: the split of the work from `decode_plan` for these lengths; None makes it here. On
+        platforms whose kernel needs none it has no effect.
       debug: check that every live table entry is a page of the pool and that lengths fit the
         table. On concrete arrays this raises before anything is launched; under `jax.jit` it is a
         `checkify.check`, so wrap the function in `checkify.checkify`.
@@ -82,11 +91,42 @@ def decode_attention(
         lengths.astype(jnp.int32),
         k_scales,
         v_scales,
+        plan,
         scale=float(scale),
         return_lse=return_lse,
         return_scores=return_scores,
     )
     return results if return_lse or return_scores else results[0]
+
+
+def decode_plan(
+    lengths: Int[Array, "*L R"],
+    *,
+    columns: int,
+    page_size: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    implementation: ImplementationChoice = None,
+) -> DecodePlan:
+    """Split the rows of a decode step among the programs of a GPU, once for all calls on them.
+
+    Args:
+      lengths: live slots of each row; leading axes (layers) are independent steps, and indexing
+        the plan's arrays by them gives the plan of each.
+      columns: M of the page table.
+      page_size: P.
+      head_dim: D.
+      dtype: dtype of the pages.
+      implementation: as for `decode_attention`.
+
+    Returns:
+      What `decode_attention` takes as `plan`.
+    """
+    allowed = [candidate.name for candidate in OPERATION.candidates(implementation)]
+    hopper = target_gpu().capability == (9, 0)
+    name = "mosaic_gpu" if "mosaic_gpu" in allowed and hopper else "triton"
+    rows = lengths.shape[-1]
+    return gpu.plan_for(name, rows, head_dim, page_size, columns, dtype, lengths)
 
 
 def _check(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, scale) -> None:

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.mosaic import per_column
+from pallas_kernels.decode.plan import owner, stretch_start
 from pallas_kernels.decode.spec import Spec
 
 # Partials loaded together: enough to hide their latency, few enough for registers.
@@ -43,9 +44,8 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
     parts = spec.out_rows // _BLOCK
 
     def body(
-        starts_ref,
-        first_row_ref,
         tile_starts_ref,
+        edge_rows_ref,
         partials_ref,
         partial_lse_ref,
         result_ref,
@@ -55,17 +55,13 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
         program = lax.axis_index("boundary") + 1
         part = lax.axis_index("part")
         total = tile_starts_ref[spec.rows]
-        boundary, before = starts_ref[program], starts_ref[program - 1]
-        row = jnp.minimum(first_row_ref[program], spec.rows - 1)
+        row = jnp.minimum(edge_rows_ref[program], spec.rows - 1)
+        boundary = stretch_start(total, program, spec.programs)
+        before = stretch_start(total, program - 1, spec.programs)
         row_start, row_stop = tile_starts_ref[row], tile_starts_ref[row + 1]
         first_cut = (before <= row_start) & (row_start < boundary) & (boundary < row_stop)
 
-        share = total // spec.programs
-        longer = total - share * spec.programs
-        tail = row_stop - 1 - longer * (share + 1)
-        last = jnp.where(
-            tail < 0, (row_stop - 1) // (share + 1), longer + tail // jnp.maximum(share, 1)
-        )
+        last = owner(total, row_stop - 1, spec.programs)
         first_slot = row + program - 1
         count = last - program + 2
 
@@ -150,9 +146,8 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
         interpret=interpret,
         kernel_name="decode_combine",
     )(
-        plan.starts,
-        plan.first_row,
         plan.tile_starts,
+        plan.edge_rows,
         partials,
         partial_lse,
         result_ref,

@@ -1,82 +1,250 @@
-"""Decode attention on NVIDIA GPUs: what the kernels can serve, and the steps around them."""
+"""Decode attention on NVIDIA GPUs: what each kernel serves, its settings, the steps around it."""
 
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_kernels import tuned
 from pallas_kernels.decode.combine import combine
 from pallas_kernels.decode.mosaic import attend
 from pallas_kernels.decode.plan import make_plan
 from pallas_kernels.decode.spec import LOG2_E, Spec
+from pallas_kernels.decode.triton import decode_attention_triton
+from pallas_kernels.dispatch import target_gpu
+
+# A unit of the matrix operands: pages of less are handled several at a time.
+_TILE = 64
+_HEAD_DIMS = (64, 96, 128, 256)
+_PAGE_SIZES = (16, 32, 64, 128)
+_SHARED_BYTES = 227 * 1024
+# Bytes in flight on a core beyond which reading gets slower, not faster.
+_BYTES_IN_FLIGHT = 128 * 1024
+# Rows of fewer bytes than this a core are small work: latency counts, not the rate.
+_SMALL_BYTES = 1 << 20
 
 
-def _split(q, operand, parts):
-    """Write float32 queries as a sum of operands, [parts, R, G, D]."""
-    pieces, rest = [], q
-    for _ in range(parts):
-        pieces.append(rest.astype(operand))
-        rest = rest - pieces[-1].astype(q.dtype)
-    return jnp.stack(pieces)
+def tile_of(page_size: int) -> int:
+    """Slots that the kernels' plan counts as one tile."""
+    return max(_TILE, page_size)
 
 
-def decode_attention_mosaic(
+def _settings(implementation, rows, head_dim, page_size, columns, dtype) -> dict[str, int]:
+    """Find how many programs a core runs and what each needs: measured, else by heuristic."""
+    gpu = target_gpu()
+    size = jnp.dtype(dtype).itemsize
+    small = 2 * rows * columns * page_size * head_dim * size < _SMALL_BYTES * gpu.cores
+    found = tuned.lookup(
+        gpu.kind,
+        f"decode_attention/{implementation}",
+        head_dim=head_dim,
+        page_size=page_size,
+        bytes=size,
+        small=small,
+    )
+    if found is not None:
+        return found
+    if implementation == "triton":
+        return {"programs_per_core": 4, "num_warps": 4, "num_stages": 2}
+    stage = 2 * tile_of(page_size) * head_dim * size
+    # Float32 pages need a second buffer of three bfloat16 parts.
+    spare = _SHARED_BYTES - (6 * tile_of(page_size) * head_dim if size == 4 else 0) - 24 * 1024
+    programs = 2 if 2 * 2 * stage <= _BYTES_IN_FLIGHT and size < 4 else 1
+    wanted = max(3 if programs == 1 else 2, _BYTES_IN_FLIGHT // (programs * stage))
+    return {"programs_per_core": programs, "stages": max(1, min(wanted, 8, spare // stage))}
+
+
+def plan_for(implementation, rows, head_dim, page_size, columns, dtype, lengths):
+    """Make the plan that an implementation wants for these shapes."""
+    settings = _settings(implementation, rows, head_dim, page_size, columns, dtype)
+    programs = target_gpu().cores * settings["programs_per_core"]
+    return make_plan(lengths, tile=tile_of(page_size), programs=programs)
+
+
+def _spec(q, k_pages, plan_tile, programs, stages, scale, return_lse, return_scores) -> Spec:
+    return Spec(
+        rows=q.shape[0],
+        group=q.shape[1],
+        head_dim=q.shape[2],
+        page_size=k_pages.shape[1],
+        pages_dtype=jnp.dtype(k_pages.dtype),
+        dtype=jnp.dtype(q.dtype),
+        tile=plan_tile,
+        stages=stages,
+        programs=programs,
+        scale=scale,
+        return_lse=return_lse,
+        return_scores=return_scores,
+    )
+
+
+def _why_neither(q, k_pages, plan) -> str | None:
+    """Why no GPU kernel serves a call."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"computes in at most float32, not {q.dtype}"
+    if k_pages.dtype.itemsize == 1 and q.dtype == jnp.float32:
+        return "reads float8 pages for bfloat16 or float16 queries only"
+    if q.shape[1] > 16:
+        return f"serves groups of at most 16 query heads, not {q.shape[1]}"
+    if plan is not None and plan.tile != tile_of(k_pages.shape[1]):
+        return f"the plan was made for another page size (tile {plan.tile})"
+    return None
+
+
+def why_not_mosaic(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, plan, **static):
+    """Why the Hopper kernel cannot serve a call, or None."""
+    del v_pages, lengths, k_scales, v_scales, static
+    gpu = target_gpu()
+    rows, _, head_dim = q.shape
+    page_size = k_pages.shape[1]
+    if gpu.capability != (9, 0):
+        return f"needs compute capability 9.0 (Hopper), {gpu.kind} has {gpu.capability}"
+    if reason := _why_neither(q, k_pages, plan):
+        return reason
+    if head_dim not in _HEAD_DIMS:
+        return f"serves head dims {_HEAD_DIMS}, not {head_dim}"
+    if page_size not in _PAGE_SIZES:
+        return f"serves page sizes {_PAGE_SIZES}, not {page_size}"
+    settings = _settings(
+        "mosaic_gpu", rows, head_dim, page_size, page_table.shape[1], k_pages.dtype
+    )
+    spec = _spec(q, k_pages, tile_of(page_size), 1, settings["stages"], 1.0, True, True)
+    if spec.shared_bytes > _SHARED_BYTES:
+        return (
+            f"needs {spec.shared_bytes} bytes of shared memory for pages of {page_size} x "
+            f"{head_dim} x {k_pages.dtype}, there are {_SHARED_BYTES}"
+        )
+    return None
+
+
+def why_not_triton(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, plan, **static):
+    """Why the Triton kernel cannot serve a call, or None."""
+    del v_pages, page_table, lengths, k_scales, v_scales, static
+    gpu = target_gpu()
+    head_dim, page_size = q.shape[2], k_pages.shape[1]
+    if gpu.capability < (8, 0):
+        return f"needs compute capability 8.0 (Ampere), {gpu.kind} has {gpu.capability}"
+    if reason := _why_neither(q, k_pages, plan):
+        return reason
+    if k_pages.dtype.itemsize == 1 and gpu.capability < (8, 9):
+        return f"float8 needs compute capability 8.9 (Ada), {gpu.kind} has {gpu.capability}"
+    if head_dim % 16 or head_dim > 256:
+        return f"serves head dims that are multiples of 16 up to 256, not {head_dim}"
+    if page_size not in _PAGE_SIZES:
+        return f"serves page sizes {_PAGE_SIZES}, not {page_size}"
+    return None
+
+
+def mosaic(
     q,
     k_pages,
     v_pages,
     page_table,
     lengths,
-    k_scales=None,
-    v_scales=None,
-    plan=None,
+    k_scales,
+    v_scales,
+    plan,
     *,
     scale,
-    return_lse=False,
-    return_scores=False,
-    stages=2,
-    programs=264,
+    return_lse,
+    return_scores,
+    stages=None,
     interpret=None,
 ):
-    """Serve as the Mosaic GPU form of `decode_attention`; returns a tuple of results."""
+    """Serve as the Hopper form of `decode_attention`; returns a tuple of results."""
     rows, group, head_dim = q.shape
-    page_size = k_pages.shape[1]
-    tile = max(64, page_size)
+    page_size, columns = k_pages.shape[1], page_table.shape[1]
+    shape = (rows, head_dim, page_size, columns, k_pages.dtype)
     if plan is None:
-        plan = make_plan(lengths, tile=tile, programs=programs)
-    spec = Spec(
-        rows=rows,
-        group=group,
-        head_dim=head_dim,
-        page_size=page_size,
-        pages_dtype=k_pages.dtype,
-        dtype=q.dtype,
-        tile=plan.tile,
-        stages=stages,
-        programs=plan.programs,
-        scale=scale,
-        return_lse=return_lse,
-        return_scores=return_scores,
-    )
+        plan = plan_for("mosaic_gpu", *shape, lengths)
+    if stages is None:
+        stages = _settings("mosaic_gpu", *shape)["stages"]
+    spec = _spec(q, k_pages, plan.tile, plan.programs, stages, scale, return_lse, return_scores)
     heads = _split(q, spec.operand, spec.parts) if spec.parts > 1 else q[None]
     if interpret is not None:
         # The interpreter does not fill boxes that reach outside an array.
         heads = jnp.pad(heads, ((0, 0), (0, 0), (0, spec.columns - group), (0, 0)))
-    slots = page_table.shape[1] * page_size
+    slots = columns * page_size
     padded = -(-slots // spec.tile) * spec.tile
     scales = () if k_scales is None else (k_scales, v_scales)
     out, lse, partials, partial_lse, scores = attend(
         spec, plan, lengths, page_table, heads, (k_pages, v_pages), scales, padded, interpret
     )
     out, lse = combine(spec, plan, partials, partial_lse, out, lse, interpret)
-    if spec.transposed:
-        # Blocks of O^T may overlap: keep of each what the one before it lacks.
-        kept, offset, covered = [], 0, 0
-        for start, size in spec.blocks:
-            kept.append(out[:, offset + covered - start : offset + size, :group])
-            offset, covered = offset + size, start + size
-        out = jnp.concatenate(kept, axis=1).swapaxes(1, 2)
-    results = [out]
+    results = [_turn(out, spec) if spec.transposed else out]
     if return_lse:
         results.append(lse[:, :group] / LOG2_E)
     if return_scores:
-        valid = jnp.arange(slots) < lengths[:, None]
         scores = scores[:, :slots, :group].swapaxes(1, 2) / LOG2_E
-        results.append(jnp.where(valid[:, None, :], scores, -jnp.inf))
+        results.append(_only_read(scores, lengths))
     return tuple(results)
+
+
+def triton(
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    k_scales,
+    v_scales,
+    plan,
+    *,
+    scale,
+    return_lse,
+    return_scores,
+    interpret=False,
+):
+    """Serve as the Triton form of `decode_attention`; returns a tuple of results."""
+    rows, group, head_dim = q.shape
+    page_size, columns = k_pages.shape[1], page_table.shape[1]
+    shape = (rows, head_dim, page_size, columns, k_pages.dtype)
+    if plan is None:
+        plan = plan_for("triton", *shape, lengths)
+    settings = _settings("triton", *shape)
+    out, lse, scores = decode_attention_triton(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        lengths,
+        k_scales,
+        v_scales,
+        plan,
+        scale=scale,
+        return_scores=return_scores,
+        num_warps=settings["num_warps"],
+        num_stages=settings["num_stages"],
+        interpret=interpret,
+    )
+    results = [out]
+    if return_lse:
+        results.append(lse / LOG2_E)
+    if return_scores:
+        results.append(_only_read(scores[:, :group] / LOG2_E, lengths))
+    return tuple(results)
+
+
+def _split(q, operand, parts):
+    """Write float32 queries as a sum of operands, [parts, R, G, D]."""
+    pieces, rest = [], q
+    for _ in range(parts):
+        # A plain conversion there and back may be simplified away.
+        rounded = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        pieces.append(rounded.astype(operand))
+        rest = rest - rounded
+    return jnp.stack(pieces)
+
+
+def _turn(out, spec: Spec):
+    """Turn results written as blocks of O^T, [R, out_rows, N], to [R, G, D]."""
+    # Blocks may overlap: keep of each what the one before it lacks.
+    kept, offset, covered = [], 0, 0
+    for start, size in spec.blocks:
+        kept.append(out[:, offset + covered - start : offset + size, : spec.group])
+        offset, covered = offset + size, start + size
+    return jnp.concatenate(kept, axis=1).swapaxes(1, 2)
+
+
+def _only_read(scores, lengths):
+    """Put -inf where no slot was read; the kernels leave such scores unwritten."""
+    slot = jnp.arange(scores.shape[-1])
+    return jnp.where(slot < lengths[:, None, None], scores, -jnp.inf)

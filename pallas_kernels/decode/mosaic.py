@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decode.plan import stretch_start
 from pallas_kernels.decode.spec import LOG2_E, Spec
 
 # Below every score, and far from the overflow of differences, unlike -inf.
@@ -89,10 +90,12 @@ def walk_rows(plan_refs, lengths_ref, spec: Spec, visit, start_state):
     tiles in this stretch, and `whole` says that no other program meets the row. What is known of
     a row is loaded one row ahead.
     """
-    starts_ref, first_row_ref, last_row_ref, tile_starts_ref = plan_refs
+    tile_starts_ref, edge_rows_ref = plan_refs
     program = lax.axis_index("program")
-    start, stop = starts_ref[program], starts_ref[program + 1]
-    first_row, last_row = first_row_ref[program], last_row_ref[program]
+    total = tile_starts_ref[spec.rows]
+    first_row, last_row = edge_rows_ref[program], edge_rows_ref[spec.programs + program]
+    start = stretch_start(total, program, spec.programs)
+    stop = stretch_start(total, program + 1, spec.programs)
 
     def facts(row):
         row = jnp.minimum(row, spec.rows - 1)
@@ -418,7 +421,7 @@ def attend(spec: Spec, plan, lengths, page_table, q, pages, scales, slots, inter
         scratch["k_scales_smem"] = scratch["v_scales_smem"] = factor
 
     def body(*refs, **memory):
-        plan_refs, (lengths_ref, table_ref), refs = refs[:4], refs[4:6], refs[6:]
+        plan_refs, (lengths_ref, table_ref), refs = refs[:2], refs[2:4], refs[4:]
         inputs, outputs = refs[:-5], refs[-5:]
         ring = [memory["q_smem"], memory["k_smem"], memory["v_smem"]]
         factors = [memory.get("k_scales_smem"), memory.get("v_scales_smem")]
@@ -452,5 +455,4 @@ def attend(spec: Spec, plan, lengths, page_table, q, pages, scales, slots, inter
         interpret=interpret,
         kernel_name="decode_attention",
     )
-    plan_arrays = (plan.starts, plan.first_row, plan.last_row, plan.tile_starts)
-    return kernel(*plan_arrays, lengths, page_table, q, *pages, *scales)
+    return kernel(plan.tile_starts, plan.edge_rows, lengths, page_table, q, *pages, *scales)

@@ -2,15 +2,16 @@
 
 Every row is cut into tiles of `tile` slots; an empty row counts as one tile, which reads nothing
 but writes the row's result. All tiles of all rows form one line, and program c owns the stretch
-[starts[c], starts[c + 1]): equal shares, whatever the rows' lengths, on a grid that does not
+[start(c), start(c + 1)) of it: equal shares, whatever the rows' lengths, on a grid that does not
 depend on them (stream-K). A row that several programs meet leaves one partial result a program.
 The pair (row r, program c) owns partial slot r + c: along the line either r or c grows at each new
 pair, so these numbers are unique and need no list.
 
     lengths [130, 0, 64], tile 64, programs 3
     tiles       3, 1, 1               # ceil(length / tile), at least 1
-    tile_starts 0, 3, 4, 5            # where each row begins on the line
-    starts      0, 2, 4, 5            # program 0: row 0; program 1: rows 0 and 1; program 2: row 2
+    tile_starts 0, 3, 4, 5            # where each row begins on the line, and its end
+    stretches   0..2, 2..4, 4..5      # program 0: row 0; program 1: rows 0 and 1; program 2: row 2
+    edge_rows   0, 0, 2,   0, 1, 2    # rows of the first tiles, then of the last tiles
 
 The plan depends on lengths alone. One plan serves every kernel of a decode step, and a plan of
 lengths [L, R], made in one go, gives each layer its own.
@@ -32,23 +33,34 @@ class DecodePlan:
     """The split of one decode step, or of several along leading axes.
 
     Attributes:
-      starts: first tile of each of C programs on the line, and the number of tiles.
-      first_row: row that holds a program's first tile.
-      last_row: row that holds its last tile; less than `first_row` where it has no tile.
-      tile_starts: first tile of each row, and the number of tiles.
+      tile_starts: first tile of each row on the line, and the number of tiles.
+      edge_rows: the row of each of C programs' first tile, then of each one's last tile; the
+        latter is less than the former where a program has no tile.
       tile: slots of a tile.
     """
 
-    starts: Int[Array, "*L C+1"]
-    first_row: Int[Array, "*L C"]
-    last_row: Int[Array, "*L C"]
     tile_starts: Int[Array, "*L R+1"]
+    edge_rows: Int[Array, "*L 2*C"]
     tile: int = field(metadata={"static": True})
 
     @property
     def programs(self) -> int:
         """C."""
-        return self.first_row.shape[-1]
+        return self.edge_rows.shape[-1] // 2
+
+
+def stretch_start(total, program, programs: int):
+    """First tile of a program's stretch; written without program * total, which may overflow."""
+    share = total // programs
+    return program * share + jnp.minimum(program, total - share * programs)
+
+
+def owner(total, tile, programs: int):
+    """Program whose stretch holds a tile: the inverse of `stretch_start`."""
+    share = total // programs
+    longer = total - share * programs
+    tail = tile - longer * (share + 1)
+    return jnp.where(tail < 0, tile // (share + 1), longer + tail // jnp.maximum(share, 1))
 
 
 def make_plan(lengths: Int[Array, "*L R"], *, tile: int, programs: int) -> DecodePlan:
@@ -68,12 +80,11 @@ def make_plan(lengths: Int[Array, "*L R"], *, tile: int, programs: int) -> Decod
     else:
         zero = jnp.zeros_like(tiles[..., :1])
         tile_starts = jnp.concatenate([zero, jnp.cumsum(tiles, axis=-1, dtype=jnp.int32)], -1)
-    # Written without c * total, which would overflow for long lines.
-    share, extra = jnp.divmod(tile_starts[..., -1:], programs)
-    program = jnp.arange(programs + 1, dtype=jnp.int32)
-    starts = program * share + jnp.minimum(program, extra)
-    edges = jnp.concatenate([starts[..., :-1], starts[..., 1:] - 1], axis=-1)
+    total = tile_starts[..., -1:]
+    # One array for both edges: a kernel less than two.
+    program = jnp.arange(2 * programs, dtype=jnp.int32)
+    last = program >= programs
+    edge = stretch_start(total, jnp.where(last, program - (programs - 1), program), programs) - last
     ends = tile_starts[..., None, 1:]
-    edge_rows = jnp.sum(ends <= edges[..., None], axis=-1, dtype=jnp.int32)
-    first_row, last_row = edge_rows[..., :programs], edge_rows[..., programs:]
-    return DecodePlan(starts, first_row, last_row, tile_starts, tile)
+    edge_rows = jnp.sum(ends <= edge[..., None], axis=-1, dtype=jnp.int32)
+    return DecodePlan(tile_starts, edge_rows, tile)

@@ -12,6 +12,8 @@ Slot j of a row lies in page page_table[r, j // P] at offset j % P.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode.plan import DecodePlan
+
 
 def softmax_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """Return the type of scores and softmax: at least float32, float64 for float64."""
@@ -26,6 +28,7 @@ def decode_attention_xla(
     lengths: Int[Array, "R"],
     k_scales: Float[Array, "N P"] | None = None,
     v_scales: Float[Array, "N P"] | None = None,
+    plan: DecodePlan | None = None,
     *,
     scale: float,
     return_lse: bool = False,
@@ -41,6 +44,7 @@ def decode_attention_xla(
       lengths: live slots of each row; they fill the first pages of the row.
       k_scales: factor of each slot's key, for float8 pages.
       v_scales: factor of each slot's value, for float8 pages.
+      plan: not needed here.
       scale: factor of the scores.
       return_lse: also return lse [R, G].
       return_scores: also return the scaled scores [R, G, M * P], -inf at unread slots.
@@ -48,6 +52,7 @@ def decode_attention_xla(
     Returns:
       A tuple (o [R, G, D] in q's dtype, then lse, then scores, where asked).
     """
+    del plan
     rows, _, head_dim = q.shape
     pages, page_size, _ = k_pages.shape
     slots = page_table.shape[1] * page_size

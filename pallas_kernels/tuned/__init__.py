@@ -1,0 +1,46 @@
+"""Measured settings of the kernels, one JSON file for each kind of device.
+
+A file maps a kernel's name to a list of entries, tried in order. An entry applies where everything
+in its `when` equals what is asked about; its `use` holds the settings.
+
+    {"device": "NVIDIA H200", "kernels": {"decode_attention/mosaic_gpu": [
+        {"when": {"head_dim": 128, "bytes": 2}, "use": {"stages": 2, "programs_per_core": 2}}]}}
+
+A device or a shape without an entry is served by the kernel's own heuristic.
+"""
+
+import functools
+import json
+import re
+from importlib import resources
+from typing import Any
+
+
+def file_name(device_kind: str) -> str:
+    """Name the file of a device kind: "NVIDIA H200" is nvidia_h200.json."""
+    return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json"
+
+
+@functools.cache
+def _entries(device_kind: str, kernel: str) -> tuple[dict[str, Any], ...]:
+    path = resources.files(__name__) / file_name(device_kind)
+    if not path.is_file():
+        return ()
+    return tuple(json.loads(path.read_text())["kernels"].get(kernel, ()))
+
+
+def lookup(device_kind: str, kernel: str, **shape: Any) -> dict[str, Any] | None:
+    """Find the measured settings of a kernel for a shape.
+
+    Args:
+      device_kind: as jax names it.
+      kernel: "operation/implementation".
+      **shape: what entries' `when` is compared with.
+
+    Returns:
+      The settings of the first entry that applies, or None.
+    """
+    for entry in _entries(device_kind, kernel):
+        if all(shape.get(name) == value for name, value in entry["when"].items()):
+            return dict(entry["use"])
+    return None
