@@ -205,7 +205,7 @@ def _read_parameter(
         return out
 
     if place is None:
-        return jnp.asarray(part((slice(None),) * len(shape)))
+        return jax.device_put(part((slice(None),) * len(shape)))
     # Replicas ask for the same part: read it once.
     parts: dict[tuple, np.ndarray] = {}
 

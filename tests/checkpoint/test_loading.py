@@ -14,6 +14,7 @@ from flax import nnx
 
 from dms_jax import sharding
 from dms_jax.checkpoint import load
+from dms_jax.checkpoint.weights import Weights
 from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.policies import TOVA, Vanilla
 from tests.checkpoint.support import copy, edit_config, rewrite, tensors
@@ -308,3 +309,20 @@ def test_straight_to_the_shards_of_a_mesh(source, tmp_path):
     q = shared["layers", "attention", "q_proj", "kernel"]
     heads = q.shape[2]
     assert {shard.data.shape[2] for shard in q.addressable_shards} == {heads // 2}
+
+
+def test_nothing_is_read_twice(sharded, monkeypatch):
+    read, taken = Weights.read, {}
+
+    def record(self, name, index=()):
+        result = read(self, name, index)
+        taken.setdefault(name, []).append(result.nbytes)
+        return result
+
+    monkeypatch.setattr(Weights, "read", record)
+    load(sharded, mesh=sharding.make_mesh(4, 2))
+    sizes = {name: tensor.nbytes for name, tensor in tensors(sharded).items()}
+    assert {name: sum(parts) for name, parts in taken.items()} == sizes
+    # Heads are cut in the file, each device's half read by itself.
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert taken[name] == [sizes[name] // 2] * 2
