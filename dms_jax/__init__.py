@@ -22,6 +22,7 @@ from dms_jax.generation import (
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import DMC, DMS, TOVA, Quest, RandomEviction, StreamingLLM, Vanilla
 from dms_jax.sharding import make_mesh
+from dms_jax.training import recipes, retrofit
 
 __all__ = [
     "DMC",
@@ -47,6 +48,8 @@ __all__ = [
     "load",
     "make_mesh",
     "policies",
+    "recipes",
+    "retrofit",
     "save",
     "score",
 ]

@@ -25,7 +25,8 @@ cache
 policies
 model
 checkpoint
-data training generation
+data
+training generation
 evaluation
 analysis
 """

@@ -92,7 +92,7 @@ def compression_figure(
             np.asarray(num_bytes) / 1e6,
             marker="o",
             markersize=3,
-            color=_COLOURS["dense" if label == "dense" else label.split()[0]],
+            color=_COLOURS.get(label.split(",")[0]),
             linestyle="--" if "held" in label else "-",
             label=label,
         )
