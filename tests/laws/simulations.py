@@ -21,19 +21,21 @@ def weights_of(row: Row) -> transformer.Weights:
 
 
 @functools.cache
-def simulated(row: Row, sequence: int, prompt_length: int) -> transformer.Pass:
+def simulated(row: Row, sequence: int, prompt_length: int, page_size: int) -> transformer.Pass:
     """One sequence through the NumPy model, each layer under the row's simulation."""
     return transformer.run(
         weights_of(row),
         TOKENS[sequence],
-        lambda layer: row.simulate(row.policy, layer, prompt_length, row.page_size),
+        lambda layer: row.simulate(row.policy, layer, prompt_length, page_size),
     )
 
 
-def expected(row: Row, prompts) -> list[transformer.Pass]:
-    """Passes of all sequences; the same ones for every prompt length where it changes nothing."""
-    prompts = prompts if row.selects else [0] * len(LENGTHS)
-    return [simulated(row, index, int(prompt)) for index, prompt in enumerate(prompts)]
+def expected(row: Row, prompts, page_size: int | None = None) -> list[transformer.Pass]:
+    """Passes of all sequences; computed once where prompts and pages change nothing."""
+    page_size = page_size or row.page_size
+    if not row.selects:
+        prompts, page_size = [0] * len(LENGTHS), row.page_size
+    return [simulated(row, index, int(prompt), page_size) for index, prompt in enumerate(prompts)]
 
 
 def peak_slots(passes: list[transformer.Pass]) -> np.ndarray:

@@ -59,9 +59,13 @@ class Row:
 
     @property
     def name(self) -> str:
-        fields = dataclasses.asdict(self.policy)
-        options = ",".join(f"{name}={value}" for name, value in fields.items())
-        return f"{self.policy.name}({options})-G{self.group}-P{self.page_size}"
+        default = type(self.policy)()
+        options = [
+            f"{name}={value}"
+            for name, value in dataclasses.asdict(self.policy).items()
+            if value != getattr(default, name)
+        ]
+        return "-".join([self.policy.name, *options, f"G={self.group}", f"page={self.page_size}"])
 
     @property
     def num_kv_heads(self) -> int:
@@ -157,9 +161,7 @@ def dmc_keys(policy, layer):
 def simulate_dmc_identity(policy, layer, prompt_length, page_size):
     neuron = dmc_neuron(policy)
     q, k = (dmc.without_neuron(x, neuron) for x in (layer.q, layer.k))
-    q, k = (
-        dmc.without_neuron(rope.rotate_tokens(x, layer.cos, layer.sin), neuron) for x in (q, k)
-    )
+    q, k = (dmc.without_neuron(rope.rotate_tokens(x, layer.cos, layer.sin), neuron) for x in (q, k))
     return vanilla.simulate(q, k, layer.v)
 
 

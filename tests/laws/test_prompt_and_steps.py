@@ -6,9 +6,13 @@
 3. Kept tokens, slots, reads and peaks are those of the simulation after every call.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import POLICIES
 from tests.laws.simulations import (
     LENGTHS,
     TOKENS,
@@ -20,10 +24,11 @@ from tests.laws.simulations import (
     peak_slots,
     read_totals,
 )
-from tests.laws.table import ROWS, SPLIT_INVARIANT, Row, model_for
-from tests.support.cached_runs import Part, drive, poisoned_cache, ragged_parts, stored_keys
+from tests.laws.table import ROWS, SPLIT_INVARIANT, Row, model_for, simulate_vanilla
+from tests.support.cached_runs import Part, drive, poisoned_cache, ragged_parts
 
 TOLERANCE = 1e-10
+LOGITS_PAGE_SIZE = 16  # of the cache that `logits` makes for itself
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
@@ -42,18 +47,18 @@ def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
     )
     keys = [[row.keys(policy, layer) for layer in one.inputs] for one in passes]
 
-    def slots_are_as_simulated(done, cache):
+    def slots_are_as_simulated(done, rows):
         for sequence, one in enumerate(passes):
             for layer, trace in enumerate(one.traces):
                 live = trace.live[done[sequence] - 1] if done[sequence] else [[], []]
-                for head in range(cache.lengths.shape[2]):
-                    got = stored_keys(cache, layer, sequence, head)
+                for head in range(rows.lengths.shape[2]):
+                    got = rows.keys(layer, sequence, head)
                     assert len(got) == len(live[head])
                     want = keys[sequence][layer][live[head], head]
                     if not row.ordered:
                         got, want = (x[np.lexsort(x.T)] for x in (got, want))
                     np.testing.assert_allclose(got, want, atol=TOLERANCE)
-        np.testing.assert_array_equal(cache.seen, done)
+        np.testing.assert_array_equal(rows.seen, done)
 
     out = drive(model, policy, TOKENS, cache, parts, after=slots_are_as_simulated)
     difference = Difference()
@@ -80,16 +85,51 @@ def test_ragged_chunks_of_a_prompt_then_steps(row, prompts, record_property):
     record_property("largest", check_run(row, prompts, parts, seed=3))
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if row.group == 2], ids=lambda row: row.name)
+def test_prompts_in_chunks_of_one_and_answers_in_chunks(row, record_property):
+    """Answers come in chunks when a request that was put back recomputes its past."""
+    prompts = (13, 1, 22)
+    parts = [*ragged_parts(4, prompts, prompts, width=1)]
+    parts += ragged_parts(5, np.subtract(LENGTHS, prompts), [0] * 3, width=1, answers_width=WIDTH)
+    record_property("largest", check_run(row, prompts, parts, seed=6))
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.group == 4], ids=lambda row: row.name)
+def test_a_chunk_that_holds_the_whole_prompt(row, record_property):
+    parts = [Part(np.array(LENGTHS, np.int32), WIDE, prompt=True)]
+    record_property("largest", check_run(row, LENGTHS, parts))
+
+
 @every_row
-def test_one_pass_over_the_whole_sequence(row, record_property):
-    model, policy = model_for(row), row.policy
-    assert policy.split_invariant == (policy.name in SPLIT_INVARIANT)
-    if not (policy.parallel(prompt=True) and policy.parallel(prompt=False)):
-        pytest.skip("decides by attention as it goes; no pass without a cache exists")
+def test_one_pass_over_whole_sequences(row, record_property):
+    """`LanguageModel.logits`: without a cache where that is possible, else through one of its own.
+
+    Sequences are padded with tokens that must not matter.
+    """
+    assert row.policy.split_invariant == (row.policy.name in SPLIT_INVARIANT)
+    model = LanguageModel(model_for(row), policy=row.policy)
+    padded = np.stack([np.pad(tokens, (0, WIDE - len(tokens)), mode="wrap") for tokens in TOKENS])
+    prompts = np.array((13, 1, 22))
+    logits = np.asarray(model.logits(padded, prompt_lengths=prompts))
     difference = Difference()
-    padded = np.stack([np.pad(tokens, (0, WIDE - len(tokens))) for tokens in TOKENS])
-    logits = np.asarray(model.unembed(model(padded, policy).hidden))
-    for sequence, one in enumerate(expected(row, [0, 0, 0])):
+    for sequence, one in enumerate(expected(row, prompts, LOGITS_PAGE_SIZE)):
         difference.update(logits[sequence, : LENGTHS[sequence]], one.logits)
     assert difference.largest < TOLERANCE
     record_property("largest", difference.largest)
+
+
+def test_the_rows_tell_policies_apart():
+    """A policy that does nothing would not pass: every row that evicts is far from plain."""
+    for row in ROWS:
+        plain = dataclasses.replace(row, simulate=simulate_vanilla)
+        got, want = (expected(one, [0, 0, 0])[0].logits for one in (row, plain))
+        neurons = row.policy.borrowed_neurons is not None
+        assert (np.abs(got - want).max() > 1e-2) == (neurons or not row.identity), row.name
+
+
+def test_every_policy_has_its_rows():
+    for policy in POLICIES.values():
+        rows = [row for row in ROWS if type(row.policy) is policy]
+        assert {row.group for row in rows} == {1, 2, 4, 8}, policy
+        assert any(row.identity for row in rows), policy
+        assert all(row.selects == (row.policy.read_budget is not None) for row in rows)

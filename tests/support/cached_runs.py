@@ -40,6 +40,28 @@ class Outcome:
     reads: list[np.ndarray]
 
 
+@dataclasses.dataclass
+class Rows:
+    """The rows of a cache, on the host."""
+
+    k_pages: np.ndarray
+    page_table: np.ndarray
+    lengths: np.ndarray
+    seen: np.ndarray
+
+    @classmethod
+    def of(cls, cache: Cache) -> "Rows":
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(*(np.asarray(getattr(cache, name)) for name in names))
+
+    def keys(self, layer: int, sequence: int, head: int) -> np.ndarray:
+        """[length, D]: the keys in the slots of a row."""
+        page_size = self.k_pages.shape[1]
+        slots = np.arange(self.lengths[layer, sequence, head])
+        pages = self.page_table[layer, sequence, head][slots // page_size]
+        return self.k_pages[pages, slots % page_size]
+
+
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def forward(
     model: Transformer, tokens, counts, cache: Cache, policy: Policy, prompt: bool
@@ -98,7 +120,7 @@ def ragged_parts(
 def drive(
     model: Transformer, policy: Policy, tokens: list[np.ndarray], cache: Cache, parts, after=None
 ) -> Outcome:
-    """Runs the parts; `after(done, cache)` is called when `done[b]` tokens are in."""
+    """Runs the parts; `after(done, rows)` sees what it holds with `done[b]` tokens in."""
     done = np.zeros(len(tokens), int)
     gathered: list[list[tuple]] = [[] for _ in tokens]
     random = np.random.default_rng(1)
@@ -117,15 +139,6 @@ def drive(
             assert not reads[row, count:].any()
         done += part.counts
         if after is not None:
-            after(done, cache)
+            after(done, Rows.of(cache))
     joined = [[np.concatenate(field) for field in zip(*row, strict=True)] for row in gathered]
     return Outcome(*map(list, zip(*joined, strict=True)))
-
-
-def stored_keys(cache: Cache, layer: int, sequence: int, head: int) -> np.ndarray:
-    """[length, D]: the keys in the slots of a row."""
-    length = int(cache.lengths[layer, sequence, head])
-    table = np.asarray(cache.page_table[layer, sequence, head])
-    slots = np.arange(length)
-    pages = table[slots // cache.page_size]
-    return np.asarray(cache.k_pages)[pages, slots % cache.page_size]

@@ -49,7 +49,9 @@ def random_model(
     config: ModelConfig, *, adapter: bool = False, seed: int = 0, dtype: Any = jnp.float64
 ) -> Transformer:
     """Weights large enough that attention is uneven and decisions fall both ways."""
-    model = Transformer(config, adapter=adapter, dtype=dtype, rngs=nnx.Rngs(0))
+    shapes = jax.eval_shape(
+        lambda: Transformer(config, adapter=adapter, dtype=dtype, rngs=nnx.Rngs(0))
+    )
     random = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -66,7 +68,7 @@ def random_model(
             values = values / np.sqrt(leaf.shape[0])
         return jnp.asarray(values, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, model)
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def random_tokens(seed: int, *shape: int) -> np.ndarray:
