@@ -5,12 +5,20 @@ cache chunk by chunk. Which past slot a query still sees is data (`past_until`),
 evicts at a known distance fits.
 """
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation
+from pallas_kernels.prefill import gpu
 from pallas_kernels.prefill.reference import prefill_attention_reference
+
+PREFILL = Operation(
+    "prefill_attention",
+    (
+        Implementation("mosaic_gpu", "cuda", gpu.prefill, gpu.why_not),
+        Implementation("xla", None, prefill_attention_reference),
+    ),
+)
 
 
 def _check(q, k, v, evicted, counts, k_pages, v_pages, page_table, lengths, until, window) -> None:
@@ -60,7 +68,7 @@ def prefill_attention(
     *,
     window: int,
     scale: float,
-    implementation: str | Sequence[str] | None = None,
+    implementation: ImplementationChoice = None,
 ) -> Float[Array, "B T H D"]:
     """Attention of one chunk of prompt queries, over the pool's pages and over the chunk.
 
@@ -95,6 +103,4 @@ def prefill_attention(
     """
     arrays = (q, k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until)
     _check(*arrays, window)
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(f"implementation {implementation!r} is not available")
-    return prefill_attention_reference(*arrays, window=window, scale=scale)
+    return PREFILL(implementation, *arrays, window=window, scale=float(scale))

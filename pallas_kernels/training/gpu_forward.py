@@ -170,7 +170,7 @@ def _program(
             if problem.packed:
                 keys = tiles.load_columns(key_segments.at[slot])
                 same = tiles.rows_of(own_segments, shape) == tiles.columns_of(keys, shape)
-            plgpu.barrier_arrive(k_consumed.at[slot])
+            tiles.release(k_consumed.at[slot], interpret=problem.interpret)
             if causal:
                 scores = jnp.where(distance >= 0, scores, HIDDEN)
             if problem.packed:

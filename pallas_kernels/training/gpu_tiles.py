@@ -68,7 +68,7 @@ class Problem:
 
 def tile_memory(shape: tuple[int, ...], dtype):
     """Return a shared-memory tile in the form that wgmma reads: 128-byte swizzle where it fits."""
-    elements = min(64, shape[-1])
+    elements = 64 if shape[-1] % 64 == 0 else 32
     swizzle = elements * jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -127,6 +127,17 @@ def load_rows(ref):
 def load_columns(ref):
     """Load one value per column."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
+
+
+def release(barrier, *, interpret: bool) -> None:
+    """Tell the copying warpgroup that this one has read its tile.
+
+    The interpreter wants a proxy fence between a plain read and the bulk copy that overwrites it.
+    On the card the values are in registers before the arrival is seen, and a fence is a barrier.
+    """
+    if interpret:
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
 
 
 def accumulate(initials, body, result_shape, *, interpret: bool):

@@ -1,0 +1,269 @@
+"""Prompt attention on NVIDIA Hopper GPUs.
+
+The forward kernel of training (see `training/gpu_forward.py`) with another walk over the keys: the
+tiles that `tiles.make_plan` lists, copied from pages or from the dense keys.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import target_gpu
+from pallas_kernels.prefill.tiles import TILE, Plan, make_plan, pad_axis
+from pallas_kernels.training import gpu_tiles
+from pallas_kernels.training.gpu_tiles import COMPUTE, HIDDEN, LOG2E, LOWEST, ROWS, Problem
+
+HEAD_DIMS = (64, 96, 128, 256)
+
+
+def why_not(q, k, v, evicted, counts, k_pages, *rest, window: int, scale: float) -> str | None:
+    """Return why this kernel cannot serve the call, or None if it can."""
+    del k, v, evicted, counts, rest, window
+    page = k_pages.shape[1]
+    if target_gpu().capability[0] != 9:
+        return f"it uses Hopper's wgmma, and the GPU is a {target_gpu().kind}"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"wgmma is exact only for bfloat16 and float16 operands, got {q.dtype}"
+    if q.shape[3] not in HEAD_DIMS:
+        return f"the head dim must be one of {HEAD_DIMS}, got {q.shape[3]}"
+    if page % 8 or TILE % min(page, TILE) or page % min(page, TILE):
+        return f"a page must be 8 to {TILE} tokens and divide {TILE}, or a multiple; got {page}"
+    if scale <= 0:
+        return f"scale must be positive, got {scale}"
+    return None
+
+
+def prefill(
+    q,
+    k,
+    v,
+    evicted,
+    counts,
+    k_pages,
+    v_pages,
+    page_table,
+    past_lengths,
+    past_until,
+    *,
+    window: int,
+    scale: float,
+    interpret: bool = False,
+) -> jax.Array:
+    """Compute the attention of a chunk; arguments as for `prefill_attention`."""
+    batch, length, heads, dim = q.shape
+    padded = pad_axis(q, 1, TILE)
+    kv_heads, dtype = k.shape[2], jnp.dtype(q.dtype)
+    problem = Problem(
+        batch, padded.shape[1], heads, kv_heads, dim, window, scale, dtype, False, interpret
+    )
+    arrays = (k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until)
+    plan = make_plan(*arrays, window, problem.rows)
+    stages = {64: 4, 96: 2, 128: 2, 256: 1}[dim]
+    query_tile = gpu_tiles.tile_memory((COMPUTE, ROWS, dim), dtype)
+    key_tile = gpu_tiles.tile_memory((stages, TILE, dim), dtype)
+    page = k_pages.shape[1]
+    parts = max(1, TILE // page)
+    scratch = {
+        "q_tiles": query_tile,
+        "k_tiles": key_tile,
+        "v_tiles": key_tile,
+        "intervals": plgpu.SMEM((stages, 2, TILE), jnp.int32),
+        "q_ready": plgpu.Barrier(num_barriers=COMPUTE),
+        "k_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=2 + parts),
+        "v_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=parts),
+        "k_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
+        "v_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
+        "turn": plgpu.Barrier(num_arrivals=COMPUTE),
+    }
+    if interpret:
+        scratch["staging"] = gpu_tiles.tile_memory((COMPUTE, ROWS, TILE), dtype)
+    operands = [padded, counts.astype(jnp.int32), *plan]
+    if plan.since.shape[2] > plan.dense_k.shape[1]:
+        operands += [k_pages, v_pages]
+
+    def kernel(*refs, **memory):
+        _program(problem, page, refs[: len(operands)], refs[-1], **memory)
+
+    out_type = jax.ShapeDtypeStruct(padded.shape, dtype)
+    run = gpu_tiles.query_kernel(problem, kernel, out_type, scratch, "prefill")
+    return run(*operands)[:, :length]
+
+
+def _program(
+    problem: Problem,
+    page: int,
+    inputs,
+    out_ref,
+    *,
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    intervals,
+    q_ready,
+    k_ready,
+    v_ready,
+    k_consumed,
+    v_consumed,
+    turn,
+    staging=None,
+):
+    q_ref, counts_ref, *rest = inputs
+    plan, page_refs = Plan(*rest[:7]), rest[7:]
+    stages = k_tiles.shape[0]
+    shape = (ROWS, TILE)
+    batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
+    head, row0, q0 = gpu_tiles.head_and_query(problem, warpgroup)
+    program_head = lax.axis_index("heads") * problem.heads_per_program
+    kv_head = lax.div(program_head, jnp.int32(problem.H // problem.K))
+    query_tile = lax.div(q0, jnp.int32(problem.rows))
+    past_tiles = (plan.since.shape[2] - plan.dense_k.shape[1]) // TILE
+    ends = plan.ends.at[batch, kv_head, query_tile]
+    whole_end, end = ends[0], ends[1]
+    piece = min(page, TILE)
+    multiplier = problem.scale * LOG2E
+
+    def slot_of(step):
+        return lax.rem(step, jnp.int32(stages))
+
+    def copy():
+        def copy_tile(pages, dense, tile, target, ready):
+            """Copy one key tile, in as many pieces as a tile has pages."""
+
+            def from_dense():
+                for part in range(TILE // piece):
+                    start = (tile - past_tiles) * TILE + part * piece
+                    plgpu.copy_gmem_to_smem(
+                        dense.at[batch, pl.ds(start, piece), kv_head],
+                        target.at[pl.ds(part * piece, piece)],
+                        ready,
+                    )
+
+            def from_pages():
+                for part in range(TILE // piece):
+                    slot = tile * TILE + part * piece
+                    number = plan.pages[batch, kv_head, lax.div(slot, jnp.int32(page))]
+                    start = pl.multiple_of(lax.rem(slot, jnp.int32(page)), piece)
+                    source = pages.at[number]
+                    if page > piece:
+                        source = source.at[pl.ds(start, piece)]
+                    plgpu.copy_gmem_to_smem(source, target.at[pl.ds(part * piece, piece)], ready)
+
+            if page_refs:
+                pl.when(tile < past_tiles)(from_pages)
+                pl.when(tile >= past_tiles)(from_dense)
+            else:
+                from_dense()
+
+        k_pages, v_pages = page_refs if page_refs else (None, None)
+
+        def load(step, carry):
+            slot = slot_of(step)
+            tile = plan.visits[batch, kv_head, query_tile, step]
+            keys = pl.ds(tile * TILE, TILE)
+            plgpu.barrier_wait(k_consumed.at[slot])
+            for index, bound in enumerate((plan.since, plan.until)):
+                plgpu.copy_gmem_to_smem(
+                    bound.at[batch, kv_head, keys], intervals.at[slot, index], k_ready.at[slot]
+                )
+            copy_tile(k_pages, plan.dense_k, tile, k_tiles.at[slot], k_ready.at[slot])
+            plgpu.barrier_wait(v_consumed.at[slot])
+            copy_tile(v_pages, plan.dense_v, tile, v_tiles.at[slot], v_ready.at[slot])
+            return carry
+
+        lax.fori_loop(0, end, load, jnp.int32(0))
+        for slot in range(stages):
+            plgpu.barrier_wait(k_consumed.at[slot])
+            plgpu.barrier_wait(v_consumed.at[slot])
+
+    def take_turn():
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(turn)
+
+    def compute():
+        queries = pl.ds(row0, ROWS)
+        q_tile = q_tiles.at[warpgroup]
+        source = q_ref.at[batch, queries, head]
+        plgpu.copy_gmem_to_smem(source, q_tile, q_ready.at[warpgroup])
+        for slot in range(stages):
+            plgpu.barrier_arrive(k_consumed.at[slot])
+            plgpu.barrier_arrive(v_consumed.at[slot])
+        plgpu.barrier_wait(q_ready.at[warpgroup])
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, problem.D), jnp.float32), plgpu.Layout.WGMMA)
+        position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + row0
+
+        @pl.when(end > 0)
+        def _():
+            plgpu.barrier_wait(k_ready.at[0])
+
+        def body(step, carry, masked):
+            accumulator, maximum, total = carry
+            slot = slot_of(step)
+
+            def multiply_keys(scores):
+                plgpu.wgmma(scores, q_tile, k_tiles.at[slot].transpose((1, 0)))
+                take_turn()
+                return scores[...]
+
+            scores = pl.run_scoped(multiply_keys, plgpu.ACC(shape, jnp.float32))
+            if masked:
+                since = gpu_tiles.load_columns(intervals.at[slot, 0])
+                until = gpu_tiles.load_columns(intervals.at[slot, 1])
+                seen = position >= gpu_tiles.columns_of(since, shape)
+                seen &= position <= gpu_tiles.columns_of(until, shape)
+                scores = jnp.where(seen, scores, HIDDEN)
+            gpu_tiles.release(k_consumed.at[slot], interpret=problem.interpret)
+            new_maximum = jnp.maximum(maximum, scores.max(axis=1) * multiplier)
+            shrink = jnp.exp2(maximum - new_maximum)
+            weights = jnp.exp2(scores * multiplier - gpu_tiles.rows_of(new_maximum, shape))
+            accumulator = accumulator * gpu_tiles.rows_of(shrink, accumulator.shape)
+            total = total * shrink + weights.sum(axis=1)
+            operand = weights.astype(problem.dtype)
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(v_ready.at[slot])
+            plgpu.barrier_wait(turn)
+
+            def wait_for_next_keys():
+                @pl.when(step + 1 < end)
+                def _():
+                    plgpu.barrier_wait(k_ready.at[slot_of(step + 1)])
+
+            if staging is None:
+
+                def multiply_values(accumulator_ref):
+                    plgpu.wgmma(accumulator_ref, operand, v_tiles.at[slot])
+                    wait_for_next_keys()
+
+                accumulator = pl.run_state(multiply_values)(plgpu.ACC.init(accumulator))
+            else:
+
+                def multiply_staged(product):
+                    staged = staging.at[warpgroup]
+                    gpu_tiles.multiply_registers(product, operand, v_tiles.at[slot], staged)
+                    return product[...]
+
+                accumulator += pl.run_scoped(
+                    multiply_staged, plgpu.ACC(accumulator.shape, jnp.float32)
+                )
+                wait_for_next_keys()
+            plgpu.barrier_arrive(v_consumed.at[slot])
+            return accumulator, new_maximum, total
+
+        pl.when(warpgroup == 1)(take_turn)
+        carry = (zeros, gpu_tiles.row_vector(LOWEST), gpu_tiles.row_vector(0.0))
+        carry = lax.fori_loop(0, whole_end, lambda i, c: body(i, c, False), carry)
+        carry = lax.fori_loop(whole_end, end, lambda i, c: body(i, c, True), carry)
+        accumulator, _, total = carry
+        pl.when(warpgroup == 0)(take_turn)
+
+        accumulator = accumulator * gpu_tiles.rows_of(1.0 / total, accumulator.shape)
+        rows = plgpu.broadcasted_iota(jnp.int32, accumulator.shape, 0, layout=plgpu.Layout.WGMMA)
+        # Padded queries saw nothing (0 / 0): they are zero by definition.
+        accumulator = jnp.where(rows + row0 < counts_ref[batch], accumulator, 0.0)
+        q_tile[...] = accumulator.astype(problem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_tile, out_ref.at[batch, queries, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    gpu_tiles.roles(warpgroup, compute, copy)
