@@ -8,9 +8,18 @@ import numpy as np
 from jaxtyping import Float
 
 from dms_jax.cache.accounting import Meter, Usage
-from dms_jax.errors import CapacityError, DataError
+from dms_jax.errors import CapacityError, CheckpointError, DataError
+from dms_jax.generation.checks import check_count
 from dms_jax.generation.engine import Engine
-from dms_jax.generation.requests import Completion, OnTokens, Prompt
+from dms_jax.generation.prompts import (
+    check_call,
+    check_list,
+    check_model,
+    encode_prompt,
+    is_chat,
+    text_after_answer,
+)
+from dms_jax.generation.requests import Completion, OnTokens, Prompt, make_request, make_requests
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
@@ -80,7 +89,7 @@ def generate(
     *,
     policy: Policy | None = None,
     sampling: Sampling | None = None,
-    memory: int | None = None,
+    memory: float | int | None = None,
     chunk: int = 32,
     page_size: int = 64,
     prefill_chunk: int = 512,
@@ -108,43 +117,64 @@ def generate(
       ConfigError: the policy or an option does not fit.
       CapacityError: the memory does not hold a single sequence.
     """
-    if not prompts:
-        raise DataError("There is nothing to generate: the list of prompts is empty.")
-    sampling = sampling or Sampling()
+    check_model(model)
+    check_list(prompts)
+    sampling = check_call(sampling, on_tokens)
+    tokens = [
+        encode_prompt(model, prompt, name=f"Prompt {index}") for index, prompt in enumerate(prompts)
+    ]
+    requests = make_requests(model.config, tokens, sampling)
     engine = Engine(
         model,
         policy,
         num_lanes=min(len(prompts), MAX_LANES),
         memory=memory,
-        max_tokens=_longest(model, prompts, sampling, chunk),
+        max_tokens=max(map(len, tokens)) + sampling.max_new_tokens,
         page_size=page_size,
         chunk=chunk,
         prefill_chunk=prefill_chunk,
     )
-    return Generation(engine.generate(prompts, sampling=sampling, on_tokens=on_tokens))
-
-
-def _longest(
-    model: LanguageModel, prompts: Sequence[Prompt], sampling: Sampling, chunk: int
-) -> int | None:
-    """Tokens of the longest sequence, where that is known without tokenising."""
-    if any(
-        isinstance(prompt, str) or not prompt or isinstance(prompt[0], dict) for prompt in prompts
-    ):
-        return None
-    return max(map(len, prompts)) + sampling.max_new_tokens + chunk
+    return Generation(engine.serve(requests, sampling, on_tokens))
 
 
 class Conversation:
     """Turns that share one cache: nothing of the past is recomputed.
 
+    Args:
+      model: from `load` or `retrofit`.
+      policy: the checkpoint's own if None.
+      memory: bytes for the cache; None for what `max_tokens` can need, within the free memory.
+      max_tokens: of all turns together; the model's positions if None.
+      page_size, chunk, prefill_chunk: as for `generate`.
+
     Attributes:
       turns: the completions so far.
     """
 
-    def __init__(self, model: LanguageModel, policy: Policy | None = None, **options: Any):
-        self._engine = Engine(model, policy, num_lanes=1, **options)
+    def __init__(
+        self,
+        model: LanguageModel,
+        policy: Policy | None = None,
+        *,
+        memory: float | int | None = None,
+        max_tokens: int | None = None,
+        page_size: int = 64,
+        chunk: int = 32,
+        prefill_chunk: int = 512,
+    ):
+        self._engine = Engine(
+            model,
+            policy,
+            num_lanes=1,
+            memory=memory,
+            max_tokens=max_tokens,
+            page_size=page_size,
+            chunk=chunk,
+            prefill_chunk=prefill_chunk,
+        )
+        self._past: list[tuple[list[int], bool]] = []  # what is in the cache; is it a prompt?
         self._before: list[int] = []  # the last answer's newest token is not in the cache yet
+        self._messages: list[Any] | None = []  # None once a turn was not chat messages
         self.turns: list[Completion] = []
 
     def say(
@@ -156,30 +186,52 @@ class Conversation:
     ) -> Completion:
         """Appends a prompt to the conversation and returns the answer.
 
-        Text of a later turn is encoded without the beginning-of-sequence token. The usage is that
-        of this turn, over a cache that holds all turns.
+        Text of a later turn is encoded without the beginning-of-sequence token; chat messages of a
+        later turn are the new ones alone. The usage is that of this turn, over a cache that holds
+        all turns. A turn that fails or is interrupted leaves the conversation as it was; the next
+        one recomputes its past.
 
         Raises:
-          DataError: the conversation has outgrown the model's positions.
-          CapacityError: or its memory; the conversation is over then.
+          DataError: the prompt is malformed, or the conversation outgrows the model's positions.
+          CapacityError: or its memory.
         """
-        sampling = sampling or Sampling()
-        tokens = self._engine.encode(prompt, continuing=bool(self.turns))
-        request = self._engine.request(
-            tokens,
-            sampling,
-            seed=sampling.seed_of(0),
-            before=self._before,
-            seen=int(self._engine.runner.seen[0]),
+        sampling = check_call(sampling, on_tokens)
+        engine = self._engine
+        tokens = self._encode(prompt)
+        past = sum(len(part) for part, _ in self._past)
+        (seed,) = sampling.seeds(1)
+        request = make_request(
+            engine.model.config, tokens, sampling, seed=seed, before=self._before, seen=past
         )
-        try:
-            (completion,) = self._engine.serve([request], sampling, on_tokens, keep=True)
-        except BaseException:
-            self._before, self.turns = [], []  # the engine has started over
-            raise
-        self._before = [completion.tokens[-1]]
+        if int(engine.runner.seen[0]) != past:
+            engine.replay(self._past)
+        (completion,) = engine.serve([request], sampling, on_tokens, keep=True)
+        self._past += [(self._before + tokens, True), (completion.tokens[:-1], False)]
+        self._before = completion.tokens[-1:]
+        self._remember(prompt)
         self.turns.append(completion)
         return completion
+
+    def _remember(self, prompt: Prompt) -> None:
+        if self._messages is None or not is_chat(prompt):
+            self._messages = None
+            return
+        answered = [{"role": "assistant", "content": turn.text} for turn in self.turns[-1:]]
+        self._messages = [*self._messages, *answered, *prompt]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        model = self._engine.model
+        if not self.turns or not is_chat(prompt):
+            return encode_prompt(model, prompt, continuing=bool(self.turns))
+        if self._messages is None:
+            raise DataError(
+                "The conversation began with plain text or token ids, which chat messages cannot "
+                "follow; go on as it began, or start a new one."
+            )
+        text = text_after_answer(model, self._messages, prompt)
+        tokens = model.tokenizer.encode(text, add_special_tokens=False)
+        # The answer's end token stands in the template as well as in what was generated.
+        return tokens[1:] if self._before == tokens[:1] else tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,13 +249,13 @@ class Score:
 
 def score(
     model: LanguageModel,
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int] | np.ndarray] | np.ndarray,
     *,
     policy: Policy | None = None,
     chunk: int = 64,
     page_size: int = 64,
     num_lanes: int = MAX_LANES,
-    memory: int | None = None,
+    memory: float | int | None = None,
 ) -> list[Score]:
     """Feeds given sequences token by token through the paged cache, as decoding would.
 
@@ -220,22 +272,31 @@ def score(
       DataError: a sequence is too short, too long, or outside the vocabulary.
       CapacityError: the memory does not hold `num_lanes` sequences to their end.
     """
-    if not sequences or min(map(len, sequences)) < 2:
-        raise DataError("Scoring needs sequences of at least two tokens.")
+    check_model(model)
+    check_list(sequences, "sequences")
+    tokens = [
+        encode_prompt(model, sequence, name=f"Sequence {index}")
+        for index, sequence in enumerate(sequences)
+    ]
+    shortest = min(range(len(tokens)), key=lambda index: len(tokens[index]))
+    if len(tokens[shortest]) < 2:
+        raise DataError(
+            f"Sequence {shortest} has one token; scoring predicts each token from those before it "
+            "and needs two."
+        )
     scores: list[Score] = []
-    num_lanes = min(num_lanes, len(sequences))
+    num_lanes = min(check_count("num_lanes", num_lanes), len(tokens))
     engine = Engine(
         model,
         policy,
         num_lanes=num_lanes,
         memory=memory,
-        max_tokens=max(map(len, sequences)) + chunk,
+        max_tokens=max(map(len, tokens)),
         page_size=page_size,
         chunk=chunk,
     )
-    for start in range(0, len(sequences), num_lanes):
-        batch = [engine.encode(sequence) for sequence in sequences[start : start + num_lanes]]
-        scores.extend(_score_batch(engine, batch))
+    for start in range(0, len(tokens), num_lanes):
+        scores.extend(_score_batch(engine, tokens[start : start + num_lanes]))
     return scores
 
 
@@ -255,13 +316,18 @@ def _score_batch(engine: Engine, batch: list[list[int]]) -> list[Score]:
         counts = np.clip(lengths - 1 - first, 0, chunk)
         if not runner.fits(counts):
             raise CapacityError(
-                f"The pool cannot hold {len(batch)} sequences of {longest} tokens at once; give "
-                "it more memory or score fewer at a time."
+                f"The cache cannot hold {len(batch)} sequences of up to {longest} tokens at once. "
+                "Give it more memory (memory=), or score fewer at a time (num_lanes=)."
             )
         runner.reserve(counts)
         for lane, meter in enumerate(meters):
             meter.peak_bytes = max(meter.peak_bytes, runner.cache_bytes(lane))
         steps = runner.follow(tokens[first : first + chunk + 1], counts)
+        if not np.isfinite(steps.logprobs[steps.ran]).all():
+            raise CheckpointError(
+                "The model's logits are not numbers (NaN). Check the weights, or load the model "
+                "with dtype=float32 if they overflow float16."
+            )
         runner.trim()
         for lane, meter in enumerate(meters):
             taken = slice(0, counts[lane])

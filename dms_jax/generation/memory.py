@@ -8,6 +8,7 @@ time of a step >= max(bytes read / bandwidth, operations / peak)        (DMS pap
 import dataclasses
 import math
 import os
+import pathlib
 from typing import Any
 
 import jax
@@ -17,10 +18,11 @@ from flax import nnx
 from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.errors import CapacityError, ConfigError
+from dms_jax.generation.checks import check_count, check_real, show
 from dms_jax.model.caching import page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import Policy, Vanilla
+from dms_jax.policies import Policy, RandomEviction, Vanilla
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +35,9 @@ class Device:
       peak: bfloat16 operations a second.
     """
 
-    memory: float
-    bandwidth: float
-    peak: float
+    memory: float | int
+    bandwidth: float | int
+    peak: float | int
 
 
 DEVICES = {
@@ -74,7 +76,7 @@ def estimate(
     policy: Policy | None = None,
     *,
     tokens: int,
-    compression_ratio: float = 1.0,
+    compression_ratio: float | int = 1.0,
     device: str | Device = "h200",
     batch: int | None = None,
     page_size: int = 64,
@@ -97,14 +99,11 @@ def estimate(
       CapacityError: the weights, or `batch` sequences beside them, do not fit the device.
     """
     policy = Vanilla() if policy is None else policy
-    if isinstance(device, str):
-        if device not in DEVICES:
-            raise ConfigError(f"Unknown device {device!r}; known are {', '.join(DEVICES)}.")
-        device = DEVICES[device]
-    if tokens < 1 or compression_ratio < 1:
-        raise ConfigError(
-            f"tokens and compression_ratio must be at least 1, got {tokens}, {compression_ratio}."
-        )
+    device = _check_estimate(config, policy, tokens, compression_ratio, device, batch, page_size)
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ConfigError(f"estimate: {show(dtype)} is no dtype; give e.g. 'bfloat16'.") from error
     live = expected_live_tokens(policy, tokens, compression_ratio, page_size)
     rows = config.num_layers * config.num_kv_heads
     pages = math.ceil(live / page_size)
@@ -114,19 +113,28 @@ def estimate(
         lambda: Transformer(config, adapter=policy.uses_adapter, dtype=dtype, rngs=nnx.Rngs(0))
     )
     weight_bytes = tree_bytes(shapes)
-    fits = int((device.memory - weight_bytes) // sequence_bytes)
+    free = device.memory - weight_bytes
+    fits = int(free // sequence_bytes)
     if fits < (batch or 1):
+        needed = (
+            f"{batch or 1} sequence{'s' if (batch or 1) > 1 else ''} of "
+            f"{sequence_bytes / 1e9:.2f} GB"
+        )
         raise CapacityError(
-            f"{batch or 1} sequences of {sequence_bytes / 1e9:.2f} GB do not fit beside "
-            f"{weight_bytes / 1e9:.2f} GB of weights in {device.memory / 1e9:.0f} GB."
+            f"{weight_bytes / 1e9:.2f} GB of weights do not fit {device.memory / 1e9:.1f} GB."
+            if free <= 0
+            else f"{needed} do not fit beside {weight_bytes / 1e9:.2f} GB of weights in "
+            f"{device.memory / 1e9:.1f} GB; {fits} would."
         )
     batch = fits if batch is None else batch
-    read = reads_per_step(policy, live, config, page_size)
-    entry_bytes = 2 * config.head_dim * jnp.dtype(dtype).itemsize
-    num_bytes = weight_bytes + batch * rows * read * entry_bytes
-    parameters = weight_bytes / jnp.dtype(dtype).itemsize
+    read, attended = reads_per_step(policy, live, config, page_size)
+    entry_bytes = 2 * config.head_dim * dtype.itemsize
+    # A step looks up one row of the embedding, and reads the whole of it only where it is tied.
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    parameters = weight_bytes // dtype.itemsize - embedding
+    num_bytes = parameters * dtype.itemsize + batch * rows * read * entry_bytes
     operations = batch * (
-        2 * parameters + 4 * config.num_layers * config.num_heads * config.head_dim * live
+        2 * parameters + 4 * config.num_layers * config.num_heads * config.head_dim * attended
     )
     return Estimate(
         weight_bytes=weight_bytes,
@@ -137,23 +145,86 @@ def estimate(
     )
 
 
+def _check_estimate(
+    config: Any,
+    policy: Any,
+    tokens: Any,
+    compression_ratio: Any,
+    device: Any,
+    batch: Any,
+    page_size: Any,
+) -> Device:
+    """Raises ConfigError for an argument that does not fit; returns the device."""
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(
+            f"estimate wants a ModelConfig (load(...).config, or ModelConfig.from_hf of a "
+            f"config.json), got {show(config)}."
+        )
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"Not a cache policy: {show(policy)}. Use e.g. dms_jax.DMS(window=256).")
+    policy.validate(
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    check_count("estimate: tokens", tokens)
+    check_count("estimate: page_size", page_size)
+    if batch is not None:
+        check_count("estimate: batch", batch)
+    check_real("estimate: compression_ratio", compression_ratio, 1)
+    if compression_ratio > 1 and not policy.learned:
+        raise ConfigError(
+            f"{policy.name} compresses by its own options, not by a ratio: leave "
+            "compression_ratio out, or give a policy that learns what to evict (DMS, DMC)."
+        )
+    if isinstance(device, str):
+        if device not in DEVICES:
+            raise ConfigError(
+                f"Unknown device {show(device)}; known are {', '.join(DEVICES)}. Describe another "
+                "with dms_jax.generation.Device."
+            )
+        device = DEVICES[device]
+    if not isinstance(device, Device):
+        raise ConfigError(f"device must be a name or a Device, got {show(device)}.")
+    for name in ("memory", "bandwidth", "peak"):
+        check_real(f"Device: {name}", getattr(device, name), 0, open_below=True)
+    return device
+
+
 def expected_live_tokens(
-    policy: Policy, tokens: int, compression_ratio: float, page_size: int
+    policy: Policy, tokens: int, compression_ratio: float | int, page_size: int
 ) -> float:
     """Live slots of a row after `tokens` tokens; for learned eviction at the given ratio."""
     limit = policy.slot_limit(page_size)
     if limit is not None:
-        return min(limit, tokens)
-    window = min(policy.visible_window + 1, tokens) if policy.learned else tokens
-    return window + (tokens - window) / compression_ratio
+        return float(min(limit, tokens))
+    if isinstance(policy, RandomEviction):
+        kept = 1 - policy.rate
+    else:
+        kept = 1 / compression_ratio if policy.learned else 1.0
+    window = min(policy.visible_window + 1, tokens)
+    return window + (tokens - window) * kept
 
 
-def reads_per_step(policy: Policy, live: float, config: ModelConfig, page_size: int) -> float:
-    """Entries read per row and step; selection per query head reads once per query head."""
-    budget = policy.read_budget
-    if budget is None or budget >= live:
-        return live
-    return budget * config.num_heads / config.num_kv_heads + live / page_size
+def reads_per_step(
+    policy: Policy, live: float, config: ModelConfig, page_size: int
+) -> tuple[float, float]:
+    """Entries that a step reads per row, and that each query head attends to.
+
+    Selection reads once per query head, and the two bounds of every page besides; its dense
+    layers read everything.
+    """
+    read = attended = 0.0
+    for start, end, group in policy.groups(config.num_layers):
+        share = (end - start) / config.num_layers
+        budget = group.read_budget
+        if budget is None or budget >= live:
+            read, attended = read + share * live, attended + share * live
+        else:
+            selected = budget * config.num_heads / config.num_kv_heads + live / page_size
+            read, attended = read + share * selected, attended + share * budget
+    return read, attended
 
 
 def pool_pages(
@@ -163,12 +234,14 @@ def pool_pages(
     num_lanes: int,
     max_tokens: int,
     page_size: int,
-    memory: int | None,
+    memory: float | int | None,
 ) -> int:
-    """Pages of the pool: what `memory` bytes hold, or what the lanes can come to need.
+    """Pages of the pool: what the lanes can come to need, or what `memory` bytes hold of it.
 
     Raises:
-      CapacityError: if the memory does not hold one page per row of a sequence.
+      ConfigError: `memory` is no number of bytes.
+      CapacityError: there is not so much memory, or it does not hold one page per row of a
+        sequence.
     """
     config = model.config
     rows = config.num_layers * config.num_kv_heads
@@ -181,25 +254,58 @@ def pool_pages(
     state = num_lanes * state_bytes(config, policy, model.dtype)
     limit = policy.slot_limit(page_size)
     slots = max_tokens if limit is None else min(limit, max_tokens)
-    needed = num_lanes * rows * math.ceil(slots / page_size)
-    if memory is None:
-        affordable = int((_free_memory() - state) // bytes_per_page)
-        pages = min(needed, affordable)
-    else:
-        pages = int((memory - state) // bytes_per_page)
+    needed = num_lanes * rows * _few_sizes(math.ceil(slots / page_size))
+    free, total = (shards * size for size in _device_memory(model))
+    if memory is not None:
+        memory = check_real("memory", memory, 0, open_below=True, hint=" bytes")
+        if memory > total:
+            raise CapacityError(
+                f"memory={memory:,.0f} bytes were asked for the cache, and the device has "
+                f"{total:,.0f}. Ask for less, or leave memory out to take what is free."
+            )
+    affordable = int(((free if memory is None else memory) - state) // bytes_per_page)
+    pages = min(needed, affordable)
     pages -= pages % shards
     if pages < rows:
         raise CapacityError(
-            f"The cache of one sequence needs at least {rows} pages ({rows * bytes_per_page:,} "
-            f"bytes, beside {state:,} bytes of policy state); there is memory for "
-            f"{max(pages, 0)}. Give it more memory or a smaller page size."
+            f"The cache of a sequence takes at least {rows * bytes_per_page + state:,} bytes: "
+            f"{rows} rows (layers x KV heads) of one page of {page_size} tokens"
+            + (f", and {state:,} bytes of state for {num_lanes} sequences" if state else "")
+            + f". There are {free if memory is None else memory:,.0f}. Give it more memory, a "
+            "smaller page_size or fewer sequences at a time."
         )
     return pages
 
 
-def _free_memory() -> float:
-    """Nine tenths of the default device's free memory; half of the host's on a CPU."""
-    stats = jax.devices()[0].memory_stats()
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error is the device's refusal to allocate."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _few_sizes(pages: int) -> int:
+    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: pools of few sizes, few compiled shapes.
+
+    # In: 5, 7, 9, 100  Out: 6, 8, 12, 128
+    """
+    power = 1 << max(pages - 1, 0).bit_length()
+    return 3 * power // 4 if pages <= 3 * power // 4 else power
+
+
+def _device_memory(model: LanguageModel) -> tuple[float, float]:
+    """Bytes of the model's device that a cache may take unasked, and at most.
+
+    Nine tenths of an accelerator's free memory; half of the host's on a CPU, where the most is
+    all that the machine has.
+    """
+    device = next(iter(model.transformer.embedding[...].devices()))
+    stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
-        return 0.9 * (stats["bytes_limit"] - stats["bytes_in_use"])
-    return 0.5 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = stats["bytes_limit"] - stats["bytes_in_use"]
+        return 0.9 * free, free
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        fields = pathlib.Path("/proc/meminfo").read_text().split()
+        free = 1024 * int(fields[fields.index("MemAvailable:") + 1])
+    except (OSError, ValueError):  # not Linux
+        free = total
+    return 0.5 * free, total

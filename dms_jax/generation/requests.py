@@ -1,13 +1,20 @@
 """One request on the host: its tokens, its text so far, why it ended, what it used."""
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+from jaxtyping import Int
+
 from dms_jax.cache.accounting import Meter, Usage
+from dms_jax.config import ModelConfig
+from dms_jax.errors import CheckpointError, DataError
+from dms_jax.generation.sampling import Sampling
 
 FinishReason = Literal["end", "stop", "length"]
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | np.ndarray
 OnTokens = Callable[["Update"], None]
 
 
@@ -48,8 +55,10 @@ class Request:
       prompt: token ids that belong to the prompt.
       seed: of its draws; `copy` tells equal prompts apart.
       before: tokens that precede the prompt and are not in the cache yet (a conversation's last).
+      seen: tokens of a conversation's earlier turns, in the cache already.
       generated: new tokens so far; the newest is not in the cache yet.
       live, reads: totals over the rows at each decode step, which feed generated[:-1].
+      slots: of each row [L, K] when it was last put back in the queue: what it takes to go on.
       finish_reason: None while running; "end" for an end token, "stop" for a stop string,
         "length" when it may not grow.
     """
@@ -61,13 +70,14 @@ class Request:
     max_new_tokens: int
     meter: Meter
     before: list[int] = dataclasses.field(default_factory=list)
+    seen: int = 0
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     live: list[int] = dataclasses.field(default_factory=list)
     reads: list[int] = dataclasses.field(default_factory=list)
+    slots: Int[np.ndarray, "L K"] | None = None
     text: str = ""
     reported_tokens: int = 0
-    reported_text: int = 0
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
 
@@ -79,57 +89,87 @@ class Request:
         return self.max_new_tokens - len(self.generated)
 
 
-class TextTracker:
-    """Turns a request's tokens into text as they arrive, and watches for stop strings."""
+def make_requests(
+    config: ModelConfig, prompts: Sequence[list[int]], sampling: Sampling
+) -> list[Request]:
+    """Builds a request of each prompt's token ids; copies of a prompt draw differently.
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...], end_tokens: tuple[int, ...]):
-        self._tokenizer, self._stop, self._end_tokens = tokenizer, stop, end_tokens
+    Raises:
+      DataError: a prompt leaves no room for an answer.
+      ConfigError: there are more or fewer seeds than prompts.
+    """
+    copies: collections.Counter = collections.Counter()
+    requests = []
+    seeds = sampling.seeds(len(prompts))
+    for index, (tokens, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        copy = copies[seed, *tokens]
+        requests.append(make_request(config, tokens, sampling, index=index, seed=seed, copy=copy))
+        copies[seed, *tokens] += 1
+    return requests
 
-    def update(self, request: Request) -> str:
-        """Updates text, tokens and finish reason; returns the text that may be shown now.
 
-        Text that may still change is held back: an incomplete character, and the beginning of
-        what may become a stop string.
-        """
-        if request.generated and request.generated[-1] in self._end_tokens:
-            request.finish_reason = "end"
-        elif request.remaining == 0 and request.finish_reason is None:
-            request.finish_reason = "length"
-        if self._tokenizer is None:
-            return ""
-        text = self._decode(request.generated)
-        found = [(text.find(stop), stop) for stop in self._stop if stop in text]
-        if found:
-            position, stop = min(found)
-            request.generated = self._shortest(request.generated, stop)
-            kept = len(request.generated)
-            del request.logprobs[kept:], request.live[kept - 1 :], request.reads[kept - 1 :]
-            request.finish_reason = "stop"
-            text = text[:position]
-        request.text = text
-        safe = len(text) if request.finish_reason else self._safe_length(text)
-        shown = text[request.reported_text : safe]
-        request.reported_text = max(safe, request.reported_text)
-        return shown
+def make_request(
+    config: ModelConfig,
+    prompt: list[int],
+    sampling: Sampling,
+    *,
+    index: int = 0,
+    seed: int = 0,
+    copy: int = 0,
+    before: Sequence[int] = (),
+    seen: int = 0,
+) -> Request:
+    """Builds a request; `seen` tokens are in the cache already, then come those of `before`.
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def _shortest(self, tokens: list[int], stop: str) -> list[int]:
-        """The fewest tokens whose text holds the stop string."""
-        low, high = 1, len(tokens)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (
-                (low, middle) if stop in self._decode(tokens[:middle]) else (middle + 1, high)
+    Raises:
+      DataError: no position is left for an answer.
+    """
+    positions = config.max_position_embeddings
+    past = seen + len(before)
+    room = positions - past - len(prompt)
+    if room < 1:
+        what = f"Prompt {index} has {len(prompt)} tokens"
+        if past:
+            what = f"The conversation has {past} tokens and the new prompt {len(prompt)}"
+        raise DataError(
+            f"{what}, which leaves no room for an answer in the model's {positions} positions. "
+            + (
+                f"Shorten it to at most {positions - past - 1} tokens."
+                if past < positions - 1
+                else "Start a new conversation."
             )
-        return tokens[:low]
+        )
+    return Request(
+        index=index,
+        prompt=prompt,
+        seed=seed,
+        copy=copy,
+        max_new_tokens=min(sampling.max_new_tokens, room),
+        meter=Meter(rows=config.num_layers * config.num_kv_heads),
+        before=list(before),
+        seen=seen,
+    )
 
-    def _safe_length(self, text: str) -> int:
-        end = len(text.rstrip("\ufffd"))
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, end), 0, -1):
-                if text[:end].endswith(stop[:length]):
-                    end -= length
-                    break
-        return end
+
+def completion_of(request: Request, *, logprobs: bool) -> Completion:
+    """What became of a request that has ended."""
+    assert request.usage is not None
+    assert request.finish_reason is not None
+    return Completion(
+        text=request.text,
+        tokens=request.generated,
+        logprobs=request.logprobs if logprobs else None,
+        finish_reason=request.finish_reason,
+        usage=request.usage,
+    )
+
+
+def check_finite(request: Request, logprobs: float | np.ndarray) -> None:
+    """Raises CheckpointError if the model computed NaN."""
+    if not np.isfinite(logprobs).all():
+        position = len(request.before) + len(request.prompt) + len(request.generated)
+        raise CheckpointError(
+            f"The model's logits are not numbers (NaN) at token {position} of prompt "
+            f"{request.index}. Check the weights, or load the model with dtype=float32 if they "
+            "overflow float16."
+        )

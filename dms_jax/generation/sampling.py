@@ -8,16 +8,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dms_jax.errors import ConfigError
+from dms_jax.generation.checks import check_count, check_real, is_whole, show
 
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
     """The part of `Sampling` that shapes the distribution; static in compiled code."""
 
-    temperature: float = 1.0
+    temperature: float | int = 1.0
     top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: float | int = 1.0
+    min_p: float | int = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,42 +39,70 @@ class Sampling:
         filters).
     """
 
-    temperature: float = 1.0
+    temperature: float | int = 1.0
     top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: float | int = 1.0
+    min_p: float | int = 0.0
     max_new_tokens: int = 256
     stop: Sequence[str] | str = ()
     seed: int | Sequence[int] = 0
     logprobs: bool = False
 
     def __post_init__(self):
-        checks = (
-            (self.temperature >= 0, "temperature", "0 (greedy) or more", self.temperature),
-            (self.top_k >= 0, "top_k", "0 (all) or more", self.top_k),
-            (0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p),
-            (0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p),
-            (self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens),
-        )
-        for holds, name, wanted, value in checks:
-            if not holds:
-                raise ConfigError(f"Sampling: {name} must be {wanted}, got {value}.")
-        if not all(self.stop_strings):
-            raise ConfigError("Sampling: a stop string must not be empty.")
+        check_real("Sampling: temperature", self.temperature, 0, hint=" (0 is greedy)")
+        check_count("Sampling: top_k", self.top_k, least=0)
+        check_real("Sampling: top_p", self.top_p, 0, 1, open_below=True)
+        check_real("Sampling: min_p", self.min_p, 0, 1)
+        check_count("Sampling: max_new_tokens", self.max_new_tokens)
+        if not isinstance(self.logprobs, bool):
+            raise ConfigError(
+                f"Sampling: logprobs must be True or False, got {show(self.logprobs)}."
+            )
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple) or not all(
+            isinstance(text, str) and text for text in stop
+        ):
+            raise ConfigError(
+                f"Sampling: stop must be a string or a list of strings, none of them empty, got "
+                f"{show(self.stop)}."
+            )
+        seeds = [self.seed] if is_whole(self.seed) else self.seed
+        if isinstance(seeds, str) or not isinstance(seeds, Sequence):
+            raise ConfigError(
+                "Sampling: seed must be a whole number, or one for each prompt, got "
+                f"{show(self.seed)}."
+            )
+        for seed in seeds:
+            if not is_whole(seed) or not 0 <= seed < 2**32:
+                raise ConfigError(
+                    "Sampling: a seed must be a whole number from 0 to 2**32 - 1, got "
+                    f"{show(seed)}."
+                )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings, whether one or several were given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    def seeds(self, count: int) -> list[int]:
+        """The seed of each of `count` requests.
+
+        Raises:
+          ConfigError: a list of seeds has another length.
+        """
+        if isinstance(self.seed, Sequence):
+            if len(self.seed) != count:
+                raise ConfigError(
+                    f"Sampling: {len(self.seed)} seeds for {count} prompts; give one seed, or one "
+                    "for each prompt."
+                )
+            return [int(seed) for seed in self.seed]
+        return [int(self.seed)] * count
+
     @property
     def filter(self) -> Filter:
         """The static part."""
         return Filter(self.temperature, self.top_k, self.top_p, self.min_p)
-
-    def seed_of(self, index: int) -> int:
-        """The seed of a request."""
-        return self.seed if isinstance(self.seed, int) else self.seed[index]
 
 
 def sample(
@@ -97,7 +126,9 @@ def sample(
     if rule.temperature == 0:
         tokens = jnp.argmax(logits, -1)
     else:
-        filtered = filter_logits(logits / rule.temperature, rule)
+        # Relative to the largest, so that no temperature is too small to divide by.
+        relative = logits - logits.max(-1, keepdims=True)
+        filtered = filter_logits(relative / rule.temperature, rule)
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
         tokens = jax.vmap(jax.random.categorical)(keys, filtered)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]

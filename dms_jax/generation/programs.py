@@ -1,0 +1,231 @@
+"""The compiled programs of generation: chunks of prompts, of decode steps, of given tokens.
+
+Each takes the cache as a donated argument and gives it back. The page table comes from the host,
+is read-only inside, and stays out of the cache in between.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from dms_jax.cache import Cache
+from dms_jax.generation.sampling import Filter, sample
+from dms_jax.model.caching import cache_specs, init_cache
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import Policy
+
+
+@struct.dataclass
+class Steps:
+    """What C decode steps of B lanes return.
+
+    Device arrays inside a program, NumPy arrays outside. `ran` says which steps each lane took;
+    `live` and `reads` are totals over its L * K rows.
+    """
+
+    tokens: Any  # Int[C, B]
+    logprobs: Any  # Float[C, B]
+    ran: Any  # Bool[C, B]
+    live: Any  # Int[C, B]
+    reads: Any  # Int[C, B]
+
+
+def bucket(size: int) -> int:
+    """The next power of two: few compiled shapes."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def request_keys(seeds: Sequence[int], copies: Sequence[int]) -> UInt32[np.ndarray, "b n"]:
+    """The random key of each request, as data."""
+    size = bucket(len(seeds))
+    padded = np.zeros((2, size), np.uint32)
+    padded[:, : len(seeds)] = seeds, copies
+    return np.asarray(_request_keys(*padded))[: len(seeds)]
+
+
+@jax.jit
+def _request_keys(seeds: UInt32[Array, " b"], copies: UInt32[Array, " b"]) -> Array:
+    keys = jax.vmap(lambda seed, copy: jax.random.fold_in(jax.random.key(seed), copy))
+    return jax.random.key_data(keys(seeds, copies))
+
+
+@functools.lru_cache(maxsize=8)
+def make_cache(
+    config: Any,
+    policy: Policy,
+    num_lanes: int,
+    num_pages: int,
+    page_size: int,
+    dtype: Any,
+    mesh: jax.sharding.Mesh | None,
+) -> Any:
+    """A compiled function that makes an empty cache under the mesh of the context."""
+    make = functools.partial(
+        init_cache,
+        config,
+        policy,
+        num_sequences=num_lanes,
+        num_pages=num_pages,
+        page_size=page_size,
+        dtype=dtype,
+    )
+    if mesh is None:
+        return jax.jit(make)
+    specs = cache_specs(jax.eval_shape(make), config.num_kv_heads)
+    return jax.jit(make, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3))
+def clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy) -> Cache:
+    """Empties the masked lanes: lengths and row states; pages are the host's affair."""
+    fresh = policy.init_rows(len(mask), config.num_kv_heads, config.head_dim, cache.k_pages.dtype)
+
+    def reset(old, new):
+        return jnp.where(mask.reshape(1, -1, *[1] * (old.ndim - 2)), new, old)
+
+    return dataclasses.replace(
+        cache,
+        lengths=reset(cache.lengths, 0),
+        seen=jnp.where(mask, 0, cache.seen),
+        row_state=jax.tree.map(lambda old, new: reset(old, new[None]), cache.row_state, fresh),
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=1, static_argnums=(6, 7))
+def extend(
+    transformer: Transformer,
+    cache: Cache,
+    page_table: Int[Array, "L b K M"],
+    lanes: Int[Array, " b"] | None,
+    tokens: Int[Array, "b T"],
+    counts: Int[Array, " b"],
+    policy: Policy,
+    prompt: bool,
+) -> tuple[Cache, Float[Array, "b E"], Int[Array, "b T"]]:
+    """Runs a chunk over some lanes (all of them if None) and puts their rows back."""
+
+    def take(x):
+        return x if lanes is None else x.at[:, lanes].get(mode="clip")
+
+    def put(x, new):
+        return new if lanes is None else x.at[:, lanes].set(new, mode="drop")
+
+    some = dataclasses.replace(
+        cache,
+        page_table=page_table,
+        lengths=take(cache.lengths),
+        seen=take(cache.seen[None])[0],
+        row_state=jax.tree.map(take, cache.row_state),
+    )
+    passed = transformer.cached(tokens, counts, some, policy, prompt=prompt)
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
+    hidden = jnp.take_along_axis(passed.hidden, last, axis=1)[:, 0]
+    after = passed.cache
+    cache = dataclasses.replace(
+        after,
+        page_table=cache.page_table,
+        lengths=put(cache.lengths, after.lengths),
+        seen=put(cache.seen[None], after.seen[None])[0],
+        row_state=jax.tree.map(put, cache.row_state, after.row_state),
+    )
+    return cache, hidden, passed.live
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def sample_hidden(
+    transformer: Transformer, hidden: Array, keys: Array, positions: Array, rule: Filter
+) -> tuple[Array, Array]:
+    """Draws tokens from hidden states [b, E]; keys are data, [b, n]."""
+    keys = jax.random.wrap_key_data(keys)
+    return sample(transformer.unembed(hidden), keys, positions, rule)
+
+
+@functools.partial(jax.jit, donate_argnums=1, static_argnums=(6, 7, 8, 9))
+def decode(
+    transformer: Transformer,
+    cache: Cache,
+    page_table: Int[Array, "L B K M"],
+    tokens: Int[Array, " B"],
+    remaining: Int[Array, " B"],
+    keys: UInt32[Array, "B n"],
+    policy: Policy,
+    rule: Filter,
+    num_steps: int,
+    end_tokens: tuple[int, ...],
+) -> tuple[Cache, Steps]:
+    """Draws up to `remaining[b]` tokens a lane in `num_steps` steps; see `Runner.decode`."""
+    request_keys = jax.random.wrap_key_data(keys)
+
+    def step(carry, _):
+        cache, tokens, remaining = carry
+        active = remaining > 0
+        passed = transformer.cached(
+            tokens[:, None], active.astype(jnp.int32), cache, policy, prompt=False
+        )
+        with jax.named_scope("sample"):
+            new, logprobs = sample(
+                transformer.unembed(passed.hidden[:, 0]), request_keys, passed.cache.seen, rule
+            )
+        new = jnp.where(active, new, tokens)
+        ended = functools.reduce(
+            jnp.logical_or, [new == end for end in end_tokens], jnp.zeros_like(active)
+        )
+        remaining = jnp.where(ended, 0, remaining - active)
+        out = Steps(
+            tokens=new,
+            logprobs=logprobs,
+            ran=active,
+            live=passed.live[:, 0],
+            reads=passed.reads[:, 0],
+        )
+        return (passed.cache, new, remaining), out
+
+    table_before = cache.page_table
+    carry = (dataclasses.replace(cache, page_table=page_table), tokens, remaining)
+    (cache, _, _), steps = jax.lax.scan(step, carry, length=num_steps)
+    return dataclasses.replace(cache, page_table=table_before), steps
+
+
+@functools.partial(jax.jit, donate_argnums=1, static_argnums=5)
+def follow(
+    transformer: Transformer,
+    cache: Cache,
+    page_table: Int[Array, "L B K M"],
+    tokens: Int[Array, "n B"],
+    counts: Int[Array, " B"],
+    policy: Policy,
+) -> tuple[Cache, Steps]:
+    """Takes `counts[b]` steps a lane over given tokens; see `Runner.follow`."""
+
+    def step(cache, xs):
+        index, tokens, following = xs
+        active = index < counts
+        passed = transformer.cached(
+            tokens[:, None], active.astype(jnp.int32), cache, policy, prompt=False
+        )
+        logits = transformer.unembed(passed.hidden[:, 0])
+        chosen = jnp.take_along_axis(logits, following[:, None], axis=-1)[:, 0]
+        out = Steps(
+            tokens=following,
+            logprobs=chosen - jax.nn.logsumexp(logits, axis=-1),
+            ran=active,
+            live=passed.live[:, 0],
+            reads=passed.reads[:, 0],
+        )
+        return passed.cache, out
+
+    table_before = cache.page_table
+    cache, steps = jax.lax.scan(
+        step,
+        dataclasses.replace(cache, page_table=page_table),
+        (jnp.arange(tokens.shape[0] - 1), tokens[:-1], tokens[1:]),
+    )
+    return dataclasses.replace(cache, page_table=table_before), steps

@@ -1,0 +1,152 @@
+"""From what a caller gives to token ids and options, with every mistake named."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import jax
+import numpy as np
+
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.generation.checks import is_whole, show
+from dms_jax.generation.requests import OnTokens
+from dms_jax.generation.sampling import Sampling
+from dms_jax.model.language_model import LanguageModel, check_tokens
+
+_ANSWER = "(the answer that stands here)"  # where a chat template puts an answer's text
+
+
+def check_model(model: LanguageModel) -> None:
+    """Raises ConfigError for what is no model (a path, most often)."""
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(
+            f"The model must come from dms_jax.load or dms_jax.retrofit, got {show(model)}."
+        )
+
+
+def check_call(sampling: Sampling | None, on_tokens: OnTokens | None) -> Sampling:
+    """Returns the sampling to use; ConfigError if an argument is of another kind."""
+    sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise ConfigError(f"sampling must be a dms_jax.Sampling, got {show(sampling)}.")
+    if on_tokens is not None and not callable(on_tokens):
+        raise ConfigError(
+            f"on_tokens must be a function that takes an Update, got {show(on_tokens)}."
+        )
+    return sampling
+
+
+def check_list(prompts: Any, what: str = "prompts") -> None:
+    """Raises DataError unless `prompts` is a list with something in it."""
+    if isinstance(prompts, str):
+        raise DataError(f"Give a list of {what}, not a single string: [{show(prompts)}].")
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence | np.ndarray):
+        raise DataError(f"Give a list of {what}, got {show(prompts)}.")
+    if len(prompts) == 0:
+        raise DataError(f"There is nothing to do: the list of {what} is empty.")
+    if isinstance(prompts[0], Mapping):
+        raise DataError(f"Give a list of {what}; one chat is a list of messages in that list.")
+    if is_whole(prompts[0]):
+        raise DataError(f"Give a list of {what}; one list of token ids goes into that list.")
+
+
+def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    """Whether a prompt is a list of chat messages."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def encode_prompt(
+    model: LanguageModel, prompt: Any, *, name: str = "The prompt", continuing: bool = False
+) -> list[int]:
+    """Token ids of a prompt: text, chat messages, or ids as they are.
+
+    Args:
+      model: whose tokenizer, chat template, vocabulary and positions count.
+      prompt: a string, a list of messages, or token ids.
+      name: of the prompt in messages.
+      continuing: a text that goes on needs no beginning-of-sequence token.
+
+    Raises:
+      DataError: empty, no token ids, outside the vocabulary, beyond the positions, or text
+        without a tokenizer.
+    """
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str) or is_chat(prompt):
+        if tokenizer is None:
+            raise DataError(
+                f"{name} is text, and this model came without a tokenizer: give token ids."
+            )
+        if isinstance(prompt, str):
+            if not prompt:
+                raise DataError(
+                    f"{name} is an empty string; give at least one character. To start from "
+                    "nothing, give the id of the token that begins a sequence: [[1]], say."
+                )
+            tokens = tokenizer.encode(prompt, add_special_tokens=not continuing)
+        else:
+            _check_messages(prompt, name)
+            text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True)
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        tokens = _ids(prompt, name)
+    if not tokens:
+        raise DataError(f"{name} is empty; give at least one token.")
+    try:
+        check_tokens(np.asarray(tokens, np.int64), model.config)
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from None
+    return tokens
+
+
+def text_after_answer(model: LanguageModel, past: Sequence[Any], messages: Sequence[Any]) -> str:
+    """What the chat template writes between an answer and the next one, given new messages.
+
+    Args:
+      model: whose chat template counts.
+      past: messages of the earlier turns, without the last answer.
+      messages: the new ones.
+
+    Raises:
+      DataError: a message is malformed, or the template refuses the conversation.
+    """
+    _check_messages(messages, "The prompt")
+    text = model.tokenizer.apply_chat_template(
+        [*past, {"role": "assistant", "content": _ANSWER}, *messages], add_generation_prompt=True
+    )
+    if text.count(_ANSWER) != 1:
+        raise DataError(
+            "The chat template does not repeat an earlier answer as it was, so a conversation "
+            "cannot continue through it; give the next turn as text."
+        )
+    return text.partition(_ANSWER)[2]
+
+
+def _check_messages(messages: Sequence[Any], name: str) -> None:
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise DataError(
+                f"{name}: a chat message is a dict with 'role' and 'content', got {show(message)}."
+            )
+
+
+def _ids(prompt: Any, name: str) -> list[int]:
+    if isinstance(prompt, np.ndarray | jax.Array):
+        array = np.asarray(prompt)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise DataError(
+                f"{name} must be a string, chat messages or a list of token ids, got an array of "
+                f"{array.dtype} and shape {list(array.shape)}; token ids are whole numbers in one "
+                "dimension."
+            )
+        return array.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise DataError(
+            f"{name} must be a string, chat messages or a list of token ids, got {show(prompt)}."
+        )
+    for place, token in enumerate(prompt):
+        if not is_whole(token):
+            raise DataError(
+                f"{name} holds {show(token)} at place {place}; token ids are whole numbers."
+            )
+        if not -(2**63) <= token < 2**63:
+            raise DataError(f"{name} holds {show(token)} at place {place}: no token id.")
+    return [int(token) for token in prompt]

@@ -1,0 +1,165 @@
+"""Turning tokens into text as they arrive, and watching for stop strings.
+
+A tokenizer decodes lists of tokens, not single ones: a character may be spread over several, and
+the first token of a list may lose its leading space. So the text of a request is decoded in
+windows that overlap, each starting where an earlier one ended with a whole character:
+
+    tokens   [ ... | s ... c | ... n ]        s: start of the window, c: settled so far
+    settled text += decode(tokens[s:j])[len(decode(tokens[s:c])):]      for the last safe j <= n
+
+It is safe to settle after a token that ends neither an incomplete character nor a run of
+single-byte tokens (the byte fallback of sentencepiece decodes a run as a whole, and special tokens
+do not interrupt it). The work per token does not grow with the text.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+from dms_jax.generation.requests import Request
+
+_INCOMPLETE = "\ufffd"
+# A longer wait than this is for no character: what is whole by then is settled.
+_MOST_PENDING = 64
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+@dataclasses.dataclass
+class _Stream:
+    """Where the decoding of one request stands.
+
+    Attributes:
+      start, settled: s and c of the module's picture.
+      prefix: length of the text of tokens[s:c].
+      text: of tokens[:c].
+      seen: tokens looked at.
+      shown: characters handed out.
+    """
+
+    start: int = 0
+    settled: int = 0
+    prefix: int = 0
+    text: str = ""
+    seen: int = 0
+    shown: int = 0
+
+
+class TextTracker:
+    """Keeps the text, the tokens and the finish reason of requests up to date.
+
+    Args:
+      tokenizer: None where the model has none: there is no text then.
+      stop: strings that end a request.
+      end_tokens: ids that end a request.
+    """
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...], end_tokens: tuple[int, ...]):
+        self._tokenizer, self._stop, self._end_tokens = tokenizer, stop, frozenset(end_tokens)
+        self._longest_stop = max(map(len, stop), default=0)
+        self._streams: dict[int, _Stream] = {}
+        self._open: dict[int, bool] = {}
+
+    def update(self, request: Request) -> str:
+        """Takes in a request's new tokens; returns the text that may be shown now.
+
+        Text that may still change is held back: an incomplete character, and what may become a
+        stop string. Tokens after the one that completes a stop string are taken off the request.
+        """
+        if request.generated and request.generated[-1] in self._end_tokens:
+            request.finish_reason = "end"
+        elif request.remaining == 0 and request.finish_reason is None:
+            request.finish_reason = "length"
+        if self._tokenizer is None:
+            return ""
+        stream = self._streams.setdefault(request.index, _Stream())
+        # An end token is no text, whether or not the tokenizer calls it special.
+        tokens = request.generated[:-1] if request.finish_reason == "end" else request.generated
+        found = self._find_stop(stream, tokens) if self._stop else None
+        if found is not None:
+            kept, text = found
+            del request.generated[kept:], request.logprobs[kept:]
+            del request.live[kept - 1 :], request.reads[kept - 1 :]
+            request.finish_reason = "stop"
+        elif request.finish_reason is not None:
+            text = self._text(stream, tokens, len(tokens))
+        else:
+            self._settle(stream, tokens)
+            text = stream.text
+        stream.seen = len(tokens)
+        request.text = text
+        safe = len(text) if request.finish_reason else self._safe_length(text)
+        shown = text[stream.shown : safe]
+        stream.shown = max(safe, stream.shown)
+        if request.finish_reason is not None:
+            del self._streams[request.index]
+        return shown
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _text(self, stream: _Stream, tokens: list[int], end: int) -> str:
+        """The text of tokens[:end], however it ends."""
+        return stream.text + self._decode(tokens[stream.start : end])[stream.prefix :]
+
+    def _settle(self, stream: _Stream, tokens: list[int]) -> None:
+        """Moves the settled end over every token whose text cannot change any more."""
+        end = len(tokens)
+        while end > stream.settled and (
+            self._leaves_open(tokens[end - 1]) or self._is_incomplete(stream, tokens, end)
+        ):
+            end -= 1
+            if len(tokens) - end > _MOST_PENDING:
+                whole = range(len(tokens), len(tokens) - 4, -1)
+                complete = (n for n in whole if not self._is_incomplete(stream, tokens, n))
+                end = next(complete, len(tokens))
+                break
+        if end == stream.settled:
+            return
+        text = self._text(stream, tokens, end)
+        prefix = len(self._decode(tokens[stream.settled : end]))
+        if prefix:
+            stream.start, stream.prefix = stream.settled, prefix
+        else:  # special tokens alone, or a space that decoding strips: a window needs some text
+            stream.prefix += len(text) - len(stream.text)
+        stream.settled, stream.text = end, text
+
+    def _is_incomplete(self, stream: _Stream, tokens: list[int], end: int) -> bool:
+        return self._text(stream, tokens, end).endswith(_INCOMPLETE)
+
+    def _leaves_open(self, token: int) -> bool:
+        """Whether a run of single bytes may go on after the token: it is one, or has no text."""
+        if token not in self._open:
+            piece = self._tokenizer.backend.id_to_token(token) or ""
+            self._open[token] = bool(_BYTE_TOKEN.fullmatch(piece)) or not self._decode([token])
+        return self._open[token]
+
+    def _find_stop(self, stream: _Stream, tokens: list[int]) -> tuple[int, str] | None:
+        """The fewest tokens whose text holds a stop string, and the text before it.
+
+        As if every token had been looked at when it came, whatever the size of the chunks.
+        """
+        text = self._text(stream, tokens, len(tokens))
+        since = max(len(stream.text) - self._longest_stop + 1, 0)
+        # What was there for a moment may be gone again where characters are incomplete.
+        if self._first_stop(text, since) is None and _INCOMPLETE not in text[since:]:
+            return None
+        for end in range(stream.seen + 1, len(tokens) + 1):
+            text = self._text(stream, tokens, end)
+            position = self._first_stop(text, since)
+            if position is not None:
+                return end, text[:position]
+        return None
+
+    def _first_stop(self, text: str, since: int) -> int | None:
+        found = [text.find(stop, since) for stop in self._stop]
+        return min((position for position in found if position >= 0), default=None)
+
+    def _safe_length(self, text: str) -> int:
+        """Characters before the longest end of the text that may become a stop string."""
+        starts = [len(text)]
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(text)), 0, -1):
+                if text.endswith(stop[:length]):
+                    starts.append(len(text) - length)
+                    break
+        return min(starts)

@@ -1,0 +1,161 @@
+"""Text as it arrives: pieces add up, whatever the chunks; stop strings end where they should."""
+
+import functools
+import pathlib
+import time
+
+import numpy as np
+import pytest
+
+from dms_jax.cache.accounting import Meter
+from dms_jax.checkpoint import Tokenizer
+from dms_jax.generation.requests import Request
+from dms_jax.generation.text import TextTracker
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
+KINDS = ["qwen2", "gpt2", "mistral", "stories260k", "unigram"]
+END = 2
+
+
+@functools.cache
+def tokenizer(kind: str) -> Tokenizer:
+    return Tokenizer.from_directory(GOLDEN / kind)
+
+
+def request(max_new_tokens: int) -> Request:
+    return Request(
+        index=0, prompt=[1], seed=0, copy=0, max_new_tokens=max_new_tokens, meter=Meter(rows=1)
+    )
+
+
+def stream(kind: str, tokens, sizes, *, stop=(), limit=None, end_tokens=()):
+    """Feeds tokens in chunks of the given sizes (the last one repeats); returns what came out."""
+    tracker = TextTracker(tokenizer(kind), tuple(stop), tuple(end_tokens))
+    running = request(len(tokens) if limit is None else limit)
+    pieces, done = [], 0
+    sizes = list(sizes)
+    while running.finish_reason is None:
+        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        new = list(tokens[done : done + size])
+        fed = len(new) - (done == 0)
+        running.generated += new
+        running.logprobs += [0.0] * len(new)
+        running.live += [1] * fed
+        running.reads += [1] * fed
+        done += size
+        pieces.append(tracker.update(running))
+    return running, pieces
+
+
+def random_tokens(kind: str, count: int, seed: int) -> list[int]:
+    """Any ids, with runs of ids of real text between them."""
+    random = np.random.default_rng(seed)
+    known = tokenizer(kind).encode("Ünïcödé: 你好, мир 🙂🙂 naïve\n\n  two  spaces", False)
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens += random.integers(0, tokenizer(kind).vocab_size, random.integers(1, 6)).tolist()
+        start = random.integers(len(known))
+        tokens += known[start : start + random.integers(1, 12)]
+    return tokens[:count]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_add_up_to_the_decoded_whole(kind, seed):
+    tokens = random_tokens(kind, 150, seed)
+    whole = tokenizer(kind).decode(tokens)
+    random = np.random.default_rng(seed)
+    for sizes in ([1], [7], [150], random.integers(1, 20, 200)):
+        running, pieces = stream(kind, tokens, sizes)
+        assert running.text == whole
+        assert "".join(pieces) == whole
+        assert running.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
+def test_a_character_cut_across_tokens_is_held_back(kind):
+    text = "a 🙂"
+    tokens = tokenizer(kind).encode(text, False)
+    parts = [tokenizer(kind).decode(tokens[:n]) for n in range(1, len(tokens))]
+    assert any("\ufffd" in part for part in parts)  # else nothing is cut here
+    running, pieces = stream(kind, tokens, [1])
+    assert running.text == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stop_string_is_found_whatever_the_chunks(kind, seed):
+    tokens = random_tokens(kind, 120, seed + 10)
+    whole = tokenizer(kind).decode(tokens)
+    # Two strings out of the middle, which begin and end anywhere within tokens; one that is never
+    # there; one that begins like what is there.
+    stops = [whole[60:64], whole[80:83], "never there", whole[20:22] + "\x00"]
+    fewest = next(
+        n
+        for n in range(1, len(tokens) + 1)
+        if any(stop in tokenizer(kind).decode(tokens[:n]) for stop in stops)
+    )
+    decoded = tokenizer(kind).decode(tokens[:fewest])
+    cut = min(decoded.find(stop) for stop in stops if stop in decoded)
+    for sizes in ([1], [2], [9], [200]):
+        running, pieces = stream(kind, tokens, sizes, stop=stops)
+        assert running.finish_reason == "stop"
+        assert running.generated == tokens[:fewest]
+        assert (len(running.logprobs), len(running.live)) == (fewest, fewest - 1)
+        assert len(running.reads) == fewest - 1
+        assert running.text == "".join(pieces) == decoded[:cut]
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    tokens = tokenizer("stories260k").encode("one two three four", False)
+    running, pieces = stream("stories260k", tokens, [1], stop=["two thread", "three five"])
+    assert running.text == "".join(pieces) == "one two three four"
+    so_far = ["".join(pieces[: n + 1]) for n in range(len(pieces))]
+    for shown, n in zip(so_far, range(1, len(tokens)), strict=False):
+        known = tokenizer("stories260k").decode(tokens[:n])
+        assert known.startswith(shown)
+        if known.endswith("two"):
+            assert shown == "one "
+        if known.endswith("two three"):
+            assert shown == "one two "
+
+
+def test_an_end_token_is_no_text_even_if_it_is_not_special():
+    letters = tokenizer("stories260k").encode("cat sat", False)
+    for end in (END, letters[-1]):
+        tokens = [*letters[:-1], end]
+        running, pieces = stream("stories260k", tokens, [3], limit=99, end_tokens=(END, end))
+        assert running.finish_reason == "end"
+        assert running.generated == tokens
+        assert running.text == "".join(pieces) == tokenizer("stories260k").decode(tokens[:-1])
+
+
+def test_a_stop_string_before_an_end_token_wins():
+    tokens = [*tokenizer("stories260k").encode("cat sat.", False), END]
+    running, _ = stream("stories260k", tokens, [50], stop=[" s"], end_tokens=(END,))
+    assert (running.finish_reason, running.text) == ("stop", "cat")
+    assert END not in running.generated
+
+
+def test_without_a_tokenizer_there_is_no_text():
+    tracker = TextTracker(None, ("stop",), (END,))
+    running = request(5)
+    running.generated = [7, END]
+    assert tracker.update(running) == ""
+    assert (running.finish_reason, running.text) == ("end", "")
+
+
+def test_the_time_of_a_token_does_not_grow_with_the_text():
+    """Decoding the whole text at every chunk would take hundreds of times longer at the end."""
+    kind = "stories260k"
+    tokens = tokenizer(kind).encode("Once upon a time there was a little cat. ", False) * 1500
+    tracker, running = TextTracker(tokenizer(kind), (), ()), request(10**9)
+    seconds = []
+    for start in range(0, len(tokens), 32):
+        running.generated += tokens[start : start + 32]
+        before = time.perf_counter()
+        tracker.update(running)
+        seconds.append(time.perf_counter() - before)
+    early, late = np.median(seconds[10:200]), np.median(seconds[-190:])
+    assert late < 20 * early  # the text itself is copied, which is quick
