@@ -1,0 +1,34 @@
+"""Usage figures from per-step totals, by hand."""
+
+import numpy as np
+
+from dms_jax.cache.accounting import Meter
+
+
+def test_figures_are_averages_over_rows():
+    meter = Meter(rows=4)
+    meter.add([4, 8, 12])  # a prompt of three tokens, everything kept
+    meter.add(np.array([16, 16, 12]), [16, 16, 12])  # three steps, one row shrinks
+    meter.peak_bytes = 900
+    usage = meter.usage(prompt_tokens=3, new_tokens=4, seen=6, cache_bytes=700)
+    assert usage.kv_reads == 11.0
+    assert usage.peak_tokens == 4.0
+    assert usage.live_tokens == 3.0
+    assert usage.compression_ratio == 2.0
+    assert (usage.cache_bytes, usage.peak_cache_bytes) == (700, 900)
+    assert (usage.prompt_tokens, usage.new_tokens) == (3, 4)
+
+
+def test_a_plain_cache_reads_t_entries_at_step_t():
+    meter = Meter(rows=6)
+    meter.add([6 * step for step in range(1, 11)], [6 * step for step in range(1, 11)])
+    usage = meter.usage(prompt_tokens=1, new_tokens=10, seen=10, cache_bytes=0)
+    assert usage.kv_reads == 55.0
+    assert usage.peak_tokens == usage.live_tokens == 10.0
+    assert usage.compression_ratio == 1.0
+
+
+def test_nothing_seen_is_nothing_compressed():
+    usage = Meter(rows=2).usage(prompt_tokens=0, new_tokens=0, seen=0, cache_bytes=0)
+    assert usage.compression_ratio == 1.0
+    assert usage.peak_tokens == 0.0

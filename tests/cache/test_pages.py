@@ -1,0 +1,130 @@
+"""The page allocator, under random orders: nothing is owned twice, nothing is lost."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dms_jax.cache import PageAllocator
+from dms_jax.errors import CapacityError
+
+LAYERS, SEQUENCES, KV_HEADS = 2, 4, 2
+ROWS = (LAYERS, SEQUENCES, KV_HEADS)
+
+
+def make(pages_per_shard=20, page_size=3, sequence_shards=1, head_shards=1) -> PageAllocator:
+    return PageAllocator(
+        num_layers=LAYERS,
+        num_sequences=SEQUENCES,
+        num_kv_heads=KV_HEADS,
+        pages_per_shard=pages_per_shard,
+        page_size=page_size,
+        sequence_shards=sequence_shards,
+        head_shards=head_shards,
+    )
+
+
+def shard_of(row: tuple[int, int, int], sequence_shards: int, head_shards: int) -> tuple[int, int]:
+    """Consecutive sequences and heads share a shard."""
+    _, sequence, head = row
+    return sequence * sequence_shards // SEQUENCES, head * head_shards // KV_HEADS
+
+
+def check(pages: PageAllocator, shards: tuple[int, int]) -> dict[tuple, list[int]]:
+    """No page has two owners, free and owned pages are all there are; returns pages by row."""
+    owned = {}
+    by_shard: dict[tuple, list[int]] = {}
+    for row in np.ndindex(ROWS):
+        count = pages.reserved[row]
+        owned[row] = pages.table[row][:count].tolist()
+        assert (pages.table[row][count:] == pages.no_page).all()
+        by_shard.setdefault(shard_of(row, *shards), []).extend(owned[row])
+    for held in by_shard.values():
+        assert len(set(held)) == len(held)
+        assert all(0 <= page < pages.pages_per_shard for page in held)
+    assert pages.pages_in_use == sum(map(len, owned.values()))
+    fullest = max(len(held) for held in by_shard.values())
+    assert pages.free_pages == pages.pages_per_shard - fullest
+    return owned
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**20),
+    shards=st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 2)]),
+    page_size=st.sampled_from([1, 3, 8]),
+)
+def test_random_orders_keep_every_page_in_one_place(seed, shards, page_size):
+    random = np.random.default_rng(seed)
+    pages = make(
+        pages_per_shard=12, page_size=page_size, sequence_shards=shards[0], head_shards=shards[1]
+    )
+    refused = 0
+    for _ in range(25):
+        before = check(pages, shards)
+        slots = random.integers(0, 4 * page_size + 1, ROWS)
+        needed = -(-slots // page_size)
+        action = random.choice(["reserve", "reserve", "trim", "release"])
+        if action == "reserve":
+            fits = pages.fits(slots)
+            try:
+                pages.reserve(slots)
+            except CapacityError:
+                assert not fits
+                assert check(pages, shards) == before
+                refused += 1
+                continue
+            assert fits
+            after = check(pages, shards)
+            for row, held in after.items():
+                assert len(held) == max(len(before[row]), needed[row])
+                assert held[: len(before[row])] == before[row]  # what is written stays put
+        elif action == "trim":
+            pages.trim(slots)
+            for row, held in check(pages, shards).items():
+                assert held == before[row][: needed[row]]
+        else:
+            sequences = np.flatnonzero(random.random(SEQUENCES) < 0.5)
+            pages.release(sequences)
+            for row, held in check(pages, shards).items():
+                assert held == ([] if row[1] in sequences else before[row])
+    pages.release(np.arange(SEQUENCES))
+    assert pages.pages_in_use == 0
+    assert pages.free_pages == pages.pages_per_shard
+
+
+def test_capacity_is_exact():
+    pages = make(pages_per_shard=16, page_size=4)
+    pages.reserve(np.full(ROWS, 4))
+    assert pages.free_pages == 0
+    one_more = np.full(ROWS, 4)
+    one_more[0, 0, 0] = 5
+    assert not pages.fits(one_more)
+    with pytest.raises(CapacityError, match="0 free pages"):
+        pages.reserve(one_more)
+
+
+def test_capacity_is_that_of_the_worst_shard():
+    pages = make(pages_per_shard=8, page_size=1, sequence_shards=2)
+    uneven = np.zeros(ROWS, int)
+    uneven[:, 0] = 2  # 8 pages, all in the first shard
+    pages.reserve(uneven)
+    assert pages.free_pages == 0
+    uneven[:, 3] = 2
+    pages.reserve(uneven)  # the second shard has its own
+    uneven[0, 1, 0] = 1
+    with pytest.raises(CapacityError):
+        pages.reserve(uneven)
+
+
+def test_the_table_comes_in_any_width_that_holds_it():
+    pages = make(page_size=2)
+    slots = np.zeros(ROWS, int)
+    slots[1, 2, 1] = 5
+    pages.reserve(slots)
+    wide = pages.table_of_width(8)
+    assert wide.shape == (*ROWS, 8)
+    assert (wide[1, 2, 1] != pages.no_page).tolist() == [True] * 3 + [False] * 5
+    np.testing.assert_array_equal(pages.table_of_width(3), wide[..., :3])
+    with pytest.raises(CapacityError, match="more than 2 pages"):
+        pages.table_of_width(2)

@@ -1,0 +1,104 @@
+"""What all policies share: names, JSON data, hashing, refusals."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from dms_jax.errors import ConfigError
+from dms_jax.policies import (
+    DMC,
+    DMS,
+    POLICIES,
+    TOVA,
+    Quest,
+    RandomEviction,
+    StreamingLLM,
+    Vanilla,
+    from_dict,
+)
+from dms_jax.policies.base import Policy
+
+CHANGED = [
+    Vanilla(),
+    DMS(window=3, source="adapter", shift=2, per="layer", alpha_scale=7.0, temperature=0.5),
+    DMC(neuron="first", offset=1.0, epsilon=0.0),
+    TOVA(budget=3, per="head"),
+    Quest(budget=32, dense_layers=0, force_last_page=False),
+    StreamingLLM(budget=9, sinks=1),
+    RandomEviction(window=2, rate=0.1, spread=0.05, seed=3),
+]
+
+
+@pytest.mark.parametrize("policy", CHANGED, ids=lambda policy: policy.name)
+def test_policies_travel_as_json(policy):
+    assert POLICIES[policy.name] is type(policy)
+    data = json.loads(json.dumps(policy.to_dict()))
+    again = from_dict(data)
+    assert again == policy
+    assert hash(again) == hash(policy)
+    assert type(policy)() == from_dict({"name": policy.name})
+
+
+def test_the_list_above_is_complete():
+    assert {type(policy) for policy in CHANGED} == set(POLICIES.values())
+
+
+@pytest.mark.parametrize("policy", CHANGED, ids=lambda policy: policy.name)
+def test_policies_are_static_arguments(policy):
+    """Hyper-parameters cannot change under a compiled function that was made for them."""
+    for field in dataclasses.fields(policy):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(policy, field.name, getattr(policy, field.name))
+    assert jax.jit(lambda policy: len(policy.name), static_argnums=0)(policy) == len(policy.name)
+
+
+def test_unknown_names_and_options_are_refused_by_name():
+    with pytest.raises(ConfigError, match="'DMZ'"):
+        from_dict({"name": "DMZ"})
+    with pytest.raises(ConfigError, match="None"):
+        from_dict({"window": 3})
+    with pytest.raises(ConfigError, match="windw"):
+        from_dict({"name": "DMS", "windw": 3})
+
+
+def test_dms_is_trainable():
+    assert [name for name, policy in POLICIES.items() if policy.trainable] == ["DMS"]
+
+
+def test_the_base_policy_is_vanilla():
+    assert Vanilla().groups(3) == ((0, 3, Vanilla()),)
+    assert Vanilla().slot_limit(64) is None
+    assert Vanilla().borrowed_neurons is None
+    assert isinstance(Vanilla(), Policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "field", "value"),
+    [
+        (DMS(), "window", -1),
+        (DMS(), "window", 2.0),
+        (DMS(), "window", True),
+        (DMS(window=4), "shift", 6),
+        (DMS(), "shift", -1),
+        (DMS(), "source", "neuron"),
+        (DMS(), "per", "token"),
+        (DMS(), "temperature", 0.0),
+        (DMC(), "neuron", "middle"),
+        (TOVA(), "budget", 0),
+        (TOVA(), "per", "token"),
+        (Quest(), "budget", 0),
+        (Quest(), "dense_layers", -1),
+        (StreamingLLM(sinks=4), "budget", 4),
+        (StreamingLLM(), "sinks", -1),
+        (RandomEviction(), "window", -1),
+        (RandomEviction(), "rate", 1.5),
+        (RandomEviction(), "spread", -0.1),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(policy, field, value):
+    # Past the types that tests check at run time, which a user's program does not.
+    object.__setattr__(policy, field, value)
+    with pytest.raises(ConfigError, match=f"{policy.name}: .*{field}"):
+        policy.__post_init__()
