@@ -301,11 +301,11 @@ def _device_memory(model: LanguageModel) -> tuple[float, float]:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats["bytes_in_use"]
-        return 0.9 * free, free
+        return 0.9 * free, float(free)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         fields = pathlib.Path("/proc/meminfo").read_text().split()
         free = 1024 * int(fields[fields.index("MemAvailable:") + 1])
     except (OSError, ValueError):  # not Linux
         free = total
-    return 0.5 * free, total
+    return 0.5 * free, float(total)

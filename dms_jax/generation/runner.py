@@ -71,7 +71,8 @@ class Runner:
         num_lanes, num_pages = self._shape
         config = self.model.config
         if self.cache is not None:  # free the old pool first: there may be no room for two
-            jax.tree.map(lambda x: x.delete(), self.cache)
+            for leaf in jax.tree.leaves(self.cache):
+                leaf.delete()
             self.cache = None
         with use_mesh(self.model.mesh):
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)

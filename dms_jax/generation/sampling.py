@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Key
 
 from dms_jax.errors import ConfigError
 from dms_jax.generation.checks import check_count, check_real, is_whole, show
@@ -107,7 +107,7 @@ class Sampling:
 
 def sample(
     logits: Float[Array, "B V"],
-    keys: PRNGKeyArray,
+    keys: Key[Array, " B"],
     positions: Int[Array, " B"],
     rule: Filter,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:

@@ -70,13 +70,17 @@ def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
 
 def page_bytes(config: ModelConfig, policy: Policy, page_size: int, dtype: Any) -> int:
     """Bytes of one page: keys, values, and what the policy keeps per page."""
-    state = jax.eval_shape(lambda: policy.init_pages(1, page_size, config.head_dim, dtype))
+    state = jax.eval_shape(
+        lambda: jax.tree.leaves(policy.init_pages(1, page_size, config.head_dim, dtype))
+    )
     return 2 * page_size * config.head_dim * jnp.dtype(dtype).itemsize + tree_bytes(state)
 
 
 def state_bytes(config: ModelConfig, policy: Policy, dtype: Any) -> int:
     """Bytes of what the policy keeps for one sequence, over all its rows."""
-    state = jax.eval_shape(lambda: policy.init_rows(1, config.num_kv_heads, config.head_dim, dtype))
+    state = jax.eval_shape(
+        lambda: jax.tree.leaves(policy.init_rows(1, config.num_kv_heads, config.head_dim, dtype))
+    )
     return config.num_layers * tree_bytes(state)
 
 

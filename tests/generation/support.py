@@ -1,0 +1,66 @@
+"""One real model under every policy, and engines of one compiled shape."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.generation import Engine
+from dms_jax.model.language_model import GenerationDefaults, LanguageModel
+
+POLICIES = {
+    "vanilla": dms_jax.Vanilla(),
+    "dms": dms_jax.DMS(window=10, alpha_offset=0.0),
+    "dmc": dms_jax.DMC(offset=0.0),
+    "tova": dms_jax.TOVA(budget=20),
+    "quest": dms_jax.Quest(budget=16, dense_layers=1),
+    "streaming": dms_jax.StreamingLLM(budget=20),
+    "random": dms_jax.RandomEviction(window=10, rate=0.6),
+}
+SHAPE = dict(num_lanes=2, page_size=16, chunk=8, prefill_chunk=8)
+# Prompts of one to thirty tokens and answers of twenty stay within four pages a row.
+LENGTHS = (5, 30, 1, 13)
+NEW_TOKENS = 20
+GREEDY = dms_jax.Sampling(temperature=0, max_new_tokens=NEW_TOKENS, logprobs=True)
+
+
+@functools.cache
+def stories() -> LanguageModel:
+    """The shipped model."""
+    return dms_jax.load(assets.path("stories260k"))
+
+
+@functools.cache
+def model_for(name: str, *, ends: bool = True) -> LanguageModel:
+    """The shipped model, said to be made for a policy; without end tokens where asked."""
+    model = dataclasses.replace(stories(), policy=POLICIES[name])
+    return model if ends else dataclasses.replace(model, generation=GenerationDefaults())
+
+
+@functools.cache
+def engine_for(name: str) -> Engine:
+    """Answers run to their length: no end tokens."""
+    return Engine(model_for(name, ends=False), max_tokens=64, **SHAPE)
+
+
+@functools.cache
+def story_tokens() -> list[int]:
+    """Tokens of real text."""
+    text = " ".join(assets.stories("valid")[:4])
+    return stories().tokenizer.encode(text)
+
+
+def prompts(lengths=LENGTHS) -> list[list[int]]:
+    """Token lists of these lengths out of real text."""
+    starts = np.cumsum([0, *lengths])
+    return [
+        story_tokens()[start : start + n] for start, n in zip(starts[:-1], lengths, strict=True)
+    ]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = np.asarray(logits, np.float64)
+    largest = logits.max(-1, keepdims=True)
+    return logits - largest - np.log(np.exp(logits - largest).sum(-1, keepdims=True))

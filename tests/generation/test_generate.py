@@ -1,0 +1,185 @@
+"""Greedy answers are the argmax of the logits, whatever the lanes, pages, chunks and pressure."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.errors import CapacityError
+from dms_jax.generation import Engine
+from dms_jax.generation.runner import Runner
+from tests.generation.support import (
+    GREEDY,
+    LENGTHS,
+    NEW_TOKENS,
+    POLICIES,
+    SHAPE,
+    engine_for,
+    log_softmax,
+    model_for,
+    prompts,
+)
+
+EVERY_POLICY = pytest.mark.parametrize("name", POLICIES)
+
+
+def same_usage(left, right, *, bytes_too: bool = False) -> None:
+    left, right = dataclasses.asdict(left), dataclasses.asdict(right)
+    for field in left:
+        if bytes_too or "bytes" not in field:
+            assert left[field] == pytest.approx(right[field]), field
+
+
+@EVERY_POLICY
+def test_answers_are_the_argmax_of_the_logits(name):
+    """Four prompts of different lengths over two lanes."""
+    model, given = model_for(name, ends=False), prompts()
+    completions = engine_for(name).generate(given, sampling=GREEDY)
+    assert [completion.finish_reason for completion in completions] == ["length"] * len(given)
+    sequences = np.zeros((len(given), max(LENGTHS) + NEW_TOKENS), np.int32)
+    for row, (prompt, completion) in enumerate(zip(given, completions, strict=True)):
+        assert len(completion.tokens) == NEW_TOKENS
+        sequences[row, : len(prompt) + NEW_TOKENS] = prompt + completion.tokens
+    expected = log_softmax(model.logits(sequences, prompt_lengths=np.array(LENGTHS)))
+    for row, completion in enumerate(completions):
+        steps = expected[row, LENGTHS[row] - 1 :][:NEW_TOKENS]
+        assert completion.tokens == steps.argmax(-1).tolist()
+        np.testing.assert_allclose(completion.logprobs, steps.max(-1), atol=1e-4)
+
+
+@EVERY_POLICY
+def test_under_pressure_nothing_changes(name):
+    """A pool that holds one sequence and a bit: requests wait, are put back, are recomputed."""
+    engine, given = engine_for(name), prompts()
+    expected = engine.generate(given, sampling=GREEDY)
+    runner, whole = engine.runner, engine.runner.allocator._free[0]
+    rows = runner.lengths[:, 0].size
+    # The longest sequence alone, under this policy, and half a page per row.
+    longest = max(
+        completion.usage.peak_cache_bytes - runner._state_bytes for completion in expected
+    )
+    pages = longest // runner._page_bytes + rows // 2
+    fed = []
+    extend = Runner.extend
+
+    def counted(self, tokens, **options):
+        fed.append(sum(map(len, tokens.values())))
+        return extend(self, tokens, **options)
+
+    runner.allocator._free[0] = whole[len(whole) - pages :]
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Runner, "extend", counted)
+            squeezed = engine.generate(given, sampling=GREEDY)
+        assert runner.allocator.pages_in_use == 0
+        assert len(runner.allocator._free[0]) == pages
+    finally:
+        runner.allocator._free[0] = whole
+    for left, right in zip(expected, squeezed, strict=True):
+        assert left.tokens == right.tokens
+        np.testing.assert_allclose(left.logprobs, right.logprobs, atol=1e-4)
+        same_usage(left.usage, right.usage)
+    assert sum(fed) >= sum(LENGTHS)
+    if name in ("vanilla", "quest"):
+        assert sum(fed) > sum(LENGTHS)  # something was put back and recomputed
+
+
+@pytest.mark.parametrize("name", ["vanilla", "dms", "quest"])
+def test_chunks_pages_and_lanes_change_nothing(name):
+    """Quest selects pages, so for it their size is part of the method."""
+    given = prompts()
+    expected = engine_for(name).generate(given, sampling=GREEDY)
+    page_size = 16 if name == "quest" else 8
+    other = dms_jax.generate(
+        model_for(name, ends=False),
+        given,
+        sampling=GREEDY,
+        chunk=5,
+        page_size=page_size,
+        prefill_chunk=64,
+    )
+    for left, right in zip(expected, other.completions, strict=True):
+        assert left.tokens == right.tokens
+        same_usage(left.usage, right.usage)
+
+
+def test_memory_that_holds_less_than_the_batch():
+    """The same through the public arguments: bytes for about one and a half sequences."""
+    given = prompts()
+    expected = engine_for("vanilla").generate(given, sampling=GREEDY)
+    model = model_for("vanilla", ends=False)
+    longest = expected[int(np.argmax(LENGTHS))].usage.peak_cache_bytes
+    out = dms_jax.generate(
+        model, given, sampling=GREEDY, memory=int(1.5 * longest), page_size=16, chunk=8
+    )
+    assert out.tokens == [completion.tokens for completion in expected]
+    for left, right in zip(expected, out.completions, strict=True):
+        same_usage(left.usage, right.usage)
+
+
+def test_usage_of_a_plain_cache_is_counted_by_hand():
+    completions = engine_for("vanilla").generate(prompts(), sampling=GREEDY)
+    config = model_for("vanilla").config
+    row_bytes = 2 * 16 * config.head_dim * 4  # one page of keys and values in float32
+    rows = config.num_layers * config.num_kv_heads
+    for length, completion in zip(LENGTHS, completions, strict=True):
+        usage = completion.usage
+        fed = length + NEW_TOKENS - 1  # the newest token is never fed
+        assert (usage.prompt_tokens, usage.new_tokens) == (length, NEW_TOKENS)
+        assert usage.kv_reads == sum(range(length + 1, fed + 1))
+        assert usage.peak_tokens == usage.live_tokens == fed
+        assert usage.compression_ratio == 1
+        assert usage.cache_bytes == rows * -(-fed // 16) * row_bytes
+        assert usage.peak_cache_bytes == usage.cache_bytes
+    out = dms_jax.generation.Generation(completions)
+    assert out.usage.kv_reads == sum(c.usage.kv_reads for c in completions)
+    assert out.usage.cache_bytes == sum(c.usage.cache_bytes for c in completions)
+    assert out.usage.new_tokens == 4 * NEW_TOKENS
+    assert out.usage.compression_ratio == 1
+
+
+def test_ends_at_an_end_token_and_at_the_last_position():
+    model = model_for("vanilla", ends=False)
+    (free,) = engine_for("vanilla").generate(prompts([13]), sampling=GREEDY)
+    end = free.tokens[11]
+    ended = dataclasses.replace(
+        model, generation=dataclasses.replace(model.generation, eos_token_ids=(end, 511))
+    )
+    (completion,) = dms_jax.generate(ended, prompts([13]), sampling=GREEDY).completions
+    stop = free.tokens.index(end) + 1
+    assert completion.finish_reason == "end"
+    assert completion.tokens == free.tokens[:stop]
+    assert completion.usage.kv_reads == sum(range(14, 13 + stop))
+    assert completion.text == model.tokenizer.decode(free.tokens[: stop - 1])
+    # 512 positions: a prompt of 505 tokens leaves seven.
+    long = dataclasses.replace(GREEDY, max_new_tokens=100)
+    (completion,) = dms_jax.generate(model, prompts([505]), sampling=long).completions
+    assert (len(completion.tokens), completion.finish_reason) == (7, "length")
+
+
+def test_a_single_sequence_that_cannot_fit():
+    model = model_for("vanilla", ends=False)
+    rows = model.config.num_layers * model.config.num_kv_heads
+    page = 2 * 16 * model.config.head_dim * 4
+    engine = Engine(model, memory=2 * rows * page, max_tokens=64, **SHAPE)
+    with pytest.raises(CapacityError, match=r"prompt 0 .* even alone: it has 40 pages of 16"):
+        engine.generate(prompts([30]), sampling=GREEDY)
+    # Nothing is left behind, and what fits is served.
+    short = dataclasses.replace(GREEDY, max_new_tokens=4)
+    (completion,) = engine.generate(prompts([5]), sampling=short)
+    (expected,) = engine_for("vanilla").generate(prompts([5]), sampling=short)
+    assert completion.tokens == expected.tokens
+    with pytest.raises(CapacityError, match=r"at least .* 20 rows \(layers x KV heads\)"):
+        Engine(model, memory=rows * page - 1, **SHAPE)
+
+
+def test_strings_and_token_lists_are_the_same_prompts():
+    model = model_for("vanilla")
+    texts = ["Once upon a time", "Lily and Tom went"]
+    tokens = [model.tokenizer.encode(text) for text in texts]
+    mixed = [texts[0], np.array(tokens[1])]
+    out = dms_jax.generate(model, mixed, sampling=GREEDY)
+    assert out.tokens == dms_jax.generate(model, tokens, sampling=GREEDY).tokens
+    for text, new in zip(out.texts, out.tokens, strict=True):
+        assert text == model.tokenizer.decode(new)
