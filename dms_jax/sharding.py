@@ -27,7 +27,9 @@ TRAINING_RULES: Rules = {
     "embed": DATA,
     "heads": MODEL,
     "kv_heads": MODEL,
+    "group": None,
     "head_dim": None,
+    "gate_up": None,
     "mlp": MODEL,
     "vocab": MODEL,
 }

@@ -117,7 +117,7 @@ def _fill(
     for path, param in parameters.items():
         value = _read_parameter(
             weights,
-            names.LAYOUTS[path],
+            names.PIECES[path],
             param.get_value().shape,
             dtype=dtype,
             place=None
@@ -134,10 +134,11 @@ def _check(config: ModelConfig, weights: Weights, parameters: dict[Any, Any]) ->
     """Raise one error that names every tensor that is missing, unexpected or mis-shaped."""
     expected: dict[str, tuple[int, ...]] = {}
     for path, value in parameters.items():
-        layout = names.LAYOUTS[path]
-        shape = value.shape[1:] if layout.stacked else value.shape
-        for layer in range(value.shape[0] if layout.stacked else 1):
-            expected[layout.tensor_name(layer)] = layout.tensor_shape(shape)
+        for piece in names.PIECES[path]:
+            layout = piece.layout
+            shape = piece.shape(value.shape[1:] if layout.stacked else value.shape)
+            for layer in range(value.shape[0] if layout.stacked else 1):
+                expected[layout.tensor_name(layer)] = layout.tensor_shape(shape)
     found = {name: shape for name, shape in weights.shapes.items() if not names.is_derived(name)}
     if config.tie_embeddings and names.LM_HEAD in found:
         shape = found.pop(names.LM_HEAD)
@@ -181,27 +182,37 @@ def _check_tied(weights: Weights, shape: tuple[int, ...]) -> None:
 
 def _read_parameter(
     weights: Weights,
-    layout: names.Layout,
+    pieces: tuple[names.Piece, ...],
     shape: tuple[int, ...],
     *,
     dtype: Any,
     place: jax.sharding.Sharding | None,
 ) -> jax.Array:
     """Read a parameter, or each device's part of it."""
-    layers = shape[0] if layout.stacked else 1
+    stacked = pieces[0].layout.stacked
+    layers = shape[0] if stacked else 1
     if dtype is None:
-        stored = {weights.dtypes[layout.tensor_name(layer)] for layer in range(layers)}
+        stored = {
+            weights.dtypes[piece.layout.tensor_name(layer)]
+            for piece in pieces
+            for layer in range(layers)
+        }
         dtype = functools.reduce(jnp.promote_types, stored)
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
-        if not layout.stacked:
-            return _read_tensor(weights, layout, 0, shape, index, dtype)
+        if not stacked:
+            return _read_tensor(weights, pieces[0].layout, 0, shape, index, dtype)
         chosen = range(layers)[index[0]]
         sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True)]
         out = np.empty(sizes, dtype)
-        for row, layer in enumerate(chosen):
-            out[row] = _read_tensor(weights, layout, layer, shape[1:], index[1:], dtype)
+        for piece in pieces:  # side by side along an axis that no mesh axis divides
+            piece_shape = piece.shape(shape[1:])
+            within = piece.index(len(piece_shape))
+            for row, layer in enumerate(chosen):
+                out[row][within] = _read_tensor(
+                    weights, piece.layout, layer, piece_shape, index[1:], dtype
+                )
         return out
 
     if place is None:

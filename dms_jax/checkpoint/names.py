@@ -4,8 +4,12 @@ A Hugging Face matrix is [out, in] with heads flattened into one dimension, one 
 A parameter here is [in, out] with heads and head dims apart, stacked over the layers. `Layout`
 says which dimensions of the parameter each dimension of the tensor is made of:
 
-    q_proj.kernel [L, E, H, D]  <->  model.layers.{i}.self_attn.q_proj.weight [H * D, E]
-    groups ((1, 2), (0,)): rows run over dims 1 and 2 (H, D), columns over dim 0 (E)
+    o_proj.kernel [L, H, D, E]  <->  model.layers.{i}.self_attn.o_proj.weight [E, H * D]
+    groups ((2,), (0, 1)): rows run over dim 2 (E), columns over dims 0 and 1 (H, D)
+
+A parameter may hold several tensors side by side along one axis; a `Piece` is one of them:
+
+    qkv_proj.kernel [L, E, K, G + 2, D]: q_proj is [:, :, :, :-2], k_proj [-2:-1], v_proj [-1:]
 """
 
 import dataclasses
@@ -42,18 +46,19 @@ class Layout:
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Split a slice of the parameter into one of the tensor and the rest.
 
-        Only the leading dimension of a group can be cut in the file, because the others lie
-        between its entries; what is left is cut after reading.
+        Only the leading dimension of a group (the first longer than one) can be cut in the file,
+        because the others lie between its entries; what is left is cut after reading.
 
         Returns:
             slices of the tensor's dimensions, and slices of the parameter as read.
         """
         cut, rest = [], list(index)
         for group in self.groups:
-            stride = math.prod(shape[dim] for dim in group[1:])
-            start, stop, _ = index[group[0]].indices(shape[group[0]])
+            lead = _leading(group, shape)
+            stride = math.prod(shape[dim] for dim in group[lead + 1 :])
+            start, stop, _ = index[group[lead]].indices(shape[group[lead]])
             cut.append(slice(start * stride, stop * stride))
-            rest[group[0]] = slice(None)
+            rest[group[lead]] = slice(None)
         return tuple(cut), tuple(rest)
 
     def to_parameter(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -61,8 +66,9 @@ class Layout:
         order = [dim for group in self.groups for dim in group]
         split = []
         for size, group in zip(tensor.shape, self.groups, strict=True):
-            inner = [shape[dim] for dim in group[1:]]
-            split += [size // math.prod(inner), *inner]
+            lead = _leading(group, shape)
+            inner = [shape[dim] for dim in group[lead + 1 :]]
+            split += [1] * lead + [size // math.prod(inner), *inner]
         back = np.argsort(order)
         if self._is_transpose:
             return _transpose(tensor).reshape([split[dim] for dim in back])
@@ -85,6 +91,31 @@ class Layout:
         return dims == tuple(range(len(dims)))
 
 
+def _leading(group: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The place in a group of its first dimension longer than one (0 where there is none)."""
+    return next((place for place, dim in enumerate(group) if shape[dim] > 1), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A tensor's part of a parameter: `part` of `axis` (without the layer axis), or all of it."""
+
+    layout: Layout
+    axis: int | None = None
+    part: slice = slice(None)
+
+    def index(self, ndim: int) -> tuple[slice, ...]:
+        """The index of the piece in a parameter of `ndim` dimensions."""
+        return tuple(self.part if dim == self.axis else slice(None) for dim in range(ndim))
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the piece of a parameter of `shape`."""
+        return tuple(
+            len(range(*cut.indices(size)))
+            for cut, size in zip(self.index(len(shape)), shape, strict=True)
+        )
+
+
 def _transpose(matrix: np.ndarray) -> np.ndarray:
     """Transpose into new memory, some rows at a time: three times as fast as all at once."""
     out = np.empty(matrix.shape[::-1], matrix.dtype)
@@ -99,35 +130,46 @@ _TRANSPOSED = ((1,), (0,))
 _LAYER = "model.layers.{i}."
 _ATTENTION = _LAYER + "self_attn."
 
-LAYOUTS: dict[Path, Layout] = {
-    ("embedding",): Layout("model.embed_tokens.weight", _AS_IS),
-    ("final_norm", "scale"): Layout("model.norm.weight", _VECTOR),
-    ("lm_head",): Layout("lm_head.weight", _TRANSPOSED),
-    ("layers", "attention_norm", "scale"): Layout(_LAYER + "input_layernorm.weight", _VECTOR),
-    ("layers", "mlp_norm", "scale"): Layout(_LAYER + "post_attention_layernorm.weight", _VECTOR),
-    ("layers", "attention", "o_proj", "kernel"): Layout(
-        _ATTENTION + "o_proj.weight", ((2,), (0, 1))
-    ),
-    ("layers", "attention", "o_proj", "bias"): Layout(_ATTENTION + "o_proj.bias", _VECTOR),
-    # NVIDIA's names for the head that makes DMS decisions from the residual stream.
-    ("layers", "adapter", "norm", "scale"): Layout(
-        _ATTENTION + "dms_proj_alpha_norm.weight", _VECTOR
-    ),
-    ("layers", "adapter", "proj", "kernel"): Layout(
-        _ATTENTION + "dms_proj_alpha.weight", _TRANSPOSED
-    ),
-    ("layers", "adapter", "proj", "bias"): Layout(_ATTENTION + "dms_proj_alpha.bias", _VECTOR),
-}
-for _name in ("q_proj", "k_proj", "v_proj"):
-    LAYOUTS["layers", "attention", _name, "kernel"] = Layout(
-        f"{_ATTENTION}{_name}.weight", ((1, 2), (0,))
-    )
-    LAYOUTS["layers", "attention", _name, "bias"] = Layout(f"{_ATTENTION}{_name}.bias", ((0, 1),))
+PIECES: dict[Path, tuple[Piece, ...]] = {}
+
+
+def _tensor(path: Path, name: str, groups: tuple[tuple[int, ...], ...]) -> None:
+    PIECES[path] = (Piece(Layout(name, groups)),)
+
+
+_tensor(("embedding",), "model.embed_tokens.weight", _AS_IS)
+_tensor(("final_norm", "scale"), "model.norm.weight", _VECTOR)
+_tensor(("lm_head",), "lm_head.weight", _TRANSPOSED)
+_tensor(("layers", "attention_norm", "scale"), _LAYER + "input_layernorm.weight", _VECTOR)
+_tensor(("layers", "mlp_norm", "scale"), _LAYER + "post_attention_layernorm.weight", _VECTOR)
 for _name in ("q_norm", "k_norm"):
-    LAYOUTS["layers", "attention", _name, "scale"] = Layout(f"{_ATTENTION}{_name}.weight", _VECTOR)
-for _name in ("gate_proj", "up_proj", "down_proj"):
-    LAYOUTS["layers", "mlp", _name, "kernel"] = Layout(f"{_LAYER}mlp.{_name}.weight", _TRANSPOSED)
-    LAYOUTS["layers", "mlp", _name, "bias"] = Layout(f"{_LAYER}mlp.{_name}.bias", _VECTOR)
+    _tensor(("layers", "attention", _name, "scale"), f"{_ATTENTION}{_name}.weight", _VECTOR)
+_tensor(("layers", "attention", "o_proj", "kernel"), _ATTENTION + "o_proj.weight", ((2,), (0, 1)))
+_tensor(("layers", "attention", "o_proj", "bias"), _ATTENTION + "o_proj.bias", _VECTOR)
+_tensor(("layers", "mlp", "down_proj", "kernel"), _LAYER + "mlp.down_proj.weight", _TRANSPOSED)
+_tensor(("layers", "mlp", "down_proj", "bias"), _LAYER + "mlp.down_proj.bias", _VECTOR)
+# NVIDIA's names for the head that makes DMS decisions from the residual stream.
+_DMS = _ATTENTION + "dms_proj_alpha"
+_tensor(("layers", "adapter", "norm", "scale"), _DMS + "_norm.weight", _VECTOR)
+_tensor(("layers", "adapter", "proj", "kernel"), _DMS + ".weight", _TRANSPOSED)
+_tensor(("layers", "adapter", "proj", "bias"), _DMS + ".bias", _VECTOR)
+
+# Kernel [E, K, G + 2, D] and bias [K, G + 2, D]: the query heads of each group, its key, its value.
+_QKV = (("q_proj", slice(0, -2)), ("k_proj", slice(-2, -1)), ("v_proj", slice(-1, None)))
+PIECES["layers", "attention", "qkv_proj", "kernel"] = tuple(
+    Piece(Layout(f"{_ATTENTION}{name}.weight", ((1, 2, 3), (0,))), 2, part) for name, part in _QKV
+)
+PIECES["layers", "attention", "qkv_proj", "bias"] = tuple(
+    Piece(Layout(f"{_ATTENTION}{name}.bias", ((0, 1, 2),)), 1, part) for name, part in _QKV
+)
+# Kernel [E, 2, F] and bias [2, F]: the gate, then what it multiplies.
+_GATE_UP = (("gate_proj", slice(0, 1)), ("up_proj", slice(1, 2)))
+PIECES["layers", "mlp", "gate_up_proj", "kernel"] = tuple(
+    Piece(Layout(f"{_LAYER}mlp.{name}.weight", ((1, 2), (0,))), 1, part) for name, part in _GATE_UP
+)
+PIECES["layers", "mlp", "gate_up_proj", "bias"] = tuple(
+    Piece(Layout(f"{_LAYER}mlp.{name}.bias", ((0, 1),)), 0, part) for name, part in _GATE_UP
+)
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"

@@ -115,13 +115,15 @@ def _generation(model: LanguageModel) -> dict[str, Any]:
 def _tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor under its Hugging Face name, one at a time."""
     for path, param in nnx.to_flat_state(nnx.state(model.transformer, nnx.Param)):
-        layout = names.LAYOUTS[path]
         value = jax.device_get(param.get_value())
-        if layout.stacked:
-            for layer in range(value.shape[0]):
-                yield layout.tensor_name(layer), layout.to_tensor(value[layer])
-        else:
-            yield layout.name, layout.to_tensor(value)
+        for piece in names.PIECES[path]:
+            layout = piece.layout
+            if layout.stacked:
+                within = piece.index(value.ndim - 1)
+                for layer in range(value.shape[0]):
+                    yield layout.tensor_name(layer), layout.to_tensor(value[layer][within])
+            else:
+                yield layout.name, layout.to_tensor(value)
 
 
 def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_bytes: int) -> None:

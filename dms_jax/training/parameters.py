@@ -98,12 +98,10 @@ def zero_borrowed_neurons(arrays: Parameters, policy: Policy) -> Parameters:
     """
     if not isinstance(policy, DMS):
         raise ConfigError(f"{policy.name} borrows neurons that the retrofit cannot prepare")
-    num_kv_heads = arrays["layers.attention.k_proj.kernel"].shape[2]
     arrays = dict(arrays)
-    for name in ("layers.attention.q_proj.kernel", "layers.attention.q_proj.bias"):
-        if name in arrays:  # [L, E, H, D] and [L, H, D]
-            group = arrays[name].shape[-2] // num_kv_heads
-            arrays[name] = arrays[name].at[..., ::group, -1].set(0)
+    for name in ("layers.attention.qkv_proj.kernel", "layers.attention.qkv_proj.bias"):
+        if name in arrays:  # [L, E, K, G + 2, D] and [L, K, G + 2, D]
+            arrays[name] = arrays[name].at[..., 0, -1].set(0)
     return arrays
 
 

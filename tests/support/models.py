@@ -85,6 +85,20 @@ def oracle_weights(model: Transformer) -> oracle.Weights:
         kernel, bias = read(module.kernel), read(module.bias)
         return oracle.Linear(kernel[layer], None if bias is None else bias[layer])
 
+    def heads(module, layer, part):
+        """Part of the fused [E, K, G + 2, D] as [E, heads, D]."""
+        kernel, bias = read(module.kernel)[layer][..., part, :], read(module.bias)
+        flat = (-1, kernel.shape[-1])
+        return oracle.Linear(
+            kernel.reshape(len(kernel), *flat),
+            None if bias is None else bias[layer][..., part, :].reshape(flat),
+        )
+
+    def half(module, layer, part):
+        """Half of the fused [E, 2, F]."""
+        kernel, bias = read(module.kernel), read(module.bias)
+        return oracle.Linear(kernel[layer][:, part], None if bias is None else bias[layer][part])
+
     def norm(module, layer):
         return None if module is None else read(module.scale)[layer]
 
@@ -95,15 +109,15 @@ def oracle_weights(model: Transformer) -> oracle.Weights:
         layers=[
             oracle.Layer(
                 attention_norm=norm(layers.attention_norm, layer),
-                q=linear(attention.q_proj, layer),
-                k=linear(attention.k_proj, layer),
-                v=linear(attention.v_proj, layer),
+                q=heads(attention.qkv_proj, layer, slice(0, -2)),
+                k=heads(attention.qkv_proj, layer, slice(-2, -1)),
+                v=heads(attention.qkv_proj, layer, slice(-1, None)),
                 o=linear(attention.o_proj, layer),
                 q_norm=norm(attention.q_norm, layer),
                 k_norm=norm(attention.k_norm, layer),
                 mlp_norm=norm(layers.mlp_norm, layer),
-                gate=linear(mlp.gate_proj, layer),
-                up=linear(mlp.up_proj, layer),
+                gate=half(mlp.gate_up_proj, layer, 0),
+                up=half(mlp.gate_up_proj, layer, 1),
                 down=linear(mlp.down_proj, layer),
                 adapter_norm=None if adapter is None else norm(adapter.norm, layer),
                 adapter=None if adapter is None else linear(adapter.proj, layer),

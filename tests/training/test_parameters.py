@@ -1,0 +1,66 @@
+"""Parameters by name, the grafted adapter, the zeroed neuron."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.errors import ConfigError
+from dms_jax.policies import DMC, Vanilla
+from dms_jax.training.parameters import (
+    add_adapter,
+    parameters,
+    rebuilder,
+    zero_borrowed_neurons,
+)
+from tests.support.models import random_model, random_tokens, tiny_config
+from tests.training.tiny import ADAPTER, NEURON
+
+
+def test_rebuilding_gives_the_same_function():
+    model = random_model(tiny_config(tied=False, biases=True), dtype=jnp.float32)
+    again = rebuilder(model)(parameters(model))
+    tokens = jnp.asarray(random_tokens(0, 2, 6))
+    assert np.array_equal(model(tokens, Vanilla()).hidden, again(tokens, Vanilla()).hidden)
+
+
+def test_a_grafted_adapter_decides_nothing_and_shares_the_rest():
+    model = random_model(tiny_config(biases=True), dtype=jnp.bfloat16)
+    grafted = add_adapter(model)
+    before, after = parameters(model), parameters(grafted)
+    added = after.keys() - before.keys()
+    assert added == {
+        "layers.adapter.norm.scale",
+        "layers.adapter.proj.kernel",
+        "layers.adapter.proj.bias",
+    }
+    assert all(after[name] is before[name] for name in before)
+    assert all(after[name].dtype == jnp.float32 for name in added)
+    assert not model.has_adapter
+    tokens = jnp.asarray(random_tokens(0, 2, 8))
+    result = grafted(tokens, ADAPTER)
+    assert not np.any(result.decisions)
+    assert np.array_equal(result.hidden, model(tokens, Vanilla()).hidden)
+    assert add_adapter(grafted) is grafted
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_zeroed_neuron_starts_every_logit_at_the_offset(qk_norm):
+    model = random_model(tiny_config(qk_norm=qk_norm, biases=not qk_norm), dtype=jnp.float32)
+    tokens = jnp.asarray(random_tokens(0, 2, 16))
+    assert np.any(model(tokens, NEURON).decisions)
+    before = parameters(model)
+    zeroed = zero_borrowed_neurons(before, NEURON)
+    assert not np.any(rebuilder(model)(zeroed)(tokens, NEURON).decisions)
+    changed = {name for name in before if zeroed[name] is not before[name]}
+    bias = set() if qk_norm else {"layers.attention.qkv_proj.bias"}
+    assert changed == {"layers.attention.qkv_proj.kernel"} | bias
+    # [L, E, K, G + 2, D]: the first query head of each group, dim 7, and nothing else.
+    kernel = "layers.attention.qkv_proj.kernel"
+    difference = np.asarray(zeroed[kernel] != before[kernel])
+    assert difference[..., 0, 7].all()
+    assert difference.sum() == difference[..., 0, 7].size
+
+
+def test_other_borrowed_neurons_are_refused():
+    with pytest.raises(ConfigError, match="DMC borrows neurons"):
+        zero_borrowed_neurons({}, DMC())
