@@ -32,7 +32,7 @@ def straight_through(noisy: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """
     soft = jax.nn.sigmoid(noisy)
     hard = (noisy > 0).astype(noisy.dtype)
-    return hard + soft - jax.lax.stop_gradient(soft)
+    return hard + (soft - jax.lax.stop_gradient(soft))  # the brackets make it exact
 
 
 def log_keep(noisy: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -1,0 +1,80 @@
+"""Law 1, its second half: what a checkpoint was made for is not taken from it silently.
+
+That policies with nothing to evict equal plain attention is among the rows of the other laws.
+"""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from dms_jax.errors import ConfigError
+from dms_jax.generation import Sampling, generate, score
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import DMC, DMS, POLICIES, TOVA, Vanilla
+from tests.laws.table import model_of
+
+TOKENS = np.arange(5)[None]
+BORROWERS = [DMS(), DMC(), DMC(neuron="first")]
+
+
+@pytest.mark.parametrize("declared", BORROWERS, ids=repr)
+def test_a_borrowed_neuron_excludes_other_policies(declared):
+    model = LanguageModel(model_of(2, True), policy=declared)
+    others = [policy() for policy in POLICIES.values()] + [DMS(source="adapter"), *BORROWERS]
+    for policy in others:
+        if policy.borrowed_neurons == declared.borrowed_neurons:
+            assert model.resolve_policy(policy) == policy
+            continue
+        with pytest.raises(ConfigError, match="made for"):
+            model.resolve_policy(policy)
+    assert model.resolve_policy(None) == declared
+
+
+def test_every_entry_point_refuses():
+    model = LanguageModel(model_of(2, False), policy=DMS(window=4))
+    with pytest.raises(ConfigError, match="made for"):
+        model.logits(TOKENS, policy=Vanilla())
+    with pytest.raises(ConfigError, match="made for"):
+        generate(model, [[1, 2]], policy=Vanilla(), sampling=Sampling(max_new_tokens=2))
+    with pytest.raises(ConfigError, match="made for"):
+        score(model, [[1, 2, 3]], policy=TOVA())
+
+
+def test_the_same_neurons_with_other_options_are_no_surprise():
+    model = LanguageModel(model_of(2, False), policy=DMS(window=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.resolve_policy(DMS(window=64, shift=0)) == DMS(window=64, shift=0)
+
+
+@pytest.mark.parametrize("policy", BORROWERS, ids=repr)
+def test_borrowing_from_an_untouched_model_is_warned_about(policy):
+    model = LanguageModel(model_of(2, False))
+    with pytest.warns(UserWarning, match=f"not retrofitted for {policy.name}"):
+        model.logits(TOKENS, policy=policy)
+
+
+def test_policies_that_add_nothing_run_on_any_untouched_model():
+    model = LanguageModel(model_of(2, False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for policy in POLICIES.values():
+            if policy().borrowed_neurons is None:
+                assert model.resolve_policy(policy()) == policy()
+
+
+def test_an_adapter_must_be_there():
+    policy = DMS(source="adapter")
+    with pytest.raises(ConfigError, match="adapter"):
+        LanguageModel(model_of(2, False)).resolve_policy(policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LanguageModel(model_of(2, True)).resolve_policy(policy)
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(ConfigError, match="Not a cache policy"):
+        LanguageModel(model_of(2, False)).resolve_policy.__wrapped__(
+            LanguageModel(model_of(2, False)), "DMS"
+        )

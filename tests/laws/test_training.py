@@ -1,0 +1,179 @@
+"""Law 7: the soft form of training tends to the hard form of inference.
+
+The soft form itself is compared with the simulation too, noise included, so that what tends to the
+hard form is the relaxation of the paper.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.errors import ConfigError
+from dms_jax.model.attention import Relaxation
+from dms_jax.policies import DMS, POLICIES
+from dms_jax.policies.relaxation import logistic_noise
+from tests.laws.table import dms_decisions, model_of
+from tests.oracles import dms, transformer, vanilla
+from tests.oracles.trace import Trace
+from tests.support.models import oracle_weights, random_tokens
+
+TOKENS = random_tokens(7, 2, 21)
+POLICIES_UNDER_TEST = [
+    DMS(window=3, source="adapter"),
+    DMS(window=0, shift=0, alpha_scale=4.0, alpha_offset=0.5),
+    DMS(window=5, shift=5, per="layer", alpha_scale=3.0),
+]
+every_form = pytest.mark.parametrize("policy", POLICIES_UNDER_TEST, ids=repr)
+
+
+def model_for(policy):
+    return model_of(2, policy.uses_adapter)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def soft(model, policy, tokens, relaxation):
+    return model(tokens, policy, relaxation=relaxation)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def hard(model, policy, tokens):
+    return model(tokens, policy)
+
+
+def simulate_soft(policy, layer, noise):
+    """Noise [T, K] of one sequence and layer -> the outputs of training's attention."""
+    options = dict(alpha_scale=policy.alpha_scale, alpha_offset=policy.alpha_offset)
+    if policy.source == "adapter":
+        weights = layer.weights
+        logits = dms.from_adapter(
+            layer.residual,
+            weights.adapter_norm,
+            weights.adapter.kernel.T,
+            bias=weights.adapter.bias,
+            epsilon=layer.epsilon,
+            **options,
+        )
+        q, k, v = layer.rotated
+    else:
+        logits, q, k = dms.from_query_neuron(layer.q, layer.k, layer.cos, layer.sin, **options)
+        v = layer.v
+    if policy.per == "layer":
+        logits = np.repeat(logits[:, :1], logits.shape[1], axis=1)
+    _, _, decisions, bias = dms.gate(logits, noise, policy.temperature)
+    outputs = dms.soft_attention(q, k, v, bias, window=policy.window, shift=policy.shift)
+    return outputs, decisions
+
+
+@every_form
+@pytest.mark.parametrize("noisy", [False, True])
+def test_the_soft_form_is_that_of_the_paper(policy, noisy, record_property):
+    policy = dataclasses.replace(policy, temperature=0.7)
+    model = model_for(policy)
+    key = jax.random.key(3) if noisy else None
+    got = soft(model, policy, TOKENS, Relaxation(noise_key=key))
+    logits = np.asarray(model.unembed(got.hidden))
+    kv_heads = model.config.num_kv_heads
+    shape = (len(TOKENS), kv_heads, TOKENS.shape[1])
+    largest = 0.0
+    for row, tokens in enumerate(TOKENS):
+        decisions = []
+
+        def attend(layer, row=row, decisions=decisions):
+            noise = np.zeros(shape)
+            if noisy:
+                noise = logistic_noise(jax.random.fold_in(key, layer.index), shape, np.dtype(float))
+            outputs, made = simulate_soft(policy, layer, np.asarray(noise)[row].T)
+            decisions.append(made.T)
+            return Trace(outputs, [], [], [])
+
+        want = transformer.run(oracle_weights(model), tokens, attend)
+        largest = max(largest, np.abs(logits[row] - want.logits).max())
+        # Straight-through: hard numbers forward.
+        np.testing.assert_array_equal(np.asarray(got.decisions)[:, row], np.stack(decisions))
+    assert largest < 1e-10
+    record_property("largest", largest)
+
+
+@every_form
+def test_the_soft_form_tends_to_the_hard_one(policy, record_property):
+    model = model_for(policy)
+    want = np.asarray(hard(model, policy, TOKENS).hidden)
+    differences = []
+    for temperature in (1.0, 0.1, 1e-2, 1e-4):
+        colder = dataclasses.replace(policy, temperature=temperature)
+        got = np.asarray(soft(model, colder, TOKENS, Relaxation()).hidden)
+        differences.append(float(np.abs(got - want).max()))
+    assert differences[0] > 1e-2
+    assert differences[-1] < 1e-10
+    assert differences == sorted(differences, reverse=True)
+    record_property("differences", differences)
+
+
+@every_form
+def test_saturated_decisions_are_hard(policy, record_property):
+    saturated = dataclasses.replace(policy, alpha_scale=1e6)
+    model = model_for(policy)
+    got = soft(model, saturated, TOKENS, Relaxation())
+    want = hard(model, saturated, TOKENS)
+    np.testing.assert_array_equal(got.decisions, want.decisions)
+    assert 0.1 < float(want.decisions.mean()) < 0.9
+    largest = float(jnp.abs(got.hidden - want.hidden).max())
+    assert largest < 1e-12
+    record_property("largest", largest)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3, 0.0])
+def test_a_neuron_that_decays_takes_its_share_of_attention_with_it(scale):
+    """Before the retrofit nothing is evicted; what is left of the neuron is multiplied by scale."""
+    policy, model = DMS(window=2, shift=0), model_of(2, False)
+    got = soft(model, policy, TOKENS, Relaxation(neuron_scale=jnp.asarray(scale)))
+    logits = np.asarray(model.unembed(got.hidden))
+    assert not np.asarray(got.decisions).any()
+
+    def attend(layer):
+        q, k, v = layer.rotated
+        group = q.shape[1] // k.shape[1]
+        cleared = layer.q.copy()
+        cleared[:, ::group, -1] *= scale
+        turned = dataclasses.replace(layer, q=cleared).rotated[0]
+        turned[:, ::group, -1] *= scale
+        return vanilla.simulate(turned, k, v)
+
+    for row, tokens in enumerate(TOKENS):
+        want = transformer.run(oracle_weights(model), tokens, attend)
+        assert np.abs(logits[row] - want.logits).max() < 1e-10
+    if scale == 0:
+        unmarked = DMS(window=64)
+        _, (q, k, v) = dms_decisions(unmarked, want.inputs[0])
+        np.testing.assert_allclose(
+            vanilla.simulate(q, k, v).outputs, want.traces[0].outputs, atol=1e-12
+        )
+
+
+@every_form
+def test_the_loss_sees_every_decision(policy):
+    """The straight-through decisions pass their gradient to the weights that decide."""
+    model = model_for(policy)
+
+    def share(model):
+        return soft(
+            model, dataclasses.replace(policy, temperature=3.0), TOKENS, Relaxation()
+        ).decisions.mean()
+
+    gradient = jax.jit(jax.grad(share, allow_int=True))(model)
+    layers = gradient.layers
+    decider = layers.adapter if policy.uses_adapter else layers.attention
+    per_layer = [jnp.abs(leaf).reshape(len(leaf), -1).max(1) for leaf in jax.tree.leaves(decider)]
+    assert (jnp.stack(per_layer).max(0) > 1e-6).all()
+
+
+def test_policies_without_a_soft_form_say_so():
+    model = model_of(2, False)
+    for policy in (policy() for policy in POLICIES.values()):
+        if policy.parallel(prompt=False) and not policy.trainable:
+            with pytest.raises(ConfigError, match=f"{policy.name} has no trainable form"):
+                model(jnp.asarray(TOKENS), policy, relaxation=Relaxation())

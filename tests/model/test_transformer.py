@@ -1,0 +1,146 @@
+"""The transformer over whole sequences: against NumPy, packed, recomputed, replayed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.transformer import segment_positions
+from dms_jax.policies import DMC, DMS, TOVA, RandomEviction, StreamingLLM, Vanilla
+from tests.oracles import transformer, vanilla
+from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
+
+PARALLEL = [
+    Vanilla(),
+    DMS(window=2, shift=2),
+    DMS(window=1, source="adapter"),
+    DMC(offset=0.2),
+    StreamingLLM(budget=5, sinks=2),
+    RandomEviction(window=2, rate=0.6),
+]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@functools.cache
+def model():
+    return random_model(tiny_config(), adapter=True)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "remat"))
+def run(model, tokens, policy, **options):
+    return model(tokens, policy, **options)
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        dict(qk_norm=False),
+        dict(qk_norm=True, tied=False),
+        dict(qk_norm=False, biases=True, tied=False),
+        dict(num_heads=6, num_kv_heads=3, num_layers=1),
+        dict(num_heads=1, num_kv_heads=1),
+    ],
+    ids=str,
+)
+def test_logits_equal_the_numpy_transformer(switches, record_property):
+    model = random_model(tiny_config(**switches), seed=4)
+    tokens = random_tokens(1, 2, 17)
+    logits = np.asarray(model.unembed(run(model, tokens, Vanilla()).hidden))
+    largest = 0.0
+    for row in range(2):
+        want = transformer.run(
+            oracle_weights(model), tokens[row], lambda layer: vanilla.simulate(*layer.rotated)
+        )
+        largest = max(largest, np.abs(logits[row] - want.logits).max())
+    assert largest < 1e-10
+    assert logits.std() > 0.3
+    record_property("largest", largest)
+
+
+@pytest.mark.parametrize("policy", PARALLEL, ids=repr)
+def test_packed_documents_are_alone(policy):
+    """Positions restart, nothing attends across, and no decision reaches over the border."""
+    lengths = (9, 1, 7, 5)
+    documents = [random_tokens(20 + index, length) for index, length in enumerate(lengths)]
+    packed = np.concatenate(documents)[None]
+    segments = np.repeat(np.arange(1, 5), lengths)[None].astype(np.int32)
+    got = run(model(), packed, policy, segment_ids=segments)
+    ends = np.cumsum(lengths)
+    width = max(lengths)
+    alone = run(model(), np.stack([np.pad(d, (0, width - len(d))) for d in documents]), policy)
+    for index, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+        part = slice(end - length, end)
+        difference = np.asarray(got.hidden[0, part] - alone.hidden[index, :length])
+        assert np.abs(difference).max() < 1e-12
+        np.testing.assert_array_equal(
+            got.decisions[:, 0, :, part], alone.decisions[:, index, :, :length]
+        )
+
+
+def test_positions_restart_with_each_document():
+    segments = jnp.asarray([[4, 4, 4, 1, 1, 7, 0, 0]], jnp.int32)
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    assert segment_positions(tokens, segments)[0].tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
+    assert segment_positions(tokens, None)[0].tolist() == list(range(8))
+
+
+def test_recomputing_layers_changes_no_gradient():
+    tokens = random_tokens(3, 2, 11)
+
+    def loss(model, remat):
+        return jnp.square(
+            run(model, tokens, DMS(window=2, source="adapter"), remat=remat).hidden
+        ).mean()
+
+    plain, again = (
+        jax.jit(jax.grad(loss, allow_int=True), static_argnums=1)(model(), remat)
+        for remat in (False, True)
+    )
+    for left, right in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-12)
+    assert float(jnp.abs(plain.embedding[...]).max()) > 1e-6
+
+
+def test_recorded_decisions_can_be_replayed():
+    tokens, policy = random_tokens(5, 2, 19), DMS(window=2, source="adapter")
+    own = run(model(), tokens, policy)
+    marks = np.asarray(own.decisions, bool)
+    np.testing.assert_array_equal(run(model(), tokens, policy, marks=marks).hidden, own.hidden)
+    other = run(model(), tokens, policy, marks=~marks)
+    np.testing.assert_array_equal(other.decisions, ~marks)
+    assert float(jnp.abs(other.hidden - own.hidden).max()) > 1e-3
+    kept = run(model(), tokens, policy, marks=np.zeros_like(marks))
+    plain = run(model(), tokens, Vanilla())
+    np.testing.assert_allclose(kept.hidden, plain.hidden, atol=1e-12)
+
+
+def test_half_precision_logits_are_accumulated_in_float32():
+    small = random_model(tiny_config(), dtype=jnp.bfloat16)
+    passed = run(small, random_tokens(1, 1, 5), Vanilla())
+    assert passed.hidden.dtype == jnp.bfloat16
+    assert small.unembed(passed.hidden).dtype == jnp.float32
+
+
+def test_bad_input_is_refused():
+    language_model = LanguageModel(model())
+    with pytest.raises(DataError, match=r"0 \.\.\. 30"):
+        language_model.logits(np.array([[1, 31]]))
+    with pytest.raises(DataError, match="-1"):
+        language_model.logits(np.array([[1, -1]]))
+    with pytest.raises(DataError, match="513 tokens"):
+        language_model.logits(np.zeros((1, 513), np.int32))
+    with pytest.raises(DataError, match="prompt_lengths"):
+        language_model.logits(np.zeros((2, 4), np.int32), prompt_lengths=np.array([1, 5]))
+    with pytest.raises(ConfigError, match="packed"):
+        language_model.logits(
+            np.zeros((1, 4), np.int32), policy=TOVA(), segment_ids=np.ones((1, 4), np.int32)
+        )
