@@ -10,11 +10,13 @@ reaches in the same run.
     python experiments/benchmark_decode.py --help
 """
 
+import concurrent.futures
 import dataclasses
 import datetime
 import gc
 import json
 import math
+import multiprocessing
 import pathlib
 import shlex
 import sys
@@ -25,10 +27,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from flax import nnx
 
 import dms_jax
+from dms_jax.generation.programs import Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.caching import tree_bytes
@@ -274,56 +276,53 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
     shape = model.config
     size = config.context + (config.repeats + 3) * config.chunk
     size = -(-size // 64) * 64
-    cache_shape = (shape.num_layers, config.batch, size, shape.num_kv_heads, shape.head_dim)
-    k_cache = jax.random.normal(jax.random.key(1), cache_shape, model.dtype)
-    v_cache = jax.random.normal(jax.random.key(2), cache_shape, model.dtype)
+    # Arrays and layers of their own: nothing is sliced out of a stack before cuDNN reads it.
+    layer_shape = (config.batch, size, shape.num_kv_heads, shape.head_dim)
+    keys = jax.random.split(jax.random.key(1), 2 * shape.num_layers)
+    fill = jax.jit(lambda key: jax.random.normal(key, layer_shape, model.dtype))
+    caches = [(fill(keys[2 * i]), fill(keys[2 * i + 1])) for i in range(shape.num_layers)]
 
-    def chunk(transformer, k_cache, v_cache, tokens, position):
-        def layer_step(carry, xs):
-            x, k_cache, v_cache, position = carry
-            layer, index = xs
-            q, k, v = layer.attention.project(layer.attention_norm(x))
-            cos, sin = rope_tables(shape, position[:, None], dtype=x.dtype)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-            start = (index, 0, position[0], 0, 0)
-            k_cache = jax.lax.dynamic_update_slice(k_cache, k[None], start)
-            v_cache = jax.lax.dynamic_update_slice(v_cache, v[None], start)
-            out = jax.nn.dot_product_attention(
-                q,
-                k_cache[index],
-                v_cache[index],
-                key_value_seq_lengths=position + 1,
-                implementation="cudnn",
-            )
-            return (layer.finish(x, out), k_cache, v_cache, position), None
+    def chunk(transformer, caches, tokens, position):
+        layers = [
+            jax.tree.map(lambda x, i=i: x[i], transformer.layers) for i in range(shape.num_layers)
+        ]
 
         def step(carry, _):
-            k_cache, v_cache, tokens, position = carry
+            caches, tokens, position = carry
             x = transformer.embed(tokens[:, None])
-            (x, k_cache, v_cache, _), _ = jax.lax.scan(
-                layer_step,
-                (x, k_cache, v_cache, position),
-                (transformer.layers, jnp.arange(shape.num_layers)),
-            )
+            cos, sin = rope_tables(shape, position[:, None], dtype=x.dtype)
+            after = []
+            for layer, (k_cache, v_cache) in zip(layers, caches, strict=True):
+                q, k, v = layer.attention.project(layer.attention_norm(x))
+                start = (0, position[0], 0, 0)
+                k_cache = jax.lax.dynamic_update_slice(k_cache, apply_rope(k, cos, sin), start)
+                v_cache = jax.lax.dynamic_update_slice(v_cache, v, start)
+                out = jax.nn.dot_product_attention(
+                    apply_rope(q, cos, sin),
+                    k_cache,
+                    v_cache,
+                    key_value_seq_lengths=position + 1,
+                    implementation="cudnn",
+                )
+                x = layer.finish(x, out)
+                after.append((k_cache, v_cache))
             logits = transformer.unembed(transformer.final_norm(x)[:, 0])
-            return (k_cache, v_cache, logits.argmax(-1).astype(jnp.int32), position + 1), None
+            return (after, logits.argmax(-1).astype(jnp.int32), position + 1), None
 
-        carry = (k_cache, v_cache, tokens, position)
-        return jax.lax.scan(step, carry, length=config.chunk)[0]
+        return jax.lax.scan(step, (caches, tokens, position), length=config.chunk)[0]
 
-    run_chunk = jax.jit(chunk, donate_argnums=(1, 2))
+    run_chunk = Program(chunk, donate_argnums=1)
     state = (
-        k_cache,
-        v_cache,
+        caches,
         jnp.zeros(config.batch, jnp.int32),
         jnp.full(config.batch, config.context, jnp.int32),
     )
-    del k_cache, v_cache
+    del caches
 
-    def run():
+    def run() -> jax.Array:
         nonlocal state
         state = run_chunk(model.transformer, *state)
-        return state[2]
+        return state[1]
 
     seconds = median_seconds(run, config.repeats) / config.chunk
     entry = 2 * shape.head_dim * jnp.dtype(model.dtype).itemsize
@@ -371,6 +370,12 @@ def time_transformers(config: Config, shape: str) -> dict:
 
 def main(config: Config) -> None:
     """Times everything and writes the figures."""
+    torch_rows = []
+    if config.transformers:  # in a process of its own, before jax takes the memory
+        spawn = multiprocessing.get_context("spawn")
+        for shape in config.shapes:
+            with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+                torch_rows.append((shape, pool.submit(time_transformers, config, shape).result()))
     rate = read_rate()
     device = jax.devices()[0].device_kind
     print(f"{device}: a large read reaches {rate / 1e12:.2f} TB/s", flush=True)
@@ -404,10 +409,11 @@ def main(config: Config) -> None:
             add(shape, "cuDNN, dense contiguous cache", time_cudnn(config, model, rate))
         del model
         gc.collect()
-    if config.transformers:
-        for shape in config.shapes:
-            add(shape, "transformers", time_transformers(config, shape))
+    for shape, figures in torch_rows:
+        add(shape, "transformers", figures)
 
 
 if __name__ == "__main__":
+    import tyro
+
     main(tyro.cli(Config, description=__doc__))
