@@ -117,10 +117,10 @@ class Operation:
             (while lowering).
         """
         chosen, reasons = self.select(choice, *arrays, **static)
-        bound = {
-            platform: functools.partial(candidate.function, **static)
-            for platform, candidate in chosen.items()
-        }
+        bound = {}
+        for platform, candidate in chosen.items():
+            function = functools.partial(candidate.function, **static)
+            bound[platform] = function if platform is None else _in_32_bits(function)
         default = bound.pop(None, None)
         if default is not None and not bound:
             return default(*arrays)
@@ -129,6 +129,20 @@ class Operation:
             text = "\n  ".join([f"{self.name}: only {served} may serve this call", *reasons])
             default = functools.partial(_refuse, next(iter(bound.values())), text)
         return jax.lax.platform_dependent(*arrays, default=default, **bound)
+
+
+def _in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace a kernel with 32-bit indices and constants, even where 64 bits are switched on.
+
+    Kernels of every platform are traced on every machine, so they must not disturb a program in
+    float64 that none of them will serve.
+    """
+
+    def narrow(*arrays):
+        with jax.enable_x64(False):
+            return function(*arrays)
+
+    return narrow
 
 
 # An equation that stands for "not on this platform": it has the shapes of the result, and lowering

@@ -14,7 +14,7 @@ from jax.experimental import checkify
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode import gpu, reference
+from pallas_kernels.decode import gpu, reference, tpu
 from pallas_kernels.decode.plan import DecodePlan
 from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, target_gpu
 
@@ -25,6 +25,7 @@ OPERATION = Operation(
     (
         Implementation("mosaic_gpu", "cuda", gpu.mosaic, gpu.why_not_mosaic),
         Implementation("triton", "cuda", gpu.triton, gpu.why_not_triton),
+        Implementation("mosaic_tpu", "tpu", tpu.decode_attention_tpu, tpu.why_not),
         Implementation("xla", None, reference.decode_attention_xla),
     ),
 )

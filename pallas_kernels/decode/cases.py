@@ -122,9 +122,42 @@ BENCHMARK: tuple[DecodeCase, ...] = (
     _benchmark("rows512_skewed_4096", _skewed(512, 4096)),
     _benchmark("rows64_1024", [1024] * 64),
     _benchmark("rows8_32768", [32768] * 8),
+    # An eighth of rows128_32768, spread unevenly: what compression by 8 leaves of it.
     _benchmark("rows128_skewed_4096", _skewed(128, 4096)),
-    _benchmark("rows128_32768_group8", [32768] * 128, group=8),
+    _benchmark("rows8_one_long", [400_000] + [64] * 7),
+    _benchmark("rows512_4096_group1", [4096] * 512, group=1),
     _benchmark("rows512_4096_group8", [4096] * 512, group=8),
+    _benchmark("rows512_4096_group16", [4096] * 512, group=16),
+    _benchmark("rows512_4096_page16", [4096] * 512, page_size=16),
+    _benchmark("rows512_4096_page32", [4096] * 512, page_size=32),
+    _benchmark("rows512_4096_page128", [4096] * 512, page_size=128),
+    _benchmark("rows512_4096_head_dim64", [4096] * 512, head_dim=64),
+    _benchmark("rows512_4096_head_dim96", [4096] * 512, head_dim=96),
+    _benchmark("rows256_4096_head_dim256", [4096] * 256, head_dim=256),
+    _benchmark("rows512_4096_float8", [4096] * 512, pages_dtype="float8_e4m3fn"),
+    _benchmark("rows256_4096_float32", [4096] * 256, dtype="float32"),
+)
+
+
+def _tuning(head_dim, page_size, dtype="bfloat16", pages_dtype=None):
+    name = f"head_dim{head_dim}_page{page_size}_{pages_dtype or dtype}"
+    fields = {"head_dim": head_dim, "page_size": page_size, "dtype": dtype}
+    return (
+        _benchmark(f"{name}_large", [4096] * 256, pages_dtype=pages_dtype, **fields),
+        _benchmark(f"{name}_small", [1024] * 64, pages_dtype=pages_dtype, **fields),
+    )
+
+
+# What settings are searched for: much work and little work of each shape.
+TUNING: tuple[DecodeCase, ...] = (
+    *(case for page_size in (64, 16, 32, 128) for case in _tuning(128, page_size)),
+    *(case for head_dim in (64, 96, 256) for case in _tuning(head_dim, 64)),
+    *(case for head_dim in (64, 128) for case in _tuning(head_dim, 64, "float32")),
+    *(
+        case
+        for head_dim in (64, 128, 256)
+        for case in _tuning(head_dim, 64, pages_dtype="float8_e4m3fn")
+    ),
 )
 
 
@@ -134,4 +167,4 @@ def by_name(name: str) -> DecodeCase:
     Raises:
       KeyError: there is none.
     """
-    return {case.name: case for case in (*CONTRACT, *XLA_ONLY, *BENCHMARK)}[name]
+    return {case.name: case for case in (*CONTRACT, *XLA_ONLY, *BENCHMARK, *TUNING)}[name]

@@ -66,7 +66,9 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
         count = last - program + 2
 
         if interpret is None:
+            # All above was read while the attention kernel ran.
             plgpu.griddepcontrol_wait()
+            plgpu.griddepcontrol_launch_dependents()
 
         @pl.when(first_cut)
         def _merge():
@@ -125,7 +127,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
                 plgpu.copy_smem_to_gmem(
                     staged.at[pl.ds(0, spec.group)], result_ref.at[row, :, columns]
                 )
-                plgpu.wait_smem_to_gmem(0)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if spec.return_lse:
 
                 @pl.when(part == 0)

@@ -343,7 +343,7 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
 
     walk_rows(plan_refs, lengths_ref, spec, visit, (jnp.int32(0), jnp.int32(0)))
     if not spec.transposed:
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def attend(spec: Spec, plan, lengths, page_table, q, pages, scales, slots, interpret=None):
@@ -429,6 +429,10 @@ def attend(spec: Spec, plan, lengths, page_table, q, pages, scales, slots, inter
             memory["value_smem"] = memory["key_smem"]
         work = [memory.get(name) for name in ("key_smem", "value_smem", "p_smem", "out_smem")]
         thread = lax.axis_index("thread")
+        if interpret is None:
+            # Launched while the kernel before it ends; lets `combine` be launched likewise.
+            plgpu.griddepcontrol_wait()
+            plgpu.griddepcontrol_launch_dependents()
 
         @pl.when(thread == _COPY)
         def _():
@@ -437,8 +441,6 @@ def attend(spec: Spec, plan, lengths, page_table, q, pages, scales, slots, inter
 
         @pl.when(thread == _COMPUTE)
         def _():
-            if interpret is None:
-                plgpu.griddepcontrol_launch_dependents()
             _compute_rows(
                 spec, plan_refs, lengths_ref, outputs, ring + factors + work, memory["barriers"]
             )

@@ -33,14 +33,14 @@ class DecodePlan:
     """The split of one decode step, or of several along leading axes.
 
     Attributes:
-      tile_starts: first tile of each row on the line, and the number of tiles.
-      edge_rows: the row of each of C programs' first tile, then of each one's last tile; the
+      tile_starts: [..., R + 1] first tile of each row on the line, and the number of tiles.
+      edge_rows: [..., 2 C] the row of each of C programs' first tile, then of each one's last tile; the
         latter is less than the former where a program has no tile.
       tile: slots of a tile.
     """
 
-    tile_starts: Int[Array, "*L R+1"]
-    edge_rows: Int[Array, "*L 2*C"]
+    tile_starts: jax.Array
+    edge_rows: jax.Array
     tile: int = field(metadata={"static": True})
 
     @property

@@ -3,6 +3,9 @@
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
 import numpy as np
 
+# Norm-wise relative errors that a kernel may make, by dtype of the queries.
+TOLERANCE = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 2e-5, "float64": 1e-12}
+
 
 def decode_inputs(case, seed=0):
     """Draw a decode case: keyword arguments of `decode_attention`, as NumPy arrays.
@@ -87,3 +90,43 @@ def relative_error(got, want):
     assert np.isfinite(got[finite]).all()
     norm = np.linalg.norm(want[finite])
     return np.linalg.norm(got[finite] - want[finite]) / (norm if norm else 1.0)
+
+
+def as_arrays(inputs):
+    """Turn NumPy inputs to jax arrays."""
+    import jax.numpy as jnp
+
+    return {name: jnp.asarray(value) for name, value in inputs.items()}
+
+
+def structs(case):
+    """Shapes and dtypes of a decode case's inputs, with no arrays behind them."""
+    import jax
+
+    def struct(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+
+    pool = (case.pages, case.page_size, case.head_dim)
+    pages = struct(pool, case.pages_dtype or case.dtype)
+    shapes = {
+        "q": struct((case.rows, case.group, case.head_dim), case.dtype),
+        "k_pages": pages,
+        "v_pages": pages,
+        "page_table": struct((case.rows, case.columns), np.int32),
+        "lengths": struct((case.rows,), np.int32),
+    }
+    if case.pages_dtype:
+        shapes["k_scales"] = shapes["v_scales"] = struct(pool[:2], np.float32)
+    return shapes
+
+
+def lower_for_cuda(function, **shapes):
+    """Lower a function for an H200 that is not there; returns the program's text."""
+    import jax
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(lambda inputs: function(**inputs)).trace(shapes)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,130 @@
+"""Time kernels on a GPU by the profiler: how long each takes, and how far apart calls start.
+
+A call is repeated in one compiled chain, each call feeding the next, so that what is measured is
+the device's time, not the host's. Inputs that fit the second-level cache are rotated.
+"""
+
+import datetime
+import glob
+import itertools
+import pathlib
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.decode.cases import DecodeCase
+
+# Calls in a chain, and chains in a measurement.
+CALLS, CHAINS = 8, 4
+# Pools are drawn until they are this large together: several times the second-level cache.
+ROTATED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one call, in microseconds.
+
+    Attributes:
+      period: from one call's main kernel to the next one's: everything, gaps included.
+      main: the longest kernel of a call.
+      kernels: median time of every kernel, by name.
+    """
+
+    period: float
+    main: float
+    kernels: dict[str, float]
+
+
+def device_events(run: Callable[[], None]) -> list[tuple[float, float, str]]:
+    """Run under the profiler; (start, duration, name) in microseconds of what the GPU did."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        data = jax.profiler.ProfileData.from_file(path)
+        return sorted(
+            (event.start_ns / 1e3, event.duration_ns / 1e3, event.name)
+            for plane in data.planes
+            if "GPU" in plane.name
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        )
+
+
+def time_chain(chain: Callable[[], jax.Array]) -> Timing:
+    """Time a compiled chain of CALLS calls.
+
+    Args:
+      chain: runs the chain and returns its result.
+    """
+    for _ in range(2):
+        chain().block_until_ready()
+
+    def run():
+        for _ in range(CHAINS):
+            chain().block_until_ready()
+
+    events = device_events(run)
+    durations: dict[str, list[float]] = {}
+    for _, duration, name in events:
+        durations.setdefault(name, []).append(duration)
+    main = max(durations, key=lambda name: sum(durations[name]))
+    starts = [start for start, _, name in events if name == main]
+    # The step from the last call of one chain to the first of the next waits for the host.
+    steps = [b - a for i, (a, b) in enumerate(itertools.pairwise(starts)) if (i + 1) % CALLS]
+    kernels = {name: statistics.median(times) for name, times in durations.items()}
+    return Timing(statistics.median(steps), kernels[main], kernels)
+
+
+def draw_pools(case: DecodeCase, seed: int = 0) -> list[tuple[jax.Array, ...]]:
+    """Draw page pools of a case, as many as it takes to be sure that no cache holds them.
+
+    Returns:
+      For each pool k_pages, v_pages, page_table, k_scales and v_scales (None without scales); pages
+      belong to rows in random order.
+    """
+    shape = (case.pages, case.page_size, case.head_dim)
+    dtype = case.pages_dtype or case.dtype
+    draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.float32).astype(dtype))
+    scales = jax.jit(
+        lambda key: (
+            jax.random.uniform(key, shape[:2], minval=0.5, maxval=2.0) if case.pages_dtype else None
+        )
+    )
+    pools = []
+    for i in range(min(CALLS, -(-ROTATED_BYTES // case.live_bytes))):
+        keys = jax.random.split(jax.random.key(seed + i), 4)
+        order = np.random.default_rng(seed + i).permutation(case.pages)
+        table = np.zeros((case.rows, case.columns), np.int32)
+        taken = 0
+        for row, length in enumerate(case.lengths):
+            count = -(-length // case.page_size)
+            table[row, :count] = order[taken : taken + count]
+            taken += count
+        arrays = draw(keys[0]), draw(keys[1]), jnp.asarray(table)
+        pools.append((*arrays, scales(keys[2]), scales(keys[3])))
+    return pools
+
+
+def environment() -> dict[str, str]:
+    """What a measurement was made on."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "runtime": device.client.platform_version.splitlines()[0],
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def prepare_output(folder: str) -> pathlib.Path:
+    """Make the folder of results."""
+    path = pathlib.Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    return path

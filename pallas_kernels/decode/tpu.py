@@ -1,0 +1,293 @@
+"""Paged decode attention for TPUs.
+
+The grid walks the rows in order, split over the cores of a chip. A row's pages are copied from
+device memory a block of some hundred slots at a time into one of two buffers, while the other is
+computed on; the last block of a row is computed while the first one of the next row arrives. The
+page table stays in device memory, and only two rows of it are in scalar memory at a time: the
+whole table of hundreds of rows of hundreds of pages would not fit.
+
+Within a row this is the online softmax of FlashAttention. Slots beyond the row's length are masked
+in the scores and in the values, which may be NaN there.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+# Slots of a block: enough for one copy to hide behind the computation of another.
+_BLOCK_SLOTS = 512
+_LANES = 128
+# Rows are split in two for the chips with two cores; the others walk both halves.
+_CORES = 2
+_NEVER = -1e30
+# Both buffers of keys and of values.
+_VMEM_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the kernel is compiled for: see `decode_attention_tpu`."""
+
+    rows_a_core: int
+    page_size: int
+    pages_a_block: int
+    scale: float
+    precision: lax.Precision | None
+    return_lse: bool
+    return_scores: bool
+
+    @property
+    def block(self) -> int:
+        """Slots of a block."""
+        return self.page_size * self.pages_a_block
+
+
+def _ceil_divide(count, size: int):
+    """Divide a count that is not negative; `//` would ask which TPU this is."""
+    return lax.div(count + (size - 1), size)
+
+
+def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
+    out_ref, *refs = refs
+    lse_ref, refs = (refs[0], refs[1:]) if sizes.return_lse else (None, refs)
+    scores_hbm, refs = (refs[0], refs[1:]) if sizes.return_scores else (None, refs)
+    table, k_buffer, v_buffer, state, table_arrived, arrived, *refs = refs
+    step = pl.program_id(1)
+    row = pl.program_id(0) * sizes.rows_a_core + step
+    has_next = step + 1 < sizes.rows_a_core
+    length = lengths_ref[row]
+    next_length = jnp.where(has_next, lengths_ref[row + has_next.astype(jnp.int32)], 0)
+    blocks = _ceil_divide(length, sizes.block)
+
+    def table_copy(of_step):
+        of_row = row - step + of_step
+        return pltpu.make_async_copy(
+            table_hbm.at[of_row], table.at[lax.rem(of_step, 2)], table_arrived
+        )
+
+    def each_page(of_step, of_length, block, buffer, act):
+        """Act on the copies of a block's live pages."""
+        first = block * sizes.pages_a_block
+        live = _ceil_divide(of_length, sizes.page_size)
+
+        def page_step(j, _):
+            index = first + j
+            page = table[lax.rem(of_step, 2), lax.div(index, _LANES), lax.rem(index, _LANES)]
+            for source, target in ((k_hbm, k_buffer), (v_hbm, v_buffer)):
+                act(
+                    pltpu.make_async_copy(source.at[page], target.at[buffer, j], arrived.at[buffer])
+                )
+            return _
+
+        lax.fori_loop(0, jnp.minimum(sizes.pages_a_block, live - first), page_step, 0)
+
+    @pl.when(step == 0)
+    def _begin():
+        first = table_copy(0)
+        first.start()
+        first.wait()
+        # Which buffer comes next, and whether its first block is on its way.
+        state[0] = 0
+        state[1] = 0
+
+    @pl.when(has_next)
+    def _fetch_next_table():
+        table_copy(step + 1).start()
+
+    buffer_now = state[0]
+
+    @pl.when((blocks > 0) & (state[1] == 0))
+    def _fetch_first():
+        each_page(step, length, 0, buffer_now, lambda copy: copy.start())
+
+    def fetch_of_next_row(buffer):
+        @pl.when(has_next)
+        def _():
+            table_copy(step + 1).wait()
+            each_page(step + 1, next_length, 0, buffer, lambda copy: copy.start())
+
+    q = q_ref[...]
+    heads, head_dim = q.shape
+    dot = functools.partial(
+        lax.dot_general, precision=sizes.precision, preferred_element_type=jnp.float32
+    )
+
+    def block_step(block, carry):
+        peak, total, out = carry
+        buffer = lax.rem(buffer_now + block, 2)
+
+        @pl.when(block + 1 < blocks)
+        def _fetch_next():
+            each_page(step, length, block + 1, 1 - buffer, lambda copy: copy.start())
+
+        @pl.when(block + 1 == blocks)
+        def _fetch_next_row():
+            fetch_of_next_row(1 - buffer)
+
+        each_page(step, length, block, buffer, lambda copy: copy.wait())
+        k = k_buffer[buffer].reshape(sizes.block, head_dim)
+        v = v_buffer[buffer].reshape(sizes.block, head_dim)
+        live = length - block * sizes.block
+        scores = dot(q, k, (((1,), (1,)), ((), ()))) * sizes.scale
+        slot = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        scores = jnp.where(slot < live, scores, -jnp.inf)
+        if sizes.return_scores:
+            staged, sent = refs
+            staged[...] = scores
+            columns = pl.ds(pl.multiple_of(block * sizes.block, _LANES), sizes.block)
+            copy = pltpu.make_async_copy(staged, scores_hbm.at[row, :, columns], sent)
+            copy.start()
+            copy.wait()
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.exp(scores - new_peak)
+        shrink = jnp.exp(peak - new_peak)
+        slot = lax.broadcasted_iota(jnp.int32, v.shape, 0)
+        v = jnp.where(slot < live, v, jnp.zeros_like(v))
+        new_out = out * shrink + dot(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+        return new_peak, total * shrink + jnp.sum(weights, axis=1, keepdims=True), new_out
+
+    peak, total, out = lax.fori_loop(
+        0,
+        blocks,
+        block_step,
+        (
+            jnp.full((heads, 1), _NEVER, jnp.float32),
+            jnp.zeros((heads, 1), jnp.float32),
+            jnp.zeros((heads, head_dim), jnp.float32),
+        ),
+    )
+
+    @pl.when(blocks == 0)
+    def _pass_over():
+        fetch_of_next_row(buffer_now)
+
+    state[0] = lax.rem(buffer_now + blocks, 2)
+    state[1] = (has_next & (next_length > 0)).astype(jnp.int32)
+    some = total > 0
+    out_ref[...] = (out * jnp.where(some, 1 / total, 0)).astype(out_ref.dtype)
+    if sizes.return_lse:
+        lse = jnp.where(some, peak + jnp.log(total), -jnp.inf)
+        lse_ref[...] = jnp.broadcast_to(lse, lse_ref.shape)
+
+
+def _packing(dtype) -> int:
+    """Rows of a tile of device memory: 8 of 32 bits, and as many more as elements are smaller."""
+    return 32 // jnp.dtype(dtype).itemsize
+
+
+def why_not(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, plan, **static):
+    """Why the kernel cannot serve a call, or None."""
+    del v_pages, page_table, lengths, v_scales, plan, static
+    head_dim, page_size = q.shape[2], k_pages.shape[1]
+    if k_scales is not None:
+        return "does not read float8 pages"
+    if q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"serves bfloat16 and float32, not {q.dtype}"
+    if head_dim % 32 or head_dim > 512:
+        return f"serves head dims that are multiples of 32 up to 512, not {head_dim}"
+    if page_size % _packing(k_pages.dtype):
+        return f"serves page sizes that are multiples of {_packing(k_pages.dtype)}, not {page_size}"
+    return None
+
+
+def decode_attention_tpu(
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    k_scales=None,
+    v_scales=None,
+    plan=None,
+    *,
+    scale: float,
+    return_lse: bool = False,
+    return_scores: bool = False,
+    interpret=False,
+) -> tuple[jax.Array, ...]:
+    """Serve as the TPU form of `decode_attention`; returns a tuple of results."""
+    del k_scales, v_scales, plan
+    rows, group, head_dim = q.shape
+    page_size, columns = k_pages.shape[1], page_table.shape[1]
+    padded_dim = -(-head_dim // _LANES) * _LANES
+    slot_bytes = 4 * padded_dim * k_pages.dtype.itemsize
+    wanted = min(_BLOCK_SLOTS, max(_LANES, columns * page_size), _VMEM_BYTES // slot_bytes)
+    # Scores are written in whole lanes.
+    unit = max(1, _LANES // page_size)
+    pages_a_block = max(1, wanted // (page_size * unit)) * unit
+    rows_a_core = -(-rows // _CORES)
+    all_rows = rows_a_core * _CORES
+    packing = _packing(q.dtype)
+    heads = -(-group // packing) * packing
+    sizes = _Sizes(
+        rows_a_core=rows_a_core,
+        page_size=page_size,
+        pages_a_block=pages_a_block,
+        scale=scale,
+        precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
+        return_lse=return_lse,
+        return_scores=return_scores,
+    )
+    q = jnp.pad(q, ((0, all_rows - rows), (0, heads - group), (0, 0)))
+    lengths = jnp.pad(lengths, (0, all_rows - rows))
+    # Copies to scalar memory take whole planes of lanes.
+    planes = -(-columns // _LANES)
+    table = jnp.pad(page_table, ((0, all_rows - rows), (0, planes * _LANES - columns)))
+    table = table.reshape(all_rows, planes, _LANES)
+
+    def of_row(core, step, *_):
+        return core * rows_a_core + step, 0, 0
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    out_shape = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    out_specs = [pl.BlockSpec((None, heads, head_dim), of_row)]
+    page_buffer = pltpu.VMEM((2, pages_a_block, page_size, head_dim), k_pages.dtype)
+    scratch = [
+        pltpu.SMEM((2, planes, _LANES), jnp.int32),
+        page_buffer,
+        page_buffer,
+        pltpu.SMEM((2,), jnp.int32),
+        pltpu.SemaphoreType.DMA,
+        pltpu.SemaphoreType.DMA((2,)),
+    ]
+    if return_lse:
+        out_shape.append(jax.ShapeDtypeStruct((all_rows, heads, _LANES), jnp.float32))
+        out_specs.append(pl.BlockSpec((None, heads, _LANES), of_row))
+    if return_scores:
+        slots = -(-columns * page_size // sizes.block) * sizes.block
+        out_shape.append(jax.ShapeDtypeStruct((all_rows, heads, slots), jnp.float32))
+        out_specs.append(anywhere)
+        scratch += [pltpu.VMEM((heads, sizes.block), jnp.float32), pltpu.SemaphoreType.DMA]
+    results = pl.pallas_call(
+        functools.partial(_kernel, sizes=sizes),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(_CORES, rows_a_core),
+            in_specs=[
+                anywhere,
+                pl.BlockSpec((None, heads, head_dim), of_row),
+                anywhere,
+                anywhere,
+            ],
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="decode_attention",
+    )(lengths, table, q, k_pages, v_pages)
+    out, *rest = results
+    finished = [out[:rows, :group]]
+    if return_lse:
+        finished.append(rest.pop(0)[:rows, :group, 0])
+    if return_scores:
+        scores = rest.pop(0)[:rows, :group, : columns * page_size]
+        read = jnp.arange(columns * page_size) < lengths[:rows, None, None]
+        finished.append(jnp.where(read, scores, -jnp.inf))
+    return tuple(finished)

@@ -1,0 +1,131 @@
+"""Which implementation serves: by the platform lowered for, by name, in order, with reasons."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from pallas_kernels import decode_attention
+from pallas_kernels.decode import cases
+from pallas_kernels.dispatch import Implementation, Operation
+from tests.pallas_kernels.support import as_arrays, decode_inputs, lower_for_cuda, structs
+
+XLA = "stablehlo.dot_general"
+
+OPERATION = Operation(
+    "sum",
+    (
+        Implementation("card", "cuda", lambda x: x + 1),
+        Implementation("picky", "cuda", lambda x: x + 2, lambda x: "serves nothing"),
+        Implementation("plain", None, lambda x: x - 1),
+    ),
+)
+
+
+def test_the_platform_is_that_of_lowering():
+    x = jax.ShapeDtypeStruct((2,), jnp.float32)
+    function = jax.jit(lambda x: OPERATION(None, x))
+    assert "stablehlo.subtract" in function.trace(x).lower(lowering_platforms=("cpu",)).as_text()
+    assert "stablehlo.add" in function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_name_forces_its_implementation(compile_it):
+    run = jax.jit(OPERATION.__call__, static_argnums=0) if compile_it else OPERATION
+    assert run("plain", 1.0) == 0
+    with pytest.raises(NotImplementedError, match=r"only card \(cuda\) may serve"):
+        run("card", 1.0)
+
+
+def test_what_cannot_serve_says_why():
+    with pytest.raises(NotImplementedError, match="picky: serves nothing"):
+        OPERATION("picky", 1.0)
+
+
+def test_names_are_tried_in_order_and_reasons_come_together():
+    assert OPERATION(("picky", "plain"), 1.0) == 0
+    with pytest.raises(NotImplementedError) as refusal:
+        OPERATION(("picky", "card"), 1.0)
+    assert "picky: serves nothing" in str(refusal.value)
+    assert "only card" in str(refusal.value)
+
+
+@pytest.mark.parametrize("choice", ["fast", ("plain", "fast"), ()])
+def test_unknown_names_are_refused(choice):
+    with pytest.raises(ValueError, match="known implementations are card, picky, plain"):
+        OPERATION(choice, 1.0)
+
+
+def decode(case, implementation=None, **options):
+    return functools.partial(
+        decode_attention, scale=0.1, implementation=implementation, **options
+    ), structs(case)
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "marker"),
+    [
+        ("base", None, "mosaic_gpu"),
+        ("base", "triton", "triton"),
+        ("base", ("triton", "mosaic_gpu"), "triton"),
+        ("float32_head_dim256", None, "triton"),
+        ("head_dim8", None, XLA),
+        ("base", "xla", XLA),
+    ],
+)
+def test_decode_attention_for_cuda(name, implementation, marker):
+    function, shapes = decode(cases.by_name(name), implementation)
+    text = lower_for_cuda(function, **shapes)
+    assert marker in text
+    assert (XLA in text) == (marker == XLA)
+
+
+def test_decode_attention_on_this_machine_is_xla():
+    case = cases.by_name("head_dim64")
+    inputs = as_arrays(decode_inputs(case))
+    by_default, by_name = (
+        decode_attention(**inputs, scale=0.1, implementation=choice) for choice in (None, "xla")
+    )
+    np.testing.assert_array_equal(by_default, by_name)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu"):
+        decode_attention(**inputs, scale=0.1, implementation="mosaic_gpu")
+
+
+def test_all_reasons_of_a_refusal_are_told():
+    function, shapes = decode(cases.by_name("float64"), ("mosaic_gpu", "triton", "mosaic_tpu"))
+    with pytest.raises(NotImplementedError) as refusal:
+        jax.eval_shape(function, **shapes)
+    for reason in ("mosaic_gpu: ", "triton: ", "mosaic_tpu: "):
+        assert reason in str(refusal.value)
+
+
+def test_other_platforms_do_not_disturb_float64():
+    """Tracing for GPUs and TPUs happens here too, with 64-bit numbers switched on."""
+    inputs = decode_inputs(cases.by_name("head_dim64"))
+    with jax.enable_x64(True):
+        wide = jax.jit(functools.partial(decode_attention, scale=0.1))(**as_arrays(inputs))
+    np.testing.assert_array_equal(wide, decode_attention(**as_arrays(inputs), scale=0.1))
+
+
+def test_inside_shard_map():
+    case = cases.DecodeCase("sharded", (70, 3, 64, 0), head_dim=64, group=2)
+    inputs = as_arrays(decode_inputs(case))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    by_rows, whole = PartitionSpec("data"), PartitionSpec()
+    specs = {name: by_rows for name in inputs} | {"k_pages": whole, "v_pages": whole}
+    function = functools.partial(decode_attention, scale=0.1)
+    sharded = jax.shard_map(
+        lambda inputs: function(**inputs),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=by_rows,
+        check_vma=False,
+    )
+    np.testing.assert_allclose(
+        np.asarray(jax.jit(sharded)(inputs), np.float32),
+        np.asarray(function(**inputs), np.float32),
+        atol=1e-6,
+    )

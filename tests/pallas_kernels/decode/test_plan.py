@@ -1,0 +1,77 @@
+"""The split of the work against a list of tiles written out one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import decode_plan
+from pallas_kernels.decode.plan import make_plan, owner, stretch_start
+
+
+def line_of(lengths, tile):
+    """The row of each tile on the line."""
+    return np.repeat(np.arange(len(lengths)), np.maximum(1, -(-np.asarray(lengths) // tile)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_programs_share_the_line_evenly(seed):
+    rng = np.random.default_rng(seed)
+    rows, programs = int(rng.integers(1, 20)), int(rng.integers(1, 40))
+    lengths = rng.integers(0, 400, rows) * (rng.random(rows) < 0.8)
+    plan = make_plan(jnp.asarray(lengths), tile=64, programs=programs)
+    line = line_of(lengths, 64)
+    starts = np.asarray(stretch_start(len(line), np.arange(programs + 1), programs))
+    assert starts[0] == 0
+    assert starts[-1] == len(line)
+    assert set(np.diff(starts)) <= {len(line) // programs, len(line) // programs + 1}
+    np.testing.assert_array_equal(plan.tile_starts, np.searchsorted(line, np.arange(rows + 1)))
+    owners = np.searchsorted(starts, np.arange(len(line)), side="right") - 1
+    np.testing.assert_array_equal(owner(len(line), np.arange(len(line)), programs), owners)
+    for program in range(programs):
+        mine = line[starts[program] : starts[program + 1]]
+        first, last = plan.edge_rows[program], plan.edge_rows[programs + program]
+        if len(mine):
+            assert (first, last) == (mine[0], mine[-1])
+        else:
+            assert last < first
+    # Row + program is a number of its own for every pair that meets.
+    pairs = {(int(row), int(program)) for row, program in zip(line, owners, strict=True)}
+    assert len({row + program for row, program in pairs}) == len(pairs)
+
+
+def test_many_rows_are_summed_by_a_scan_alike():
+    lengths = np.random.default_rng(0).integers(0, 300, 1500)
+    plan = make_plan(jnp.asarray(lengths), tile=64, programs=7)
+    tiles = np.maximum(1, -(-lengths // 64))
+    np.testing.assert_array_equal(plan.tile_starts, np.concatenate([[0], np.cumsum(tiles)]))
+
+
+def test_long_lines_do_not_overflow():
+    """Programs times tiles passes 2^31 here."""
+    total, programs = 2_000_000_000, 264
+    starts = [int(stretch_start(np.int32(total), np.int32(c), programs)) for c in range(265)]
+    assert starts[-1] == total
+    assert starts == sorted(starts)
+    assert [int(owner(np.int32(total), np.int32(s), programs)) for s in starts[:-1]] == list(
+        range(264)
+    )
+
+
+def test_a_plan_of_layers_is_the_plans_of_each():
+    lengths = jnp.asarray(np.random.default_rng(1).integers(0, 3000, (3, 5)))
+    together = make_plan(jnp.asarray(lengths), tile=64, programs=11)
+    for layer in range(3):
+        alone = make_plan(lengths[layer], tile=64, programs=11)
+        of_layer = jax.tree.map(lambda x, layer=layer: x[layer], together)
+        jax.tree.map(np.testing.assert_array_equal, of_layer, alone)
+
+
+def test_decode_plan_counts_tiles_of_whole_pages():
+    shape = {"columns": 4, "head_dim": 128, "dtype": "bfloat16"}
+    lengths = jnp.array([200, 0])
+    assert decode_plan(lengths, page_size=16, **shape).tile == 64
+    assert decode_plan(lengths, page_size=128, **shape).tile == 128
+    plan = decode_plan(lengths, page_size=64, **shape)
+    np.testing.assert_array_equal(plan.tile_starts, [0, 4, 5])
+    assert plan.programs % 132 == 0

@@ -1,0 +1,169 @@
+"""The XLA form against float64 NumPy, and what `decode_attention` promises whatever serves it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from pallas_kernels import decode_attention
+from pallas_kernels.decode import cases
+from tests.pallas_kernels.support import (
+    TOLERANCE,
+    as_arrays,
+    decode_inputs,
+    decode_oracle,
+    relative_error,
+)
+
+SCALE = 0.11
+
+
+def attend(inputs, **options):
+    options = {"scale": SCALE, "implementation": "xla"} | options
+    if options.get("debug"):
+        return decode_attention(**as_arrays(inputs), **options)
+    return jax.jit(lambda arrays: decode_attention(**arrays, **options))(as_arrays(inputs))
+
+
+@pytest.mark.parametrize("case", cases.CONTRACT + cases.XLA_ONLY, ids=lambda c: c.name)
+def test_every_case_agrees_with_the_oracle(case):
+    inputs = decode_inputs(case)
+    with jax.enable_x64(case.dtype == "float64"):
+        out, lse, scores = attend(inputs, return_lse=True, return_scores=True)
+        assert out.dtype == case.dtype
+        assert lse.dtype == scores.dtype == ("float64" if case.dtype == "float64" else "float32")
+    want_out, want_lse, want_scores = decode_oracle(inputs, SCALE)
+    assert relative_error(out, want_out) <= TOLERANCE[case.dtype]
+    # The float8 form of XLA rounds scaled keys to bfloat16.
+    tolerance = 1e-2 if case.pages_dtype else min(TOLERANCE[case.dtype], 1e-5)
+    assert relative_error(lse, want_lse) <= tolerance
+    assert relative_error(scores, want_scores) <= tolerance
+
+
+@pytest.mark.parametrize(("lse", "scores"), [(True, False), (False, True), (False, False)])
+def test_results_come_in_order_and_only_where_asked(lse, scores):
+    inputs = decode_inputs(cases.by_name("head_dim8"))
+    everything = attend(inputs, return_lse=True, return_scores=True)
+    some = attend(inputs, return_lse=lse, return_scores=scores)
+    if not lse and not scores:
+        np.testing.assert_array_equal(some, everything[0])
+        return
+    assert len(some) == 1 + lse + scores
+    np.testing.assert_array_equal(some[0], everything[0])
+    np.testing.assert_array_equal(some[1], everything[1] if lse else everything[2])
+
+
+def test_scores_and_lse_give_the_weights():
+    inputs = decode_inputs(cases.by_name("head_dim8"))
+    out, lse, scores = attend(inputs, return_lse=True, return_scores=True)
+    row = len(inputs["lengths"]) - 1
+    weights = jnp.exp(scores[row] - lse[row, :, None])
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+    length = inputs["lengths"][row]
+    values = inputs["v_pages"][inputs["page_table"][row, : -(-length // 16)]].reshape(-1, 8)
+    np.testing.assert_allclose(weights[:, :length] @ values[:length], out[row], rtol=2e-4)
+
+
+def test_partial_attentions_merge_by_lse():
+    case = cases.by_name("head_dim8")
+    inputs = decode_inputs(case)
+    whole = attend(inputs)
+    # The first page of every row apart from the others.
+    first = inputs | {"lengths": np.minimum(inputs["lengths"], case.page_size)}
+    rest = inputs | {
+        "page_table": np.roll(inputs["page_table"], -1, axis=1),
+        "lengths": np.maximum(inputs["lengths"] - case.page_size, 0),
+    }
+    parts = [attend(part, return_lse=True) for part in (first, rest)]
+    lse = jnp.logaddexp(parts[0][1], parts[1][1])
+    shares = [jnp.nan_to_num(jnp.exp(e - lse))[..., None] for _, e in parts]
+    merged = sum(o * share for (o, _), share in zip(parts, shares, strict=True))
+    np.testing.assert_allclose(merged, whole, atol=2e-6)
+
+
+def test_no_copy_of_the_pool():
+    """Rows are gathered once for keys and once for values; the pool itself is never copied."""
+    case = cases.DecodeCase("copies", (40, 33), head_dim=64, spare_pages=1000)
+    arrays = as_arrays(decode_inputs(case))
+
+    def run(arrays):
+        return decode_attention(**arrays, scale=SCALE, implementation="xla")
+
+    text = jax.jit(run).lower(arrays).compile()
+    pool = arrays["k_pages"].nbytes
+    assert text.memory_analysis().temp_size_in_bytes < pool / 4
+
+
+def _changed(**changes):
+    inputs = decode_inputs(cases.by_name("head_dim8"))
+    for name, change in changes.items():
+        inputs[name] = change(inputs[name]) if callable(change) else change
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": lambda q: q[0]}, "q must have 3 axes"),
+        ({"v_pages": lambda v: v[:-1]}, "must have one shape"),
+        ({"v_pages": lambda v: v.astype(np.float16)}, "must have one dtype"),
+        ({"q": lambda q: q[..., :-1]}, "head dim"),
+        ({"lengths": lambda n: n[:-1]}, "same number of rows"),
+        ({"lengths": lambda n: n.astype(np.float32)}, "must hold integers"),
+        ({"q": lambda q: q.astype(np.int32)}, "q must be"),
+        ({"q": lambda q: q[:, :0]}, "empty axis"),
+        ({"q": lambda q: q.astype(np.float16)}, "must have one dtype, or float8"),
+        ({"k_scales": np.ones((3, 16), np.float32)}, "scales belong to float8"),
+    ],
+)
+def test_bad_input_is_refused_with_its_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        unchecked(**as_arrays(_changed(**changes)), scale=SCALE)
+
+
+def test_float8_pages_need_scales():
+    inputs = decode_inputs(cases.by_name("float8"))
+    del inputs["v_scales"]
+    with pytest.raises(ValueError, match="float8 pages need v_scales"):
+        attend(inputs)
+
+
+def test_a_traced_scale_is_refused():
+    inputs = as_arrays(decode_inputs(cases.by_name("head_dim8")))
+    with pytest.raises(ValueError, match="scale must be a number"):
+        jax.jit(lambda scale: unchecked(**inputs, scale=scale))(0.5)
+
+
+class TestDebug:
+    """Debug mode refuses pages outside the pool and lengths outside the table."""
+
+    def bad_page(self):
+        inputs = _changed()
+        inputs["page_table"][3, 0] = inputs["k_pages"].shape[0]
+        return inputs
+
+    def test_a_live_page_outside_the_pool(self):
+        with pytest.raises(ValueError, match="row 3, column 0"):
+            attend(self.bad_page(), debug=True)
+
+    def test_a_length_outside_the_table(self):
+        inputs = _changed(lengths=lambda n: np.where(np.arange(len(n)) == 2, 1000, n))
+        with pytest.raises(ValueError, match="length 1000 of row 2"):
+            attend(inputs, debug=True)
+
+    def test_dead_entries_may_hold_anything(self):
+        attend(_changed(), debug=True)
+
+    def test_under_jit_it_is_a_checkify_check(self):
+        def run(arrays):
+            return decode_attention(**arrays, scale=SCALE, debug=True, implementation="xla")
+
+        error, _ = jax.jit(checkify.checkify(run))(as_arrays(self.bad_page()))
+        assert "a live page is not in" in error.get()
+        error, _ = jax.jit(checkify.checkify(run))(as_arrays(_changed()))
+        assert error.get() is None
+
+
+# The run-time check of annotations under pytest would come before the function's own messages.
+unchecked = getattr(decode_attention, "__wrapped__", decode_attention)
