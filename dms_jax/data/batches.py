@@ -9,7 +9,7 @@ already. Arrays of token ids are taken as they are.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Batches:
     def __init__(self, iterator: Any):
         self._iterator = iterator
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> Batch:

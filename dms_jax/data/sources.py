@@ -20,7 +20,7 @@ from dms_jax.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
 
-Document = str | Sequence[Mapping[str, Any]] | np.ndarray
+Document = str | Sequence[Mapping[str, Any] | int] | np.ndarray
 Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 
 

@@ -1,6 +1,6 @@
 """What a run shows while it goes: a progress bar with loss parts, ratios and tokens per second."""
 
-from typing import Any, Self
+from typing import Any
 
 from rich.progress import (
     BarColumn,
@@ -42,7 +42,7 @@ class Display:
             **zeros,
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Display":
         self._progress.start()
         return self
 

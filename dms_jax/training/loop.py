@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -316,7 +316,7 @@ class _Interrupts:
         self.requested = False
         self._previous: Any = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "_Interrupts":
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
         return self

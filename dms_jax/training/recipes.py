@@ -16,6 +16,7 @@ from typing import Any, Literal
 from dms_jax.errors import ConfigError
 from dms_jax.policies import Policy
 from dms_jax.training import schedules
+from dms_jax.training.schedules import Number
 
 Trainable = Literal["auto", "all", "adapter"]
 Loss = Literal["distillation", "language_modeling"]
@@ -27,7 +28,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    real = isinstance(value, int | float) and not isinstance(value, bool)
+    real = isinstance(value, Number) and not isinstance(value, bool)
     return real and math.isfinite(value)
 
 
@@ -51,9 +52,9 @@ class Stage:
 
     kind: Literal["neuron_decay", "ramp"]
     steps: int
-    learning_rate: float
-    compression_ratio: float = 1.0
-    adapter_learning_rate: float | None = None
+    learning_rate: Number
+    compression_ratio: Number = 1.0
+    adapter_learning_rate: Number | None = None
     batch_size: int | None = None
 
     def __post_init__(self):
@@ -83,11 +84,11 @@ class Progress:
     """
 
     stage: Stage
-    compression_ratio: float
-    neuron_scale: float | None
+    compression_ratio: Number
+    neuron_scale: Number | None
 
     @property
-    def target(self) -> float:
+    def target(self) -> Number:
         """Share of tokens to evict."""
         return schedules.eviction_target(self.compression_ratio)
 
@@ -125,16 +126,16 @@ class Recipe:
     trainable: Trainable = "auto"
     loss: Loss = "distillation"
     kl: Literal["reverse", "forward"] = "reverse"
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    clip: float = 1.0
+    beta1: Number = 0.9
+    beta2: Number = 0.95
+    epsilon: Number = 1e-8
+    weight_decay: Number = 0.0
+    clip: Number = 1.0
     compute_dtype: Literal["bfloat16", "float32"] | None = "bfloat16"
     remat: bool = True
     packing: Literal["concatenate", "concatenate_whole", "first_fit"] = "concatenate"
     ignore_end_token: bool = False
-    snapshots: tuple[float, ...] = ()
+    snapshots: tuple[Number, ...] = ()
 
     def __post_init__(self):
         _require(bool(self.stages), "there is no stage")
@@ -195,7 +196,7 @@ class Recipe:
         return size
 
     @property
-    def compression_ratio(self) -> float:
+    def compression_ratio(self) -> Number:
         """Scheduled at the end."""
         return self.stages[-1].compression_ratio
 
@@ -227,7 +228,7 @@ class Recipe:
         return Progress(stage, ratio, None)
 
 
-def _ramp_steps(compression_ratio: float, steps_per_ratio: int) -> int:
+def _ramp_steps(compression_ratio: Number, steps_per_ratio: int) -> int:
     _require(
         _is_number(compression_ratio) and compression_ratio > 1,
         f"compression_ratio must be a number above 1, got {compression_ratio!r}",
@@ -235,7 +236,7 @@ def _ramp_steps(compression_ratio: float, steps_per_ratio: int) -> int:
     return max(1, round((compression_ratio - 1) * steps_per_ratio))
 
 
-def dms_published(compression_ratio: float = 8.0) -> Recipe:
+def dms_published(compression_ratio: Number = 8.0) -> Recipe:
     """NVIDIA's released recipe: adapters on a frozen model, 34 steps a unit of compression ratio.
 
     Qwen3-8B takes about 250 steps of 8 sequences of 32768 tokens to ratio 8. A policy that borrows
@@ -260,8 +261,8 @@ class _PaperRow:
     """A row of tables 2 and 3: how one model was retrofitted with DMS."""
 
     sequence_length: int
-    decay_learning_rate: float
-    ramps: tuple[tuple[float, int, float], ...]  # up to this ratio: steps a unit, learning rate
+    decay_learning_rate: Number
+    ramps: tuple[tuple[Number, int, Number], ...]  # up to this ratio: steps a unit, learning rate
     ramp_batch_size: int = 1024
     loss: Loss = "distillation"
 
@@ -278,7 +279,7 @@ _PAPER = {
 }
 
 
-def dms_paper(compression_ratio: float = 4.0, *, model: str = "text") -> Recipe:
+def dms_paper(compression_ratio: Number = 4.0, *, model: str = "text") -> Recipe:
     """The paper's recipe: all weights, 2000 steps of neuron decay, then the ramp.
 
     Args:
@@ -319,10 +320,10 @@ def dms_paper(compression_ratio: float = 4.0, *, model: str = "text") -> Recipe:
 
 
 def dms_quickstart(
-    compression_ratio: float = 8.0,
+    compression_ratio: Number = 8.0,
     *,
     steps_per_ratio: int = 15,
-    snapshots: tuple[float, ...] = (),
+    snapshots: tuple[Number, ...] = (),
 ) -> Recipe:
     """For the 260K-parameter model of the demo, on a laptop: all weights and the adapter.
 

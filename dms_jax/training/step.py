@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dms_jax.model.attention import Relaxation
 from dms_jax.policies import Policy, Vanilla
@@ -74,18 +74,20 @@ class Passes:
 
 @struct.dataclass
 class Control:
-    """The schedule at one step.
+    """The schedule at one step, and the key that the noise of all steps is drawn from.
 
     Attributes:
       target: share of tokens to evict.
       neuron_scale: what is left of the borrowed neuron; None outside its decay.
       learning_rate, adapter_learning_rate: of the two groups of parameters.
+      key: of the run.
     """
 
     target: Float[Array, ""]
     neuron_scale: Float[Array, ""] | None
     learning_rate: Float[Array, ""]
     adapter_learning_rate: Float[Array, ""]
+    key: PRNGKeyArray
 
 
 def _decay_mask(arrays: Any) -> Any:
@@ -180,7 +182,7 @@ def make_gradients(
 
 
 def make_step(
-    rebuild: Rebuild, policy: Policy, recipe: Recipe, seed: int
+    rebuild: Rebuild, policy: Policy, recipe: Recipe
 ) -> Callable[[TrainState, Constants, Passes, Control], tuple[TrainState, Metrics]]:
     """Returns the step as a pure function, to be jitted with the state donated.
 
@@ -193,9 +195,9 @@ def make_step(
     def step(
         state: TrainState, constants: Constants, passes: Passes, control: Control
     ) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key = jax.random.fold_in(control.key, state.step)
         gradient, metrics = gradients(state.parameters, constants, passes, control, key)
-        metrics["grad_norm"] = optax.global_norm(gradient)
+        metrics["grad_norm"] = optax.tree.norm(gradient)
         updates: Any
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.parameters)
         arrays = {

@@ -81,9 +81,10 @@ class Trainer:
             frozen=cast(parts.frozen, recipe.compute_dtype),
             teacher=cast(teacher, recipe.compute_dtype),
         )
+        self._key = jax.random.key(seed)
         self._optimizer = make_optimizer(recipe)
         self.state = self._start(jnp.zeros((), jnp.int32), trained)
-        step = make_step(self._rebuild, policy, recipe, seed)
+        step = make_step(self._rebuild, policy, recipe)
         if mesh is None:
             self._step = jax.jit(step, donate_argnums=0)
         else:
@@ -133,6 +134,7 @@ class Trainer:
             adapter_learning_rate=number(
                 stage.learning_rate if adapter_rate is None else adapter_rate
             ),
+            key=self._key,
         )
         place = None
         if self._mesh is not None:

@@ -1,0 +1,85 @@
+"""Documents from files and from memory; what is wrong with them is named with its place."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from dms_jax.data import Documents, JsonLines, TextFiles, as_source
+from dms_jax.errors import DataError
+
+
+def write(path: pathlib.Path, content: str | bytes) -> pathlib.Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_text_is_cut_at_separators_and_blank_documents_are_dropped(tmp_path):
+    one = write(tmp_path / "a.txt", "first\nstory\n<|endoftext|>\n  \n<|endoftext|>\nsecond ü \n")
+    two = write(tmp_path / "b.txt", "third")
+    source = TextFiles([one, two])
+    assert [source[i] for i in range(len(source))] == ["first\nstory", "second ü", "third"]
+    assert source.where(1) == f"{one}, line 6"
+    assert source.where(2) == f"{two}, line 1"
+
+
+def test_json_lines_give_texts_and_conversations(tmp_path):
+    turns = [{"role": "user", "content": "hi"}]
+    lines = [json.dumps({"text": "plain"}), "", json.dumps({"text": "x", "messages": turns})]
+    path = write(tmp_path / "a.jsonl", "\n".join(lines))
+    source = as_source(path)
+    assert isinstance(source, JsonLines)
+    assert [source[0], source[1]] == ["plain", turns]
+    assert JsonLines(path, field="text")[1] == "x"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{oops", "not JSON"),
+        ("[1]", "expected a JSON object, got a list"),
+        ('{"body": "x"}', "no field 'text'; fields: body"),
+        ('{"text": 3}', "must be a text or a list of messages"),
+        ('{"messages": [{"content": "x"}]}', "must be a text or a list of messages"),
+        ('{"messages": []}', "must be a text or a list of messages"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    line = line if isinstance(line, bytes) else line.encode()
+    path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n\n' + line + b"\n")
+    source = JsonLines(path)
+    assert source[0] == "fine"
+    with pytest.raises(DataError, match=message) as raised:
+        source[1]
+    assert f"{path}, line 3" in str(raised.value)
+
+
+def test_files_that_hold_nothing_are_refused(tmp_path):
+    with pytest.raises(DataError, match="is empty"):
+        TextFiles(write(tmp_path / "empty.txt", ""))
+    with pytest.raises(DataError, match="holds no document"):
+        TextFiles(write(tmp_path / "blank.txt", " \n<|endoftext|>\n"))
+    with pytest.raises(DataError, match=r"missing\.txt cannot be read"):
+        TextFiles(tmp_path / "missing.txt")
+    with pytest.raises(DataError, match="no file was given"):
+        JsonLines([])
+
+
+def test_as_source_takes_what_a_user_has(tmp_path):
+    text = write(tmp_path / "a.txt", "one")
+    lines = write(tmp_path / "b.jsonl", '{"text": "two"}')
+    assert as_source(str(text))[0] == "one"
+    assert as_source([text, text])[1] == "one"
+    assert as_source(["a story"])[0] == "a story"
+    assert as_source(np.arange(6).reshape(2, 3))[1].tolist() == [3, 4, 5]
+    source = Documents([[1, 2]])
+    assert as_source(source) is source
+    with pytest.raises(DataError, match="cannot be mixed"):
+        as_source([text, lines])
+    with pytest.raises(DataError, match="no document"):
+        as_source([])
+    with pytest.raises(DataError, match="cannot train on a dict"):
+        as_source({"text": "x"})

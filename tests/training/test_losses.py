@@ -1,0 +1,172 @@
+"""The losses against NumPy in float64 and against finite differences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.policies.relaxation import straight_through
+from dms_jax.training import losses
+
+BATCH, LENGTH, WIDTH, VOCABULARY = 2, 7, 3, 5
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def numpy_log_softmax(x):
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@pytest.fixture(scope="module")
+def case():
+    random = np.random.default_rng(0)
+    return {
+        "student": random.normal(size=(BATCH, LENGTH, WIDTH)),
+        "teacher": random.normal(size=(BATCH, LENGTH, WIDTH)),
+        "matrix": 2 * random.normal(size=(WIDTH, VOCABULARY)),
+        "other": 2 * random.normal(size=(WIDTH, VOCABULARY)),
+        "targets": random.integers(0, VOCABULARY, (BATCH, LENGTH)),
+        "mask": random.random((BATCH, LENGTH)) < 0.7,
+        "target_mask": random.random((BATCH, LENGTH)) < 0.6,
+    }
+
+
+def sums(case, *, direction="reverse", chunk=None, student=None, matrix=None, teacher=True):
+    matrix = case["matrix"] if matrix is None else matrix
+    hidden = case["student"] if student is None else student
+    return losses.token_losses(
+        (jnp.asarray(hidden), lambda x: x @ matrix),
+        (jnp.asarray(case["teacher"]), lambda x: x @ case["other"]) if teacher else None,
+        targets=jnp.asarray(case["targets"]),
+        mask=jnp.asarray(case["mask"]),
+        target_mask=jnp.asarray(case["target_mask"]),
+        direction=direction,
+        chunk=chunk,
+    )
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3, 7, 20])
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_divergence_and_likelihood_equal_numpy(case, direction, chunk):
+    student = numpy_log_softmax(case["student"] @ case["matrix"])
+    teacher = numpy_log_softmax(case["teacher"] @ case["other"])
+    first, second = (student, teacher) if direction == "reverse" else (teacher, student)
+    divergence = (np.exp(first) * (first - second)).sum(-1)
+    likelihood = np.take_along_axis(student, case["targets"][..., None], -1)[..., 0]
+    found = sums(case, direction=direction, chunk=chunk)
+    np.testing.assert_allclose(found.distillation, divergence[case["mask"]].sum(), rtol=1e-12)
+    expected = -likelihood[case["target_mask"]].sum()
+    np.testing.assert_allclose(found.language_modeling, expected, rtol=1e-12)
+
+
+def test_the_directions_differ_and_vanish_at_the_teacher(case):
+    reverse = sums(case, direction="reverse").distillation
+    forward = sums(case, direction="forward").distillation
+    assert abs(reverse - forward) > 0.1
+    same = case | {"teacher": case["student"], "other": case["matrix"]}
+    for direction in ("reverse", "forward"):
+        np.testing.assert_allclose(sums(same, direction=direction).distillation, 0, atol=1e-12)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_chunks_do_not_change_gradients(case, direction):
+    def loss(student, matrix, chunk):
+        found = sums(case, direction=direction, chunk=chunk, student=student, matrix=matrix)
+        return found.distillation + 0.3 * found.language_modeling
+
+    arguments = (jnp.asarray(case["student"]), jnp.asarray(case["matrix"]))
+    whole = jax.grad(loss, argnums=(0, 1))(*arguments, 7)
+    parts = jax.grad(loss, argnums=(0, 1))(*arguments, 2)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), whole, parts
+    )
+
+
+def test_without_a_teacher_there_is_only_the_likelihood(case):
+    found = sums(case, teacher=False)
+    assert found.distillation == 0
+    assert found.language_modeling == sums(case).language_modeling
+
+
+def test_logits_of_all_positions_are_never_alive_at_once():
+    """The largest array of the compiled loss and its gradient is one chunk of logits."""
+    length, vocabulary, chunk = 64, 512, 4
+
+    def loss(hidden, matrix):
+        found = losses.token_losses(
+            (hidden, lambda x: x @ matrix),
+            (hidden, lambda x: x @ matrix),
+            targets=jnp.zeros((1, length), jnp.int32),
+            mask=jnp.ones((1, length), bool),
+            target_mask=jnp.ones((1, length), bool),
+            direction="reverse",
+            chunk=chunk,
+        )
+        return found.distillation
+
+    shapes = (
+        jax.ShapeDtypeStruct((1, length, 2), "f4"),
+        jax.ShapeDtypeStruct((2, vocabulary), "f4"),
+    )
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().as_text()
+    assert f"f32[1,{chunk},{vocabulary}]" in text or f"f32[{chunk},{vocabulary}]" in text
+    assert f"{length},{vocabulary}]" not in text
+
+
+def test_evicted_fraction_is_over_layers_heads_and_tokens():
+    decisions = np.zeros((2, 2, 1, 4))
+    decisions[0, 0, 0] = [1, 1, 0, 0]
+    decisions[1, 0, 0] = [1, 0, 0, 0]
+    decisions[1, 1, 0] = [0, 0, 0, 1]
+    decisions = jnp.asarray(decisions)
+    np.testing.assert_allclose(losses.evicted_fraction(decisions), [3 / 8, 1 / 8])
+    valid = jnp.asarray([[True, True, False, False], [True, True, True, True]])
+    np.testing.assert_allclose(losses.evicted_fraction(decisions, valid), [3 / 4, 1 / 8])
+
+
+def test_the_compression_loss_is_one_sided():
+    shortfall = losses.compression_shortfall(jnp.asarray([0.2, 0.75, 0.9]), 0.75)
+    np.testing.assert_allclose(shortfall, [0.55, 0, 0])
+
+
+def test_its_gradient_is_that_of_the_soft_decisions():
+    """Straight-through: hard decisions forward, and backward the finite differences of sigmoid."""
+    random = np.random.default_rng(1)
+    noisy = random.normal(size=(2, 3, 2, 4))
+    target = 0.9
+
+    def loss(noisy, decisions):
+        fraction = losses.evicted_fraction(decisions(noisy))
+        return jnp.mean(losses.compression_shortfall(fraction, target))
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(noisy), straight_through)
+    fractions = (noisy > 0).mean(axis=(0, 2, 3))
+    assert (fractions < target).all()
+    np.testing.assert_allclose(value, np.maximum(target - fractions, 0).mean(), rtol=1e-12)
+
+    step = 1e-6
+    for index in [(0, 0, 0, 0), (1, 2, 1, 3), (0, 1, 1, 2)]:
+        bump = np.zeros_like(noisy)
+        bump[index] = step
+
+        def soft(x):
+            fraction = (1 / (1 + np.exp(-x))).mean(axis=(0, 2, 3))
+            return np.maximum(target - fraction, 0).mean()
+
+        expected = (soft(noisy + bump) - soft(noisy - bump)) / (2 * step)
+        np.testing.assert_allclose(gradient[index], expected, rtol=1e-7)
+
+
+def test_a_model_beyond_the_target_is_left_alone():
+    noisy = jnp.full((1, 2, 1, 4), 3.0)
+
+    def loss(noisy):
+        fraction = losses.evicted_fraction(straight_through(noisy))
+        return jnp.mean(losses.compression_shortfall(fraction, 0.5))
+
+    assert not np.any(jax.grad(loss)(noisy))

@@ -1,0 +1,185 @@
+"""The step: accumulation, groups of parameters, the neuron's decay, types, the schedule's parts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dms_jax.policies import Vanilla
+from dms_jax.training import parameters as names
+from dms_jax.training.parameters import add_adapter, parameters, rebuilder
+from dms_jax.training.recipes import Stage
+from dms_jax.training.step import Constants, Control, Passes, make_gradients
+from dms_jax.training.trainer import Trainer
+from tests.support.models import random_tokens
+from tests.training.tiny import ADAPTER, EAGER, LENGTH, NEURON, language_model, recipe
+
+
+def control(target=0.9, neuron_scale=None):
+    number = lambda value: None if value is None else jnp.asarray(value)  # noqa: E731
+    rates = (number(1e-3), number(1e-2))
+    return Control(number(target), number(neuron_scale), *rates, key=jax.random.key(0))
+
+
+def gradients(model, policy, recipe, passes, key=None, **schedule):
+    transformer = add_adapter(model.transformer) if policy.uses_adapter else model.transformer
+    arrays = parameters(transformer)
+    function = jax.jit(make_gradients(rebuilder(transformer), policy, recipe))
+    teacher = {name: x for name, x in arrays.items() if not names.is_adapter(name)}
+    return function(arrays, Constants({}, teacher), passes, control(**schedule), key)
+
+
+def ragged_passes(shape):
+    """Two documents a sequence and padding, of different lengths."""
+    tokens = random_tokens(1, 4, LENGTH)
+    segment_ids = np.zeros_like(tokens)
+    for row, (first, second) in enumerate([(5, 12), (3, 7), (6, 6), (1, 11)]):
+        segment_ids[row, :first] = 1
+        segment_ids[row, first:second] = 2
+    mask = segment_ids > 0
+    mask[2, 4] = False
+    arrays = (x.reshape(*shape, LENGTH) for x in (tokens, mask, segment_ids))
+    return Passes(*(jnp.asarray(x) for x in arrays))
+
+
+def test_neither_accumulation_nor_rematerialisation_changes_gradients():
+    with jax.enable_x64(True):
+        model = language_model(adapter=True, dtype=jnp.float64)
+        whole, parts = gradients(model, EAGER, recipe(), ragged_passes((1, 4)))
+        assert 0 < parts["evicted"] < 0.9
+        pieces, same = gradients(model, EAGER, recipe(remat=True), ragged_passes((4, 1)))
+        for name in parts:
+            np.testing.assert_allclose(same[name], parts[name], rtol=1e-10, err_msg=name)
+        for name in whole:
+            np.testing.assert_allclose(
+                pieces[name], whole[name], rtol=1e-8, atol=1e-12, err_msg=name
+            )
+
+
+def test_a_fresh_adapter_starts_at_the_teacher():
+    """All decisions say keep: no divergence, the language-modelling loss of the dense model."""
+    model = language_model()
+    passes = ragged_passes((1, 4))
+    _, parts = gradients(model, ADAPTER, recipe(), passes, target=0.0)
+    assert abs(parts["distillation_loss"]) < 1e-6
+    assert parts["evicted"] == 0
+    hidden = model.transformer(
+        passes.tokens[0], Vanilla(), segment_ids=passes.segment_ids[0]
+    ).hidden
+    logits = np.asarray(jax.nn.log_softmax(model.transformer.unembed(hidden)), np.float64)
+    total = count = 0
+    for row in range(4):
+        for t in range(LENGTH - 1):
+            ids = passes.segment_ids[0, row]
+            if passes.loss_mask[0, row, t + 1] and ids[t] == ids[t + 1]:
+                total -= logits[row, t, passes.tokens[0, row, t + 1]]
+                count += 1
+    np.testing.assert_allclose(parts["lm_loss"], total / count, rtol=1e-5)
+
+
+def test_language_modelling_needs_no_teacher():
+    _, parts = gradients(
+        language_model(), ADAPTER, recipe(loss="language_modeling"), ragged_passes((1, 4))
+    )
+    assert parts["distillation_loss"] == 0
+    np.testing.assert_allclose(parts["loss"], parts["lm_loss"] + parts["compression_loss"])
+
+
+def test_a_decaying_neuron_evicts_nothing_and_fades():
+    """At scale 1 the student is the teacher; on the way to 0 it departs from it."""
+    model = language_model()
+    passes = ragged_passes((1, 4))
+    losses = [
+        gradients(model, NEURON, recipe(), passes, target=0.0, neuron_scale=scale)[1]
+        for scale in (1.0, 0.7, 0.0)
+    ]
+    assert [float(parts["evicted"]) for parts in losses] == [0, 0, 0]
+    divergences = [float(parts["distillation_loss"]) for parts in losses]
+    assert abs(divergences[0]) < 1e-6
+    assert divergences[0] + 1e-4 < divergences[1] < divergences[2]
+
+
+def step_once(trainer, options, tokens=None):
+    tokens = random_tokens(0, options.batch_size, LENGTH) if tokens is None else tokens
+    batch = {"tokens": tokens, "loss_mask": np.ones_like(tokens, bool)}
+    return trainer.step([batch], options.progress(int(trainer.state.step), EAGER))
+
+
+def test_the_update_is_adamw_with_a_rate_for_each_group():
+    """Against optax.adamw on the same gradients, one parameter at a time."""
+    options = recipe(
+        Stage("ramp", 6, 1e-3, 4.0, adapter_learning_rate=3e-2), weight_decay=0.1, clip=0.05
+    )
+    model = language_model(adapter=True)
+    trainer = Trainer(model, EAGER, options, seed=0, mesh=None)
+    before = parameters(model.transformer)
+    copies = jax.device_get(before)
+    tokens = random_tokens(0, 4, LENGTH)
+    metrics = step_once(trainer, options, tokens)
+
+    key = jax.random.fold_in(jax.random.key(0), 0)
+    passes = Passes(jnp.asarray(tokens)[None], jnp.ones((1, 4, LENGTH), bool))
+    gradient, _ = gradients(model, EAGER, options, passes, key, target=0.0)
+    norm = float(optax.tree.norm(gradient))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
+    assert norm > options.clip
+    for name, array in before.items():
+        assert np.array_equal(array, copies[name])  # the model that was handed over is left alone
+        rate = 3e-2 if "adapter" in name else 1e-3
+        decay = 0.0 if name.endswith((".scale", ".bias")) else 0.1
+        optimizer = optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=decay)
+        clipped = gradient[name] * (options.clip / norm)
+        update, _ = optimizer.update(clipped, optimizer.init(array), array)
+        # Adam's first step is nearly the sign of the gradient: compare where it is clear.
+        clear = np.abs(clipped) > 1e-5
+        found = np.asarray(trainer.state.parameters[name])
+        np.testing.assert_allclose(
+            found[clear], np.asarray(array + update)[clear], rtol=1e-3, atol=1e-5, err_msg=name
+        )
+
+
+def test_a_frozen_base_has_no_optimizer_state_and_stays_as_it_is():
+    model = language_model()
+    options = recipe(trainable="adapter")
+    trainer = Trainer(model, ADAPTER, options, seed=0, mesh=None)
+    assert all(names.is_adapter(name) for name in trainer.state.parameters)
+    moments = [x for x in jax.tree.leaves(trainer.state.optimizer) if x.ndim]
+    assert sum(x.size for x in moments) == 2 * sum(
+        x.size for x in trainer.state.parameters.values()
+    )
+    for _ in range(3):
+        step_once(trainer, options)
+    after = parameters(trainer.model().transformer)
+    for name, array in parameters(model.transformer).items():
+        assert np.array_equal(after[name], array), name
+    assert np.any(np.asarray(after["layers.adapter.proj.kernel"]))
+
+
+def test_auto_trains_the_adapter_alone_or_everything():
+    model = language_model()
+    options = recipe(trainable="auto")
+    adapter = Trainer(model, ADAPTER, options, seed=0, mesh=None)
+    assert all(names.is_adapter(name) for name in adapter.state.parameters)
+    neuron = Trainer(model, NEURON, options, seed=0, mesh=None)
+    assert neuron.state.parameters.keys() == parameters(model.transformer).keys()
+
+
+def test_bfloat16_passes_over_float32_parameters():
+    model = language_model(dtype=jnp.bfloat16)
+    options = recipe(compute_dtype="bfloat16")
+    # Decisions that the adapter, zero at first, leaves at "keep": the passes are dense.
+    trainer = Trainer(model, ADAPTER, options, seed=0, mesh=None)
+    tokens = random_tokens(0, 4, LENGTH)
+    metrics = step_once(trainer, options, tokens)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), model.transformer)
+    logits = exact.unembed(exact(jnp.asarray(tokens), Vanilla()).hidden)
+    likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], -1)
+    np.testing.assert_allclose(metrics["lm_loss"], -likelihood.mean(), rtol=2e-2)
+    assert {x.dtype for x in trainer.state.parameters.values()} == {jnp.dtype("float32")}
+    moments = [x for x in jax.tree.leaves(trainer.state.optimizer) if x.ndim]
+    assert {x.dtype for x in moments} == {jnp.dtype("float32")}
+    result = parameters(trainer.model().transformer)
+    kept = {x.dtype for name, x in result.items() if not names.is_adapter(name)}
+    assert kept == {jnp.dtype("bfloat16")}
+    adapter = {x.dtype for name, x in result.items() if names.is_adapter(name)}
+    assert adapter == {jnp.dtype("float32")}
