@@ -168,7 +168,7 @@ def row_lengths(config: Config, model: dms_jax.LanguageModel, ratio: int) -> np.
 
 
 def filled_runner(
-    config: Config, model: dms_jax.LanguageModel, policy: Any, lengths: np.ndarray
+    config: Config, model: dms_jax.LanguageModel, policy: Any, lengths: np.ndarray, ratio: int
 ) -> Runner:
     """Returns a cache at its length, with random contents."""
     steps = (config.repeats + 3) * config.chunk
@@ -183,15 +183,12 @@ def filled_runner(
         donate_argnums=0,
     )
     row_state = cache.row_state
-    if row_state != ():
+    if ratio != 1:
         size = policy.visible_window + 1
         position = np.arange(config.context - size, config.context)
         slots = lengths[..., None] - size + np.arange(size)[np.argsort(position % size)]
-        row_state = dataclasses.replace(
-            row_state,
-            slot=jnp.asarray(slots, jnp.int32),
-            marked=jax.random.uniform(jax.random.key(1), slots.shape) < policy.rate,
-        )
+        marked = jax.random.uniform(jax.random.key(1), slots.shape) < policy.rate
+        row_state = 2 * jnp.asarray(slots, jnp.int32) + marked
     runner.cache = dataclasses.replace(
         cache,
         k_pages=fill(cache.k_pages, 1),
@@ -213,7 +210,7 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
         if ratio == 1
         else dms_jax.RandomEviction(window=config.window, rate=evicted)
     )
-    runner = filled_runner(config, model, policy, lengths)
+    runner = filled_runner(config, model, policy, lengths, ratio)
     tokens = np.zeros(config.batch, np.int32)
     remaining = np.full(config.batch, 10**6, np.int32)
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), config.batch)))

@@ -15,14 +15,13 @@ and the candidate is looked at second, so that window 0 works.
     w=2, marks that evict keys 1, 2 and 5 of 8; slots after t = 4, 5, 7:
     # t=4: [0, 4, 2, 3]     t=5: [0, 4, 5, 3]     t=7: [0, 4, 5, 3, 6, 7]
 
-State: a ring of the last W tokens of each row, (slot, marked), at index position mod W.
+State: a ring of the last W tokens of each row, 2 * slot + marked, at index position mod W.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from dms_jax.policies.base import (
@@ -37,13 +36,9 @@ from dms_jax.policies.base import (
     slot_shape,
 )
 
-
-@struct.dataclass
-class Ring:
-    """The last W tokens of each row."""
-
-    slot: Int[Array, "*rows W"]
-    marked: Bool[Array, "*rows W"]
+# Row state: the last W tokens of each row, each as 2 * slot + marked (one array: one gather and
+# one scatter a step where two would be needed).
+Ring = Int[Array, "*rows W"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +54,11 @@ class DelayedEviction(Policy):
         """Returns an empty ring."""
         del head_dim, dtype
         shape = (num_sequences, num_kv_heads, self.visible_window + 1)
-        return Ring(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
+        return jnp.zeros(shape, jnp.int32)
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
         """Gives each token the slot of the marked token that it pushes out, or a new one."""
-        ring: Ring = self.ring_of(state.rows)
+        ring = self.ring_of(state.rows)
         size = self.visible_window + 1
         num_tokens = chunk.k.shape[1]
         valid = jnp.broadcast_to(chunk.valid, row_shape(chunk))
@@ -73,18 +68,16 @@ class DelayedEviction(Policy):
 
         # The candidate that token i pushes out sits at position first + i - W. Its mark was made
         # by token i - (W - shift) of this chunk, or is in the ring already.
-        def from_ring(x):
-            return jnp.take_along_axis(x, ring_index[:, None, :], axis=-1)
-
+        entry = jnp.take_along_axis(ring, ring_index[:, None, :], axis=-1)
         delay = size - self.mark_shift
         marked = jnp.concatenate(
-            [from_ring(ring.marked)[..., : min(delay, num_tokens)], marks[..., :-delay]], axis=-1
+            [entry[..., : min(delay, num_tokens)] % 2 == 1, marks[..., :-delay]], axis=-1
         )[..., :num_tokens] if delay else marks  # fmt: skip
         has_candidate = (chunk.first[:, None] + index >= size)[:, None]
         reuse = valid & has_candidate & marked
         fresh = valid & ~reuse
         live = chunk.lengths[..., None] + jnp.cumsum(fresh, -1, dtype=jnp.int32)
-        slots = _inherit_slots(reuse, live - 1, from_ring(ring.slot), size)
+        slots = _inherit_slots(reuse, live - 1, entry // 2, size)
 
         # A token whose own successor (W later) reuses its slot is gone by the end of the chunk.
         gone = _shift_left(reuse, size)
@@ -119,8 +112,8 @@ class DelayedEviction(Policy):
         size = self.visible_window + 1
         age = jnp.arange(size)  # entry r holds position first - W + r; token r pushes it out
         ring_index = ((chunk.first[:, None] + age) % size)[:, None]
-        slot = jnp.take_along_axis(ring.slot, ring_index, axis=-1)
-        marked = jnp.take_along_axis(ring.marked, ring_index, axis=-1)
+        entry = jnp.take_along_axis(ring, ring_index, axis=-1)
+        slot, marked = entry // 2, entry % 2 == 1
         # Entry r is decided by token r - (W - shift) of this chunk if that is not negative.
         decided = _pad_or_cut(marks, self.mark_shift)
         delay = size - self.mark_shift
@@ -140,26 +133,24 @@ class DelayedEviction(Policy):
     def _advance(self, ring: Ring, slots, marks, chunk: Chunk) -> Ring:
         """Writes the chunk's late marks onto older tokens, then its own last W tokens."""
         size, num_tokens = self.visible_window + 1, chunk.k.shape[1]
-        batch, heads = ring.slot.shape[:2]
+        batch, heads = ring.shape[:2]
         rows = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
         end = chunk.count[:, None]
 
-        def scatter(target, index, keep, values):
-            index = jnp.where(keep, (chunk.first[:, None] + index) % size, size)[:, None]
-            return target.at[(*rows, index)].set(values, mode="drop")
+        def at(index, keep):
+            """The ring's entries at positions relative to the chunk; out of range: dropped."""
+            index = jnp.where(keep, (chunk.first[:, None] + index) % size, size)
+            return ring.at[(*rows, index[:, None])]
 
-        marked = ring.marked
         if self.mark_shift:
             late = jnp.arange(min(self.mark_shift, num_tokens))
-            index = late[None] - self.mark_shift  # relative to the chunk: before it
+            index = late[None] - self.mark_shift  # before the chunk
             keep = (late < end) & (index >= end - size) & (chunk.first[:, None] + index >= 0)
-            marked = scatter(marked, index, keep, marks[..., : len(late)])
+            ring = at(index, keep).add(marks[..., : len(late)].astype(ring.dtype), mode="drop")
         own = jnp.arange(num_tokens)[None]
         keep = (own < end) & (own >= end - size)
-        return Ring(
-            slot=scatter(ring.slot, own, keep, slots),
-            marked=scatter(marked, own, keep, _shift_left(marks, self.mark_shift)),
-        )
+        entry = 2 * slots + _shift_left(marks, self.mark_shift)
+        return at(own, keep).set(entry, mode="drop")
 
 
 def _shift_left(x: Bool[Array, "B K T"], by: int) -> Bool[Array, "B K T"]:
