@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation
-from pallas_kernels.training import gpu, reference
+from pallas_kernels.training import gpu, reference, tpu
 
 FORWARD = Operation(
     "retrofit_attention",
     (
         Implementation("mosaic_gpu", "cuda", gpu.forward, gpu.why_not),
+        Implementation("mosaic_tpu", "tpu", tpu.forward, tpu.why_not),
         Implementation("xla", None, reference.forward),
     ),
 )
@@ -25,6 +26,7 @@ BACKWARD = Operation(
     "retrofit_attention (backward)",
     (
         Implementation("mosaic_gpu", "cuda", gpu.backward, gpu.why_not),
+        Implementation("mosaic_tpu", "tpu", tpu.backward, tpu.why_not),
         Implementation("xla", None, reference.backward),
     ),
 )

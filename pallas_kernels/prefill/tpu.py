@@ -1,0 +1,203 @@
+"""Prompt attention on TPU.
+
+The grid is (B, K, query tiles). A program takes the rows of a KV head's whole query group and walks
+the key tiles that `tiles.make_plan` lists: while one tile is multiplied the next is copied from its
+pages, or from the dense keys, into the other half of a VMEM buffer.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.prefill.tiles import TILE, make_plan, pad_axis
+
+LOG2E = math.log2(math.e)
+HIDDEN = -1e30  # A score that is not seen.
+LOWEST = -1e20  # The running maximum before anything is seen; far above HIDDEN.
+
+
+def why_not(q, k, v, evicted, counts, k_pages, *rest, window: int, scale: float) -> str | None:
+    """Return why this kernel cannot serve the call, or None if it can."""
+    del v, evicted, counts, rest, window
+    page = k_pages.shape[1]
+    if q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"operands must be bfloat16 or float32, got {q.dtype}"
+    if q.shape[3] > 256:
+        return f"the head dim may be 256 at most, got {q.shape[3]}"
+    if q.shape[2] // k.shape[2] > 16:
+        return f"a KV head may serve 16 query heads at most, got {q.shape[2] // k.shape[2]}"
+    if page % 16 or TILE % min(page, TILE) or page % min(page, TILE):
+        return f"a page must be 16 to {TILE} tokens and divide {TILE}, or a multiple; got {page}"
+    if scale <= 0:
+        return f"scale must be positive, got {scale}"
+    return None
+
+
+def prefill(
+    q,
+    k,
+    v,
+    evicted,
+    counts,
+    k_pages,
+    v_pages,
+    page_table,
+    past_lengths,
+    past_until,
+    *,
+    window: int,
+    scale: float,
+    interpret=False,
+) -> jax.Array:
+    """Compute the attention of a chunk; arguments as for `prefill_attention`."""
+    batch, length, heads, dim = q.shape
+    kv_heads, group, page = k.shape[2], heads // k.shape[2], k_pages.shape[1]
+    arrays = (k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until)
+    plan = make_plan(*arrays, window, TILE)
+    padded = pad_axis(q, 1, TILE)
+    queries = padded.shape[1]
+    grouped = padded.reshape(batch, queries, kv_heads, group, dim)
+    grouped = jnp.transpose(grouped, (0, 2, 3, 1, 4))
+    dense = [jnp.swapaxes(x, 1, 2) for x in (plan.dense_k, plan.dense_v)]
+    intervals = jnp.stack([plan.since, plan.until], axis=2)
+    intervals = intervals.reshape(batch, kv_heads, 2, -1, TILE).swapaxes(2, 3)
+    tile_count = intervals.shape[2]
+    past_tiles = tile_count - dense[0].shape[2] // TILE
+    # The program's own numbers, in scalar memory: pages, then visits and their ends per query tile.
+    pages = jnp.broadcast_to(plan.pages[:, :, None], (*plan.visits.shape[:3], plan.pages.shape[2]))
+    if past_tiles == 0:
+        k_pages, v_pages = (jnp.zeros((1, page, dim), q.dtype) for _ in range(2))
+        pages = jnp.zeros((*plan.visits.shape[:3], 1), jnp.int32)
+    scalars = jnp.concatenate([plan.ends, plan.visits, pages], axis=-1)[:, :, :, None]
+
+    def kernel(counts_ref, scalar_ref, q_ref, *refs):
+        _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, scale)
+
+    block = (None, None, group, TILE, dim)
+    query = pl.BlockSpec(block, lambda b, h, i, *_: (b, h, 0, i, 0))
+    own = pl.BlockSpec(
+        (None, None, None, 1, scalars.shape[-1]),
+        lambda b, h, i, *_: (b, h, i, 0, 0),
+        memory_space=pltpu.SMEM,
+    )
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    buffer = pltpu.VMEM((2, TILE, dim), q.dtype)
+    output = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, kv_heads, queries // TILE),
+            in_specs=[own, query, *[anywhere] * 5],
+            out_specs=query,
+            scratch_shapes=[
+                buffer,
+                buffer,
+                pltpu.VMEM((2, 2, TILE), jnp.int32),
+                pltpu.SemaphoreType.DMA((3, 2)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(grouped.shape, q.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        interpret=interpret,
+        name="prefill",
+    )(counts.astype(jnp.int32), scalars, grouped, intervals, *dense, k_pages, v_pages)
+    output = jnp.transpose(output, (0, 3, 1, 2, 4)).reshape(batch, queries, heads, dim)
+    return output[:, :length]
+
+
+def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, scale):
+    interval_ref, dense_k, dense_v, k_pages, v_pages, out_ref, *scratch = refs
+    k_tiles, v_tiles, interval_tiles, semaphores = scratch
+    batch, kv_head = pl.program_id(0), pl.program_id(1)
+    group, _, dim = q_ref.shape
+    rows, piece = group * TILE, min(page, TILE)
+    whole_end, end = scalar_ref[0, 0], scalar_ref[0, 1]
+    targets = (k_tiles, v_tiles)
+
+    def start(step, slot):
+        tile = scalar_ref[0, 2 + step]
+        source = interval_ref.at[batch, kv_head, tile]
+        pltpu.make_async_copy(source, interval_tiles.at[slot], semaphores.at[2, slot]).start()
+
+        @pl.when(tile >= past_tiles)
+        def _():
+            keys = pl.ds(pl.multiple_of((tile - past_tiles) * TILE, TILE), TILE)
+            for index, dense in enumerate((dense_k, dense_v)):
+                source, semaphore = dense.at[batch, kv_head, keys], semaphores.at[index, slot]
+                pltpu.make_async_copy(source, targets[index].at[slot], semaphore).start()
+
+        @pl.when(tile < past_tiles)
+        def _():
+            for part in range(TILE // piece):
+                first = tile * TILE + part * piece
+                number = scalar_ref[0, 2 + tile_count + lax.div(first, jnp.int32(page))]
+                offset = pl.multiple_of(lax.rem(first, jnp.int32(page)), piece)
+                for index, pages in enumerate((k_pages, v_pages)):
+                    source = pages.at[number, pl.ds(offset, piece)]
+                    target = targets[index].at[slot, pl.ds(part * piece, piece)]
+                    pltpu.make_async_copy(source, target, semaphores.at[index, slot]).start()
+
+    def wait(slot):
+        # A wait counts bytes: one for the tile, however many pieces it came in.
+        source = interval_ref.at[batch, kv_head, 0]
+        pltpu.make_async_copy(source, interval_tiles.at[slot], semaphores.at[2, slot]).wait()
+        for index, dense in enumerate((dense_k, dense_v)):
+            source = dense.at[batch, kv_head, pl.ds(0, TILE)]
+            target, semaphore = targets[index].at[slot], semaphores.at[index, slot]
+            pltpu.make_async_copy(source, target, semaphore).wait()
+
+    q = q_ref[...].reshape(rows, dim)
+    first_query = pl.program_id(2) * TILE
+
+    def multiply(a, b, contract):
+        exact = q.dtype == jnp.float32
+        return lax.dot_general(
+            a,
+            b,
+            (((contract[0],), (contract[1],)), ((), ())),
+            preferred_element_type=jnp.float32,
+            precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
+        )
+
+    def body(step, carry, masked):
+        accumulator, maximum, total = carry
+        slot = lax.rem(step, jnp.int32(2))
+
+        @pl.when(step + 1 < end)
+        def _():
+            start(step + 1, 1 - slot)
+
+        wait(slot)
+        scores = multiply(q, k_tiles[slot], (1, 1)) * (scale * LOG2E)
+        if masked:
+            position = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+            position = lax.rem(position, jnp.int32(TILE)) + first_query
+            since, until = interval_tiles[slot, 0:1], interval_tiles[slot, 1:2]
+            scores = jnp.where((position >= since) & (position <= until), scores, HIDDEN)
+        new_maximum = jnp.maximum(maximum, scores.max(axis=1, keepdims=True))
+        shrink = jnp.exp2(maximum - new_maximum)
+        weights = jnp.exp2(scores - new_maximum)
+        total = total * shrink + weights.sum(axis=1, keepdims=True)
+        values = multiply(weights.astype(q.dtype), v_tiles[slot], (1, 0))
+        return accumulator * shrink + values, new_maximum, total
+
+    @pl.when(end > 0)
+    def _():
+        start(0, 0)
+
+    carry = (
+        jnp.zeros((rows, dim), jnp.float32),
+        jnp.full((rows, 1), LOWEST, jnp.float32),
+        jnp.zeros((rows, 1), jnp.float32),
+    )
+    carry = lax.fori_loop(0, whole_end, lambda i, c: body(i, c, False), carry)
+    accumulator, _, total = lax.fori_loop(whole_end, end, lambda i, c: body(i, c, True), carry)
+    position = lax.rem(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), jnp.int32(TILE))
+    # Padded queries saw nothing (0 / 0): they are zero by definition.
+    real = position + first_query < counts_ref[batch]
+    output = jnp.where(real, accumulator / total, 0.0)
+    out_ref[...] = output.astype(q.dtype).reshape(out_ref.shape)

@@ -1,0 +1,205 @@
+"""Gradients of training attention for TPU.
+
+`query_gradient` walks the key blocks of a query block like the forward. `key_gradients` owns a key
+block of one KV head, walks the query blocks of the whole group, and holds scores transposed, so
+that dk, dv and dbias sum in VMEM and no two programs write one place.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.training import tpu_blocks as blocks
+from pallas_kernels.training.tpu_blocks import LANES, Problem
+from pallas_kernels.training.tpu_forward import query_specs, same_segment, visible_keys
+
+
+def query_gradient(
+    problem: Problem, q, k, v, raw_bias, segments, output_gradient, minus_lse, minus_delta
+) -> jax.Array:
+    """Compute dq [B, K, G, T, D].
+
+    Args:
+      problem: the static facts.
+      q: queries [B, K, G, T, D].
+      k: keys [B, K, T, D].
+      v: values [B, K, T, D].
+      raw_bias: finite key bias over scale [B, K, 1, T], float32.
+      segments: int32 [B, T], given iff the problem is packed.
+      output_gradient: [B, K, G, T, D].
+      minus_lse: minus the natural log-sum-exp over scale [B, K, blocks, 1, G * query].
+      minus_delta: minus the row sums of output * output_gradient, in the same shape.
+    """
+    specs, query = query_specs(problem)
+    operands, prefetched = [q, k, v, raw_bias], []
+    if problem.packed:
+        operands += [segments[:, None]] * 2
+        prefetched = [blocks.segment_bounds(problem, segments)[0]]
+    row = pl.BlockSpec((None, None, None, 1, problem.rows), lambda b, h, i, j, *_: (b, h, i, 0, 0))
+    return blocks.call(
+        problem,
+        lambda *refs: _query_kernel(problem, *refs),
+        (problem.B, problem.K, problem.T // problem.query, problem.T // problem.keys),
+        [*specs, query, row, row],
+        query,
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        [
+            pltpu.VMEM((problem.rows, LANES), jnp.float32),
+            pltpu.VMEM((problem.rows, LANES), jnp.float32),
+            pltpu.VMEM((problem.rows, problem.D), jnp.float32),
+        ],
+        len(prefetched),
+        "retrofit_dq",
+    )(*prefetched, *operands, output_gradient, minus_lse, minus_delta)
+
+
+def _query_kernel(problem: Problem, *refs):
+    first = query_segments = key_segments = None
+    if problem.packed:
+        first, q_ref, k_ref, v_ref, bias_ref, query_segments, key_segments, *rest = refs
+    else:
+        q_ref, k_ref, v_ref, bias_ref, *rest = refs
+    do_ref, lse_ref, delta_ref, dq_ref, lse_column, delta_column, accumulator_ref = rest
+    i, j, visible = visible_keys(problem, first)
+
+    @pl.when(j == 0)
+    def _():
+        for row, column in ((lse_ref, lse_column), (delta_ref, delta_column)):
+            column[...] = jnp.broadcast_to(row[...], (LANES, problem.rows)).T
+        accumulator_ref[...] = jnp.zeros_like(accumulator_ref)
+
+    def body(*, bias, masked):
+        q = q_ref[...].reshape(problem.rows, problem.D)
+        do = do_ref[...].reshape(problem.rows, problem.D)
+        scores = blocks.product(problem, q, k_ref[...], (1, 1)) + lse_column[:, :1]
+        seen = None
+        if masked:
+            distance = blocks.distances(problem, i, j, transposed=False)
+            scores += jnp.where(distance > problem.window, bias_ref[...], 0.0)
+            seen = distance >= 0
+            if problem.packed:
+                seen &= same_segment(problem, query_segments, key_segments)
+        elif bias:
+            scores += bias_ref[...]
+        weights = jnp.exp2(scores * problem.multiplier)
+        if seen is not None:
+            weights = jnp.where(seen, weights, 0.0)
+        dp = blocks.product(problem, do, v_ref[...], (1, 1))
+        ds = (weights * (dp + delta_column[:, :1])).astype(problem.dtype)
+        accumulator_ref[...] += blocks.product(problem, ds, k_ref[...], (1, 0))
+
+    blocks.by_zone(problem, i, j, visible, body)
+
+    @pl.when(j == pl.num_programs(3) - 1)
+    def _():
+        dq = (accumulator_ref[...] * problem.scale).astype(problem.dtype)
+        dq_ref[...] = dq.reshape(dq_ref.shape)
+
+
+def key_gradients(
+    problem: Problem, q, k, v, raw_bias, segments, output_gradient, minus_lse, minus_delta
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute dk, dv [B, K, T, D] and dbias [B, K, 1, T]; arguments as for `query_gradient`."""
+    query_blocks = problem.T // problem.query
+
+    def query_block(b, i, j, last):
+        first = lax.div(j * problem.keys, jnp.int32(problem.query))
+        return jnp.clip(i, first, last[0][b, j] if last else query_blocks - 1)
+
+    query = pl.BlockSpec(
+        (None, None, problem.G, problem.query, problem.D),
+        lambda b, h, j, i, *last: (b, h, 0, query_block(b, i, j, last), 0),
+    )
+    key = pl.BlockSpec((None, None, problem.keys, problem.D), lambda b, h, j, i, *_: (b, h, j, 0))
+    bias = pl.BlockSpec((None, None, 1, problem.keys), lambda b, h, j, i, *_: (b, h, 0, j))
+    row = pl.BlockSpec(
+        (None, None, None, 1, problem.rows),
+        lambda b, h, j, i, *last: (b, h, query_block(b, i, j, last), 0, 0),
+    )
+    specs, operands, prefetched = [query, key, key, bias], [q, k, v, raw_bias], []
+    if problem.packed:
+        specs.append(
+            pl.BlockSpec(
+                (None, 1, problem.query),
+                lambda b, h, j, i, *last: (b, 0, query_block(b, i, j, last)),
+            )
+        )
+        specs.append(pl.BlockSpec((None, 1, problem.keys), lambda b, h, j, i, *_: (b, 0, j)))
+        operands += [segments[:, None]] * 2
+        prefetched = [blocks.segment_bounds(problem, segments)[1]]
+    return blocks.call(
+        problem,
+        lambda *refs: _key_kernel(problem, *refs),
+        (problem.B, problem.K, problem.T // problem.keys, query_blocks),
+        [*specs, query, row, row],
+        (key, key, bias),
+        (
+            jax.ShapeDtypeStruct(k.shape, k.dtype),
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            jax.ShapeDtypeStruct(raw_bias.shape, jnp.float32),
+        ),
+        [
+            pltpu.VMEM((problem.keys, problem.D), jnp.float32),
+            pltpu.VMEM((problem.keys, problem.D), jnp.float32),
+            pltpu.VMEM((problem.keys, LANES), jnp.float32),
+            pltpu.VMEM((problem.keys, LANES), jnp.float32),
+        ],
+        len(prefetched),
+        "retrofit_dkv",
+    )(*prefetched, *operands, output_gradient, minus_lse, minus_delta)
+
+
+def _key_kernel(problem: Problem, *refs):
+    last = query_segments = key_segments = None
+    if problem.packed:
+        last, q_ref, k_ref, v_ref, bias_ref, query_segments, key_segments, *rest = refs
+    else:
+        q_ref, k_ref, v_ref, bias_ref, *rest = refs
+    do_ref, lse_ref, delta_ref, dk_ref, dv_ref, dbias_ref, *sums = rest
+    dk_sum, dv_sum, dbias_sum, bias_column = sums
+    j, i = pl.program_id(2), pl.program_id(3)
+    visible = (i + 1) * problem.query > j * problem.keys
+    if problem.packed:
+        visible &= i <= last[pl.program_id(0), j]
+
+    @pl.when(i == 0)
+    def _():
+        for total in (dk_sum, dv_sum, dbias_sum):
+            total[...] = jnp.zeros_like(total)
+        bias_column[...] = jnp.broadcast_to(bias_ref[...], (LANES, problem.keys)).T
+
+    def body(*, bias, masked):
+        q = q_ref[...].reshape(problem.rows, problem.D)
+        do = do_ref[...].reshape(problem.rows, problem.D)
+        scores = blocks.product(problem, k_ref[...], q, (1, 1)) + lse_ref[...]
+        seen = far = None
+        if masked:
+            distance = blocks.distances(problem, i, j, transposed=True)
+            far = distance > problem.window
+            scores += jnp.where(far, bias_column[:, :1], 0.0)
+            seen = distance >= 0
+            if problem.packed:
+                own = blocks.to_column(key_segments[...])
+                seen &= own == jnp.concatenate([query_segments[...]] * problem.G, axis=1)
+        elif bias:
+            scores += bias_column[:, :1]
+        weights = jnp.exp2(scores * problem.multiplier)
+        if seen is not None:
+            weights = jnp.where(seen, weights, 0.0)
+        dv_sum[...] += blocks.product(problem, weights.astype(problem.dtype), do, (1, 0))
+        dp = blocks.product(problem, v_ref[...], do, (1, 1))
+        ds = weights * (dp + delta_ref[...])
+        dk_sum[...] += blocks.product(problem, ds.astype(problem.dtype), q, (1, 0))
+        if bias:
+            biased = ds if far is None else jnp.where(far, ds, 0.0)
+            dbias_sum[...] += biased.sum(axis=1, keepdims=True)
+
+    blocks.by_zone(problem, i, j, visible, body)
+
+    @pl.when(i == pl.num_programs(3) - 1)
+    def _():
+        dk_ref[...] = (dk_sum[...] * problem.scale).astype(problem.dtype)
+        dv_ref[...] = dv_sum[...].astype(problem.dtype)
+        dbias_ref[...] = dbias_sum[...].T[:1]

@@ -1,0 +1,156 @@
+"""Forward training attention for TPU: output and base-2 log-sum-exp.
+
+The grid is (B, K, query blocks, key blocks); the last axis runs in sequence and carries the running
+maximum, sum and output of a query block in VMEM.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.training import tpu_blocks as blocks
+from pallas_kernels.training.tpu_blocks import HIDDEN, LANES, LOG2E, LOWEST, Problem
+
+
+def query_specs(problem: Problem) -> tuple[list[pl.BlockSpec], pl.BlockSpec]:
+    """Block specs of q, k, v, bias (and segments), and of a query-shaped array.
+
+    Key blocks outside of what a query block sees are not copied: their index is that of the nearest
+    visible block, which is there already.
+    """
+
+    def key_block(b, i, j, first):
+        last = lax.div((i + 1) * problem.query - 1, jnp.int32(problem.keys))
+        return jnp.clip(j, first[0][b, i] if first else 0, last)
+
+    query = pl.BlockSpec(
+        (None, None, problem.G, problem.query, problem.D), lambda b, h, i, j, *_: (b, h, 0, i, 0)
+    )
+    key = pl.BlockSpec(
+        (None, None, problem.keys, problem.D),
+        lambda b, h, i, j, *first: (b, h, key_block(b, i, j, first), 0),
+    )
+    bias = pl.BlockSpec(
+        (None, None, 1, problem.keys),
+        lambda b, h, i, j, *first: (b, h, 0, key_block(b, i, j, first)),
+    )
+    specs = [query, key, key, bias]
+    if problem.packed:
+        specs.append(pl.BlockSpec((None, 1, problem.query), lambda b, h, i, j, *_: (b, 0, i)))
+        specs.append(
+            pl.BlockSpec(
+                (None, 1, problem.keys),
+                lambda b, h, i, j, *first: (b, 0, key_block(b, i, j, first)),
+            )
+        )
+    return specs, query
+
+
+def visible_keys(problem: Problem, first):
+    """Return (query block, key block, whether they meet) of this program."""
+    i, j = pl.program_id(2), pl.program_id(3)
+    visible = j * problem.keys < (i + 1) * problem.query
+    if problem.packed:
+        visible &= j >= first[pl.program_id(0), i]
+    return i, j, visible
+
+
+def same_segment(problem: Problem, query_segments, key_segments):
+    """Return whether the query and the key of every score share a segment."""
+    column = jnp.concatenate([blocks.to_column(query_segments[...])] * problem.G, axis=0)
+    return column == key_segments[...]
+
+
+def forward(
+    problem: Problem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    raw_bias: jax.Array,
+    segments: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the output [B, K, G, T, D] and log-sum-exp [B, K, blocks, 1, G * query].
+
+    Args:
+      problem: the static facts.
+      q: queries [B, K, G, T, D].
+      k: keys [B, K, T, D].
+      v: values [B, K, T, D].
+      raw_bias: finite key bias over scale [B, K, 1, T], float32.
+      segments: int32 [B, T], given iff the problem is packed.
+    """
+    specs, query = query_specs(problem)
+    operands, prefetched = [q, k, v, raw_bias], []
+    if problem.packed:
+        operands += [segments[:, None]] * 2
+        prefetched = [blocks.segment_bounds(problem, segments)[0]]
+    count = problem.T // problem.query
+    row = pl.BlockSpec((None, None, None, 1, problem.rows), lambda b, h, i, j, *_: (b, h, i, 0, 0))
+    return blocks.call(
+        problem,
+        lambda *refs: _kernel(problem, *refs),
+        (problem.B, problem.K, count, problem.T // problem.keys),
+        specs,
+        (query, row),
+        (
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((problem.B, problem.K, count, 1, problem.rows), jnp.float32),
+        ),
+        [
+            pltpu.VMEM((problem.rows, LANES), jnp.float32),
+            pltpu.VMEM((problem.rows, LANES), jnp.float32),
+            pltpu.VMEM((problem.rows, problem.D), jnp.float32),
+        ],
+        len(prefetched),
+        "retrofit_forward",
+    )(*prefetched, *operands)
+
+
+def _kernel(problem: Problem, *refs):
+    first = None
+    if problem.packed:
+        first, q_ref, k_ref, v_ref, bias_ref, query_segments, key_segments, *rest = refs
+    else:
+        q_ref, k_ref, v_ref, bias_ref, *rest = refs
+    out_ref, lse_ref, maximum_ref, total_ref, accumulator_ref = rest
+    i, j, visible = visible_keys(problem, first)
+
+    @pl.when(j == 0)
+    def _():
+        maximum_ref[...] = jnp.full_like(maximum_ref, LOWEST)
+        total_ref[...] = jnp.zeros_like(total_ref)
+        accumulator_ref[...] = jnp.zeros_like(accumulator_ref)
+
+    def body(*, bias, masked):
+        q = q_ref[...].reshape(problem.rows, problem.D)
+        scores = blocks.product(problem, q, k_ref[...], (1, 1))
+        if masked:
+            distance = blocks.distances(problem, i, j, transposed=False)
+            scores += jnp.where(distance > problem.window, bias_ref[...], 0.0)
+            scores = jnp.where(distance >= 0, scores, HIDDEN)
+            if problem.packed:
+                same = same_segment(problem, query_segments, key_segments)
+                scores = jnp.where(same, scores, HIDDEN)
+        elif bias:
+            scores += bias_ref[...]
+        scores *= problem.multiplier
+        maximum = maximum_ref[:, :1]
+        new_maximum = jnp.maximum(maximum, scores.max(axis=1, keepdims=True))
+        shrink = jnp.exp2(maximum - new_maximum)
+        weights = jnp.exp2(scores - new_maximum)
+        total = total_ref[:, :1] * shrink + weights.sum(axis=1, keepdims=True)
+        maximum_ref[...] = jnp.broadcast_to(new_maximum, maximum_ref.shape)
+        total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+        values = blocks.product(problem, weights.astype(problem.dtype), v_ref[...], (1, 0))
+        accumulator_ref[...] = accumulator_ref[...] * shrink + values
+
+    blocks.by_zone(problem, i, j, visible, body)
+
+    @pl.when(j == pl.num_programs(3) - 1)
+    def _():
+        total = total_ref[:, :1]
+        output = (accumulator_ref[...] / total).astype(problem.dtype)
+        out_ref[...] = output.reshape(out_ref.shape)
+        lse_ref[...] = blocks.to_row(maximum_ref[:, :1] + jnp.log(total) * LOG2E)
