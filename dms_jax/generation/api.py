@@ -249,7 +249,7 @@ class Score:
 
 def score(
     model: LanguageModel,
-    sequences: Sequence[Sequence[int] | np.ndarray] | np.ndarray,
+    sequences: Sequence[Prompt] | np.ndarray,
     *,
     policy: Policy | None = None,
     chunk: int = 64,
@@ -261,7 +261,7 @@ def score(
 
     Args:
       model: from `load` or `retrofit`.
-      sequences: token ids, at least two each.
+      sequences: token ids (or text), at least two each.
       policy: the checkpoint's own if None.
       chunk: decode steps per compiled program.
       page_size: slots a page.

@@ -1,0 +1,209 @@
+"""Turns that share a cache: one run over all of it, recomputing nothing."""
+
+import dataclasses
+import shutil
+
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.checkpoint import Tokenizer
+from dms_jax.errors import CapacityError, ConfigError, DataError
+from dms_jax.generation.runner import Runner
+from tests.generation.support import GREEDY, POLICIES, engine_for, model_for, prompts, stories
+
+SHAPE = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
+SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
+SPLIT_INVARIANT = [name for name, policy in POLICIES.items() if policy.split_invariant]
+
+
+@pytest.fixture
+def fed(monkeypatch) -> list[int]:
+    """How many tokens each call of Runner.extend ran."""
+    counts = []
+    extend = Runner.extend
+
+    def counted(self, tokens, **options):
+        counts.append(sum(map(len, tokens.values())))
+        return extend(self, tokens, **options)
+
+    monkeypatch.setattr(Runner, "extend", counted)
+    return counts
+
+
+@pytest.mark.parametrize("name", SPLIT_INVARIANT)
+def test_turns_equal_one_run_over_all_tokens(name, fed):
+    conversation = dms_jax.Conversation(model_for(name, ends=False), **SHAPE)
+    turns = prompts([9, 4, 11])
+    past: list[int] = []
+    for turn in turns:
+        completion = conversation.say(turn, sampling=SHORT)
+        # The prompt, and the last answer's newest token, which was never fed. Nothing else.
+        assert sum(fed) == len(turn) + (len(past) > 0)
+        assert completion.usage.prompt_tokens == sum(fed)
+        (whole,) = engine_for(name).generate([past + turn], sampling=SHORT)
+        assert completion.tokens == whole.tokens
+        assert completion.usage.live_tokens == pytest.approx(whole.usage.live_tokens)
+        assert completion.usage.kv_reads == pytest.approx(whole.usage.kv_reads)
+        assert completion.usage.compression_ratio == pytest.approx(whole.usage.compression_ratio)
+        assert completion.usage.cache_bytes == whole.usage.cache_bytes
+        past += turn + completion.tokens
+        fed.clear()
+    assert [len(turn.tokens) for turn in conversation.turns] == [9, 9, 9]
+
+
+def test_quest_turns_keep_their_prompts_dense():
+    """Not one run over all tokens: the earlier answer was read with selection, and stays."""
+    conversation = dms_jax.Conversation(model_for("quest", ends=False), **SHAPE)
+    for turn in prompts([20, 6]):
+        completion = conversation.say(turn, sampling=SHORT)
+    assert completion.usage.live_tokens == 20 + 9 + 6 + 9 - 1
+    assert len(completion.tokens) == 9
+
+
+def test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached():
+    model = model_for("vanilla", ends=False)
+    (free,) = engine_for("vanilla").generate(prompts([9]), sampling=GREEDY)
+    stop = free.text[9:12]
+    sampling = dataclasses.replace(SHORT, stop=stop, max_new_tokens=20)
+    conversation = dms_jax.Conversation(model, **SHAPE)
+    first = conversation.say(prompts([9])[0], sampling=sampling)
+    assert first.finish_reason == "stop"
+    assert first.text == free.text[: free.text.index(stop)]
+    assert first.tokens == free.tokens[: len(first.tokens)]
+    second = conversation.say([7, 8, 9], sampling=SHORT)
+    whole = prompts([9])[0] + first.tokens + [7, 8, 9]
+    (expected,) = engine_for("vanilla").generate([whole], sampling=SHORT)
+    assert second.tokens == expected.tokens
+    assert second.usage.live_tokens == expected.usage.live_tokens
+
+
+@pytest.mark.parametrize("name", ["dms", "quest"])
+def test_an_interrupted_turn_leaves_the_conversation_as_it_was(name, fed):
+    model = model_for(name, ends=False)
+    turns = prompts([9, 4, 11])
+    undisturbed = dms_jax.Conversation(model, **SHAPE)
+    expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]
+
+    def interrupt(update):
+        raise KeyboardInterrupt
+
+    conversation = dms_jax.Conversation(model, **SHAPE)
+    for index, turn in enumerate(turns):
+        with pytest.raises(KeyboardInterrupt):
+            conversation.say([5, 6, 7], sampling=SHORT, on_tokens=interrupt)
+        fed.clear()
+        completion = conversation.say(turn, sampling=SHORT)
+        assert completion.tokens == expected[index].tokens
+        assert completion.usage.live_tokens == expected[index].usage.live_tokens
+        past = sum(map(len, turns[:index])) + 9 * index
+        assert sum(fed) == past + len(turn)  # the past was recomputed, once
+    assert len(conversation.turns) == 3
+
+
+def test_when_the_positions_run_out():
+    conversation = dms_jax.Conversation(
+        model_for("streaming", ends=False), page_size=16, chunk=8, prefill_chunk=512
+    )
+    conversation.say(prompts([480])[0], sampling=SHORT)
+    with pytest.raises(DataError, match=r"has 489 tokens and the new prompt 30.* at most 22"):
+        conversation.say(prompts([30])[0], sampling=SHORT)
+    last = conversation.say(prompts([20])[0], sampling=SHORT)
+    assert (len(last.tokens), last.finish_reason) == (3, "length")
+    with pytest.raises(DataError, match="Start a new conversation"):
+        conversation.say([5], sampling=SHORT)
+    assert len(conversation.turns) == 2
+
+
+def test_when_the_memory_runs_out():
+    model = model_for("vanilla", ends=False)
+    three_pages = 3 * 20 * 2 * 16 * model.config.head_dim * 4
+    conversation = dms_jax.Conversation(model, memory=three_pages, **SHAPE)
+    first = conversation.say(prompts([9])[0], sampling=SHORT)
+    with pytest.raises(CapacityError, match="cannot hold the sequence to its end"):
+        conversation.say(prompts([29])[0], sampling=SHORT)
+    second = conversation.say([7, 8, 9], sampling=SHORT)  # a shorter turn still goes
+    whole = prompts([9])[0] + first.tokens + [7, 8, 9]
+    (expected,) = engine_for("vanilla").generate([whole], sampling=SHORT)
+    assert second.tokens == expected.tokens
+
+
+def test_text_goes_on_without_a_beginning_token():
+    model = stories()
+    conversation = dms_jax.Conversation(model_for("vanilla", ends=False), **SHAPE)
+    first = conversation.say("Once upon a time", sampling=SHORT)
+    second = conversation.say(" and then", sampling=SHORT)
+    start = model.tokenizer.encode("Once upon a time")
+    more = model.tokenizer.encode(" and then", add_special_tokens=False)
+    assert start[0] == model.tokenizer.bos_token_id != more[0]
+    assert second.usage.prompt_tokens == len(more) + 1
+    (expected,) = engine_for("vanilla").generate([start + first.tokens + more], sampling=SHORT)
+    assert second.tokens == expected.tokens
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "[{{ message.role }}] {{ message.content }}{% if message.role == 'assistant' %}</s>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.fixture
+def chatting(tmp_path):
+    """The shipped model with a chat template, whose answers end at </s>."""
+    shutil.copy(assets.path("stories260k") / "tokenizer.json", tmp_path)
+    shutil.copy(assets.path("stories260k") / "tokenizer_config.json", tmp_path)
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    tokenizer.chat_template = TEMPLATE
+    return dataclasses.replace(model_for("vanilla", ends=False), tokenizer=tokenizer)
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def test_chat_turns_are_written_once(chatting, fed):
+    encode = chatting.tokenizer.encode
+    conversation = dms_jax.Conversation(chatting, **(SHAPE | {"max_tokens": 128}))
+    first = conversation.say(user("A cat"), sampling=SHORT)
+    assert sum(fed) == len(encode("<s>[user] A cat[assistant] ", False))
+    fed.clear()
+    second = conversation.say(user("sat"), sampling=SHORT)
+    # The cut answer is closed by the template; neither <s> nor the first turn comes again.
+    more = encode("</s>[user] sat[assistant] ", False)
+    assert sum(fed) == 1 + len(more)
+    past = encode("<s>[user] A cat[assistant] ", False) + first.tokens
+    (expected,) = engine_for("vanilla").generate([past + more], sampling=SHORT)
+    assert second.tokens == expected.tokens
+    third = conversation.say(user("on it"), sampling=dataclasses.replace(SHORT, max_new_tokens=2))
+    assert third.usage.prompt_tokens == 1 + len(encode("</s>[user] on it[assistant] ", False))
+
+
+def test_an_answer_that_ended_is_not_ended_twice(chatting):
+    generation = dataclasses.replace(
+        chatting.generation, eos_token_ids=tuple(range(chatting.config.vocab_size))
+    )
+    conversation = dms_jax.Conversation(dataclasses.replace(chatting, generation=generation))
+    conversation.say(user("A cat"), sampling=SHORT)  # whatever comes first ends it
+    conversation._before = [chatting.tokenizer.eos_token_id]
+    second = conversation.say(user("sat"), sampling=SHORT)
+    more = chatting.tokenizer.encode("</s>[user] sat[assistant] ", False)
+    assert second.usage.prompt_tokens == len(more)
+
+
+def test_chat_after_plain_text_is_refused(chatting):
+    conversation = dms_jax.Conversation(chatting, **SHAPE)
+    conversation.say("A cat", sampling=SHORT)
+    with pytest.raises(DataError, match="began with plain text"):
+        conversation.say(user("sat"), sampling=SHORT)
+    chatting.tokenizer.chat_template = "{{ messages | length }}"
+    conversation = dms_jax.Conversation(chatting, **SHAPE)
+    conversation.say(user("A cat"), sampling=SHORT)
+    with pytest.raises(DataError, match="does not repeat an earlier answer"):
+        conversation.say(user("sat"), sampling=SHORT)
+
+
+def test_several_seeds_for_one_conversation_are_refused():
+    conversation = dms_jax.Conversation(model_for("vanilla", ends=False), **SHAPE)
+    with pytest.raises(ConfigError, match="2 seeds for 1 prompts"):
+        conversation.say([5], sampling=dms_jax.Sampling(seed=[1, 2]))

@@ -1,0 +1,107 @@
+"""What a call costs besides the arithmetic: compilations, and work on the host."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.cache import PageAllocator
+from dms_jax.generation.programs import request_keys
+from tests.generation.support import model_for, prompts
+
+
+class Compilations:
+    """Names of the programs that jax compiles while it is open."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, name: str, seconds: float, **_) -> None:
+        # Traced and lowered anew, whether or not the persistent cache holds the result.
+        self.count += name == "/jax/core/compile/jaxpr_to_mlir_module_duration"
+
+    def of(self, call) -> int:
+        before = self.count
+        call()
+        return self.count - before
+
+
+def test_a_repeated_call_compiles_nothing(monkeypatch):
+    compilations = Compilations(monkeypatch)
+    model = model_for("vanilla", ends=False)
+    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=40)
+
+    def call(lengths, **options):
+        return lambda: dms_jax.generate(
+            model, prompts(lengths), sampling=sampling, chunk=16, page_size=32, **options
+        )
+
+    first = compilations.of(call([11, 14]))
+    # The empty cache, keys, clearing; a chunk of prompts, the first tokens, a chunk of steps.
+    assert 0 < first <= 8
+    assert compilations.of(call([11, 14])) == 0
+    # Nor do other prompts, shorter and longer ones, as long as the next power of two holds them.
+    assert compilations.of(call([9, 16])) == 0
+    assert compilations.of(call([10, 13], on_tokens=lambda update: None)) == 0
+
+
+def test_growing_sequences_compile_few_programs(monkeypatch):
+    """From 1 to 16 pages a row: one program for each power of two from four on."""
+    compilations = Compilations(monkeypatch)
+    model = model_for("vanilla", ends=False)
+    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=500)
+    call = lambda: dms_jax.generate(  # noqa: E731
+        model, prompts([5]), sampling=sampling, chunk=50, page_size=32
+    )
+    assert compilations.of(call) <= 5 + 3
+
+
+def test_keys_do_not_depend_on_how_many_are_made():
+    seeds, copies = list(range(2**32 - 3, 2**32)), [0, 1, 2]
+    together = request_keys(seeds, copies)
+    assert len({tuple(key) for key in together.tolist()}) == 3
+    for row, (seed, copy) in enumerate(zip(seeds, copies, strict=True)):
+        np.testing.assert_array_equal(request_keys([seed], [copy])[0], together[row])
+
+
+@pytest.fixture(scope="module")
+def large() -> PageAllocator:
+    """256 lanes, 32 layers, 8 heads, about 64 pages a row."""
+    allocator = PageAllocator(
+        num_layers=32,
+        num_sequences=256,
+        num_kv_heads=8,
+        pages_per_shard=32 * 256 * 8 * 70,
+        page_size=64,
+    )
+    allocator.reserve(lengths())
+    return allocator
+
+
+def lengths() -> np.ndarray:
+    return np.random.default_rng(0).integers(3000, 4096, (32, 256, 8))
+
+
+def best_of(call, count: int = 5) -> float:
+    seconds = []
+    for _ in range(count):
+        before = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - before)
+    return min(seconds)
+
+
+def test_pages_of_a_large_batch_are_handed_out_quickly(large):
+    """The bookkeeping of a chunk; generous bounds, for the other work of the machine."""
+    slots = lengths()
+
+    def chunk():
+        large.fits(slots + 32)
+        large.reserve(slots + 32)
+        large.trim(slots)
+
+    assert best_of(chunk) < 0.1
+    assert best_of(lambda: large.trim(slots)) < 0.02

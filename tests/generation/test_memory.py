@@ -1,0 +1,187 @@
+"""What a cache needs: by hand for a large model, against the real bytes for a small one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import dms_jax
+from dms_jax.config import ModelConfig, Rope
+from dms_jax.errors import CapacityError, ConfigError
+from dms_jax.generation import Device, Engine
+from dms_jax.generation.memory import out_of_memory, pool_pages
+from tests.generation.support import POLICIES, model_for, prompts
+
+LLAMA_8B = ModelConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131_072,
+    rope=Rope(theta=500_000.0),
+    model_type="llama",
+)
+# Embedding and output matrix; per layer q and o, k and v, three of the feed-forward, two norms.
+PARAMETERS = (
+    2 * 128_256 * 4096
+    + 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336 + 2 * 4096)
+    + 4096
+)
+TOKEN = 2 * 2 * 8 * 128 * 32  # bytes of a token: key and value in bfloat16, 8 heads, 32 layers
+
+
+def test_llama_8b_by_hand():
+    assert PARAMETERS == 8_030_261_248
+    plain = dms_jax.estimate(LLAMA_8B, tokens=8192, device="h100")
+    assert plain.weight_bytes == 2 * PARAMETERS
+    assert plain.live_tokens == 8192
+    assert plain.sequence_bytes == 8192 * TOKEN == 2**30
+    assert plain.batch == int((80e9 - 2 * PARAMETERS) // 2**30) == 59
+    # Memory bound: all weights but the embedding once, the cache of 59 sequences once.
+    read = 2 * (PARAMETERS - 128_256 * 4096) + 59 * 2**30
+    assert plain.step_seconds == pytest.approx(read / 3.35e12)
+
+
+def test_llama_8b_under_dms_by_hand():
+    dms = dms_jax.estimate(
+        LLAMA_8B, dms_jax.DMS(window=256), tokens=8192, compression_ratio=8, device="h100", batch=64
+    )
+    live = 257 + (8192 - 257) / 8
+    assert dms.live_tokens == live == 1248.875
+    state = 32 * 8 * 257 * 4  # the ring: a slot number with its mark
+    assert dms.sequence_bytes == 20 * 64 * TOKEN + state  # 19.5 pages of 64
+    assert dms.batch == 64
+    read = 2 * (PARAMETERS - 128_256 * 4096) + 64 * live * TOKEN
+    assert dms.step_seconds == pytest.approx(read / 3.35e12)
+    # With enough sequences the arithmetic takes longer than the reading.
+    slow = Device(memory=1e13, bandwidth=1e13, peak=1e12)
+    busy = dms_jax.estimate(LLAMA_8B, tokens=1024, device=slow, batch=512)
+    operations = 2 * (PARAMETERS - 128_256 * 4096) + 4 * 32 * 32 * 128 * 1024
+    assert busy.step_seconds == pytest.approx(512 * operations / 1e12)
+
+
+def test_what_other_policies_keep_and_read():
+    def live(policy, **options):
+        return dms_jax.estimate(LLAMA_8B, policy, tokens=8192, **options).live_tokens
+
+    assert live(dms_jax.StreamingLLM(budget=1024)) == 1024
+    assert live(dms_jax.TOVA(budget=1024)) == 1025
+    assert live(dms_jax.Quest(budget=1024)) == 8192
+    assert live(dms_jax.RandomEviction(window=255, rate=0.75)) == 256 + 7936 / 4
+    assert live(dms_jax.DMC(), compression_ratio=4) == 1 + 8191 / 4
+    assert live(dms_jax.DMS(window=9000), compression_ratio=8) == 8192
+    # Quest: two dense layers; in thirty each of four query heads reads 1024, and a bound a page.
+    quest = dms_jax.estimate(LLAMA_8B, dms_jax.Quest(budget=1024), tokens=8192, batch=16)
+    entries = 2 * 8192 + 30 * (4 * 1024 + 8192 / 64)
+    read = 2 * (PARAMETERS - 128_256 * 4096) + 16 * entries * TOKEN / 32
+    assert quest.step_seconds == pytest.approx(read / 4.8e12)
+
+
+def test_tied_embeddings_are_read_whole():
+    tied = dataclasses.replace(LLAMA_8B, tie_embeddings=True)
+    guess = dms_jax.estimate(tied, tokens=64, batch=1)
+    assert guess.weight_bytes == 2 * (PARAMETERS - 128_256 * 4096)
+    assert guess.step_seconds == pytest.approx((guess.weight_bytes + 64 * TOKEN) / 4.8e12)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_against_the_bytes_of_a_real_cache(name):
+    """In pages of one token, where the mean over heads needs no rounding."""
+    model, policy, tokens = model_for(name), POLICIES[name], prompts([42])[0]
+    (score,) = dms_jax.score(model, [tokens], chunk=41, page_size=1)
+    # The ratio past the window that the model really shows on these tokens.
+    ratio, window = 1.0, policy.visible_window + 1
+    if policy.learned or name == "random":
+        ratio = (41 - window) / (score.usage.live_tokens - window)
+    if name == "random":
+        policy, ratio = dms_jax.RandomEviction(window=10, rate=1 - 1 / ratio), 1.0
+    guess = dms_jax.estimate(
+        model.config,
+        policy,
+        tokens=41,
+        compression_ratio=ratio,
+        page_size=1,
+        dtype=jnp.float32,
+        device=Device(1e9, 1e9, 1e9),
+    )
+    assert guess.weight_bytes == sum(leaf.nbytes for leaf in _leaves(model))
+    assert guess.live_tokens == pytest.approx(score.usage.live_tokens)
+    rows = model.config.num_layers * model.config.num_kv_heads
+    page = 2 * model.config.head_dim * 4 * (2 if name == "quest" else 1)  # bounds a page
+    assert abs(guess.sequence_bytes - score.usage.cache_bytes) <= rows * page
+
+
+def _leaves(model):
+    return jax.tree.leaves(nnx.state(model.transformer))
+
+
+def test_the_pool_holds_what_the_accounting_says():
+    model = model_for("quest", ends=False)
+    engine = Engine(model, num_lanes=3, max_tokens=64, page_size=16)
+    runner = engine.runner
+    cache = runner.cache
+    pool = cache.k_pages.nbytes + cache.v_pages.nbytes
+    bounds = cache.page_state.low.nbytes + cache.page_state.high.nbytes
+    pages = 3 * 20 * 4
+    assert runner.allocator.pages_per_shard == pages
+    assert pool + bounds == pages * runner._page_bytes
+    assert runner.cache_bytes(1) == 0
+    runner.reserve(np.array([0, 17, 0]))
+    assert runner.cache_bytes(1) == 2 * 20 * runner._page_bytes
+
+
+def test_pools_come_in_few_sizes():
+    sizes = {
+        pool_pages(
+            model_for("vanilla"),
+            POLICIES["vanilla"],
+            num_lanes=1,
+            max_tokens=tokens,
+            page_size=1,
+            memory=None,
+        )
+        // 20
+        for tokens in range(1, 513)
+    }
+    assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512}
+
+
+def test_errors_of_the_estimate():
+    with pytest.raises(CapacityError, match=r"16\.06 GB of weights do not fit 16\.0 GB"):
+        dms_jax.estimate(LLAMA_8B, tokens=64, device="t4")
+    with pytest.raises(CapacityError, match=r"100 sequences of 1\.07 GB do not fit .*; 59 would"):
+        dms_jax.estimate(LLAMA_8B, tokens=8192, device="h100", batch=100)
+    with pytest.raises(ConfigError, match=r"Unknown device 'b200'; known are h200, h100"):
+        dms_jax.estimate(LLAMA_8B, tokens=64, device="b200")
+    with pytest.raises(ConfigError, match="Vanilla compresses by its own options"):
+        dms_jax.estimate(LLAMA_8B, tokens=64, compression_ratio=8)
+    for options in ({"tokens": 0}, {"tokens": 64, "batch": 0}, {"tokens": 64, "page_size": -1}):
+        with pytest.raises(ConfigError, match="must be a whole number of at least 1"):
+            dms_jax.estimate(LLAMA_8B, **options)
+    for ratio in (0.5, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="compression_ratio must be a number"):
+            dms_jax.estimate(LLAMA_8B, dms_jax.DMS(), tokens=64, compression_ratio=ratio)
+
+
+def test_only_the_devices_refusal_is_out_of_memory():
+    assert out_of_memory(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes"))
+    assert not out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: 5 bytes"))
+    assert not out_of_memory(MemoryError())
+
+
+def test_running_out_of_memory_while_it_runs(monkeypatch):
+    engine = Engine(model_for("vanilla"), num_lanes=1, max_tokens=64)
+
+    def refuse(*arguments, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "extend", refuse)
+        with pytest.raises(CapacityError, match="ran out of memory while generating"):
+            engine.generate(prompts([5]))

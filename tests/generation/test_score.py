@@ -1,0 +1,83 @@
+"""Scores read off decode steps equal those of one pass; their usage is counted independently."""
+
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.analysis.compression import evictions
+from dms_jax.errors import CapacityError
+from dms_jax.policies.delayed_eviction import DelayedEviction
+from tests.generation.support import POLICIES, log_softmax, model_for, prompts
+
+LENGTHS = (33, 12, 2, 25)
+SHAPE = dict(chunk=8, page_size=16)
+
+
+def expected_logprobs(model, sequences) -> list[np.ndarray]:
+    padded = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
+    for row, sequence in enumerate(sequences):
+        padded[row, : len(sequence)] = sequence
+    logits = log_softmax(model.logits(padded))
+    return [
+        logits[row, np.arange(len(sequence) - 1), sequence[1:]]
+        for row, sequence in enumerate(sequences)
+    ]
+
+
+def live_entries(name: str, sequences: list[list[int]]) -> list[np.ndarray]:
+    """[n - 1] each, live entries right after each fed token, averaged over layers and heads."""
+    policy, model = POLICIES[name], model_for(name)
+    seen = [np.arange(1, len(sequence), dtype=float) for sequence in sequences]
+    if name == "tova":
+        return [np.minimum(count, policy.budget + 1) for count in seen]
+    if not isinstance(policy, DelayedEviction):
+        return seen
+    padded = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
+    for row, sequence in enumerate(sequences):
+        padded[row, : len(sequence)] = sequence
+    gone = evictions(model, padded)  # [L, B, K, T]
+    for row, live in enumerate(seen):
+        for t in range(len(live)):
+            left = np.arange(padded.shape[1]) < t - policy.visible_window
+            live[t] = t + 1 - (gone[:, row] & left).sum(-1).mean()
+    return seen
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_scores_are_those_of_one_pass(name):
+    """Five sequences over two lanes, the last one alone."""
+    model, sequences = model_for(name), prompts([*LENGTHS, 9])
+    scores = dms_jax.score(model, sequences, num_lanes=2, **SHAPE)
+    for score, expected in zip(scores, expected_logprobs(model, sequences), strict=True):
+        np.testing.assert_allclose(score.logprobs, expected, atol=1e-4)
+    lives = live_entries(name, sequences)
+    for score, sequence, live in zip(scores, sequences, lives, strict=True):
+        usage = score.usage
+        assert (usage.prompt_tokens, usage.new_tokens) == (1, len(sequence) - 1)
+        assert usage.live_tokens == pytest.approx(live[-1])
+        assert usage.peak_tokens == pytest.approx(live.max())
+        assert usage.compression_ratio == pytest.approx((len(sequence) - 1) / live[-1])
+        if name == "quest":  # selection reads less than what is live, beyond its budget
+            assert usage.kv_reads <= 1.2 * live.sum()
+        else:
+            assert usage.kv_reads == pytest.approx(live.sum())
+
+
+def test_arrays_and_text_are_scored_as_lists_are():
+    model = model_for("vanilla")
+    rows = np.array(prompts([12, 12]))
+    assert rows.shape == (2, 12)
+    listed = dms_jax.score(model, rows.tolist(), **SHAPE)
+    for left, right in zip(dms_jax.score(model, rows, **SHAPE), listed, strict=True):
+        np.testing.assert_array_equal(left.logprobs, right.logprobs)
+    text = "Once upon a time"
+    (spoken,) = dms_jax.score(model, [text], **SHAPE)
+    assert len(spoken.logprobs) == len(model.tokenizer.encode(text)) - 1
+
+
+def test_scoring_more_than_the_memory_holds():
+    model = model_for("vanilla")
+    page = 20 * 2 * 16 * model.config.head_dim * 4
+    with pytest.raises(CapacityError, match="2 sequences of up to 35 tokens at once"):
+        dms_jax.score(model, prompts([35, 35]), memory=5 * page, **SHAPE)
+    assert len(dms_jax.score(model, prompts([35, 35]), memory=5 * page, num_lanes=1, **SHAPE)) == 2

@@ -1,0 +1,156 @@
+"""News as it comes: updates add up; stop strings end a request; interrupts leave no trace."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import dms_jax
+from dms_jax.errors import CheckpointError
+from dms_jax.generation import Engine, Update
+from tests.generation.support import (
+    GREEDY,
+    NEW_TOKENS,
+    SHAPE,
+    engine_for,
+    model_for,
+    prompts,
+    stories,
+)
+
+
+class Listener:
+    """Keeps the updates of each request."""
+
+    def __init__(self, count: int):
+        self.updates: list[list[Update]] = [[] for _ in range(count)]
+
+    def __call__(self, update: Update) -> None:
+        self.updates[update.index].append(update)
+
+    def check(self, completions) -> None:
+        """Updates add up to the completions; exactly the last one of each says so."""
+        for updates, completion in zip(self.updates, completions, strict=True):
+            assert [t for update in updates for t in update.tokens] == completion.tokens
+            assert "".join(update.text for update in updates) == completion.text
+            finished = [update.finished for update in updates]
+            assert finished == [False] * (len(finished) - 1) + [True]
+
+
+def test_updates_add_up():
+    listener = Listener(4)
+    completions = engine_for("vanilla").generate(prompts(), sampling=GREEDY, on_tokens=listener)
+    listener.check(completions)
+    assert all(len(updates) >= 3 for updates in listener.updates)  # twenty tokens, eight a chunk
+    decode = stories().tokenizer.decode
+    assert [c.text for c in completions] == [decode(c.tokens) for c in completions]
+
+
+def test_updates_add_up_for_any_characters():
+    """Hot draws from a model whose tokens are mostly single bytes: broken characters abound."""
+    sampling = dms_jax.Sampling(temperature=100.0, max_new_tokens=NEW_TOKENS, seed=1)
+    listener = Listener(4)
+    completions = engine_for("vanilla").generate(prompts(), sampling=sampling, on_tokens=listener)
+    listener.check(completions)
+    decode = stories().tokenizer.decode
+    assert [c.text for c in completions] == [decode(c.tokens) for c in completions]
+    assert any("\ufffd" in completion.text for completion in completions)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "tova"])
+def test_stop_strings_end_a_request_and_its_usage(name):
+    engine = engine_for(name)
+    (free,) = engine.generate(prompts([13]), sampling=GREEDY)
+    stop = free.text[16:21]  # begins and ends within tokens, in the second chunk or later
+    cut = free.text.index(stop)
+    decode = stories().tokenizer.decode
+    fewest = next(n for n in range(1, 99) if stop in decode(free.tokens[:n]))
+    sampling = dataclasses.replace(GREEDY, stop=["never there", stop])
+    listener = Listener(1)
+    (completion,) = engine.generate(prompts([13]), sampling=sampling, on_tokens=listener)
+    listener.check([completion])
+    assert (completion.finish_reason, completion.text) == ("stop", free.text[:cut])
+    assert completion.tokens == free.tokens[:fewest]
+    assert completion.logprobs == free.logprobs[:fewest]
+    # What a request of just so many tokens uses; the steps beyond do not count.
+    exact = dataclasses.replace(GREEDY, max_new_tokens=fewest)
+    (short,) = engine.generate(prompts([13]), sampling=exact)
+    for field in ("prompt_tokens", "new_tokens", "kv_reads", "peak_tokens", "live_tokens"):
+        assert getattr(completion.usage, field) == getattr(short.usage, field), field
+    assert completion.usage.compression_ratio == short.usage.compression_ratio
+
+
+def test_a_stop_string_of_one_request_leaves_the_others_alone():
+    given = prompts()
+    free = engine_for("vanilla").generate(given, sampling=GREEDY)
+    stop = next(
+        piece
+        for piece in (free[1].text[start : start + 4] for start in range(4, 30))
+        if sum(piece in completion.text for completion in free) == 1
+    )
+    stopped = engine_for("vanilla").generate(given, sampling=dataclasses.replace(GREEDY, stop=stop))
+    assert [c.finish_reason for c in stopped] == ["length", "stop", "length", "length"]
+    assert [c.tokens for c in stopped[2:]] == [c.tokens for c in free[2:]]
+
+
+class Enough(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Enough, KeyboardInterrupt, SystemExit])
+def test_an_exception_from_the_listener_passes_and_leaves_the_engine_whole(error):
+    engine, given = engine_for("tova"), prompts()
+    expected = engine.generate(given, sampling=GREEDY)
+    calls = []
+
+    def interrupt(update):
+        calls.append(update)
+        if len(calls) == 6:
+            raise error("enough")
+
+    with pytest.raises(error, match="enough"):
+        engine.generate(given, sampling=GREEDY, on_tokens=interrupt)
+    assert engine.runner.allocator.pages_in_use == 0
+    assert [c.tokens for c in engine.generate(given, sampling=GREEDY)] == [
+        c.tokens for c in expected
+    ]
+
+
+@pytest.mark.parametrize("place", ["decode", "extend", "reserve"])
+def test_an_interrupt_from_within_leaves_the_engine_whole(place, monkeypatch):
+    engine, given = engine_for("vanilla"), prompts()
+    expected = engine.generate(given, sampling=GREEDY)
+    original = getattr(engine.runner, place)
+    calls = []
+
+    def interrupted(*arguments, **options):
+        calls.append(place)
+        result = original(*arguments, **options)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(given, sampling=GREEDY)
+    again = engine.generate(given, sampling=GREEDY)
+    assert [c.tokens for c in again] == [c.tokens for c in expected]
+    assert [c.usage for c in again] == [c.usage for c in expected]
+
+
+def test_weights_that_are_not_numbers():
+    model = model_for("vanilla", ends=False)
+    graph, state = nnx.split(model.transformer)
+    broken = jax.tree.map(lambda x: x * np.nan, state)
+    model = dataclasses.replace(model, transformer=nnx.merge(graph, broken))
+    engine = Engine(model, max_tokens=64, **SHAPE)
+    with pytest.raises(CheckpointError, match=r"logits are not numbers .* token 5 of prompt 0"):
+        engine.generate(prompts(), sampling=GREEDY)
+    hot = dataclasses.replace(GREEDY, temperature=1.0, top_p=0.9, top_k=5, min_p=0.1)
+    with pytest.raises(CheckpointError, match="logits are not numbers"):
+        dms_jax.generate(model, prompts(), sampling=hot, chunk=8, page_size=16, prefill_chunk=8)
+    with pytest.raises(CheckpointError, match="logits are not numbers"):
+        dms_jax.score(model, prompts([20]), chunk=8, page_size=16)
