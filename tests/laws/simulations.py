@@ -20,14 +20,20 @@ def weights_of(row: Row) -> transformer.Weights:
     return oracle_weights(model_for(row))
 
 
-@functools.cache
-def simulated(row: Row, sequence: int, prompt_length: int, page_size: int) -> transformer.Pass:
+def simulate(
+    row: Row, weights: transformer.Weights, tokens, prompt_length: int, page_size: int
+) -> transformer.Pass:
     """One sequence through the NumPy model, each layer under the row's simulation."""
     return transformer.run(
-        weights_of(row),
-        TOKENS[sequence],
+        weights,
+        tokens,
         lambda layer: row.simulate(row.policy, layer, prompt_length, page_size),
     )
+
+
+@functools.cache
+def simulated(row: Row, sequence: int, prompt_length: int, page_size: int) -> transformer.Pass:
+    return simulate(row, weights_of(row), TOKENS[sequence], prompt_length, page_size)
 
 
 def expected(row: Row, prompts, page_size: int | None = None) -> list[transformer.Pass]:
@@ -49,7 +55,7 @@ def live_totals(one: transformer.Pass) -> np.ndarray:
     return sum(trace.live_counts.sum(axis=1) for trace in one.traces)
 
 
-def read_totals(row: Row, one: transformer.Pass, prompt_length: int) -> np.ndarray:
+def read_totals(one: transformer.Pass, page_size: int) -> np.ndarray:
     """[T]: entries read over all rows by each token.
 
     The query heads of a group read their common row once. Where they choose pages (Quest), each
@@ -61,7 +67,7 @@ def read_totals(row: Row, one: transformer.Pass, prompt_length: int) -> np.ndarr
         kv_heads = trace.live_counts.shape[1]
         group = trace.reads.shape[1] // kv_heads
         live, reads = trace.live_counts, trace.reads.reshape(-1, kv_heads, group)
-        chosen = reads.sum(axis=2) + -(-live // row.page_size)
+        chosen = reads.sum(axis=2) + -(-live // page_size)
         everything = (reads == live[:, :, None]).all(axis=2)
         totals.append(np.where(everything, live, chosen).sum(axis=1))
     return sum(totals)

@@ -1,0 +1,110 @@
+"""What `generate` and `score` must return, worked out by the simulation."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from dms_jax.cache.accounting import Usage
+from dms_jax.config import ModelConfig
+from dms_jax.policies import DMC, TOVA, Policy, Quest
+from dms_jax.policies.delayed_eviction import DelayedEviction
+from tests.laws.simulations import live_totals, read_totals, simulate
+from tests.laws.table import Row
+from tests.oracles import transformer
+
+TOLERANCE = 1e-10
+FLOAT64, INT32 = 8, 4
+
+
+def bytes_per_page(config: ModelConfig, policy: Policy, page_size: int) -> int:
+    """Keys, values and what the policy keeps beside them (Quest: two bounds)."""
+    vectors = 2 * page_size + 2 * isinstance(policy, Quest)
+    return vectors * config.head_dim * FLOAT64
+
+
+def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
+    """What the policy remembers of a row: a ring of marked slots, sums, a victim."""
+    if isinstance(policy, TOVA):
+        return INT32
+    if not isinstance(policy, DelayedEviction):
+        return 0
+    ring = (policy.visible_window + 1) * INT32
+    return ring + isinstance(policy, DMC) * (2 * config.head_dim + 1) * FLOAT64
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    top = logits.max(axis=-1, keepdims=True)
+    return logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
+
+
+def pages_of(one: transformer.Pass, token: int, page_size: int) -> int:
+    """Pages that all rows of the sequence need right after a token."""
+    return sum(int((-(-trace.live_counts[token] // page_size)).sum()) for trace in one.traces)
+
+
+@dataclasses.dataclass
+class Expected:
+    """A pass over everything that is fed, and the figures it must lead to.
+
+    Args:
+      fed: tokens that go through the cache; `prompt_length` of them belong to the prompt.
+      first_read: the first token whose reads count.
+    """
+
+    row: Row
+    weights: transformer.Weights
+    config: ModelConfig
+    fed: Any
+    prompt_length: int
+    first_read: int
+    page_size: int
+
+    def __post_init__(self):
+        self.run = simulate(self.row, self.weights, self.fed, self.prompt_length, self.page_size)
+        self.logprobs = log_softmax(self.run.logits)
+
+    def check_usage(self, usage: Usage) -> None:
+        rows = self.config.num_layers * self.config.num_kv_heads
+        live = live_totals(self.run)
+        reads = read_totals(self.run, self.page_size)[self.first_read :]
+        policy = self.row.policy
+        pages = pages_of(self.run, -1, self.page_size)
+        held = pages * bytes_per_page(self.config, policy, self.page_size)
+        held += rows * bytes_per_row(self.config, policy)
+        assert math.isclose(usage.kv_reads, reads.sum() / rows)
+        assert math.isclose(usage.peak_tokens, live.max() / rows)
+        assert math.isclose(usage.live_tokens, live[-1] / rows)
+        assert math.isclose(usage.compression_ratio, len(self.fed) * rows / live[-1])
+        assert usage.cache_bytes == held
+        assert usage.peak_cache_bytes >= held
+
+
+def check_completion(
+    row: Row, weights, config: ModelConfig, prompt: list[int], completion, page_size: int
+) -> float:
+    """A greedy answer and its usage; returns the largest difference of log-probabilities."""
+    answer = completion.tokens
+    expected = Expected(
+        row, weights, config, [*prompt, *answer[:-1]], len(prompt), len(prompt), page_size
+    )
+    logprobs = expected.logprobs[len(prompt) - 1 :]
+    assert logprobs.argmax(-1).tolist() == answer
+    difference = np.abs(logprobs.max(-1) - completion.logprobs).max()
+    assert difference < TOLERANCE
+    expected.check_usage(completion.usage)
+    assert completion.usage.prompt_tokens == len(prompt)
+    assert completion.usage.new_tokens == len(answer)
+    return float(difference)
+
+
+def check_score(row: Row, weights, config: ModelConfig, tokens, score, page_size: int) -> float:
+    """Log-probabilities and usage of given tokens; returns the largest difference."""
+    tokens = np.asarray(tokens)
+    expected = Expected(row, weights, config, tokens[:-1], 0, 0, page_size)
+    logprobs = expected.logprobs[np.arange(len(tokens) - 1), tokens[1:]]
+    difference = np.abs(logprobs - score.logprobs).max()
+    assert difference < TOLERANCE
+    expected.check_usage(score.usage)
+    return float(difference)

@@ -1,0 +1,227 @@
+"""Laws 3 and 4 for whole requests: answers, usage, and memory that is really held and given back.
+
+Before every compiled chunk a row holds ceil((slots in use + tokens of the chunk) / P) pages, no
+more and no fewer; afterwards those that its slots need; at the end none.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from dms_jax.errors import CapacityError
+from dms_jax.generation import Engine, Sampling, score
+from dms_jax.generation.runner import Runner
+from dms_jax.model.language_model import LanguageModel
+from tests.laws.serving import (
+    bytes_per_page,
+    bytes_per_row,
+    check_completion,
+    check_score,
+)
+from tests.laws.simulations import LENGTHS, TOKENS, simulated, weights_of
+from tests.laws.table import ROWS, model_for
+from tests.support.models import random_tokens
+
+SERVED = [row for row in ROWS if row.group == 2 and (not row.identity or row.name.startswith("V"))]
+every_policy = pytest.mark.parametrize("row", SERVED, ids=lambda row: row.name)
+CHUNK, PREFILL_CHUNK = 4, 8
+GREEDY = Sampling(temperature=0, max_new_tokens=12, logprobs=True)
+PROMPTS = [random_tokens(40 + index, length).tolist() for index, length in enumerate((13, 7, 10))]
+
+
+class Watch:
+    """Checks the reserve of every row around every compiled chunk, and counts what happens."""
+
+    def __init__(self, monkeypatch):
+        self.chunks = self.cleared = 0
+        self.refusals: set[int] = set()  # before which chunks the pool is said to be full, once
+        for name in ("extend", "decode", "follow"):
+            monkeypatch.setattr(Runner, name, self._around(getattr(Runner, name), name))
+        monkeypatch.setattr(Runner, "fits", self._refusing(Runner.fits))
+        monkeypatch.setattr(Runner, "trim", self._trimmed(Runner.trim))
+        monkeypatch.setattr(Runner, "clear", self._cleared(Runner.clear))
+
+    def _around(self, call, name):
+        def watched(runner, *arguments, **options):
+            coming = np.zeros(len(runner.seen), int)
+            if name == "extend":
+                for lane, tokens in arguments[0].items():
+                    coming[lane] = len(tokens)
+            elif name == "decode":
+                coming = np.minimum(arguments[1], options["num_steps"])
+            else:
+                coming = arguments[1]
+            slots = runner.lengths + coming[None, :, None]
+            limit = runner.policy.slot_limit(runner.page_size)
+            if limit is not None:
+                slots = np.minimum(slots, limit)
+            needed = -(-slots // runner.page_size)
+            np.testing.assert_array_equal(runner.allocator.reserved, needed)
+            self.chunks += 1
+            result = call(runner, *arguments, **options)
+            assert (runner.lengths <= slots).all()
+            return result
+
+        return watched
+
+    def _refusing(self, call):
+        def watched(runner, extra):
+            if self.chunks in self.refusals:
+                self.refusals.remove(self.chunks)
+                return False
+            return call(runner, extra)
+
+        return watched
+
+    def _trimmed(self, call):
+        def watched(runner):
+            call(runner)
+            needed = -(-runner.lengths // runner.page_size)
+            np.testing.assert_array_equal(runner.allocator.reserved, needed)
+
+        return watched
+
+    def _cleared(self, call):
+        def watched(runner, lanes):
+            self.cleared += len(lanes)
+            call(runner, lanes)
+            assert not runner.allocator.reserved[:, lanes].any()
+            assert not np.asarray(runner.cache.lengths)[:, lanes].any()
+
+        return watched
+
+
+def assert_empty(engine: Engine) -> None:
+    allocator = engine.runner.allocator
+    assert allocator.pages_in_use == 0
+    assert allocator.free_pages == allocator.pages_per_shard
+    assert not np.asarray(engine.runner.cache.lengths).any()
+    assert not np.asarray(engine.runner.cache.seen).any()
+
+
+@every_policy
+def test_requests_that_are_put_back_are_answered_as_if_they_were_not(
+    row, monkeypatch, record_property
+):
+    """Answers, usage and memory, with the pool said to be full between and within prompts."""
+    watch = Watch(monkeypatch)
+    model = LanguageModel(model_for(row), policy=row.policy)
+    engine = Engine(
+        model,
+        num_lanes=len(PROMPTS),
+        max_tokens=32,
+        page_size=row.page_size,
+        chunk=CHUNK,
+        prefill_chunk=PREFILL_CHUNK,
+    )
+    largest = 0.0
+    for refusals in (set(), {3, 5}):  # the same engine again: nothing is left of the first call
+        watch.chunks, watch.cleared, watch.refusals = 0, 0, set(refusals)
+        completions = engine.generate(PROMPTS, sampling=GREEDY)
+        for prompt, completion in zip(PROMPTS, completions, strict=True):
+            difference = check_completion(
+                row, weights_of(row), model.config, prompt, completion, row.page_size
+            )
+            largest = max(largest, difference)
+        assert_empty(engine)
+        assert not watch.refusals
+        assert watch.cleared == len(PROMPTS) + len(refusals)
+    record_property("largest", largest)
+
+
+@every_policy
+def test_the_pool_is_as_large_as_the_accounting_says(row):
+    model = LanguageModel(model_for(row), policy=row.policy)
+    engine = Engine(
+        model, num_lanes=3, memory=40_000, max_tokens=400, page_size=row.page_size, chunk=CHUNK
+    )
+    cache = engine.runner.cache
+    num_pages = engine.runner.allocator.pages_per_shard
+    pool = jax.tree.leaves((cache.k_pages, cache.v_pages, cache.page_state))
+    per_page = bytes_per_page(model.config, row.policy, row.page_size)
+    assert sum(leaf.nbytes for leaf in pool) == num_pages * per_page
+    rows = model.config.num_layers * model.config.num_kv_heads
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.row_state))
+    assert state == 3 * rows * bytes_per_row(model.config, row.policy)
+    assert num_pages * per_page + state <= 40_000
+    limit = row.policy.slot_limit(row.page_size)
+    if limit is None:  # it could need more: nothing is left unused
+        assert num_pages * per_page + state > 40_000 - per_page
+    else:
+        assert num_pages >= 3 * rows * -(-limit // row.page_size)
+
+
+@every_policy
+def test_scores_and_their_peak_bytes(row, monkeypatch, record_property):
+    watch = Watch(monkeypatch)
+    model = LanguageModel(model_for(row), policy=row.policy)
+    results = score(model, TOKENS, chunk=8, page_size=row.page_size)
+    assert watch.chunks == -(-(max(LENGTHS) - 1) // 8)
+    largest = 0.0
+    for index, result in enumerate(results):
+        largest = max(
+            largest,
+            check_score(row, weights_of(row), model.config, TOKENS[index], result, row.page_size),
+        )
+        one = simulated(row, index, 0, row.page_size)
+        assert result.usage.peak_cache_bytes == peak_bytes(row, model.config, one, 8)
+    record_property("largest", largest)
+
+
+def peak_bytes(row, config, one, chunk: int) -> int:
+    """Bytes of the reserve of the greediest chunk: what is there, and a slot for each token."""
+    fed = len(one.logits) - 1  # the last token is not fed
+    limit = row.policy.slot_limit(row.page_size) or fed
+    peak = 0
+    for start in range(0, fed, chunk):
+        coming = min(chunk, fed - start)
+        pages = 0
+        for trace in one.traces:
+            before = trace.live_counts[start - 1] if start else np.zeros_like(trace.peak)
+            pages += int((-(-np.minimum(before + coming, limit) // row.page_size)).sum())
+        peak = max(peak, pages)
+    rows = config.num_layers * config.num_kv_heads
+    return peak * bytes_per_page(config, row.policy, row.page_size) + rows * bytes_per_row(
+        config, row.policy
+    )
+
+
+class Interrupted(BaseException):
+    """Stands for Ctrl-C."""
+
+
+def test_a_small_pool_interrupts_and_errors_leave_nothing_behind(monkeypatch):
+    row = SERVED[0]
+    watch = Watch(monkeypatch)
+    model = LanguageModel(model_for(row), policy=row.policy)
+    rows = model.config.num_layers * model.config.num_kv_heads
+    pages = sum(-(-(len(prompt) + 11) // row.page_size) for prompt in PROMPTS) * rows
+    engine = Engine(
+        model,
+        num_lanes=len(PROMPTS),
+        memory=int(0.75 * pages) * bytes_per_page(model.config, row.policy, row.page_size),
+        max_tokens=32,
+        page_size=row.page_size,
+        chunk=CHUNK,
+        prefill_chunk=PREFILL_CHUNK,
+    )
+    for updates_before in (0, 3, 6):
+        seen = []
+
+        def interrupt(update, seen=seen, updates_before=updates_before):
+            seen.append(update)
+            if len(seen) > updates_before:
+                raise Interrupted
+
+        with pytest.raises(Interrupted):
+            engine.generate(PROMPTS, sampling=GREEDY, on_tokens=interrupt)
+        assert_empty(engine)
+    too_long = Sampling(temperature=0, max_new_tokens=300)
+    with pytest.raises(CapacityError):
+        engine.generate(PROMPTS, sampling=too_long)
+    assert_empty(engine)
+    watch.cleared = 0
+    for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, sampling=GREEDY), strict=True):
+        check_completion(row, weights_of(row), model.config, prompt, completion, row.page_size)
+    assert_empty(engine)
+    assert watch.cleared > len(PROMPTS)  # one was put back because the pool was full
