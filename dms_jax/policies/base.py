@@ -27,6 +27,7 @@ Other policies are run token by token inside the layer (write, read, observe for
 """
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -122,8 +123,8 @@ class Reading:
     """The rows a query attends to.
 
     `page_table` and `lengths` have one row per KV head ([B, K, M]; its G query heads share it) or
-    one per query head ([B, H, M]). `reads` counts the key-value entries that this costs, where it is
-    not the sum of the lengths (Quest: besides, one entry a page for its two bounds).
+    one per query head ([B, H, M]). `reads` counts the key-value entries that this costs, where it
+    is not the sum of the lengths (Quest: besides, one entry a page for its two bounds).
     """
 
     page_table: Int[Array, "B X M"]
@@ -343,6 +344,11 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def is_static_int(value: Any) -> bool:
-    """Whether the value is a plain integer (a bool is not)."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_static_int(value: Any, least: int = 0) -> bool:
+    """Whether the value is a plain integer (a bool is not) of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_finite(value: Any) -> bool:
+    """Whether the value is a plain, finite number (a bool is not)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -23,7 +23,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from dms_jax.policies.base import Chunk, Decisions, PolicyState, Projections, hard_marks, require
+from dms_jax.policies.base import (
+    Chunk,
+    Decisions,
+    PolicyState,
+    Projections,
+    hard_marks,
+    is_finite,
+    require,
+)
 from dms_jax.policies.delayed_eviction import DelayedEviction, Ring
 
 
@@ -56,6 +64,13 @@ class DMC(DelayedEviction):
         require(
             self.neuron in ("first", "last"),
             f"DMC: neuron must be 'first' or 'last', got {self.neuron!r}.",
+        )
+        require(
+            is_finite(self.offset), f"DMC: offset must be a finite number, got {self.offset!r}."
+        )
+        require(
+            is_finite(self.epsilon) and self.epsilon >= 0,
+            f"DMC: epsilon must be a finite number >= 0, got {self.epsilon!r}.",
         )
 
     @property

@@ -22,7 +22,15 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dms_jax.policies.base import Chunk, Decisions, Projections, Relaxed, is_static_int, require
+from dms_jax.policies.base import (
+    Chunk,
+    Decisions,
+    Projections,
+    Relaxed,
+    is_finite,
+    is_static_int,
+    require,
+)
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
 
@@ -54,11 +62,11 @@ class DMS(DelayedEviction):
 
     def __post_init__(self):
         require(
-            is_static_int(self.window) and self.window >= 0,
+            is_static_int(self.window),
             f"DMS: window must be a whole number >= 0, got {self.window!r}.",
         )
         require(
-            is_static_int(self.shift) and 0 <= self.shift <= self.window + 1,
+            is_static_int(self.shift) and self.shift <= self.window + 1,
             f"DMS: shift must lie between 0 and window + 1 = {self.window + 1}, got "
             f"{self.shift!r}: a later decision would come after the key has left the window.",
         )
@@ -69,6 +77,9 @@ class DMS(DelayedEviction):
         require(
             self.per in ("head", "layer"), f"DMS: per must be 'head' or 'layer', got {self.per!r}."
         )
+        for name in ("alpha_scale", "alpha_offset", "temperature"):
+            value = getattr(self, name)
+            require(is_finite(value), f"DMS: {name} must be a finite number, got {value!r}.")
         require(self.temperature > 0, f"DMS: temperature must be positive, got {self.temperature}.")
 
     @property

@@ -24,6 +24,7 @@ from dms_jax.policies.base import (
     Policy,
     PolicyState,
     Reading,
+    is_static_int,
     require,
 )
 
@@ -54,10 +55,13 @@ class Quest(Policy):
     split_invariant = False
 
     def __post_init__(self):
-        require(self.budget >= 1, f"Quest: budget must be at least 1, got {self.budget}.")
         require(
-            self.dense_layers >= 0,
-            f"Quest: dense_layers must not be negative, got {self.dense_layers}.",
+            is_static_int(self.budget, least=1),
+            f"Quest: budget must be a whole number of at least 1, got {self.budget!r}.",
+        )
+        require(
+            is_static_int(self.dense_layers),
+            f"Quest: dense_layers must be a whole number >= 0, got {self.dense_layers!r}.",
         )
 
     @property

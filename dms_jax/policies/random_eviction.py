@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
-from dms_jax.policies.base import Decisions, Projections, require
+from dms_jax.policies.base import Decisions, Projections, is_finite, is_static_int, require
 from dms_jax.policies.delayed_eviction import DelayedEviction
 
 
@@ -31,9 +31,22 @@ class RandomEviction(DelayedEviction):
     seed: int = 0
 
     def __post_init__(self):
-        require(self.window >= 0, f"RandomEviction: window must be >= 0, got {self.window}.")
-        require(0 <= self.rate <= 1, f"RandomEviction: rate must lie in [0, 1], got {self.rate}.")
-        require(self.spread >= 0, f"RandomEviction: spread must be >= 0, got {self.spread}.")
+        require(
+            is_static_int(self.window),
+            f"RandomEviction: window must be a whole number >= 0, got {self.window!r}.",
+        )
+        require(
+            is_finite(self.rate) and 0 <= self.rate <= 1,
+            f"RandomEviction: rate must be a number in [0, 1], got {self.rate!r}.",
+        )
+        require(
+            is_finite(self.spread) and self.spread >= 0,
+            f"RandomEviction: spread must be a number >= 0, got {self.spread!r}.",
+        )
+        require(
+            is_static_int(self.seed) and self.seed < 2**32,
+            f"RandomEviction: seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}.",
+        )
 
     @property
     def visible_window(self) -> int:

@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from dms_jax.policies.base import Decisions, Projections, require
+from dms_jax.policies.base import Decisions, Projections, is_static_int, require
 from dms_jax.policies.delayed_eviction import DelayedEviction
 
 
@@ -25,7 +25,12 @@ class StreamingLLM(DelayedEviction):
     sinks: int = 4
 
     def __post_init__(self):
-        require(self.sinks >= 0, f"StreamingLLM: sinks must not be negative, got {self.sinks}.")
+        for name in ("budget", "sinks"):
+            value = getattr(self, name)
+            require(
+                is_static_int(value),
+                f"StreamingLLM: {name} must be a whole number >= 0, got {value!r}.",
+            )
         require(
             self.budget > self.sinks,
             f"StreamingLLM: a budget of {self.budget} tokens holds nothing beside {self.sinks} "

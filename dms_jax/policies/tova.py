@@ -23,6 +23,7 @@ from dms_jax.policies.base import (
     Placement,
     Policy,
     PolicyState,
+    is_static_int,
     require,
     slot_shape,
 )
@@ -43,7 +44,10 @@ class TOVA(Policy):
     observes = True
 
     def __post_init__(self):
-        require(self.budget >= 1, f"TOVA: budget must be at least 1, got {self.budget}.")
+        require(
+            is_static_int(self.budget, least=1),
+            f"TOVA: budget must be a whole number of at least 1, got {self.budget!r}.",
+        )
         require(
             self.per in ("layer", "head"), f"TOVA: per must be 'layer' or 'head', got {self.per!r}."
         )
