@@ -150,7 +150,7 @@ def error_of(case, q, pool, lengths, implementation) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def measure(case, seed) -> list[dict]:
+def measure(case, seed, only) -> list[dict]:
     """Time every contender on one case."""
     pools = draw_pools(case, seed)
     lengths = jnp.asarray(case.lengths, jnp.int32)
@@ -169,6 +169,8 @@ def measure(case, seed) -> list[dict]:
             contenders["stock pallas"] = lambda: stock(case, q, pools, lengths)
     records = []
     for name, make in contenders.items():
+        if only and name.split(",")[0] not in only:
+            continue
         record = {"case": case.name, "implementation": name, "live_bytes": case.live_bytes}
         try:
             if name.split(",")[0] in ("mosaic_gpu", "triton", "xla"):
@@ -242,6 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="experiments/results/kernels")
     parser.add_argument("--cases", nargs="*", default=[case.name for case in cases.BENCHMARK])
+    parser.add_argument("--only", nargs="*", help="implementations; all without")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", metavar="FOLDER", help="only draw a written report")
     arguments = parser.parse_args()
@@ -256,7 +259,7 @@ def main() -> None:
     }
     print(f"pure read {report['read_terabytes_per_second']} TB/s", flush=True)
     for name in arguments.cases:
-        report["records"] += measure(cases.by_name(name), arguments.seed)
+        report["records"] += measure(cases.by_name(name), arguments.seed, arguments.only)
         (folder / "decode.json").write_text(json.dumps(report, indent=1) + "\n")
 
 

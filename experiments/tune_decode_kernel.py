@@ -8,6 +8,7 @@ is compiled and timed; the shortest period wins.
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import pathlib
 import sys
@@ -22,41 +23,48 @@ from pallas_kernels.decode.plan import make_plan
 from pallas_kernels.dispatch import target_gpu
 
 KERNEL = "decode_attention/mosaic_gpu"
-_CHOICES = [(1, stages) for stages in range(1, 9)] + [(2, stages) for stages in range(1, 7)]
-_CHOICES += [(3, 1), (3, 2), (3, 3), (4, 2)]
+_SHARED_BYTES = 227 * 1024
+# Fewer bytes in flight on a core cannot keep the memory busy.
+_LEAST_IN_FLIGHT = 32 * 1024
 
 
-def choices_for(case) -> list[tuple[int, int]]:
-    """List (programs a core, stages) that fit, fewest bytes in flight first left out."""
-    page = 2 * max(64, case.page_size) * case.head_dim
-    stage = page * (jnp.dtype(case.pages_dtype or case.dtype).itemsize)
+def choices_for(case) -> list[dict[str, int]]:
+    """List the settings whose programs fit on a core."""
+    size = jnp.dtype(case.pages_dtype or case.dtype).itemsize
+    shapes = structs_of(case)
     fitting = []
-    for programs, stages in _CHOICES:
-        spec = gpu.Spec(
-            rows=case.rows,
-            group=case.group,
-            head_dim=case.head_dim,
-            page_size=case.page_size,
-            pages_dtype=jnp.dtype(case.pages_dtype or case.dtype),
-            dtype=jnp.dtype(case.dtype),
+    for programs, stages in itertools.product((1, 2, 3), range(1, 7)):
+        settings = {"programs_per_core": programs, "stages": stages}
+        spec = gpu.spec_of(
+            *shapes,
+            settings,
             tile=gpu.tile_of(case.page_size),
-            stages=stages,
             programs=programs,
             scale=1.0,
             return_lse=False,
             return_scores=False,
         )
-        in_flight = programs * stages * stage
-        if programs * spec.shared_bytes <= 227 * 1024 and in_flight >= 48 * 1024:
-            fitting.append((programs, stages))
+        in_flight = programs * stages * 2 * spec.tile * case.head_dim * size
+        fits = programs * spec.shared_bytes <= _SHARED_BYTES
+        enough = _LEAST_IN_FLIGHT <= in_flight <= 4 * _LEAST_IN_FLIGHT
+        if fits and (enough or stages == 1):
+            fitting.append(settings)
     return fitting
 
 
-def compile_chain(case, pools, lengths, q, programs, stages):
-    """Compile a chain of calls with these settings."""
-    plan = make_plan(
-        lengths, tile=gpu.tile_of(case.page_size), programs=programs * target_gpu().cores
+def structs_of(case):
+    """Shapes of queries and pages."""
+    pool = (case.pages, case.page_size, case.head_dim)
+    return (
+        jax.ShapeDtypeStruct((case.rows, case.group, case.head_dim), case.dtype),
+        jax.ShapeDtypeStruct(pool, case.pages_dtype or case.dtype),
     )
+
+
+def compile_chain(case, pools, lengths, q, settings):
+    """Compile a chain of calls with these settings."""
+    programs = settings["programs_per_core"] * target_gpu().cores
+    plan = make_plan(lengths, tile=gpu.tile_of(case.page_size), programs=programs)
 
     @jax.jit
     def once(q, pool, lengths, plan):
@@ -73,7 +81,7 @@ def compile_chain(case, pools, lengths, q, programs, stages):
             scale=case.head_dim**-0.5,
             return_lse=False,
             return_scores=False,
-            stages=stages,
+            settings=settings,
         )
         return out
 
@@ -94,13 +102,11 @@ def tune(case) -> dict:
     q = jax.random.normal(jax.random.key(1), (case.rows, case.group, case.head_dim), case.dtype)
     choices = choices_for(case)
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        chains = list(threads.map(lambda c: compile_chain(case, pools, lengths, q, *c), choices))
-    periods = {}
-    for choice, chain in zip(choices, chains, strict=True):
-        periods[choice] = time_chain(chain).period
-    programs, stages = min(periods, key=periods.get)
-    for choice, period in sorted(periods.items(), key=lambda item: item[1])[:5]:
-        print(f"{case.name:40s} programs, stages {choice}: {period:8.2f} us", flush=True)
+        chains = list(threads.map(lambda c: compile_chain(case, pools, lengths, q, c), choices))
+    periods = [time_chain(chain).period for chain in chains]
+    ranking = sorted(range(len(choices)), key=periods.__getitem__)
+    for i in ranking[:5]:
+        print(f"{case.name:40s} {periods[i]:8.2f} us  {choices[i]}", flush=True)
     return {
         "when": {
             "head_dim": case.head_dim,
@@ -108,8 +114,8 @@ def tune(case) -> dict:
             "bytes": jnp.dtype(case.pages_dtype or case.dtype).itemsize,
             "small": case.name.endswith("small"),
         },
-        "use": {"programs_per_core": programs, "stages": stages},
-        "period_us": {f"{p}x{s}": round(t, 2) for (p, s), t in periods.items()},
+        "use": choices[ranking[0]],
+        "tried": [choices[i] | {"period_us": round(periods[i], 2)} for i in ranking],
     }
 
 

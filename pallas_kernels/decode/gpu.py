@@ -16,14 +16,14 @@ _TILE = 64
 _HEAD_DIMS = (64, 96, 128, 256)
 _PAGE_SIZES = (16, 32, 64, 128)
 _SHARED_BYTES = 227 * 1024
-# Bytes in flight on a core beyond which reading gets slower, not faster.
-_BYTES_IN_FLIGHT = 128 * 1024
+# Bytes in flight on a core that keep the memory busy; more than twice as many slow it down.
+_BYTES_IN_FLIGHT = 64 * 1024
 # Rows of fewer bytes than this a core are small work: latency counts, not the rate.
 _SMALL_BYTES = 1 << 20
 
 
 def tile_of(page_size: int) -> int:
-    """Slots that the kernels' plan counts as one tile."""
+    """Slots that the kernels take at a time: a page, or several small ones."""
     return max(_TILE, page_size)
 
 
@@ -44,12 +44,14 @@ def _settings(implementation, rows, head_dim, page_size, columns, dtype) -> dict
         return found
     if implementation == "triton":
         return {"programs_per_core": 4, "num_warps": 4, "num_stages": 2}
-    stage = 2 * tile_of(page_size) * head_dim * size
-    # Float32 pages need a second buffer of three bfloat16 parts.
-    spare = _SHARED_BYTES - (6 * tile_of(page_size) * head_dim if size == 4 else 0) - 24 * 1024
-    programs = 2 if 2 * 2 * stage <= _BYTES_IN_FLIGHT and size < 4 else 1
-    wanted = max(3 if programs == 1 else 2, _BYTES_IN_FLIGHT // (programs * stage))
-    return {"programs_per_core": programs, "stages": max(1, min(wanted, 8, spare // stage))}
+    tile = tile_of(page_size)
+    stage = 2 * tile * head_dim * size
+    wanted = max(2, _BYTES_IN_FLIGHT // stage)
+    # Float32 pages need second buffers of three bfloat16 parts, blocks of values beside keys.
+    spare = _SHARED_BYTES - 32 * 1024
+    if size == 4:
+        spare -= 6 * tile * (head_dim if head_dim % 64 == 0 else head_dim + 128)
+    return {"programs_per_core": 1, "stages": max(1, min(wanted, 8, spare // stage))}
 
 
 def plan_for(implementation, rows, head_dim, page_size, columns, dtype, lengths):
@@ -59,7 +61,8 @@ def plan_for(implementation, rows, head_dim, page_size, columns, dtype, lengths)
     return make_plan(lengths, tile=tile_of(page_size), programs=programs)
 
 
-def _spec(q, k_pages, plan_tile, programs, stages, scale, return_lse, return_scores) -> Spec:
+def spec_of(q, k_pages, settings, **fields) -> Spec:
+    """Describe the kernel for a call with these settings."""
     return Spec(
         rows=q.shape[0],
         group=q.shape[1],
@@ -67,12 +70,8 @@ def _spec(q, k_pages, plan_tile, programs, stages, scale, return_lse, return_sco
         page_size=k_pages.shape[1],
         pages_dtype=jnp.dtype(k_pages.dtype),
         dtype=jnp.dtype(q.dtype),
-        tile=plan_tile,
-        stages=stages,
-        programs=programs,
-        scale=scale,
-        return_lse=return_lse,
-        return_scores=return_scores,
+        stages=settings["stages"],
+        **fields,
     )
 
 
@@ -84,7 +83,7 @@ def _why_neither(q, k_pages, plan) -> str | None:
         return "reads float8 pages for bfloat16 or float16 queries only"
     if q.shape[1] > 16:
         return f"serves groups of at most 16 query heads, not {q.shape[1]}"
-    if plan is not None and plan.tile != tile_of(k_pages.shape[1]):
+    if plan is not None and (plan.tile % _TILE or plan.tile % k_pages.shape[1]):
         return f"the plan was made for another page size (tile {plan.tile})"
     return None
 
@@ -106,7 +105,9 @@ def why_not_mosaic(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales,
     settings = _settings(
         "mosaic_gpu", rows, head_dim, page_size, page_table.shape[1], k_pages.dtype
     )
-    spec = _spec(q, k_pages, tile_of(page_size), 1, settings["stages"], 1.0, True, True)
+    tile = tile_of(page_size) if plan is None else plan.tile
+    unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
+    spec = spec_of(q, k_pages, settings, tile=tile, **unknown)
     if spec.shared_bytes > _SHARED_BYTES:
         return (
             f"needs {spec.shared_bytes} bytes of shared memory for pages of {page_size} x "
@@ -146,7 +147,7 @@ def mosaic(
     scale,
     return_lse,
     return_scores,
-    stages=None,
+    settings=None,
     interpret=None,
 ):
     """Serve as the Hopper form of `decode_attention`; returns a tuple of results."""
@@ -155,9 +156,16 @@ def mosaic(
     shape = (rows, head_dim, page_size, columns, k_pages.dtype)
     if plan is None:
         plan = plan_for("mosaic_gpu", *shape, lengths)
-    if stages is None:
-        stages = _settings("mosaic_gpu", *shape)["stages"]
-    spec = _spec(q, k_pages, plan.tile, plan.programs, stages, scale, return_lse, return_scores)
+    spec = spec_of(
+        q,
+        k_pages,
+        settings or _settings("mosaic_gpu", *shape),
+        tile=plan.tile,
+        programs=plan.programs,
+        scale=scale,
+        return_lse=return_lse,
+        return_scores=return_scores,
+    )
     heads = _split(q, spec.operand, spec.parts) if spec.parts > 1 else q[None]
     if interpret is not None:
         # The interpreter does not fill boxes that reach outside an array.

@@ -120,22 +120,37 @@ def _copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barr
     q_ref, k_ref, v_ref, *scale_refs = inputs
     q_smem, k_smem, v_smem, *scale_smem = smem
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
-    pages_a_tile = spec.tile // spec.page_size
+
+    def last_page(length):
+        return jnp.maximum(length - 1, 0) // spec.page_size
 
     def pages_of(row, i, length):
         """Page numbers of tile i; past the end of the row, its last page again."""
-        last = jnp.maximum(length - 1, 0) // spec.page_size
-        first = i * pages_a_tile
-        return tuple(table_ref[row, jnp.minimum(first + j, last)] for j in range(pages_a_tile))
+        first, last = i * spec.pages_a_tile, last_page(length)
+        return tuple(table_ref[row, jnp.minimum(first + j, last)] for j in range(spec.pages_a_tile))
 
-    def copy(pages, slot, values, scales, target, scales_target, full):
-        for j, page in enumerate(pages):
+    def copy(pages, live, slot, values, scales, target, scales_target, full):
+        """Copy the live ones of a tile's pages; for the others only tell that nothing comes."""
+
+        def copy_page(j, page):
             part = pl.ds(j * spec.page_size, spec.page_size)
             plgpu.copy_gmem_to_smem(values.at[page], target.at[slot, part], full.at[slot])
             if spec.scaled:
                 plgpu.copy_gmem_to_smem(
                     scales.at[page], scales_target.at[slot, part], full.at[slot]
                 )
+
+        copy_page(0, pages[0])
+        for j, page in enumerate(pages[1:], start=1):
+
+            @pl.when(j < live)
+            def _(j=j, page=page):
+                copy_page(j, page)
+
+            @pl.when(j >= live)
+            def _():
+                for _ in range(spec.copies_a_page):
+                    plgpu.barrier_arrive(full.at[slot])
 
     k_scales, v_scales = scale_refs or (None, None)
     k_scales_smem, v_scales_smem = scale_smem or (None, None)
@@ -159,10 +174,11 @@ def _copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barr
             count, pages = carry
             slot = lax.rem(count, spec.stages)
             following = pages_of(row, i + 1, length)
+            live = last_page(length) + 1 - i * spec.pages_a_tile
             plgpu.barrier_wait(k_free.at[slot])
-            copy(pages, slot, k_ref, k_scales, k_smem, k_scales_smem, k_full)
+            copy(pages, live, slot, k_ref, k_scales, k_smem, k_scales_smem, k_full)
             plgpu.barrier_wait(v_free.at[slot])
-            copy(pages, slot, v_ref, v_scales, v_smem, v_scales_smem, v_full)
+            copy(pages, live, slot, v_ref, v_scales, v_smem, v_scales_smem, v_full)
             return count + 1, following
 
         count, _ = lax.fori_loop(lo, hi, step, (count, pages_of(row, lo, length)))
@@ -384,8 +400,7 @@ def attend(spec: Spec, plan, lengths, page_table, q, pages, scales, slots, inter
     operand = functools.partial(plgpu.SMEM, dtype=spec.operand)
     head_transforms = swizzled(spec.head_dim, spec.operand)
     ring_barrier = plgpu.Barrier(
-        num_arrivals=(spec.tile // spec.page_size) * (2 if spec.scaled else 1),
-        num_barriers=spec.stages,
+        num_arrivals=spec.pages_a_tile * spec.copies_a_page, num_barriers=spec.stages
     )
     free_barrier = plgpu.Barrier(num_barriers=spec.stages)
     scratch = {

@@ -18,6 +18,7 @@ lengths [L, R], made in one go, gives each layer its own.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +35,14 @@ class DecodePlan:
 
     Attributes:
       tile_starts: [..., R + 1] first tile of each row on the line, and the number of tiles.
-      edge_rows: [..., 2 C] the row of each of C programs' first tile, then of each one's last tile; the
-        latter is less than the former where a program has no tile.
+      edge_rows: [..., 2 C] the row of each of C programs' first tile, then of each one's last tile;
+        the latter is less than the former where a program has no tile.
       tile: slots of a tile.
     """
 
-    tile_starts: jax.Array
-    edge_rows: jax.Array
+    # Arrays; jax also puts specs, axes and placeholders in their place.
+    tile_starts: Any
+    edge_rows: Any
     tile: int = field(metadata={"static": True})
 
     @property

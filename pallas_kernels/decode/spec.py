@@ -19,7 +19,7 @@ class Spec:
       page_size: P.
       pages_dtype: dtype of the pages.
       dtype: dtype of the queries and of the result.
-      tile: slots handled at a time; the page size, or several pages of less than 64 slots.
+      tile: slots handled at a time: a page, or several.
       stages: tiles of keys and of values in flight.
       programs: size of the grid.
       scale: factor of the scores.
@@ -39,6 +39,16 @@ class Spec:
     scale: float
     return_lse: bool
     return_scores: bool
+
+    @property
+    def pages_a_tile(self) -> int:
+        """Pages handled at a time."""
+        return self.tile // self.page_size
+
+    @property
+    def copies_a_page(self) -> int:
+        """Arrivals that tell that a page is there."""
+        return 1 + self.scaled
 
     @property
     def columns(self) -> int:

@@ -115,7 +115,7 @@ def test_inside_shard_map():
     inputs = as_arrays(decode_inputs(case))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     by_rows, whole = PartitionSpec("data"), PartitionSpec()
-    specs = {name: by_rows for name in inputs} | {"k_pages": whole, "v_pages": whole}
+    specs = dict.fromkeys(inputs, by_rows) | {"k_pages": whole, "v_pages": whole}
     function = functools.partial(decode_attention, scale=0.1)
     sharded = jax.shard_map(
         lambda inputs: function(**inputs),

@@ -1,0 +1,45 @@
+"""Compile the TPU kernel for a TPU that is not there; prints one line a case.
+
+Usage: compile_for_tpu.py TOPOLOGY CASE... ; "large" is a step of 512 rows of 1024 pages.
+"""
+
+import sys
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import decode_attention
+from pallas_kernels.decode import cases
+from tests.pallas_kernels.support import structs
+
+# Tables of 2 MiB: twice the scalar memory of a chip.
+LARGE = cases.DecodeCase("large", (100,) * 512, spare_columns=1022)
+
+
+def main(topology, names):
+    """Compile each case with and without the optional results."""
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(chips[:1]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    for name in names:
+        case = LARGE if name == "large" else cases.by_name(name)
+        shapes = {
+            key: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+            for key, shape in structs(case).items()
+        }
+        for everything in (False, True):
+
+            def run(inputs, everything=everything):
+                return decode_attention(
+                    **inputs, scale=0.1, return_lse=everything, return_scores=everything
+                )
+
+            compiled = jax.jit(run).trace(shapes).lower().compile()
+            kernel = "tpu_custom_call" in compiled.as_text()
+            print(f"{name} {everything} {'kernel' if kernel else 'no kernel'}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

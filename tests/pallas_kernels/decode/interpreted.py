@@ -1,0 +1,61 @@
+"""Run decode cases in a kernel's interpreter and print what came out, one JSON line a case.
+
+The interpreters of Mosaic run threads of their own and can stop for ever, so tests run them here,
+in a process that can be ended. Usage: interpreted.py IMPLEMENTATION CASE...
+"""
+
+import json
+import sys
+
+import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as gpu_interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.decode import cases, gpu, tpu
+from pallas_kernels.decode.plan import make_plan
+from tests.pallas_kernels.support import as_arrays, decode_inputs, decode_oracle, relative_error
+
+SCALE = 0.1
+# Few enough for the interpreter, enough to cut rows and to leave programs without work.
+PROGRAMS = 5
+
+
+def run(implementation, arrays, tile):
+    """Run a case; the results and whether memory was raced for."""
+    arrays = {"k_scales": None, "v_scales": None} | arrays
+    wanted = {"scale": SCALE, "return_lse": True, "return_scores": True}
+    if implementation == "mosaic_tpu":
+        parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+        results = tpu.decode_attention_tpu(**arrays, **wanted, interpret=parameters)
+        return jax.block_until_ready(results), tpu_interpreter.races.races_found
+    plan = make_plan(arrays["lengths"], tile=tile, programs=PROGRAMS)
+    if implementation == "triton":
+        return gpu.triton(**arrays, plan=plan, **wanted, interpret=True), False
+    parameters = plgpu.InterpretGPUParams(detect_races=True)
+    results = gpu.mosaic(
+        **arrays,
+        plan=plan,
+        settings={"programs_per_core": 1, "stages": 2},
+        **wanted,
+        interpret=parameters,
+    )
+    return jax.block_until_ready(results), gpu_interpreter.get_races().races_found
+
+
+def main(implementation, names):
+    """Run the cases and print their errors."""
+    for name in names:
+        case = cases.by_name(name)
+        inputs = decode_inputs(case)
+        results, raced = run(implementation, as_arrays(inputs), gpu.tile_of(case.page_size))
+        errors = [
+            relative_error(got, want)
+            for got, want in zip(results, decode_oracle(inputs, SCALE), strict=True)
+        ]
+        print(json.dumps({"case": name, "errors": errors, "raced": bool(raced)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

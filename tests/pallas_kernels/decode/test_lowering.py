@@ -1,0 +1,46 @@
+"""Every GPU kernel is lowered for an H200, up to the compiler that only the card's machine has."""
+
+import functools
+
+import pytest
+
+from pallas_kernels import decode_attention
+from pallas_kernels.decode import cases
+from tests.pallas_kernels.support import lower_for_cuda, structs
+
+# Float32 pages of 256 with their bfloat16 parts do not fit in shared memory.
+TOO_LARGE_FOR_HOPPER = {"float32_head_dim256"}
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+@pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda c: c.name)
+def test_lowers_with_all_results(case, implementation):
+    function = functools.partial(
+        decode_attention,
+        scale=0.1,
+        return_lse=True,
+        return_scores=True,
+        implementation=implementation,
+    )
+    if implementation == "mosaic_gpu" and case.name in TOO_LARGE_FOR_HOPPER:
+        with pytest.raises(NotImplementedError, match="bytes of shared memory"):
+            lower_for_cuda(function, **structs(case))
+        return
+    text = lower_for_cuda(function, **structs(case))
+    assert text.count("stablehlo.custom_call") == 2
+    assert "stablehlo.dot_general" not in text
+
+
+@pytest.mark.parametrize("case", cases.BENCHMARK, ids=lambda c: c.name)
+def test_benchmark_shapes_lower(case):
+    function = functools.partial(decode_attention, scale=0.1)
+    assert "mosaic_gpu" in lower_for_cuda(function, **structs(case))
+
+
+def test_no_work_on_arrays_around_the_kernel():
+    """For 16-bit types nothing but the plan, the kernel and the merge is launched."""
+    case = cases.by_name("rows512_4096")
+    text = lower_for_cuda(functools.partial(decode_attention, scale=0.1), **structs(case))
+    for operation in ("stablehlo.pad", "stablehlo.transpose", "stablehlo.convert"):
+        shapes = [line for line in text.splitlines() if operation in line and "bf16" in line]
+        assert not shapes
