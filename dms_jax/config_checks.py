@@ -67,6 +67,8 @@ def check_boolean(value: Any, name: str) -> bool:
 
 def family_of(config: Mapping[str, Any]) -> str:
     """Find the family that a config names in `model_type` and `architectures`, which must agree."""
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"a model config is a JSON object, got {show(config)}")
     model_type = config.get("model_type")
     names = config.get("architectures")
     if names is not None and not (

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from dms_jax.errors import ConfigError
+
 DATA = "data"
 MODEL = "model"
 
@@ -38,8 +40,19 @@ DECODING_RULES: Rules = TRAINING_RULES | {"embed": None}
 
 
 def make_mesh(data: int = 1, model: int = 1, *, devices: Any = None) -> jax.sharding.Mesh:
-    """Returns a (data, model) mesh with Auto axes over the first `data * model` devices."""
-    devices = jax.devices()[: data * model] if devices is None else devices
+    """Returns a (data, model) mesh with Auto axes over the first `data * model` devices.
+
+    Raises:
+      ConfigError: there are not so many.
+    """
+    if not all(isinstance(size, int) and size >= 1 for size in (data, model)):
+        raise ConfigError(f"A mesh has at least 1 device each way, got {data!r} x {model!r}.")
+    available = jax.devices() if devices is None else list(devices)
+    if data * model > len(available):
+        raise ConfigError(
+            f"A mesh of {data} x {model} takes {data * model} devices; there are {len(available)}."
+        )
+    devices = available[: data * model]
     return jax.make_mesh(
         (data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices
     )

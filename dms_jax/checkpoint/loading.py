@@ -6,6 +6,7 @@ straight from the files where a mesh is given, so that nothing is held twice.
 """
 
 import functools
+import os
 import pathlib
 import re
 from typing import Any
@@ -23,7 +24,7 @@ from dms_jax.checkpoint.policy_fields import policy_from_hf
 from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.checkpoint.weights import Weights
 from dms_jax.config import ModelConfig
-from dms_jax.errors import CheckpointError
+from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Vanilla
@@ -55,6 +56,9 @@ def load(
         CheckpointError: the checkpoint cannot be read or does not fit its config.
         ConfigError: the config is malformed, or describes a model that is not served exactly.
     """
+    dtype = _check_dtype(dtype)
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+        raise ConfigError(f"mesh must come from dms_jax.make_mesh, got {mesh!r:.80}")
     directory = _directory(path)
     hf_config = read_json(directory / "config.json", max_bytes=MAX_CONFIG_BYTES)
     config = ModelConfig.from_hf(hf_config)
@@ -74,8 +78,23 @@ def load(
     )
 
 
+def _check_dtype(dtype: Any) -> np.dtype | None:
+    """The dtype of the parameters; None for that of the files."""
+    if dtype is None:
+        return None
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ConfigError(f"dtype {dtype!r:.80} is not known; give e.g. 'bfloat16'") from error
+    if not jnp.issubdtype(known, jnp.floating):
+        raise ConfigError(f"parameters cannot have dtype {known.name}; give a floating one")
+    return known
+
+
 def _directory(path: str | pathlib.Path) -> pathlib.Path:
     """The local directory of a checkpoint, fetched from the hub where it names one."""
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise CheckpointError(f"the path of a checkpoint must be a directory or a hub id: {path!r}")
     directory = pathlib.Path(path).expanduser()
     if directory.is_dir():
         return directory

@@ -62,6 +62,14 @@ def save(
         ConfigError: the policy reads an adapter that the model does not have, or the family
             cannot express the model.
     """
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(
+            f"the model must come from dms_jax.load or dms_jax.retrofit, got {model!r:.80}"
+        )
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"Not a cache policy: {policy!r:.80}. Use e.g. dms_jax.DMS(window=256).")
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise CheckpointError(f"the path to write a checkpoint to must be a directory: {path!r}")
     target = pathlib.Path(path).expanduser().absolute()
     if policy.uses_adapter and not model.transformer.has_adapter:
         raise ConfigError(

@@ -7,6 +7,7 @@ sequence begins with one; the chat template is in the former or in `chat_templat
 """
 
 import json
+import numbers
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsInt
@@ -126,7 +127,14 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[SupportsInt], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`."""
+        """Text of `ids`.
+
+        Raises:
+            DataError: they are no token ids.
+        """
+        for index in ids:
+            if isinstance(index, bool) or not isinstance(index, numbers.Integral):
+                raise DataError(f"token ids to decode must be whole numbers, got {index!r:.80}")
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(

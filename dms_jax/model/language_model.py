@@ -123,16 +123,31 @@ class LanguageModel:
           DataError: tokens outside the vocabulary, or sequences beyond the model's positions.
         """
         policy = self.resolve_policy(policy)
-        tokens = np.asarray(tokens)
+        tokens = whole_numbers("token ids", tokens)
+        if tokens.ndim != 2:
+            raise DataError(
+                f"logits wants token ids of shape [B, T], one row a sequence, got "
+                f"{list(tokens.shape)}."
+            )
+        if not tokens.size:
+            raise DataError(f"There are no tokens in an array of shape {list(tokens.shape)}.")
         check_tokens(tokens, self.config)
         batch, num_tokens = tokens.shape
         prompts = np.zeros(batch, np.int32) if prompt_lengths is None else prompt_lengths
-        prompts = np.asarray(prompts, np.int32)
+        prompts = whole_numbers("prompt_lengths", prompts)
         if prompts.shape != (batch,) or (prompts < 0).any() or (prompts > num_tokens).any():
             raise DataError(
                 f"prompt_lengths must be {batch} numbers between 0 and {num_tokens}, got "
                 f"{prompts.tolist()}."
             )
+        prompts = prompts.astype(np.int32)
+        if segment_ids is not None:
+            segment_ids = whole_numbers("segment_ids", segment_ids)
+            if segment_ids.shape != tokens.shape:
+                raise DataError(
+                    f"segment_ids must have the shape of the tokens, {list(tokens.shape)}, got "
+                    f"{list(segment_ids.shape)}."
+                )
         alone = policy.parallel(prompt=True) and policy.parallel(prompt=False)
         if segment_ids is not None and not alone:
             raise ConfigError(
@@ -148,6 +163,21 @@ class LanguageModel:
 def use_mesh(mesh: jax.sharding.Mesh | None) -> Any:
     """A context with the mesh set, or the surrounding one where there is none."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def whole_numbers(name: str, values: Any) -> np.ndarray:
+    """Returns an array of integers.
+
+    Raises:
+      DataError: it is something else.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise DataError(f"{name} must be an array of integers, with rows of one length.") from error
+    if array.dtype.kind not in "iu":
+        raise DataError(f"{name} must be integers, got an array of {array.dtype}.")
+    return array
 
 
 def check_tokens(tokens: Int[np.ndarray, "*shape"], config: ModelConfig) -> None:
