@@ -11,9 +11,9 @@ from rich.progress import (
 )
 
 _SHOWN = (
-    "{task.fields[stage]}  loss {task.fields[loss]:.4f} (distillation "
-    "{task.fields[distillation_loss]:.4f}, compression {task.fields[compression_loss]:.4f})  "
-    "ratio {task.fields[compression_ratio]:.2f} of {task.fields[target_ratio]:.2f}  "
+    "{task.fields[stage]}: loss {task.fields[loss]:.3f}, distillation "
+    "{task.fields[distillation_loss]:.3f}, compression {task.fields[compression_loss]:.3f}; "
+    "ratio {task.fields[compression_ratio]:.2f} of {task.fields[target_ratio]:.2f}; "
     "{task.fields[tokens_per_second]:,.0f} tokens/s"
 )
 
@@ -24,7 +24,7 @@ class Display:
     def __init__(self, *, total: int, done: int, enabled: bool):
         self._progress = Progress(
             MofNCompleteColumn(),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=10),
             TextColumn(_SHOWN),
             TimeRemainingColumn(),
             disable=not enabled,

@@ -77,7 +77,7 @@ def retrofit(
       TrainingDivergedError: the loss or the gradient stopped being finite.
       KeyboardInterrupt: on Ctrl-C, after a checkpoint was written.
     """
-    _check(model, policy, recipe, checkpoint_every)
+    _check(model, policy, recipe, checkpoint_every, seed)
     if mesh is None:
         context = jax.sharding.get_mesh()
         mesh = model.mesh if context.empty else context
@@ -110,15 +110,20 @@ def retrofit(
             directory.close()
 
 
-def _check(model: LanguageModel, policy: Policy, recipe: Recipe, checkpoint_every: int) -> None:
+def _check(
+    model: LanguageModel, policy: Policy, recipe: Recipe, checkpoint_every: int, seed: int
+) -> None:
     """Raises ConfigError for what can be known to fail before anything is done."""
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(f"the model must come from dms_jax.load, got {model!r:.80}")
     if not isinstance(policy, Policy) or not policy.trainable:
         name = policy.name if isinstance(policy, Policy) else repr(policy)
         raise ConfigError(f"{name} has nothing to learn; retrofit for DMS(...)")
     if not isinstance(recipe, Recipe):
         raise ConfigError(f"recipe must be a Recipe of dms_jax.recipes, got {recipe!r}")
-    if checkpoint_every < 1:
-        raise ConfigError(f"checkpoint_every must be >= 1, got {checkpoint_every}")
+    for name, value, least in (("checkpoint_every", checkpoint_every, 1), ("seed", seed, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
     config = model.config
     policy.validate(
         num_layers=config.num_layers,
@@ -293,7 +298,7 @@ class _Run:
         for ratio in sorted(self._recipe.snapshots):
             for done in range(1, total + 1):
                 if self._recipe.progress(done, self._policy).compression_ratio >= ratio - 1e-9:
-                    reached.setdefault(done, []).append(ratio)
+                    reached.setdefault(done, []).append(float(ratio))
                     break
         return reached
 

@@ -61,7 +61,7 @@ class RunDirectory:
                 "directory"
             )
 
-    def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any] | None]:
         """Returns the latest state, placed as `abstract_state` says, and the place in the data.
 
         Raises:

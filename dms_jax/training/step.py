@@ -29,10 +29,17 @@ Metrics = dict[str, Array]
 
 @struct.dataclass
 class TrainState:
-    """What a step changes."""
+    """What a step changes.
 
-    step: Int[Array, ""]
-    parameters: Parameters
+    Attributes:
+      step: how many were taken, int32.
+      parameters: those that are trained.
+      optimizer: moments of those.
+    """
+
+    # Whole states are mapped to their shapes and places, so the leaves are not always arrays.
+    step: Any
+    parameters: Any
     optimizer: Any
 
 

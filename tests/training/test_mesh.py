@@ -1,0 +1,54 @@
+"""Training on a (2, 4) mesh of fake devices equals training on one device (law 5)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dms_jax.sharding import make_mesh
+from dms_jax.training import retrofit
+from dms_jax.training.parameters import parameters
+from dms_jax.training.recipes import Stage
+from dms_jax.training.trainer import Trainer
+from tests.training.tiny import EAGER, documents, language_model, recipe
+
+
+def test_a_mesh_changes_nothing():
+    options = recipe(
+        Stage("ramp", 3, 1e-3, 4.0, adapter_learning_rate=1e-2), batch_size=8, micro_batch_size=2
+    )
+    # The same passes of 4 sequences: 2 on each of 2 shards, or 4 on one.
+    alone = recipe(options.stages[0], batch_size=8, micro_batch_size=4)
+    records = {"one": [], "mesh": []}
+    with jax.enable_x64(True):
+        model = language_model(adapter=True, dtype=jnp.float64, num_heads=8, num_kv_heads=4)
+        common = dict(data=documents(), progress=False)
+        mesh = make_mesh(2, 4)
+        one = retrofit(model, EAGER, recipe=alone, on_step=records["one"].append, **common)
+        many = retrofit(
+            model, EAGER, recipe=options, mesh=mesh, on_step=records["mesh"].append, **common
+        )
+        assert many.mesh is mesh
+        for name in ("loss", "distillation_loss", "lm_loss", "evicted", "grad_norm"):
+            np.testing.assert_allclose(
+                [record[name] for record in records["mesh"]],
+                [record[name] for record in records["one"]],
+                rtol=1e-9,
+                err_msg=name,
+            )
+        expected = parameters(one.transformer)
+        for name, array in parameters(many.transformer).items():
+            np.testing.assert_allclose(array, expected[name], rtol=1e-7, atol=1e-9, err_msg=name)
+
+
+def test_parameters_and_moments_are_spread_over_the_mesh():
+    mesh = make_mesh(2, 4)
+    model = language_model(adapter=True, num_heads=8, num_kv_heads=4)
+    with jax.set_mesh(mesh):
+        trainer = Trainer(model, EAGER, recipe(), seed=0, mesh=mesh)
+    kernel = "layers.mlp.down_proj.kernel"  # [L, F, E]: F over `model`, E over `data`
+    arrays = [trainer.state.parameters[kernel]]
+    (adam,) = [s for s in trainer.state.optimizer if hasattr(s, "mu")]
+    arrays += [adam.mu[kernel], adam.nu[kernel]]
+    for array in arrays:
+        layers, hidden, width = array.shape
+        assert array.addressable_shards[0].data.shape == (layers, hidden // 4, width // 2)

@@ -1,0 +1,43 @@
+"""The relaxation of a decision: the rows of the released code, and the noise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.policies.relaxation import log_keep, logistic_noise, noisy_logits, straight_through
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("logit", "noise", "noisy", "alpha", "hard", "bias"),
+    [
+        (-5, 0, -50, 1.93e-22, 0, -1.93e-22),
+        (-5, 4, -10, 4.5398e-5, 0, -4.5399e-5),
+        (-5, 6, 10, 0.9999546, 1, -10.0000454),
+        (-3, 2.5, -5, 0.00669285, 0, -0.00671535),
+        (1, -0.5, 5, 0.99330715, 1, -5.00671535),
+    ],
+)
+def test_the_gating_of_the_released_code(logit, noise, noisy, alpha, hard, bias):
+    found = noisy_logits(jnp.asarray(float(logit)), jnp.asarray(float(noise)), 0.1)
+    np.testing.assert_allclose(found, noisy, rtol=1e-12)
+    np.testing.assert_allclose(jax.nn.sigmoid(found), alpha, rtol=1e-3)
+    np.testing.assert_allclose(log_keep(found), bias, rtol=1e-3)
+    value, gradient = jax.value_and_grad(straight_through)(found)
+    assert value == hard
+    np.testing.assert_allclose(gradient, alpha * (1 - alpha), rtol=1e-2, atol=1e-20)
+
+
+def test_the_noise_is_logistic():
+    """P(a + noise > 0) = sigmoid(a): at the initial logit of -5, 0.00669 of the tokens."""
+    noise = np.asarray(logistic_noise(jax.random.key(0), (200_000,)))
+    for logit in (-5.0, -1.0, 0.0, 2.0):
+        expected = 1 / (1 + np.exp(-logit))
+        error = np.sqrt(expected * (1 - expected) / noise.size)
+        assert abs((logit + noise > 0).mean() - expected) < 4 * error

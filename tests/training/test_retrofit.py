@@ -1,0 +1,231 @@
+"""`retrofit` from end to end on a tiny model: what it writes, resumes, refuses and reports."""
+
+import dataclasses
+import itertools
+import json
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.checkpoint import load
+from dms_jax.errors import CheckpointError, ConfigError, DataError, TrainingDivergedError
+from dms_jax.policies import Vanilla
+from dms_jax.training import retrofit
+from dms_jax.training.parameters import parameters
+from dms_jax.training.recipes import Stage
+from tests.support.models import VOCABULARY, random_tokens
+from tests.training.tiny import ADAPTER, EAGER, LENGTH, NEURON, documents, language_model, recipe
+
+# One program for the whole file: schedules are inputs of the step.
+RECIPE = recipe(Stage("ramp", 6, 1e-3, 4.0, adapter_learning_rate=1e-2), batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return language_model()
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    """The parameters after an uninterrupted run, and its records."""
+    records = []
+    result = run(model, on_step=records.append)
+    return jax.device_get(parameters(result.transformer)), records
+
+
+def run(model, policy=EAGER, **options):
+    options = dict(recipe=RECIPE, data=documents(), progress=False) | options
+    return retrofit(model, policy, **options)
+
+
+def forever():
+    return itertools.repeat({"tokens": random_tokens(0, 4, LENGTH)})
+
+
+def log(out):
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.array_equal(found[name], array), name
+
+
+def test_a_run_reports_every_step(reference):
+    _, records = reference
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    for index, record in enumerate(records):
+        ratio = 1 + 3 * index / 6
+        assert record["target_ratio"] == pytest.approx(ratio)
+        assert record["target"] == pytest.approx(1 - 1 / ratio)
+        assert record["loss"] == pytest.approx(
+            record["distillation_loss"] + record["compression_loss"], rel=1e-5
+        )
+        assert record["compression_ratio"] == pytest.approx(1 / (1 - record["evicted"]))
+        assert record["tokens"] == 4 * LENGTH
+        assert record["stage"] == "ramp"
+    assert 0 < records[0]["evicted"] < 1
+
+
+def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
+    """Ctrl-C twice: at a checkpoint's step and between checkpoints."""
+    expected, records = reference
+    for stop in (1, 3):
+
+        def interrupt(record, stop=stop):
+            if record["step"] == stop:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt, match="stopped after step"):
+            run(model, out=tmp_path / "run", checkpoint_every=2, on_step=interrupt)
+        assert not (tmp_path / "run" / "model").exists()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    result = run(model, out=tmp_path / "run", checkpoint_every=2)
+    assert_same(jax.device_get(parameters(result.transformer)), expected)
+    timing = ("seconds", "tokens_per_second")
+    without = [{k: v for k, v in record.items() if k not in timing} for record in records]
+    logged = [
+        {k: v for k, v in record.items() if k not in timing} for record in log(tmp_path / "run")
+    ]
+    assert logged == without
+
+    # What is finished is only read back; its export is a checkpoint that declares the policy.
+    steps = []
+    again = run(model, out=tmp_path / "run", on_step=steps.append)
+    assert not steps
+    assert_same(jax.device_get(parameters(again.transformer)), expected)
+    loaded = load(tmp_path / "run" / "model")
+    assert loaded.policy == EAGER
+    assert_same(jax.device_get(parameters(loaded.transformer)), expected)
+
+    changed = dataclasses.replace(RECIPE, clip=0.5)
+    with pytest.raises(ConfigError, match="another recipe, seed"):
+        run(model, out=tmp_path / "run", recipe=changed, seed=1)
+    with pytest.raises(ConfigError, match="another policy"):
+        run(model, dataclasses.replace(EAGER, window=4), out=tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds a run at step 6"):
+        run(model, out=tmp_path / "run", resume=False)
+    with pytest.raises(CheckpointError, match="cannot be resumed with this model"):
+        run(language_model(num_layers=1), out=tmp_path / "run")
+
+
+def test_snapshots_are_the_models_on_the_way(model, reference, tmp_path):
+    """At ratio 2.5, half way up: what a run of three of the six steps has reached."""
+    snapshots = {}
+    options = dataclasses.replace(RECIPE, snapshots=(4, 2.5))
+    result = run(
+        model,
+        recipe=options,
+        out=tmp_path,
+        on_snapshot=lambda ratio, m: snapshots.update({ratio: m}),
+    )
+    assert list(snapshots) == [2.5, 4]
+    expected, _ = reference
+    assert_same(jax.device_get(parameters(result.transformer)), expected)
+    assert_same(jax.device_get(parameters(snapshots[4].transformer)), expected)
+    half = parameters(snapshots[2.5].transformer)
+    assert any(not np.array_equal(half[name], expected[name]) for name in expected)
+    assert_same(parameters(load(tmp_path / "snapshots" / "2.5").transformer), jax.device_get(half))
+    assert snapshots[2.5].policy == EAGER
+    assert result.policy == EAGER
+
+
+def test_the_borrowed_neuron_decays_and_starts_from_nothing(model):
+    """Were its weights left as they were, half of the decisions would be saturated."""
+    options = recipe(Stage("neuron_decay", 3, 1e-4), Stage("ramp", 3, 1e-4, 4.0), trainable="auto")
+    records = []
+    result = run(model, NEURON, recipe=options, on_step=records.append)
+    assert [record["stage"] for record in records] == ["neuron_decay"] * 3 + ["ramp"] * 3
+    assert [record["evicted"] for record in records[:3]] == [0, 0, 0]
+    divergences = [record["distillation_loss"] for record in records[:3]]
+    assert abs(divergences[0]) < 1e-6
+    assert divergences[0] < divergences[1] < divergences[2]
+    # sigmoid(-5) of the 2 x 2 x 4 x 12 noisy decisions say evict: about one.
+    assert records[3]["evicted"] < 0.05
+    assert not result.transformer.has_adapter
+    with pytest.raises(ConfigError, match="cannot be the teacher"):
+        run(result, NEURON, recipe=options)
+
+
+def test_the_data_may_be_an_iterator(model):
+    records = []
+    run(model, data=forever(), on_step=records.append)
+    assert len(records) == 6
+    with pytest.raises(DataError, match="the data ended before step 2"):
+        run(model, data=iter([{"tokens": random_tokens(0, 4, LENGTH)}]))
+    with pytest.raises(DataError, match=r"must hold tokens \(4, 12\), got \(4, 5\)"):
+        run(model, data=iter([{"tokens": random_tokens(0, 4, 5)}]))
+
+
+def test_a_run_without_a_resumable_iterator_is_not_resumed(model, tmp_path):
+    run(model, data=forever(), out=tmp_path)
+    with pytest.raises(DataError, match="no set_state"):
+        run(model, data=forever(), out=tmp_path)
+
+
+def test_tokens_outside_the_vocabulary_are_named(model):
+    with pytest.raises(DataError, match=r"document 0: token ids must lie in 0 \.\.\. 30, got"):
+        run(model, data=[[1, VOCABULARY]])
+
+
+def test_divergence_is_an_error(model, tmp_path):
+    broken = jax.tree.map(jnp.copy, model.transformer)
+    broken.final_norm.scale[...] = broken.final_norm.scale[...].at[0].set(jnp.nan)
+    broken = dataclasses.replace(model, transformer=broken)
+    with pytest.raises(TrainingDivergedError, match=r"step 1 is not finite: .*loss nan"):
+        run(broken, out=tmp_path / "broken", checkpoint_every=1)
+    assert not (tmp_path / "broken" / "model").exists()
+    # A step later than the last checkpoint: the message says where to go back to.
+    steep = recipe(Stage("ramp", 2, 1e-3, 2.0), Stage("ramp", 4, 1e30, 4.0), batch_size=4)
+    with pytest.raises(TrainingDivergedError, match="The last checkpoint is of step 2"):
+        run(model, recipe=steep, out=tmp_path / "steep", checkpoint_every=2)
+
+
+def test_an_unwritable_directory_is_found_before_training(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    started = []
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*give another `out`"):
+        run(model, out=tmp_path / "file" / "run", on_step=started.append)
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "message"),
+    [
+        (Vanilla(), {}, "Vanilla has nothing to learn"),
+        (NEURON, dict(trainable="adapter"), "trains the adapter alone"),
+        (ADAPTER, dict(sequence_length=600), "600 tokens do not fit the model's 512 positions"),
+    ],
+)
+def test_what_cannot_work_is_refused(model, policy, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        run(model, policy, recipe=recipe(**changes))
+
+
+def test_a_progress_bar_is_shown(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    options = recipe(Stage("ramp", 2, 1e-3, 4.0), batch_size=4)
+    run(model, recipe=options, progress=True)
+    shown = capsys.readouterr().out
+    assert "2/2" in shown
+    assert "tokens/s" in shown
+    assert "of 2.50" in shown
+
+
+def test_a_retrofit_reaches_its_target(model):
+    """A fresh adapter learns to evict about as much as it is told to."""
+    options = recipe(
+        Stage("ramp", 40, 0.0, 2.0, adapter_learning_rate=1e-2), trainable="adapter", batch_size=4
+    )
+    records = []
+    result = run(model, ADAPTER, recipe=options, on_step=records.append)
+    assert records[0]["evicted"] < 0.05
+    assert np.mean([record["evicted"] for record in records[-5:]]) > 0.4
+    tokens = jnp.asarray(random_tokens(5, 4, LENGTH))
+    hard = result.transformer(tokens, ADAPTER).decisions
+    assert 0.3 < hard.mean() < 0.95
