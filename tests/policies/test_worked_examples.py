@@ -1,0 +1,78 @@
+"""The worked examples of DMS, slot by slot through the policy itself."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.policies import DMS
+from dms_jax.policies.base import Chunk, Decisions, PolicyState
+
+
+def cache_states(policy: DMS, marks: list[int]) -> list[list[int]]:
+    """The tokens in each slot after every step of one row."""
+    state = PolicyState(rows=policy.init_rows(1, 1, 2, jnp.float32))
+    lengths = jnp.zeros((1, 1), jnp.int32)
+    slots: dict[int, int] = {}
+    states = []
+    for token, mark in enumerate(marks):
+        chunk = Chunk(
+            k=jnp.zeros((1, 1, 1, 2)),
+            v=jnp.zeros((1, 1, 1, 2)),
+            decisions=Decisions(marks=jnp.full((1, 1, 1), bool(mark))),
+            positions=jnp.full((1, 1), token, jnp.int32),
+            count=jnp.ones(1, jnp.int32),
+            page_table=jnp.zeros((1, 1, 2), jnp.int32),
+            lengths=lengths,
+            page_size=4,
+        )
+        state, placement = policy.write(state, chunk)
+        slots[int(placement.slots[0, 0, 0])] = token
+        lengths = placement.lengths
+        assert len(slots) == int(lengths[0, 0]) == int(placement.live[0, 0, 0])
+        states.append([slots[slot] for slot in range(len(slots))])
+    return states
+
+
+def test_decisions_shifted_by_one_overwrite_in_place():
+    # Token t + 1 decides for key t: keys 1, 2 and 5 are marked, and leave after window 2.
+    states = cache_states(DMS(window=2, shift=1), [1, 0, 1, 1, 0, 0, 1, 0])
+    assert [len(state) for state in states] == [1, 2, 3, 4, 4, 4, 5, 6]  # 29 reads, peak 6
+    assert states[4] == [0, 4, 2, 3]
+    assert states[5] == [0, 4, 5, 3]
+    assert states[7] == [0, 4, 5, 3, 6, 7]
+
+
+def test_six_states_of_the_cache():
+    # The tokens A to F with the probability to be kept; each decides for itself.
+    keep = [0.2, 0.9, 0.3, 0.8, 0.1, 0.95]
+    states = cache_states(DMS(window=2, shift=0), [alpha < 0.5 for alpha in keep])
+    named = ["".join(sorted("ABCDEF"[token] for token in state)) for state in states]
+    assert named == ["A", "AB", "ABC", "BCD", "BCDE", "BDEF"]
+
+
+@pytest.mark.parametrize("length", [600, 4096])
+def test_compression_depends_on_the_window(length):
+    # With a share f evicted, T tokens keep (w + 1) + (1 - f)(T - w - 1).
+    policy = DMS(window=64, shift=0)
+    marks = np.arange(length) % 8 != 0  # 7 of 8
+    tokens = 512
+    state = PolicyState(rows=policy.init_rows(1, 1, 2, jnp.float32))
+    lengths = jnp.zeros((1, 1), jnp.int32)
+    for first in range(0, length, tokens):
+        part = np.zeros(tokens, bool)
+        count = min(tokens, length - first)
+        part[:count] = marks[first : first + count]
+        chunk = Chunk(
+            k=jnp.zeros((1, tokens, 1, 2)),
+            v=jnp.zeros((1, tokens, 1, 2)),
+            decisions=Decisions(marks=jnp.asarray(part)[None, None]),
+            positions=(first + jnp.arange(tokens, dtype=jnp.int32))[None],
+            count=jnp.full(1, count, jnp.int32),
+            page_table=jnp.zeros((1, 1, length), jnp.int32),
+            lengths=lengths,
+            page_size=1,
+        )
+        state, placement = policy.write(state, chunk)
+        lengths = placement.lengths
+    far = length - 65
+    assert int(lengths[0, 0]) == 65 + int((~marks[:far]).sum())
