@@ -55,5 +55,7 @@ def check_real(
     ):
         above = f"above {least:g}" if open_below else f"of at least {least:g}"
         limit = f" and at most {most:g}" if math.isfinite(most) else ""
-        raise ConfigError(f"{name} must be a number {above}{limit}{hint}, got {show(value)}.")
+        raise ConfigError(
+            f"{name} must be a finite number {above}{limit}{hint}, got {show(value)}."
+        )
     return float(value)

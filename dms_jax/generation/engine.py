@@ -285,8 +285,8 @@ class Engine:
             f"The cache cannot hold {what} of prompt {request.index} ({tokens} tokens so far) "
             f"even alone: it has {pages} pages of {runner.page_size} tokens"
             f"{' on each device' if runner.num_shards > 1 else ''} for {runner.lengths[:, 0].size} "
-            "rows (layers x KV heads). Give it more memory (memory=), shorten the prompt or "
-            "max_new_tokens, or use a policy that keeps less."
+            "rows (layers x KV heads). Give it more memory (memory=), a smaller chunk or "
+            "page_size, a shorter prompt, fewer max_new_tokens, or a policy that keeps less."
         )
 
     def _decode_chunk(

@@ -116,15 +116,13 @@ def estimate(
     free = device.memory - weight_bytes
     fits = int(free // sequence_bytes)
     if fits < (batch or 1):
-        needed = (
-            f"{batch or 1} sequence{'s' if (batch or 1) > 1 else ''} of "
-            f"{sequence_bytes / 1e9:.2f} GB"
-        )
+        weights, room = _gigabytes(weight_bytes), _gigabytes(device.memory)
+        if free <= 0:
+            raise CapacityError(f"{weights} of weights do not fit {room}.")
+        wanted = "1 sequence" if (batch or 1) == 1 else f"{batch} sequences"
         raise CapacityError(
-            f"{weight_bytes / 1e9:.2f} GB of weights do not fit {device.memory / 1e9:.1f} GB."
-            if free <= 0
-            else f"{needed} do not fit beside {weight_bytes / 1e9:.2f} GB of weights in "
-            f"{device.memory / 1e9:.1f} GB; {fits} would."
+            f"{wanted} of {_gigabytes(sequence_bytes)} do not fit beside {weights} of weights in "
+            f"{room}; {fits} would."
         )
     batch = fits if batch is None else batch
     read, attended = reads_per_step(policy, live, config, page_size)
@@ -271,8 +269,8 @@ def pool_pages(
             f"The cache of a sequence takes at least {rows * bytes_per_page + state:,} bytes: "
             f"{rows} rows (layers x KV heads) of one page of {page_size} tokens"
             + (f", and {state:,} bytes of state for {num_lanes} sequences" if state else "")
-            + f". There are {free if memory is None else memory:,.0f}. Give it more memory, a "
-            "smaller page_size or fewer sequences at a time."
+            + f". There are {free if memory is None else memory:,.0f} bytes. Give it more memory, "
+            "a smaller page_size or fewer sequences at a time."
         )
     return pages
 
@@ -280,6 +278,10 @@ def pool_pages(
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error is the device's refusal to allocate."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _gigabytes(size: float | int) -> str:
+    return f"{size / 1e9:.4g} GB"
 
 
 def _few_sizes(pages: int) -> int:

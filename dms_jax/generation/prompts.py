@@ -78,8 +78,8 @@ def encode_prompt(
         if isinstance(prompt, str):
             if not prompt:
                 raise DataError(
-                    f"{name} is an empty string; give at least one character. To start from "
-                    "nothing, give the id of the token that begins a sequence: [[1]], say."
+                    f"{name} is an empty string; give at least one character, or, to start from "
+                    "nothing, a list of the one token that begins a sequence."
                 )
             tokens = tokenizer.encode(prompt, add_special_tokens=not continuing)
         else:

@@ -190,7 +190,7 @@ def check_tokens(tokens: Int[np.ndarray, "*shape"], config: ModelConfig) -> None
     if tokens.shape[-1] > config.max_position_embeddings:
         raise DataError(
             f"{tokens.shape[-1]} tokens do not fit the model's "
-            f"{config.max_position_embeddings} positions."
+            f"{config.max_position_embeddings} positions; shorten them."
         )
 
 
