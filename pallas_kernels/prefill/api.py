@@ -22,7 +22,9 @@ PREFILL = Operation(
 )
 
 
-def _check(q, k, v, evicted, counts, k_pages, v_pages, page_table, lengths, until, window) -> None:
+def check_arguments(
+    q, k, v, evicted, counts, k_pages, v_pages, page_table, lengths, until, window
+) -> None:
     """Refuse arguments that disagree, before anything is traced."""
     if q.ndim != 4 or k.ndim != 4 or k_pages.ndim != 3 or page_table.ndim != 3:
         raise ValueError(
@@ -103,5 +105,5 @@ def prefill_attention(
       NotImplementedError: a named implementation cannot serve the call, with the reason.
     """
     arrays = (q, k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until)
-    _check(*arrays, window)
+    check_arguments(*arrays, window)
     return PREFILL(implementation, *arrays, window=window, scale=float(scale))

@@ -52,7 +52,7 @@ def _attend_backward(window, scale, implementation, residuals, output_gradient):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _check(q, k, v, bias, window, segment_ids) -> None:
+def check_arguments(q, k, v, bias, window, segment_ids) -> None:
     """Refuse arguments that disagree, before anything is traced."""
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"q and k must be [B, T, H, D] and [B, T, K, D], got {q.shape}, {k.shape}")
@@ -110,7 +110,7 @@ def retrofit_attention(
       ValueError: arguments that disagree.
       NotImplementedError: a named implementation cannot serve the call, with the reason.
     """
-    _check(q, k, v, bias, window, segment_ids)
+    check_arguments(q, k, v, bias, window, segment_ids)
     if implementation is not None and not isinstance(implementation, str):
         implementation = tuple(implementation)
     return _attend(q, k, v, bias, segment_ids, window, float(scale), implementation)

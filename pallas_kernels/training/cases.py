@@ -27,7 +27,8 @@ class TrainingCase:
 
 
 CONTRACT = (
-    TrainingCase("plain", 2, 256, 8, 2, 128, 64),
+    TrainingCase("plain", 1, 512, 2, 1, 128, 64),
+    TrainingCase("batch", 2, 256, 4, 1, 128, 64),
     TrainingCase("window_zero", 1, 256, 4, 1, 128, 0),
     TrainingCase("window_exceeds", 1, 256, 4, 1, 128, 5000),
     TrainingCase("peaked", 1, 256, 4, 1, 128, 100, bias="hard", query_scale=3.0),

@@ -1,0 +1,33 @@
+"""Run GPU prompt cases in the Mosaic GPU interpreter, in a process of their own.
+
+    NPROC=4 python -m tests.pallas_kernels.prefill.interpreted CASE...
+
+See `tests/pallas_kernels/training/interpreted.py` for the reason.
+"""
+
+import sys
+
+import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+from pallas_kernels.prefill import cases, gpu
+from tests.pallas_kernels.prefill.support import draw, oracle
+from tests.pallas_kernels.support import TOLERANCE, relative_error
+
+
+def main() -> None:
+    wanted = {case.name: case for case in cases.CONTRACT}
+    for name in sys.argv[1:]:
+        case = wanted[name]
+        arguments, scale = draw(case), case.D**-0.5
+        output = gpu.prefill(
+            *map(jnp.asarray, arguments), window=case.window, scale=scale, interpret=True
+        )
+        assert not get_races().races_found, f"{name}: race"
+        error = relative_error(output, oracle(arguments, case.window, scale))
+        assert error <= TOLERANCE[case.dtype], f"{name}: {error}"
+        print(f"{name} ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()

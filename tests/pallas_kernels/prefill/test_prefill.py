@@ -1,0 +1,232 @@
+"""`prefill_attention`: its XLA form against NumPy, and its kernels with no device."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import prefill_attention
+from pallas_kernels.prefill import cases, gpu, tiles, tpu
+from pallas_kernels.prefill.api import check_arguments
+from tests.pallas_kernels.prefill.support import ORDER, draw, oracle
+from tests.pallas_kernels.support import TOLERANCE, lower_for_cuda, relative_error
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+BY_NAME = {case.name: case for case in cases.CONTRACT}
+
+
+def attend(case, implementation):
+    def run(arguments):
+        return prefill_attention(
+            *arguments, window=case.window, scale=case.D**-0.5, implementation=implementation
+        )
+
+    return jax.jit(run)
+
+
+def structs(case, sharding=None):
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in draw(case, dtype=None)
+    ]
+
+
+@pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda case: case.name)
+def test_every_case_agrees_with_the_oracle(case):
+    arguments = draw(case)
+    output = attend(case, "xla")([*map(jnp.asarray, arguments)])
+    assert output.dtype == case.dtype
+    error = relative_error(output, oracle(arguments, case.window, case.D**-0.5))
+    assert error <= TOLERANCE[case.dtype]
+    for b, count in enumerate(case.counts):
+        assert (np.asarray(output, np.float32)[b, count:] == 0).all()
+
+
+def test_float64_stays_float64():
+    case = BY_NAME["ragged"]
+    arguments = draw(case, dtype="float64")
+    with jax.enable_x64(True):
+        output = attend(case, None)([*map(jnp.asarray, arguments)])
+        assert output.dtype == "float64"
+    assert relative_error(output, oracle(arguments, case.window, case.D**-0.5)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["ragged", "page_edges", "small_pages", "no_pages", "evict_all"])
+@pytest.mark.parametrize("rows", [64, 128])
+def test_the_plan_visits_what_is_seen_and_nothing_else(name, rows):
+    case = BY_NAME[name]
+    arguments = draw(case)
+    _, k, v, evicted, counts, k_pages, v_pages, table, past, until = map(jnp.asarray, arguments)
+    rest = (evicted, counts, k_pages, v_pages, table, past, until)
+    plan = jax.jit(lambda *x: tiles.make_plan(*x, case.window, rows))(k, v, *rest)
+    assert not np.isnan(np.asarray(plan.dense_k, np.float32)).any()
+    assert not np.isnan(np.asarray(plan.dense_v, np.float32)).any()
+    since, last = np.asarray(plan.since), np.asarray(plan.until)
+    tail = since.shape[2] - plan.dense_k.shape[1]
+    for b in range(case.B):
+        for h in range(case.K):
+            # Every query sees as many keys as it should.
+            for i in range(case.counts[b]):
+                j = np.arange(i + 1)
+                wanted = ((i - j <= case.window) | ~np.asarray(evicted)[b, h, : i + 1]).sum()
+                wanted += (np.asarray(until)[b, h, : past[b, h]] >= i).sum()
+                assert ((since[b, h] <= i) & (i <= last[b, h])).sum() == wanted
+            for block in range(plan.visits.shape[2]):
+                queries = np.arange(block * rows, min((block + 1) * rows, case.counts[b]))
+                seen = (since[b, h] <= queries[:, None]) & (queries[:, None] <= last[b, h])
+                seen = seen.reshape(len(queries), -1, tiles.TILE)
+                whole, end = np.asarray(plan.ends)[b, h, block]
+                visits = np.asarray(plan.visits)[b, h, block, :end]
+                needed = set(np.flatnonzero(seen.any((0, 2))))
+                # Interval bounds of a tile may promise more than it holds, never less.
+                assert needed <= set(visits)
+                assert len(set(visits)) == len(visits)
+                assert seen[:, visits[:whole]].all()
+                # Page tiles hold whole tiles of live slots alone.
+                paged = visits[visits * tiles.TILE < tail]
+                assert (paged * tiles.TILE + tiles.TILE <= past[b, h]).all()
+
+
+@pytest.mark.slow
+def test_gpu_kernel_in_the_interpreter():
+    names = ("plain", "ragged", "small_pages", "no_pages", "odd_group")
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.prefill.interpreted", *names],
+        cwd=CHECKOUT,
+        env=os.environ | {"NPROC": "4", "JAX_NUM_CPU_DEVICES": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    assert result.stdout.split() == [word for name in names for word in (name, "ok")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "ragged", "float32"])
+def test_tpu_kernel_in_the_interpreter(name):
+    case = BY_NAME[name]
+    arguments = draw(case)
+    parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    options = {"window": case.window, "scale": case.D**-0.5, "interpret": parameters}
+    output = tpu.prefill(*map(jnp.asarray, arguments), **options)
+    assert not interpret_pallas_call.races.races_found
+    error = relative_error(output, oracle(arguments, case.window, case.D**-0.5))
+    assert error <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("name", ["plain", "no_pages", "small_pages", "odd_group", "dim_256"])
+def test_gpu_kernel_lowers(name):
+    case = BY_NAME[name]
+    arrays = dict(zip(ORDER, structs(case), strict=True))
+    text = lower_for_cuda(lambda **x: attend(case, None)([x[n] for n in ORDER]), **arrays)
+    assert "stablehlo.custom_call @mosaic_gpu" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "name"),
+    [
+        ("v5e:2x2", "plain"),
+        ("v5p:2x2x1", "plain"),
+        ("v6e:2x2", "plain"),
+        ("v5e:2x2", "dim_96"),
+        ("v5p:2x2x1", "float32"),
+        ("v6e:2x2", "small_pages"),
+        ("v6e:2x2", "many_rows"),
+    ],
+)
+def test_tpu_kernel_compiles(topology, name):
+    # Hundreds of rows of hundreds of pages: the page table must not be in scalar memory whole.
+    many = dataclasses.replace(
+        BY_NAME["plain"],
+        name="many_rows",
+        M=512,
+        H=64,
+        K=16,
+        counts=(128,) * 32,
+        past=((64,) * 16,) * 32,
+    )
+    case = BY_NAME.get(name, many)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    arrays = structs(case, jax.sharding.SingleDeviceSharding(devices[0]))
+    compiled = attend(case, None).trace(arrays).lower(lowering_platforms=("tpu",)).compile()
+    assert 'custom_call_target="tpu_custom_call"' in compiled.as_text()
+
+
+def test_a_named_implementation_fails_loudly():
+    with pytest.raises(NotImplementedError, match="lowered for cpu"):
+        attend(BY_NAME["plain"], "mosaic_gpu").lower(structs(BY_NAME["plain"]))
+    with pytest.raises(NotImplementedError, match="float32"):
+        attend(BY_NAME["float32"], "mosaic_gpu").lower(structs(BY_NAME["float32"]))
+
+
+def test_reasons_name_the_limit():
+    def reason(module, page=64, dim=64, dtype="bfloat16", scale=1.0):
+        q = jax.ShapeDtypeStruct((1, 8, 4, dim), jnp.dtype(dtype))
+        k = jax.ShapeDtypeStruct((1, 8, 1, dim), jnp.dtype(dtype))
+        pages = jax.ShapeDtypeStruct((9, page, dim), jnp.dtype(dtype))
+        return module.why_not(q, k, k, None, None, pages, window=1, scale=scale)
+
+    for module in (gpu, tpu):
+        assert reason(module) is None
+        assert reason(module, page=256) is None
+        assert "48" in reason(module, page=48)
+        assert "320" in reason(module, dim=320)
+        assert "float64" in reason(module, dtype="float64")
+        assert "positive" in reason(module, scale=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": (2, 8, 3, 4)}, "share 2 KV heads"),
+        ({"k": (2, 9, 2, 4)}, "beside"),
+        ({"evicted": (2, 8, 2)}, "evicted"),
+        ({"counts": (3,)}, "counts"),
+        ({"k_pages": (5, 16, 8), "v_pages": (5, 16, 8)}, "pages must be"),
+        ({"page_table": (2, 3, 6)}, "page_table"),
+        ({"past_lengths": (2, 3)}, "past_lengths"),
+        ({"past_until": (2, 2, 95)}, "past_until"),
+        ({"window": -2}, "window"),
+    ],
+)
+def test_bad_input_is_refused(change, message):
+    shapes = {
+        "q": (2, 8, 4, 4),
+        "k": (2, 8, 2, 4),
+        "v": (2, 8, 2, 4),
+        "evicted": (2, 2, 8),
+        "counts": (2,),
+        "k_pages": (5, 16, 4),
+        "v_pages": (5, 16, 4),
+        "page_table": (2, 2, 6),
+        "past_lengths": (2, 2),
+        "past_until": (2, 2, 96),
+    }
+    facts = shapes | {"window": 3} | change
+    integers = {"counts", "page_table", "past_lengths", "past_until"}
+    dtypes = {n: jnp.int32 if n in integers else jnp.float32 for n in ORDER} | {"evicted": bool}
+    arrays = [jax.ShapeDtypeStruct(facts[n], dtypes[n]) for n in ORDER]
+    with pytest.raises(ValueError, match=message):
+        check_arguments(*arrays, facts["window"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [c for c in cases.CONTRACT if c.dtype == "bfloat16"], ids=lambda case: case.name
+)
+def test_every_case_on_the_card(case):
+    arguments = draw(case)
+    output = attend(case, "mosaic_gpu")([*map(jnp.asarray, arguments)])
+    error = relative_error(output, oracle(arguments, case.window, case.D**-0.5))
+    assert error <= TOLERANCE[case.dtype]

@@ -1,0 +1,39 @@
+"""Run GPU training cases in the Mosaic GPU interpreter, in a process of their own.
+
+    NPROC=4 python -m tests.pallas_kernels.training.interpreted CASE...
+
+The interpreter runs each warpgroup in a thread of XLA's pool and hangs for ever where that has
+fewer threads than a program has warpgroups: NPROC sets the pool's size, and it is read once, at the
+start. Nothing may hang a test suite, so the caller also sets a time limit.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+from pallas_kernels.training import cases, gpu
+from tests.pallas_kernels.training.support import check, draw
+
+
+def main() -> None:
+    wanted = {case.name: case for case in cases.CONTRACT}
+    for name in sys.argv[1:]:
+        case = wanted[name]
+        inputs, segments = draw(case)
+        q, k, v, bias, do = (jnp.asarray(inputs[n]) for n in ("q", "k", "v", "bias", "do"))
+        segments_array = None if segments is None else jnp.asarray(segments)
+        options = {"window": case.window, "scale": case.D**-0.5, "interpret": True}
+        operands = (q, k, v, bias, segments_array)
+        output, lse2 = gpu.forward(*operands, **options)
+        assert not get_races().races_found, f"{name}: race in the forward kernel"
+        gradients = gpu.backward(*operands, output, lse2, do, **options)
+        assert not get_races().races_found, f"{name}: race in the backward kernels"
+        check(case, (output, *gradients), inputs, segments)
+        print(f"{name} ok", flush=True)
+
+
+if __name__ == "__main__":
+    assert jax.default_backend() == "cpu"
+    main()

@@ -1,0 +1,80 @@
+"""Inputs and the NumPy oracle of training attention, written from the equations of the paper."""
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+import numpy as np
+
+from tests.pallas_kernels.support import TOLERANCE
+
+RESULTS = ("output", "dq", "dk", "dv", "dbias")
+
+
+def draw(case, seed=0, dtype=None):
+    """Draw q, k, v, bias, do (NumPy, rounded to the case's dtype) and segment ids or None."""
+    rng = np.random.default_rng([seed, *case.name.encode()])
+    dtype = dtype or case.dtype
+
+    def normal(*shape):
+        return rng.standard_normal(shape)
+
+    logits = 2.0 * normal(case.B, case.K, case.T)
+    bias = {
+        "soft": -np.log1p(np.exp(logits)),
+        "hard": np.where(logits > 0, -0.01, -40.0),
+        "evicted": np.where(logits > 0, 0.0, -np.inf),
+    }[case.bias]
+    inputs = {
+        "q": case.query_scale * normal(case.B, case.T, case.H, case.D),
+        "k": normal(case.B, case.T, case.K, case.D),
+        "v": normal(case.B, case.T, case.K, case.D),
+        "do": normal(case.B, case.T, case.H, case.D),
+    }
+    inputs = {name: x.astype(dtype) for name, x in inputs.items()}
+    inputs["bias"] = bias.astype("float64" if dtype == "float64" else "float32")
+    segments = None
+    if case.segments:
+        starts = rng.random((case.B, case.T)) < 1.0 / case.segments
+        segments = np.cumsum(starts, axis=1).astype(np.int32)
+    return inputs, segments
+
+
+def oracle(inputs, segments, window, scale):
+    """Output and gradients in float64, one sequence and one head at a time."""
+    q, k, v, do, bias = (inputs[n].astype(np.float64) for n in ("q", "k", "v", "do", "bias"))
+    batch, length, heads, _ = q.shape
+    group = heads // k.shape[2]
+    out, dq, dk, dv, dbias = map(np.zeros_like, (q, q, k, v, bias))
+    i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+    far = i - j > window
+    for b in range(batch):
+        seen = j <= i
+        if segments is not None:
+            seen = seen & (segments[b][:, None] == segments[b][None, :])
+        for h in range(heads):
+            n = h // group
+            scores = scale * q[b, :, h] @ k[b, :, n].T
+            scores = np.where(far, scores + bias[b, n], scores)
+            scores = np.where(seen, scores, -np.inf)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            out[b, :, h] = weights @ v[b, :, n]
+            dp = do[b, :, h] @ v[b, :, n].T
+            ds = weights * (dp - (weights * dp).sum(axis=1, keepdims=True))
+            dq[b, :, h] = scale * ds @ k[b, :, n]
+            dk[b, :, n] += scale * ds.T @ q[b, :, h]
+            dv[b, :, n] += weights.T @ do[b, :, h]
+            dbias[b, n] += np.where(far, ds, 0).sum(axis=0)
+    return out, dq, dk, dv, dbias
+
+
+def check(case, got, inputs, segments, tolerance=None):
+    """Assert that output and gradients agree with the oracle, norm-wise."""
+    tolerance = tolerance or TOLERANCE[case.dtype]
+    want = oracle(inputs, segments, case.window, case.D**-0.5)
+    for name, mine, true in zip(RESULTS, got, want, strict=True):
+        mine = np.asarray(mine, np.float64)
+        assert mine.shape == true.shape, (name, mine.shape, true.shape)
+        assert np.isfinite(mine).all(), f"{case.name}: {name} is not finite"
+        # A gradient that is zero (one token) is compared with the size of its terms.
+        norm = max(np.linalg.norm(true), 1e-2 * np.sqrt(true.size))
+        error = np.linalg.norm(mine - true) / norm
+        assert error <= tolerance, f"{case.name}: {name} is off by {error:.2e}"

@@ -1,0 +1,189 @@
+"""The Pallas kernels of training attention: interpreted, lowered and compiled with no device."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import retrofit_attention
+from pallas_kernels.training import cases, gpu, tpu
+from tests.pallas_kernels.support import lower_for_cuda
+from tests.pallas_kernels.training.support import check, draw
+from tests.pallas_kernels.training.test_reference import attend
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+BY_NAME = {case.name: case for case in cases.CONTRACT}
+
+
+def structs(case):
+    """Shapes of q, k, v, bias, do and the segment ids (or None)."""
+    q, kv = (case.B, case.T, case.H, case.D), (case.B, case.T, case.K, case.D)
+    shapes = {"q": q, "k": kv, "v": kv, "do": q}
+    arrays = {n: jax.ShapeDtypeStruct(s, jnp.dtype(case.dtype)) for n, s in shapes.items()}
+    arrays["bias"] = jax.ShapeDtypeStruct((case.B, case.K, case.T), jnp.float32)
+    if case.segments:
+        arrays["segments"] = jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)
+    return arrays
+
+
+def both(case, implementation):
+    """Forward and backward as one function of the arrays of `structs`."""
+
+    def run(q, k, v, bias, do, segments=None):
+        def forward(q, k, v, bias):
+            return retrofit_attention(
+                q,
+                k,
+                v,
+                bias,
+                window=case.window,
+                scale=case.D**-0.5,
+                segment_ids=segments,
+                implementation=implementation,
+            )
+
+        output, pullback = jax.vjp(forward, q, k, v, bias)
+        return output, pullback(do)
+
+    return run
+
+
+@pytest.mark.slow
+def test_gpu_kernels_in_the_interpreter():
+    """Slots reused and races looked for; packed and ragged; an odd group; D = 256."""
+    names = ("plain", "packed", "odd_group", "dim_256")
+    environment = os.environ | {"NPROC": "4", "JAX_NUM_CPU_DEVICES": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.training.interpreted", *names],
+        cwd=CHECKOUT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    assert result.stdout.split() == [word for name in names for word in (name, "ok")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ragged", "packed", "float32_packed"])
+def test_tpu_kernels_in_the_interpreter(name):
+    case = BY_NAME[name]
+    inputs, segments = draw(case)
+    q, k, v, bias, do = (jnp.asarray(inputs[n]) for n in ("q", "k", "v", "bias", "do"))
+    parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    options = {"window": case.window, "scale": case.D**-0.5, "interpret": parameters}
+    operands = (q, k, v, bias, None if segments is None else jnp.asarray(segments))
+    output, lse2 = tpu.forward(*operands, **options)
+    assert not interpret_pallas_call.races.races_found
+    gradients = tpu.backward(*operands, output, lse2, do, **options)
+    assert not interpret_pallas_call.races.races_found
+    check(case, (output, *gradients), inputs, segments)
+
+
+@pytest.mark.parametrize(
+    "name", ["packed", "odd_group", "sixteen_groups", "dim_96", "dim_256", "one_token"]
+)
+def test_gpu_kernels_lower(name):
+    text = lower_for_cuda(both(BY_NAME[name], "mosaic_gpu"), **structs(BY_NAME[name]))
+    assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "name"),
+    [
+        ("v5e:2x2", "plain"),
+        ("v5p:2x2x1", "plain"),
+        ("v6e:2x2", "plain"),
+        ("v5e:2x2", "float32_wide"),
+        ("v5p:2x2x1", "sixteen_groups"),
+        ("v6e:2x2", "packed"),
+        ("v6e:2x2", "dim_96"),
+    ],
+)
+def test_tpu_kernels_compile(topology, name):
+    wide = cases.TrainingCase("float32_wide", 1, 1024, 4, 2, 256, 100, dtype="float32")
+    case = BY_NAME.get(name, wide)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    sharding = jax.sharding.SingleDeviceSharding(devices[0])
+    arrays = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), structs(case)
+    )
+    # None picks by the platform that is lowered for, which is not the one that traces.
+    traced = jax.jit(lambda arrays: both(case, None)(**arrays)).trace(arrays)
+    compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') >= 3
+
+
+def test_the_platform_lowered_for_picks_the_kernel():
+    case = BY_NAME["plain"]
+    assert "mosaic_gpu" in lower_for_cuda(both(case, None), **structs(case))
+    cpu = jax.jit(lambda arrays: both(case, None)(**arrays)).lower(structs(case)).as_text()
+    assert "mosaic_gpu" not in cpu
+    assert "tpu_custom_call" not in cpu
+
+
+def test_float32_on_a_gpu_is_full_float32():
+    case = BY_NAME["float32"]
+    text = lower_for_cuda(both(case, None), **structs(case))
+    assert "mosaic_gpu" not in text
+    assert "HIGHEST" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "reason"),
+    [
+        ("float32", "mosaic_gpu", "wgmma is exact only for bfloat16"),
+        ("plain", "mosaic_gpu", "lowered for cpu"),
+        ("plain", ("mosaic_gpu", "mosaic_tpu"), "lowered for cpu"),
+    ],
+)
+def test_a_named_implementation_fails_loudly(name, implementation, reason):
+    case = BY_NAME[name]
+    function = jax.jit(lambda arrays: both(case, implementation)(**arrays))
+    with pytest.raises(NotImplementedError, match=reason):
+        function.lower(structs(case))
+
+
+def test_names_are_tried_in_order():
+    case = BY_NAME["float32"]
+    inputs, segments = draw(case)
+    check(case, attend(case, inputs, segments, ["mosaic_gpu", "xla"]), inputs, segments)
+    with pytest.raises(ValueError, match="cuda_core"):
+        attend(case, inputs, segments, "cuda_core")
+
+
+def test_reasons_name_the_limit():
+    def reason(module, dtype="bfloat16", dim=64, heads=4, scale=1.0):
+        q = jax.ShapeDtypeStruct((1, 8, heads, dim), jnp.dtype(dtype))
+        k = jax.ShapeDtypeStruct((1, 8, 1, dim), jnp.dtype(dtype))
+        return module.why_not(q, k, k, None, None, window=1, scale=scale)
+
+    for module in (gpu, tpu):
+        assert reason(module) is None
+        assert "320" in reason(module, dim=320)
+        assert "float64" in reason(module, dtype="float64")
+        assert "positive" in reason(module, scale=-1.0)
+    assert "17" in reason(tpu, heads=17)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [c for c in cases.CONTRACT if c.dtype == "bfloat16"], ids=lambda case: case.name
+)
+def test_every_case_on_the_card(case):
+    inputs, segments = draw(case)
+    results = attend(case, inputs, segments, "mosaic_gpu")
+    check(case, results, inputs, segments)
+    for once, twice in zip(results, attend(case, inputs, segments, "mosaic_gpu"), strict=True):
+        np.testing.assert_array_equal(once, twice)

@@ -1,0 +1,173 @@
+"""What `retrofit_attention` promises, checked on its XLA form against NumPy in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import retrofit_attention
+from pallas_kernels.training import cases
+from pallas_kernels.training.api import check_arguments
+from tests.pallas_kernels.training.support import check, draw, oracle
+
+BY_NAME = {case.name: case for case in cases.CONTRACT}
+
+
+def attend(case, inputs, segments, implementation="xla"):
+    """Output and the gradients of q, k, v and bias."""
+
+    def forward(q, k, v, bias):
+        return retrofit_attention(
+            q,
+            k,
+            v,
+            bias,
+            window=case.window,
+            scale=case.D**-0.5,
+            segment_ids=None if segments is None else jnp.asarray(segments),
+            implementation=implementation,
+        )
+
+    @jax.jit
+    def run(q, k, v, bias, do):
+        output, pullback = jax.vjp(forward, q, k, v, bias)
+        return output, *pullback(do)
+
+    return run(*(jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias", "do")))
+
+
+@pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda case: case.name)
+def test_every_case_agrees_with_the_oracle(case):
+    inputs, segments = draw(case)
+    results = attend(case, inputs, segments)
+    assert results[0].dtype == results[1].dtype == case.dtype
+    assert results[4].dtype == "float32"
+    check(case, results, inputs, segments)
+
+
+@pytest.mark.parametrize("name", ["ragged", "packed", "evicted", "one_token"])
+def test_float64_stays_float64(name):
+    case = BY_NAME[name]
+    inputs, segments = draw(case, dtype="float64")
+    with jax.enable_x64(True):
+        results = attend(case, inputs, segments)
+        assert all(x.dtype == "float64" for x in results)
+    check(case, results, inputs, segments, tolerance=1e-12)
+
+
+def test_sequences_of_several_spans():
+    case = dataclasses.replace(BY_NAME["float32_packed"], T=1500, D=8, segments=700, window=130)
+    inputs, segments = draw(case)
+    check(case, attend(case, inputs, segments), inputs, segments)
+
+
+def test_the_oracle_differentiates():
+    """The oracle's own gradients, against central differences of its output."""
+    case = cases.TrainingCase("tiny", 1, 9, 2, 1, 4, 3, dtype="float64", segments=5)
+    inputs, segments = draw(case)
+    rng = np.random.default_rng(0)
+    want = oracle(inputs, segments, case.window, 0.5)
+    for name, gradient in zip(("q", "k", "v", "bias"), want[1:], strict=True):
+        direction = rng.standard_normal(inputs[name].shape)
+        ends = [
+            np.sum(
+                inputs["do"]
+                * oracle(inputs | {name: inputs[name] + step * direction}, segments, 3, 0.5)[0]
+            )
+            for step in (1e-5, -1e-5)
+        ]
+        slope = (ends[0] - ends[1]) / 2e-5
+        np.testing.assert_allclose(slope, np.sum(gradient * direction), rtol=1e-6, atol=1e-9)
+
+
+def test_a_key_that_is_gone_equals_a_key_that_is_not_there():
+    case = dataclasses.replace(BY_NAME["evicted"], T=20, D=8, window=4, dtype="float32")
+    inputs, _ = draw(case)
+    output = attend(case, inputs, None)[0]
+    gone = np.isneginf(inputs["bias"][0, 0])
+    for query in (6, 19):
+        keys = [j for j in range(query + 1) if query - j <= 4 or not gone[j]]
+        for head in range(case.H):
+            scores = inputs["k"][0, keys, 0] @ inputs["q"][0, query, head] * 8**-0.5
+            weights = np.exp(scores - scores.max())
+            want = weights @ inputs["v"][0, keys, 0] / weights.sum()
+            np.testing.assert_allclose(output[0, query, head], want, rtol=2e-4, atol=1e-5)
+
+
+def test_bfloat16_bias_and_other_bias_dtypes_are_served():
+    case = dataclasses.replace(BY_NAME["ragged"], T=40, D=8)
+    inputs, _ = draw(case)
+    inputs["bias"] = inputs["bias"].astype("bfloat16")
+    results = attend(case, inputs, None)
+    assert results[4].dtype == "bfloat16"
+    check(case, results, inputs, None)
+
+
+def test_vmap_equals_a_loop():
+    case = dataclasses.replace(BY_NAME["packed"], T=70, D=8, dtype="float32")
+    inputs, segments = draw(case)
+
+    def loss(q, k, v, bias, segments):
+        out = retrofit_attention(
+            q[None],
+            k[None],
+            v[None],
+            bias[None],
+            window=9,
+            scale=0.3,
+            segment_ids=segments[None],
+            implementation="xla",
+        )
+        return jnp.sum(jnp.sin(out))
+
+    operands = [jnp.asarray(x) for x in (*(inputs[n] for n in ("q", "k", "v", "bias")), segments)]
+    gradient = jax.grad(loss, argnums=(0, 1, 2, 3))
+    mapped = jax.jit(jax.vmap(gradient))(*operands)
+    for index in range(case.B):
+        alone = gradient(*(x[index] for x in operands))
+        for one, many in zip(alone, mapped, strict=True):
+            np.testing.assert_allclose(many[index], one, rtol=1e-5, atol=1e-6)
+
+
+def test_memory_is_linear_in_the_length():
+    def temporary(length):
+        shapes = [(1, length, 4, 8), (1, length, 2, 8), (1, length, 2, 8), (1, 2, length)]
+        structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+        def loss(q, k, v, bias):
+            out = retrofit_attention(q, k, v, bias, window=16, scale=0.3, implementation="xla")
+            return out.sum()
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*structs).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(4096) < 3 * temporary(2048)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (1, 8, 3, 4)}, "beside"),
+        ({"k": (1, 8, 3, 4), "v": (1, 8, 3, 4)}, "share 3 KV heads"),
+        ({"v": (1, 7, 2, 4)}, "k and v must be"),
+        ({"bias": (1, 8, 2)}, "bias must be"),
+        ({"q": (1, 0, 4, 4), "k": (1, 0, 2, 4), "v": (1, 0, 2, 4)}, "empty"),
+        ({"window": -1}, "window"),
+        ({"window": 2.5}, "window"),
+        ({"segments": (1, 9)}, "segment_ids"),
+        ({"dtype": "int32"}, "float dtype"),
+        ({"v_dtype": "bfloat16"}, "share a float dtype"),
+    ],
+)
+def test_bad_input_is_refused(change, message):
+    """The function's own checks: under pytest its annotations would speak first."""
+    facts = {"q": (1, 8, 4, 4), "k": (1, 8, 2, 4), "v": (1, 8, 2, 4), "bias": (1, 2, 8)}
+    facts |= {"window": 2, "dtype": "float32", "segments": (1, 8)} | change
+    dtypes = dict.fromkeys("qkv", facts["dtype"]) | {"v": facts.get("v_dtype", facts["dtype"])}
+    q, k, v = (jax.ShapeDtypeStruct(facts[n], jnp.dtype(dtypes[n])) for n in "qkv")
+    bias = jax.ShapeDtypeStruct(facts["bias"], jnp.float32)
+    segments = jax.ShapeDtypeStruct(facts["segments"], jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        check_arguments(q, k, v, bias, facts["window"], segments)
