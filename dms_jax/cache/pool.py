@@ -8,13 +8,14 @@ Under a mesh, rows are split over devices, each device holds its own pages, and 
 local to it.
 """
 
-from typing import Any
+from typing import Any, no_type_check
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 
+@no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
 class Cache:
     """All that generation carries from step to step.

@@ -6,7 +6,7 @@ only thing a policy may reduce over devices is a mean over heads.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from dms_jax.policies.base import Chunk, Placement, Policy, PolicyState
 from pallas_kernels import decode_attention, prefill_attention
 
 
+@no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
 class LayerCache:
     """What one layer sees of the cache: the whole pool, its own rows."""
@@ -30,6 +31,7 @@ class LayerCache:
     state: PolicyState
 
 
+@no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
 class Attended:
     """What attention over a chunk leaves behind.

@@ -28,7 +28,7 @@ Other policies are run token by token inside the layer (write, read, observe for
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, no_type_check
 
 import jax.numpy as jnp
 from flax import struct
@@ -52,6 +52,7 @@ class Projections:
     layer: Int[Array, ""]
 
 
+@no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
 class Decisions:
     """What the tokens of one layer say.
@@ -67,6 +68,7 @@ class Decisions:
     importance: Float[Array, "B K T"] | None = None
 
 
+@no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
 class Chunk:
     """T new tokens of every row of one layer. Tokens at and beyond `count` are padding.

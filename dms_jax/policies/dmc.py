@@ -16,7 +16,7 @@ newcomer, which carries the weighted mean of the whole segment.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from dms_jax.policies.base import (
 from dms_jax.policies.delayed_eviction import DelayedEviction, Ring
 
 
+@no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
 class MergeState:
     """A row's ring (of one token) and the running sums of its open segment, unrotated."""

@@ -11,6 +11,7 @@ the reads are, to the budget and two vectors a page.
 """
 
 import dataclasses
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from dms_jax.policies.base import (
 )
 
 
+@no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
 class PageBounds:
     """Elementwise minimum and maximum of the keys of each page."""
