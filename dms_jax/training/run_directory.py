@@ -12,7 +12,6 @@ step that it resumes from.
 """
 
 import json
-import logging
 import os
 import pathlib
 import tempfile
@@ -46,7 +45,6 @@ class RunDirectory:
         _check_writable(self.path)
         import orbax.checkpoint as ocp
 
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it touches
         self._orbax = ocp
         self._manager = ocp.CheckpointManager(
             self.path / "checkpoints",

@@ -1,0 +1,123 @@
+"""What `experiments/retrofit.py` can be told, and named starting points for it."""
+
+import dataclasses
+import pathlib
+from typing import Literal
+
+from dms_jax import DMS, assets, recipes
+from dms_jax.training import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train a checkpoint to run with a small cache."""
+
+    model: str
+    """Hugging Face directory, or a hub id ("owner/name")."""
+    data: tuple[pathlib.Path, ...]
+    """JSON lines (.jsonl, with "messages" or "text"), or texts with <|endoftext|> in between."""
+    out: pathlib.Path
+    """Directory of the run: checkpoints, log.jsonl, model. A run that is there is resumed."""
+
+    recipe: Literal["published", "paper", "quickstart"] = "published"
+    """NVIDIA's released recipe (adapter alone), the paper's, or the demo's (all weights)."""
+    paper_model: str = "text"
+    """Paper's recipe: a row of its tables ("qwen-r1-7b", ...), or "text" for 100 steps a unit."""
+    compression_ratio: float = 8.0
+    """1 / share of tokens that stay after the window; a cache with its window saves less."""
+    snapshots: tuple[float, ...] = ()
+    """Compression ratios on the way at which the model is written to out/snapshots."""
+
+    window: int = 512
+    """Distance up to which a token stays in the cache whatever is decided about it."""
+    source: Literal["adapter", "query_neuron"] = "adapter"
+    """Who decides: an adapter beside each layer, or a query neuron faded out of attention first."""
+    shift: int = 1
+    """How many tokens later the decision about a token is made; 1 in released checkpoints."""
+    per: Literal["head", "layer"] = "head"
+    """Whether each KV head decides for itself."""
+
+    sequence_length: int | None = None
+    """Tokens a training sequence; None takes the recipe's."""
+    batch_size: int | None = None
+    """Sequences an optimizer step; None takes the recipe's."""
+    micro_batch_size: int | None = None
+    """Sequences a device passes forward and back at a time; None takes the recipe's."""
+    learning_rate: float | None = None
+    """Constant rate of everything that is trained, in every stage; None takes the recipe's."""
+    compute_dtype: Literal["recipe", "bfloat16", "float32"] = "recipe"
+    """Type of the passes. Parameters and optimizer state are in float32 in any case."""
+
+    data_shards: int = 1
+    """Devices along which sequences, and a shard of every parameter, are spread."""
+    model_shards: int = 1
+    """Devices along which heads and feed-forward are spread."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints to resume from. Ctrl-C writes one too."""
+    seed: int = 0
+    """Order of the data and noise of the training."""
+
+    def make_policy(self) -> DMS:
+        """The cache policy to retrofit for."""
+        return DMS(window=self.window, source=self.source, shift=self.shift, per=self.per)
+
+    def make_recipe(self) -> Recipe:
+        """The recipe with what was changed."""
+        if self.recipe == "paper":
+            recipe = recipes.dms_paper(self.compression_ratio, model=self.paper_model)
+        elif self.recipe == "published":
+            recipe = recipes.dms_published(self.compression_ratio)
+        else:
+            recipe = recipes.dms_quickstart(self.compression_ratio)
+        sizes = ("sequence_length", "batch_size", "micro_batch_size")
+        changes = {name: getattr(self, name) for name in sizes if getattr(self, name) is not None}
+        if self.compute_dtype != "recipe":
+            changes["compute_dtype"] = self.compute_dtype
+        stages = recipe.stages
+        if self.learning_rate is not None:
+            rates = dict(learning_rate=self.learning_rate, adapter_learning_rate=None)
+            stages = tuple(dataclasses.replace(stage, **rates) for stage in stages)
+        if self.batch_size is not None:
+            stages = tuple(dataclasses.replace(stage, batch_size=None) for stage in stages)
+        return dataclasses.replace(recipe, stages=stages, snapshots=self.snapshots, **changes)
+
+
+PRESETS = {
+    "custom": (
+        "Any checkpoint: give --model and --data.",
+        Config(model="", data=(), out=pathlib.Path("runs/retrofit")),
+    ),
+    "stories260k": (
+        "The model and the text that ship with the library, in a minute or two on a laptop.",
+        Config(
+            model=str(assets.path("stories260k")),
+            data=(assets.path("tinystories") / "train.txt",),
+            out=pathlib.Path("runs/stories260k"),
+            recipe="quickstart",
+            window=64,
+        ),
+    ),
+    "qwen3-8b": (
+        "As NVIDIA's released code: adapters on a frozen Qwen3-8B, 8 sequences of 32768 tokens a "
+        "step, 8 devices. Needs a JSON lines file of conversations (--data).",
+        Config(
+            model="Qwen/Qwen3-8B",
+            data=(),
+            out=pathlib.Path("runs/qwen3-8b-dms8"),
+            data_shards=8,
+        ),
+    ),
+    "llama-3.2-1b": (
+        "As the paper: all weights of Llama 3.2 1B Instruct, a borrowed neuron, window 16.",
+        Config(
+            model="meta-llama/Llama-3.2-1B-Instruct",
+            data=(),
+            out=pathlib.Path("runs/llama-3.2-1b-dms4"),
+            recipe="paper",
+            paper_model="llama-3.2-1b",
+            compression_ratio=4.0,
+            window=16,
+            source="query_neuron",
+        ),
+    ),
+}

@@ -1,0 +1,78 @@
+"""The retrofit script: its presets, what it writes, and what it says when it cannot."""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import dms_jax
+
+EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script as a module; it finds its presets beside itself."""
+    sys.path.insert(0, str(EXPERIMENTS))
+    try:
+        import configs.retrofit
+        import retrofit
+
+        yield retrofit, configs.retrofit
+    finally:
+        sys.path.remove(str(EXPERIMENTS))
+
+
+def test_a_small_run_is_written_and_loads(script, tmp_path, capsys):
+    main, configs = script
+    _, config = configs.PRESETS["stories260k"]
+    config = dataclasses.replace(
+        config, out=tmp_path, compression_ratio=1.2, sequence_length=32, batch_size=2, window=8
+    )
+    assert main.main(config) == 0
+    assert "3 steps to ratio 1.2" in capsys.readouterr().out
+    model = dms_jax.load(tmp_path / "model")
+    assert model.policy == dms_jax.DMS(window=8, source="adapter")
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+
+
+def test_presets_make_recipes(script):
+    _, configs = script
+    recipes = {name: config.make_recipe() for name, (_, config) in configs.PRESETS.items()}
+    assert recipes["qwen3-8b"].pass_size(8) == 8
+    assert recipes["llama-3.2-1b"].stages[-1].steps == 9000
+    changed = dataclasses.replace(
+        configs.PRESETS["llama-3.2-1b"][1], batch_size=4, learning_rate=1e-3, snapshots=(2.0,)
+    ).make_recipe()
+    assert {stage.learning_rate for stage in changed.stages} == {1e-3}
+    assert {stage.batch_size or changed.batch_size for stage in changed.stages} == {4}
+    assert changed.snapshots == (2.0,)
+
+
+def test_errors_are_told_in_a_line(script, tmp_path, capsys):
+    main, configs = script
+    _, custom = configs.PRESETS["custom"]
+    assert main.main(custom) == 1
+    assert capsys.readouterr().err == "ConfigError: give --model and --data\n"
+    missing = dataclasses.replace(
+        configs.PRESETS["stories260k"][1], data=(tmp_path / "none.txt",), out=tmp_path / "run"
+    )
+    assert main.main(missing) == 1
+    assert "DataError" in capsys.readouterr().err
+
+
+def test_help_explains_every_option(script):
+    _, configs = script
+    done = subprocess.run(
+        [sys.executable, EXPERIMENTS / "retrofit.py", "custom", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=EXPERIMENTS.parent,
+        env={**os.environ, "PYTHONPATH": str(EXPERIMENTS.parent), "COLUMNS": "200"},
+    )
+    for field in dataclasses.fields(configs.Config):
+        assert f"--{field.name.replace('_', '-')}" in done.stdout
