@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.caching import init_cache
@@ -225,8 +227,12 @@ def _logits_through_cache(
         table_width=width,
         dtype=dtype,
     )
-    pages = jnp.arange(num_pages, dtype=jnp.int32)
-    cache = dataclasses.replace(cache, page_table=pages.reshape(cache.page_table.shape))
+    # Under a mesh page numbers are local: every shard counts its own rows' pages from 0.
+    data, heads = sharding.row_axes(batch, config.num_kv_heads)
+    data_shards, head_shards = (sharding.axis_size(axis) if axis else 1 for axis in (data, heads))
+    rows = (config.num_layers, batch // data_shards, config.num_kv_heads // head_shards, width)
+    pages = jnp.arange(math.prod(rows), dtype=jnp.int32).reshape(rows)
+    cache = dataclasses.replace(cache, page_table=jnp.tile(pages, (1, data_shards, head_shards, 1)))
     first = transformer.cached(tokens, prompts, cache, policy, prompt=True)
     index = jnp.arange(num_tokens)
     rest = jnp.take_along_axis(tokens, (prompts[:, None] + index) % num_tokens, axis=1)

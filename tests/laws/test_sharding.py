@@ -1,0 +1,123 @@
+"""Law 5: one device and a mesh of eight give the same logits, answers, scores and usage.
+
+On a (2, 4) mesh sequences and KV heads are split, or only sequences where the KV heads do not
+divide by four, or only heads where the sequences do not divide by two. Everything is compared with
+the simulation, which the other laws compare one device with, and logits with one device directly.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.generation import Engine, Sampling, score
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import DMC, DMS, TOVA, Quest, RandomEviction, StreamingLLM, Vanilla
+from dms_jax.sharding import DECODING_RULES
+from dms_jax.training.parameters import parameters, rebuilder, shardings
+from tests.laws.serving import check_completion, check_score
+from tests.laws.table import (
+    Row,
+    dmc_keys,
+    simulate_dmc,
+    simulate_dms,
+    simulate_quest,
+    simulate_random,
+    simulate_streaming,
+    simulate_tova,
+    simulate_vanilla,
+)
+from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
+
+ROWS = [
+    Row(Vanilla(), simulate_vanilla, 2, 8),
+    Row(DMS(window=3, shift=2), simulate_dms, 2, 8),
+    Row(DMS(window=2, source="adapter", per="layer"), simulate_dms, 2, 8),
+    Row(DMC(offset=0.2), simulate_dmc, 2, 8, keys=dmc_keys),
+    Row(StreamingLLM(budget=6, sinks=2), simulate_streaming, 2, 8),
+    Row(RandomEviction(window=2, rate=0.6), simulate_random, 2, 8),
+    Row(TOVA(budget=5), simulate_tova, 2, 8),
+    Row(Quest(budget=8, dense_layers=1), simulate_quest, 2, 4, selects=True),
+]
+TOKENS = random_tokens(60, 4, 16)
+PROMPTS = [row[:length].tolist() for row, length in zip(TOKENS, (5, 8, 1, 7), strict=True)]
+TOLERANCE = 1e-10
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: repr(row.policy))
+
+
+@functools.cache
+def transformer_of(num_kv_heads: int):
+    config = tiny_config(num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads)
+    return random_model(config, adapter=True, seed=9)
+
+
+@functools.cache
+def sharded(num_kv_heads: int):
+    """The model's parameters spread over a mesh of (2, 4) devices."""
+    mesh = dms_jax.make_mesh(2, 4)
+    one = transformer_of(num_kv_heads)
+    places = shardings(one, mesh, DECODING_RULES)
+    arrays = {name: jax.device_put(x, places[name]) for name, x in parameters(one).items()}
+    return rebuilder(one)(arrays), mesh
+
+
+def on_mesh(row: Row, num_kv_heads: int) -> LanguageModel:
+    transformer, mesh = sharded(num_kv_heads)
+    return LanguageModel(transformer, policy=row.policy, mesh=mesh)
+
+
+def test_the_mesh_is_used():
+    transformer, mesh = sharded(4)
+    assert dict(mesh.shape) == {"data": 2, "model": 4}
+    split = [x for x in parameters(transformer).values() if not x.is_fully_replicated]
+    assert len(split) >= 4
+    engine = Engine(on_mesh(ROWS[0], 4), num_lanes=4, max_tokens=16, page_size=8)
+    pool = engine.runner.cache.k_pages
+    assert len({shard.device for shard in pool.addressable_shards}) == 8
+    assert pool.addressable_shards[0].data.nbytes * 8 == pool.nbytes
+
+
+@every_row
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_logits(row, num_kv_heads, record_property):
+    prompts = np.array([len(prompt) for prompt in PROMPTS])
+    one = LanguageModel(transformer_of(num_kv_heads), policy=row.policy)
+    want = np.asarray(one.logits(TOKENS, prompt_lengths=prompts))
+    got = np.asarray(on_mesh(row, num_kv_heads).logits(TOKENS, prompt_lengths=prompts))
+    largest = float(np.abs(got - want).max())
+    assert largest < TOLERANCE
+    record_property("largest", largest)
+
+
+@every_row
+def test_generate(row, record_property):
+    """Four lanes: two on each half of the mesh, whose page numbers are its own."""
+    model = on_mesh(row, 4)
+    weights = oracle_weights(transformer_of(4))
+    engine = Engine(
+        model, num_lanes=4, max_tokens=16, page_size=row.page_size, chunk=8, prefill_chunk=8
+    )
+    sampling = Sampling(temperature=0, max_new_tokens=8, logprobs=True)
+    completions = engine.generate(PROMPTS, sampling=sampling)
+    differences = [
+        check_completion(row, weights, model.config, prompt, completion, row.page_size)
+        for prompt, completion in zip(PROMPTS, completions, strict=True)
+    ]
+    assert engine.runner.allocator.pages_in_use == 0
+    record_property("largest", max(differences))
+
+
+@every_row
+@pytest.mark.parametrize(("num_kv_heads", "num_sequences"), [(2, 4), (4, 3)], ids=["data", "model"])
+def test_score(row, num_kv_heads, num_sequences, record_property):
+    model = on_mesh(row, num_kv_heads)
+    weights = oracle_weights(transformer_of(num_kv_heads))
+    tokens = [row[:length] for row, length in zip(TOKENS, (16, 9, 2, 13), strict=True)]
+    results = score(model, tokens[:num_sequences], chunk=16, page_size=row.page_size)
+    differences = [
+        check_score(row, weights, model.config, tokens[index], result, row.page_size)
+        for index, result in enumerate(results)
+    ]
+    record_property("largest", max(differences))
