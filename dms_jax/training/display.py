@@ -11,17 +11,22 @@ from rich.progress import (
 )
 
 _SHOWN = (
-    "{task.fields[stage]}: loss {task.fields[loss]:.3f}, distillation "
-    "{task.fields[distillation_loss]:.3f}, compression {task.fields[compression_loss]:.3f}; "
-    "ratio {task.fields[compression_ratio]:.2f} of {task.fields[target_ratio]:.2f}; "
-    "{task.fields[tokens_per_second]:,.0f} tokens/s"
+    "{task.fields[stage]}: {task.fields[main]} {task.fields[main_loss]:.3f} + compression "
+    "{task.fields[compression_loss]:.3f}, ratio {task.fields[compression_ratio]:.2f} of "
+    "{task.fields[target_ratio]:.2f}, {task.fields[tokens_per_second]:,.0f} tokens/s"
 )
 
 
 class Display:
-    """The progress bar of a run; nothing where it is not enabled."""
+    """The progress bar of a run; nothing where it is not enabled.
 
-    def __init__(self, *, total: int, done: int, enabled: bool):
+    Args:
+      total, done: optimizer steps.
+      main: name of the loss beside that of compression.
+      enabled: whether to show anything.
+    """
+
+    def __init__(self, *, total: int, done: int, main: str, enabled: bool):
         self._progress = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=10),
@@ -29,14 +34,13 @@ class Display:
             TimeRemainingColumn(),
             disable=not enabled,
         )
-        zeros = dict.fromkeys(
-            ("loss", "distillation_loss", "compression_loss", "tokens_per_second"), 0.0
-        )
+        zeros = dict.fromkeys(("main_loss", "compression_loss", "tokens_per_second"), 0.0)
         self._task = self._progress.add_task(
             "retrofit",
             total=total,
             completed=done,
             stage="compiling",
+            main=main,
             compression_ratio=1.0,
             target_ratio=1.0,
             **zeros,
@@ -52,4 +56,5 @@ class Display:
     def update(self, record: dict[str, Any]) -> None:
         """Shows the record of a step."""
         fields = {key: value for key, value in record.items() if key != "step"}
+        fields["main_loss"] = record["loss"] - record["compression_loss"]
         self._progress.update(self._task, completed=record["step"], **fields)

@@ -203,8 +203,9 @@ class _Run:
         total = self._recipe.total_steps(self._policy)
         start = int(self._trainer.state.step)
         snapshots = self._snapshots(total)
+        main = self._recipe.loss.replace("_", " ")
         with (
-            Display(total=total, done=start, enabled=show) as self._display,
+            Display(total=total, done=start, main=main, enabled=show) as self._display,
             _Interrupts() as interrupts,
         ):
             for step in range(start, total):
