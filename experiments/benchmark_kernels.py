@@ -12,12 +12,21 @@ import argparse
 import functools
 import json
 import pathlib
-import sys
+import statistics
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_timing import CALLS, draw_pools, environment, prepare_output, time_chain
+from kernel_timing import (
+    CALLS,
+    ROTATED_BYTES,
+    command_line,
+    device_events,
+    draw_pools,
+    environment,
+    prepare_output,
+    time_chain,
+)
 
 from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases
@@ -84,7 +93,7 @@ def cudnn(case, q):
     """Make a chain of cuDNN's attention over a dense cache of the same size."""
     batch, length = case.rows // _KV_HEADS, case.lengths[0]
     keys = jax.random.split(jax.random.key(7), 2)
-    sets = min(CALLS, -(-(256 << 20) // case.live_bytes))
+    sets = min(CALLS, -(-ROTATED_BYTES // case.live_bytes))
     shape = (batch, length, _KV_HEADS, case.head_dim)
     pairs = [tuple(jax.random.normal(key, shape, case.dtype) for key in keys) for _ in range(sets)]
     q = q.reshape(batch, 1, _KV_HEADS * case.group, case.head_dim)
@@ -93,6 +102,59 @@ def cudnn(case, q):
         return jax.nn.dot_product_attention(q, *pair, implementation="cudnn")
 
     return chain_of(call, q, pairs)
+
+
+def torch_microseconds(case, rounds=20) -> float:
+    """Time PyTorch's SDPA over a dense cache of the same size, by device events, median."""
+    import torch
+
+    batch, length = case.rows // _KV_HEADS, case.lengths[0]
+    sets = min(CALLS, -(-ROTATED_BYTES // case.live_bytes))
+
+    def draw(*shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    q = draw(batch, _KV_HEADS * case.group, 1, case.head_dim)
+    shape = (batch, _KV_HEADS, length, case.head_dim)
+    pairs = [(draw(*shape), draw(*shape)) for _ in range(sets)]
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    for start, stop in marks:
+        start.record()
+        for i in range(CALLS):
+            k, v = pairs[i % sets]
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        stop.record()
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(stop) * 1e3 / CALLS for start, stop in marks]
+    return statistics.median(times[rounds // 4 :])
+
+
+def cache_write_microseconds(rows: int, pages: int = 4096) -> float:
+    """Time XLA's write of one new key and value a row into their pages, in place."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    page = jax.random.permutation(keys[0], pages)[:rows]
+    pool = jnp.zeros((pages, 64, 128), jnp.bfloat16)
+    new = jax.random.normal(keys[1], (rows, 128), jnp.bfloat16)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def steps(k_pages, v_pages, new, page):
+        options = {"unique_indices": True, "mode": "promise_in_bounds"}
+        for i in range(CALLS):
+            k_pages = k_pages.at[page, i].set(new + i, **options)
+            v_pages = v_pages.at[page, i].set(new - i, **options)
+        return k_pages, v_pages
+
+    state = [(pool, pool + 1)]
+
+    def run():
+        state[0] = steps(*state[0], new, page)
+        return state[0][0]
+
+    for _ in range(2):
+        run().block_until_ready()
+    events = device_events(lambda: run().block_until_ready())
+    first, last = events[0], events[-1]
+    return (last[0] + last[1] - first[0]) / CALLS
 
 
 def stock(case, q, pools, lengths):
@@ -194,6 +256,25 @@ def measure(case, seed, only) -> list[dict]:
             f"  {record['terabytes_per_second']:6.2f} TB/s  error {record.get('error', 0):.4f}",
             flush=True,
         )
+    if "cudnn, dense" in contenders and (not only or "torch" in only):
+        try:
+            period = torch_microseconds(case)
+        except Exception as problem:  # No PyTorch, or one that cannot: left out, with the reason.
+            print(f"{case.name:28s} torch sdpa, dense            {problem}"[:200], flush=True)
+        else:
+            rate = case.live_bytes / period / 1e6
+            records.append(
+                {
+                    "case": case.name,
+                    "implementation": "torch sdpa, dense",
+                    "live_bytes": case.live_bytes,
+                    "period_us": round(period, 2),
+                    "terabytes_per_second": round(rate, 3),
+                }
+            )
+            print(
+                f"{case.name:28s} torch sdpa, dense  {period:8.1f} us {rate:.2f} TB/s", flush=True
+            )
     return records
 
 
@@ -245,6 +326,7 @@ def main() -> None:
     parser.add_argument("--out", default="experiments/results/kernels")
     parser.add_argument("--cases", nargs="*", default=[case.name for case in cases.BENCHMARK])
     parser.add_argument("--only", nargs="*", help="implementations; all without")
+    parser.add_argument("--extend", action="store_true", help="keep the report's other cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", metavar="FOLDER", help="only draw a written report")
     arguments = parser.parse_args()
@@ -253,14 +335,25 @@ def main() -> None:
         return
     folder = prepare_output(arguments.out)
     report = environment() | {
-        "command": "python experiments/benchmark_kernels.py " + " ".join(sys.argv[1:]),
+        "commands": [command_line()],
         "read_terabytes_per_second": round(read_rate(), 3),
         "records": [],
     }
+    path = folder / "decode.json"
+    if arguments.extend and path.exists():
+        before = json.loads(path.read_text())
+        report["records"] = [r for r in before["records"] if r["case"] not in arguments.cases]
+        report["commands"] = before["commands"] + report["commands"]
+        report = before | report
     print(f"pure read {report['read_terabytes_per_second']} TB/s", flush=True)
+    if not arguments.only:
+        report["cache_write_us"] = {
+            str(rows): round(cache_write_microseconds(rows), 2) for rows in (64, 512, 2048)
+        }
+        print(f"cache write by XLA, us a step: {report['cache_write_us']}", flush=True)
     for name in arguments.cases:
         report["records"] += measure(cases.by_name(name), arguments.seed, arguments.only)
-        (folder / "decode.json").write_text(json.dumps(report, indent=1) + "\n")
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

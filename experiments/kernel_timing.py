@@ -9,6 +9,7 @@ import glob
 import itertools
 import pathlib
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,8 +87,8 @@ def draw_pools(case: DecodeCase, seed: int = 0) -> list[tuple[jax.Array, ...]]:
     """Draw page pools of a case, as many as it takes to be sure that no cache holds them.
 
     Returns:
-      For each pool k_pages, v_pages, page_table, k_scales and v_scales (None without scales); pages
-      belong to rows in random order.
+      For each pool k_pages, v_pages, page_table, k_scales and v_scales (None without scales); rows
+      own pages in random order unless the case says otherwise.
     """
     shape = (case.pages, case.page_size, case.head_dim)
     dtype = case.pages_dtype or case.dtype
@@ -100,7 +101,9 @@ def draw_pools(case: DecodeCase, seed: int = 0) -> list[tuple[jax.Array, ...]]:
     pools = []
     for i in range(min(CALLS, -(-ROTATED_BYTES // case.live_bytes))):
         keys = jax.random.split(jax.random.key(seed + i), 4)
-        order = np.random.default_rng(seed + i).permutation(case.pages)
+        order = np.arange(case.pages)
+        if case.shuffled:
+            order = np.random.default_rng(seed + i).permutation(case.pages)
         table = np.zeros((case.rows, case.columns), np.int32)
         taken = 0
         for row, length in enumerate(case.lengths):
@@ -121,6 +124,15 @@ def environment() -> dict[str, str]:
         "runtime": device.client.platform_version.splitlines()[0],
         "date": datetime.date.today().isoformat(),
     }
+
+
+def command_line() -> str:
+    """Write how this program was called, without the place of its results."""
+    script, *arguments = sys.argv
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
+    return " ".join(["python", f"experiments/{pathlib.Path(script).name}", *arguments])
 
 
 def prepare_output(folder: str) -> pathlib.Path:

@@ -21,7 +21,27 @@ from pallas_kernels.decode.spec import Spec
 
 # Partials loaded together: enough to hide their latency, few enough for registers.
 _AT_ONCE = 8
+# Warpgroups that share a row's partials, where rows are so few that each is cut this many times.
+_THREADS, _MANY_CUTS = 4, 8
+_NEVER = -1e30
 _BLOCK = 64
+_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+def _add(sums, items):
+    """Add items to sums; each is (exponent, weight, value) relative to 2^exponent."""
+    peak, weight, total = sums
+    new_peak = peak
+    for e, _, _ in items:
+        new_peak = jnp.maximum(new_peak, e)
+    shrink = jnp.exp2(peak - new_peak)
+    weight = weight * shrink
+    total = total * per_column(shrink, total.shape)
+    for e, item_weight, value in items:
+        factor = jnp.exp2(e - new_peak)
+        weight = weight + item_weight * factor
+        total = total + value * per_column(factor, value.shape)
+    return new_peak, weight, total
 
 
 def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None):
@@ -42,6 +62,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
     if spec.programs == 1:
         return result, lse
     parts = spec.out_rows // _BLOCK
+    threads = _THREADS if spec.rows * _MANY_CUTS <= spec.programs else 1
 
     def body(
         tile_starts_ref,
@@ -54,6 +75,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
     ):
         program = lax.axis_index("boundary") + 1
         part = lax.axis_index("part")
+        thread = lax.axis_index("thread")
         total = tile_starts_ref[spec.rows]
         row = jnp.minimum(edge_rows_ref[program], spec.rows - 1)
         boundary = stretch_start(total, program, spec.programs)
@@ -70,52 +92,8 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
             plgpu.griddepcontrol_wait()
             plgpu.griddepcontrol_launch_dependents()
 
-        @pl.when(first_cut)
-        def _merge():
-            def step(i, carry):
-                peak, weight, total = carry
-                loaded = []
-                for j in range(_AT_ONCE):
-                    index = i * _AT_ONCE + j
-                    slot = first_slot + jnp.minimum(index, count - 1)
-                    absent = jnp.where(index < count, 0.0, -1e30).astype(jnp.float32)
-                    e = plgpu.load(
-                        partial_lse_ref.at[slot],
-                        layout=plgpu.Layout.WGMMA.reduce(0),
-                        optimized=False,
-                    )
-                    value = plgpu.load(
-                        partials_ref.at[slot, pl.ds(part * _BLOCK, _BLOCK)],
-                        layout=plgpu.Layout.WGMMA,
-                        optimized=False,
-                    )
-                    loaded.append((e + absent, value))
-                new_peak = peak
-                for e, _ in loaded:
-                    new_peak = jnp.maximum(new_peak, e)
-                shrink = jnp.exp2(peak - new_peak)
-                weight = weight * shrink
-                total = total * per_column(shrink, total.shape)
-                for e, value in loaded:
-                    factor = jnp.exp2(e - new_peak)
-                    weight = weight + factor
-                    total = total + value * per_column(factor, value.shape)
-                return new_peak, weight, total
-
-            def start(value, shape, layout):
-                return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-            vector, per_head = (spec.columns,), plgpu.Layout.WGMMA.reduce(0)
-            peak, weight, merged = lax.fori_loop(
-                0,
-                (count + (_AT_ONCE - 1)) // _AT_ONCE,
-                step,
-                (
-                    start(-1e30, vector, per_head),
-                    start(0.0, vector, per_head),
-                    start(0.0, (_BLOCK, spec.columns), plgpu.Layout.WGMMA),
-                ),
-            )
+        def finish(sums):
+            peak, weight, merged = sums
             merged = merged * per_column(1 / weight, merged.shape)
             if spec.transposed:
                 result_ref[row, pl.ds(part * _BLOCK, _BLOCK)] = merged.astype(spec.dtype)
@@ -134,16 +112,77 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
                 def _lse():
                     lse_ref[row] = peak + jnp.log2(weight)
 
-    staged = {}
+        @pl.when(first_cut)
+        def _merge():
+            chunks = (count + (_AT_ONCE - 1)) // _AT_ONCE
+
+            def step(k, carry):
+                return _add(carry, [partial(k * threads + thread, j) for j in range(_AT_ONCE)])
+
+            def partial(chunk, j):
+                index = chunk * _AT_ONCE + j
+                slot = first_slot + jnp.minimum(index, count - 1)
+                e = plgpu.load(partial_lse_ref.at[slot], layout=_PER_COLUMN, optimized=False)
+                block = partials_ref.at[slot, pl.ds(part * _BLOCK, _BLOCK)]
+                value = plgpu.load(block, layout=plgpu.Layout.WGMMA, optimized=False)
+                absent = jnp.where(index < count, 0.0, _NEVER).astype(jnp.float32)
+                return e + absent, jnp.ones_like(e), value
+
+            def start(value, shape, layout):
+                return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+            vector = (spec.columns,)
+            sums = lax.fori_loop(
+                0,
+                (chunks - thread + (threads - 1)) // threads,
+                step,
+                (
+                    start(_NEVER, vector, _PER_COLUMN),
+                    start(0.0, vector, _PER_COLUMN),
+                    start(0.0, (_BLOCK, spec.columns), plgpu.Layout.WGMMA),
+                ),
+            )
+            if threads == 1:
+                finish(sums)
+                return
+
+            @pl.when(thread > 0)
+            def _leave_sums():
+                vectors, blocks = memory["vectors"], memory["blocks"]
+                vectors[thread - 1, 0], vectors[thread - 1, 1] = sums[:2]
+                blocks[thread - 1] = sums[2]
+                plgpu.barrier_arrive(memory["left"])
+
+            @pl.when(thread == 0)
+            def _take_sums():
+                plgpu.barrier_wait(memory["left"])
+                vectors, blocks = memory["vectors"], memory["blocks"]
+                others = [
+                    (
+                        plgpu.load(vectors.at[other, 0], layout=_PER_COLUMN, optimized=False),
+                        plgpu.load(vectors.at[other, 1], layout=_PER_COLUMN, optimized=False),
+                        plgpu.load(blocks.at[other], layout=plgpu.Layout.WGMMA, optimized=False),
+                    )
+                    for other in range(threads - 1)
+                ]
+                finish(_add(sums, others))
+
+    scratch = {}
+    if threads > 1:
+        scratch["left"] = plgpu.Barrier(num_arrivals=threads - 1)
+        scratch["vectors"] = plgpu.SMEM((threads - 1, 2, spec.columns), jnp.float32)
+        scratch["blocks"] = plgpu.SMEM((threads - 1, _BLOCK, spec.columns), jnp.float32)
     if not spec.transposed:
-        staged["staged"] = plgpu.SMEM((spec.columns, _BLOCK), spec.dtype)
+        scratch["staged"] = plgpu.SMEM((spec.columns, _BLOCK), spec.dtype)
     result_ref, lse_ref = jax.new_ref(result), jax.new_ref(lse)
     plgpu.kernel(
         body,
         out_type=(),
-        scratch_types=staged,
+        scratch_types=scratch,
         grid=(spec.programs - 1, parts),
         grid_names=("boundary", "part"),
+        num_threads=threads,
+        thread_name="thread",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="decode_combine",
