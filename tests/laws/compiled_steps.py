@@ -1,0 +1,127 @@
+"""Compiles decode chunks ahead of time and prints what the compiler says of them, as JSON.
+
+Run by `test_compiled_steps.py` in a process of its own: compiling for TPU takes libtpu, which one
+process loads at a time, and times are clean only without a compilation cache. Nothing is executed
+and no array is made, so models and pools can have real sizes.
+"""
+
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dms_jax.config import ModelConfig
+from dms_jax.generation import programs
+from dms_jax.generation.sampling import Filter
+from dms_jax.model.caching import init_cache
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import DMC, DMS, POLICIES, TOVA, Quest, RandomEviction, StreamingLLM
+
+SMALL_OPTIONS = {
+    DMS: dict(window=64),
+    DMC: dict(),
+    TOVA: dict(budget=128),
+    Quest: dict(budget=128, dense_layers=1),
+    StreamingLLM: dict(budget=128),
+    RandomEviction: dict(window=64),
+}
+BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
+
+
+def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
+    """Shapes for a chunk of 8 steps; the pool is `pool_factor` times what the rows can address."""
+    config = ModelConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=4096,
+        qk_norm=True,
+        tie_embeddings=True,
+        model_type="qwen3",
+    )
+    num_pages = num_layers * BATCH * KV_HEADS * PAGES_PER_ROW * pool_factor
+    model = jax.eval_shape(
+        lambda: Transformer(
+            config, adapter=policy.uses_adapter, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+        )
+    )
+    cache = jax.eval_shape(
+        lambda: init_cache(
+            config,
+            policy,
+            num_sequences=BATCH,
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+            dtype=jnp.bfloat16,
+        )
+    )
+    table = (num_layers, BATCH, KV_HEADS, PAGES_PER_ROW)
+    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (table, (BATCH,), (BATCH,))]
+    arrays = (model, cache, *integers, jax.ShapeDtypeStruct((BATCH, 2), jnp.uint32))
+    if place is not None:
+        arrays = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays
+        )
+    return (*arrays, policy, Filter(temperature=0), 8, ())
+
+
+def on_tpu() -> NamedSharding:
+    """One chip of a TPU that need not be there."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
+    mesh = Mesh(np.array(topology.devices[:1]).reshape(1, 1), ("data", "model"))
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
+    """What a compiled chunk does with the pool."""
+    shapes = arguments(policy, num_layers=3, pool_factor=pool_factor, place=place)
+    compiled = programs.decode.lower(*shapes).compile()
+    pool = shapes[1].k_pages
+    text = f"bf16[{','.join(map(str, pool.shape))}]"
+    # `copy` moves an array, `copy-start` does so while other work goes on.
+    copies = [
+        line.strip()[:200]
+        for line in compiled.as_text().splitlines()
+        if text in line and (" copy(" in line or " copy-start(" in line)
+    ]
+    memory = compiled.memory_analysis()
+    return dict(
+        pool_bytes=2 * pool.size * pool.dtype.itemsize,
+        aliased=memory.alias_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        copies=copies,
+    )
+
+
+def compile_seconds(num_layers: int) -> tuple[float, int]:
+    """Processor seconds to trace, lower and compile for this machine; and instructions."""
+    shapes = arguments(DMS(window=64), num_layers=num_layers, pool_factor=1)
+    jax.clear_caches()
+    start = time.process_time()
+    compiled = programs.decode.lower(*shapes).compile()
+    seconds = time.process_time() - start
+    return seconds, compiled.as_text().count(" = ")
+
+
+def main() -> None:
+    place = on_tpu()
+    memory = {
+        name: [memory_of(kind(**SMALL_OPTIONS.get(kind, {})), factor, place) for factor in (2, 8)]
+        for name, kind in POLICIES.items()
+    }
+    compile_seconds(2)  # imports and tables of the compiler
+    times = [[compile_seconds(layers) for layers in (4, 40)] for _ in range(3)]
+    print(json.dumps(dict(memory=memory, times=times)))
+
+
+if __name__ == "__main__":
+    main()

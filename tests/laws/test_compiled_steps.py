@@ -1,0 +1,51 @@
+"""Law 4 as the compiler sees it: the pool is updated in place, and depth costs no compile time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dms_jax.policies import POLICIES
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_SECONDS_RATIO = 1.3
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "laws" / "compiled_steps.py")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_copy_of_the_pool_in_a_decode_chunk_on_tpu(policy, report):
+    small, large = report["memory"][policy]
+    assert large["pool_bytes"] == 4 * small["pool_bytes"]
+    for one in (small, large):
+        assert one["copies"] == []
+        assert one["aliased"] >= one["pool_bytes"]  # the cache that comes out is the one put in
+    # A pool of four times the size needs no more room to work in.
+    growth = large["pool_bytes"] - small["pool_bytes"]
+    assert large["temporary"] - small["temporary"] < growth / 50
+
+
+@pytest.mark.slow
+def test_compile_time_does_not_grow_with_depth(report, record_property):
+    """Ten times the layers are the same program. Processor time, the best of three."""
+    shallow, deep = ([pair[index] for pair in report["times"]] for index in (0, 1))
+    assert deep[0][1] < 1.02 * shallow[0][1]  # instructions
+    ratio = min(seconds for seconds, _ in deep) / min(seconds for seconds, _ in shallow)
+    record_property("ratio", ratio)
+    assert ratio < MOST_SECONDS_RATIO
