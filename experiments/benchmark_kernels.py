@@ -305,7 +305,7 @@ def draw_picture(folder: pathlib.Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("live keys and values read, TB/s (start to start, gaps included)")
     axes.set_title(f"Decode attention on {report['device']}, jax {report['jax']}", fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside right upper")
     figure.savefig(folder / "decode.png", dpi=120)
 
 

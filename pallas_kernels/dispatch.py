@@ -15,6 +15,7 @@ implementation that cannot serve them is left out then, with its reason; the pla
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,18 @@ ImplementationChoice = str | Sequence[str] | None
 def _serves_everything(*arrays: Any, **static: Any) -> str | None:
     del arrays, static
     return None
+
+
+def deferred(module: str, name: str) -> Callable[..., Any]:
+    """Name a function whose module is imported when it is first called.
+
+    Pallas for GPUs and for TPUs takes as long to import as jax itself.
+    """
+
+    def call(*arrays, **static):
+        return getattr(importlib.import_module(module), name)(*arrays, **static)
+
+    return call
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,15 @@ from jax.experimental import checkify
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode import gpu, reference, tpu
+from pallas_kernels.decode import gpu, reference
 from pallas_kernels.decode.plan import DecodePlan
-from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, target_gpu
+from pallas_kernels.dispatch import (
+    Implementation,
+    ImplementationChoice,
+    Operation,
+    deferred,
+    target_gpu,
+)
 
 _FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn),)
 
@@ -25,7 +31,12 @@ OPERATION = Operation(
     (
         Implementation("mosaic_gpu", "cuda", gpu.mosaic, gpu.why_not_mosaic),
         Implementation("triton", "cuda", gpu.triton, gpu.why_not_triton),
-        Implementation("mosaic_tpu", "tpu", tpu.decode_attention_tpu, tpu.why_not),
+        Implementation(
+            "mosaic_tpu",
+            "tpu",
+            deferred("pallas_kernels.decode.tpu", "decode_attention_tpu"),
+            deferred("pallas_kernels.decode.tpu", "why_not"),
+        ),
         Implementation("xla", None, reference.decode_attention_xla),
     ),
 )

@@ -1,14 +1,15 @@
-"""Decode attention on NVIDIA GPUs: what each kernel serves, its settings, the steps around it."""
+"""Decode attention on NVIDIA GPUs: what each kernel serves, its settings, the steps around it.
+
+The kernels' modules are imported where a call is traced: Pallas for GPUs takes as long to import as
+jax itself.
+"""
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tuned
-from pallas_kernels.decode.combine import combine
-from pallas_kernels.decode.mosaic import attend
 from pallas_kernels.decode.plan import make_plan
 from pallas_kernels.decode.spec import LOG2_E, Spec
-from pallas_kernels.decode.triton import decode_attention_triton
 from pallas_kernels.dispatch import target_gpu
 
 # A unit of the matrix operands: pages of less are handled several at a time.
@@ -151,6 +152,9 @@ def mosaic(
     interpret=None,
 ):
     """Serve as the Hopper form of `decode_attention`; returns a tuple of results."""
+    from pallas_kernels.decode.combine import combine
+    from pallas_kernels.decode.mosaic import attend
+
     rows, group, head_dim = q.shape
     page_size, columns = k_pages.shape[1], page_table.shape[1]
     shape = (rows, head_dim, page_size, columns, k_pages.dtype)
@@ -202,6 +206,8 @@ def triton(
     interpret=False,
 ):
     """Serve as the Triton form of `decode_attention`; returns a tuple of results."""
+    from pallas_kernels.decode.triton import decode_attention_triton
+
     rows, group, head_dim = q.shape
     page_size, columns = k_pages.shape[1], page_table.shape[1]
     shape = (rows, head_dim, page_size, columns, k_pages.dtype)
