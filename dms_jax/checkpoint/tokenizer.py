@@ -133,7 +133,9 @@ class Tokenizer:
             DataError: they are no token ids.
         """
         for index in ids:
-            if isinstance(index, bool) or not isinstance(index, numbers.Integral):
+            if type(index) is not int and (
+                isinstance(index, bool) or not isinstance(index, numbers.Integral)
+            ):
                 raise DataError(f"token ids to decode must be whole numbers, got {index!r:.80}")
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 

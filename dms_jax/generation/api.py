@@ -106,7 +106,7 @@ def generate(
         the queue and recomputed. None takes what the requests can need, within the free memory.
       chunk: decode steps per compiled program; news and stop strings arrive this often.
       page_size: slots a page.
-      prefill_chunk: prompt tokens per compiled program.
+      prefill_chunk: prompt tokens of a sequence per compiled program.
       on_tokens: called with an `Update` whenever a request has news.
 
     Returns:

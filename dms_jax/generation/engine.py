@@ -33,6 +33,9 @@ from dms_jax.generation.text import TextTracker
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
+# Prompts of many lanes go through the model in turns: activations take memory too.
+MOST_PREFILL_TOKENS = 8192
+
 
 class Engine:
     """A model, a policy and a pool, ready to serve requests.
@@ -46,7 +49,7 @@ class Engine:
       max_tokens: the longest sequence expected, for sizing the pool; the model's positions if None.
       page_size: slots a page.
       chunk: decode steps per compiled program.
-      prefill_chunk: prompt tokens per compiled program.
+      prefill_chunk: prompt tokens of a sequence per compiled program.
 
     Raises:
       ConfigError: an argument or the policy does not fit.
@@ -231,13 +234,17 @@ class Engine:
         width = min(self.prefill_chunk, _round_up(max(map(len, todo.values()))))
         done = dict.fromkeys(todo, 0)
         while True:
-            parts = {
-                lane: np.asarray(todo[lane][start : start + width], np.int32)
+            unfinished = [
+                lane
                 for lane, start in done.items()
                 if start < len(todo[lane]) and lane in self._running  # else put back to make room
-            }
-            if not parts:
+            ]
+            if not unfinished:
                 break
+            parts = {
+                lane: np.asarray(todo[lane][done[lane] : done[lane] + width], np.int32)
+                for lane in unfinished[: max(1, MOST_PREFILL_TOKENS // width)]
+            }
             extra = np.zeros(len(runner.seen), np.int64)
             for lane, part in parts.items():
                 extra[lane] = len(part)

@@ -77,6 +77,8 @@ class Runner:
         with use_mesh(self.model.mesh):
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
             self._data_shards = sharding.axis_size(data) if data else 1
+            # Some lanes alone could be spread over devices that hold other pages than all lanes.
+            self._lanes_stay = sharding.axis_size(sharding.DATA) > 1
             head_shards = sharding.axis_size(heads) if heads else 1
             self.num_shards = self._data_shards * head_shards
             pages_per_shard = num_pages // self.num_shards
@@ -168,8 +170,8 @@ class Runner:
         """
         lanes = np.asarray(sorted(tokens), np.int32)
         num_lanes = len(self.seen)
-        if self._data_shards > 1:
-            slots = np.arange(num_lanes, dtype=np.int32)  # page numbers are local: lanes stay put
+        if self._lanes_stay:
+            slots = np.arange(num_lanes, dtype=np.int32)  # lanes stay put
         else:
             size = min(bucket(len(lanes)), num_lanes)
             slots = np.full(size, num_lanes, np.int32)  # out of range: nobody
@@ -181,7 +183,7 @@ class Runner:
                 counts[row] = len(tokens[lane])
                 batch[row, : counts[row]] = tokens[lane]
         table = self._table()
-        rows = None if self._data_shards > 1 else slots
+        rows = None if self._lanes_stay else slots
         if rows is not None:
             table = table[:, np.minimum(slots, num_lanes - 1)]
         with use_mesh(self.model.mesh):

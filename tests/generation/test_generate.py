@@ -9,6 +9,7 @@ import dms_jax
 from dms_jax.errors import CapacityError
 from dms_jax.generation import Engine
 from dms_jax.generation.runner import Runner
+from dms_jax.model.language_model import LanguageModel
 from tests.generation.support import (
     GREEDY,
     LENGTHS,
@@ -20,6 +21,7 @@ from tests.generation.support import (
     model_for,
     prompts,
 )
+from tests.support.models import random_model, tiny_config
 
 EVERY_POLICY = pytest.mark.parametrize("name", POLICIES)
 
@@ -183,3 +185,23 @@ def test_strings_and_token_lists_are_the_same_prompts():
     assert out.tokens == dms_jax.generate(model, tokens, sampling=GREEDY).tokens
     for text, new in zip(out.texts, out.tokens, strict=True):
         assert text == model.tokenizer.decode(new)
+
+
+def test_an_adapter_model_without_a_tokenizer():
+    """Decisions from an adapter, q and k norms, biases, an output matrix of its own."""
+    policy = dms_jax.DMS(window=6, source="adapter", shift=0, alpha_offset=0.0)
+    config = tiny_config(tied=False, biases=True, num_kv_heads=1)
+    transformer = random_model(config, adapter=True, dtype=np.float32)
+    model = LanguageModel(transformer, policy=policy)
+    given = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [2]]
+    out = dms_jax.generate(model, given, sampling=GREEDY, page_size=16, chunk=8, prefill_chunk=8)
+    assert out.texts == ["", "", ""]
+    sequences = np.zeros((3, 12 + NEW_TOKENS), np.int32)
+    for row, (prompt, tokens) in enumerate(zip(given, out.tokens, strict=True)):
+        sequences[row, : len(prompt) + NEW_TOKENS] = prompt + tokens
+    expected = log_softmax(model.logits(sequences))
+    for row, (prompt, tokens) in enumerate(zip(given, out.tokens, strict=True)):
+        steps = expected[row, len(prompt) - 1 :][:NEW_TOKENS]
+        np.testing.assert_allclose(out.logprobs[row], steps.max(-1), atol=1e-4)
+        assert tokens == steps.argmax(-1).tolist()
+    assert out.usage.compression_ratio > 1.05

@@ -1,0 +1,32 @@
+"""Sequences over `data`, heads over `model`: the same answers, from pages that never cross."""
+
+import dataclasses
+
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.generation import Engine
+from dms_jax.model.language_model import GenerationDefaults
+from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, prompts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lanes", "shards"), [(4, 4), (3, 2)])
+def test_answers_do_not_depend_on_the_mesh(lanes, shards):
+    """Three lanes do not divide over two devices, while two of them would: they must not."""
+    mesh = dms_jax.make_mesh(2, 2)
+    model = dataclasses.replace(
+        dms_jax.load(assets.path("stories260k"), mesh=mesh),
+        policy=POLICIES["dms"],
+        generation=GenerationDefaults(),
+    )
+    engine = Engine(model, max_tokens=64, **(SHAPE | {"num_lanes": lanes}))
+    assert engine.runner.num_shards == shards
+    expected = engine_for("dms").generate(prompts(), sampling=GREEDY)
+    completions = engine.generate(prompts(), sampling=GREEDY)
+    assert [c.tokens for c in completions] == [c.tokens for c in expected]
+    assert [c.usage.kv_reads for c in completions] == pytest.approx(
+        [c.usage.kv_reads for c in expected]
+    )
+    assert engine.runner.allocator.pages_in_use == 0
