@@ -85,6 +85,7 @@ def retrofit(
     directory = None
     if out is not None:
         settings = {
+            "model": dataclasses.asdict(model.config),
             "recipe": {**dataclasses.asdict(recipe), "name": None, "snapshots": None},
             "policy": policy.to_dict(),
             "seed": seed,

@@ -77,8 +77,7 @@ class RunDirectory:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"the checkpoint of step {step} in {self.path} cannot be resumed with this model: "
-                f"{error}"
+                f"the checkpoint of step {step} in {self.path} cannot be resumed: {error}"
             ) from error
         return state["state"], meta["data"]
 
