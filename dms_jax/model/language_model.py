@@ -112,7 +112,8 @@ class LanguageModel:
           tokens: token ids; pad on the right with anything.
           policy: the checkpoint's own if None.
           prompt_lengths: where each prompt ends, for policies that treat it differently (Quest
-            attends it densely); 0 if None. Others give the same for any value.
+            attends it densely); 0 if None. Others give the same for any value. Quest selects among
+            pages of 16 tokens here, as published: `generate(..., page_size=16)` does the same.
           segment_ids: documents packed into a sequence: positions restart and nothing attends
             across. Left padding is a document of its own. Only for policies that decide without
             attention.
@@ -160,6 +161,10 @@ class LanguageModel:
             if alone:
                 return _logits(self.transformer, tokens, segment_ids, policy)
             return _logits_through_cache(self.transformer, tokens, prompts, policy)
+
+
+# Pages matter to what a policy reads only for Quest; as published. `generate` takes it as an option.
+QUEST_PAGE_SIZE = 16
 
 
 def use_mesh(mesh: jax.sharding.Mesh | None) -> Any:
@@ -213,7 +218,7 @@ def _logits_through_cache(
     """
     config = transformer.config
     batch, num_tokens = tokens.shape
-    page_size = 16
+    page_size = QUEST_PAGE_SIZE
     limit = policy.slot_limit(page_size) or num_tokens
     width = -(-min(num_tokens, limit) // page_size)
     num_pages = config.num_layers * batch * config.num_kv_heads * width
