@@ -48,15 +48,15 @@ class Config:
     """Held-out sequences of 512 tokens to decode; 202 make 103,222 predicted tokens."""
     wide_window: int = 64
     """Window of the first retrofit: every token stays this long."""
-    narrow_window: int = 16
+    narrow_window: int = 32
     """Window of the second retrofit, for the highest compression."""
-    wide_steps: int = 15
-    """Training steps per unit of compression ratio, first retrofit (7 units from 1 to 8)."""
-    narrow_steps: int = 20
+    wide_steps: int = 13
+    """Training steps per unit of compression ratio, first retrofit (8 units from 1 to 9)."""
+    narrow_steps: int = 12
     """The same for the second retrofit."""
-    wide_ratio: float = 8.0
+    wide_ratio: float = 9.0
     """Compression ratio that the first retrofit aims at; what it reaches is measured."""
-    narrow_ratio: float = 7.75
+    narrow_ratio: float = 10.5
     """The same for the second retrofit."""
     page_size: int = 16
     """Tokens a page of the cache."""
