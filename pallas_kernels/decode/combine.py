@@ -174,6 +174,11 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
         scratch["blocks"] = plgpu.SMEM((threads - 1, _BLOCK, spec.columns), jnp.float32)
     if not spec.transposed:
         scratch["staged"] = plgpu.SMEM((spec.columns, _BLOCK), spec.dtype)
+    # XLA may join a kernel with slices of what it reads, or with the update of a slice by what it
+    # writes, and then forgets that it writes in place. The barriers keep slices away.
+    tile_starts, edge_rows, result, lse = lax.optimization_barrier(
+        (plan.tile_starts, plan.edge_rows, result, lse)
+    )
     result_ref, lse_ref = jax.new_ref(result), jax.new_ref(lse)
     plgpu.kernel(
         body,
@@ -186,12 +191,5 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="decode_combine",
-    )(
-        plan.tile_starts,
-        plan.edge_rows,
-        partials,
-        partial_lse,
-        result_ref,
-        lse_ref,
-    )
-    return result_ref[...], lse_ref[...]
+    )(tile_starts, edge_rows, partials, partial_lse, result_ref, lse_ref)
+    return lax.optimization_barrier((result_ref[...], lse_ref[...]))

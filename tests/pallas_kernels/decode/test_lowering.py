@@ -2,9 +2,11 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import decode_attention
+from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases
 from tests.pallas_kernels.support import lower_for_cuda, structs
 
@@ -44,3 +46,28 @@ def test_no_work_on_arrays_around_the_kernel():
     for operation in ("stablehlo.pad", "stablehlo.transpose", "stablehlo.convert"):
         shapes = [line for line in text.splitlines() if operation in line and "bf16" in line]
         assert not shapes
+
+
+def test_the_merge_in_place_is_shielded_from_slices():
+    """In a scan over layers the plan is a slice and the result updates one."""
+    case = cases.BASE
+    shapes = structs(case)
+    lengths = jax.ShapeDtypeStruct((3, case.rows), jnp.int32)
+
+    def layers(lengths, **inputs):
+        plans = decode_plan(
+            lengths, columns=case.columns, page_size=64, head_dim=128, dtype=case.dtype
+        )
+
+        def layer(carry, step):
+            out = decode_attention(**inputs, lengths=step[0], scale=0.1, plan=step[1])
+            return carry, out
+
+        return jax.lax.scan(layer, 0, (lengths, plans))[1]
+
+    text = lower_for_cuda(layers, **(shapes | {"lengths": lengths}))
+    # Operands and results of the custom call that aliases them come from and go to barriers.
+    lines = text.splitlines()
+    (merge,) = [i for i, line in enumerate(lines) if "output_operand_aliases = [#" in line]
+    assert "stablehlo.optimization_barrier" in lines[merge - 1]
+    assert "stablehlo.optimization_barrier" in lines[merge + 1]
