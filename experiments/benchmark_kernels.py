@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--out", default="experiments/results/kernels")
     parser.add_argument("--cases", nargs="*", default=[case.name for case in cases.BENCHMARK])
     parser.add_argument("--only", nargs="*", help="implementations; all without")
-    parser.add_argument("--extend", action="store_true", help="keep the report's other cases")
+    parser.add_argument("--extend", action="store_true", help="keep the report's other records")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", metavar="FOLDER", help="only draw a written report")
     arguments = parser.parse_args()
@@ -342,17 +342,25 @@ def main() -> None:
     path = folder / "decode.json"
     if arguments.extend and path.exists():
         before = json.loads(path.read_text())
-        report["records"] = [r for r in before["records"] if r["case"] not in arguments.cases]
+        report["records"] = before["records"]
         report["commands"] = before["commands"] + report["commands"]
         report = before | report
     print(f"pure read {report['read_terabytes_per_second']} TB/s", flush=True)
+    order = {case.name: i for i, case in enumerate(cases.BENCHMARK)}
     if not arguments.only:
         report["cache_write_us"] = {
             str(rows): round(cache_write_microseconds(rows), 2) for rows in (64, 512, 2048)
         }
         print(f"cache write by XLA, us a step: {report['cache_write_us']}", flush=True)
     for name in arguments.cases:
-        report["records"] += measure(cases.by_name(name), arguments.seed, arguments.only)
+        records = measure(cases.by_name(name), arguments.seed, arguments.only)
+        measured = {(record["case"], record["implementation"]) for record in records}
+        report["records"] = records + [
+            record
+            for record in report["records"]
+            if (record["case"], record["implementation"]) not in measured
+        ]
+        report["records"].sort(key=lambda record: order[record["case"]])
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
