@@ -1,7 +1,7 @@
 """Every entry point answers a wrong call with an error that says what, where and what to do.
 
 Damaged checkpoint files are in `tests/checkpoint`; here is what a caller gets wrong. The calls are
-made in a process of their own, see `tests/bad_input.py`.
+made in a process of their own, see `tests/wrong_calls`.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import bad_input
+from tests.wrong_calls import __main__ as wrong_calls
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def report() -> dict[str, dict]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bad_input"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "tests.wrong_calls"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -27,7 +27,7 @@ def report() -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory) -> list[str]:
-    return list(bad_input.all_cases(tmp_path_factory.mktemp("scratch")))
+    return list(wrong_calls.all_cases(tmp_path_factory.mktemp("scratch")))
 
 
 def test_every_wrong_call_was_made(report, names):

@@ -1,0 +1,130 @@
+"""Options of sampling, of policies and of estimates."""
+
+from typing import Any
+
+import dms_jax
+from dms_jax import policies
+from dms_jax.config import ModelConfig
+from dms_jax.generation import Device
+from tests.wrong_calls.case import NAN, Case
+
+
+def sampling_cases() -> dict[str, Case]:
+    def case(says: tuple[str, ...], **fields) -> Case:
+        return Case(lambda: dms_jax.Sampling(**fields), "ConfigError", ("Sampling", *says))
+
+    number, whole = "must be a finite number", "must be a whole number"
+    return {
+        "temperature below zero": case(("temperature", number, "-1"), temperature=-1),
+        "temperature nan": case(("temperature", number, "nan"), temperature=NAN),
+        "temperature infinite": case(("temperature", number, "inf"), temperature=float("inf")),
+        "temperature text": case(("temperature", number, "'hot'"), temperature="hot"),
+        "temperature bool": case(("temperature", number, "True"), temperature=True),
+        "top_k below zero": case(("top_k", whole, "-1"), top_k=-1),
+        "top_k fraction": case(("top_k", whole, "1.5"), top_k=1.5),
+        "top_p zero": case(("top_p", "above 0 and at most 1"), top_p=0),
+        "top_p two": case(("top_p", "above 0 and at most 1"), top_p=2),
+        "min_p two": case(("min_p", "at most 1"), min_p=2),
+        "max_new_tokens zero": case(("max_new_tokens", "at least 1", "got 0"), max_new_tokens=0),
+        "max_new_tokens fraction": case(("max_new_tokens", whole), max_new_tokens=2.5),
+        "max_new_tokens none": case(("max_new_tokens", whole, "None"), max_new_tokens=None),
+        "stop empty": case(("stop", "none of them empty"), stop=["a", ""]),
+        "stop empty text": case(("stop", "none of them empty"), stop=""),
+        "stop ids": case(("stop", "list of strings"), stop=[13]),
+        "stop none": case(("stop", "list of strings", "None"), stop=None),
+        "seed below zero": case(("seed", "0 to 2**32 - 1"), seed=-1),
+        "seed too large": case(("seed", "0 to 2**32 - 1"), seed=2**32),
+        "seed text": case(("seed", "whole number"), seed="7"),
+        "seed fraction": case(("seed", "whole number"), seed=0.5),
+        "seeds fraction": case(("seed", "whole number"), seed=[1, 0.5]),
+        "logprobs number": case(("logprobs", "True or False"), logprobs=3),
+    }
+
+
+def policy_cases() -> dict[str, Case]:
+    def case(kind: type, *says: str, **fields) -> Case:
+        return Case(lambda: kind(**fields), "ConfigError", (kind.__name__, *says))
+
+    dms, dmc, tova, quest = dms_jax.DMS, dms_jax.DMC, dms_jax.TOVA, dms_jax.Quest
+    streaming, drawn = dms_jax.StreamingLLM, dms_jax.RandomEviction
+    cases = {
+        "dms window below zero": case(dms, "window", "-1", window=-1),
+        "dms window fraction": case(dms, "window", "2.5", window=2.5),
+        "dms window text": case(dms, "window", "'wide'", window="wide"),
+        "dms window bool": case(dms, "window", "True", window=True),
+        "dms shift too far": case(dms, "shift", "window + 1 = 5", window=4, shift=6),
+        "dms source": case(dms, "source", "'query_neuron' or 'adapter'", source="magic"),
+        "dms per": case(dms, "per", "'head' or 'layer'", per="token"),
+        "dms temperature zero": case(dms, "temperature", temperature=0),
+        "dms temperature nan": case(dms, "temperature", temperature=NAN),
+        "dms temperature text": case(dms, "temperature", temperature="warm"),
+        "dms alpha_scale nan": case(dms, "alpha_scale", alpha_scale=NAN),
+        "dms alpha_offset text": case(dms, "alpha_offset", alpha_offset="5"),
+        "dmc neuron": case(dmc, "neuron", "'first' or 'last'", neuron="middle"),
+        "dmc offset nan": case(dmc, "offset", offset=NAN),
+        "dmc epsilon text": case(dmc, "epsilon", epsilon="small"),
+        "dmc epsilon below zero": case(dmc, "epsilon", epsilon=-1.0),
+        "tova budget zero": case(tova, "budget", "at least 1", budget=0),
+        "tova budget fraction": case(tova, "budget", "2.5", budget=2.5),
+        "tova budget text": case(tova, "budget", budget="8"),
+        "tova per": case(tova, "per", per="all"),
+        "quest budget zero": case(quest, "budget", budget=0),
+        "quest budget text": case(quest, "budget", budget="8"),
+        "quest budget fraction": case(quest, "budget", budget=8.5),
+        "quest dense_layers": case(quest, "dense_layers", dense_layers=-1),
+        "quest dense_layers fraction": case(quest, "dense_layers", dense_layers=0.5),
+        "streaming sinks": case(streaming, "sinks", sinks=-1),
+        "streaming sinks text": case(streaming, "sinks", sinks="4"),
+        "streaming budget": case(streaming, "budget", "raise the budget", budget=4),
+        "streaming budget fraction": case(streaming, "budget", budget=8.5),
+        "random window": case(drawn, "window", window=-1),
+        "random window fraction": case(drawn, "window", window=1.5),
+        "random rate": case(drawn, "rate", rate=1.5),
+        "random rate nan": case(drawn, "rate", rate=NAN),
+        "random rate text": case(drawn, "rate", rate="half"),
+        "random spread": case(drawn, "spread", spread=-0.5),
+        "random seed": case(drawn, "seed", seed=-1),
+        "random seed text": case(drawn, "seed", seed="x"),
+    }
+    unknown = {"name": "H3O"}
+    extra = {"name": "TOVA", "budget": 8, "bugdet": 9}
+    return cases | {
+        "policy unknown": Case(
+            lambda: policies.from_dict(unknown), "ConfigError", ("'H3O'", "known are Vanilla, DMS")
+        ),
+        "policy without a name": Case(
+            lambda: policies.from_dict({"budget": 8}), "ConfigError", ("None", "known are")
+        ),
+        "policy with an unknown option": Case(
+            lambda: policies.from_dict(extra), "ConfigError", ("bugdet", "budget, per")
+        ),
+    }
+
+
+def estimate_cases(config: ModelConfig) -> dict[str, Case]:
+    def case(*says: str, error: str = "ConfigError", given: Any = config, **options) -> Case:
+        options.setdefault("tokens", 64)
+        return Case(lambda: dms_jax.estimate(given, **options), error, says)
+
+    whole = "must be a whole number of at least 1"
+    return {
+        "estimate tokens zero": case("tokens", whole, tokens=0),
+        "estimate tokens fraction": case("tokens", whole, tokens=0.5),
+        "estimate tokens text": case("tokens", whole, tokens="8k"),
+        "estimate batch": case("batch", whole, batch=-1),
+        "estimate page_size": case("page_size", whole, page_size=0),
+        "estimate ratio": case("compression_ratio", policy=dms_jax.DMS(), compression_ratio=0.5),
+        "estimate ratio nan": case(
+            "compression_ratio", policy=dms_jax.DMS(), compression_ratio=NAN
+        ),
+        "estimate ratio of vanilla": case("Vanilla", compression_ratio=8),
+        "estimate device": case("'b300'", "h200", device="b300"),
+        "estimate device none": case("device", "None", device=None),
+        "estimate device of nothing": case("bandwidth", device=Device(1e9, 0, 1e9)),
+        "estimate dtype": case("dtype", "'wide'", dtype="wide"),
+        "estimate config": case("ModelConfig", given={"num_layers": 3}),
+        "estimate policy": case("Not a cache policy", policy="DMS"),
+        "estimate too small": case(
+            "do not fit", error="CapacityError", device=Device(1000, 1e9, 1e9)
+        ),
+    }

@@ -1,0 +1,195 @@
+"""Running a model: generate, engines, conversations, scores, logits."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+import dms_jax
+from tests.wrong_calls.case import NAN, Case
+
+
+def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
+    short = dms_jax.Sampling(max_new_tokens=4)
+    silent = dataclasses.replace(model, tokenizer=None)
+
+    def case(error: str, *says: str, prompts: Any = ((1, 2, 3),), given: Any = model, **options):
+        options.setdefault("sampling", short)
+        prompts = list(prompts) if isinstance(prompts, tuple) else prompts
+        return Case(lambda: dms_jax.generate(given, prompts, **options), error, says)
+
+    def data(*says: str, prompts: Any, **options) -> Case:
+        return case("DataError", *says, prompts=prompts, **options)
+
+    ids = "token ids are whole numbers"
+    big = dms_jax.Sampling(max_new_tokens=400)
+    chat = [{"role": "user", "content": "hello"}]
+    return {
+        "no prompts": data("the list of prompts is empty", prompts=[]),
+        "a single string": data("Give a list of prompts, not a single string", prompts="Once"),
+        "a single list of ids": data("one list of token ids goes into", prompts=[1, 2, 3]),
+        "a single chat": data("one chat is a list of messages", prompts=chat),
+        "prompts none": data("Give a list of prompts, got None", prompts=None),
+        "prompts a number": data("Give a list of prompts, got 5", prompts=5),
+        "prompts a generator": data("Give a list of prompts", prompts=(p for p in ["a"])),
+        "empty prompt": data("Prompt 1 is empty", prompts=["a", []]),
+        "empty string": data("Prompt 0 is an empty string", prompts=[""]),
+        "float ids": data("Prompt 0 holds 1.5 at place 1", ids, prompts=[[1, 1.5]]),
+        "whole float ids": data("Prompt 0 holds 1.0 at place 0", ids, prompts=[[1.0, 2.0]]),
+        "bool ids": data("Prompt 0 holds True at place 0", ids, prompts=[[True, 2]]),
+        "text ids": data("Prompt 0 holds 'a' at place 0", ids, prompts=[["a", "b"]]),
+        "none ids": data("Prompt 0 holds None at place 1", ids, prompts=[[1, None]]),
+        "float array": data("array of float64", prompts=[np.ones(3)]),
+        "bool array": data("array of bool", prompts=[np.ones(3, bool)]),
+        "matrix": data("shape [2, 2]", "one dimension", prompts=[np.ones((2, 2), int)]),
+        "bytes": data("must be a string", prompts=[b"abc"]),
+        "prompt none": data("Prompt 0 must be a string", "None", prompts=[None]),
+        "id too large": data("Prompt 1", "0 ... 511", "512", prompts=[[1], [3, 512]]),
+        "id below zero": data("Prompt 0", "0 ... 511", "-1", prompts=[[1, -1]]),
+        "id huge": data("Prompt 0", prompts=[[2**70]]),
+        "too long": data("Prompt 0", "600 tokens", "512 positions", prompts=[[1] * 600]),
+        "no room": data("Prompt 0 has 512 tokens", "at most 511", prompts=[[1] * 512]),
+        "text without a tokenizer": data("without a tokenizer", prompts=["a"], given=silent),
+        "chat without a template": data("no chat template", prompts=[chat]),
+        "chat without content": data("'role' and 'content'", prompts=[[{"role": "user"}]]),
+        "chat of strings": data("'role' and 'content'", prompts=[[chat[0], "hello"]]),
+        "model a path": case("ConfigError", "dms_jax.load", "'some/path'", given="some/path"),
+        "model none": case("ConfigError", "dms_jax.load", "None", given=None),
+        "policy a name": case("ConfigError", "Not a cache policy: 'DMS'", policy="DMS"),
+        "policy a class": case("ConfigError", "Not a cache policy", policy=dms_jax.DMS),
+        "policy needs an adapter": case(
+            "ConfigError", "DMS", "adapter", "Retrofit", policy=dms_jax.DMS(source="adapter")
+        ),
+        "sampling a dict": case("ConfigError", "dms_jax.Sampling", sampling={"temperature": 0}),
+        "seeds": case(
+            "ConfigError", "3 seeds for 1 prompts", sampling=dms_jax.Sampling(seed=[1, 2, 3])
+        ),
+        "on_tokens a list": case("ConfigError", "on_tokens must be a function", on_tokens=[]),
+        "memory zero": case("ConfigError", "memory must be a finite number above 0", memory=0),
+        "memory below zero": case(
+            "ConfigError", "memory must be a finite number above 0", memory=-5
+        ),
+        "memory nan": case("ConfigError", "memory must be a finite number above 0", memory=NAN),
+        "memory text": case("ConfigError", "memory must be", "'4GB'", memory="4GB"),
+        "memory bool": case("ConfigError", "memory must be", "True", memory=True),
+        "memory too little": case(
+            "CapacityError", "at least 20,480", "20 rows", "There are 100", page_size=16, memory=100
+        ),
+        "memory more than there is": case("CapacityError", "the device has", memory=1e16),
+        "pool too small": case(
+            "CapacityError",
+            "cannot hold",
+            "max_new_tokens",
+            memory=30_000,
+            page_size=16,
+            sampling=big,
+        ),
+        "chunk zero": case("ConfigError", "chunk must be a whole number", "got 0", chunk=0),
+        "chunk fraction": case("ConfigError", "chunk must be", "2.5", chunk=2.5),
+        "chunk none": case("ConfigError", "chunk must be", "None", chunk=None),
+        "page_size zero": case("ConfigError", "page_size must be", "got 0", page_size=0),
+        "page_size below zero": case("ConfigError", "page_size must be", "-64", page_size=-64),
+        "page_size bool": case("ConfigError", "page_size must be", "True", page_size=True),
+        "prefill_chunk zero": case("ConfigError", "prefill_chunk must be", prefill_chunk=0),
+    }
+
+
+def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
+    def engine(error: str, *says: str, given: Any = model, **options) -> Case:
+        return Case(lambda: dms_jax.Engine(given, **options), error, says)
+
+    def say(*says: str, prompt: Any, error: str = "DataError", **options) -> Case:
+        def call():
+            conversation = dms_jax.Conversation(model, max_tokens=64)
+            conversation.say(prompt, **options)
+
+        return Case(call, error, says)
+
+    def score(*says: str, sequences: Any, error: str = "DataError", given=model, **options) -> Case:
+        return Case(lambda: dms_jax.score(given, sequences, **options), error, says)
+
+    return {
+        "engine model": engine("ConfigError", "dms_jax.load", given=3),
+        "engine lanes": engine("ConfigError", "num_lanes must be", num_lanes=0),
+        "engine lanes fraction": engine("ConfigError", "num_lanes must be", num_lanes=1.5),
+        "engine max_tokens": engine("ConfigError", "max_tokens must be", max_tokens=0),
+        "engine max_tokens below zero": engine("ConfigError", "max_tokens must be", max_tokens=-8),
+        "engine memory": engine("ConfigError", "memory must be", memory=-1),
+        "engine memory too little": engine("CapacityError", "at least", memory=1),
+        "engine policy": engine("ConfigError", "Not a cache policy", policy=7),
+        "engine prompts": Case(
+            lambda: dms_jax.Engine(model, max_tokens=64).generate("Once"),
+            "DataError",
+            ("Give a list of prompts",),
+        ),
+        "conversation model": Case(
+            lambda: dms_jax.Conversation("path"), "ConfigError", ("dms_jax.load",)
+        ),
+        "conversation policy": Case(
+            lambda: dms_jax.Conversation(model, "DMS"), "ConfigError", ("Not a cache policy",)
+        ),
+        "say nothing": say("The prompt is an empty string", prompt=""),
+        "say no ids": say("The prompt is empty", prompt=[]),
+        "say none": say("The prompt must be a string", prompt=None),
+        "say bool": say("The prompt holds True", prompt=[True]),
+        "say too much": say("600 tokens", "512 positions", prompt=[1] * 600),
+        "say sampling": say("dms_jax.Sampling", prompt=[1], error="ConfigError", sampling="greedy"),
+        "score nothing": score("the list of sequences is empty", sequences=[]),
+        "score text": score("Give a list of sequences, not a single", sequences="Once"),
+        "score flat": score("one list of token ids goes into", sequences=[1, 2, 3]),
+        "score one token": score("Sequence 1 has one token", sequences=[[1, 2], [3]]),
+        "score an empty one": score("Sequence 0 is empty", sequences=[[]]),
+        "score floats": score("Sequence 0 holds 0.5", sequences=[[1, 0.5]]),
+        "score a float array": score("array of float32", sequences=np.ones((2, 3), np.float32)),
+        "score too long": score("Sequence 0", "512 positions", sequences=[[1] * 513]),
+        "score outside": score("Sequence 0", "0 ... 511", sequences=[[1, 999]]),
+        "score chunk": score("chunk must be", sequences=[[1, 2]], chunk=0, error="ConfigError"),
+        "score lanes": score(
+            "num_lanes must be", sequences=[[1, 2]], num_lanes=0, error="ConfigError"
+        ),
+        "score memory": score("at least", sequences=[[1, 2]], memory=9, error="CapacityError"),
+        "score model": score("dms_jax.load", sequences=[[1, 2]], given=None, error="ConfigError"),
+        "score policy": score(
+            "Not a cache policy", sequences=[[1, 2]], policy="TOVA", error="ConfigError"
+        ),
+    }
+
+
+def logits_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
+    def case(*says: str, tokens: Any = ((1, 2, 3),), error: str = "DataError", **options) -> Case:
+        return Case(lambda: model.logits(tokens, **options), error, says)
+
+    quest = dms_jax.Quest()
+    return {
+        "logits floats": case("token ids", "float", tokens=np.ones((1, 3))),
+        "logits bools": case("token ids", "bool", tokens=np.ones((1, 3), bool)),
+        "logits one dimension": case("[B, T]", tokens=np.array([1, 2, 3])),
+        "logits ragged": case("token ids", tokens=[[1, 2], [3]]),
+        "logits empty": case("no tokens", tokens=np.zeros((0, 4), int)),
+        "logits no tokens": case("no tokens", tokens=np.zeros((2, 0), int)),
+        "logits text": case("token ids", tokens=["Once"]),
+        "logits outside": case("0 ... 511", tokens=[[1, 512]]),
+        "logits below zero": case("0 ... 511", tokens=[[-1, 2]]),
+        "logits too long": case("512 positions", tokens=np.ones((1, 600), int)),
+        "logits prompt_lengths": case("prompt_lengths", policy=quest, prompt_lengths=[4]),
+        "logits prompt_lengths below zero": case(
+            "prompt_lengths", policy=quest, prompt_lengths=[-1]
+        ),
+        "logits prompt_lengths floats": case("prompt_lengths", policy=quest, prompt_lengths=[1.5]),
+        "logits prompt_lengths of another batch": case(
+            "prompt_lengths", policy=quest, prompt_lengths=[1, 2]
+        ),
+        "logits segments": case("segment_ids", segment_ids=np.ones((1, 5), int)),
+        "logits segments floats": case("segment_ids", segment_ids=np.ones((1, 3))),
+        "logits segments under TOVA": case(
+            "TOVA",
+            "packed documents",
+            policy=dms_jax.TOVA(),
+            segment_ids=np.ones((1, 3), int),
+            error="ConfigError",
+        ),
+        "logits policy": case("Not a cache policy", policy="DMS", error="ConfigError"),
+        "logits adapter": case(
+            "adapter", policy=dms_jax.DMS(source="adapter"), error="ConfigError"
+        ),
+    }
