@@ -75,6 +75,7 @@ CONTRACT: tuple[DecodeCase, ...] = (
     *(replace(BASE, name=f"head_dim{d}", head_dim=d) for d in (64, 96, 256)),
     replace(BASE, name="group5_head_dim64", group=5, head_dim=64),
     replace(BASE, name="group16_head_dim256", group=16, head_dim=256, lengths=(70, 0, 64)),
+    replace(BASE, name="float16", dtype="float16"),
     replace(BASE, name="float32", dtype="float32"),
     replace(BASE, name="float32_group8_head_dim96", dtype="float32", group=8, head_dim=96),
     replace(BASE, name="float32_head_dim256", dtype="float32", head_dim=256, lengths=(70, 0, 64)),

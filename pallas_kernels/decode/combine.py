@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode.mosaic import per_column
+from pallas_kernels.decode.operands import per_column
 from pallas_kernels.decode.plan import owner, stretch_start
 from pallas_kernels.decode.spec import Spec
 
