@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.training.reference import einsum
+
 BLOCK = 128
 HIDDEN = -1e30
 
@@ -51,7 +53,6 @@ def prefill_attention_reference(
     """Serve as the XLA form of `prefill_attention`; same arguments."""
     batch, length, heads, dim = q.shape
     kv_heads = k.shape[2]
-    compute = jnp.promote_types(q.dtype, jnp.float32)
     valid = jnp.arange(length) < counts[:, None]
     # Padded keys are masked in the scores by causality; their values may still be NaN.
     chunk_k = jnp.moveaxis(jnp.where(valid[..., None, None], k, 0), 1, 2)
@@ -63,26 +64,14 @@ def prefill_attention_reference(
 
     def block(start, q_block):
         q_block = q_block.reshape(batch, -1, kv_heads, heads // kv_heads, dim)
-        scores = scale * jnp.einsum(
-            "bnkgd,bksd->bkgns",
-            q_block,
-            keys,
-            preferred_element_type=compute,
-            precision=jax.lax.Precision.HIGHEST,
-        )
+        scores = scale * einsum("bnkgd,bksd->bkgns", q_block, keys)
         index = start + jnp.arange(q_block.shape[1])
         past = live[:, :, None, :] & (index[:, None] <= past_until[:, :, None, :])
         distance = index[:, None] - jnp.arange(length)[None, :]
         chunk = (distance >= 0) & ((distance <= window) | ~evicted[:, :, None, :])
         visible = jnp.concatenate([past, chunk], axis=-1)[:, :, None]
         weights = jax.nn.softmax(jnp.where(visible, scores, HIDDEN), axis=-1).astype(values.dtype)
-        out = jnp.einsum(
-            "bkgns,bksd->bnkgd",
-            weights,
-            values,
-            preferred_element_type=compute,
-            precision=jax.lax.Precision.HIGHEST,
-        )
+        out = einsum("bkgns,bksd->bnkgd", weights, values)
         return out.reshape(batch, -1, heads, dim).astype(q.dtype)
 
     if length <= BLOCK:

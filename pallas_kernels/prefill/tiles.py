@@ -59,6 +59,26 @@ def _gather_tail(pages: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.
     return jnp.where((slots < lengths[..., None])[..., None], rows, 0)
 
 
+def _order_visits(whole: jax.Array, partial: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """List the tiles that are whole, then those that are partial, and where each kind ends.
+
+    The p-th whole tile is the number of tiles before which at most p whole ones lie. Counting
+    spares a sort, which takes TPUs long to compile.
+
+    # In: whole [1, 0, 0, 1], partial [0, 1, 0, 0].  Out: visits [0, 3, 1, ...], ends [2, 3]
+    """
+    tiles = whole.shape[-1]
+    position = jnp.arange(tiles)[:, None]
+    first = whole.sum(-1)[..., None, None]
+    # Counts as products with a triangle of ones: exact in float32, quick to compile.
+    triangle = jnp.triu(jnp.ones((tiles, tiles), jnp.float32))
+    count = [(kind.astype(jnp.float32) @ triangle)[..., None, :] for kind in (whole, partial)]
+    before = jnp.where(position < first, count[0] <= position, count[1] <= position - first)
+    visits = jnp.minimum(before.sum(-1), tiles - 1)
+    ends = jnp.stack([whole.sum(-1), (whole | partial).sum(-1)], axis=-1)
+    return visits.astype(jnp.int32), ends.astype(jnp.int32)
+
+
 def make_plan(
     k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until, window, rows
 ) -> Plan:
@@ -90,6 +110,8 @@ def make_plan(
     until = jnp.concatenate([x.astype(jnp.int32) for x in until], axis=2)
     since = jnp.pad(pad_axis(position, 0, TILE, ALWAYS), (slots + TILE, 0))
     since = jnp.broadcast_to(since.astype(jnp.int32), until.shape)
+    # Fused with what follows, the concatenation takes XLA minutes to compile for TPU.
+    since, until = jax.lax.optimization_barrier((since, until))
 
     def by_tile(x):
         return x.reshape(batch, kv_heads, 1, -1, TILE)
@@ -100,8 +122,7 @@ def make_plan(
     seen_until = jnp.minimum(by_tile(until).max(-1), real_last)
     visible = (seen_until >= jnp.maximum(by_tile(since).min(-1), first)) & (real_last >= first)
     full = (by_tile(until).min(-1) >= real_last) & (by_tile(since).max(-1) <= first)
-    order = jnp.where(visible, jnp.where(full, 0, 1), 2)
-    ends = jnp.stack([(order == 0).sum(-1), (order <= 1).sum(-1)], axis=-1)
+    visits, ends = _order_visits(visible & full, visible & ~full)
     pages = jnp.clip(page_table, 0, max(pool - 1, 0))
     return Plan(
         dense(k, k_pages),
@@ -109,6 +130,6 @@ def make_plan(
         since,
         until,
         pages.astype(jnp.int32),
-        jnp.argsort(order, axis=-1, stable=True).astype(jnp.int32),
-        ends.astype(jnp.int32),
+        visits,
+        ends,
     )

@@ -28,11 +28,21 @@ LOG2E = math.log2(math.e)
 HIDDEN = -1e30
 
 
-def _einsum(equation: str, a: Array, b: Array) -> Array:
-    """Multiply in at least float32, without rounding float32 operands first."""
+def einsum(equation: str, a: Array, b: Array) -> Array:
+    """Multiply to at least float32, without rounding float32 operands first."""
     compute = jnp.promote_types(a.dtype, jnp.float32)
-    precision = lax.Precision.HIGHEST
-    return jnp.einsum(equation, a, b, preferred_element_type=compute, precision=precision)
+
+    def multiply(a, b):
+        precision = lax.Precision.HIGHEST
+        return jnp.einsum(equation, a, b, preferred_element_type=compute, precision=precision)
+
+    def multiply_wide(a, b):
+        return multiply(a.astype(compute), b.astype(compute))
+
+    if a.dtype == compute:
+        return multiply(a, b)
+    # XLA's CPU runtime has products of 16-bit operands for some layouts only.
+    return lax.platform_dependent(a, b, cpu=multiply_wide, default=multiply)
 
 
 def _pad(x: Array, axis: int, block: int, mode: str = "constant") -> Array:
@@ -55,7 +65,7 @@ def _spans(length: int, block: int) -> Iterator[tuple[int, int, int]]:
 
 def _scores(q, k, bias, query_segments, key_segments, start, *, window: int, scale: float):
     """Scores [B, K, G, N, S] of the queries [start, start + N) with masks, and which are far."""
-    scores = scale * _einsum("bnkgd,bskd->bkgns", q, k)
+    scores = scale * einsum("bnkgd,bskd->bkgns", q, k)
     distance = (start + jnp.arange(q.shape[1]))[:, None] - jnp.arange(k.shape[1])[None, :]
     far = distance > window
     scores = scores + jnp.where(far, bias[:, :, None, None, :], 0)
@@ -129,7 +139,7 @@ def forward(
         maximum = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - maximum)
         total = weights.sum(axis=-1, keepdims=True)
-        output = _einsum("bkgns,bskd->bnkgd", (weights / total).astype(v.dtype), v[:, :keys])
+        output = einsum("bkgns,bskd->bnkgd", (weights / total).astype(v.dtype), v[:, :keys])
         lse2 = (maximum + jnp.log(total))[..., 0] * LOG2E
         return output.astype(q.dtype), lse2
 
@@ -175,13 +185,13 @@ def backward(
         do, queries = blocks.take(output_gradient, index), blocks.take(blocks.q, index)
         scores, far = blocks.scores(index, keys)
         weights = jnp.exp(scores - blocks.take(lse, index, 3)[..., None])
-        dp = _einsum("bnkgd,bskd->bkgns", do, v[:, :keys])
+        dp = einsum("bnkgd,bskd->bkgns", do, v[:, :keys])
         ds = weights * (dp - blocks.take(delta, index, 3)[..., None])
         dbias += jnp.where(far, ds, 0).sum(axis=(2, 3))
         ds, weights = ds.astype(q.dtype), weights.astype(q.dtype)
-        dv += _einsum("bkgns,bnkgd->bskd", weights, do)
-        dk += scale * _einsum("bkgns,bnkgd->bskd", ds, queries)
-        dq = scale * _einsum("bkgns,bskd->bnkgd", ds, k[:, :keys])
+        dv += einsum("bkgns,bnkgd->bskd", weights, do)
+        dk += scale * einsum("bkgns,bnkgd->bskd", ds, queries)
+        dq = scale * einsum("bkgns,bskd->bnkgd", ds, k[:, :keys])
         return (dk, dv, dbias), dq.astype(q.dtype)
 
     dq_parts = []

@@ -82,7 +82,7 @@ def test_the_plan_visits_what_is_seen_and_nothing_else(name, rows):
             for block in range(plan.visits.shape[2]):
                 queries = np.arange(block * rows, min((block + 1) * rows, case.counts[b]))
                 seen = (since[b, h] <= queries[:, None]) & (queries[:, None] <= last[b, h])
-                seen = seen.reshape(len(queries), -1, tiles.TILE)
+                seen = seen.reshape(len(queries), seen.shape[1] // tiles.TILE, tiles.TILE)
                 whole, end = np.asarray(plan.ends)[b, h, block]
                 visits = np.asarray(plan.visits)[b, h, block, :end]
                 needed = set(np.flatnonzero(seen.any((0, 2))))
@@ -150,11 +150,11 @@ def test_tpu_kernel_compiles(topology, name):
     many = dataclasses.replace(
         BY_NAME["plain"],
         name="many_rows",
-        M=512,
-        H=64,
+        M=128,
+        H=16,
         K=16,
-        counts=(128,) * 32,
-        past=((64,) * 16,) * 32,
+        counts=(128,) * 16,
+        past=((64,) * 16,) * 16,
     )
     case = BY_NAME.get(name, many)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
