@@ -167,7 +167,7 @@ def extend(
     return cache, hidden, passed.live
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@jax.jit
 def sample_hidden(
     transformer: Transformer, hidden: Array, keys: Array, positions: Array, rule: Filter
 ) -> tuple[Array, Array]:
@@ -176,7 +176,7 @@ def sample_hidden(
     return sample(transformer.unembed(hidden), keys, positions, rule)
 
 
-@functools.partial(Program, donate_argnums=1, static_argnums=(6, 7, 8, 9))
+@functools.partial(Program, donate_argnums=1, static_argnums=(6, 8, 9))
 def decode(
     transformer: Transformer,
     cache: Cache,

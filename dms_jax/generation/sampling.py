@@ -2,23 +2,43 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from dms_jax.errors import ConfigError
 from dms_jax.generation.checks import check_count, check_real, is_whole, show
 
 
-@dataclasses.dataclass(frozen=True)
-class Filter:
-    """The part of `Sampling` that shapes the distribution; static in compiled code."""
+class Switches(NamedTuple):
+    """Which filters are on."""
 
-    temperature: float | int = 1.0
-    top_k: int = 0
-    top_p: float | int = 1.0
-    min_p: float | int = 0.0
+    greedy: bool
+    top_p: bool
+    min_p: bool
+
+
+@struct.dataclass
+class Filter:
+    """The part of `Sampling` that shapes the distribution.
+
+    Compiled code depends on which filters are on and on `top_k`; the other values are its data, so
+    that another temperature compiles nothing.
+    """
+
+    temperature: Any = 1.0
+    top_k: int = struct.field(pytree_node=False, default=0)
+    top_p: Any = 1.0
+    min_p: Any = 0.0
+    switches: Switches | None = struct.field(pytree_node=False, default=None)
+
+    def __post_init__(self):
+        if self.switches is None:  # else rebuilt from its parts, which may be traced
+            switches = Switches(self.temperature == 0, self.top_p < 1, self.min_p > 0)
+            object.__setattr__(self, "switches", switches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +121,13 @@ class Sampling:
 
     @property
     def filter(self) -> Filter:
-        """The static part."""
-        return Filter(self.temperature, self.top_k, self.top_p, self.min_p)
+        """What shapes the distribution."""
+        return Filter(
+            temperature=float(self.temperature),
+            top_k=int(self.top_k),
+            top_p=float(self.top_p),
+            min_p=float(self.min_p),
+        )
 
 
 def sample(
@@ -123,7 +148,8 @@ def sample(
       (tokens, their log-probability under the unfiltered distribution).
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if rule.temperature == 0:
+    assert rule.switches is not None
+    if rule.switches.greedy:
         tokens = jnp.argmax(logits, -1)
     else:
         # Relative to the largest, so that no temperature is too small to divide by.
@@ -141,7 +167,8 @@ def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B 
     if 0 < rule.top_k < logits.shape[-1]:
         smallest = jax.lax.top_k(logits, rule.top_k)[0][:, -1:]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    if rule.top_p < 1:
+    assert rule.switches is not None
+    if rule.switches.top_p:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered, axis=-1)
         # A token stays if those before it do not reach top_p yet; the first always does.
@@ -149,7 +176,7 @@ def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B 
         last = jnp.sum(before < rule.top_p, -1, keepdims=True) - 1
         smallest = jnp.take_along_axis(ordered, last, axis=-1)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    if rule.min_p > 0:
+    if rule.switches.min_p:
         floor = logits.max(-1, keepdims=True) + jnp.log(rule.min_p)
         logits = jnp.where(logits < floor, -jnp.inf, logits)
     return logits

@@ -13,9 +13,9 @@ from tests.generation.support import model_for, prompts
 
 
 class Compilations:
-    """Names of the programs that jax compiles while it is open."""
+    """Counts the programs that jax traces and lowers anew."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
@@ -29,8 +29,8 @@ class Compilations:
         return self.count - before
 
 
-def test_a_repeated_call_compiles_nothing(monkeypatch):
-    compilations = Compilations(monkeypatch)
+def test_a_repeated_call_compiles_nothing():
+    compilations = Compilations()
     model = model_for("vanilla", ends=False)
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=40)
 
@@ -48,9 +48,28 @@ def test_a_repeated_call_compiles_nothing(monkeypatch):
     assert compilations.of(call([10, 13], on_tokens=lambda update: None)) == 0
 
 
-def test_growing_sequences_compile_few_programs(monkeypatch):
+def test_another_temperature_compiles_nothing():
+    compilations = Compilations()
+    model = model_for("vanilla", ends=False)
+
+    def call(**sampling):
+        return lambda: dms_jax.generate(
+            model,
+            prompts([11, 14]),
+            sampling=dms_jax.Sampling(max_new_tokens=20, **sampling),
+            chunk=16,
+            page_size=32,
+        )
+
+    assert compilations.of(call(temperature=0.6, top_p=0.9)) > 0
+    assert compilations.of(call(temperature=1.1, top_p=0.5, seed=3)) == 0
+    assert compilations.of(call(temperature=1, top_p=0.5)) == 0
+    assert compilations.of(call(temperature=1, top_p=0.5, min_p=0.1)) > 0
+
+
+def test_growing_sequences_compile_few_programs():
     """From 1 to 16 pages a row: one program for each power of two from four on."""
-    compilations = Compilations(monkeypatch)
+    compilations = Compilations()
     model = model_for("vanilla", ends=False)
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=500)
     call = lambda: dms_jax.generate(  # noqa: E731
