@@ -1,4 +1,7 @@
-"""The laws hold in float64: differences are rounding, or they are wrong."""
+"""The laws hold in float64: differences are rounding, or they are wrong.
+
+Tests record their largest difference; the end of a run of this directory shows them by test.
+"""
 
 import pytest
 
@@ -9,3 +12,16 @@ def float64():
 
     with jax.enable_x64(True):
         yield
+
+
+def pytest_terminal_summary(terminalreporter):
+    largest: dict[str, float] = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "largest" and report.when == "call":
+                test = report.nodeid.split("[")[0]
+                largest[test] = max(value, largest.get(test, 0.0))
+    if largest:
+        terminalreporter.section("largest differences")
+        for test, value in largest.items():
+            terminalreporter.line(f"{value:.1e}  {test}")

@@ -25,8 +25,8 @@ from tests.support.models import random_tokens
 SERVED = [row for row in ROWS if row.group == 2 and (not row.identity or row.name.startswith("V"))]
 every_policy = pytest.mark.parametrize("row", SERVED, ids=lambda row: row.name)
 CHUNK, PREFILL_CHUNK = 4, 8
-GREEDY = Sampling(temperature=0, max_new_tokens=12, logprobs=True)
-PROMPTS = [random_tokens(40 + index, length).tolist() for index, length in enumerate((13, 7, 10))]
+GREEDY = Sampling(temperature=0, max_new_tokens=8, logprobs=True)
+PROMPTS = [random_tokens(40 + index, length).tolist() for index, length in enumerate((11, 8, 6))]
 
 
 class Watch:
@@ -109,7 +109,7 @@ def test_requests_that_are_put_back_are_answered_as_if_they_were_not(
     engine = Engine(
         model,
         num_lanes=len(PROMPTS),
-        max_tokens=32,
+        max_tokens=24,
         page_size=row.page_size,
         chunk=CHUNK,
         prefill_chunk=PREFILL_CHUNK,
@@ -195,12 +195,12 @@ def test_a_small_pool_interrupts_and_errors_leave_nothing_behind(monkeypatch):
     watch = Watch(monkeypatch)
     model = LanguageModel(model_for(row), policy=row.policy)
     rows = model.config.num_layers * model.config.num_kv_heads
-    pages = sum(-(-(len(prompt) + 11) // row.page_size) for prompt in PROMPTS) * rows
+    pages = sum(-(-(len(prompt) + 7) // row.page_size) for prompt in PROMPTS) * rows
     engine = Engine(
         model,
         num_lanes=len(PROMPTS),
         memory=int(0.75 * pages) * bytes_per_page(model.config, row.policy, row.page_size),
-        max_tokens=32,
+        max_tokens=24,
         page_size=row.page_size,
         chunk=CHUNK,
         prefill_chunk=PREFILL_CHUNK,

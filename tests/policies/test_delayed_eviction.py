@@ -151,3 +151,42 @@ def test_random_eviction_spreads_rates_over_heads():
     assert rates.min() > 0.06
     assert rates.max() < 0.94
     assert rates.std() > 0.1
+
+
+def contents(policy, marks, width):
+    """What each slot of a row holds after every chunk of `width` tokens; marks [T]."""
+    marks = np.broadcast_to(np.asarray(marks, bool), (BATCH, KV_HEADS, len(marks)))
+    rows = policy.init_rows(BATCH, KV_HEADS, HEAD_DIM, jnp.float32)
+    lengths, held, states = np.zeros((BATCH, KV_HEADS), np.int32), {}, []
+    for first in range(0, marks.shape[-1], width):
+        part = np.zeros((BATCH, KV_HEADS, width), bool)
+        real = marks[..., first : first + width]
+        part[..., : real.shape[-1]] = real
+        seen, count = (np.full(BATCH, n, np.int32) for n in (first, real.shape[-1]))
+        rows, placement = write(policy, rows, part, seen, count, lengths)
+        lengths = np.asarray(placement.lengths)
+        for token, slot in enumerate(np.asarray(placement.slots)[0, 0].tolist()):
+            if slot != NOT_STORED:
+                held[slot] = first + token
+        states.append([held[slot] for slot in range(lengths[0, 0])])
+    return states
+
+
+def test_the_mask_example():
+    """Decisions about the key before, window 2: keys 1, 2 and 5 go, each as it leaves."""
+    states = contents(DMS(window=2, shift=1), [1, 0, 1, 1, 0, 0, 1, 0], 1)
+    assert [len(state) for state in states] == [1, 2, 3, 4, 4, 4, 5, 6]
+    assert states[4] == [0, 4, 2, 3]
+    assert states[5] == [0, 4, 5, 3]
+    assert states[7] == [0, 4, 5, 3, 6, 7]
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_the_six_cache_states(width):
+    """Tokens A to F that are kept with probability 0.2, 0.9, 0.3, 0.8, 0.1, 0.95."""
+    keep = np.array([0.2, 0.9, 0.3, 0.8, 0.1, 0.95]) > 0.5
+    states = contents(DMS(window=2, shift=0), ~keep, width)
+    named = ["".join(sorted("ABCDEF"[token] for token in state)) for state in states]
+    assert named == ["A", "AB", "ABC", "BCD", "BCDE", "BDEF"][width - 1 :: width] + (
+        ["BDEF"] if width == 5 else []
+    )
