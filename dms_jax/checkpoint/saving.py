@@ -58,7 +58,8 @@ def save(
         max_shard_bytes: tensors beyond this many bytes are split over several files.
 
     Raises:
-        CheckpointError: the path cannot be written, or holds something that is no checkpoint.
+        CheckpointError: the path cannot be written, or holds something that is no checkpoint; or
+            a tensor holds NaN.
         ConfigError: the policy reads an adapter that the model does not have, or the family
             cannot express the model.
     """
@@ -148,6 +149,11 @@ def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_byte
         shard, size = {}, 0
 
     for name, tensor in _tensors(model):
+        if not np.isfinite(tensor).all():
+            raise CheckpointError(
+                f"tensor {name} holds NaN or infinite values; nothing was written, for it could "
+                "not be loaded again"
+            )
         if shard and size + tensor.nbytes > max_shard_bytes:
             flush()
         shard[name] = tensor

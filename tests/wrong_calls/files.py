@@ -1,7 +1,11 @@
 """Loading, saving, meshes and retrofits."""
 
+import dataclasses
 import pathlib
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 import dms_jax
 from dms_jax import assets
@@ -41,6 +45,9 @@ def file_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[str,
         "save no policy": save(
             "Not a cache policy", path=scratch / "x", policy="DMS", error="ConfigError"
         ),
+        "save weights that are not numbers": save(
+            "model.embed_tokens.weight", "NaN", path=scratch / "x", given=_without_numbers(model)
+        ),
         "save an adapter that is not there": save(
             "adapter",
             path=scratch / "x",
@@ -64,6 +71,11 @@ def file_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[str,
         ),
         "mesh of nothing": Case(lambda: dms_jax.make_mesh(0, 1), "ConfigError", ("at least 1",)),
     }
+
+
+def _without_numbers(model: dms_jax.LanguageModel) -> dms_jax.LanguageModel:
+    transformer = jax.tree.map(lambda x: x * jnp.nan, model.transformer)
+    return dataclasses.replace(model, transformer=transformer)
 
 
 def _damaged(scratch: pathlib.Path) -> pathlib.Path:
