@@ -80,7 +80,7 @@ def prefill(
     if interpret:
         scratch["staging"] = gpu_tiles.tile_memory((COMPUTE, ROWS, TILE), dtype)
     operands = [padded, counts.astype(jnp.int32), *plan]
-    if plan.since.shape[2] > plan.dense_k.shape[1]:
+    if plan.since.shape[0] > plan.dense_k.shape[1]:
         operands += [k_pages, v_pages]
 
     def kernel(*refs, **memory):
@@ -118,7 +118,7 @@ def _program(
     program_head = lax.axis_index("heads") * problem.heads_per_program
     kv_head = lax.div(program_head, jnp.int32(problem.H // problem.K))
     query_tile = lax.div(q0, jnp.int32(problem.rows))
-    past_tiles = (plan.since.shape[2] - plan.dense_k.shape[1]) // TILE
+    past_tiles = (plan.since.shape[0] - plan.dense_k.shape[1]) // TILE
     ends = plan.ends.at[batch, kv_head, query_tile]
     whole_end, end = ends[0], ends[1]
     piece = min(page, TILE)
@@ -163,10 +163,9 @@ def _program(
             tile = plan.visits[batch, kv_head, query_tile, step]
             keys = pl.ds(tile * TILE, TILE)
             plgpu.barrier_wait(k_consumed.at[slot])
-            for index, bound in enumerate((plan.since, plan.until)):
-                plgpu.copy_gmem_to_smem(
-                    bound.at[batch, kv_head, keys], intervals.at[slot, index], k_ready.at[slot]
-                )
+            bounds = (plan.since.at[keys], plan.until.at[batch, kv_head, keys])
+            for index, bound in enumerate(bounds):
+                plgpu.copy_gmem_to_smem(bound, intervals.at[slot, index], k_ready.at[slot])
             copy_tile(k_pages, plan.dense_k, tile, k_tiles.at[slot], k_ready.at[slot])
             plgpu.barrier_wait(v_consumed.at[slot])
             copy_tile(v_pages, plan.dense_v, tile, v_tiles.at[slot], v_ready.at[slot])

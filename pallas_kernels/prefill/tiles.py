@@ -24,7 +24,7 @@ class Plan(NamedTuple):
     Attributes:
       dense_k: tail and chunk keys [B, TILE + T, K, D].
       dense_v: tail and chunk values [B, TILE + T, K, D].
-      since: first query that sees each key [B, K, tiles * TILE].
+      since: first query that sees each key, for all rows alike [tiles * TILE].
       until: last query that sees each key, NEVER for none [B, K, tiles * TILE].
       pages: page numbers, all in range [B, K, past tiles * pages of a tile].
       visits: key tiles in order of visit [B, K, query tiles, tiles].
@@ -83,7 +83,7 @@ def make_plan(
     k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until, window, rows
 ) -> Plan:
     """Plan the visits of query tiles of `rows` queries; arguments as for `prefill_attention`."""
-    batch, length, kv_heads, _ = k.shape
+    length = k.shape[1]
     pool, page, _ = k_pages.shape
     real = jnp.arange(length) < counts[:, None]
 
@@ -108,13 +108,10 @@ def make_plan(
     chunk_until = jnp.where(real[:, None], chunk_until, NEVER)
     until = [past, tail_until, pad_axis(chunk_until, 2, TILE, NEVER)]
     until = jnp.concatenate([x.astype(jnp.int32) for x in until], axis=2)
-    since = jnp.pad(pad_axis(position, 0, TILE, ALWAYS), (slots + TILE, 0))
-    since = jnp.broadcast_to(since.astype(jnp.int32), until.shape)
-    # Fused with what follows, the concatenation takes XLA minutes to compile for TPU.
-    since, until = jax.lax.optimization_barrier((since, until))
+    since = jnp.pad(pad_axis(position, 0, TILE, ALWAYS), (slots + TILE, 0)).astype(jnp.int32)
 
     def by_tile(x):
-        return x.reshape(batch, kv_heads, 1, -1, TILE)
+        return x.reshape(*x.shape[:-1], 1, -1, TILE)
 
     queries = -(-length // TILE) * TILE // rows
     first = (jnp.arange(queries) * rows)[:, None]

@@ -63,7 +63,8 @@ def prefill(
     grouped = padded.reshape(batch, queries, kv_heads, group, dim)
     grouped = jnp.transpose(grouped, (0, 2, 3, 1, 4))
     dense = [jnp.swapaxes(x, 1, 2) for x in (plan.dense_k, plan.dense_v)]
-    intervals = jnp.stack([plan.since, plan.until], axis=2)
+    since = jnp.broadcast_to(plan.since, plan.until.shape)
+    intervals = jnp.stack([since, plan.until], axis=2)
     intervals = intervals.reshape(batch, kv_heads, 2, -1, TILE).swapaxes(2, 3)
     tile_count = intervals.shape[2]
     past_tiles = tile_count - dense[0].shape[2] // TILE

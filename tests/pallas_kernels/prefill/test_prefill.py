@@ -70,7 +70,7 @@ def test_the_plan_visits_what_is_seen_and_nothing_else(name, rows):
     assert not np.isnan(np.asarray(plan.dense_k, np.float32)).any()
     assert not np.isnan(np.asarray(plan.dense_v, np.float32)).any()
     since, last = np.asarray(plan.since), np.asarray(plan.until)
-    tail = since.shape[2] - plan.dense_k.shape[1]
+    tail = since.shape[0] - plan.dense_k.shape[1]
     for b in range(case.B):
         for h in range(case.K):
             # Every query sees as many keys as it should.
@@ -78,10 +78,10 @@ def test_the_plan_visits_what_is_seen_and_nothing_else(name, rows):
                 j = np.arange(i + 1)
                 wanted = ((i - j <= case.window) | ~np.asarray(evicted)[b, h, : i + 1]).sum()
                 wanted += (np.asarray(until)[b, h, : past[b, h]] >= i).sum()
-                assert ((since[b, h] <= i) & (i <= last[b, h])).sum() == wanted
+                assert ((since <= i) & (i <= last[b, h])).sum() == wanted
             for block in range(plan.visits.shape[2]):
                 queries = np.arange(block * rows, min((block + 1) * rows, case.counts[b]))
-                seen = (since[b, h] <= queries[:, None]) & (queries[:, None] <= last[b, h])
+                seen = (since <= queries[:, None]) & (queries[:, None] <= last[b, h])
                 seen = seen.reshape(len(queries), seen.shape[1] // tiles.TILE, tiles.TILE)
                 whole, end = np.asarray(plan.ends)[b, h, block]
                 visits = np.asarray(plan.visits)[b, h, block, :end]
@@ -150,7 +150,7 @@ def test_tpu_kernel_compiles(topology, name):
     many = dataclasses.replace(
         BY_NAME["plain"],
         name="many_rows",
-        M=128,
+        M=512,
         H=16,
         K=16,
         counts=(128,) * 16,
