@@ -126,7 +126,7 @@ def test_requests_that_are_put_back_are_answered_as_if_they_were_not(
         assert_empty(engine)
         assert not watch.refusals
         assert watch.cleared == len(PROMPTS) + len(refusals)
-    record_property("largest", largest)
+    record_property("largest", float(largest))
 
 
 @every_policy
@@ -165,7 +165,7 @@ def test_scores_and_their_peak_bytes(row, monkeypatch, record_property):
         )
         one = simulated(row, index, 0, row.page_size)
         assert result.usage.peak_cache_bytes == peak_bytes(row, model.config, one, 8)
-    record_property("largest", largest)
+    record_property("largest", float(largest))
 
 
 def peak_bytes(row, config, one, chunk: int) -> int:

@@ -88,7 +88,7 @@ def test_logits(row, num_kv_heads, record_property):
     got = np.asarray(on_mesh(row, num_kv_heads).logits(TOKENS, prompt_lengths=prompts))
     largest = float(np.abs(got - want).max())
     assert largest < TOLERANCE
-    record_property("largest", largest)
+    record_property("largest", float(largest))
 
 
 @every_row
@@ -106,7 +106,7 @@ def test_generate(row, record_property):
         for prompt, completion in zip(PROMPTS, completions, strict=True)
     ]
     assert engine.runner.allocator.pages_in_use == 0
-    record_property("largest", max(differences))
+    record_property("largest", float(max(differences)))
 
 
 @every_row
@@ -120,4 +120,4 @@ def test_score(row, num_kv_heads, num_sequences, record_property):
         check_score(row, weights, model.config, tokens[index], result, row.page_size)
         for index, result in enumerate(results)
     ]
-    record_property("largest", max(differences))
+    record_property("largest", float(max(differences)))

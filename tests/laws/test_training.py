@@ -95,7 +95,7 @@ def test_the_soft_form_is_that_of_the_paper(policy, noisy, record_property):
         # Straight-through: hard numbers forward.
         np.testing.assert_array_equal(np.asarray(got.decisions)[:, row], np.stack(decisions))
     assert largest < 1e-10
-    record_property("largest", largest)
+    record_property("largest", float(largest))
 
 
 @every_form
@@ -123,7 +123,7 @@ def test_saturated_decisions_are_hard(policy, record_property):
     assert 0.1 < float(want.decisions.mean()) < 0.9
     largest = float(jnp.abs(got.hidden - want.hidden).max())
     assert largest < 1e-12
-    record_property("largest", largest)
+    record_property("largest", float(largest))
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, 0.0])

@@ -63,7 +63,7 @@ def test_logits_equal_the_numpy_transformer(switches, record_property):
         largest = max(largest, np.abs(logits[row] - want.logits).max())
     assert largest < 1e-10
     assert logits.std() > 0.3
-    record_property("largest", largest)
+    record_property("largest", float(largest))
 
 
 @pytest.mark.parametrize("policy", PARALLEL, ids=repr)
