@@ -60,8 +60,8 @@ def save(
     Raises:
         CheckpointError: the path cannot be written, or holds something that is no checkpoint; or
             a tensor holds NaN.
-        ConfigError: the policy reads an adapter that the model does not have, or the family
-            cannot express the model.
+        ConfigError: the policy reads an adapter that the model does not have or would use neurons
+            that carry decisions, or the family cannot express the model.
     """
     if not isinstance(model, LanguageModel):
         raise ConfigError(
@@ -76,6 +76,12 @@ def save(
         raise ConfigError(
             f"{policy.name} reads its decisions from an adapter, which this model does not have; "
             "retrofit the model with it first, or save with the policy that it has"
+        )
+    if model.policy.borrowed_neurons not in (None, policy.borrowed_neurons):
+        raise ConfigError(
+            f"this model was made for {model.policy}, whose decisions live in neurons that must "
+            f"take no part in attention; saved for {policy} it would use them. Save it with its "
+            "own policy"
         )
     config = _config(model, policy)
     _refuse_foreign(target)

@@ -1,5 +1,6 @@
 """Saving: what is written comes back, and nothing is ever half-written."""
 
+import dataclasses
 import json
 import os
 
@@ -120,6 +121,13 @@ def test_a_policy_without_its_adapter_is_refused(stories, tmp_path):
     with pytest.raises(ConfigError, match="adapter, which this model does not have"):
         save(stories, DMS(source="adapter"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_neurons_that_carry_decisions_are_not_saved_for_attention(stories, tmp_path):
+    borrowing = dataclasses.replace(stories, policy=DMS(window=8))
+    with pytest.raises(ConfigError, match="was made for DMS"):
+        save(borrowing, Vanilla(), tmp_path / "out")
+    save(borrowing, DMS(window=64), tmp_path / "out")  # the same neurons, another window
 
 
 def test_a_spread_model_is_saved_whole(tmp_path):
