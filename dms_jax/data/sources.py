@@ -200,6 +200,11 @@ def as_source(data: Any) -> Source:
     elif isinstance(data, Sequence | np.ndarray):
         if len(data) and all(isinstance(item, pathlib.Path) for item in data):
             source = _open(list(data))
+        elif len(data) and all(isinstance(item, str) and _is_file_name(item) for item in data):
+            raise DataError(
+                f"{data[0]!r} is the name of a file, and a list of strings is a list of texts: "
+                "give the files as pathlib.Path"
+            )
         else:
             source = Documents(data)
     else:
@@ -210,6 +215,11 @@ def as_source(data: Any) -> Source:
     if not len(source):
         raise DataError("there is no document to train on")
     return source
+
+
+def _is_file_name(text: str) -> bool:
+    """Whether a text is one line that ends like the name of a file to train on."""
+    return "\n" not in text and text.endswith((".jsonl", ".json", ".txt"))
 
 
 def _open(paths: list[pathlib.Path]) -> Source:

@@ -74,11 +74,14 @@ def test_as_source_takes_what_a_user_has(tmp_path):
     assert as_source(str(text))[0] == "one"
     assert as_source([text, text])[1] == "one"
     assert as_source(["a story"])[0] == "a story"
+    assert as_source(["a story", "one.txt"])[1] == "one.txt"
     assert as_source(np.arange(6).reshape(2, 3))[1].tolist() == [3, 4, 5]
     source = Documents([[1, 2]])
     assert as_source(source) is source
     with pytest.raises(DataError, match="cannot be mixed"):
         as_source([text, lines])
+    with pytest.raises(DataError, match=r"name of a file.*as pathlib\.Path"):
+        as_source([str(text), str(lines)])
     with pytest.raises(DataError, match="no document"):
         as_source([])
     with pytest.raises(DataError, match="cannot train on a dict"):
