@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dms_jax.errors import CapacityError
+from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation.checks import check_count
 from dms_jax.generation.memory import out_of_memory, pool_pages
 from dms_jax.generation.programs import Steps, request_keys
@@ -127,7 +127,15 @@ class Engine:
         """Runs requests to their end; `keep` leaves them in the cache (a conversation).
 
         Whatever stops it, an interrupt too, leaves an empty cache that serves again.
+
+        Raises:
+          ConfigError: there are stop strings and no tokenizer to see them with.
         """
+        if sampling.stop_strings and self.model.tokenizer is None:
+            raise ConfigError(
+                "Sampling: stop strings are looked for in text, and this model came without a "
+                "tokenizer: leave them out, or end at a token (generation.eos_token_ids)."
+            )
         tracker = TextTracker(
             self.model.tokenizer, sampling.stop_strings, self.model.generation.eos_token_ids
         )

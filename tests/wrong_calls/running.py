@@ -50,6 +50,13 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "too long": data("Prompt 0", "600 tokens", "512 positions", prompts=[[1] * 600]),
         "no room": data("Prompt 0 has 512 tokens", "at most 511", prompts=[[1] * 512]),
         "text without a tokenizer": data("without a tokenizer", prompts=["a"], given=silent),
+        "stop strings without a tokenizer": case(
+            "ConfigError",
+            "stop strings",
+            "without a tokenizer",
+            given=silent,
+            sampling=dms_jax.Sampling(max_new_tokens=4, stop="a"),
+        ),
         "chat without a template": data("no chat template", prompts=[chat]),
         "chat without content": data("'role' and 'content'", prompts=[[{"role": "user"}]]),
         "chat of strings": data("'role' and 'content'", prompts=[[chat[0], "hello"]]),
