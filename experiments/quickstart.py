@@ -139,8 +139,8 @@ def held_out(model: dms_jax.LanguageModel, count: int) -> np.ndarray:
     """Returns [count, 512] tokens of stories that training never sees, packed end to end."""
     stream = [token for story in assets.stories("valid") for token in model.tokenizer.encode(story)]
     available = len(stream) // LENGTH
-    if count > available:
-        sys.exit(f"--sequences: the held-out text makes {available} sequences, not {count}.")
+    if not 1 <= count <= available:
+        sys.exit(f"--sequences: the held-out text makes 1 to {available} sequences, not {count}.")
     return np.asarray(stream[: count * LENGTH], np.int32).reshape(count, LENGTH)
 
 

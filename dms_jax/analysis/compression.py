@@ -35,7 +35,8 @@ def evictions(
         marks = np.asarray(_marks(model.transformer, tokens, policy)) > 0
     shift = policy.mark_shift
     evicted = np.zeros_like(marks)
-    evicted[..., : marks.shape[-1] - shift] = marks[..., shift:]
+    decided = max(marks.shape[-1] - shift, 0)
+    evicted[..., :decided] = marks[..., shift:]
     return evicted
 
 
