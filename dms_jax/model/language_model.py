@@ -163,7 +163,7 @@ class LanguageModel:
             return _logits_through_cache(self.transformer, tokens, prompts, policy)
 
 
-# Pages matter to what a policy reads only for Quest; as published. `generate` takes it as an option.
+# Only for Quest do pages matter to what is read; as published. `generate` takes it as an option.
 QUEST_PAGE_SIZE = 16
 
 
