@@ -39,7 +39,7 @@ class Generation:
 
     @property
     def texts(self) -> list[str]:
-        """The texts, without end tokens and stop strings."""
+        """The new tokens decoded by themselves, without end tokens and stop strings."""
         return [completion.text for completion in self.completions]
 
     @property

@@ -51,7 +51,8 @@ class Sampling:
       top_p: keep the smallest set of most likely tokens whose probability reaches this.
       min_p: keep tokens at least this many times as likely as the most likely one.
       max_new_tokens: per request; the model's positions end it earlier.
-      stop: strings that end a request; they are cut off the text.
+      stop: strings that end a request; they are cut off the text. Special tokens are no text; those
+        that end a sequence are the checkpoint's (generation_config.json).
       seed: one for all requests, or one each. The draws of a request depend on its seed, its
         positions, and on how many equal prompts stand before it in the call (so that copies of a
         prompt become different chains), not on what else is in the batch.
