@@ -8,15 +8,24 @@ evicts at a known distance fits.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation
-from pallas_kernels.prefill import gpu, tpu
+from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
 from pallas_kernels.prefill.reference import prefill_attention_reference
 
 PREFILL = Operation(
     "prefill_attention",
     (
-        Implementation("mosaic_gpu", "cuda", gpu.prefill, gpu.why_not),
-        Implementation("mosaic_tpu", "tpu", tpu.prefill, tpu.why_not),
+        Implementation(
+            "mosaic_gpu",
+            "cuda",
+            deferred("pallas_kernels.prefill.gpu", "prefill"),
+            deferred("pallas_kernels.prefill.gpu", "why_not"),
+        ),
+        Implementation(
+            "mosaic_tpu",
+            "tpu",
+            deferred("pallas_kernels.prefill.tpu", "prefill"),
+            deferred("pallas_kernels.prefill.tpu", "why_not"),
+        ),
         Implementation("xla", None, prefill_attention_reference),
     ),
 )

@@ -11,22 +11,42 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation
-from pallas_kernels.training import gpu, reference, tpu
+from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
+from pallas_kernels.training import reference
 
 FORWARD = Operation(
     "retrofit_attention",
     (
-        Implementation("mosaic_gpu", "cuda", gpu.forward, gpu.why_not),
-        Implementation("mosaic_tpu", "tpu", tpu.forward, tpu.why_not),
+        Implementation(
+            "mosaic_gpu",
+            "cuda",
+            deferred("pallas_kernels.training.gpu", "forward"),
+            deferred("pallas_kernels.training.gpu", "why_not"),
+        ),
+        Implementation(
+            "mosaic_tpu",
+            "tpu",
+            deferred("pallas_kernels.training.tpu", "forward"),
+            deferred("pallas_kernels.training.tpu", "why_not"),
+        ),
         Implementation("xla", None, reference.forward),
     ),
 )
 BACKWARD = Operation(
     "retrofit_attention (backward)",
     (
-        Implementation("mosaic_gpu", "cuda", gpu.backward, gpu.why_not),
-        Implementation("mosaic_tpu", "tpu", tpu.backward, tpu.why_not),
+        Implementation(
+            "mosaic_gpu",
+            "cuda",
+            deferred("pallas_kernels.training.gpu", "backward"),
+            deferred("pallas_kernels.training.gpu", "why_not"),
+        ),
+        Implementation(
+            "mosaic_tpu",
+            "tpu",
+            deferred("pallas_kernels.training.tpu", "backward"),
+            deferred("pallas_kernels.training.tpu", "why_not"),
+        ),
         Implementation("xla", None, reference.backward),
     ),
 )
