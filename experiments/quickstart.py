@@ -310,7 +310,7 @@ def figures(
 def tell_a_story(console: Console, model: dms_jax.LanguageModel, page_size: int) -> None:
     """Generates a new story from the compressed cache, as it is written."""
     prompt = "Once upon a time, there was a little dog who"
-    console.print(f"\n[bold]A new story from the compressed cache[/bold]\n{prompt}", end="")
+    console.print(f"\n[bold]A new story from the compressed cache[/bold]\n{prompt} ...")
     out = dms_jax.generate(
         model,
         [prompt],
