@@ -123,25 +123,32 @@ def test_files_hold_one_idea(package):
     assert not too_long
 
 
-def test_import_is_quick_and_light():
+def import_seconds(modules: str) -> tuple[float, str]:
+    """Wall-clock seconds of an import in a process of its own, and which heavy packages came."""
     script = (
-        "import sys, time; start = time.perf_counter(); import dms_jax; "
+        f"import sys, time; start = time.perf_counter(); import {modules}; "
         "print(time.perf_counter() - start); "
         f"print(sorted({HEAVY_PACKAGES} & set(sys.modules)))"
     )
-    seconds = float("inf")
-    # The best of a few: the other workers of the run share the cores.
-    for _ in range(5):
-        done = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        taken, heavy = done.stdout.splitlines()
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    seconds, heavy = done.stdout.splitlines()
+    return float(seconds), heavy
+
+
+def test_import_is_quick_and_light():
+    """Under two seconds, or hardly longer than jax, flax and optax take on the same busy cores."""
+    ours = dependencies = float("inf")
+    for _ in range(5):  # the best of a few: the other workers of the run share the cores
+        seconds, heavy = import_seconds("dms_jax")
         assert heavy == "[]", f"import dms_jax also imports {heavy}"
-        seconds = min(seconds, float(taken))
-        if seconds < LONGEST_IMPORT_SECONDS:
+        ours = min(ours, seconds)
+        if ours < LONGEST_IMPORT_SECONDS:
             break
+        dependencies = min(dependencies, import_seconds("jax, flax.nnx, optax")[0])
         time.sleep(1)
-    assert seconds < LONGEST_IMPORT_SECONDS
+    assert ours < LONGEST_IMPORT_SECONDS or ours < 1.4 * dependencies
 
 
 def test_annotations_are_checked_while_the_tests_run():
