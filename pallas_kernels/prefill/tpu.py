@@ -63,10 +63,9 @@ def prefill(
     grouped = padded.reshape(batch, queries, kv_heads, group, dim)
     grouped = jnp.transpose(grouped, (0, 2, 3, 1, 4))
     dense = [jnp.swapaxes(x, 1, 2) for x in (plan.dense_k, plan.dense_v)]
-    since = jnp.broadcast_to(plan.since, plan.until.shape)
-    intervals = jnp.stack([since, plan.until], axis=2)
-    intervals = intervals.reshape(batch, kv_heads, 2, -1, TILE).swapaxes(2, 3)
-    tile_count = intervals.shape[2]
+    since = plan.since.reshape(-1, 1, TILE)
+    tile_count = since.shape[0]
+    until = plan.until.reshape(batch, kv_heads, tile_count, 1, TILE)
     past_tiles = tile_count - dense[0].shape[2] // TILE
     # The program's own numbers, in scalar memory: pages, then visits and their ends per query tile.
     pages = jnp.broadcast_to(plan.pages[:, :, None], (*plan.visits.shape[:3], plan.pages.shape[2]))
@@ -92,12 +91,12 @@ def prefill(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, kv_heads, queries // TILE),
-            in_specs=[own, query, *[anywhere] * 5],
+            in_specs=[own, query, *[anywhere] * 6],
             out_specs=query,
             scratch_shapes=[
                 buffer,
                 buffer,
-                pltpu.VMEM((2, 2, TILE), jnp.int32),
+                pltpu.VMEM((2, 2, 1, TILE), jnp.int32),
                 pltpu.SemaphoreType.DMA((3, 2)),
             ],
         ),
@@ -105,13 +104,13 @@ def prefill(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
         interpret=interpret,
         name="prefill",
-    )(counts.astype(jnp.int32), scalars, grouped, intervals, *dense, k_pages, v_pages)
+    )(counts.astype(jnp.int32), scalars, grouped, since, until, *dense, k_pages, v_pages)
     output = jnp.transpose(output, (0, 3, 1, 2, 4)).reshape(batch, queries, heads, dim)
     return output[:, :length]
 
 
 def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, scale):
-    interval_ref, dense_k, dense_v, k_pages, v_pages, out_ref, *scratch = refs
+    since_ref, until_ref, dense_k, dense_v, k_pages, v_pages, out_ref, *scratch = refs
     k_tiles, v_tiles, interval_tiles, semaphores = scratch
     batch, kv_head = pl.program_id(0), pl.program_id(1)
     group, _, dim = q_ref.shape
@@ -121,8 +120,9 @@ def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, 
 
     def start(step, slot):
         tile = scalar_ref[0, 2 + step]
-        source = interval_ref.at[batch, kv_head, tile]
-        pltpu.make_async_copy(source, interval_tiles.at[slot], semaphores.at[2, slot]).start()
+        for index, source in enumerate((since_ref.at[tile], until_ref.at[batch, kv_head, tile])):
+            target, semaphore = interval_tiles.at[slot, index], semaphores.at[2, slot]
+            pltpu.make_async_copy(source, target, semaphore).start()
 
         @pl.when(tile >= past_tiles)
         def _():
@@ -144,8 +144,9 @@ def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, 
 
     def wait(slot):
         # A wait counts bytes: one for the tile, however many pieces it came in.
-        source = interval_ref.at[batch, kv_head, 0]
-        pltpu.make_async_copy(source, interval_tiles.at[slot], semaphores.at[2, slot]).wait()
+        for index in range(2):
+            target, semaphore = interval_tiles.at[slot, index], semaphores.at[2, slot]
+            pltpu.make_async_copy(since_ref.at[0], target, semaphore).wait()
         for index, dense in enumerate((dense_k, dense_v)):
             source = dense.at[batch, kv_head, pl.ds(0, TILE)]
             target, semaphore = targets[index].at[slot], semaphores.at[index, slot]
@@ -177,7 +178,7 @@ def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, 
         if masked:
             position = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
             position = lax.rem(position, jnp.int32(TILE)) + first_query
-            since, until = interval_tiles[slot, 0:1], interval_tiles[slot, 1:2]
+            since, until = interval_tiles[slot, 0], interval_tiles[slot, 1]
             scores = jnp.where((position >= since) & (position <= until), scores, HIDDEN)
         new_maximum = jnp.maximum(maximum, scores.max(axis=1, keepdims=True))
         shrink = jnp.exp2(maximum - new_maximum)
