@@ -11,6 +11,7 @@ beside them with device events. The memory of forward and backward is read from 
 import argparse
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import math
 import os
@@ -28,6 +29,13 @@ from jax.experimental.mosaic.gpu import profiler
 from pallas_kernels.training import cases, reference, retrofit_attention
 
 MEMORY_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what takes part in the measurement, where it is installed."""
+    names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "triton")
+    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return {name: found[name] for name in names if name in found}
 
 
 def draw(case: cases.TrainingCase, key: jax.Array) -> tuple[dict, jax.Array | None]:
@@ -229,7 +237,8 @@ def draw_picture(report: dict, path: pathlib.Path) -> None:
         left.bar(at, rates, 0.23, label=name.split(".")[0])
     left.set_xticks(np.arange(len(timed)) + 0.25, [f"T = {x['case']['T']}" for x in timed])
     left.set_ylabel("forward + backward, TFLOP/s")
-    left.legend()
+    left.legend(loc="upper center", ncols=len(names))
+    left.set_ylim(top=1.15 * left.get_ylim()[1])
     lengths = [x["T"] for x in report["memory"]]
     right.plot(lengths, [x["temporary_bytes"] / 2**20 for x in report["memory"]], "o-")
     right.set(xscale="log", yscale="log", xlabel="T", ylabel="temporary memory, MiB")
@@ -251,7 +260,7 @@ def main() -> None:
         "command": " ".join(["python", "experiments/benchmark_training_kernels.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        "versions": versions(),
         "seed": seed,
         "timing": "sum of kernel times by CUPTI, median of rounds, contenders taking turns; "
         "FlexAttention by device events",

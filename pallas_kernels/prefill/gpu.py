@@ -24,8 +24,9 @@ def why_not(q, k, v, evicted, counts, k_pages, *rest, window: int, scale: float)
     page = k_pages.shape[1]
     if target_gpu().capability[0] != 9:
         return f"it uses Hopper's wgmma, and the GPU is a {target_gpu().kind}"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"wgmma is exact only for bfloat16 and float16 operands, got {q.dtype}"
+    if q.dtype != jnp.bfloat16:
+        # wgmma would round float32 to TF32; float16 would overflow in the gradients.
+        return f"wgmma is served bfloat16 operands alone, got {q.dtype}"
     if q.shape[3] not in HEAD_DIMS:
         return f"the head dim must be one of {HEAD_DIMS}, got {q.shape[3]}"
     if page % 8 or TILE % min(page, TILE) or page % min(page, TILE):

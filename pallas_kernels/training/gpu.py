@@ -21,8 +21,9 @@ def why_not(q, k, v, bias, segments, *rest, window: int, scale: float) -> str | 
     del k, v, bias, segments, rest, window
     if target_gpu().capability[0] != 9:
         return f"it uses Hopper's wgmma, and the GPU is a {target_gpu().kind}"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"wgmma is exact only for bfloat16 and float16 operands, got {q.dtype}"
+    if q.dtype != jnp.bfloat16:
+        # wgmma would round float32 to TF32; float16 would overflow in the gradients.
+        return f"wgmma is served bfloat16 operands alone, got {q.dtype}"
     if q.shape[3] > HEAD_DIMS[-1]:
         return f"the head dim may be {HEAD_DIMS[-1]} at most, got {q.shape[3]}"
     if scale <= 0:

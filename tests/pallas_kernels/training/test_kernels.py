@@ -143,7 +143,7 @@ def test_float32_on_a_gpu_is_full_float32():
 @pytest.mark.parametrize(
     ("name", "implementation", "reason"),
     [
-        ("float32", "mosaic_gpu", "wgmma is exact only for bfloat16"),
+        ("float32", "mosaic_gpu", "bfloat16 operands alone, got float32"),
         ("plain", "mosaic_gpu", "lowered for cpu"),
         ("plain", ("mosaic_gpu", "mosaic_tpu"), "lowered for cpu"),
     ],

@@ -171,3 +171,27 @@ def test_bad_input_is_refused(change, message):
     segments = jax.ShapeDtypeStruct(facts["segments"], jnp.int32)
     with pytest.raises(ValueError, match=message):
         check_arguments(q, k, v, bias, facts["window"], segments)
+
+
+def test_sharded_over_batch_and_heads_equals_one_device():
+    case = cases.TrainingCase("sharded", 4, 40, 8, 4, 8, 7, dtype="float32", segments=15)
+    inputs, segments = draw(case)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    heads, rows = jax.P("data", None, "model"), jax.P("data", "model")
+    attention = jax.shard_map(
+        lambda q, k, v, bias, segments: retrofit_attention(
+            q, k, v, bias, window=7, scale=8**-0.5, segment_ids=segments
+        ),
+        mesh=mesh,
+        in_specs=(heads, heads, heads, rows, jax.P("data")),
+        out_specs=heads,
+        check_vma=False,
+    )
+
+    @jax.jit
+    def run(q, k, v, bias, do):
+        output, pullback = jax.vjp(lambda *x: attention(*x, jnp.asarray(segments)), q, k, v, bias)
+        return output, *pullback(do)
+
+    results = run(*(jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias", "do")))
+    check(case, results, inputs, segments)
