@@ -15,6 +15,7 @@ import os
 import pathlib
 import statistics
 import sys
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -81,7 +82,7 @@ def check(rng: np.random.Generator, ratio: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
@@ -109,7 +110,8 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name, (function, arrays) in contenders.items():
             timer = profiler.Cupti(finalize=False).measure(function, aggregate=False)
-            _, launches = timer(arrays)
+            launches: Any = timer(arrays)[1]
+            assert launches, "the profiler saw no kernel"
             times[name].append(sum(duration for _, duration in launches))
             for kernel, duration in launches:
                 kernels[name].setdefault(kernel[:80], []).append(duration)

@@ -18,6 +18,7 @@ import os
 import pathlib
 import statistics
 import sys
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -146,7 +147,8 @@ def measure(functions: dict, operands: tuple, rounds: int) -> dict:
     kernels = {name: {} for name in compiled}
     for _ in range(rounds):
         for name, timer in timers.items():
-            _, launches = timer(*operands)
+            launches: Any = timer(*operands)[1]
+            assert launches, "the profiler saw no kernel"
             times[name].append(sum(duration for _, duration in launches))
             for kernel, duration in launches:
                 kernels[name].setdefault(kernel[:80], []).append(duration)
@@ -165,9 +167,12 @@ def measure(functions: dict, operands: tuple, rounds: int) -> dict:
 def measure_flex(case: cases.TrainingCase) -> dict | None:
     """FlexAttention with the DMS mask, or None where PyTorch is missing."""
     try:
-        import torch
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-        from triton.testing import do_bench
+        import torch  # pyright: ignore[reportMissingImports]
+        from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]
+            create_block_mask,
+            flex_attention,
+        )
+        from triton.testing import do_bench  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     group, window, device = case.H // case.K, case.window, "cuda"
@@ -248,7 +253,7 @@ def draw_picture(report: dict, path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in cases.SPEED])

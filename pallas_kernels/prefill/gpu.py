@@ -4,6 +4,8 @@ The forward kernel of training (see `training/gpu_forward.py`) with another walk
 tiles that `tiles.make_plan` lists, copied from pages or from the dense keys.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -108,10 +110,11 @@ def _program(
     k_consumed,
     v_consumed,
     turn,
-    staging=None,
+    staging: Any = None,
 ):
     q_ref, counts_ref, *rest = inputs
-    plan, page_refs = Plan(*rest[:7]), rest[7:]
+    plan: Any = Plan(*rest[:7])
+    page_refs = rest[7:]
     stages = k_tiles.shape[0]
     shape = (ROWS, TILE)
     batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")

@@ -31,12 +31,12 @@ def why_not(q, k, v, bias, segments, *rest, window: int, scale: float) -> str | 
     return None
 
 
-def _pad(x: jax.Array | None, axis: int, multiple_or_size: int, **mode) -> jax.Array | None:
+def _pad(x: jax.Array, axis: int, multiple: int, **mode) -> jax.Array:
     """Pad one axis up to a multiple; no operation if it is one already."""
-    if x is None or x.shape[axis] % multiple_or_size == 0:
+    if x.shape[axis] % multiple == 0:
         return x
     widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % multiple_or_size)
+    widths[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, widths, **mode)
 
 

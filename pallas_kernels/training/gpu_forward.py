@@ -5,6 +5,8 @@ the first visible one to the diagonal with a running maximum and sum. The two co
 take turns on the tensor cores: one multiplies while the other exponentiates.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -57,7 +59,7 @@ def forward(
         "turn": plgpu.Barrier(num_arrivals=COMPUTE),
     }
     operands = [q, k, v, raw_bias]
-    if problem.packed:
+    if segments is not None:
         scratch["query_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
         scratch["key_segments"] = plgpu.SMEM((stages, block), jnp.int32)
         overlap = tiles.segment_overlap(segments, problem.rows, block)
@@ -87,9 +89,9 @@ def _program(
     k_consumed,
     v_consumed,
     turn,
-    query_segments=None,
-    key_segments=None,
-    staging=None,
+    query_segments: Any = None,
+    key_segments: Any = None,
+    staging: Any = None,
 ):
     q_ref, k_ref, v_ref, bias_ref, *segment_refs = inputs
     out_ref, lse_ref = outputs

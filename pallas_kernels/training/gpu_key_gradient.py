@@ -10,6 +10,8 @@ At D = 256 the accumulators of 64 keys fill a warpgroup's registers twice over; 
 warpgroups take the same 64 keys and accumulate half of the columns each.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -61,7 +63,7 @@ def key_gradients(
     operands = [q, k, v, raw_bias, output_gradient, minus_lse, minus_delta]
     if _split_columns(problem):
         scratch["done"] = plgpu.Barrier(num_arrivals=COMPUTE)
-    if problem.packed:
+    if segments is not None:
         scratch["key_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
         scratch["query_segments"] = plgpu.SMEM((STAGES, BLOCK), jnp.int32)
         overlap = tiles.segment_overlap(segments, keys, BLOCK)
@@ -113,10 +115,10 @@ def _program(
     k_ready,
     q_ready,
     q_consumed,
-    done=None,
-    key_segments=None,
-    query_segments=None,
-    staging=None,
+    done: Any = None,
+    key_segments: Any = None,
+    query_segments: Any = None,
+    staging: Any = None,
 ):
     q_ref, k_ref, v_ref, bias_ref, do_ref, lse_ref, delta_ref, *segment_refs = inputs
     dk_ref, dv_ref, dbias_ref = outputs

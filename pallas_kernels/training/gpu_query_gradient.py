@@ -5,6 +5,8 @@ The shape of the forward kernel. With p = exp2(s - lse) and delta_i = <do_i, o_i
     dS = p * (do v^T - delta)        dq = scale * dS k
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -47,7 +49,7 @@ def query_gradient(
         "kv_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
     }
     operands = [q, k, v, raw_bias, output_gradient, minus_lse, minus_delta]
-    if problem.packed:
+    if segments is not None:
         scratch["query_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
         scratch["key_segments"] = plgpu.SMEM((stages, block), jnp.int32)
         overlap = tiles.segment_overlap(segments, problem.rows, block)
@@ -76,9 +78,9 @@ def _program(
     q_ready,
     kv_ready,
     kv_consumed,
-    query_segments=None,
-    key_segments=None,
-    staging=None,
+    query_segments: Any = None,
+    key_segments: Any = None,
+    staging: Any = None,
 ):
     q_ref, k_ref, v_ref, bias_ref, do_ref, lse_ref, delta_ref, *segment_refs = inputs
     stages, block = bias_tiles.shape

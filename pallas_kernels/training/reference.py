@@ -94,20 +94,21 @@ class _Blocks:
         x = x.reshape(batch, length, self.kv_heads, heads // self.kv_heads, dim)
         return _pad(x, 1, self.block)
 
-    def take(self, x: Array | None, index, axis: int = 1) -> Array | None:
+    def take(self, x: Array, index, axis: int = 1) -> Array:
         """Block number `index` of x."""
-        if x is None:
-            return None
         return lax.dynamic_slice_in_dim(x, index * self.block, self.block, axis)
 
     def scores(self, index, keys: int):
         """Scores of one block over the first `keys` keys, and which of them are far."""
-        key_segments = None if self.segments is None else self.segments[:, :keys]
+        query_segments = key_segments = None
+        if self.segments is not None and self.padded_segments is not None:
+            query_segments = self.take(self.padded_segments, index)
+            key_segments = self.segments[:, :keys]
         return _scores(
             self.take(self.q, index),
             self.k[:, :keys],
             self.bias[:, :, :keys],
-            self.take(self.padded_segments, index),
+            query_segments,
             key_segments,
             index * self.block,
             window=self.window,
@@ -198,12 +199,12 @@ def backward(
     totals = tuple(jnp.zeros(x.shape, compute) for x in (k, v, bias))
     for first, count, keys in _spans(blocks.length, blocks.block):
         axes = (1, 1, 2)
-        sums = tuple(
+        dk, dv, dbias = (
             lax.slice_in_dim(x, 0, keys, axis=a) for x, a in zip(totals, axes, strict=True)
         )
         sums, dq = lax.scan(
             lambda sums, index, keys=keys: block(sums, index, keys),
-            sums,
+            (dk, dv, dbias),
             jnp.arange(first, first + count),
         )
         totals = tuple(

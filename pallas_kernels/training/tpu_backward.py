@@ -5,6 +5,8 @@ block of one KV head, walks the query blocks of the whole group, and holds score
 that dk, dv and dbias sum in VMEM and no two programs write one place.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,7 +36,7 @@ def query_gradient(
     """
     specs, query = query_specs(problem)
     operands, prefetched = [q, k, v, raw_bias], []
-    if problem.packed:
+    if segments is not None:
         operands += [segments[:, None]] * 2
         prefetched = [blocks.segment_bounds(problem, segments)[0]]
     row = pl.BlockSpec((None, None, None, 1, problem.rows), lambda b, h, i, j, *_: (b, h, i, 0, 0))
@@ -119,7 +121,7 @@ def key_gradients(
         lambda b, h, j, i, *last: (b, h, query_block(b, i, j, last), 0, 0),
     )
     specs, operands, prefetched = [query, key, key, bias], [q, k, v, raw_bias], []
-    if problem.packed:
+    if segments is not None:
         specs.append(
             pl.BlockSpec(
                 (None, 1, problem.query),
@@ -152,7 +154,9 @@ def key_gradients(
 
 
 def _key_kernel(problem: Problem, *refs):
-    last = query_segments = key_segments = None
+    last: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
     if problem.packed:
         last, q_ref, k_ref, v_ref, bias_ref, query_segments, key_segments, *rest = refs
     else:

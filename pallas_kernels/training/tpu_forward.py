@@ -83,7 +83,7 @@ def forward(
     """
     specs, query = query_specs(problem)
     operands, prefetched = [q, k, v, raw_bias], []
-    if problem.packed:
+    if segments is not None:
         operands += [segments[:, None]] * 2
         prefetched = [blocks.segment_bounds(problem, segments)[0]]
     count = problem.T // problem.query
