@@ -329,8 +329,8 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
 
 def time_transformers(config: Config, shape: str) -> dict:
     """Times transformers' own decode step with a cache of the same length."""
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
 
     fields = dict(SHAPES[shape])
     kind = fields.pop("model_type")

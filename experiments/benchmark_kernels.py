@@ -13,6 +13,7 @@ import functools
 import json
 import pathlib
 import statistics
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ def cudnn(case, q):
 
 def torch_microseconds(case, rounds=20) -> float:
     """Time PyTorch's SDPA over a dense cache of the same size, by device events, median."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     batch, length = case.rows // _KV_HEADS, case.lengths[0]
     sets = min(CALLS, -(-ROTATED_BYTES // case.live_bytes))
@@ -334,7 +335,7 @@ def main() -> None:
         draw_picture(pathlib.Path(arguments.picture))
         return
     folder = prepare_output(arguments.out)
-    report = environment() | {
+    report: dict[str, Any] = environment() | {
         "commands": [command_line()],
         "read_terabytes_per_second": round(read_rate(), 3),
         "records": [],

@@ -11,6 +11,7 @@ import concurrent.futures
 import itertools
 import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +129,7 @@ def main() -> None:
     arguments = parser.parse_args()
     path = pathlib.Path(arguments.out) / tuned.file_name(jax.devices()[0].device_kind)
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = json.loads(path.read_text()) if path.exists() else {"kernels": {}}
+    report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"kernels": {}}
     report |= environment()
     entries = {json.dumps(e["when"]): e for e in report["kernels"].get(KERNEL, [])}
     for name in arguments.cases:

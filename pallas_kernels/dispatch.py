@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -188,7 +189,7 @@ mlir.register_lowering(_refuse_p, _refuse_lowering)
 def _refuse(like: Callable[..., Any], text: str, *arrays: Any) -> Any:
     shapes = jax.eval_shape(like, *arrays)
     leaves, tree = jax.tree.flatten(shapes)
-    results = tuple(jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
+    results = tuple(ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
     flat = jax.tree.leaves(arrays)
     return jax.tree.unflatten(tree, _refuse_p.bind(*flat, results=results, text=text))
 

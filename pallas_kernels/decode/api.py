@@ -7,9 +7,9 @@ spent on the difference.
 
 import numbers
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import checkify
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -194,7 +194,7 @@ def _check_pages(page_table, lengths, pages: int, page_size: int) -> None:
     live = jnp.arange(page_table.shape[1]) * page_size < lengths[:, None]
     bad_page = live & ((page_table < 0) | (page_table >= pages))
     bad_length = (lengths < 0) | (lengths > slots)
-    if isinstance(bad_page, jax.core.Tracer) or isinstance(bad_length, jax.core.Tracer):
+    if isinstance(bad_page, Tracer) or isinstance(bad_length, Tracer):
         checkify.check(~bad_length.any(), f"decode_attention: a length is not in 0..{slots}")
         checkify.check(~bad_page.any(), f"decode_attention: a live page is not in 0..{pages - 1}")
         return

@@ -140,6 +140,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
             staged, sent = refs
             staged[...] = scores
             columns = pl.ds(pl.multiple_of(block * sizes.block, _LANES), sizes.block)
+            assert scores_hbm is not None
             copy = pltpu.make_async_copy(staged, scores_hbm.at[row, :, columns], sent)
             copy.start()
             copy.wait()
@@ -172,6 +173,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
     out_ref[...] = (out * jnp.where(some, 1 / total, 0)).astype(out_ref.dtype)
     if sizes.return_lse:
         lse = jnp.where(some, peak + jnp.log(total), -jnp.inf)
+        assert lse_ref is not None
         lse_ref[...] = jnp.broadcast_to(lse, lse_ref.shape)
 
 
