@@ -6,7 +6,9 @@ parameters and batches live, and everything ragged (caches, kernels) runs inside
 where a mode makes no difference. The mesh comes from context (`jax.set_mesh`), never from a config.
 
 Two mesh axes: `data` (sequences; in training also a shard of every parameter, FSDP) and `model`
-(heads, feed-forward, vocabulary).
+(heads, feed-forward, vocabulary). Attention is split by KV head: queries, keys and values are one
+matrix, grouped by KV head, so where the axis does not divide the KV heads that matrix and the
+attention over it are replicated, query heads included.
 """
 
 import math

@@ -187,27 +187,29 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
         cache.state, q[:, 0], chunk.page_table, placement.lengths, chunk.page_size
     )
     num_rows = reading.lengths.size
+    active = chunk.count > 0
+    lengths = jnp.where(active[:, None], reading.lengths, 0)  # an idle lane reads nothing
     with jax.named_scope("decode_attention"):
         result: Any = decode_attention(
             q.reshape(num_rows, -1, head_dim),
             cache.k_pages,
             cache.v_pages,
             reading.page_table.reshape(num_rows, -1),
-            reading.lengths.reshape(num_rows),
+            lengths.reshape(num_rows),
             scale=scale,
             return_lse=policy.observes,
             return_scores=policy.observes,
         )
     if policy.observes:
         out, lse, scores = result
-        weights = jnp.exp(scores - lse[..., None]).reshape(
+        read = scores > -jnp.inf
+        weights = jnp.exp(jnp.where(read, scores - lse[..., None], -jnp.inf)).reshape(
             *placement.lengths.shape, -1, scores.shape[-1]
         )
         state = policy.observe(cache.state, weights, chunk, placement, head_axis)
         cache = dataclasses.replace(cache, state=state)
     else:
         out = result
-    active = chunk.count > 0
     reads = reading.lengths.sum(-1, dtype=jnp.int32) if reading.reads is None else reading.reads
     out = jnp.where(active[:, None, None, None], out.reshape(batch, 1, num_heads, head_dim), 0)
     return Attended(

@@ -241,6 +241,12 @@ class _Run:
             batch = dict(next(self._source))
         except StopIteration as error:
             raise DataError(f"the data ended before step {step + 1}") from error
+        known = {"tokens", "loss_mask", "segment_ids"}
+        if "tokens" not in batch or batch.keys() - known:
+            raise DataError(
+                "a batch is a dict of tokens and, where wanted, loss_mask and segment_ids; got "
+                f"{', '.join(sorted(map(str, batch))) or 'nothing'}"
+            )
         tokens = np.asarray(batch["tokens"], np.int32)
         expected = (self._pass_size, self._recipe.sequence_length)
         if tokens.shape != expected:
