@@ -30,7 +30,13 @@ from rich.table import Table
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.analysis import eviction_page, evictions, live_after, memory_trace
+from dms_jax.analysis import (
+    eviction_page,
+    evictions,
+    live_after,
+    memory_trace,
+    token_texts,
+)
 from dms_jax.analysis.plots import Point, compression_figure
 from dms_jax.data import Documents
 from dms_jax.training import recipes
@@ -293,9 +299,8 @@ def figures(
         kept,
         title="stories260K: loss against measured compression; memory; what the heads keep",
     )
-    text = [model.tokenizer.decode([token]) for token in sequences[0].tolist()]
     page = eviction_page(
-        text,
+        token_texts(model.tokenizer, sequences[0].tolist()),
         evicted[:, 0],
         window=window,
         title="Which tokens which heads evicted",

@@ -3,6 +3,7 @@
 import html
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
@@ -79,6 +80,20 @@ draw();
 """
 
 
+def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Returns what each token adds to the text, spaces included; they join to the whole text.
+
+    A token alone may decode without its space, or to half a character: the text of all tokens so
+    far is compared with that of one more.
+    """
+    texts, before = [], ""
+    for end in range(1, len(tokens) + 1):
+        after = tokenizer.decode(list(tokens[:end]), skip_special_tokens=True).rstrip("\ufffd")
+        texts.append(after[len(before) :])
+        before = after
+    return texts
+
+
 def eviction_page(
     tokens: Sequence[str],
     evicted: Bool[np.ndarray, "L K T"],
@@ -90,7 +105,7 @@ def eviction_page(
     """Returns an HTML page of a text, shaded by who evicted what.
 
     Args:
-      tokens: the text of each token.
+      tokens: the text of each token, from `token_texts`.
       evicted: which keys each head let go, from `evictions`.
       window: tokens this far back are shown as still in the window.
       title: heading.
