@@ -30,13 +30,7 @@ from rich.table import Table
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.analysis import (
-    eviction_page,
-    evictions,
-    live_after,
-    memory_trace,
-    token_texts,
-)
+from dms_jax.analysis import eviction_page, evictions, live_after, memory_trace, token_texts
 from dms_jax.analysis.plots import Point, compression_figure
 from dms_jax.data import Documents
 from dms_jax.training import recipes
