@@ -17,6 +17,10 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 FAKE_DEVICES = 8
+# Every compiled program of a process holds some of its memory maps, of which Linux grants 65,530;
+# beyond them jax crashes. What is let go comes back from the compilation cache.
+MOST_MEMORY_MAPS = 20_000
+MEMORY_MAPS = Path("/proc/self/maps")
 
 hypothesis.settings.register_profile(
     "house", derandomize=True, deadline=None, database=None, print_blob=False
@@ -62,3 +66,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(needs_gpu)
+
+
+@pytest.fixture(autouse=True)
+def few_memory_maps():
+    yield
+    if MEMORY_MAPS.exists() and "jax" in sys.modules:
+        with MEMORY_MAPS.open("rb") as maps:
+            count = sum(1 for _ in maps)
+        if count > MOST_MEMORY_MAPS:
+            sys.modules["jax"].clear_caches()
