@@ -8,6 +8,7 @@ module is collected. Processes that tests start inherit it.
 - Compiled functions are kept in `.jax_cache` of the checkout and shared by all workers.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -76,3 +77,4 @@ def few_memory_maps():
             count = sum(1 for _ in maps)
         if count > MOST_MEMORY_MAPS:
             sys.modules["jax"].clear_caches()
+            gc.collect()
