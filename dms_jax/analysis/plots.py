@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -37,7 +37,7 @@ _COLOURS = {
 def compression_figure(
     path: pathlib.Path,
     points: Sequence[Point],
-    traces: dict[str, tuple[Sequence[int], Sequence[float]]],
+    traces: Mapping[str, tuple[Sequence[int], Sequence[float | int]]],
     kept: Float[np.ndarray, "L K"],
     *,
     title: str,

@@ -10,11 +10,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+# Fits 80 columns with the other columns: rich would cut the text, or squeeze them out.
 _SHOWN = (
-    "{task.fields[stage]}: {task.fields[main]} {task.fields[main_loss]:.3f} + compression "
-    "{task.fields[compression_loss]:.3f}, ratio {task.fields[compression_ratio]:.2f} of "
-    "{task.fields[target_ratio]:.2f}, {task.fields[tokens_per_second]:,.0f} tokens/s"
+    "{task.fields[main]} {task.fields[main_loss]:.3f} + CR {task.fields[compression_loss]:.3f}, "
+    "ratio {task.fields[compression_ratio]:.2f} of {task.fields[target_ratio]:.2f}, "
+    "{task.fields[tokens_per_second]:,.0f} tok/s"
 )
+_SHORT = {"distillation": "KL", "language modeling": "LM"}
 
 
 class Display:
@@ -29,7 +31,7 @@ class Display:
     def __init__(self, *, total: int, done: int, main: str, enabled: bool):
         self._progress = Progress(
             MofNCompleteColumn(),
-            BarColumn(bar_width=10),
+            BarColumn(bar_width=5),
             TextColumn(_SHOWN),
             TimeRemainingColumn(),
             disable=not enabled,
@@ -39,8 +41,7 @@ class Display:
             "retrofit",
             total=total,
             completed=done,
-            stage="compiling",
-            main=main,
+            main=_SHORT.get(main, main),
             compression_ratio=1.0,
             target_ratio=1.0,
             **zeros,
