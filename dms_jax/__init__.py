@@ -19,6 +19,7 @@ from dms_jax.generation import (
     generate,
     score,
 )
+from dms_jax.model.grouped_query import to_grouped_query
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import DMC, DMS, TOVA, Quest, RandomEviction, StreamingLLM, Vanilla
 from dms_jax.sharding import make_mesh
@@ -52,4 +53,5 @@ __all__ = [
     "retrofit",
     "save",
     "score",
+    "to_grouped_query",
 ]

@@ -1,0 +1,102 @@
+"""Grouped-query conversion of a checkpoint (Ainslie et al., arXiv 2305.13245, section 2.1).
+
+The K key and value heads of every layer become K' by averaging, group by group, the matrices that
+make them; every query head stays, and reads the head its own was averaged into:
+
+    W'_k[j] = mean of W_k[i] for i in [j K/K', (j + 1) K/K'),    W_v and the biases alike
+
+The cache shrinks by K / K' whatever the policy. The result is a worse model until it is trained a
+little further with the language modeling loss ("uptraining"; DMC's Table 1 uses as many tokens as
+for DMC itself). Where keys are normalised per head (Qwen3) the averages are of what goes into the
+norm, whose scale is shared by all heads already.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dms_jax import sharding
+from dms_jax.errors import ConfigError
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.transformer import Transformer
+
+
+def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
+    """Averages the KV heads of a model into fewer.
+
+    Args:
+      model: an original, not one that was retrofitted for a policy.
+      num_kv_heads: K', a divisor of the model's K below it.
+
+    Returns:
+      A model of its own arrays where they differ; the others are shared with the original.
+
+    Raises:
+      ConfigError: K' does not divide K or is not below it, or the model carries decisions per KV
+        head, which have no average.
+    """
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(f"to_grouped_query wants a model from dms_jax.load, got {model!r:.80}")
+    config, transformer = model.config, model.transformer
+    old = config.num_kv_heads
+    whole = isinstance(num_kv_heads, int) and not isinstance(num_kv_heads, bool)
+    if not whole or not 1 <= num_kv_heads < old or old % num_kv_heads:
+        smaller = [str(size) for size in range(1, old) if old % size == 0]
+        raise ConfigError(
+            f"to_grouped_query: the model has {old} KV heads, which become "
+            f"{' or '.join(smaller) if smaller else 'no fewer'} by averaging equal groups; "
+            f"{num_kv_heads!r} were asked for."
+        )
+    if model.policy.learned or transformer.has_adapter:
+        raise ConfigError(
+            f"to_grouped_query: this model was retrofitted for {model.policy}, whose decisions "
+            "belong to single KV heads. Convert the original first, and retrofit the result."
+        )
+    config = dataclasses.replace(config, num_kv_heads=num_kv_heads)
+    skeleton = jax.eval_shape(lambda: Transformer(config, dtype=model.dtype, rngs=nnx.Rngs(0)))
+    projection = transformer.layers.attention.qkv_proj
+    fused = {"kernel": projection.kernel, "bias": projection.bias}
+    leaves = []
+    for (path, param), (_, given) in zip(_params(skeleton), _params(transformer), strict=True):
+        value = given[...]
+        if path.endswith(("qkv_proj.kernel", "qkv_proj.bias")):
+            value = _regroup(fused[path.rpartition(".")[2]][...], num_kv_heads)
+        if model.mesh is not None:
+            place = sharding.parameter_sharding(
+                model.mesh, param.axes, param.shape, sharding.DECODING_RULES
+            )
+            value = jax.device_put(value, place)
+        leaves.append(value)
+    converted = jax.tree.unflatten(jax.tree.structure(skeleton), leaves)
+    return dataclasses.replace(model, transformer=converted)
+
+
+def _params(transformer: Transformer) -> list[tuple[str, Any]]:
+    """Every parameter with its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        transformer, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
+@functools.partial(jax.jit, static_argnames="num_kv_heads")
+def _regroup(
+    fused: Float[Array, "*stack K parts D"], num_kv_heads: int
+) -> Float[Array, "*stack fewer more D"]:
+    """Averages keys and values of neighbouring KV heads and lines their queries up.
+
+    # K=4 groups (q0 k0 v0) ... (q3 k3 v3), K'=2:
+    # Out: (q0 q1 mean(k0, k1) mean(v0, v1)), (q2 q3 mean(k2, k3) mean(v2, v3))
+    """
+    *stack, heads, parts, head_dim = fused.shape
+    joined = heads // num_kv_heads
+    grouped = fused.reshape(*stack, num_kv_heads, joined, parts, head_dim)
+    queries = grouped[..., :-2, :].reshape(*stack, num_kv_heads, joined * (parts - 2), head_dim)
+    wide = jnp.promote_types(fused.dtype, jnp.float32)
+    pooled = grouped[..., -2:, :].astype(wide).mean(-3).astype(fused.dtype)
+    return jnp.concatenate([queries, pooled], axis=-2)

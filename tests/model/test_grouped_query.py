@@ -1,0 +1,127 @@
+"""Grouped-query conversion: pooled heads against NumPy, checkpoints, policies on top, refusals."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.checkpoint import load, save
+from dms_jax.errors import ConfigError
+from dms_jax.generation import Sampling, generate
+from dms_jax.model.grouped_query import to_grouped_query
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import DMC, DMS, TOVA, Quest
+from tests.oracles import transformer as oracle
+from tests.oracles import vanilla
+from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
+
+TOKENS = random_tokens(5, 11)
+
+
+def pooled(linear: oracle.Linear, num_kv_heads: int) -> oracle.Linear:
+    """[E, K, D] to [E, K', D] by the mean over neighbouring heads, one at a time."""
+
+    def pool(array):
+        joined = array.shape[-2] // num_kv_heads
+        heads = [
+            np.mean([array[..., head * joined + i, :] for i in range(joined)], axis=0)
+            for head in range(num_kv_heads)
+        ]
+        return np.stack(heads, axis=-2)
+
+    return oracle.Linear(pool(linear.kernel), None if linear.bias is None else pool(linear.bias))
+
+
+@pytest.mark.parametrize("switches", [{}, {"qk_norm": False, "biases": True, "tied": False}])
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_the_converted_model_is_one_with_averaged_heads(num_kv_heads, switches):
+    with jax.enable_x64(True):
+        config = tiny_config(num_heads=8, num_kv_heads=4, **switches)
+        model = LanguageModel(random_model(config))
+        weights = oracle_weights(model.transformer)
+        for layer in weights.layers:
+            layer.k, layer.v = (pooled(x, num_kv_heads) for x in (layer.k, layer.v))
+        want = oracle.run(weights, TOKENS, lambda layer: vanilla.simulate(*layer.rotated))
+        converted = to_grouped_query(model, num_kv_heads)
+        assert converted.config.num_kv_heads == num_kv_heads
+        assert converted.config.num_heads == 8
+        np.testing.assert_allclose(converted.logits(TOKENS[None])[0], want.logits, atol=1e-10)
+        assert model.config.num_kv_heads == 4  # the original is as it was
+        assert model.transformer.layers.attention.qkv_proj.kernel.shape[2] == 4
+
+
+def test_equal_heads_lose_nothing():
+    with jax.enable_x64(True):
+        transformer = random_model(tiny_config(num_heads=4, num_kv_heads=4))
+        kernel = transformer.layers.attention.qkv_proj.kernel
+        same = kernel[...].at[:, :, 1::2, 1:].set(kernel[...][:, :, ::2, 1:])
+        transformer = jax.tree.map(lambda x: same if x.shape == same.shape else x, transformer)
+        model = LanguageModel(transformer)
+        want = model.logits(TOKENS[None])
+        got = to_grouped_query(model, 2).logits(TOKENS[None])
+        np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+def test_a_converted_checkpoint_is_a_checkpoint(tmp_path):
+    model = load(assets.path("stories260k"))
+    converted = to_grouped_query(model, 2)
+    save(converted, converted.policy, tmp_path / "gqa")
+    again = load(tmp_path / "gqa")
+    assert again.config == converted.config
+    assert again.dtype == model.dtype
+    tokens = np.asarray(model.tokenizer.encode("Once upon a time"))[None]
+    np.testing.assert_array_equal(again.logits(tokens), converted.logits(tokens))
+
+
+@pytest.mark.parametrize(
+    "policy", [DMS(window=2), DMC(offset=0.2), TOVA(budget=4), Quest(budget=4, dense_layers=0)]
+)
+def test_policies_run_on_top(policy):
+    """The converted model is a model like any other: half the rows, half the bytes."""
+    config = tiny_config(num_heads=4, num_kv_heads=4)
+    model = LanguageModel(random_model(config, dtype=jnp.float32), policy=dms_jax.Vanilla())
+    converted = to_grouped_query(model, 2)
+    sampling = Sampling(temperature=0, max_new_tokens=4)
+    ran = LanguageModel(converted.transformer, policy=policy)
+    out = generate(ran, [TOKENS.tolist()], sampling=sampling, page_size=4)
+    whole = generate(model, [TOKENS.tolist()], sampling=sampling, page_size=4)
+    assert len(out.tokens[0]) == 4
+    assert out.usage.live_tokens <= whole.usage.live_tokens
+    plain = generate(converted, [TOKENS.tolist()], sampling=sampling, page_size=4)
+    assert 2 * plain.usage.cache_bytes == whole.usage.cache_bytes
+
+
+def test_a_mesh_keeps_its_places():
+    config = tiny_config(num_heads=8, num_kv_heads=8)
+    model = LanguageModel(random_model(config, dtype=jnp.float32))
+    mesh = dms_jax.make_mesh(2, 4)
+    spread = LanguageModel(jax.device_put(model.transformer, jax.devices()[0]), mesh=mesh)
+    converted = to_grouped_query(spread, 4)
+    kernel = converted.transformer.layers.attention.qkv_proj.kernel[...]
+    assert len(kernel.sharding.device_set) == 8
+    assert not kernel.is_fully_replicated
+    want = to_grouped_query(model, 4).transformer.layers.attention.qkv_proj.kernel[...]
+    np.testing.assert_array_equal(np.asarray(kernel), np.asarray(want))
+
+
+@pytest.mark.parametrize("num_kv_heads", [0, 3, 4, 8, 2.0, True])
+def test_counts_that_do_not_divide_are_refused(num_kv_heads):
+    model = LanguageModel(random_model(tiny_config(num_heads=8, num_kv_heads=4), dtype=jnp.float32))
+    with pytest.raises(ConfigError, match="1 or 2"):
+        inspect.unwrap(to_grouped_query)(model, num_kv_heads)
+
+
+def test_a_model_that_carries_decisions_is_refused():
+    config = tiny_config(num_heads=8, num_kv_heads=4)
+    for model in (
+        LanguageModel(random_model(config, dtype=jnp.float32), policy=DMS()),
+        LanguageModel(random_model(config, adapter=True, dtype=jnp.float32)),
+    ):
+        with pytest.raises(ConfigError, match="Convert the original first"):
+            to_grouped_query(model, 2)
+    with pytest.raises(ConfigError, match=r"dms_jax\.load"):
+        inspect.unwrap(to_grouped_query)("model", 2)
