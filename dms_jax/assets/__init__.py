@@ -1,20 +1,27 @@
-"""What the wheel carries to work on at once: a real tiny model, and text for it.
+"""What the wheel carries to work on at once: real small models, and text for them.
 
 - `path("stories260k")`: a Hugging Face directory of a Llama with 260,032 parameters (MIT).
-- `stories("train")`, `stories("valid")`: two disjoint parts of TinyStories (CDLA-Sharing-1.0).
+- `stories("train")`, `stories("valid")`, `stories("more")`: disjoint parts of TinyStories
+  (CDLA-Sharing-1.0).
+- `books("train")`, ...: three disjoint parts of two public-domain novels.
 
 Each lies beside its licence and a README.
 """
 
+import gzip
 import pathlib
 
 from dms_jax.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
 
+_BOOKS = ("war_and_peace", "moby_dick")
+# Shares of each book by its paragraphs: fourteen sixteenths to train on, one each to hold out.
+_BOOK_PARTS = {"train": (0, 14), "validation": (14, 15), "test": (15, 16)}
+
 
 def path(name: str) -> pathlib.Path:
-    """Directory of a shipped asset: "stories260k" or "tinystories".
+    """Directory of a shipped asset: "stories260k", "tinystories", "books".
 
     Raises:
         DataError: there is no asset of that name.
@@ -27,12 +34,37 @@ def path(name: str) -> pathlib.Path:
 
 
 def stories(split: str) -> list[str]:
-    """Stories of TinyStories for training ("train") or for evaluation ("valid").
+    """Stories of TinyStories: "train" (1 MB), "more" to train on (5.6 MB), "valid" to evaluate.
 
     Raises:
         DataError: there is no such split.
     """
-    if split not in ("train", "valid"):
-        raise DataError(f"TinyStories is shipped in two splits, train and valid, not {split!r}")
-    text = (path("tinystories") / f"{split}.txt").read_text(encoding="utf-8")
+    if split not in ("train", "more", "valid"):
+        raise DataError(
+            f"TinyStories is shipped in three parts, train, more and valid, not {split!r}"
+        )
+    if split == "more":
+        text = _unpacked(path("tinystories") / "more.txt.gz")
+    else:
+        text = (path("tinystories") / f"{split}.txt").read_text(encoding="utf-8")
     return [story for part in text.split(SEPARATOR) if (story := part.strip())]
+
+
+def books(split: str) -> list[str]:
+    """A part of each novel, one paragraph a line: "train", "validation" or "test".
+
+    Raises:
+        DataError: there is no such part.
+    """
+    if split not in _BOOK_PARTS:
+        raise DataError(f"the books have the parts {', '.join(_BOOK_PARTS)}, not {split!r}")
+    parts = []
+    for name in _BOOKS:
+        paragraphs = _unpacked(path("books") / f"{name}.txt.gz").splitlines()
+        start, end = (len(paragraphs) * share // 16 for share in _BOOK_PARTS[split])
+        parts.append("\n".join(paragraphs[start:end]))
+    return parts
+
+
+def _unpacked(file: pathlib.Path) -> str:
+    return gzip.decompress(file.read_bytes()).decode("utf-8")

@@ -1,0 +1,97 @@
+"""What a synthetic task is: problems drawn from seeds, worked solutions, exact scores.
+
+A task is a frozen dataclass of difficulty and length. `task.problem(split, index)` is a pure
+function of the task's fields, the split and the index, so that data needs no files and a run can
+resume anywhere. Splits are disjoint by construction: what makes a problem that problem (its
+`identity`: the equation, the needle's key and value) is hashed, and the hash says which split it
+belongs to; other splits' problems are drawn again.
+
+    0 test, 1 validation, 2..15 train   of sixteen
+"""
+
+import abc
+import dataclasses
+import hashlib
+import random
+from typing import Any, ClassVar, Literal
+
+from dms_jax.errors import ConfigError
+
+Split = Literal["train", "validation", "test"]
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+_SHARES = 16
+_DRAWS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One problem with its worked solution.
+
+    Attributes:
+      prompt: what the model reads.
+      solution: how the text goes on: the working, where there is any, and the answer. It starts
+        where the prompt ends; an end token follows it.
+      answers: what a scorer looks for.
+      identity: what must not be shared between splits.
+    """
+
+    prompt: str
+    solution: str
+    answers: tuple[str, ...]
+    identity: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Task(abc.ABC):
+    """A family of problems of one difficulty and length.
+
+    Attributes:
+      seed: of the problems; another seed gives other problems of the same splits.
+    """
+
+    name: ClassVar[str]
+
+    seed: int = dataclasses.field(default=0, kw_only=True)
+
+    @abc.abstractmethod
+    def draw(self, rng: random.Random) -> Problem:
+        """Draws one problem, whatever split it belongs to."""
+
+    @abc.abstractmethod
+    def answer(self, completion: str) -> str | None:
+        """What a completion answers, in a normal form to count votes by; None for nothing."""
+
+    @abc.abstractmethod
+    def score(self, problem: Problem, completion: str) -> float:
+        """The exact score of a completion, from 0 to 1."""
+
+    def problem(self, split: Split, index: int) -> Problem:
+        """Returns problem `index` of a split: always the same one.
+
+        Raises:
+          ConfigError: there is no such split, or the task has no problem in it.
+        """
+        if split not in SPLITS:
+            raise ConfigError(f"there is no split {split!r}; there are {', '.join(SPLITS)}")
+        fields = ",".join(f"{key}={value!r}" for key, value in sorted(vars(self).items()))
+        rng = random.Random(f"{self.name}({fields}) {split} {index}")
+        for _ in range(_DRAWS):
+            problem = self.draw(rng)
+            if split_of(problem.identity) == split:
+                return problem
+        raise ConfigError(f"{self} has no problem in the {split} split; make it more varied")
+
+    def problems(self, split: Split, count: int, start: int = 0) -> list[Problem]:
+        """Returns problems start .. start + count - 1 of a split."""
+        return [self.problem(split, index) for index in range(start, start + count)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the task as JSON data: its name and every field."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+
+def split_of(identity: str) -> Split:
+    """The split that an identity belongs to."""
+    share = hashlib.blake2b(identity.encode(), digest_size=8).digest()[0] % _SHARES
+    return "test" if share == 0 else "validation" if share == 1 else "train"

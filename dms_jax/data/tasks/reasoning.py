@@ -1,0 +1,291 @@
+"""Problems whose solution is worked out step by step and ends in "The final answer is ...".
+
+`LinearEquation` has the format of the DMS paper's appendix C, which is that of DeepMind's
+mathematics dataset: "Solve 5*b - 2355 = -50*b - 2740 for b." `Arithmetic` reduces an expression one
+operation at a time. `WordChain` is a chain of comparisons told in any order, between distractors:
+the solution traces it back from what is asked and then computes forward, so that it has to look
+things up in the prompt all the way. Their working runs from about 50 to 1500 tokens of the shipped
+tokenizer.
+"""
+
+import abc
+import dataclasses
+import random
+import re
+from typing import ClassVar
+
+from dms_jax.data.tasks.base import Problem, Task
+from dms_jax.data.tasks.words import NAMES, THINGS
+from dms_jax.errors import ConfigError
+
+_ANSWER = re.compile(r"[Tt]he final answer is (-?\d+)")
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reasoning(Task):
+    """Problems with one whole number as the answer, which ends the working."""
+
+    @abc.abstractmethod
+    def work(self, rng: random.Random) -> tuple[str, list[str], int]:
+        """Returns (question, lines of the working, answer)."""
+
+    def draw(self, rng: random.Random) -> Problem:
+        question, lines, answer = self.work(rng)
+        return Problem(
+            prompt=f"Problem: {question}\nSolution:\n",
+            solution="\n".join([*lines, f"The final answer is {answer}"]),
+            answers=(str(answer),),
+            identity=question,
+        )
+
+    def answer(self, completion: str) -> str | None:
+        found = _ANSWER.findall(completion)
+        return str(int(found[-1])) if found else None
+
+    def score(self, problem: Problem, completion: str) -> float:
+        return float(self.answer(completion) == problem.answers[0])
+
+
+def _positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+
+
+def _range(name: str, pair: tuple[int, int], least: int) -> None:
+    low, high = pair
+    if not least <= low <= high:
+        raise ConfigError(f"{name} must be (low, high) with {least} <= low <= high, got {pair}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearEquation(Reasoning):
+    """Linear equations in one variable, as in "Solve 5*b - 2355 = -50*b - 2740 for b".
+
+    Attributes:
+      coefficient: largest size of a and c.
+      constant: largest size of b.
+      solution: largest size of the answer, which is whole.
+    """
+
+    name: ClassVar[str] = "linear"
+
+    coefficient: int = 60
+    constant: int = 3000
+    solution: int = 99
+
+    def __post_init__(self):
+        _positive(coefficient=self.coefficient, constant=self.constant, solution=self.solution)
+
+    def work(self, rng: random.Random) -> tuple[str, list[str], int]:
+        x = rng.choice(_LETTERS)
+        root = rng.randint(-self.solution, self.solution)
+        a = b = c = d = 0
+        while a == c or not (a or c):
+            a, c = (rng.randint(-self.coefficient, self.coefficient) for _ in range(2))
+        while not (b and d):
+            b = rng.randint(-self.constant, self.constant)
+            d = (a - c) * root + b
+        question = f"Solve {_side(a, b, x, rng)} = {_side(c, d, x, rng)} for {x}."
+        total, rest = a - c, d - b
+        lines = [
+            f"Collect {x}: {_term(a, x)} {_signed_term(-c, x)} = {d} {_signed(-b)}",
+            f"{a} {_signed(-c)} = {total}",
+            f"{d} {_signed(-b)} = {rest}",
+            f"{_term(total, x)} = {rest}",
+            *_division(rest, total),
+            f"{x} = {root}",
+        ]
+        return question, lines, root
+
+
+def _term(coefficient: int, x: str) -> str:
+    if coefficient in (1, -1):
+        return x if coefficient == 1 else f"-{x}"
+    return f"{coefficient}*{x}" if coefficient else "0"
+
+
+def _signed(value: int) -> str:
+    return f"+ {value}" if value >= 0 else f"- {-value}"
+
+
+def _signed_term(coefficient: int, x: str) -> str:
+    sign = "-" if coefficient < 0 else "+"
+    return f"{sign} {_term(abs(coefficient), x)}"
+
+
+def _side(coefficient: int, constant: int, x: str, rng: random.Random) -> str:
+    """One side of an equation: its two terms in either order."""
+    if not coefficient:
+        return str(constant)
+    if rng.random() < 0.5:
+        return f"{_term(coefficient, x)} {_signed(constant)}"
+    return f"{constant} {_signed_term(coefficient, x)}"
+
+
+def _division(dividend: int, divisor: int) -> list[str]:
+    """The lines of a long division that leaves no remainder.
+
+    # 2310 / 55   Out: 231 - 55*4 = 231 - 220 = 11 / 110 - 55*2 = 110 - 110 = 0
+    """
+    size, by = abs(dividend), abs(divisor)
+    lines, carried = [f"Divide {size} by {by}"], 0
+    for digit in str(size):
+        carried = carried * 10 + int(digit)
+        times = carried // by
+        if times:
+            left = carried - by * times
+            lines.append(f"{carried} - {by}*{times} = {carried} - {by * times} = {left}")
+            carried = left
+    return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic(Reasoning):
+    """Nested sums, differences and products of whole numbers, one operation a line.
+
+    Attributes:
+      operations: fewest and most operations.
+      largest: bound on the numbers, also of those on the way.
+    """
+
+    name: ClassVar[str] = "arithmetic"
+
+    operations: tuple[int, int] = (4, 12)
+    largest: int = 999
+
+    def __post_init__(self):
+        _range("operations", self.operations, 1)
+        _positive(largest=self.largest)
+
+    def work(self, rng: random.Random) -> tuple[str, list[str], int]:
+        tree = self._tree(rng, rng.randint(*self.operations))
+        question = f"Compute {_show(tree)}."
+        lines = []
+        while not isinstance(tree, int):
+            tree, done = _reduce(tree)
+            lines.append(done if isinstance(tree, int) else f"{done}: {_show(tree)}")
+        return question, lines, tree
+
+    def _tree(self, rng: random.Random, operations: int) -> "int | Operation":
+        if not operations:
+            return rng.randint(1, min(99, self.largest))
+        left = rng.randint(0, operations - 1)
+        a, b = self._tree(rng, left), self._tree(rng, operations - 1 - left)
+        x, y = _value(a), _value(b)
+        signs = [sign for sign in "+-*" if abs(_apply(sign, x, y)) <= self.largest]
+        if "*" in signs and rng.random() < 0.5:
+            signs.remove("*")
+        return Operation(rng.choice(signs), a, b) if signs else self._tree(rng, operations)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """Two expressions and the sign between them."""
+
+    sign: str
+    left: "int | Operation"
+    right: "int | Operation"
+
+
+Expression = int | Operation
+
+
+def _apply(sign: str, x: int, y: int) -> int:
+    return x + y if sign == "+" else x - y if sign == "-" else x * y
+
+
+def _value(tree: Expression) -> int:
+    if isinstance(tree, int):
+        return tree
+    return _apply(tree.sign, _value(tree.left), _value(tree.right))
+
+
+def _show(tree: Expression) -> str:
+    """An expression with brackets around every operation but the outermost."""
+    if isinstance(tree, int):
+        return str(tree)
+    sides = (
+        f"({_show(side)})" if isinstance(side, Operation) else str(side)
+        for side in (tree.left, tree.right)
+    )
+    return f" {tree.sign} ".join(sides)
+
+
+def _reduce(tree: Operation) -> tuple[Expression, str]:
+    """Carries out the leftmost operation between two numbers."""
+    if isinstance(tree.left, Operation):
+        left, done = _reduce(tree.left)
+        return dataclasses.replace(tree, left=left), done
+    if isinstance(tree.right, Operation):
+        right, done = _reduce(tree.right)
+        return dataclasses.replace(tree, right=right), done
+    value = _apply(tree.sign, tree.left, tree.right)
+    return value, f"{tree.left} {tree.sign} {tree.right} = {value}"
+
+
+@dataclasses.dataclass(frozen=True)
+class WordChain(Reasoning):
+    """Who has how many, through a chain of comparisons told in any order.
+
+    Attributes:
+      steps: fewest and most comparisons between what is known and what is asked.
+      distractors: fewest and most people who hang on the chain and do not matter.
+      largest: bound on the numbers.
+    """
+
+    name: ClassVar[str] = "words"
+
+    steps: tuple[int, int] = (3, 12)
+    distractors: tuple[int, int] = (0, 6)
+    largest: int = 199
+
+    def __post_init__(self):
+        _range("steps", self.steps, 1)
+        _range("distractors", self.distractors, 0)
+        _positive(largest=self.largest)
+        most = self.steps[1] + 1 + self.distractors[1]
+        if most > len(NAMES):
+            raise ConfigError(f"{most} people are too many: there are {len(NAMES)} names")
+
+    def work(self, rng: random.Random) -> tuple[str, list[str], int]:
+        steps, others = rng.randint(*self.steps), rng.randint(*self.distractors)
+        people, thing = rng.sample(NAMES, steps + 1 + others), rng.choice(THINGS)
+        value = {people[0]: rng.randint(2, min(60, self.largest))}
+        told = {people[0]: f"{people[0]} has {value[people[0]]} {thing}."}
+        worked: dict[str, str] = {}
+        for number, person in enumerate(people[1:], 1):
+            other = people[number - 1] if number <= steps else rng.choice(people[: steps + 1])
+            told[person], worked[person], value[person] = self._compare(
+                rng, person, other, value[other]
+            )
+        asked = people[steps]
+        statements = rng.sample(list(told.values()), len(told))
+        question = f"{' '.join(statements)} How many {thing} does {asked} have?"
+        chain = people[: steps + 1]
+        lines = [told[person] for person in reversed(chain)]
+        lines.append(f"{chain[0]}: {value[chain[0]]}")
+        lines += [f"{person}: {worked[person]}" for person in chain[1:]]
+        return question, lines, value[asked]
+
+    def _compare(
+        self, rng: random.Random, person: str, other: str, known: int
+    ) -> tuple[str, str, int]:
+        """Returns (statement, working, value) of someone compared with someone known."""
+        kinds = ["more"] * 2 + ["fewer"] * 2 + ["twice", "half"]
+        while True:
+            kind, by = rng.choice(kinds), rng.randint(1, 40)
+            if kind == "more" and known + by <= self.largest:
+                said, sum_, value = f"{by} more than", f"{known} + {by}", known + by
+            elif kind == "fewer" and known - by >= 1:
+                said, sum_, value = f"{by} fewer than", f"{known} - {by}", known - by
+            elif kind == "twice" and 2 * known <= self.largest:
+                said, sum_, value = "twice as many as", f"{known} * 2", known * 2
+            elif kind == "half" and known % 2 == 0:
+                said, sum_, value = "half as many as", f"{known} / 2", known // 2
+            elif self.largest == 1:
+                raise ConfigError("largest must leave room for a comparison; give 2 or more")
+            else:
+                continue
+            return f"{person} has {said} {other}.", f"{sum_} = {value}", value

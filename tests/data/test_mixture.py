@@ -1,0 +1,116 @@
+"""Mixtures: whole documents, shares, what counts in the loss, batches that depend on the step."""
+
+import numpy as np
+import pytest
+
+from dms_jax import assets
+from dms_jax.checkpoint import Tokenizer
+from dms_jax.data.mixture import Mixture, Part, standard_parts
+from dms_jax.data.tasks import LinearEquation, VariableTracking
+from dms_jax.errors import ConfigError
+
+LINEAR = Part("linear", 0.5, (LinearEquation(),))
+TRACKING = Part("tracking", 0.5, (VariableTracking(size=2, hops=1),))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_directory(assets.path("reasoner-11m"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tokenizer):
+    return Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512)
+
+
+def documents(tokenizer, batch):
+    for tokens, segments, counts in zip(
+        batch["tokens"], batch["segment_ids"], batch["loss_mask"], strict=True
+    ):
+        for segment in range(1, segments.max() + 1):
+            inside = segments == segment
+            yield tokens[inside], counts[inside]
+
+
+def test_documents_are_whole_and_only_solutions_count(tokenizer, mixture):
+    whole = 0
+    for tokens, counts in documents(tokenizer, mixture.batch(0)):
+        assert tokens[0] == tokenizer.bos_token_id
+        if tokens[-1] != tokenizer.eos_token_id or counts[0]:
+            assert counts.all()  # prose
+            continue
+        text, solution = tokenizer.decode(tokens), tokenizer.decode(tokens[counts])
+        assert text.endswith(solution)
+        assert counts[-1]
+        kind = "Problem: Solve" if text.startswith("Problem") else "Memorize and track"
+        assert text.startswith(kind)
+        assert not solution.startswith(kind)
+        assert np.all(np.diff(counts.astype(int)) >= 0)  # a prompt, then its solution
+        whole += 1
+    assert whole > 8
+
+
+def test_parts_get_their_shares(tokenizer):
+    mixture = Mixture(tokenizer, batch_size=16, length=2048)
+    spent = dict.fromkeys(
+        ("Problem: Solve", "Problem: Compute", "Problem: ", "Memorize", "A spec"), 0
+    )
+    for tokens, _ in documents(tokenizer, mixture.batch(1)):
+        text = tokenizer.decode(tokens)
+        for start in spent:
+            if text.startswith(start):
+                spent[start] += len(tokens)
+                break
+    total = sum(spent.values())
+    shares = [
+        part.share for part in standard_parts()
+    ]  # linear, arithmetic, words, needle, tracking
+    expected = [shares[0], shares[1], shares[2], shares[4], shares[3]]
+    assert [value / total for value in spent.values()] == pytest.approx(expected, abs=0.06)
+    assert total > 0.75 * 16 * 2048  # the rest is prose
+
+
+def test_a_batch_depends_on_seed_split_and_step_alone(tokenizer, mixture):
+    again = Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512)
+    first = mixture.batch(7)
+    for name, array in again.batch(7).items():
+        np.testing.assert_array_equal(array, first[name])
+    other = Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512, split="test")
+    for different in (mixture.batch(8), other.batch(7)):
+        assert (different["tokens"] != first["tokens"]).any()
+
+
+@pytest.mark.slow
+def test_worker_processes_give_the_same_batches_and_can_be_put_back(mixture):
+    ahead = mixture.batches(start=3, workers=2)
+    try:
+        place = None
+        for step in (3, 4, 5):
+            place = ahead.get_state() if step == 4 else place
+            np.testing.assert_array_equal(next(ahead)["tokens"], mixture.batch(step)["tokens"])
+        ahead.set_state(place)
+        np.testing.assert_array_equal(next(ahead)["tokens"], mixture.batch(4)["tokens"])
+    finally:
+        ahead.close()
+
+
+def test_one_part_alone(mixture):
+    assert [part.name for part in mixture.only("linear").parts] == ["linear"]
+    with pytest.raises(ConfigError, match="no part 'chess'; it has linear, tracking"):
+        mixture.only("chess")
+
+
+def test_a_mixture_needs_begin_and_end_tokens(tokenizer):
+    bare = Tokenizer(tokenizer.backend)
+    with pytest.raises(ConfigError, match="begin and an end token"):
+        Mixture(bare)
+
+
+def test_the_shipped_tokenizer_writes_any_text_and_keeps_digits_apart(tokenizer):
+    text = "Été 2024: 12,5 kg → 東京 \n\t'x'"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    pieces = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+    assert tokenizer.vocab_size == 2048
+    assert not [
+        piece for piece in pieces if len(piece.strip()) > 1 and any(map(str.isdigit, piece))
+    ]

@@ -1,0 +1,211 @@
+"""Synthetic tasks: solutions that follow from the problem, exact wording, disjoint splits."""
+
+import dataclasses
+import re
+
+import pytest
+
+from dms_jax.data import tasks
+from dms_jax.errors import ConfigError
+
+REASONING = [
+    tasks.LinearEquation(),
+    tasks.LinearEquation(coefficient=3, constant=5, solution=2),
+    tasks.Arithmetic(operations=(1, 22)),
+    tasks.WordChain(steps=(1, 20), distractors=(0, 8)),
+]
+RETRIEVAL = [
+    tasks.Needle(size=200),
+    tasks.Needle(size=5, haystack="noise", needles=8),
+    tasks.VariableTracking(size=12),
+    tasks.VariableTracking(size=2, chains=5, hops=3),
+]
+
+
+@pytest.mark.parametrize("task", REASONING + RETRIEVAL, ids=lambda task: task.name)
+def test_a_problem_depends_on_its_number_alone(task):
+    first = task.problems("train", 20)
+    assert first == [task.problem("train", index) for index in range(20)]
+    assert len({problem.prompt for problem in first}) > 10
+    assert first != dataclasses.replace(task, seed=1).problems("train", 20)
+
+
+@pytest.mark.parametrize("task", REASONING + RETRIEVAL, ids=lambda task: task.name)
+def test_splits_share_no_problem(task):
+    drawn = {
+        split: {problem.identity for problem in task.problems(split, 40)} for split in tasks.SPLITS
+    }
+    assert not drawn["train"] & drawn["test"]
+    assert not drawn["train"] & drawn["validation"]
+    assert not drawn["validation"] & drawn["test"]
+
+
+@pytest.mark.parametrize("task", REASONING + RETRIEVAL, ids=lambda task: task.name)
+def test_the_solution_scores_one_and_others_less(task):
+    for problem in task.problems("validation", 20):
+        assert task.score(problem, problem.solution) == 1
+        assert task.score(problem, "") == 0
+        assert task.answer(problem.solution) is not None
+    first, second = task.problems("validation", 2)
+    assert task.score(first, second.solution) < 1
+
+
+def test_linear_equations_are_solved_by_their_answer():
+    task = tasks.LinearEquation()
+    for problem in task.problems("train", 200):
+        left, right, x = re.fullmatch(
+            r"Problem: Solve (.*) = (.*) for (\w)\.\nSolution:\n", problem.prompt
+        ).groups()
+        assert all(
+            eval(side, {x: int(problem.answers[0])}) == eval(other, {x: int(problem.answers[0])})
+            for side, other in [(left, right)]
+        )
+
+
+def test_every_line_of_a_working_is_true():
+    checked = 0
+    for task in (tasks.LinearEquation(), tasks.Arithmetic(operations=(3, 15))):
+        for problem in task.problems("train", 100):
+            for line in problem.solution.splitlines():
+                sides = line.split(":")[0].split(" = ")
+                if len(sides) > 1 and not re.search("[a-z]", line.split(":")[0]):
+                    assert len({eval(side) for side in sides}) == 1, line
+                    checked += 1
+    assert checked > 1000
+
+
+def test_an_expression_is_worth_its_answer_and_stays_within_bounds():
+    task = tasks.Arithmetic(operations=(1, 22), largest=999)
+    for problem in task.problems("train", 200):
+        assert eval(problem.prompt.split("Compute ")[1].split(".\n")[0]) == int(problem.answers[0])
+        assert max(abs(int(number)) for number in re.findall(r"\d+", problem.solution)) <= 999
+
+
+def test_word_chains_follow_from_their_statements():
+    task = tasks.WordChain(steps=(2, 12), distractors=(0, 6))
+    for problem in task.problems("train", 100):
+        statements = re.findall(r"(\w+) has ([^.]*)\.", problem.prompt)
+        known: dict[str, int] = {}
+        while len(known) < len(statements):
+            for person, said in statements:
+                known |= _learn(person, said, known)
+        asked = re.search(r"does (\w+) have", problem.prompt).group(1)
+        assert known[asked] == int(problem.answers[0])
+
+
+def _learn(person, said, known):
+    other = said.split()[-1]
+    if (number := re.fullmatch(r"(\d+) \w+", said)) and "than" not in said:
+        return {person: int(number.group(1))}
+    if other not in known:
+        return {}
+    if number := re.match(r"(\d+) (more|fewer) than", said):
+        by = int(number.group(1)) * (1 if number.group(2) == "more" else -1)
+        return {person: known[other] + by}
+    return {person: known[other] * 2 if said.startswith("twice") else known[other] // 2}
+
+
+def test_the_needle_is_worded_as_in_ruler():
+    problem = tasks.Needle(size=150).problem("test", 0)
+    key = re.search(r"magic number for (\S+) mentioned", problem.prompt).group(1)
+    assert re.fullmatch(r"[a-z]+-[a-z]+", key)
+    assert (
+        f" One of the special magic numbers for {key} is: {problem.answers[0]}. " in problem.prompt
+    )
+    assert problem.prompt.startswith(
+        "A special magic number is hidden within the following text. Make sure to memorize it. I "
+        "will quiz you about the number afterwards.\n"
+    )
+    assert problem.prompt.endswith(
+        f"\nWhat is the special magic number for {key} mentioned in the provided text? The special "
+        f"magic number for {key} mentioned in the provided text is"
+    )
+    assert 1_000_000 <= int(problem.answers[0]) <= 9_999_999
+
+
+def test_needles_lie_anywhere_in_the_haystack():
+    task = tasks.Needle(size=300)
+    places = []
+    for problem in task.problems("train", 60):
+        places.append(problem.prompt.index("One of the special") / len(problem.prompt))
+    assert min(places) < 0.15
+    assert max(places) > 0.7
+
+
+def test_tracking_is_worded_as_in_ruler():
+    problem = tasks.VariableTracking(size=6, chains=1, hops=2).problem("test", 0)
+    first, second, third = problem.answers
+    lines = [line for line in problem.prompt.splitlines() if line.startswith("VAR ")]
+    value = lines[0].split(" = ")[1]
+    assert lines == [
+        f"VAR {first} = {value}",
+        f"VAR {second} = VAR {first} ",
+        f"VAR {third} = VAR {second} ",
+    ]
+    assert problem.prompt.startswith(
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    )
+    assert problem.prompt.endswith(
+        f"\nQuestion: Find all variables that are assigned the value {value} in the text above. "
+        "Answer: According to the chain(s) of variable assignment in the text above, 3 variables "
+        f"are assigned the value {value}, they are: "
+    )
+    noise = (
+        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    )
+    assert problem.prompt.count(noise) == 6
+
+
+def test_chains_are_told_in_order_whatever_lies_between():
+    task = tasks.VariableTracking(size=20, chains=4, hops=3)
+    for problem in task.problems("train", 30):
+        told = dict(re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", problem.prompt))
+        order = list(told)
+        assert len(told) == 16
+        assert [order.index(name) for name in problem.answers] == sorted(
+            order.index(name) for name in problem.answers
+        )
+        for old, new in zip(problem.answers, problem.answers[1:], strict=False):
+            assert told[new] == old
+
+
+def test_the_score_is_the_share_of_references_found():
+    task = tasks.VariableTracking()
+    problem = task.problem("test", 0)
+    half = " ".join(problem.answers[:2]).lower()
+    assert task.score(problem, half) == pytest.approx(2 / 5)
+    assert tasks.Needle().answer(" 1234567.") == "1234567"
+
+
+def test_the_last_final_answer_counts_whatever_its_form():
+    task = tasks.LinearEquation()
+    assert task.answer("The final answer is 3\nthe final answer is -07 or so") == "-7"
+    assert task.answer("The answer is 3") is None
+
+
+def test_a_fitted_haystack_is_the_largest_that_fits():
+    def length(text):
+        return len(text.split())
+
+    task = tasks.fitted(tasks.Needle(), length, max_tokens=500, room=128)
+    prompts = [problem.prompt for problem in task.problems("validation", 8)]
+    assert 320 < max(map(length, prompts)) <= 500 - 128
+    larger = dataclasses.replace(task, size=task.size + 1).problems("validation", 8)
+    assert max(length(problem.prompt) for problem in larger) > 500 - 128
+    with pytest.raises(ConfigError, match="does not fit 100 tokens"):
+        tasks.fitted(tasks.Needle(), length, max_tokens=100, room=90)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tasks.LinearEquation(constant=0), "constant must be a whole number >= 1"),
+        (lambda: tasks.Arithmetic(operations=(5, 2)), r"operations must be \(low, high\)"),
+        (lambda: tasks.WordChain(steps=(1, 90)), "people are too many"),
+        (lambda: tasks.VariableTracking(chains=0), "chains must be >= 1"),
+        (lambda: tasks.Needle(size=10**7).problem("test", 0), "longer than the text"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
