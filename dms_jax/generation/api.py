@@ -93,6 +93,7 @@ def generate(
     chunk: int = 32,
     page_size: int = 64,
     prefill_chunk: int = 512,
+    kv_dtype: str | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Generation:
     """Completes prompts from a paged cache that holds only what the policy keeps.
@@ -107,6 +108,7 @@ def generate(
       chunk: decode steps per compiled program; news and stop strings arrive this often.
       page_size: slots a page.
       prefill_chunk: prompt tokens of a sequence per compiled program.
+      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits; None for the model's type.
       on_tokens: called with an `Update` whenever a request has news.
 
     Returns:
@@ -133,6 +135,7 @@ def generate(
         page_size=page_size,
         chunk=chunk,
         prefill_chunk=prefill_chunk,
+        kv_dtype=kv_dtype,
     )
     return Generation(engine.serve(requests, sampling, on_tokens))
 
@@ -145,7 +148,7 @@ class Conversation:
       policy: the checkpoint's own if None.
       memory: bytes for the cache; None for what `max_tokens` can need, within the free memory.
       max_tokens: of all turns together; the model's positions if None.
-      page_size, chunk, prefill_chunk: as for `generate`.
+      page_size, chunk, prefill_chunk, kv_dtype: as for `generate`.
 
     Attributes:
       turns: the completions so far.
@@ -161,6 +164,7 @@ class Conversation:
         page_size: int = 64,
         chunk: int = 32,
         prefill_chunk: int = 512,
+        kv_dtype: str | None = None,
     ):
         self._engine = Engine(
             model,
@@ -171,6 +175,7 @@ class Conversation:
             page_size=page_size,
             chunk=chunk,
             prefill_chunk=prefill_chunk,
+            kv_dtype=kv_dtype,
         )
         self._past: list[tuple[list[int], bool]] = []  # what is in the cache; is it a prompt?
         self._before: list[int] = []  # the last answer's newest token is not in the cache yet
@@ -256,6 +261,7 @@ def score(
     page_size: int = 64,
     num_lanes: int = MAX_LANES,
     memory: float | int | None = None,
+    kv_dtype: str | None = None,
 ) -> list[Score]:
     """Feeds given sequences token by token through the paged cache, as decoding would.
 
@@ -267,6 +273,7 @@ def score(
       page_size: slots a page.
       num_lanes: sequences at a time.
       memory: bytes for the cache; None for what they can need.
+      kv_dtype: as for `generate`.
 
     Raises:
       DataError: a sequence is too short, too long, or outside the vocabulary.
@@ -294,6 +301,7 @@ def score(
         max_tokens=max(map(len, tokens)),
         page_size=page_size,
         chunk=chunk,
+        kv_dtype=kv_dtype,
     )
     for start in range(0, len(tokens), num_lanes):
         scores.extend(_score_batch(engine, tokens[start : start + num_lanes]))
@@ -320,8 +328,8 @@ def _score_batch(engine: Engine, batch: list[list[int]]) -> list[Score]:
                 "Give it more memory (memory=), or score fewer at a time (num_lanes=)."
             )
         runner.reserve(counts)
-        for lane, meter in enumerate(meters):
-            meter.peak_bytes = max(meter.peak_bytes, runner.cache_bytes(lane))
+        for meter, held in zip(meters, runner.cache_bytes(), strict=False):
+            meter.peak_bytes = max(meter.peak_bytes, held)
         steps = runner.follow(tokens[first : first + chunk + 1], counts)
         if not np.isfinite(steps.logprobs[steps.ran]).all():
             raise CheckpointError(
@@ -333,6 +341,7 @@ def _score_batch(engine: Engine, batch: list[list[int]]) -> list[Score]:
             taken = slice(0, counts[lane])
             meter.add(steps.live[taken, lane], steps.reads[taken, lane].tolist())
             logprobs[lane].append(steps.logprobs[taken, lane])
+    held = runner.cache_bytes()
     scores = [
         Score(
             logprobs=np.concatenate(logprobs[lane]),
@@ -340,7 +349,7 @@ def _score_batch(engine: Engine, batch: list[list[int]]) -> list[Score]:
                 prompt_tokens=1,
                 new_tokens=len(sequence) - 1,
                 seen=len(sequence) - 1,
-                cache_bytes=runner.cache_bytes(lane),
+                cache_bytes=held[lane],
             ),
         )
         for lane, sequence in enumerate(batch)

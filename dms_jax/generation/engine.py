@@ -33,9 +33,6 @@ from dms_jax.generation.text import TextTracker
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
-# Prompts of many lanes go through the model in turns: activations take memory too.
-MOST_PREFILL_TOKENS = 8192
-
 
 class Engine:
     """A model, a policy and a pool, ready to serve requests.
@@ -50,6 +47,8 @@ class Engine:
       page_size: slots a page.
       chunk: decode steps per compiled program.
       prefill_chunk: prompt tokens of a sequence per compiled program.
+      prefill_tokens: prompt tokens of all sequences together per compiled program.
+      table_width: pages a row in the compiled shapes; None lets them grow by powers of two.
 
     Raises:
       ConfigError: an argument or the policy does not fit.
@@ -67,16 +66,21 @@ class Engine:
         page_size: int = 64,
         chunk: int = 32,
         prefill_chunk: int = 512,
+        prefill_tokens: int = 8192,
+        table_width: int | None = None,
     ):
         check_model(model)
         check_count("num_lanes", num_lanes)
         check_count("page_size", page_size)
         check_count("chunk", chunk)
         check_count("prefill_chunk", prefill_chunk)
+        check_count("prefill_tokens", prefill_tokens)
         if max_tokens is not None:
             check_count("max_tokens", max_tokens)
+        if table_width is not None:
+            check_count("table_width", table_width)
         self.model, self.policy = model, model.resolve_policy(policy)
-        self.chunk, self.prefill_chunk = chunk, prefill_chunk
+        self.chunk, self.prefill_chunk, self.prefill_tokens = chunk, prefill_chunk, prefill_tokens
         positions = model.config.max_position_embeddings
         self.runner = Runner(
             model,
@@ -91,6 +95,7 @@ class Engine:
                 memory=memory,
             ),
             page_size=page_size,
+            table_width=table_width,
         )
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
         self._keys = np.zeros((num_lanes, *request_keys([0], [0]).shape[1:]), np.uint32)
@@ -137,7 +142,10 @@ class Engine:
                 "tokenizer: leave them out, or end at a token (generation.eos_token_ids)."
             )
         tracker = TextTracker(
-            self.model.tokenizer, sampling.stop_strings, self.model.generation.eos_token_ids
+            self.model.tokenizer,
+            sampling.stop_strings,
+            self.model.generation.eos_token_ids,
+            streaming=on_tokens is not None,
         )
         # A stop string is seen between chunks; a conversation must not cache tokens beyond it.
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
@@ -186,9 +194,10 @@ class Engine:
             extra[:, lane] = min(self.chunk, request.remaining)
         prompts: dict[int, list[int]] = {}
         answers: dict[int, list[int]] = {}
+        placed = self._place_all(waiting, extra)
         while waiting:
             request = waiting[0]
-            lane = self._place(request, extra)
+            lane = placed.popleft() if placed else self._place(request, extra)
             if lane is None:
                 if not self._running:
                     raise self._too_small(request, "the first chunk")
@@ -215,13 +224,32 @@ class Engine:
             if lane in self._running:
                 self._newest[lane] = self._running[lane].generated[-1]
 
-    def _place(self, request: Request, extra: np.ndarray) -> int | None:
-        """A free lane where the next chunks of a request fit; `extra` then holds what they need."""
+    def _place_all(
+        self, waiting: collections.deque[Request], extra: np.ndarray
+    ) -> collections.deque[int]:
+        """Lanes for the first requests that wait, if all those that find one fit together.
+
+        As `_place` would choose one by one, but the pool is asked once.
+        """
+        lanes = self.runner.free_lanes(self._running)[: len(waiting)]
+        together = extra.copy()
+        for lane, request in zip(lanes, waiting, strict=False):
+            together[:, lane] = self._needed(request)
+        if not self.runner.fits(together):
+            return collections.deque()
+        extra[:] = together
+        return collections.deque(lanes)
+
+    def _needed(self, request: Request) -> np.ndarray:
+        """Slots [L, K] that the first chunks of a request can take."""
         steps = min(self.chunk, request.remaining)
         first = min(len(request.before) + len(request.prompt), self.prefill_chunk)
-        needed = np.full(extra[:, 0].shape, first + steps)
-        if request.slots is not None:
-            needed = np.maximum(needed, request.slots + steps)
+        needed = np.full_like(self.runner.lengths[:, 0], first + steps)
+        return needed if request.slots is None else np.maximum(needed, request.slots + steps)
+
+    def _place(self, request: Request, extra: np.ndarray) -> int | None:
+        """A free lane where the next chunks of a request fit; `extra` then holds what they need."""
+        needed = self._needed(request)
         for lane in self.runner.open_lanes(self._running):
             extra[:, lane] = needed
             if self.runner.fits(extra):
@@ -251,7 +279,7 @@ class Engine:
                 break
             parts = {
                 lane: np.asarray(todo[lane][done[lane] : done[lane] + width], np.int32)
-                for lane in unfinished[: max(1, MOST_PREFILL_TOKENS // width)]
+                for lane in unfinished[: max(1, self.prefill_tokens // width)]
             }
             extra = np.zeros(len(runner.seen), np.int64)
             for lane, part in parts.items():
@@ -262,7 +290,7 @@ class Engine:
             for lane, part in parts.items():
                 done[lane] += len(part)
                 self._running[lane].meter.add(extended.live[lane])
-                self._note_bytes(lane)
+            self._note_bytes()
             runner.trim()
             drawing = [
                 lane
@@ -314,7 +342,7 @@ class Engine:
         remaining = np.zeros(len(self.runner.seen), np.int32)
         for lane, request in self._running.items():
             remaining[lane] = request.remaining
-            self._note_bytes(lane)
+        self._note_bytes()
         steps = self.runner.decode(
             self._newest,
             remaining,
@@ -323,27 +351,33 @@ class Engine:
             num_steps=num_steps,
             end_tokens=self.model.generation.eos_token_ids,
         )
+        self._take(steps)
+
+    def _take(self, steps: Steps) -> None:
+        """Hands every running request its steps: a lane takes the first ones of a chunk."""
+        counts = steps.ran.sum(0).tolist()
+        fields = (steps.tokens, steps.logprobs, steps.live, steps.reads)
+        tokens, logprobs, live, reads = (field.T.tolist() for field in fields)
         for lane, request in self._running.items():
-            self._take(request, lane, steps)
+            count = counts[lane]
+            check_finite(request, steps.logprobs[:count, lane])
+            request.generated += tokens[lane][:count]
+            request.logprobs += logprobs[lane][:count]
+            request.live += live[lane][:count]
+            request.reads += reads[lane][:count]
+            self._newest[lane] = request.generated[-1]
 
-    def _take(self, request: Request, lane: int, steps: Steps) -> None:
-        ran = steps.ran[:, lane]
-        check_finite(request, steps.logprobs[ran, lane])
-        request.generated.extend(steps.tokens[ran, lane].tolist())
-        request.logprobs.extend(steps.logprobs[ran, lane].tolist())
-        request.live.extend(steps.live[ran, lane].tolist())
-        request.reads.extend(steps.reads[ran, lane].tolist())
-        self._newest[lane] = request.generated[-1]
-
-    def _note_bytes(self, lane: int) -> None:
-        meter = self._running[lane].meter
-        meter.peak_bytes = max(meter.peak_bytes, self.runner.cache_bytes(lane))
+    def _note_bytes(self) -> None:
+        held = self.runner.cache_bytes()
+        for lane, request in self._running.items():
+            request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])
 
     # -- results ----------------------------------------------------------------------------------
 
     def _report(self, tracker: TextTracker, on_tokens: OnTokens | None, *, keep: bool) -> None:
         """Updates texts, streams news, and lets finished requests go."""
         self.runner.trim()
+        held = self.runner.cache_bytes()
         finished = []
         for lane, request in self._running.items():
             if len(request.generated) == request.reported_tokens:
@@ -352,7 +386,7 @@ class Engine:
             done = request.finish_reason is not None
             if done:
                 finished.append(lane)
-                self._settle(lane, request)
+                self._settle(request, held[lane])
             news = request.generated[request.reported_tokens :]
             request.reported_tokens = len(request.generated)
             if on_tokens is not None:
@@ -362,7 +396,7 @@ class Engine:
         if finished and not keep:
             self.runner.clear(finished)
 
-    def _settle(self, lane: int, request: Request) -> None:
+    def _settle(self, request: Request, cache_bytes: int) -> None:
         """Works out the usage; tokens after a stop string count only where pages hold them."""
         request.meter.add(request.live, request.reads)
         prompt_tokens = len(request.before) + len(request.prompt)
@@ -370,7 +404,7 @@ class Engine:
             prompt_tokens=prompt_tokens,
             new_tokens=len(request.generated),
             seen=request.seen + prompt_tokens + len(request.generated) - 1,
-            cache_bytes=self.runner.cache_bytes(lane),
+            cache_bytes=cache_bytes,
         )
 
 

@@ -47,6 +47,9 @@ class Runner:
       lengths: Int[L, B, K] on the host, the slots in use per row after the last call.
       seen: Int[B] on the host, the tokens each lane has seen.
       num_shards: devices that hold pages of their own.
+
+    The compiled shapes of the page table grow by powers of two, or are `table_width` from the
+    start: one program in place of a few, where the kernels read no more than the lengths say.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class Runner:
         num_lanes: int,
         num_pages: int,
         page_size: int,
+        table_width: int | None = None,
     ):
         self.model, self.policy, self.page_size = model, policy, page_size
+        self._table_width = table_width
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         config = model.config
@@ -125,6 +130,12 @@ class Runner:
         """Whether the pool can hold `extra` more tokens per lane, or per row."""
         return self.allocator.fits(self.slots_after(extra))
 
+    def free_lanes(self, taken: Container[int]) -> list[int]:
+        """Every lane that is free, where one device holds them all; else none."""
+        if self._data_shards > 1:
+            return []
+        return [lane for lane in range(len(self.seen)) if lane not in taken]
+
     def open_lanes(self, taken: Container[int]) -> list[int]:
         """One lane to try on each device that has one, the emptiest device first."""
         per_shard = len(self.seen) // self._data_shards
@@ -143,10 +154,10 @@ class Runner:
         """Gives back every page that no slot in use needs."""
         self.allocator.trim(self.lengths)
 
-    def cache_bytes(self, lane: int) -> int:
-        """Bytes of the pages reserved for a lane, and of the policy's state for it."""
-        pages = int(self.allocator.reserved[:, lane].sum())
-        return pages * self._page_bytes + self._state_bytes
+    def cache_bytes(self) -> list[int]:
+        """Bytes of the pages reserved for each lane, and of the policy's state for it."""
+        pages = self.allocator.reserved.sum((0, 2), dtype=np.int64)
+        return (pages * self._page_bytes + self._state_bytes).tolist()
 
     def clear(self, lanes: list[int]) -> None:
         """Empties lanes and gives their pages back."""
@@ -277,7 +288,10 @@ class Runner:
         limit = self.policy.slot_limit(self.page_size)
         slots = positions if limit is None else min(limit, positions)
         most = max(-(-slots // self.page_size), widest)
-        return self.allocator.table_of_width(min(max(bucket(widest), 4), most))
+        width = max(bucket(widest), 4)
+        if self._table_width is not None:
+            width = max(self._table_width, widest)
+        return self.allocator.table_of_width(min(width, most))
 
     def _sync(self) -> None:
         self.lengths = np.asarray(self.cache.lengths).astype(np.int64)

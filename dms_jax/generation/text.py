@@ -51,10 +51,20 @@ class TextTracker:
       tokenizer: None where the model has none: there is no text then.
       stop: strings that end a request.
       end_tokens: ids that end a request.
+      streaming: whether text is wanted as it arrives; without, and without stop strings, each
+        request is decoded once, at its end.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...], end_tokens: tuple[int, ...]):
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: tuple[str, ...],
+        end_tokens: tuple[int, ...],
+        *,
+        streaming: bool = True,
+    ):
         self._tokenizer, self._stop, self._end_tokens = tokenizer, stop, frozenset(end_tokens)
+        self._only_at_end = not streaming and not stop
         self._longest_stop = max(map(len, stop), default=0)
         self._streams: dict[int, _Stream] = {}
         self._open: dict[int, bool] = {}
@@ -69,7 +79,7 @@ class TextTracker:
             request.finish_reason = "end"
         elif request.remaining == 0 and request.finish_reason is None:
             request.finish_reason = "length"
-        if self._tokenizer is None:
+        if self._tokenizer is None or (self._only_at_end and request.finish_reason is None):
             return ""
         stream = self._streams.setdefault(request.index, _Stream())
         # An end token is no text, whether or not the tokenizer calls it special.

@@ -1,0 +1,187 @@
+"""`evaluate`: a model answers a task's problems, every token decoded from the real paged cache."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from dms_jax.data.tasks import Problem, Split, Task
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation.result import Result
+from dms_jax.generation import Engine, Sampling
+from dms_jax.generation.checks import check_count
+from dms_jax.generation.prompts import check_model, encode_prompt
+from dms_jax.generation.requests import Completion, make_requests
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+
+# Prompt tokens of all sequences in one program. A policy that runs prompts token by token takes as
+# long for many sequences as for one; for the others this many keep the device busy.
+_PREFILL_TOKENS = 1 << 16
+_SEQUENTIAL_PREFILL_TOKENS = 1 << 21
+
+
+def evaluate(
+    model: LanguageModel,
+    task: Task | Sequence[Task],
+    *,
+    policy: Policy | None = None,
+    problems: int = 200,
+    split: Split = "test",
+    start: int = 0,
+    chains: int = 1,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    lanes: int = 1024,
+    memory: float | int | None = None,
+    chunk: int = 32,
+    page_size: int = 64,
+    prefill_chunk: int = 512,
+) -> Result:
+    """Answers problems from a cache that holds only what the policy keeps, and scores the answers.
+
+    Args:
+      model: with a tokenizer.
+      task: or several, whose problems take turns: problem i is number i // n of task i % n.
+      policy: the checkpoint's own if None.
+      problems: how many, of all tasks together.
+      split: "test" unless something is being tuned.
+      start: the first problem of each task.
+      chains: W, answers to each problem, each with draws of its own.
+      sampling: temperature 0.7 and at most 512 new tokens if None. Its seed is not used.
+      seed: of the draws; every chain of every problem has its own out of it.
+      lanes: sequences in the cache at a time. More than a thousand keep a large GPU busy.
+      memory: bytes for the cache; None for what the lanes can need, within the free memory.
+      chunk, page_size, prefill_chunk: as for `dms_jax.generate`.
+
+    Raises:
+      ConfigError: an argument or the policy does not fit, or a task has too few problems.
+      DataError: a prompt leaves no room for an answer.
+      CapacityError: the memory does not hold a single sequence.
+    """
+    check_model(model)
+    tasks = (task,) if isinstance(task, Task) else tuple(task)
+    if not tasks or not all(isinstance(each, Task) for each in tasks):
+        raise ConfigError(f"evaluate wants a task of dms_jax.data.tasks, or several, got {task!r}.")
+    names = tuple(each.name for each in tasks)
+    if len(set(names)) < len(names):
+        raise ConfigError(f"evaluate tells tasks apart by their names, got {', '.join(names)}.")
+    for name, value in (("problems", problems), ("chains", chains), ("lanes", lanes)):
+        check_count(f"evaluate: {name}", value)
+    if model.tokenizer is None:
+        raise DataError("evaluate needs a tokenizer, and this model came without one.")
+    sampling = Sampling(temperature=0.7, max_new_tokens=512) if sampling is None else sampling
+    sampling = dataclasses.replace(sampling, seed=_seeds(seed, problems, chains))
+    given = [
+        tasks[index % len(tasks)].problem(split, start + index // len(tasks))
+        for index in range(problems)
+    ]
+    begin = time.perf_counter()
+    prompts = [encode_prompt(model, problem.prompt, name="A problem") for problem in given]
+    completions = _answer(
+        model,
+        model.resolve_policy(policy),
+        [prompt for prompt in prompts for _ in range(chains)],
+        sampling,
+        lanes=lanes,
+        memory=memory,
+        chunk=chunk,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+    )
+    seconds = time.perf_counter() - begin
+    settings = {
+        "task": [each.to_dict() for each in tasks],
+        "policy": model.resolve_policy(policy).to_dict(),
+        "split": split,
+        "start": start,
+        "seed": seed,
+        "sampling": {
+            name: getattr(sampling, name)
+            for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+        },
+    }
+    return _scored(settings, tasks, given, completions, chains, seconds)
+
+
+def _seeds(seed: int, problems: int, chains: int) -> list[int]:
+    """One seed for each chain of each problem: the first chains are the same however many run."""
+    drawn = [
+        np.random.SeedSequence([seed, problem]).generate_state(chains)
+        for problem in range(problems)
+    ]
+    return np.concatenate(drawn).tolist()
+
+
+def _answer(
+    model: LanguageModel,
+    policy: Policy,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    *,
+    lanes: int,
+    memory: float | int | None,
+    chunk: int,
+    page_size: int,
+    prefill_chunk: int,
+) -> list[Completion]:
+    """Decodes every prompt; one compiled shape serves them all."""
+    requests = make_requests(model.config, prompts, sampling)
+    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    engine = Engine(
+        model,
+        policy,
+        num_lanes=min(lanes, len(prompts)),
+        memory=memory,
+        max_tokens=longest,
+        page_size=page_size,
+        chunk=chunk,
+        prefill_chunk=prefill_chunk,
+        prefill_tokens=(
+            _PREFILL_TOKENS if policy.parallel(prompt=True) else _SEQUENTIAL_PREFILL_TOKENS
+        ),
+        table_width=-(-(longest + chunk) // page_size),
+    )
+    return engine.serve(requests, sampling)
+
+
+def _scored(
+    settings: dict,
+    tasks: tuple[Task, ...],
+    problems: list[Problem],
+    completions: list[Completion],
+    chains: int,
+    seconds: float,
+) -> Result:
+    count = len(problems)
+    scores, answers, texts = np.zeros((count, chains)), [], []
+    for index, problem in enumerate(problems):
+        task = tasks[index % len(tasks)]
+        own = [done.text for done in completions[index * chains : (index + 1) * chains]]
+        scores[index] = [task.score(problem, text) for text in own]
+        answers.append(tuple(task.answer(text) for text in own))
+        texts.append(tuple(own))
+
+    def of_usage(name: str, dtype: type = np.float64) -> np.ndarray:
+        values = [getattr(done.usage, name) for done in completions]
+        return np.asarray(values, dtype).reshape(count, chains)
+
+    return Result(
+        settings=settings,
+        tasks=tuple(task.name for task in tasks),
+        task_of=np.arange(count) % len(tasks),
+        scores=scores,
+        answers=tuple(answers),
+        prompt_tokens=of_usage("prompt_tokens", np.int64)[:, 0],
+        new_tokens=of_usage("new_tokens", np.int64),
+        reads=of_usage("kv_reads"),
+        peak=of_usage("peak_tokens"),
+        live=of_usage("live_tokens"),
+        cache_bytes=of_usage("peak_cache_bytes", np.int64),
+        ended=np.asarray([done.finish_reason == "end" for done in completions]).reshape(
+            count, chains
+        ),
+        completions=tuple(texts),
+        seconds=seconds,
+    )

@@ -1,0 +1,109 @@
+"""Systems compared at equal budget: Pareto frontiers, and interpolation between measured points.
+
+The DMS paper (appendix F, tables 10 and 11) takes the frontier of each system, interpolates it
+linearly, and averages the gap over the budgets that both cover:
+
+    gain = 1/|I| * integral over I of (A(x) - B(x)) dx      I: the largest common interval
+
+`gain_at` compares one measured point with another system at the same measured budget: the other's
+two neighbouring points are interpolated in the logarithm of the budget, problem by problem. There
+is no extrapolation.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from dms_jax.errors import DataError
+from dms_jax.evaluation.statistics import Measured, difference
+
+Points = Sequence[tuple[float, float]]
+
+
+def frontier(points: Points) -> list[tuple[float, float]]:
+    """The points that no cheaper one reaches, by budget: (budget, accuracy), both increasing.
+
+    # In: (1, .2), (2, .5), (3, .4), (4, .6)  Out: (1, .2), (2, .5), (4, .6)
+    """
+    best: list[tuple[float, float]] = []
+    for budget, accuracy in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not best or accuracy > best[-1][1]:
+            best.append((budget, accuracy))
+    return best
+
+
+def average_gain(left: Points, right: Points) -> float | None:
+    """Mean gap between two frontiers over the budgets that both cover; None where there are none.
+
+    A system's frontier goes on at its best accuracy up to its largest measured budget.
+    """
+    curves = []
+    for points in (left, right):
+        if not points:
+            return None
+        curve = frontier(points)
+        largest = max(budget for budget, _ in points)
+        if largest > curve[-1][0]:
+            curve.append((largest, curve[-1][1]))
+        curves.append(np.asarray(curve, np.float64))
+    start = max(curve[0, 0] for curve in curves)
+    end = min(curve[-1, 0] for curve in curves)
+    if start >= end:
+        return None
+    knots = np.unique(np.concatenate([curve[:, 0] for curve in curves] + [[start, end]]))
+    knots = knots[(knots >= start) & (knots <= end)]
+    gaps = np.interp(knots, *curves[0].T) - np.interp(knots, *curves[1].T)
+    area = np.sum((gaps[1:] + gaps[:-1]) / 2 * np.diff(knots))  # exact: linear between knots
+    return float(area / (end - start))
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """A system at one setting, as several seeds measured it on the same problems.
+
+    Attributes:
+      budget: measured tokens a problem (peak or reads), the mean over seeds and problems.
+      scores: of each problem, the mean over its chains.
+    """
+
+    budget: float
+    scores: Float[np.ndarray, "seeds problems"]
+
+    def __post_init__(self):
+        if not self.budget > 0:
+            raise DataError(f"a budget must be positive, got {self.budget!r}")
+
+
+def at_budget(levels: Sequence[Level], budget: float) -> Float[np.ndarray, "seeds problems"] | None:
+    """The scores a system would have at a budget, linear in its logarithm between measured ones.
+
+    None where the budget lies outside what was measured.
+
+    Raises:
+      DataError: the neighbouring levels have other seeds or problems.
+    """
+    ordered = sorted(levels, key=lambda level: level.budget)
+    for level in ordered:
+        if math.isclose(level.budget, budget, rel_tol=1e-9):
+            return level.scores
+    for low, high in itertools.pairwise(ordered):
+        if low.budget < budget < high.budget:
+            if low.scores.shape != high.scores.shape:
+                raise DataError(
+                    f"levels of {low.scores.shape} and {high.scores.shape} (seeds, problems) "
+                    "cannot be interpolated"
+                )
+            span = math.log(high.budget / low.budget)
+            share = math.log(budget / low.budget) / span
+            return (1 - share) * low.scores + share * high.scores
+    return None
+
+
+def gain_at(level: Level, baseline: Sequence[Level]) -> Measured | None:
+    """How much a system scores above another at equal budget; None outside what was measured."""
+    other = at_budget(baseline, level.budget)
+    return None if other is None else difference(level.scores, other)

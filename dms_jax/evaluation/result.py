@@ -1,0 +1,200 @@
+"""What an evaluation measured: scores, votes, and what the cache was used for.
+
+The two budgets are those of the DMS paper: **KV reads**, the entries attended to, summed over the
+decode steps, and **peak tokens**, the most live entries; both averaged over layers and KV heads and
+summed over the W chains of a problem, which run side by side.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from dms_jax.evaluation.statistics import Measured, majority, mean_over_problems
+
+Chains = Float[np.ndarray, "problems chains"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A system's answers to the problems of one or several tasks, W chains each.
+
+    Attributes:
+      settings: what was run (tasks, policy, sampling, seed), as JSON data.
+      tasks: their names; `task_of[i]` says which one problem i belongs to.
+      scores: of each chain, 0 to 1.
+      answers: what each chain answered; None for nothing.
+      prompt_tokens: of each problem.
+      new_tokens: generated, end tokens included.
+      reads, peak, live: tokens of each chain: read by all its decode steps, live at most, live at
+        its end; averages over layers and KV heads.
+      cache_bytes: of each chain's pages and state at their highest.
+      ended: whether a chain ended by an end token, not by its length.
+      completions: the texts.
+      seconds: of wall time, compilation included.
+    """
+
+    settings: Mapping[str, Any]
+    tasks: tuple[str, ...]
+    task_of: Int[np.ndarray, " problems"]
+    scores: Chains
+    answers: tuple[tuple[str | None, ...], ...]
+    prompt_tokens: Int[np.ndarray, " problems"]
+    new_tokens: Int[np.ndarray, "problems chains"]
+    reads: Chains
+    peak: Chains
+    live: Chains
+    cache_bytes: Int[np.ndarray, "problems chains"]
+    ended: Bool[np.ndarray, "problems chains"]
+    completions: tuple[tuple[str, ...], ...]
+    seconds: float
+
+    @property
+    def accuracy(self) -> Measured:
+        """Mean score of one chain."""
+        return mean_over_problems(self.scores)
+
+    @property
+    def voted(self) -> Measured:
+        """Mean score of the answer that most chains of a problem gave."""
+        return self.voted_of(self.scores.shape[1])
+
+    def voted_of(self, chains: int) -> Measured:
+        """The same over the first `chains` chains of each problem."""
+        winners = [majority(answers[:chains]) for answers in self.answers]
+        scores = [
+            0.0 if winner is None else self.scores[problem, winner]
+            for problem, winner in enumerate(winners)
+        ]
+        return mean_over_problems(np.asarray(scores, np.float64)[:, None])
+
+    @property
+    def best(self) -> Measured:
+        """Mean over problems of the best chain's score: pass@all."""
+        return mean_over_problems(self.scores.max(1, keepdims=True))
+
+    @property
+    def reads_per_problem(self) -> float:
+        """KV reads of all chains of a problem."""
+        return float(self.reads.sum(1).mean())
+
+    @property
+    def peak_per_problem(self) -> float:
+        """Peak tokens of all chains of a problem."""
+        return float(self.peak.sum(1).mean())
+
+    @property
+    def compression_ratio(self) -> float:
+        """Tokens seen over live tokens, both at the chains' ends and summed over them."""
+        seen = self.prompt_tokens[:, None] + self.new_tokens - 1  # the newest is not cached
+        return float(seen.sum() / self.live.sum())
+
+    def of_task(self, name: str) -> "Result":
+        """The problems of one task alone."""
+        index = self.tasks.index(name)
+        own = np.flatnonzero(self.task_of == index)
+        arrays = {
+            field.name: getattr(self, field.name)[own]
+            for field in dataclasses.fields(self)
+            if isinstance(getattr(self, field.name), np.ndarray)
+        }
+        return dataclasses.replace(
+            self,
+            **arrays,
+            tasks=(name,),
+            task_of=np.zeros(len(own), np.int64),
+            answers=tuple(self.answers[i] for i in own),
+            completions=tuple(self.completions[i] for i in own),
+        )
+
+    def to_dict(self, *, problems: bool = False, samples: int = 0) -> dict[str, Any]:
+        """Returns the figures as JSON data.
+
+        Args:
+          problems: also each problem's mean score, reads and peak, for paired comparisons.
+          samples: also so many completions, the first chain of the first problems.
+        """
+        chains = self.scores.shape[1]
+        data: dict[str, Any] = {
+            **self.settings,
+            "problems": len(self.scores),
+            "chains": chains,
+            "accuracy": _figure(self.accuracy),
+            "voted": _figure(self.voted),
+            "best": _figure(self.best),
+            "reads": self.reads_per_problem,
+            "peak": self.peak_per_problem,
+            "live": float(self.live.sum(1).mean()),
+            "compression_ratio": self.compression_ratio,
+            "cache_bytes": float(self.cache_bytes.sum(1).mean()),
+            "prompt_tokens": float(self.prompt_tokens.mean()),
+            "new_tokens": float(self.new_tokens.mean()),
+            "ended": float(self.ended.mean()),
+            "seconds": self.seconds,
+        }
+        if len(self.tasks) > 1:
+            parts = {name: self.of_task(name) for name in self.tasks}
+            data["tasks"] = {
+                name: {
+                    "accuracy": _figure(part.accuracy),
+                    "voted": _figure(part.voted),
+                    "best": _figure(part.best),
+                    "ended": float(part.ended.mean()),
+                    "new_tokens": float(part.new_tokens.mean()),
+                }
+                for name, part in parts.items()
+            }
+        if problems:
+            data["per_problem"] = {
+                "scores": np.round(self.scores.mean(1), 6).tolist(),
+                "reads": np.round(self.reads.sum(1), 1).tolist(),
+                "peak": np.round(self.peak.sum(1), 2).tolist(),
+                "tokens": np.round(self.prompt_tokens + self.new_tokens.mean(1), 2).tolist(),
+            }
+        if samples:
+            data["samples"] = [
+                {"completion": texts[0], "answer": answers[0], "score": float(score)}
+                for texts, answers, score in zip(
+                    self.completions[:samples], self.answers, self.scores[:, 0], strict=False
+                )
+            ]
+        return data
+
+
+def _figure(measured: Measured) -> list[float]:
+    return [measured.value, measured.error]
+
+
+def summary_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table of results (`Result.to_dict`), each with a "label".
+
+    Figures in percent, with one standard error clustered by problem; tokens a problem.
+    """
+    columns = ("", "one chain", "vote", "pass@all", "peak", "reads", "ratio", "new tokens", "ended")
+    lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    for row in rows:
+        voted = "" if row["chains"] == 1 else percent(row["voted"])
+        best = "" if row["chains"] == 1 else percent(row["best"])
+        cells = (
+            str(row["label"]),
+            percent(row["accuracy"]),
+            voted,
+            best,
+            f"{row['peak']:,.0f}",
+            f"{row['reads']:,.0f}",
+            f"{row['compression_ratio']:.2f}",
+            f"{row['new_tokens']:,.0f}",
+            f"{row['ended']:.0%}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def percent(figure: Sequence[float]) -> str:
+    """A figure and its error in percent.
+
+    # In: [0.5, 0.021]  Out: "50.0 ± 2.1"
+    """
+    return f"{100 * figure[0]:.1f} ± {100 * figure[1]:.1f}"
