@@ -93,21 +93,17 @@ class Result:
 
     def of_task(self, name: str) -> "Result":
         """The problems of one task alone."""
-        index = self.tasks.index(name)
-        own = np.flatnonzero(self.task_of == index)
-        arrays = {
+        own = np.flatnonzero(self.task_of == self.tasks.index(name))
+        changes: dict[str, Any] = {
             field.name: getattr(self, field.name)[own]
             for field in dataclasses.fields(self)
             if isinstance(getattr(self, field.name), np.ndarray)
         }
-        return dataclasses.replace(
-            self,
-            **arrays,
-            tasks=(name,),
-            task_of=np.zeros(len(own), np.int64),
-            answers=tuple(self.answers[i] for i in own),
-            completions=tuple(self.completions[i] for i in own),
-        )
+        changes["task_of"] = np.zeros(len(own), np.int64)
+        for field in ("answers", "completions"):
+            values = getattr(self, field)
+            changes[field] = tuple(values[i] for i in own)
+        return dataclasses.replace(self, tasks=(name,), **changes)
 
     def to_dict(self, *, problems: bool = False, samples: int = 0) -> dict[str, Any]:
         """Returns the figures as JSON data.

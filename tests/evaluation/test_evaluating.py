@@ -1,0 +1,166 @@
+"""Evaluation of the shipped model on a task whose right answers are what it says."""
+
+import dataclasses
+import json
+import random
+
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.data.tasks import Problem, Task
+from dms_jax.errors import ConfigError
+from dms_jax.evaluation import evaluate, summary_table
+from dms_jax.evaluation.result import Result
+from tests.generation.support import stories
+
+SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=24)
+BEGINNINGS = ("Once upon a time", "One day, Lily", "The little dog", "Tom had a", "There was a big")
+
+
+@dataclasses.dataclass(frozen=True)
+class Continue(Task):
+    """Right is a completion with an even number of characters; so is the answer."""
+
+    name = "continue"
+
+    def draw(self, rng: random.Random) -> Problem:
+        text = f"{rng.choice(BEGINNINGS)} {rng.choice('abcdefghijklmnopqrstuvwxyz')}"
+        return Problem(text, "", ("even",), f"{text} {rng.random()}")
+
+    def answer(self, completion: str) -> str | None:
+        return None if not completion else "even" if len(completion) % 2 == 0 else "odd"
+
+    def score(self, problem: Problem, completion: str) -> float:
+        return float(self.answer(completion) in problem.answers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Other(Continue):
+    name = "other"
+
+
+def run(**changes):
+    options = dict(problems=6, chains=3, sampling=SAMPLING, lanes=18, page_size=16, chunk=8)
+    return evaluate(stories(), Continue(), **(options | changes))
+
+
+@pytest.fixture(scope="module")
+def vanilla():
+    return run()
+
+
+def test_scores_and_usage_are_those_of_generation(vanilla):
+    problems = Continue().problems("test", 6)
+    for index, chain in ((0, 0), (4, 2)):
+        state = np.random.SeedSequence([0, index]).generate_state(3)
+        alone = dms_jax.generate(
+            stories(),
+            [problems[index].prompt],
+            sampling=dataclasses.replace(SAMPLING, seed=int(state[chain])),
+            page_size=16,
+            chunk=8,
+        ).completions[0]
+        assert vanilla.completions[index][chain] == alone.text
+        assert vanilla.scores[index, chain] == Continue().score(problems[index], alone.text)
+        assert vanilla.reads[index, chain] == alone.usage.kv_reads
+        assert vanilla.peak[index, chain] == alone.usage.peak_tokens
+        assert vanilla.new_tokens[index, chain] == alone.usage.new_tokens
+
+
+def test_the_figures_of_a_plain_cache_follow_from_its_lengths(vanilla):
+    """n prompt and m new tokens: the steps that feed the first m - 1 read n + 1 ... n + m - 1."""
+    prompt, new = vanilla.prompt_tokens[:, None], vanilla.new_tokens
+    reads = (new - 1) * prompt + (new - 1) * new / 2
+    np.testing.assert_allclose(vanilla.reads, reads)
+    np.testing.assert_allclose(vanilla.peak, prompt + new - 1)
+    assert vanilla.reads_per_problem == pytest.approx(reads.sum() / 6)
+    assert vanilla.peak_per_problem == pytest.approx((prompt + new - 1).sum() / 6)
+    assert vanilla.compression_ratio == pytest.approx(1)
+    assert len({text for texts in vanilla.completions for text in texts}) == 18
+
+
+def test_lanes_and_waves_change_nothing_and_more_chains_only_add(vanilla):
+    few = run(lanes=4)
+    assert few.completions == vanilla.completions
+    np.testing.assert_array_equal(few.reads, vanilla.reads)
+    one = run(chains=1)
+    assert [texts[0] for texts in vanilla.completions] == [texts[0] for texts in one.completions]
+    assert run(chains=1, seed=1).completions != one.completions
+
+
+def test_a_budget_bounds_the_peak(vanilla):
+    result = run(policy=dms_jax.TOVA(budget=10))
+    assert result.peak.max() == 11
+    assert result.reads.max() <= 11 * 23
+    assert result.reads_per_problem < vanilla.reads_per_problem
+    assert result.compression_ratio > 1.5
+    assert result.settings["policy"] == dms_jax.TOVA(budget=10).to_dict()
+
+
+def test_tasks_take_turns():
+    result = run(problems=5, chains=1)
+    both = evaluate(
+        stories(), [Continue(), Other()], problems=5, sampling=SAMPLING, page_size=16, chunk=8
+    )
+    assert both.tasks == ("continue", "other")
+    assert both.task_of.tolist() == [0, 1, 0, 1, 0]
+    own = both.of_task("continue")
+    assert len(own.scores) == 3
+    # Problems 0, 1, 2 of the task; the draws are of problems 0, 2, 4 of the evaluation.
+    np.testing.assert_array_equal(own.prompt_tokens, result.prompt_tokens[:3])
+    data = both.to_dict()
+    assert set(data["tasks"]) == {"continue", "other"}
+    assert data["tasks"]["other"]["accuracy"][0] == both.of_task("other").accuracy.value
+
+
+def made_up() -> Result:
+    """Two problems of three chains, by hand."""
+    ones = np.ones((2, 3))
+    return Result(
+        settings={"seed": 0},
+        tasks=("t",),
+        task_of=np.zeros(2, np.int64),
+        scores=np.array([[0.0, 1, 1], [1, 0, 0]]),
+        answers=(("3", "5", "5"), ("2", None, "4")),
+        prompt_tokens=np.array([10, 20]),
+        new_tokens=np.array([[5, 5, 5], [9, 9, 9]]),
+        reads=100 * ones,
+        peak=np.array([[1.0, 2, 3], [4, 5, 6]]),
+        live=np.array([[7.0, 7, 7], [14, 14, 14]]),
+        cache_bytes=np.full((2, 3), 8),
+        ended=np.array([[True, True, False], [True, True, True]]),
+        completions=(("a", "b", "c"), ("d", "e", "f")),
+        seconds=1.0,
+    )
+
+
+def test_figures_by_hand():
+    result = made_up()
+    assert result.accuracy.value == pytest.approx(0.5)
+    assert result.accuracy.error == pytest.approx((2 / 3 - 1 / 3) / 2)
+    # Most say 5, which is right; 2 and 4 tie and the first seen is right.
+    assert result.voted.value == 1
+    assert result.voted_of(2).value == 0.5  # 3 and 5 tie: the first seen is wrong
+    assert result.best.value == 1
+    assert result.reads_per_problem == 300
+    assert result.peak_per_problem == (6 + 15) / 2
+    assert result.compression_ratio == pytest.approx((14 * 3 + 28 * 3) / 63)
+    data = json.loads(json.dumps(result.to_dict(problems=True, samples=1)))
+    assert data["ended"] == pytest.approx(5 / 6)
+    assert data["per_problem"]["scores"] == [0.666667, 0.333333]
+    assert data["per_problem"]["peak"] == [6, 15]
+    assert data["samples"] == [{"completion": "a", "answer": "3", "score": 0.0}]
+    table = summary_table([{"label": "made up", **data}])
+    assert table.splitlines()[2] == (
+        "| made up | 50.0 ± 16.7 | 100.0 ± 0.0 | 100.0 ± 0.0 | 10 | 300 | 2.00 | 7 | 83% |"
+    )
+
+
+def test_what_cannot_be_evaluated():
+    with pytest.raises(ConfigError, match="task"):
+        evaluate(stories(), [])
+    with pytest.raises(ConfigError, match="by their names"):
+        evaluate(stories(), [Continue(), Continue(seed=1)])
+    with pytest.raises(ConfigError, match="chains"):
+        run(chains=0)

@@ -1,0 +1,112 @@
+"""Means, errors, votes and frontiers on cases worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from dms_jax.errors import DataError
+from dms_jax.evaluation import (
+    Level,
+    Measured,
+    at_budget,
+    average_gain,
+    difference,
+    frontier,
+    gain_at,
+    majority,
+    mean_over_problems,
+    mean_over_seeds,
+    standard_error,
+)
+
+
+def test_the_error_is_that_of_problems_not_of_chains():
+    # Problem means 1, 0, 0.5: standard deviation 0.5 over n - 1. The chains of a problem agree.
+    scores = np.array([[1.0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
+    measured = mean_over_problems(scores)
+    assert measured.value == 0.5
+    assert measured.error == pytest.approx(0.5 / math.sqrt(3))
+    assert standard_error(np.array([3.0])) == 0
+
+
+def test_seeds_add_their_own_error():
+    # Means over seeds 0, 0.5, 1: problems' error 0.5 / sqrt(3). Seed means 2/3 and 1/3:
+    # standard deviation sqrt(2 / 36), over two seeds sqrt(1 / 36).
+    values = np.array([[0.0, 1, 1], [0, 0, 1]])
+    measured = mean_over_seeds(values)
+    assert measured.value == 0.5
+    assert measured.error == pytest.approx(math.sqrt(1 / 12 + 1 / 36))
+
+
+def test_a_paired_difference_drops_what_problems_have_in_common():
+    left = np.array([[1.0, 0, 1, 1]])
+    right = np.array([[1.0, 0, 0, 1]])
+    measured = difference(left, right)
+    assert measured.value == 0.25
+    assert measured.error == pytest.approx(0.25)  # gaps 0 0 1 0: s = 0.5, n = 4
+    same = difference(left, left)
+    assert (same.value, same.error) == (0, 0)
+    # Seed means 1 and 0.5 against one seed: variance (0.125) / 2 is added; gaps 0.5, 0.
+    two = difference(np.array([[1.0, 1], [1, 0]]), np.array([[0.5, 0.5]]))
+    assert two.value == 0.25
+    assert two.error == pytest.approx(math.sqrt(0.25**2 + 0.25**2))
+    with pytest.raises(DataError, match="4 and 2"):
+        difference(left, right[:, :2])
+
+
+def test_beyond_counts_errors_above_a_threshold():
+    assert Measured(0.5, 0.2).beyond()
+    assert not Measured(0.5, 0.25).beyond()
+    assert Measured(-0.01, 0.004).beyond(-0.02)
+    assert str(Measured(0.5, 0.25)) == "0.500 ± 0.250"
+
+
+@pytest.mark.parametrize(
+    ("answers", "winner"),
+    [
+        (["7", "8", "8"], 1),
+        (["7", "8", "8", "7"], 0),  # a tie goes to the first seen
+        ([None, None, "3"], 2),  # no answer is no vote
+        ([None, None], None),
+        ([], None),
+    ],
+)
+def test_votes(answers, winner):
+    assert majority(answers) == winner
+
+
+def test_a_frontier_keeps_what_nothing_cheaper_reaches():
+    points = [(3, 0.4), (1, 0.2), (4, 0.6), (2, 0.5), (4, 0.55), (5, 0.6)]
+    assert frontier(points) == [(1, 0.2), (2, 0.5), (4, 0.6)]
+    assert frontier([]) == []
+
+
+def test_the_average_gain_integrates_linear_frontiers():
+    # Left: 0 at 1 to 1 at 3. Right: 0.5 at 2 to 0.5 at 4 (flat). Common: 2 to 3, left 0.5 to 1.
+    assert average_gain([(1, 0.0), (3, 1.0)], [(2, 0.5), (4, 0.5)]) == pytest.approx(0.25)
+    # Left has a knot inside the interval: 0 at 0, 1 at 1, stays 1 at 2. Right is 0 throughout.
+    assert average_gain([(0, 0.0), (1, 1.0), (2, 0.3)], [(0, 0.0), (2, 0.0)]) == pytest.approx(0.75)
+    assert average_gain([(1, 0.1), (2, 0.2)], [(3, 0.1), (4, 0.2)]) is None
+    assert average_gain([], [(1, 0.5)]) is None
+
+
+def test_interpolation_is_linear_in_the_logarithm_of_the_budget():
+    low, high = Level(10, np.array([[0.0, 0.0]])), Level(1000, np.array([[1.0, 0.5]]))
+    np.testing.assert_allclose(at_budget([high, low], 100), [[0.5, 0.25]])
+    np.testing.assert_allclose(at_budget([high, low], 1000), [[1.0, 0.5]])
+    assert at_budget([high, low], 1001) is None
+    assert at_budget([high, low], 9) is None
+    with pytest.raises(DataError, match="interpolated"):
+        at_budget([low, Level(1000, np.ones((2, 2)))], 100)
+    with pytest.raises(DataError, match="positive"):
+        Level(0, low.scores)
+
+
+def test_the_gain_at_equal_budget_is_paired_by_problem():
+    baseline = [Level(10, np.array([[0.0, 0, 1]])), Level(1000, np.array([[1.0, 0, 1]]))]
+    # The baseline would score 0.5, 0, 1 at 100; the system scores 1, 0, 1.
+    gain = gain_at(Level(100, np.array([[1.0, 0, 1]])), baseline)
+    assert gain.value == pytest.approx(0.5 / 3)
+    assert gain.error == pytest.approx(np.std([0.5, 0, 0], ddof=1) / math.sqrt(3))
+    assert gain_at(Level(2000, np.ones((1, 3))), baseline) is None
