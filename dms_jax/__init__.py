@@ -20,10 +20,11 @@ from dms_jax.generation import (
     score,
 )
 from dms_jax.model.grouped_query import to_grouped_query
+from dms_jax.model.initialization import initialize
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import DMC, DMS, TOVA, Quest, RandomEviction, StreamingLLM, Vanilla
 from dms_jax.sharding import make_mesh
-from dms_jax.training import recipes, retrofit
+from dms_jax.training import recipes, retrofit, train
 
 __all__ = [
     "DMC",
@@ -46,6 +47,7 @@ __all__ = [
     "Vanilla",
     "estimate",
     "generate",
+    "initialize",
     "load",
     "make_mesh",
     "policies",
@@ -54,4 +56,5 @@ __all__ = [
     "save",
     "score",
     "to_grouped_query",
+    "train",
 ]

@@ -19,7 +19,7 @@ HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
 # `pallas_kernels`; modules on one line know nothing of each other.
 IMPORT_ORDER = """
 errors
-assets config_checks
+assets config_checks devices
 config sharding
 cache
 policies

@@ -17,39 +17,13 @@ from flax import nnx
 
 from dms_jax import sharding
 from dms_jax.config import ModelConfig
+from dms_jax.devices import DEVICES, Device
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation.checks import check_count, check_real, show
 from dms_jax.model.caching import page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, RandomEviction, Vanilla
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What an accelerator offers, from its data sheet.
-
-    Attributes:
-      memory: bytes.
-      bandwidth: bytes a second.
-      peak: bfloat16 operations a second.
-    """
-
-    memory: float | int
-    bandwidth: float | int
-    peak: float | int
-
-
-DEVICES = {
-    "h200": Device(141e9, 4.8e12, 989e12),
-    "h100": Device(80e9, 3.35e12, 989e12),
-    "a100": Device(80e9, 2.04e12, 312e12),
-    "l4": Device(24e9, 300e9, 121e12),
-    "t4": Device(16e9, 320e9, 65e12),
-    "v5e": Device(16e9, 819e9, 197e12),
-    "v5p": Device(95e9, 2.77e12, 459e12),
-    "v6e": Device(32e9, 1.64e12, 918e12),
-}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
 from dms_jax.config import ModelConfig
-from dms_jax.model.layers import Linear, RMSNorm, Stack
+from dms_jax.model.layers import Linear, RMSNorm, Stack, residual_gain
 from dms_jax.model.rope import apply_rope
 from dms_jax.policies.base import Chunk, Decisions, Policy, PolicyState, Projections
 from dms_jax.policies.relaxation import logistic_noise
@@ -42,7 +42,8 @@ class Attention(nnx.Module):
         }
         options: dict[str, Any] = dict(stack=stack, dtype=dtype, rngs=rngs)
         self.qkv_proj = Linear(embed, groups, bias=config.qkv_bias, **options)
-        self.o_proj = Linear(queries, embed, bias=config.output_bias, **options)
+        gain = residual_gain(config)
+        self.o_proj = Linear(queries, embed, bias=config.output_bias, gain=gain, **options)
         if config.qk_norm:
             norm = ("head_dim", config.head_dim, config.rms_norm_eps)
             self.q_norm = RMSNorm(*norm, stack=stack, dtype=dtype)
@@ -149,10 +150,11 @@ def attend_sequences(
     q, k = policy.clear_borrowed(
         apply_rope(q, cos, sin), apply_rope(chunk.k, cos, sin), scale_of_borrowed
     )
+    # Where nothing is decided every key is as good as near: no tile then reads the bias.
+    decided = decisions.marks is not None and not decaying
+    window = policy.visible_window if decided else num_tokens
     with jax.named_scope("attention"):
-        out = _sharded_attention(
-            q, k, chunk.v, bias, segment_ids, window=policy.visible_window, scale=scale
-        )
+        out = _sharded_attention(q, k, chunk.v, bias, segment_ids, window=window, scale=scale)
     return out, decisions, numbers
 
 

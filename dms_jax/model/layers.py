@@ -6,6 +6,7 @@ call never sees the L axis. Each parameter carries its logical axes as metadata 
 which `dms_jax.sharding` derives where it lives.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -19,7 +20,11 @@ Stack = tuple[int, ...]  # (L,) for the parameters of the layers, () for the oth
 
 
 class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`, over the last `len(inputs)` dimensions of x."""
+    """`x @ kernel (+ bias)`, over the last `len(inputs)` dimensions of x.
+
+    Kernels are drawn with a standard deviation of gain / sqrt(inputs): inputs of variance 1 give
+    outputs of variance gain^2. Biases start at zero.
+    """
 
     def __init__(
         self,
@@ -28,16 +33,14 @@ class Linear(nnx.Module):
         *,
         stack: Stack = (),
         bias: bool = False,
-        zeros: bool = False,
+        gain: float = 1.0,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         layers = ("layers",) * len(stack)
         shape = (*stack, *inputs.values(), *outputs.values())
-        if zeros:
-            kernel = jnp.zeros(shape, dtype)
-        else:
-            kernel = 0.02 * jax.random.normal(rngs.params(), shape, dtype)
+        deviation = gain / math.sqrt(math.prod(inputs.values()))
+        kernel = deviation * jax.random.normal(rngs.params(), shape, dtype)
         self.num_inputs = len(inputs)
         self.kernel = nnx.Param(kernel, axes=(*layers, *inputs, *outputs))
         self.bias = (
@@ -49,6 +52,11 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_inputs)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+def residual_gain(config: ModelConfig) -> float:
+    """Gain of what a layer adds to the residual stream: 2 L such terms sum to variance 1."""
+    return 1 / math.sqrt(2 * config.num_layers)
 
 
 class RMSNorm(nnx.Module):
@@ -78,7 +86,7 @@ class MLP(nnx.Module):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
         options: dict[str, Any] = dict(stack=stack, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.gate_up_proj = Linear(embed, {"gate_up": 2} | mlp, **options)
-        self.down_proj = Linear(mlp, embed, **options)
+        self.down_proj = Linear(mlp, embed, gain=residual_gain(config), **options)
 
     def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         gate_up = self.gate_up_proj(x)
@@ -102,7 +110,7 @@ class Adapter(nnx.Module):
             {"kv_heads": config.num_kv_heads},
             stack=stack,
             bias=config.qkv_bias,
-            zeros=True,
+            gain=0.0,
             dtype=dtype,
             rngs=rngs,
         )

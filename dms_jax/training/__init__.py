@@ -1,7 +1,8 @@
-"""Retrofitting: losses, schedules, recipes, the step and the loop."""
+"""Training: losses, schedules, recipes, the step and the loop."""
 
 from dms_jax.training import recipes
-from dms_jax.training.loop import retrofit
-from dms_jax.training.recipes import Recipe, Stage
+from dms_jax.training.api import retrofit, train
+from dms_jax.training.held_out import held_out_loss
+from dms_jax.training.recipe import Recipe, Stage
 
-__all__ = ["Recipe", "Stage", "recipes", "retrofit"]
+__all__ = ["Recipe", "Stage", "held_out_loss", "recipes", "retrofit", "train"]

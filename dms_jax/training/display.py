@@ -10,11 +10,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# Fits 80 columns with the other columns: rich would cut the text, or squeeze them out.
-_SHOWN = (
+# Either fits 80 columns with the other columns: rich would cut the text, or squeeze them out.
+_COMPRESSING = (
     "{task.fields[main]} {task.fields[main_loss]:.3f} + CR {task.fields[compression_loss]:.3f}, "
     "ratio {task.fields[compression_ratio]:.2f} of {task.fields[target_ratio]:.2f}, "
     "{task.fields[tokens_per_second]:,.0f} tok/s"
+)
+_PLAIN = (
+    "{task.fields[main]} {task.fields[main_loss]:.3f}, {task.fields[tokens_per_second]:,.0f} tok/s"
+    "{task.fields[utilisation]}"
 )
 _SHORT = {"distillation": "KL", "language modeling": "LM"}
 
@@ -25,25 +29,27 @@ class Display:
     Args:
       total, done: optimizer steps.
       main: name of the loss beside that of compression.
+      compressing: whether the cache is compressed.
       enabled: whether to show anything.
     """
 
-    def __init__(self, *, total: int, done: int, main: str, enabled: bool):
+    def __init__(self, *, total: int, done: int, main: str, compressing: bool, enabled: bool):
         self._progress = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=5),
-            TextColumn(_SHOWN),
+            TextColumn(_COMPRESSING if compressing else _PLAIN),
             TimeRemainingColumn(),
             disable=not enabled,
         )
         zeros = dict.fromkeys(("main_loss", "compression_loss", "tokens_per_second"), 0.0)
         self._task = self._progress.add_task(
-            "retrofit",
+            "training",
             total=total,
             completed=done,
             main=_SHORT.get(main, main),
             compression_ratio=1.0,
             target_ratio=1.0,
+            utilisation="",
             **zeros,
         )
 
@@ -58,4 +64,6 @@ class Display:
         """Shows the record of a step."""
         fields = {key: value for key, value in record.items() if key != "step"}
         fields["main_loss"] = record["loss"] - record["compression_loss"]
+        share = record["model_flops_utilisation"]
+        fields["utilisation"] = "" if share is None else f", {share:.0%} of peak"
         self._progress.update(self._task, completed=record["step"], **fields)

@@ -113,10 +113,10 @@ class Split:
     frozen: Parameters
 
 
-def split(arrays: Parameters, *, adapter_only: bool) -> Split:
-    """Splits parameters into trained and frozen ones."""
+def split(arrays: Parameters, *, adapter: bool, others: bool) -> Split:
+    """Splits parameters into trained and frozen ones, by group."""
     trained = {
-        name: array for name, array in arrays.items() if is_adapter(name) or not adapter_only
+        name: array for name, array in arrays.items() if (adapter if is_adapter(name) else others)
     }
     return Split(trained, {name: x for name, x in arrays.items() if name not in trained})
 

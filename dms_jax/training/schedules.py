@@ -1,11 +1,15 @@
-"""How the target of compression and the borrowed neuron change over the steps of a stage.
+"""How the target of compression, the borrowed neuron and the rate change over a stage's steps.
 
     ratio(t)  = start + (end - start) * min(t / steps, 1),     target(t) = 1 - 1 / ratio(t)
     neuron(t) = max(0, 1 - t / steps)
+    rate(t)   = peak * (t + 1) / warmup                                          for t < warmup
+                final + (peak - final) * (1 + cos(pi * (t - warmup) / (steps - warmup))) / 2   then
 
 The ramp is linear in the compression ratio, not in the share of evicted tokens. NVIDIA's adapters
 go from 1 to 16 in 510 steps (34 a unit); the paper takes 100 steps a unit.
 """
+
+import math
 
 Number = int | float
 
@@ -26,3 +30,23 @@ def eviction_target(ratio: Number) -> Number:
 def neuron_scale(step: int, *, steps: int) -> Number:
     """Returns what is left of the borrowed neuron at step `step` (from 0) of its decay."""
     return max(0.0, 1.0 - step / steps)
+
+
+def learning_rate(
+    step: int, *, peak: Number, steps: int, warmup_steps: int = 0, final: Number | None = None
+) -> Number:
+    """Returns the learning rate of step `step` (from 0) of a stage.
+
+    Args:
+      step: of the stage; past its end, the rate stays at the end's.
+      peak: rate after the warm-up.
+      steps: of the stage.
+      warmup_steps: over which the rate rises linearly; the last of them has the peak.
+      final: what half a cosine falls to over the rest of the stage; None keeps the peak.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if final is None:
+        return peak
+    passed = min(1.0, (step - warmup_steps) / max(steps - warmup_steps, 1))
+    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * passed))

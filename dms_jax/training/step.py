@@ -1,8 +1,9 @@
-"""One optimizer step of a retrofit: teacher pass, student pass, gradients, AdamW.
+"""One optimizer step: teacher pass, student pass, gradients, AdamW.
 
-The teacher is the original model, every token of its cache in place. The student runs the soft form
-of its policy's decisions on the same tokens, under logistic noise that depends on the seed, the
-step and the pass. Gradients are summed over A passes of B sequences, each loss already divided by
+The teacher is the original model, every token of its cache in place; language modelling has none.
+The student runs the soft form of its policy's decisions on the same tokens, under logistic noise
+that depends on the seed, the step and the pass; with the plain cache there is nothing to relax.
+Gradients are summed over A passes of B sequences, each loss already divided by
 what the whole batch holds, so that accumulation equals one large batch.
 
 Only trained parameters have gradients and optimizer state. Parameters are kept in at least float32
@@ -19,10 +20,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dms_jax.model.attention import Relaxation
+from dms_jax.model.transformer import segment_positions
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.training import losses
 from dms_jax.training.parameters import Parameters, Rebuild, cast, decays, is_adapter
-from dms_jax.training.recipes import Recipe
+from dms_jax.training.recipe import Recipe
 
 Metrics = dict[str, Array]
 
@@ -122,12 +124,11 @@ def make_gradients(
         tokens, segment_ids = sequences.tokens, sequences.segment_ids
         current = constants.frozen | cast(trained, recipe.compute_dtype)
         student = rebuild(current)
+        relaxation = None
+        if policy.trainable:
+            relaxation = Relaxation(noise_key=key, neuron_scale=control.neuron_scale)
         result = student(
-            tokens,
-            policy,
-            segment_ids=segment_ids,
-            relaxation=Relaxation(noise_key=key, neuron_scale=control.neuron_scale),
-            remat=recipe.remat,
+            tokens, policy, segment_ids=segment_ids, relaxation=relaxation, remat=recipe.remat
         )
         teacher = None
         if recipe.loss == "distillation":
@@ -188,13 +189,27 @@ def make_gradients(
     return gradients
 
 
+def visible_keys(passes: Passes) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns how many keys a token of a document sees on average, and the share of such tokens.
+
+    # segment_ids  In: [1, 1, 1, 2, 2, 0]  Out: (1 + 2 + 3 + 1 + 2) / 5, 5 / 6
+    """
+    tokens = passes.tokens.reshape(-1, passes.tokens.shape[-1])
+    ids = None if passes.segment_ids is None else passes.segment_ids.reshape(tokens.shape)
+    valid = jnp.ones(tokens.shape, bool) if ids is None else ids > 0
+    count = jnp.sum(valid, dtype=jnp.float32)
+    keys = jnp.sum(jnp.where(valid, segment_positions(tokens, ids) + 1, 0), dtype=jnp.float32)
+    return keys / jnp.maximum(count, 1), count / tokens.size
+
+
 def make_step(
     rebuild: Rebuild, policy: Policy, recipe: Recipe
 ) -> Callable[[TrainState, Constants, Passes, Control], tuple[TrainState, Metrics]]:
     """Returns the step as a pure function, to be jitted with the state donated.
 
     Its metrics are scalars: `loss` and its parts (`distillation_loss`, `compression_loss`,
-    `lm_loss`), `evicted` (share of hard decisions to evict) and `grad_norm` (before clipping).
+    `lm_loss`), `evicted` (share of hard decisions to evict), `grad_norm` (before clipping),
+    `visible_keys` (that a token sees) and `document_share` (of the tokens, the rest is padding).
     """
     optimizer = make_optimizer(recipe)
     gradients = make_gradients(rebuild, policy, recipe)
@@ -205,6 +220,7 @@ def make_step(
         key = jax.random.fold_in(control.key, state.step)
         gradient, metrics = gradients(state.parameters, constants, passes, control, key)
         metrics["grad_norm"] = optax.tree.norm(gradient)
+        metrics["visible_keys"], metrics["document_share"] = visible_keys(passes)
         updates: Any
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.parameters)
         arrays = {

@@ -1,4 +1,4 @@
-"""A retrofit's arrays and its compiled step, on one device or spread over a mesh.
+"""A run's arrays and its compiled step, on one device or spread over a mesh.
 
 Under a mesh, parameters and optimizer state live where `sharding.TRAINING_RULES` says (a shard of
 every parameter on `data`, heads and feed-forward on `model`) and sequences on `data`; the
@@ -28,7 +28,7 @@ from dms_jax.training.parameters import (
     split,
     zero_borrowed_neurons,
 )
-from dms_jax.training.recipes import Progress, Recipe
+from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.step import (
     Constants,
     Control,
@@ -37,14 +37,15 @@ from dms_jax.training.step import (
     make_optimizer,
     make_step,
 )
+from dms_jax.training.throughput import layer_parameters, peak_operations, token_operations
 
 
 class Trainer:
-    """Holds what a retrofit trains and steps it.
+    """Holds what a run trains and steps it.
 
     Args:
       model: the original; its arrays are never changed.
-      policy: to retrofit for.
+      policy: whose decisions are in force.
       recipe: how.
       seed: of the noise.
       mesh: of the devices; None for one device.
@@ -64,7 +65,7 @@ class Trainer:
         adapter_only = recipe.trainable == "adapter" or (
             recipe.trainable == "auto" and policy.uses_adapter
         )
-        parts = split(arrays, adapter_only=adapter_only)
+        parts = split(arrays, adapter=policy.uses_adapter, others=not adapter_only)
         self._frozen = parts.frozen
         self._dtypes = {name: x.dtype for name, x in parts.trained.items()}
         # Copies: the step gives their memory to its results.
@@ -73,7 +74,8 @@ class Trainer:
             for name, x in parts.trained.items()
         }
         self.wide = jnp.result_type(*(x.dtype for x in trained.values()))
-        needed = {} if recipe.loss == "language_modeling" else parts.trained
+        distilling = recipe.loss == "distillation"
+        needed = parts.trained if distilling else {}
         teacher = {name: x for name, x in needed.items() if not is_adapter(name)}
         if recipe.compute_dtype is None:
             teacher = {name: x.astype(trained[name].dtype) for name, x in teacher.items()}
@@ -82,6 +84,9 @@ class Trainer:
             teacher=cast(teacher, recipe.compute_dtype),
         )
         self._key = jax.random.key(seed)
+        self._layer_parameters = layer_parameters(transformer)
+        self._peak = peak_operations(mesh)
+        self._frozen_layers, self._has_teacher = adapter_only, distilling
         self._optimizer = make_optimizer(recipe)
         self.state = self._start(jnp.zeros((), jnp.int32), trained)
         step = make_step(self._rebuild, policy, recipe)
@@ -124,16 +129,12 @@ class Trainer:
 
     def step(self, batches: list[Batch], progress: Progress) -> dict[str, jax.Array]:
         """Runs one optimizer step and returns its metrics, which may still be on their way."""
-        stage = progress.stage
-        adapter_rate = stage.adapter_learning_rate
         number = lambda value: jnp.asarray(value, self.wide)  # noqa: E731
         control = Control(
             target=number(progress.target),
             neuron_scale=None if progress.neuron_scale is None else number(progress.neuron_scale),
-            learning_rate=number(stage.learning_rate),
-            adapter_learning_rate=number(
-                stage.learning_rate if adapter_rate is None else adapter_rate
-            ),
+            learning_rate=number(progress.learning_rate),
+            adapter_learning_rate=number(progress.adapter_learning_rate),
             key=self._key,
         )
         place = None
@@ -145,6 +146,24 @@ class Trainer:
         }
         self.state, metrics = self._step(self.state, self._constants, Passes(**stacked), control)
         return metrics
+
+    def utilisation(self, tokens_per_second: float, keys: float) -> float | None:
+        """Share of the devices' peak that the model's operations take; None if that is not known.
+
+        Args:
+          tokens_per_second: of documents, without padding.
+          keys: that a token sees on average.
+        """
+        if self._peak is None:
+            return None
+        operations = token_operations(
+            self._model.config,
+            self._layer_parameters,
+            keys,
+            frozen=self._frozen_layers,
+            teacher=self._has_teacher,
+        )
+        return operations * tokens_per_second / self._peak
 
     def model(self) -> LanguageModel:
         """The student as it stands, in the types that the model came in."""

@@ -7,7 +7,7 @@ import numpy as np
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
 from dms_jax.training.parameters import parameters
-from dms_jax.training.recipes import Stage
+from dms_jax.training.recipe import Stage
 from dms_jax.training.trainer import Trainer
 from tests.training.tiny import EAGER, documents, language_model, recipe
 

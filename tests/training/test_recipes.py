@@ -7,7 +7,7 @@ import pytest
 from dms_jax.errors import ConfigError
 from dms_jax.policies import DMS
 from dms_jax.training import recipes, schedules
-from dms_jax.training.recipes import Recipe, Stage
+from dms_jax.training.recipe import Recipe, Stage
 
 ADAPTER = DMS(window=4, source="adapter")
 NEURON = DMS(window=4, source="query_neuron")
@@ -115,7 +115,7 @@ RAMP = Stage("ramp", 10, 1e-3, 4.0)
     ("changes", "message"),
     [
         (dict(stages=()), "there is no stage"),
-        (dict(stages=(DECAY,)), "there is no ramp"),
+        (dict(stages=(DECAY,)), "nothing comes after the decay"),
         (dict(stages=(RAMP, DECAY)), "only the first stage"),
         (dict(stages=(RAMP, Stage("ramp", 1, 1e-3, 2.0))), "may not fall"),
         (dict(sequence_length=0), "sequence_length must be a whole number"),

@@ -16,7 +16,7 @@ from dms_jax.errors import CheckpointError, ConfigError, DataError, TrainingDive
 from dms_jax.policies import Vanilla
 from dms_jax.training import retrofit
 from dms_jax.training.parameters import parameters
-from dms_jax.training.recipes import Stage
+from dms_jax.training.recipe import Stage
 from tests.support.models import VOCABULARY, random_tokens
 from tests.training.tiny import ADAPTER, EAGER, LENGTH, NEURON, documents, language_model, recipe
 

@@ -8,7 +8,7 @@ import optax
 from dms_jax.policies import Vanilla
 from dms_jax.training import parameters as names
 from dms_jax.training.parameters import add_adapter, parameters, rebuilder
-from dms_jax.training.recipes import Stage
+from dms_jax.training.recipe import Stage
 from dms_jax.training.step import Constants, Control, Passes, make_gradients
 from dms_jax.training.trainer import Trainer
 from tests.support.models import random_tokens

@@ -7,7 +7,7 @@ import numpy as np
 
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import DMS
-from dms_jax.training.recipes import Recipe, Stage
+from dms_jax.training.recipe import Recipe, Stage
 from tests.support.models import VOCABULARY, random_model, tiny_config
 
 LENGTH = 12

@@ -1,0 +1,50 @@
+"""What accelerators offer, from their data sheets: for estimates, and for utilisation."""
+
+import dataclasses
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What an accelerator offers, from its data sheet.
+
+    Attributes:
+      memory: bytes.
+      bandwidth: bytes a second.
+      peak: bfloat16 operations a second.
+    """
+
+    memory: float | int
+    bandwidth: float | int
+    peak: float | int
+
+
+DEVICES = {
+    "h200": Device(141e9, 4.8e12, 989e12),
+    "h100": Device(80e9, 3.35e12, 989e12),
+    "a100": Device(80e9, 2.04e12, 312e12),
+    "l4": Device(24e9, 300e9, 121e12),
+    "t4": Device(16e9, 320e9, 65e12),
+    "v5e": Device(16e9, 819e9, 197e12),
+    "v5p": Device(95e9, 2.77e12, 459e12),
+    "v6e": Device(32e9, 1.64e12, 918e12),
+}
+
+# Names under which jax knows them. Others of the same family differ in speed.
+_KINDS = {
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA L4": "l4",
+    "Tesla T4": "t4",
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+}
+
+
+def data_sheet(device: jax.Device) -> Device | None:
+    """Returns what a device offers; None if it is not known."""
+    name = _KINDS.get(device.device_kind)
+    return None if name is None else DEVICES[name]

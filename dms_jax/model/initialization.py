@@ -1,0 +1,59 @@
+"""A model with random parameters, to be trained from scratch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dms_jax.config import ModelConfig
+from dms_jax.errors import ConfigError
+from dms_jax.model.language_model import GenerationDefaults, LanguageModel
+from dms_jax.model.transformer import Transformer
+
+
+def initialize(
+    config: ModelConfig, *, seed: int = 0, tokenizer: Any = None, dtype: Any = "float32"
+) -> LanguageModel:
+    """Returns a model with random parameters.
+
+    Matrices are normal with a standard deviation of 1 / sqrt(inputs), the two that write to the
+    residual stream divided by sqrt(2 L) besides; the embedding's is 0.02; norms are one and biases
+    zero.
+
+    Args:
+      config: shape and switches.
+      seed: of the draw.
+      tokenizer: of the model; its begin, end and padding tokens become those of generation.
+      dtype: of the parameters.
+
+    Raises:
+      ConfigError: the seed or the dtype is no such thing, or the tokenizer has more tokens than
+        the model.
+    """
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(f"initialize wants a ModelConfig, got {config!r:.80}")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ConfigError(f"seed must be a whole number >= 0, got {seed!r}")
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ConfigError(f"dtype {dtype!r:.80} is not known; give e.g. 'float32'") from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(f"parameters cannot have dtype {dtype.name}; give a floating one")
+    generation = GenerationDefaults()
+    if tokenizer is not None:
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens and the model only "
+                f"{config.vocab_size}; set vocab_size in the config"
+            )
+        end = tokenizer.eos_token_id
+        generation = GenerationDefaults(
+            eos_token_ids=() if end is None else (end,),
+            bos_token_id=tokenizer.bos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    make = jax.jit(lambda key: Transformer(config, dtype=dtype, rngs=nnx.Rngs(params=key)))
+    transformer = make(jax.random.key(seed))
+    return LanguageModel(transformer=transformer, tokenizer=tokenizer, generation=generation)

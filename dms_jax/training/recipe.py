@@ -1,0 +1,270 @@
+"""What a training run is made of: stages, what a step aims at, and the recipe of a whole run."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from dms_jax.errors import ConfigError
+from dms_jax.policies import Policy
+from dms_jax.training import schedules
+from dms_jax.training.schedules import Number
+
+Trainable = Literal["auto", "all", "adapter"]
+Loss = Literal["distillation", "language_modeling"]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError(message) unless the condition holds."""
+    if not condition:
+        raise ConfigError(f"recipe: {message}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether the value is a plain, finite number."""
+    real = isinstance(value, Number) and not isinstance(value, bool)
+    return real and math.isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    """Whether the value is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A run of optimizer steps with one objective.
+
+    Attributes:
+      kind: "neuron_decay" fades the borrowed neuron out and evicts nothing (left out for policies
+        that borrow none); "ramp" moves the compression ratio linearly from where it stands;
+        "train" leaves it where it stands, at 1 before any ramp.
+      steps: optimizer steps.
+      learning_rate: constant over the stage, but for the next two.
+      warmup_steps: at the start of the stage, over which the rate rises linearly from nothing.
+      final_learning_rate: what half a cosine falls to over the rest of the stage, for every
+        parameter; None for no fall.
+      compression_ratio: at the end of a ramp.
+      adapter_learning_rate: of the adapter; None for the same.
+      batch_size: sequences a step; None for the recipe's.
+    """
+
+    kind: Literal["neuron_decay", "ramp", "train"]
+    steps: int
+    learning_rate: Number
+    compression_ratio: Number = 1.0
+    adapter_learning_rate: Number | None = None
+    batch_size: int | None = None
+    warmup_steps: int = 0
+    final_learning_rate: Number | None = None
+
+    def __post_init__(self):
+        kinds = ("neuron_decay", "ramp", "train")
+        require(self.kind in kinds, f"unknown kind of stage {self.kind!r}")
+        require(is_count(self.steps), f"a stage needs steps >= 1, got {self.steps!r}")
+        for rate in (self.learning_rate, self.adapter_learning_rate, self.final_learning_rate):
+            require(
+                rate is None or (is_number(rate) and rate >= 0),
+                f"learning rates must be >= 0, got {rate!r}",
+            )
+        require(self.learning_rate is not None, "a stage needs a learning_rate")
+        warmup = self.warmup_steps
+        require(
+            warmup == 0 or (is_count(warmup) and warmup <= self.steps),
+            f"warmup_steps must lie between 0 and the stage's {self.steps} steps, got {warmup!r}",
+        )
+        require(
+            is_number(self.compression_ratio) and self.compression_ratio >= 1,
+            f"compression_ratio must be a number >= 1, got {self.compression_ratio!r}",
+        )
+        require(
+            self.kind == "ramp" or self.compression_ratio == 1,
+            f"only a ramp has a compression_ratio to go to, not a stage {self.kind!r}",
+        )
+        require(
+            self.batch_size is None or is_count(self.batch_size),
+            f"batch_size must be >= 1, got {self.batch_size!r}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What one optimizer step aims at.
+
+    Attributes:
+      stage: the stage it belongs to.
+      step: of the stage.
+      compression_ratio: scheduled.
+      neuron_scale: what is left of the borrowed neuron; None outside its decay.
+    """
+
+    stage: Stage
+    step: int
+    compression_ratio: Number
+    neuron_scale: Number | None
+
+    @property
+    def target(self) -> Number:
+        """Share of tokens to evict."""
+        return schedules.eviction_target(self.compression_ratio)
+
+    @property
+    def learning_rate(self) -> Number:
+        """Scheduled, of everything but the adapter."""
+        return self._rate(self.stage.learning_rate)
+
+    @property
+    def adapter_learning_rate(self) -> Number:
+        """Scheduled, of the adapter."""
+        rate = self.stage.adapter_learning_rate
+        return self._rate(self.stage.learning_rate if rate is None else rate)
+
+    def _rate(self, peak: Number) -> Number:
+        stage = self.stage
+        return schedules.learning_rate(
+            self.step,
+            peak=peak,
+            steps=stage.steps,
+            warmup_steps=stage.warmup_steps,
+            final=stage.final_learning_rate,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A training run, but for the model, the policy and the data.
+
+    Attributes:
+      name: for the log.
+      stages: in order.
+      sequence_length: T, tokens a training sequence.
+      batch_size: sequences an optimizer step.
+      micro_batch_size: sequences that a device (a shard of the `data` axis) passes forward and
+        back at a time; gradients are accumulated over the passes. None for the whole batch.
+      trainable: "adapter" freezes everything else; "all" trains every weight; "auto" takes the
+        adapter alone where the policy has one and all weights where it borrows a neuron.
+      loss: "distillation" from the original model, or "language_modeling".
+      kl: direction of the distillation, "reverse" = KL(student || teacher).
+      beta1, beta2, epsilon, weight_decay: of AdamW; the decay spares norms and biases.
+      clip: largest global norm of the gradient.
+      compute_dtype: of the passes; None for that of the parameters. Parameters, gradients and
+        optimizer state are in at least float32 whatever it is.
+      remat: recompute each layer in the backward pass, for memory.
+      packing: of documents into sequences (`dms_jax.data.batches`).
+      ignore_end_token: leave the positions of the end token out of the loss.
+      snapshots: compression ratios at which the model is handed out on the way.
+    """
+
+    name: str
+    stages: tuple[Stage, ...]
+    sequence_length: int
+    batch_size: int
+    micro_batch_size: int | None = None
+    trainable: Trainable = "auto"
+    loss: Loss = "distillation"
+    kl: Literal["reverse", "forward"] = "reverse"
+    beta1: Number = 0.9
+    beta2: Number = 0.95
+    epsilon: Number = 1e-8
+    weight_decay: Number = 0.0
+    clip: Number = 1.0
+    compute_dtype: Literal["bfloat16", "float32"] | None = "bfloat16"
+    remat: bool = True
+    packing: Literal["concatenate", "concatenate_whole", "first_fit"] = "concatenate"
+    ignore_end_token: bool = False
+    snapshots: tuple[Number, ...] = ()
+
+    def __post_init__(self):
+        require(bool(self.stages), "there is no stage")
+        require(
+            all(isinstance(stage, Stage) for stage in self.stages), "stages must be Stage objects"
+        )
+        for name in ("sequence_length", "batch_size"):
+            value = getattr(self, name)
+            require(is_count(value), f"{name} must be a whole number >= 1, got {value!r}")
+        micro = self.micro_batch_size
+        require(micro is None or is_count(micro), f"micro_batch_size must be >= 1, got {micro!r}")
+        self.pass_size(1)
+        choices = {
+            "trainable": ("auto", "all", "adapter"),
+            "loss": ("distillation", "language_modeling"),
+            "kl": ("reverse", "forward"),
+            "compute_dtype": ("bfloat16", "float32", None),
+            "packing": ("concatenate", "concatenate_whole", "first_fit"),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            require(value in allowed, f"{name} must be one of {allowed}, got {value!r}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(is_number(value) and 0 <= value < 1, f"{name} must lie in [0, 1): {value!r}")
+        for name in ("epsilon", "clip"):
+            value = getattr(self, name)
+            require(is_number(value) and value > 0, f"{name} must be positive, got {value!r}")
+        require(
+            is_number(self.weight_decay) and self.weight_decay >= 0,
+            f"weight_decay must be >= 0, got {self.weight_decay!r}",
+        )
+        kinds = [stage.kind for stage in self.stages]
+        require("neuron_decay" not in kinds[1:], "only the first stage may decay the neuron")
+        require(kinds != ["neuron_decay"], "nothing comes after the decay of the neuron")
+        ratios = [stage.compression_ratio for stage in self.stages if stage.kind == "ramp"]
+        require(ratios == sorted(ratios), f"the compression ratio may not fall: {ratios}")
+        highest = self.compression_ratio
+        require(
+            all(is_number(ratio) and 1 < ratio <= highest for ratio in self.snapshots),
+            f"snapshots must lie above 1 and up to {highest}, got {self.snapshots}",
+        )
+
+    def pass_size(self, data_shards: int) -> int:
+        """Sequences that all devices together pass forward and back at a time.
+
+        Raises:
+          ConfigError: a batch does not divide into such passes.
+        """
+        micro = self.micro_batch_size
+        size = self.batch_size if micro is None else micro * data_shards
+        for stage in self.stages:
+            batch = stage.batch_size or self.batch_size
+            require(
+                batch % size == 0 and size % data_shards == 0,
+                f"a batch of {batch} does not divide into passes of {size} sequences over "
+                f"{data_shards} shards of data; set batch_size and micro_batch_size to suit",
+            )
+        return size
+
+    @property
+    def compression_ratio(self) -> Number:
+        """Scheduled at the end; 1 where nothing ramps."""
+        return max(stage.compression_ratio for stage in self.stages)
+
+    def stages_for(self, policy: Policy) -> tuple[Stage, ...]:
+        """The stages that a policy goes through: one that borrows no neuron has none to decay."""
+        if policy.borrowed_neurons is not None:
+            return self.stages
+        return tuple(stage for stage in self.stages if stage.kind != "neuron_decay")
+
+    def total_steps(self, policy: Policy) -> int:
+        """Optimizer steps of a run."""
+        return sum(stage.steps for stage in self.stages_for(policy))
+
+    def progress(self, step: int, policy: Policy) -> Progress:
+        """What optimizer step `step` (from 0) aims at; past the end, what the last one reached.
+
+        A policy that learns nothing goes through the same steps at ratio 1: the control.
+        """
+        ratio = 1.0
+        for stage in self.stages_for(policy):
+            if step < stage.steps:
+                break
+            step -= stage.steps
+            ratio = stage.compression_ratio if stage.kind == "ramp" else ratio
+        else:
+            return Progress(stage, stage.steps, ratio if policy.trainable else 1.0, None)
+        if stage.kind == "neuron_decay":
+            scale = schedules.neuron_scale(step, steps=stage.steps)
+            return Progress(stage, step, 1.0, scale)
+        if stage.kind == "ramp":
+            ratio = schedules.compression_ratio(
+                step, start=ratio, end=stage.compression_ratio, steps=stage.steps
+            )
+        return Progress(stage, step, ratio if policy.trainable else 1.0, None)
