@@ -30,6 +30,7 @@ import numpy as np
 from flax import nnx
 
 import dms_jax
+from dms_jax.cache import Pool
 from dms_jax.generation.programs import Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter
@@ -191,8 +192,7 @@ def filled_runner(
         row_state = 2 * jnp.asarray(slots, jnp.int32) + marked
     runner.cache = dataclasses.replace(
         cache,
-        k_pages=fill(cache.k_pages, 1),
-        v_pages=fill(cache.v_pages, 2),
+        pool=Pool(k_pages=fill(cache.k_pages, 1), v_pages=fill(cache.v_pages, 2)),
         lengths=jnp.asarray(lengths, jnp.int32),
         seen=jnp.full(config.batch, config.context, jnp.int32),
         row_state=row_state,

@@ -49,6 +49,7 @@ class Engine:
       prefill_chunk: prompt tokens of a sequence per compiled program.
       prefill_tokens: prompt tokens of all sequences together per compiled program.
       table_width: pages a row in the compiled shapes; None lets them grow by powers of two.
+      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits; None for the model's type.
 
     Raises:
       ConfigError: an argument or the policy does not fit.
@@ -68,6 +69,7 @@ class Engine:
         prefill_chunk: int = 512,
         prefill_tokens: int = 8192,
         table_width: int | None = None,
+        kv_dtype: str | None = None,
     ):
         check_model(model)
         check_count("num_lanes", num_lanes)
@@ -93,9 +95,11 @@ class Engine:
                 max_tokens=min(max_tokens or positions, positions),
                 page_size=page_size,
                 memory=memory,
+                kv_dtype=kv_dtype,
             ),
             page_size=page_size,
             table_width=table_width,
+            kv_dtype=kv_dtype,
         )
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
         self._keys = np.zeros((num_lanes, *request_keys([0], [0]).shape[1:]), np.uint32)

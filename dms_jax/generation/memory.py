@@ -20,7 +20,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES, Device
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation.checks import check_count, check_real, show
-from dms_jax.model.caching import page_bytes, state_bytes, tree_bytes
+from dms_jax.model.caching import entry_bytes, page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, RandomEviction, Vanilla
@@ -55,6 +55,7 @@ def estimate(
     batch: int | None = None,
     page_size: int = 64,
     dtype: Any = jnp.bfloat16,
+    kv_dtype: str | None = None,
 ) -> Estimate:
     """Estimates memory, batch and step time, before any weight is loaded.
 
@@ -67,6 +68,7 @@ def estimate(
       batch: sequences; None for as many as fit.
       page_size: slots a page.
       dtype: of parameters and cache.
+      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits.
 
     Raises:
       ConfigError: an argument does not fit.
@@ -81,7 +83,7 @@ def estimate(
     live = expected_live_tokens(policy, tokens, compression_ratio, page_size)
     rows = config.num_layers * config.num_kv_heads
     pages = math.ceil(live / page_size)
-    sequence_bytes = rows * pages * page_bytes(config, policy, page_size, dtype)
+    sequence_bytes = rows * pages * page_bytes(config, policy, page_size, dtype, kv_dtype)
     sequence_bytes += state_bytes(config, policy, dtype)
     shapes = jax.eval_shape(
         lambda: Transformer(config, adapter=policy.uses_adapter, dtype=dtype, rngs=nnx.Rngs(0))
@@ -100,11 +102,11 @@ def estimate(
         )
     batch = fits if batch is None else batch
     read, attended = reads_per_step(policy, live, config, page_size)
-    entry_bytes = 2 * config.head_dim * dtype.itemsize
     # A step looks up one row of the embedding, and reads the whole of it only where it is tied.
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     parameters = weight_bytes // dtype.itemsize - embedding
-    num_bytes = parameters * dtype.itemsize + batch * rows * read * entry_bytes
+    entry = entry_bytes(config, dtype, kv_dtype)
+    num_bytes = parameters * dtype.itemsize + batch * rows * read * entry
     operations = batch * (
         2 * parameters + 4 * config.num_layers * config.num_heads * config.head_dim * attended
     )
@@ -207,6 +209,7 @@ def pool_pages(
     max_tokens: int,
     page_size: int,
     memory: float | int | None,
+    kv_dtype: str | None = None,
 ) -> int:
     """Pages of the pool: what the lanes can come to need, or what `memory` bytes hold of it.
 
@@ -222,7 +225,7 @@ def pool_pages(
         shards = (sharding.axis_size(data) if data else 1) * (
             sharding.axis_size(heads) if heads else 1
         )
-    bytes_per_page = page_bytes(config, policy, page_size, model.dtype)
+    bytes_per_page = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
     state = num_lanes * state_bytes(config, policy, model.dtype)
     limit = policy.slot_limit(page_size)
     slots = max_tokens if limit is None else min(limit, max_tokens)

@@ -93,6 +93,7 @@ def make_cache(
     num_pages: int,
     page_size: int,
     dtype: Any,
+    kv_dtype: str | None,
     mesh: jax.sharding.Mesh | None,
 ) -> Any:
     """A compiled function that makes an empty cache under the mesh of the context."""
@@ -104,6 +105,7 @@ def make_cache(
         num_pages=num_pages,
         page_size=page_size,
         dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     if mesh is None:
         return jax.jit(make)
@@ -111,10 +113,12 @@ def make_cache(
     return jax.jit(make, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3))
-def clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy) -> Cache:
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))
+def clear(
+    cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy, dtype: Any
+) -> Cache:
     """Empties the masked lanes: lengths and row states; pages are the host's affair."""
-    fresh = policy.init_rows(len(mask), config.num_kv_heads, config.head_dim, cache.k_pages.dtype)
+    fresh = policy.init_rows(len(mask), config.num_kv_heads, config.head_dim, dtype)
 
     def reset(old, new):
         return jnp.where(mask.reshape(1, -1, *[1] * (old.ndim - 2)), new, old)

@@ -61,13 +61,15 @@ class Runner:
         num_pages: int,
         page_size: int,
         table_width: int | None = None,
+        kv_dtype: str | None = None,
     ):
         self.model, self.policy, self.page_size = model, policy, page_size
+        self._kv_dtype = kv_dtype
         self._table_width = table_width
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         config = model.config
-        self._page_bytes = page_bytes(config, policy, page_size, model.dtype)
+        self._page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         self._state_bytes = state_bytes(config, policy, model.dtype)
         self.restart()
 
@@ -94,6 +96,7 @@ class Runner:
                 pages_per_shard * self.num_shards,
                 self.page_size,
                 self.model.dtype,
+                self._kv_dtype,
                 self.model.mesh,
             )
             try:
@@ -167,7 +170,9 @@ class Runner:
         mask = np.zeros(len(self.seen), bool)
         mask[lanes] = True
         with use_mesh(self.model.mesh):
-            self.cache = programs.clear(self.cache, mask, self.model.config, self.policy)
+            self.cache = programs.clear(
+                self.cache, mask, self.model.config, self.policy, self.model.dtype
+            )
 
     # -- running ----------------------------------------------------------------------------------
 

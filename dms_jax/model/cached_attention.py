@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dms_jax import sharding
-from dms_jax.cache import store
+from dms_jax.cache import Pool
 from dms_jax.model.rope import apply_rope
 from dms_jax.policies.base import Chunk, Placement, Policy, PolicyState
 from pallas_kernels import decode_attention, prefill_attention
@@ -26,8 +26,7 @@ from pallas_kernels import decode_attention, prefill_attention
 class LayerCache:
     """What one layer sees of the cache: the whole pool, its own rows."""
 
-    k_pages: Float[Array, "N P D"]
-    v_pages: Float[Array, "N P D"]
+    pool: Pool
     state: PolicyState
 
 
@@ -93,7 +92,7 @@ def _partition(tree: Any, data: str | None, model: str | None) -> Any:
     def of(path: tuple, leaf: Any) -> PartitionSpec:
         del leaf
         names = [getattr(key, "name", None) for key in path]
-        if "k_pages" in names or "v_pages" in names or "pages" in names:
+        if "pool" in names or "pages" in names:
             return pool
         if names and names[0] in ("out", "k", "v"):
             return tokens_heads
@@ -145,31 +144,29 @@ def _write(
     with jax.named_scope("cache_write"):
         state, chunk = policy.transform(cache.state, chunk)
         _, k = policy.clear_borrowed(q, apply_rope(chunk.k, cos, sin))
-        chunk = dataclasses.replace(chunk, k=k)
+        pool = cache.pool
+        chunk = dataclasses.replace(chunk, k=pool.as_stored(k), v=pool.as_stored(chunk.v))
         state, placement = policy.write(state, chunk)
-        table, slots = chunk.page_table, placement.slots
-        cache = LayerCache(
-            k_pages=store(cache.k_pages, table, slots, placement.k),
-            v_pages=store(cache.v_pages, table, slots, placement.v),
-            state=state,
-        )
+        pool = pool.store(chunk.page_table, placement.slots, placement.k, placement.v)
+        cache = LayerCache(pool=pool, state=state)
     return cache, chunk, placement
 
 
 def _parallel(policy, cache, q, chunk, cos, sin, *, scale) -> Attended:
     """All queries in one pass, over what was there before and over the chunk itself."""
-    before = cache
+    before = cache.pool
     cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin)
     with jax.named_scope("prefill_attention"):
+        k_pages, v_pages, page_table = before.readable(chunk.page_table, q.dtype)
         out = prefill_attention(
             q,
             placement.k,
             placement.v,
             placement.evicted,
             chunk.count,
-            before.k_pages,
-            before.v_pages,
-            chunk.page_table,
+            k_pages,
+            v_pages,
+            page_table,
             chunk.lengths,
             placement.past_until,
             window=policy.visible_window,
@@ -192,13 +189,15 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
     with jax.named_scope("decode_attention"):
         result: Any = decode_attention(
             q.reshape(num_rows, -1, head_dim),
-            cache.k_pages,
-            cache.v_pages,
+            cache.pool.k_pages,
+            cache.pool.v_pages,
             reading.page_table.reshape(num_rows, -1),
             lengths.reshape(num_rows),
             scale=scale,
             return_lse=policy.observes,
             return_scores=policy.observes,
+            k_scales=cache.pool.k_scales,
+            v_scales=cache.pool.v_scales,
         )
     if policy.observes:
         out, lse, scores = result

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dms_jax import sharding
-from dms_jax.cache import Cache
+from dms_jax.cache import Cache, Pool
+from dms_jax.cache.quantization import is_quantized, storage_dtype
 from dms_jax.config import ModelConfig
 from dms_jax.policies.base import Policy
 
@@ -23,6 +24,7 @@ def init_cache(
     page_size: int = 64,
     table_width: int = 1,
     dtype: Any = jnp.bfloat16,
+    kv_dtype: str | None = None,
 ) -> Cache:
     """Returns an empty cache with no page reserved.
 
@@ -33,14 +35,20 @@ def init_cache(
       num_pages: N, pages of the pool over all devices.
       page_size: P, slots a page.
       table_width: M, pages a row can address.
-      dtype: of keys and values.
+      dtype: of keys, values and the policy's state.
+      kv_dtype: "float8_e4m3" for keys and values in 8 bits, with a scale a slot.
     """
     pages = (num_pages, page_size, config.head_dim)
+    stored = storage_dtype(kv_dtype, dtype)
     rows = (config.num_layers, num_sequences, config.num_kv_heads)
     row_state = policy.init_rows(num_sequences, config.num_kv_heads, config.head_dim, dtype)
     return Cache(
-        k_pages=jnp.zeros(pages, dtype),
-        v_pages=jnp.zeros(pages, dtype),
+        pool=Pool(
+            k_pages=jnp.zeros(pages, stored),
+            v_pages=jnp.zeros(pages, stored),
+            k_scales=jnp.zeros(pages[:2], jnp.float32) if is_quantized(stored) else None,
+            v_scales=jnp.zeros(pages[:2], jnp.float32) if is_quantized(stored) else None,
+        ),
         page_table=jnp.full((*rows, table_width), num_pages, jnp.int32),
         lengths=jnp.zeros(rows, jnp.int32),
         seen=jnp.zeros(num_sequences, jnp.int32),
@@ -58,8 +66,7 @@ def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
     rows = PartitionSpec(None, data, model)
     return dataclasses.replace(
         cache,
-        k_pages=pool,
-        v_pages=pool,
+        pool=jax.tree.map(lambda _: pool, cache.pool),
         page_table=rows,
         lengths=rows,
         seen=PartitionSpec(data),
@@ -68,12 +75,21 @@ def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
     )
 
 
-def page_bytes(config: ModelConfig, policy: Policy, page_size: int, dtype: Any) -> int:
+def page_bytes(
+    config: ModelConfig, policy: Policy, page_size: int, dtype: Any, kv_dtype: str | None = None
+) -> int:
     """Bytes of one page: keys, values, and what the policy keeps per page."""
     state = jax.eval_shape(
         lambda: jax.tree.leaves(policy.init_pages(1, page_size, config.head_dim, dtype))
     )
-    return 2 * page_size * config.head_dim * jnp.dtype(dtype).itemsize + tree_bytes(state)
+    return page_size * entry_bytes(config, dtype, kv_dtype) + tree_bytes(state)
+
+
+def entry_bytes(config: ModelConfig, dtype: Any, kv_dtype: str | None = None) -> int:
+    """Bytes of one token's key and value in one row, their scales included."""
+    stored = storage_dtype(kv_dtype, dtype)
+    scale = jnp.dtype(jnp.float32).itemsize if is_quantized(stored) else 0
+    return 2 * (config.head_dim * stored.itemsize + scale)
 
 
 def state_bytes(config: ModelConfig, policy: Policy, dtype: Any) -> int:

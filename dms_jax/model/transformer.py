@@ -220,7 +220,7 @@ class Transformer(nnx.Module):
         cos, sin = rope_tables(self.config, positions, dtype=x.dtype)
 
         def body(carry, layer, index, policy, rows):
-            x, k_pages, v_pages, page_state = carry
+            x, pool, page_state = carry
             page_table, lengths, row_state = rows
             projections = layer.projections(x, policy, positions, index)
             decisions = policy.decide(projections)
@@ -228,7 +228,7 @@ class Transformer(nnx.Module):
             q, _ = policy.clear_borrowed(apply_rope(q, cos, sin), k)
             attended = attend_cached(
                 policy,
-                LayerCache(k_pages, v_pages, PolicyState(rows=row_state, pages=page_state)),
+                LayerCache(pool, PolicyState(rows=row_state, pages=page_state)),
                 q,
                 Chunk(
                     k=k,
@@ -247,20 +247,19 @@ class Transformer(nnx.Module):
             )
             layer_cache = attended.cache
             x = layer.finish(x, attended.out)
-            carry = (x, layer_cache.k_pages, layer_cache.v_pages, layer_cache.state.pages)
+            carry = (x, layer_cache.pool, layer_cache.state.pages)
             rows = (attended.lengths, layer_cache.state.rows)
             return carry, (rows, attended.live, attended.reads)
 
-        carry = (x, cache.k_pages, cache.v_pages, cache.page_state)
+        carry = (x, cache.pool, cache.page_state)
         rows = (cache.page_table, cache.lengths, cache.row_state)
         carry, ((lengths, row_state), live, reads) = self._scan_layers(body, carry, policy, rows)
-        x, k_pages, v_pages, page_state = carry
+        x, pool, page_state = carry
         return CachedPass(
             hidden=self.final_norm(x),
             cache=dataclasses.replace(
                 cache,
-                k_pages=k_pages,
-                v_pages=v_pages,
+                pool=pool,
                 lengths=lengths,
                 seen=cache.seen + counts,
                 row_state=row_state,

@@ -8,20 +8,22 @@ import numpy as np
 
 from dms_jax.cache.accounting import Usage
 from dms_jax.config import ModelConfig
-from dms_jax.policies import DMC, TOVA, Policy, Quest
+from dms_jax.policies import TOVA, Policy, Quest
 from dms_jax.policies.delayed_eviction import DelayedEviction
+from dms_jax.policies.merging import Merging
 from tests.laws.simulations import live_totals, read_totals, simulate
 from tests.laws.table import Row
 from tests.oracles import transformer
 
 TOLERANCE = 1e-10
-FLOAT64, INT32 = 8, 4
+FLOAT64, FLOAT32, INT32 = 8, 4, 4
 
 
-def bytes_per_page(config: ModelConfig, policy: Policy, page_size: int) -> int:
+def bytes_per_page(config: ModelConfig, row: Row) -> int:
     """Keys, values and what the policy keeps beside them (Quest: two bounds)."""
-    vectors = 2 * page_size + 2 * isinstance(policy, Quest)
-    return vectors * config.head_dim * FLOAT64
+    entry = config.head_dim * FLOAT64 if row.kv_dtype is None else config.head_dim + FLOAT32
+    bounds = 2 * isinstance(row.policy, Quest) * config.head_dim * FLOAT64
+    return 2 * row.page_size * entry + bounds
 
 
 def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
@@ -31,7 +33,10 @@ def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
     if not isinstance(policy, DelayedEviction):
         return 0
     ring = (policy.visible_window + 1) * INT32
-    return ring + isinstance(policy, DMC) * (2 * config.head_dim + 1) * FLOAT64
+    if not isinstance(policy, Merging):
+        return ring
+    entries = 1 if policy.merge_window is None else policy.merge_window - 1
+    return ring + entries * (2 * config.head_dim + 1) * FLOAT64
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -71,7 +76,7 @@ class Expected:
         reads = read_totals(self.run, self.page_size)[self.first_read :]
         policy = self.row.policy
         pages = pages_of(self.run, -1, self.page_size)
-        held = pages * bytes_per_page(self.config, policy, self.page_size)
+        held = pages * bytes_per_page(self.config, self.row)
         held += rows * bytes_per_row(self.config, policy)
         assert math.isclose(usage.kv_reads, reads.sum() / rows)
         assert math.isclose(usage.peak_tokens, live.max() / rows)

@@ -18,6 +18,7 @@ from dms_jax.policies import (
     DMC,
     DMS,
     TOVA,
+    FixedPooling,
     Policy,
     Quest,
     RandomEviction,
@@ -25,7 +26,7 @@ from dms_jax.policies import (
     Vanilla,
 )
 from dms_jax.policies.base import Projections
-from tests.oracles import dmc, dms, quest, rope, streaming, tova, vanilla
+from tests.oracles import dmc, dms, float8, quest, rope, streaming, tova, vanilla
 from tests.oracles.trace import Trace
 from tests.oracles.transformer import LayerInput
 from tests.support.models import random_model, tiny_config
@@ -46,6 +47,7 @@ class Row:
       ordered: whether the simulation also says which slot holds what.
       selects: whether query heads read less than the cache holds.
       identity: whether nothing is ever evicted, so that the simulation is plain attention.
+      kv_dtype: the type of the cache; the model's if None.
     """
 
     policy: Policy
@@ -56,6 +58,7 @@ class Row:
     ordered: bool = True
     selects: bool = False
     identity: bool = False
+    kv_dtype: str | None = None
 
     @property
     def name(self) -> str:
@@ -65,7 +68,8 @@ class Row:
             for name, value in dataclasses.asdict(self.policy).items()
             if value != getattr(default, name)
         ]
-        return "-".join([self.policy.name, *options, f"G={self.group}", f"page={self.page_size}"])
+        options += [f"G={self.group}", f"page={self.page_size}"]
+        return "-".join([self.policy.name, *options, *([self.kv_dtype] if self.kv_dtype else [])])
 
     @property
     def num_kv_heads(self) -> int:
@@ -131,31 +135,43 @@ def dmc_neuron(policy: DMC) -> int:
     return {"first": 0, "last": -1}[policy.neuron]
 
 
+def dmc_decisions(policy: DMC, layer: LayerInput):
+    """Logits of a merge, and importance, both [T, K]."""
+    options = dict(neuron=dmc_neuron(policy), offset=policy.offset, per=policy.per)
+    omega = dmc.importance_weights(layer.q, layer.k.shape[1], epsilon=policy.epsilon, **options)
+    if policy.importance == "uniform":
+        omega = np.ones_like(omega)
+    return dmc.merge_logits(layer.k, **options), omega
+
+
 def simulate_dmc(policy, layer, prompt_length, page_size):
+    logits, omega = dmc_decisions(policy, layer)
     return dmc.simulate(
         layer.q,
         layer.k,
         layer.v,
         cos=layer.cos,
         sin=layer.sin,
+        window=policy.window,
         neuron=dmc_neuron(policy),
-        offset=policy.offset,
-        epsilon=policy.epsilon,
+        decisions=logits > 0,
+        importance=omega,
     )
+
+
+def merged_keys(layer: LayerInput, alpha, omega, window: int | None, neuron: int | None):
+    """The merged key of the segment that ends at each token, rotated to that token."""
+    cleared = dmc.without_neuron(layer.k, neuron)
+    heads = range(layer.k.shape[1])
+    pooled = np.stack(
+        [dmc.pool(cleared[:, h], alpha[:, h], omega[:, h], window) for h in heads], axis=1
+    )
+    return dmc.without_neuron(rope.rotate_tokens(pooled, layer.cos, layer.sin), neuron)
 
 
 def dmc_keys(policy, layer):
-    """The merged key of the segment that ends at each token, rotated to that token."""
-    neuron, kv_heads = dmc_neuron(policy), layer.k.shape[1]
-    alpha = dmc.merge_logits(layer.k, neuron=neuron, offset=policy.offset) > 0
-    omega = dmc.importance_weights(
-        layer.q, kv_heads, neuron=neuron, offset=policy.offset, epsilon=policy.epsilon
-    )
-    cleared = dmc.without_neuron(layer.k, neuron)
-    pooled = np.stack(
-        [dmc.pool(cleared[:, h], alpha[:, h], omega[:, h]) for h in range(kv_heads)], axis=1
-    )
-    return dmc.without_neuron(rope.rotate_tokens(pooled, layer.cos, layer.sin), neuron)
+    logits, omega = dmc_decisions(policy, layer)
+    return merged_keys(layer, logits > 0, omega, policy.window, dmc_neuron(policy))
 
 
 def simulate_dmc_identity(policy, layer, prompt_length, page_size):
@@ -163,6 +179,22 @@ def simulate_dmc_identity(policy, layer, prompt_length, page_size):
     q, k = (dmc.without_neuron(x, neuron) for x in (layer.q, layer.k))
     q, k = (dmc.without_neuron(rope.rotate_tokens(x, layer.cos, layer.sin), neuron) for x in (q, k))
     return vanilla.simulate(q, k, layer.v)
+
+
+def fixed_decisions(policy: FixedPooling, layer: LayerInput):
+    return dmc.fixed_pooling(*layer.k.shape[:2], every=policy.every)
+
+
+def simulate_fixed(policy, layer, prompt_length, page_size):
+    merge, weights = fixed_decisions(policy, layer)
+    angles = dict(cos=layer.cos, sin=layer.sin)
+    return dmc.simulate(
+        layer.q, layer.k, layer.v, neuron=None, decisions=merge, importance=weights, **angles
+    )
+
+
+def fixed_keys(policy, layer):
+    return merged_keys(layer, *fixed_decisions(policy, layer), None, None)
 
 
 def simulate_streaming(policy, layer, prompt_length, page_size):
@@ -231,6 +263,34 @@ def simulate_quest(policy, layer, prompt_length, page_size):
     )
 
 
+def simulate_dms_float8(policy, layer, prompt_length, page_size):
+    """The same decisions over keys and values that went through 8 bits."""
+    decisions, (q, k, v) = dms_decisions(policy, layer)
+    return dms.simulate(
+        q,
+        float8.snap(k),
+        float8.snap(v),
+        decisions=decisions,
+        window=policy.window,
+        shift=policy.shift,
+        per=policy.per,
+    )
+
+
+def over_float8(simulate: Simulate) -> Simulate:
+    """The simulation of a policy that takes keys and values as they are, over 8 bits."""
+
+    def simulate_stored(policy, layer, prompt_length, page_size):
+        return simulate(policy, float8.StoredLayer(layer), prompt_length, page_size)
+
+    return simulate_stored
+
+
+def stored_keys(policy, layer):
+    """Rotated keys in 8 bits."""
+    return float8.snap(layer.rotated[1])
+
+
 LONG = 64  # beyond every sequence of the tests
 
 
@@ -252,10 +312,22 @@ def dmc_rows() -> list[Row]:
     make = functools.partial(Row, simulate=simulate_dmc, keys=dmc_keys)
     return [
         make(DMC(offset=0.0), group=1, page_size=3),
-        make(DMC(offset=0.4, neuron="first"), group=2, page_size=4),
-        make(DMC(offset=-0.5), group=4, page_size=5),
-        make(DMC(offset=0.2), group=8, page_size=16),
+        make(DMC(offset=0.4, neuron="first", window=2), group=2, page_size=4),
+        make(DMC(offset=0.1, per="layer", importance="uniform"), group=2, page_size=7),
+        make(DMC(offset=-0.5, window=3), group=4, page_size=5),
+        make(DMC(offset=0.2, window=None), group=8, page_size=16),
         Row(DMC(offset=1e6), simulate_dmc_identity, 4, 5, keys=dmc_keys, identity=True),
+    ]
+
+
+def fixed_rows() -> list[Row]:
+    make = functools.partial(Row, simulate=simulate_fixed, keys=fixed_keys)
+    return [
+        make(FixedPooling(every=3), group=1, page_size=4),
+        make(FixedPooling(every=2), group=2, page_size=3),
+        make(FixedPooling(every=5), group=4, page_size=2),
+        make(FixedPooling(every=LONG), group=8, page_size=3),
+        make(FixedPooling(every=1), group=4, page_size=5, identity=True),
     ]
 
 
@@ -288,11 +360,39 @@ def training_free_rows() -> list[Row]:
     ]
 
 
+def float8_rows() -> list[Row]:
+    """Policies over a cache of 8 bits; what nothing evicts is plain attention over such numbers."""
+    make = functools.partial(Row, keys=stored_keys, kv_dtype="float8_e4m3")
+    tova_stored, quest_stored = over_float8(simulate_tova), over_float8(simulate_quest)
+    return [
+        make(DMS(window=3), simulate_dms_float8, group=2, page_size=4),
+        make(DMS(window=0, shift=0, source="adapter"), simulate_dms_float8, group=4, page_size=3),
+        make(DMS(window=6, shift=6, per="layer"), simulate_dms_float8, group=1, page_size=5),
+        make(Vanilla(), over_float8(simulate_vanilla), group=2, page_size=5),
+        make(TOVA(budget=8), tova_stored, group=2, page_size=5, ordered=False),
+        make(Quest(budget=8, dense_layers=1), quest_stored, group=2, page_size=4, selects=True),
+    ]
+
+
 def vanilla_rows() -> list[Row]:
     make = functools.partial(Row, Vanilla(), simulate_vanilla, identity=True)
     return [make(group=group, page_size=size) for group, size in ((1, 3), (2, 4), (4, 5), (8, 16))]
 
 
-ROWS = [*vanilla_rows(), *dms_rows(), *dmc_rows(), *training_free_rows()]
+ROWS = [
+    *vanilla_rows(),
+    *dms_rows(),
+    *dmc_rows(),
+    *training_free_rows(),
+    *float8_rows(),
+]
 # Policies that agree with one pass over the whole sequence, wherever the prompt ends.
-SPLIT_INVARIANT = {"Vanilla", "DMS", "DMC", "StreamingLLM", "RandomEviction", "TOVA"}
+SPLIT_INVARIANT = {
+    "Vanilla",
+    "DMS",
+    "DMC",
+    "FixedPooling",
+    "StreamingLLM",
+    "RandomEviction",
+    "TOVA",
+}

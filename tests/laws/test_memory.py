@@ -114,6 +114,7 @@ def test_requests_that_are_put_back_are_answered_as_if_they_were_not(
         page_size=row.page_size,
         chunk=CHUNK,
         prefill_chunk=PREFILL_CHUNK,
+        kv_dtype=row.kv_dtype,
     )
     largest = 0.0
     for refusals in (set(), {1, 2}):  # the same engine again: nothing is left of the first call
@@ -133,12 +134,18 @@ def test_requests_that_are_put_back_are_answered_as_if_they_were_not(
 def test_the_pool_is_as_large_as_the_accounting_says(row):
     model = LanguageModel(model_for(row), policy=row.policy)
     engine = Engine(
-        model, num_lanes=3, memory=40_000, max_tokens=400, page_size=row.page_size, chunk=CHUNK
+        model,
+        num_lanes=3,
+        memory=40_000,
+        max_tokens=400 if row.kv_dtype is None else 3200,
+        page_size=row.page_size,
+        chunk=CHUNK,
+        kv_dtype=row.kv_dtype,
     )
     cache = engine.runner.cache
     num_pages = engine.runner.allocator.pages_per_shard
-    pool = jax.tree.leaves((cache.k_pages, cache.v_pages, cache.page_state))
-    per_page = bytes_per_page(model.config, row.policy, row.page_size)
+    pool = jax.tree.leaves((cache.pool, cache.page_state))
+    per_page = bytes_per_page(model.config, row)
     assert sum(leaf.nbytes for leaf in pool) == num_pages * per_page
     rows = model.config.num_layers * model.config.num_kv_heads
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.row_state))
@@ -155,7 +162,7 @@ def test_the_pool_is_as_large_as_the_accounting_says(row):
 def test_scores_and_their_peak_bytes(row, monkeypatch, record_property):
     watch = Watch(monkeypatch)
     model = LanguageModel(model_for(row), policy=row.policy)
-    results = score(model, TOKENS, chunk=8, page_size=row.page_size)
+    results = score(model, TOKENS, chunk=8, page_size=row.page_size, kv_dtype=row.kv_dtype)
     assert watch.chunks == -(-(max(LENGTHS) - 1) // 8)
     largest = 0.0
     for index, result in enumerate(results):
@@ -181,9 +188,7 @@ def peak_bytes(row, config, one, chunk: int) -> int:
             pages += int((-(-np.minimum(before + coming, limit) // row.page_size)).sum())
         peak = max(peak, pages)
     rows = config.num_layers * config.num_kv_heads
-    return peak * bytes_per_page(config, row.policy, row.page_size) + rows * bytes_per_row(
-        config, row.policy
-    )
+    return peak * bytes_per_page(config, row) + rows * bytes_per_row(config, row.policy)
 
 
 class Interrupted(BaseException):
@@ -199,7 +204,7 @@ def test_a_small_pool_interrupts_and_errors_leave_nothing_behind(monkeypatch):
     engine = Engine(
         model,
         num_lanes=len(PROMPTS),
-        memory=int(0.75 * pages) * bytes_per_page(model.config, row.policy, row.page_size),
+        memory=int(0.75 * pages) * bytes_per_page(model.config, row),
         max_tokens=24,
         page_size=row.page_size,
         chunk=CHUNK,

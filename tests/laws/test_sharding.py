@@ -23,6 +23,7 @@ from tests.laws.table import (
     dmc_keys,
     simulate_dmc,
     simulate_dms,
+    simulate_dms_float8,
     simulate_quest,
     simulate_random,
     simulate_streaming,
@@ -35,6 +36,7 @@ ROWS = [
     Row(Vanilla(), simulate_vanilla, 2, 8),
     Row(DMS(window=3, shift=2), simulate_dms, 2, 8),
     Row(DMS(window=2, source="adapter", per="layer"), simulate_dms, 2, 8),
+    Row(DMS(window=3), simulate_dms_float8, 2, 8, kv_dtype="float8_e4m3"),
     Row(DMC(offset=0.2), simulate_dmc, 2, 8, keys=dmc_keys),
     Row(StreamingLLM(budget=6, sinks=2), simulate_streaming, 2, 8),
     Row(RandomEviction(window=2, rate=0.6), simulate_random, 2, 8),
@@ -44,7 +46,7 @@ ROWS = [
 TOKENS = random_tokens(60, 4, 16)
 PROMPTS = [row[:length].tolist() for row, length in zip(TOKENS, (5, 8, 1, 7), strict=True)]
 TOLERANCE = 1e-10
-every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: repr(row.policy))
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 @functools.cache
@@ -79,7 +81,9 @@ def test_the_mesh_is_used():
     assert pool.addressable_shards[0].data.nbytes * 8 == pool.nbytes
 
 
-@every_row
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.kv_dtype is None], ids=lambda row: repr(row.policy)
+)
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 def test_logits(row, num_kv_heads, record_property):
     prompts = np.array([len(prompt) for prompt in PROMPTS])
@@ -97,7 +101,13 @@ def test_generate(row, record_property):
     model = on_mesh(row, 4)
     weights = oracle_weights(transformer_of(4))
     engine = Engine(
-        model, num_lanes=4, max_tokens=16, page_size=row.page_size, chunk=8, prefill_chunk=8
+        model,
+        num_lanes=4,
+        max_tokens=16,
+        page_size=row.page_size,
+        chunk=8,
+        prefill_chunk=8,
+        kv_dtype=row.kv_dtype,
     )
     sampling = Sampling(temperature=0, max_new_tokens=8, logprobs=True)
     completions = engine.generate(PROMPTS, sampling=sampling)
@@ -115,7 +125,13 @@ def test_score(row, num_kv_heads, num_sequences, record_property):
     model = on_mesh(row, num_kv_heads)
     weights = oracle_weights(transformer_of(num_kv_heads))
     tokens = [row[:length] for row, length in zip(TOKENS, (16, 9, 2, 13), strict=True)]
-    results = score(model, tokens[:num_sequences], chunk=16, page_size=row.page_size)
+    results = score(
+        model,
+        tokens[:num_sequences],
+        chunk=16,
+        page_size=row.page_size,
+        kv_dtype=row.kv_dtype,
+    )
     differences = [
         check_score(row, weights, model.config, tokens[index], result, row.page_size)
         for index, result in enumerate(results)

@@ -21,11 +21,15 @@ from dms_jax.policies import Policy
 
 @dataclasses.dataclass
 class Part:
-    """One call: counts[b] tokens of each sequence, padded to `width`."""
+    """One call: counts[b] tokens of each sequence, padded to `width`.
+
+    `ends_prompt[b]` says whether they complete the prompt; None for nobody.
+    """
 
     counts: np.ndarray
     width: int
     prompt: bool
+    ends_prompt: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -51,8 +55,11 @@ class Rows:
 
     @classmethod
     def of(cls, cache: Cache) -> "Rows":
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(*(np.asarray(getattr(cache, name)) for name in names))
+        k_pages = np.asarray(cache.k_pages)
+        if cache.pool.k_scales is not None:
+            k_pages = k_pages.astype(float) * np.asarray(cache.pool.k_scales)[..., None]
+        rest = (np.asarray(x) for x in (cache.page_table, cache.lengths, cache.seen))
+        return cls(k_pages, *rest)
 
     def keys(self, layer: int, sequence: int, head: int) -> np.ndarray:
         """[length, D]: the keys in the slots of a row."""
@@ -62,11 +69,11 @@ class Rows:
         return self.k_pages[pages, slots % page_size]
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
+@functools.partial(jax.jit, static_argnums=(5, 6))
 def forward(
-    model: Transformer, tokens, counts, cache: Cache, policy: Policy, prompt: bool
+    model: Transformer, tokens, counts, ends_prompt, cache: Cache, policy: Policy, prompt: bool
 ) -> tuple[jax.Array, Cache, jax.Array, jax.Array]:
-    passed = model.cached(tokens, counts, cache, policy, prompt=prompt)
+    passed = model.cached(tokens, counts, cache, policy, prompt=prompt, ends_prompt=ends_prompt)
     return model.unembed(passed.hidden), passed.cache, passed.live, passed.reads
 
 
@@ -77,6 +84,7 @@ def poisoned_cache(
     *,
     page_size: int,
     table_width: int,
+    kv_dtype: str | None = None,
     seed: int = 0,
 ) -> Cache:
     """An empty cache whose rows own scattered pages for `slots` [L, B, K] slots each."""
@@ -90,14 +98,14 @@ def poisoned_cache(
         page_size=page_size,
         table_width=table_width,
         dtype=model.embedding[...].dtype,
+        kv_dtype=kv_dtype,
     )
     table = np.random.default_rng(seed).permutation(num_pages).reshape(*rows, table_width)
     owned = np.arange(table_width) < -(-slots // page_size)[..., None]
     return dataclasses.replace(
         cache,
         page_table=jnp.asarray(np.where(owned, table, num_pages), jnp.int32),
-        k_pages=cache.k_pages * jnp.nan,
-        v_pages=cache.v_pages * jnp.nan,
+        pool=jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), cache.pool),
         page_state=jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), cache.page_state),
     )
 
@@ -113,7 +121,8 @@ def ragged_parts(
         while (done < end).any():
             counts = np.minimum(random.integers(0, step + 1, size=len(end)), end - done)
             if counts.any():
-                yield Part(counts.astype(np.int32), step, prompt)
+                ends = (counts > 0) & (done + counts == end) if prompt else None
+                yield Part(counts.astype(np.int32), step, prompt, ends)
                 done += counts
 
 
@@ -130,7 +139,13 @@ def drive(
         for row, count in enumerate(part.counts):
             chunk[row, :count] = tokens[row][done[row] : done[row] + count]
         logits, cache, live, reads = forward(
-            model, chunk.astype(np.int32), part.counts, cache, policy, part.prompt
+            model,
+            chunk.astype(np.int32),
+            part.counts,
+            np.zeros(len(tokens), bool) if part.ends_prompt is None else part.ends_prompt,
+            cache,
+            policy,
+            part.prompt,
         )
         logits, live, reads = np.asarray(logits), np.asarray(live), np.asarray(reads)
         for row, count in enumerate(part.counts):

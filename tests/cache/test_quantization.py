@@ -1,0 +1,96 @@
+"""Eight bits: the numbers of the format, scales, and that nothing is lost twice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dms_jax.cache import Pool
+from dms_jax.cache.quantization import FLOAT8, quantize, snap, storage_dtype
+from dms_jax.errors import ConfigError
+from tests.oracles import float8
+
+put = jax.jit(quantize)
+round_trip = jax.jit(snap)
+
+
+def draws(seed: int, dtype) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    size = 2.0 ** random.integers(-30, 30, size=(17, 1))
+    return np.asarray(jnp.asarray(random.normal(size=(17, 8)) * size, dtype))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**20))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_slots_hold_what_the_format_can_say(seed, dtype):
+    x = draws(seed, dtype)
+    values, scales = put(x)
+    assert values.dtype == FLOAT8
+    assert scales.dtype == jnp.float32
+    wide = x.astype(np.float64)
+    np.testing.assert_array_equal(scales, float8.scale_of(wide))
+    stored = np.asarray(values).astype(np.float64) * np.asarray(scales)[:, None]
+    np.testing.assert_array_equal(stored, float8.snap(wide))
+    np.testing.assert_array_equal(np.asarray(round_trip(x)).astype(np.float64), stored)
+    # A number that is not close to nothing beside its slot's largest keeps 3 bits.
+    normal = np.abs(wide) >= 2.0**-6 * np.asarray(scales)[:, None]
+    assert (np.abs(stored - wide)[normal] <= np.abs(wide)[normal] / 16).all()
+
+
+def test_what_was_stored_once_stays_as_it_is():
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        x = jnp.asarray(draws(3, jnp.float32) / 2.0**16, dtype)
+        once = round_trip(x)
+        np.testing.assert_array_equal(round_trip(once), once)
+
+
+def test_numbers_by_hand():
+    # 448 fits a scale of 1 and 449 needs 2; between 16 and 32 the format counts by twos.
+    for first, scale in ((448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (0.0, 2.0**-9)):
+        assert put(jnp.asarray([[first, 0.0]]))[1] == scale
+    np.testing.assert_array_equal(
+        round_trip(jnp.asarray([[448.0, 17.0, 19.0, 18.9, -17.1, 0.0]])),
+        [[448.0, 16.0, 20.0, 18.0, -18.0, 0.0]],
+    )
+    zeros = jnp.zeros((1, 4))
+    np.testing.assert_array_equal(round_trip(zeros), zeros)
+    tiny = jnp.full((1, 4), 1e-38)
+    assert np.isfinite(np.asarray(round_trip(tiny))).all()
+
+
+def test_a_pool_of_eight_bits_gives_back_what_it_stored():
+    random = np.random.default_rng(0)
+    pages, page_size, head_dim = 6, 4, 8
+    shape = (pages, page_size, head_dim)
+    pool = Pool(
+        k_pages=jnp.zeros(shape, FLOAT8),
+        v_pages=jnp.zeros(shape, FLOAT8),
+        k_scales=jnp.full(shape[:2], jnp.nan),
+        v_scales=jnp.full(shape[:2], jnp.nan),
+    )
+    assert pool.quantized
+    table = jnp.asarray([[[4, 1, 6]]], jnp.int32)  # the third is no page
+    slots = jnp.asarray([[[0, 5, -1]]], jnp.int32)
+    k, v = random.normal(size=(2, 1, 3, 1, head_dim)).astype(np.float32)
+    pool = jax.jit(Pool.store)(pool, table, slots, k, v)
+    keys, values, rows = jax.jit(Pool.readable, static_argnums=2)(pool, table, jnp.float32)
+    for got, given_ in ((keys, k), (values, v)):
+        row = np.asarray(got)[np.asarray(rows)[0, 0]].reshape(-1, head_dim)
+        np.testing.assert_array_equal(row[[0, 5]], float8.snap(given_[0, :2, 0]))
+    np.testing.assert_array_equal(pool.as_stored(jnp.asarray(k)), float8.snap(k))
+    np.testing.assert_array_equal(pool.keys(jnp.asarray([1]), jnp.float32)[0, 1], keys[1, 1])
+    # Another type keeps numbers as they are, and needs no copy to be read.
+    plain = Pool(k_pages=jnp.zeros(shape), v_pages=jnp.zeros(shape))
+    assert not plain.quantized
+    assert plain.as_stored(k) is k
+    assert plain.readable(table, jnp.float32)[0] is plain.k_pages
+
+
+def test_types_that_no_cache_has_are_refused():
+    assert storage_dtype(None, jnp.bfloat16) == jnp.bfloat16
+    assert storage_dtype("float8_e4m3", jnp.bfloat16) == FLOAT8
+    with pytest.raises(ConfigError, match="float8_e4m3"):
+        storage_dtype("int4", jnp.bfloat16)
