@@ -22,7 +22,16 @@ from dms_jax.generation import (
 from dms_jax.model.grouped_query import to_grouped_query
 from dms_jax.model.initialization import initialize
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import DMC, DMS, TOVA, Quest, RandomEviction, StreamingLLM, Vanilla
+from dms_jax.policies import (
+    DMC,
+    DMS,
+    TOVA,
+    FixedPooling,
+    Quest,
+    RandomEviction,
+    StreamingLLM,
+    Vanilla,
+)
 from dms_jax.sharding import make_mesh
 from dms_jax.training import recipes, retrofit, train
 
@@ -37,6 +46,7 @@ __all__ = [
     "DataError",
     "DmsJaxError",
     "Engine",
+    "FixedPooling",
     "LanguageModel",
     "ModelConfig",
     "Quest",

@@ -6,6 +6,7 @@ from dms_jax.errors import ConfigError
 from dms_jax.policies.base import Policy
 from dms_jax.policies.dmc import DMC
 from dms_jax.policies.dms import DMS
+from dms_jax.policies.fixed_pooling import FixedPooling
 from dms_jax.policies.quest import Quest
 from dms_jax.policies.random_eviction import RandomEviction
 from dms_jax.policies.streaming import StreamingLLM
@@ -14,7 +15,7 @@ from dms_jax.policies.vanilla import Vanilla
 
 POLICIES: dict[str, type[Policy]] = {
     policy.__name__: policy
-    for policy in (Vanilla, DMS, DMC, TOVA, Quest, StreamingLLM, RandomEviction)
+    for policy in (Vanilla, DMS, DMC, FixedPooling, TOVA, Quest, StreamingLLM, RandomEviction)
 }
 
 
@@ -36,6 +37,7 @@ __all__ = [
     "DMS",
     "POLICIES",
     "TOVA",
+    "FixedPooling",
     "Policy",
     "Quest",
     "RandomEviction",

@@ -383,6 +383,7 @@ ROWS = [
     *vanilla_rows(),
     *dms_rows(),
     *dmc_rows(),
+    *fixed_rows(),
     *training_free_rows(),
     *float8_rows(),
 ]

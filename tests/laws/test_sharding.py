@@ -14,16 +14,27 @@ import pytest
 import dms_jax
 from dms_jax.generation import Engine, Sampling, score
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import DMC, DMS, TOVA, Quest, RandomEviction, StreamingLLM, Vanilla
+from dms_jax.policies import (
+    DMC,
+    DMS,
+    TOVA,
+    FixedPooling,
+    Quest,
+    RandomEviction,
+    StreamingLLM,
+    Vanilla,
+)
 from dms_jax.sharding import DECODING_RULES
 from dms_jax.training.parameters import parameters, rebuilder, shardings
 from tests.laws.serving import check_completion, check_score
 from tests.laws.table import (
     Row,
     dmc_keys,
+    fixed_keys,
     simulate_dmc,
     simulate_dms,
     simulate_dms_float8,
+    simulate_fixed,
     simulate_quest,
     simulate_random,
     simulate_streaming,
@@ -37,7 +48,9 @@ ROWS = [
     Row(DMS(window=3, shift=2), simulate_dms, 2, 8),
     Row(DMS(window=2, source="adapter", per="layer"), simulate_dms, 2, 8),
     Row(DMS(window=3), simulate_dms_float8, 2, 8, kv_dtype="float8_e4m3"),
-    Row(DMC(offset=0.2), simulate_dmc, 2, 8, keys=dmc_keys),
+    Row(DMC(offset=0.2, window=3), simulate_dmc, 2, 8, keys=dmc_keys),
+    Row(DMC(offset=0.2, window=None, per="layer"), simulate_dmc, 2, 8, keys=dmc_keys),
+    Row(FixedPooling(every=3), simulate_fixed, 2, 8, keys=fixed_keys),
     Row(StreamingLLM(budget=6, sinks=2), simulate_streaming, 2, 8),
     Row(RandomEviction(window=2, rate=0.6), simulate_random, 2, 8),
     Row(TOVA(budget=5), simulate_tova, 2, 8),

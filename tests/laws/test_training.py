@@ -14,10 +14,16 @@ import pytest
 
 from dms_jax.errors import ConfigError
 from dms_jax.model.attention import Relaxation
-from dms_jax.policies import DMS, POLICIES
+from dms_jax.policies import DMC, DMS, POLICIES, FixedPooling
 from dms_jax.policies.relaxation import logistic_noise
-from tests.laws.table import dms_decisions, model_of
-from tests.oracles import dms, transformer, vanilla
+from tests.laws.table import (
+    dmc_decisions,
+    dmc_neuron,
+    dms_decisions,
+    fixed_decisions,
+    model_of,
+)
+from tests.oracles import dmc, dms, transformer, vanilla
 from tests.oracles.trace import Trace
 from tests.support.models import oracle_weights, random_tokens
 
@@ -26,6 +32,9 @@ POLICIES_UNDER_TEST = [
     DMS(window=3, source="adapter"),
     DMS(window=0, shift=0, alpha_scale=4.0, alpha_offset=0.5),
     DMS(window=5, shift=5, per="layer", alpha_scale=3.0),
+    DMC(offset=0.1),
+    DMC(offset=-0.3, neuron="first", per="layer", window=3),
+    DMC(offset=0.1, importance="uniform", window=None),
 ]
 every_form = pytest.mark.parametrize("policy", POLICIES_UNDER_TEST, ids=repr)
 
@@ -46,6 +55,28 @@ def hard(model, policy, tokens):
 
 def simulate_soft(policy, layer, noise):
     """Noise [T, K] of one sequence and layer -> the outputs of training's attention."""
+    return (soft_dmc if isinstance(policy, DMC) else soft_dms)(policy, layer, noise)
+
+
+def soft_dmc(policy, layer, noise):
+    logits, omega = dmc_decisions(policy, layer)
+    alpha, decisions, log_keep = dmc.gate(logits, noise, policy.temperature)
+    outputs = dmc.soft_attention(
+        layer.q,
+        layer.k,
+        layer.v,
+        alpha,
+        omega,
+        log_keep,
+        cos=layer.cos,
+        sin=layer.sin,
+        window=policy.window,
+        neuron=dmc_neuron(policy),
+    )
+    return outputs, decisions
+
+
+def soft_dms(policy, layer, noise):
     options = dict(alpha_scale=policy.alpha_scale, alpha_offset=policy.alpha_offset)
     if policy.source == "adapter":
         weights = layer.weights
@@ -115,7 +146,8 @@ def test_the_soft_form_tends_to_the_hard_one(policy, record_property):
 
 @every_form
 def test_saturated_decisions_are_hard(policy, record_property):
-    saturated = dataclasses.replace(policy, alpha_scale=1e6)
+    scale = dict(temperature=1e-9) if isinstance(policy, DMC) else dict(alpha_scale=1e6)
+    saturated = dataclasses.replace(policy, **scale)
     model = model_for(policy)
     got = soft(model, saturated, TOKENS, Relaxation())
     want = hard(model, saturated, TOKENS)
@@ -126,32 +158,64 @@ def test_saturated_decisions_are_hard(policy, record_property):
     record_property("largest", float(largest))
 
 
+def scaled_borrowed(policy, q, k, scale):
+    """Queries and keys with what is left of the neurons that the policy borrows."""
+    q, k = q.copy(), k.copy()
+    if isinstance(policy, DMC):
+        for x in (q, k):
+            x[..., dmc_neuron(policy)] *= scale
+    else:
+        q[:, :: q.shape[1] // k.shape[1], -1] *= scale
+    return q, k
+
+
+@pytest.mark.parametrize("policy", [DMS(window=2, shift=0), DMC(neuron="first"), DMC()], ids=repr)
 @pytest.mark.parametrize("scale", [1.0, 0.3, 0.0])
-def test_a_neuron_that_decays_takes_its_share_of_attention_with_it(scale):
+def test_a_neuron_that_decays_takes_its_share_of_attention_with_it(policy, scale):
     """Before the retrofit nothing is evicted; what is left of the neuron is multiplied by scale."""
-    policy, model = DMS(window=2, shift=0), model_of(2, False)
+    model = model_of(2, False)
     got = soft(model, policy, TOKENS, Relaxation(neuron_scale=jnp.asarray(scale)))
     logits = np.asarray(model.unembed(got.hidden))
     assert not np.asarray(got.decisions).any()
 
     def attend(layer):
-        q, k, v = layer.rotated
-        group = q.shape[1] // k.shape[1]
-        cleared = layer.q.copy()
-        cleared[:, ::group, -1] *= scale
-        turned = dataclasses.replace(layer, q=cleared).rotated[0]
-        turned[:, ::group, -1] *= scale
-        return vanilla.simulate(turned, k, v)
+        q, k = scaled_borrowed(policy, layer.q, layer.k, scale)
+        q, k, v = dataclasses.replace(layer, q=q, k=k).rotated
+        return vanilla.simulate(*scaled_borrowed(policy, q, k, scale), v)
 
     for row, tokens in enumerate(TOKENS):
         want = transformer.run(oracle_weights(model), tokens, attend)
         assert np.abs(logits[row] - want.logits).max() < 1e-10
-    if scale == 0:
+    if scale == 0 and isinstance(policy, DMS):
         unmarked = DMS(window=64)
         _, (q, k, v) = dms_decisions(unmarked, want.inputs[0])
         np.testing.assert_allclose(
             vanilla.simulate(q, k, v).outputs, want.traces[0].outputs, atol=1e-12
         )
+
+
+def test_fixed_pooling_trains_in_the_form_of_inference():
+    """Noise changes nothing, and gradients pass through means and masks."""
+    policy, model = FixedPooling(every=3), model_of(2, False)
+    want = hard(model, policy, TOKENS)
+    got = soft(model, policy, TOKENS, Relaxation(noise_key=jax.random.key(1)))
+    np.testing.assert_array_equal(got.decisions, want.decisions)
+    assert float(jnp.abs(got.hidden - want.hidden).max()) < 1e-12
+    merge, _ = fixed_decisions(policy, transformer_input(model))
+    np.testing.assert_array_equal(np.asarray(got.decisions)[0, 0].T, merge)
+
+    def loss(model):
+        return (soft(model, policy, TOKENS, Relaxation()).hidden ** 2).mean()
+
+    gradient = jax.grad(loss, allow_int=True)(model)
+    leaves = jax.tree.leaves(gradient.layers.attention)
+    assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in leaves)
+
+
+def transformer_input(model):
+    """What the first layer sees of the first sequence."""
+    attend = lambda layer: vanilla.simulate(*layer.rotated)  # noqa: E731
+    return transformer.run(oracle_weights(model), TOKENS[0], attend).inputs[0]
 
 
 @every_form

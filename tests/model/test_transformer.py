@@ -10,7 +10,15 @@ import pytest
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.transformer import segment_positions
-from dms_jax.policies import DMC, DMS, TOVA, RandomEviction, StreamingLLM, Vanilla
+from dms_jax.policies import (
+    DMC,
+    DMS,
+    TOVA,
+    FixedPooling,
+    RandomEviction,
+    StreamingLLM,
+    Vanilla,
+)
 from tests.oracles import transformer, vanilla
 from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
 
@@ -19,6 +27,8 @@ PARALLEL = [
     DMS(window=2, shift=2),
     DMS(window=1, source="adapter"),
     DMC(offset=0.2),
+    DMC(offset=0.2, window=None, per="layer"),
+    FixedPooling(every=3),
     StreamingLLM(budget=5, sinks=2),
     RandomEviction(window=2, rate=0.6),
 ]

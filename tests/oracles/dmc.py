@@ -18,6 +18,12 @@ Training relaxes alpha to (0, 1); `pool` is the closed form of the same sums (Eq
     x~_t = sum_j c_j x_j / sum_j c_j,   c_j = omega_j prod_{u=j+1..t} alpha_u,   t - w < j <= t
 
 and slots that a later token merged into fade by the bias log(1 - alpha_{j+1}) on key j != query.
+
+Variants of the paper's ablations (appendix E): `per="layer"` (DMC-HardC) shares decision and
+importance over the heads of a layer, which we read as the mean of the raw neurons; uniform
+weighting is omega = 1; fixed pooling averages every n tokens. Losses: Eq. 10 over everything, the
+same within each layer (local prior), and the spread of ratios within a layer (DMC-C, whose formula
+the paper does not give).
 """
 
 import numpy as np
@@ -32,17 +38,29 @@ def sigmoid(x):
     return np.exp(-np.logaddexp(0.0, -np.asarray(x, np.float64)))
 
 
-def merge_logits(k, *, neuron: int = -1, offset: float = 5.0) -> np.ndarray:
+def merge_logits(k, *, neuron: int = -1, offset: float = 5.0, per: str = "head") -> np.ndarray:
     """[T, K]: merge where above zero; k [T, K, D] before rotation."""
-    return np.asarray(k, np.float64)[:, :, neuron] - offset
+    raw = np.array(k, np.float64)[:, :, neuron]
+    if per == "layer":
+        raw[:] = raw.mean(axis=1, keepdims=True)
+    return raw - offset
 
 
 def importance_weights(
-    q, kv_heads: int, *, neuron: int = -1, offset: float = 5.0, epsilon: float = BFLOAT16_EPSILON
+    q,
+    kv_heads: int,
+    *,
+    neuron: int = -1,
+    offset: float = 5.0,
+    epsilon: float = BFLOAT16_EPSILON,
+    per: str = "head",
 ) -> np.ndarray:
     """[T, K]: omega; q [T, H, D] before rotation."""
     raw = np.asarray(q, np.float64)[:, :, neuron]
-    return sigmoid(raw.reshape(len(raw), kv_heads, -1).mean(axis=-1) + offset) + epsilon
+    raw = raw.reshape(len(raw), kv_heads, -1).mean(axis=-1)
+    if per == "layer":
+        raw[:] = raw.mean(axis=1, keepdims=True)
+    return sigmoid(raw + offset) + epsilon
 
 
 def without_neuron(x, neuron: int | None):
@@ -193,3 +211,25 @@ def fixed_pooling(length: int, kv_heads: int, every: int) -> tuple[np.ndarray, n
     """Decisions and weights [T, K] of fixed pooling: every `every` tokens are averaged."""
     merge = (np.arange(length) % every != 0).astype(int)
     return np.repeat(merge[:, None], kv_heads, axis=1), np.ones((length, kv_heads))
+
+
+def gate(logits, noise, temperature: float = 0.1):
+    """Eq. 8: (alpha, hard decision, log(1 - alpha)) of logits k[n] - c, all [T, K].
+
+    The first token of a sequence has nothing to merge into: its alpha is 0.
+    """
+    noisy = (np.asarray(logits, np.float64) + np.asarray(noise, np.float64)) / temperature
+    noisy[0] = -np.inf
+    return sigmoid(noisy), (noisy > 0).astype(int), -np.logaddexp(0.0, noisy)
+
+
+def layer_prior_loss(decisions, ratio: float) -> float:
+    """Eq. 10 in each layer by itself; decisions [L, B, K, T], mean over layers and sequences."""
+    share = np.asarray(decisions, np.float64).mean(axis=(2, 3))
+    return float(np.maximum(1 - 1 / ratio - share, 0.0).mean())
+
+
+def head_spread(decisions) -> float:
+    """Mean over layers, sequences and heads of |share of the head - share of its layer|."""
+    share = np.asarray(decisions, np.float64).mean(axis=3)
+    return float(np.abs(share - share.mean(axis=2, keepdims=True)).mean())

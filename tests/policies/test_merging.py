@@ -1,4 +1,4 @@
-"""DMC's merge, chunk by chunk, against the closed form of its weighted means."""
+"""Merging: the closed forms, the scan and token by token, hard and soft, against NumPy's sums."""
 
 import functools
 
@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dms_jax.policies import DMC
+from dms_jax.policies import DMC, FixedPooling
 from dms_jax.policies.base import Chunk, Decisions, PolicyState, Projections
+from dms_jax.policies.merging import partial_means
 from tests.oracles import dmc
 
 BATCH, KV_HEADS, HEAD_DIM, LENGTH = 2, 2, 4, 17
+WINDOWS = [None, 1, 2, 3, 7, 12, 16, 17, 40]
+every_window = pytest.mark.parametrize("window", WINDOWS)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -32,13 +35,14 @@ def transform(policy, rows, k, v, marks, importance, first, count):
     return state.rows, chunk.k, chunk.v
 
 
-@settings(max_examples=12)
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 12])
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**20),
     rate=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     width=st.sampled_from([1, 6]),
 )
-def test_means_do_not_depend_on_the_chunks(seed, rate, width):
+def test_means_do_not_depend_on_the_chunks(window, seed, rate, width):
     random = np.random.default_rng(seed)
     k, v = random.normal(size=(2, BATCH, LENGTH, KV_HEADS, HEAD_DIM))
     marks = random.random((BATCH, KV_HEADS, LENGTH)) < rate
@@ -46,7 +50,7 @@ def test_means_do_not_depend_on_the_chunks(seed, rate, width):
     omega = random.random((BATCH, KV_HEADS, LENGTH)) + 0.01
     got_k, got_v = np.zeros_like(k), np.zeros_like(v)
     with jax.enable_x64(True):
-        policy = DMC()
+        policy = DMC(window=window)
         rows = policy.init_rows(BATCH, KV_HEADS, HEAD_DIM, jnp.float64)
         done = np.zeros(BATCH, np.int32)
         while (done < LENGTH).any():
@@ -71,34 +75,214 @@ def test_means_do_not_depend_on_the_chunks(seed, rate, width):
             done = (done + count).astype(np.int32)
     for row, head in np.ndindex(BATCH, KV_HEADS):
         for got, x in ((got_k, k), (got_v, v)):
-            want = dmc.pool(x[row, :, head], marks[row, head].astype(float), omega[row, head])
+            alpha = marks[row, head].astype(float)
+            want = dmc.pool(x[row, :, head], alpha, omega[row, head], window)
             np.testing.assert_allclose(got[row, :, head], want, atol=1e-12)
 
 
+def draw(seed: int, dtype=np.float64):
+    """k, v [B, T, K, D], alpha, omega [B, K, T]; alpha spread between 0 and 1, both included."""
+    random = np.random.default_rng(seed)
+    k, v = random.normal(size=(2, BATCH, LENGTH, KV_HEADS, HEAD_DIM))
+    alpha = np.clip(random.normal(0.6, 0.5, (BATCH, KV_HEADS, LENGTH)), 0, 1)
+    alpha[..., 0] = 0
+    omega = random.random((BATCH, KV_HEADS, LENGTH)) + 0.01
+    return [x.astype(dtype) for x in (k, v, alpha, omega)]
+
+
+def pooled(x, alpha, omega, window):
+    """NumPy's closed form of every sequence and head, [B, T, K, D]."""
+    rows = [
+        [dmc.pool(x[b, :, h], alpha[b, h], omega[b, h], window) for h in range(KV_HEADS)]
+        for b in range(BATCH)
+    ]
+    return np.moveaxis(np.array(rows), 1, 2)
+
+
+@every_window
+def test_partial_means_equal_the_closed_form_in_float64(window):
+    k, v, alpha, omega = draw(1)
+    with jax.enable_x64(True):
+        got_k, got_v = partial_means(*map(jnp.asarray, (k, v, alpha, omega)), window)
+    np.testing.assert_allclose(got_k, pooled(k, alpha, omega, window), atol=1e-13)
+    np.testing.assert_allclose(got_v, pooled(v, alpha, omega, window), atol=1e-13)
+
+
+@pytest.mark.parametrize("window", [None, 3, 12])
+def test_parallel_equals_token_by_token_in_float32(window):
+    """The recurrence of eq. 9, and with a window its sum over a ring of the last tokens."""
+    k, v, alpha, omega = draw(2, np.float32)
+
+    def step(ring, token):
+        k, alpha, omega = token
+        new = jnp.concatenate([omega[..., None] * k, omega[..., None]], -1)
+        if window is None:
+            ring = alpha[..., None, None] * ring + new[..., None, :]
+        else:
+            ring = jnp.concatenate(
+                [alpha[..., None, None] * ring[..., 1:, :], new[..., None, :]], -2
+            )
+        sums = ring.sum(-2)
+        return ring, sums[..., :-1] / sums[..., -1:]
+
+    ring = jnp.zeros((BATCH, KV_HEADS, window or 1, HEAD_DIM + 1))
+    tokens = [jnp.moveaxis(x, axis, 0) for x, axis in ((k, 1), (alpha, 2), (omega, 2))]
+    _, want = jax.lax.scan(step, ring, tokens)
+    got, _ = partial_means(*map(jnp.asarray, (k, v, alpha, omega)), window)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, jnp.moveaxis(want, 0, 1), atol=1e-5)
+    np.testing.assert_allclose(got, pooled(k, alpha, omega, window), atol=1e-5)
+
+
+def test_sums_of_half_precision_are_taken_in_float32():
+    k, v, alpha, omega = draw(3, np.float32)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in (k, v)]
+    got, _ = partial_means(*half, jnp.asarray(alpha), jnp.asarray(omega), 12)
+    want = pooled(np.asarray(half[0], np.float64), alpha, omega, 12)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, jnp.asarray(want, jnp.float32).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("window", [None, 3, 12])
+def test_gradients_equal_finite_differences(window):
+    arguments = draw(4)
+    arguments[2] = 0.1 + 0.8 * arguments[2]  # within (0, 1), so that both sides exist
+    random = np.random.default_rng(5)
+    weights = random.normal(size=(2, *arguments[0].shape))
+
+    def value(k, v, alpha, omega):
+        means = pooled(k, alpha, omega, window), pooled(v, alpha, omega, window)
+        return sum((weight * mean).sum() for weight, mean in zip(weights, means, strict=True))
+
+    def loss(*arguments):
+        means = partial_means(*arguments, window)
+        return sum((weight * mean).sum() for weight, mean in zip(weights, means, strict=True))
+
+    with jax.enable_x64(True):
+        gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(*map(jnp.asarray, arguments))
+    for index, gradient in enumerate(gradients):
+        for _ in range(3):
+            direction = random.normal(size=gradient.shape)
+            ends = []
+            for step in (1e-6, -1e-6):
+                moved = list(arguments)
+                moved[index] = moved[index] + step * direction
+                ends.append(value(*moved))
+            slope = (ends[0] - ends[1]) / 2e-6
+            found = (np.asarray(gradient) * direction).sum()
+            np.testing.assert_allclose(found, slope, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_nothing_quadratic_in_the_length(window):
+    """The largest array of the means and their gradients grows with T, not with T * T or T * w."""
+    length = 512
+
+    def loss(k, alpha):
+        return sum(x.sum() for x in partial_means(k, k, alpha, alpha, window))
+
+    k = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
+    alpha = jax.ShapeDtypeStruct((1, 1, length), jnp.float32)
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(k, alpha).compile()
+    one = length * 8 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 40 * one < length * length * 4
+
+
+def shown(q, k, positions=None):
+    if positions is None:
+        positions = np.arange(k.shape[1])[None]
+    return Projections(
+        q=jnp.asarray(q),
+        k=jnp.asarray(k),
+        v=jnp.asarray(k),
+        adapter_logits=None,
+        positions=jnp.asarray(positions, jnp.int32),
+        layer=jnp.asarray(0),
+    )
+
+
+@pytest.mark.parametrize("per", ["head", "layer"])
 @pytest.mark.parametrize("neuron", ["first", "last"])
-def test_decisions_and_importance_are_the_neurons(neuron):
+def test_decisions_and_importance_are_the_neurons(neuron, per):
     random = np.random.default_rng(3)
     q, k = random.normal(size=(1, 9, 6, 4)), random.normal(size=(1, 9, 2, 4))
-    policy = DMC(neuron=neuron, offset=0.2, epsilon=0.01)
+    policy = DMC(neuron=neuron, offset=0.2, epsilon=0.01, per=per)
     index = {"first": 0, "last": -1}[neuron]
     with jax.enable_x64(True):
-        decisions = policy.decide(
-            Projections(
-                q=jnp.asarray(q),
-                k=jnp.asarray(k),
-                v=jnp.asarray(k),
-                adapter_logits=None,
-                positions=jnp.arange(9, dtype=jnp.int32)[None],
-                layer=jnp.asarray(0),
-            )
-        )
+        decisions = policy.decide(shown(q, k))
         cleared_q, cleared_k = policy.clear_borrowed(jnp.asarray(q), jnp.asarray(k))
-    logits = dmc.merge_logits(k[0], neuron=index, offset=0.2)
+    options = dict(neuron=index, offset=0.2, per=per)
+    logits = dmc.merge_logits(k[0], **options)
+    assert (np.ptp(logits, axis=1) == 0).all() == (per == "layer")
     np.testing.assert_allclose(decisions.logits[0].T, logits, atol=1e-12)
     marks = logits > 0
     marks[0] = False
     np.testing.assert_array_equal(decisions.marks[0].T, marks)
-    omega = dmc.importance_weights(q[0], 2, neuron=index, offset=0.2, epsilon=0.01)
+    omega = dmc.importance_weights(q[0], 2, epsilon=0.01, **options)
     np.testing.assert_allclose(decisions.importance[0].T, omega, atol=1e-12)
     np.testing.assert_array_equal(cleared_q, dmc.without_neuron(q, index))
     np.testing.assert_array_equal(cleared_k, dmc.without_neuron(k, index))
+
+
+def test_uniform_weighting_counts_every_token_alike():
+    random = np.random.default_rng(3)
+    q, k = random.normal(size=(1, 9, 6, 4)), random.normal(size=(1, 9, 2, 4))
+    decisions = DMC(importance="uniform").decide(shown(q, k))
+    np.testing.assert_array_equal(decisions.importance, np.ones((1, 2, 9)))
+
+
+def relaxed(policy, q, k, positions, noise):
+    decisions = policy.decide(shown(q, k, positions))
+    batch, length, kv_heads, _ = k.shape
+    chunk = Chunk(
+        k=jnp.asarray(k),
+        v=jnp.asarray(2 * k),
+        decisions=decisions,
+        positions=jnp.asarray(positions, jnp.int32),
+        count=jnp.full(batch, length, jnp.int32),
+        page_table=jnp.zeros((batch, kv_heads, 0), jnp.int32),
+        lengths=jnp.zeros((batch, kv_heads), jnp.int32),
+        page_size=1,
+    )
+    return policy.relax(chunk, jnp.asarray(noise))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_soft_form_of_a_document_is_that_of_the_document_alone(window):
+    """Packed documents: nothing is merged from one into the next, or counted for it."""
+    random = np.random.default_rng(6)
+    q, k = random.normal(size=(1, 11, 4, 4)), random.normal(size=(1, 11, 2, 4))
+    noise = random.logistic(size=(1, 2, 11))
+    positions = np.array([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]])
+    policy = DMC(offset=0.1, temperature=0.8, window=window)
+    with jax.enable_x64(True):
+        whole = relaxed(policy, q, k, positions, noise)
+        for part in (slice(0, 5), slice(5, 11)):
+            alone = relaxed(policy, q[:, part], k[:, part], positions[:, part], noise[..., part])
+            np.testing.assert_allclose(whole.k[:, part], alone.k, atol=1e-13)
+            np.testing.assert_allclose(whole.v[:, part], alone.v, atol=1e-13)
+            np.testing.assert_array_equal(whole.bias[..., part], alone.bias)
+            np.testing.assert_array_equal(whole.decisions[..., part], alone.decisions)
+    logits = dmc.merge_logits(k[0, 5:], offset=0.1)
+    alpha, hard, log_keep = dmc.gate(logits, noise[0, :, 5:].T, 0.8)
+    np.testing.assert_array_equal(whole.decisions[0, :, 5:].T, hard)
+    np.testing.assert_allclose(whole.bias[0, :, 5:-1].T, log_keep[1:], atol=1e-12)
+    assert not np.asarray(whole.bias)[..., [4, 10]].any()
+    omega = dmc.importance_weights(q[0, 5:], 2, offset=0.1)
+    want = dmc.pool(k[0, 5:, 1], alpha[:, 1], omega[:, 1], window)
+    np.testing.assert_allclose(whole.k[0, 5:, 1], want, atol=1e-12)
+
+
+def test_fixed_pooling_is_what_the_paper_describes():
+    random = np.random.default_rng(7)
+    k = random.normal(size=(1, 7, 2, 4))
+    positions = np.arange(7)[None]
+    with jax.enable_x64(True):
+        got = relaxed(FixedPooling(every=3), k, k, positions, np.zeros((1, 2, 7)))
+    merge, weights = dmc.fixed_pooling(7, 2, every=3)
+    np.testing.assert_array_equal(got.decisions[0].T, merge)
+    np.testing.assert_array_equal(got.bias[0, 0], [-np.inf, -np.inf, 0, -np.inf, -np.inf, 0, 0])
+    np.testing.assert_allclose(
+        got.k[0, :, 0], dmc.pool(k[0, :, 0], merge[:, 0], weights[:, 0]), atol=1e-13
+    )
+    assert FixedPooling(every=3).borrowed_neurons is None

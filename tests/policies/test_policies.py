@@ -12,6 +12,7 @@ from dms_jax.policies import (
     DMS,
     POLICIES,
     TOVA,
+    FixedPooling,
     Quest,
     RandomEviction,
     StreamingLLM,
@@ -23,7 +24,16 @@ from dms_jax.policies.base import Policy
 CHANGED = [
     Vanilla(),
     DMS(window=3, source="adapter", shift=2, per="layer", alpha_scale=7.0, temperature=0.5),
-    DMC(neuron="first", offset=1.0, epsilon=0.0),
+    DMC(
+        window=None,
+        neuron="first",
+        per="layer",
+        importance="uniform",
+        offset=1.0,
+        epsilon=0.0,
+        temperature=0.3,
+    ),
+    FixedPooling(every=3),
     TOVA(budget=3, per="head"),
     Quest(budget=32, dense_layers=0, force_last_page=False),
     StreamingLLM(budget=9, sinks=1),
@@ -63,8 +73,9 @@ def test_unknown_names_and_options_are_refused_by_name():
         from_dict({"name": "DMS", "windw": 3})
 
 
-def test_dms_is_trainable():
-    assert [name for name, policy in POLICIES.items() if policy.trainable] == ["DMS"]
+def test_what_can_be_trained():
+    trainable = [name for name, policy in POLICIES.items() if policy.trainable]
+    assert trainable == ["DMS", "DMC", "FixedPooling"]
 
 
 def test_the_base_policy_is_vanilla():
@@ -86,6 +97,12 @@ def test_the_base_policy_is_vanilla():
         (DMS(), "per", "token"),
         (DMS(), "temperature", 0.0),
         (DMC(), "neuron", "middle"),
+        (DMC(), "window", 0),
+        (DMC(), "window", True),
+        (DMC(), "per", "token"),
+        (DMC(), "importance", "fixed"),
+        (DMC(), "temperature", 0.0),
+        (FixedPooling(), "every", 0),
         (TOVA(), "budget", 0),
         (TOVA(), "per", "token"),
         (Quest(), "budget", 0),

@@ -1,0 +1,64 @@
+"""Fixed memory pooling: the control for DMC's learned decisions (arXiv 2403.09636, appendix E).
+
+Every n tokens, counted from the start of the sequence, are averaged into one slot:
+
+    alpha_t = 1[t mod n > 0],   omega_t = 1
+
+Nothing is learned but to live with it, so that no neuron is borrowed, and training and inference
+are the same. The compression ratio is n from the first step on.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dms_jax.policies.base import (
+    Chunk,
+    Decisions,
+    Projections,
+    Relaxed,
+    hard_marks,
+    is_static_int,
+    require,
+)
+from dms_jax.policies.merging import Merging, partial_means
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedPooling(Merging):
+    """Averages a fixed number of neighbouring tokens.
+
+    Attributes:
+      every: tokens a slot, which is the compression ratio.
+    """
+
+    every: int = 4
+
+    def __post_init__(self):
+        require(
+            is_static_int(self.every, least=1),
+            f"FixedPooling: every must be a whole number >= 1, got {self.every!r}.",
+        )
+
+    @property
+    def merge_window(self) -> int | None:
+        """All of a segment, which ends by itself."""
+        return self.every
+
+    def decide(self, projections: Projections) -> Decisions:
+        """Marks all but every n-th position."""
+        shape = (*projections.k.shape[:1], *projections.k.shape[2:0:-1])  # [B, K, T]
+        joins = (projections.positions % self.every > 0)[:, None]
+        wide = jnp.promote_types(projections.k.dtype, jnp.float32)
+        return Decisions(marks=jnp.broadcast_to(joins, shape), importance=jnp.ones(shape, wide))
+
+    def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
+        """The form of inference: decisions that nothing can change."""
+        decisions = chunk.decisions
+        assert decisions.importance is not None
+        joins = hard_marks(decisions)
+        alpha = joins.astype(decisions.importance.dtype)
+        k, v = partial_means(chunk.k, chunk.v, alpha, decisions.importance, self.merge_window)
+        bias = jnp.where(self.evicted(chunk), -jnp.inf, jnp.zeros((), noise.dtype))
+        return Relaxed(k=k, v=v, bias=bias, decisions=alpha)
