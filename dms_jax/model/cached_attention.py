@@ -148,8 +148,8 @@ def _write(
         chunk = dataclasses.replace(chunk, k=pool.as_stored(k), v=pool.as_stored(chunk.v))
         state, placement = policy.write(state, chunk)
         pool = pool.store(chunk.page_table, placement.slots, placement.k, placement.v)
-        cache = LayerCache(pool=pool, state=state)
-    return cache, chunk, placement
+        state = policy.stored(state, pool, chunk, placement)
+    return LayerCache(pool=pool, state=state), chunk, placement
 
 
 def _parallel(policy, cache, q, chunk, cos, sin, *, scale) -> Attended:
@@ -180,9 +180,7 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
     """One token of every sequence."""
     batch, _, num_heads, head_dim = q.shape
     cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin)
-    reading = policy.read(
-        cache.state, q[:, 0], chunk.page_table, placement.lengths, chunk.page_size
-    )
+    reading = policy.read(cache.state, q[:, 0], chunk, placement)
     num_rows = reading.lengths.size
     active = chunk.count > 0
     lengths = jnp.where(active[:, None], reading.lengths, 0)  # an idle lane reads nothing

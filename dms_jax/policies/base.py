@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dms_jax.cache import Pool
 from dms_jax.errors import ConfigError
 
 FOREVER = 2**30  # later than any query: int32, with room for sums
@@ -260,19 +261,21 @@ class Policy:
         """
         return jnp.zeros(row_shape(chunk), bool)
 
+    def stored(
+        self, state: PolicyState, pool: Pool, chunk: Chunk, placement: Placement
+    ) -> PolicyState:
+        """Learns from the pool, into which the chunk has been written (Quest's bounds)."""
+        del pool, chunk, placement
+        return state
+
     # -- read -------------------------------------------------------------------------------------
 
     def read(
-        self,
-        state: PolicyState,
-        q: Float[Array, "B H D"],
-        page_table: Int[Array, "B K M"],
-        lengths: Int[Array, "B K"],
-        page_size: int,
+        self, state: PolicyState, q: Float[Array, "B H D"], chunk: Chunk, placement: Placement
     ) -> Reading:
         """Chooses the pages a query attends to. Everything live by default."""
-        del state, q, page_size
-        return Reading(page_table, lengths)
+        del state, q
+        return Reading(chunk.page_table, placement.lengths)
 
     # -- observe ----------------------------------------------------------------------------------
 

@@ -8,6 +8,11 @@ scores a page by an upper bound on its attention logits,
 and reads only the best `budget // P` pages. Selection is separate for every query head. The
 prompt is attended densely, and so are the first `dense_layers` layers. The memory is not reduced;
 the reads are, to the budget and two vectors a page.
+
+Over a policy that evicts (`over=DMS(...)`) the pages are those of the survivors, whose slots are
+reused: the page that is always read is the one that the current token was written to, and the
+bounds of every page that is written to are worked out anew from the keys that it now holds, so
+they never cover a key that is gone.
 """
 
 import dataclasses
@@ -16,8 +21,9 @@ from typing import no_type_check
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from dms_jax.cache import Pool
 from dms_jax.policies.base import (
     NOT_STORED,
     Chunk,
@@ -28,6 +34,7 @@ from dms_jax.policies.base import (
     is_static_int,
     require,
 )
+from dms_jax.policies.selective import SelectiveReading
 
 
 @no_type_check  # jax also builds it of shapes and of partitions
@@ -40,7 +47,7 @@ class PageBounds:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quest(Policy):
+class Quest(SelectiveReading):
     """Reads the pages with the highest bound on attention.
 
     Attributes:
@@ -48,15 +55,15 @@ class Quest(Policy):
       dense_layers: first layers that read everything.
       force_last_page: always read the page of the current token (the original kernels); False
         lets the bound decide and reads at least 3 pages (the original evaluation code).
+      over: the policy that decides what the cache holds.
     """
 
     budget: int = 1024
     dense_layers: int = 2
     force_last_page: bool = True
 
-    split_invariant = False
-
     def __post_init__(self):
+        super().__post_init__()
         require(
             is_static_int(self.budget, least=1),
             f"Quest: budget must be a whole number of at least 1, got {self.budget!r}.",
@@ -78,10 +85,6 @@ class Quest(Policy):
         runs = ((0, dense, everything), (dense, num_layers, self))
         return tuple(run for run in runs if run[0] < run[1])
 
-    def parallel(self, *, prompt: bool) -> bool:
-        """The prompt is dense."""
-        return prompt
-
     def init_pages(self, num_pages, page_size, head_dim, dtype) -> PageBounds:
         """Returns empty bounds."""
         del page_size
@@ -90,31 +93,39 @@ class Quest(Policy):
             high=jnp.full((num_pages, head_dim), -jnp.inf, dtype),
         )
 
-    def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
-        """Appends, and widens the bounds of the pages written to."""
-        state, placement = super().write(state, chunk)
+    def stored(
+        self, state: PolicyState, pool: Pool, chunk: Chunk, placement: Placement
+    ) -> PolicyState:
+        """Works out the bounds of the pages that were written to."""
         bounds: PageBounds = state.pages
-        slots = placement.slots
-        page = jnp.take_along_axis(
-            chunk.page_table, jnp.maximum(slots, 0) // chunk.page_size, axis=-1
-        )
+        slots, size = placement.slots, chunk.page_size
+        if slots.shape[-1] == 1:
+            column = jnp.maximum(slots, 0) // size
+            written = slots != NOT_STORED
+        else:  # in a chunk of a prompt: all pages of the rows
+            column = jnp.broadcast_to(
+                jnp.arange(chunk.page_table.shape[-1]), chunk.page_table.shape
+            )
+            written = column * size < placement.lengths[..., None]
         nowhere = bounds.low.shape[0]  # out of range: dropped
-        page = jnp.where(slots == NOT_STORED, nowhere, page)
-        opened = jnp.where(slots % chunk.page_size == 0, page, nowhere)  # forget a former owner
-        keys = jnp.swapaxes(placement.k, 1, 2)
-        low = bounds.low.at[opened].set(jnp.inf, mode="drop").at[page].min(keys, mode="drop")
-        high = bounds.high.at[opened].set(-jnp.inf, mode="drop").at[page].max(keys, mode="drop")
-        return dataclasses.replace(state, pages=PageBounds(low, high)), placement
+        page = jnp.take_along_axis(chunk.page_table, column, axis=-1, mode="clip")
+        keys = pool.keys(page, bounds.low.dtype)
+        slot = column[..., None] * size + jnp.arange(size)
+        live = (slot < placement.lengths[..., None, None])[..., None]
+        page = jnp.where(written, page, nowhere)
+        low = jnp.where(live, keys, jnp.inf).min(-2)
+        high = jnp.where(live, keys, -jnp.inf).max(-2)
+        pages = PageBounds(
+            low=bounds.low.at[page].set(low, mode="drop"),
+            high=bounds.high.at[page].set(high, mode="drop"),
+        )
+        return dataclasses.replace(state, pages=pages)
 
     def read(
-        self,
-        state: PolicyState,
-        q: Float[Array, "B H D"],
-        page_table: Int[Array, "B K M"],
-        lengths: Int[Array, "B K"],
-        page_size: int,
+        self, state: PolicyState, q: Float[Array, "B H D"], chunk: Chunk, placement: Placement
     ) -> Reading:
         """Selects the pages of each query head."""
+        page_table, lengths, page_size = chunk.page_table, placement.lengths, chunk.page_size
         batch, num_kv_heads, num_pages = page_table.shape
         floor = 1 if self.force_last_page else 3  # as published
         selected = max(self.budget // page_size, floor)
@@ -133,7 +144,8 @@ class Quest(Policy):
             "BKGD,BKMD->BKGM", jax.nn.relu(grouped), jnp.where(is_live, high, 0)
         ) - jnp.einsum("BKGD,BKMD->BKGM", jax.nn.relu(-grouped), jnp.where(is_live, low, 0))
         if self.force_last_page:
-            score = jnp.where(index == live[:, :, None, None] - 1, jnp.inf, score)
+            current = (placement.slots // page_size)[..., None]  # [B, K, 1, 1]
+            score = jnp.where(index == current, jnp.inf, score)
         score = jnp.where(index < live[:, :, None, None], score, -jnp.inf)
         _, best = jax.lax.top_k(score, selected)
         best = jnp.sort(best, -1)  # the last page, the only partial one, stays last

@@ -64,9 +64,9 @@ class Row:
     def name(self) -> str:
         default = type(self.policy)()
         options = [
-            f"{name}={value}"
-            for name, value in dataclasses.asdict(self.policy).items()
-            if value != getattr(default, name)
+            f"{field.name}={getattr(self.policy, field.name)}"
+            for field in dataclasses.fields(self.policy)
+            if getattr(self.policy, field.name) != getattr(default, field.name)
         ]
         options += [f"G={self.group}", f"page={self.page_size}"]
         return "-".join([self.policy.name, *options, *([self.kv_dtype] if self.kv_dtype else [])])
@@ -263,6 +263,20 @@ def simulate_quest(policy, layer, prompt_length, page_size):
     )
 
 
+def simulate_quest_over_dms(policy, layer, prompt_length, page_size):
+    _, tensors = dms_decisions(policy.over, layer)
+    return quest.select_over(
+        simulate_dms(policy.over, layer, prompt_length, page_size),
+        *tensors,
+        prompt_length,
+        budget=policy.budget,
+        page_size=page_size,
+        force_last_page=policy.force_last_page,
+        layer=layer.index,
+        dense_layers=policy.dense_layers,
+    )
+
+
 def simulate_dms_float8(policy, layer, prompt_length, page_size):
     """The same decisions over keys and values that went through 8 bits."""
     decisions, (q, k, v) = dms_decisions(policy, layer)
@@ -360,6 +374,21 @@ def training_free_rows() -> list[Row]:
     ]
 
 
+def quest_over_dms_rows() -> list[Row]:
+    make = functools.partial(Row, simulate=simulate_quest_over_dms, selects=True)
+    adapter = DMS(window=4, source="adapter")
+    return [
+        make(Quest(budget=6, dense_layers=0, over=DMS(window=3)), group=1, page_size=3),
+        make(Quest(budget=8, dense_layers=1, over=DMS(window=6)), group=2, page_size=4),
+        make(Quest(budget=4, dense_layers=0, over=adapter), group=4, page_size=2),
+        make(
+            Quest(budget=9, dense_layers=0, force_last_page=False, over=DMS(window=2, shift=0)),
+            group=8,
+            page_size=3,
+        ),
+    ]
+
+
 def float8_rows() -> list[Row]:
     """Policies over a cache of 8 bits; what nothing evicts is plain attention over such numbers."""
     make = functools.partial(Row, keys=stored_keys, kv_dtype="float8_e4m3")
@@ -385,6 +414,7 @@ ROWS = [
     *dmc_rows(),
     *fixed_rows(),
     *training_free_rows(),
+    *quest_over_dms_rows(),
     *float8_rows(),
 ]
 # Policies that agree with one pass over the whole sequence, wherever the prompt ends.

@@ -31,10 +31,15 @@ def page_bounds(query: np.ndarray, keys: np.ndarray, page_size: int) -> np.ndarr
 
 def selected_pages(bounds: np.ndarray, pages: int, force_last_page: bool) -> list[int]:
     """The pages read, ascending."""
+    return pages_beside(bounds, pages, len(bounds) - 1 if force_last_page else None)
+
+
+def pages_beside(bounds: np.ndarray, pages: int, always: int | None) -> list[int]:
+    """The pages read, ascending, one of them whatever its bound."""
     if len(bounds) <= pages:
         return list(range(len(bounds)))
-    candidates = list(range(len(bounds)))
-    forced = [candidates.pop()] if force_last_page else []
+    forced = [] if always is None else [always]
+    candidates = [page for page in range(len(bounds)) if page not in forced]
     best = sorted(candidates, key=lambda page: (-bounds[page], page))
     return sorted(best[: pages - len(forced)] + forced)
 
@@ -76,4 +81,43 @@ def simulate(
             outputs.append(attend(q[t, head], keys[ids], values[ids], scale))
             attended.append(ids)
         recorder.step(outputs, [list(range(length))] * kv_heads, attended=attended)
+    return recorder.trace()
+
+
+def select_over(
+    kept: Trace,
+    q,
+    k,
+    v,
+    prompt_length: int = 0,
+    *,
+    budget: int,
+    page_size: int,
+    force_last_page: bool,
+    layer: int,
+    dense_layers: int,
+) -> Trace:
+    """Quest among the survivors of an evicting policy, whose slots `kept` gives in order.
+
+    The pages are consecutive slots; that of the current token is read where one is forced.
+    """
+    q, k, v = as_float64(q, k, v)
+    scale = default_scale(q, None)
+    query_heads, kv_heads = q.shape[1], k.shape[1]
+    recorder = Recorder(query_heads)
+    for t, live in enumerate(kept.live):
+        pages = budget // page_size
+        outputs, attended = [], []
+        for head in range(query_heads):
+            kv_head = head // (query_heads // kv_heads)
+            slots = live[kv_head]
+            if t >= prompt_length and layer >= dense_layers:
+                bounds = page_bounds(q[t, head], k[slots, kv_head], page_size)
+                current = slots.index(t) // page_size if force_last_page else None
+                most = max(pages, 1 if force_last_page else 3)
+                chosen = pages_beside(bounds, most, current)
+                slots = [slot for i, slot in enumerate(slots) if i // page_size in chosen]
+            outputs.append(attend(q[t, head], k[slots, kv_head], v[slots, kv_head], scale))
+            attended.append(slots)
+        recorder.step(outputs, live, attended=attended)
     return recorder.trace()
