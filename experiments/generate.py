@@ -8,7 +8,6 @@ python experiments/generate.py --file prompts.txt --options '{"budget": 64}' --p
 
 import collections
 import dataclasses
-import json
 import pathlib
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import tyro
+from options import read_policy
 from rich.console import Console
 from rich.table import Table
 
@@ -86,42 +86,6 @@ def read_prompts(config: Config) -> list[str]:
     return prompts
 
 
-def read_policy(config: Config) -> dms_jax.policies.Policy | None:
-    """The policy by name, with its options."""
-    if config.policy is None:
-        if config.options:
-            raise dms_jax.ConfigError("--options belong to a policy; name it with --policy.")
-        return None
-    fields: dict[str, Any] = {}
-    for option in config.options:
-        name, separator, value = option.partition("=")
-        if option.lstrip().startswith("{"):
-            fields |= parse_object(option)
-        elif separator:
-            fields[name.strip()] = parse_value(value)
-        else:
-            raise dms_jax.ConfigError(
-                f"--options takes name=value or a JSON object, got {option!r}."
-            )
-    return dms_jax.policies.from_dict({**fields, "name": config.policy})
-
-
-def parse_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
-    try:
-        return dict(json.loads(text))
-    except ValueError as error:
-        raise dms_jax.ConfigError(f"--options {text!r} is not a JSON object: {error}") from error
-
-
-def parse_value(text: str) -> Any:
-    """A number, true or false where it is one, else the text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 class Screen:
     """Shows answers: a single one as it is written, several as each is done."""
 
@@ -179,7 +143,8 @@ def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
 
 def run(config: Config, console: Console) -> Generation:
     """Loads the model, completes the prompts and shows them."""
-    texts, policy = read_prompts(config), read_policy(config)
+    texts = read_prompts(config)
+    policy = read_policy(config.policy, config.options)
     sampling = dms_jax.Sampling(
         temperature=config.temperature,
         top_k=config.top_k,

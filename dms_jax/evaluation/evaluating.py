@@ -1,6 +1,7 @@
 """`evaluate`: a model answers a task's problems, every token decoded from the real paged cache."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 
@@ -73,10 +74,7 @@ def evaluate(
         raise DataError("evaluate needs a tokenizer, and this model came without one.")
     sampling = Sampling(temperature=0.7, max_new_tokens=512) if sampling is None else sampling
     sampling = dataclasses.replace(sampling, seed=_seeds(seed, problems, chains))
-    given = [
-        tasks[index % len(tasks)].problem(split, start + index // len(tasks))
-        for index in range(problems)
-    ]
+    given = _problems(tasks, split, start, problems)
     begin = time.perf_counter()
     prompts = [encode_prompt(model, problem.prompt, name="A problem") for problem in given]
     completions = _answer(
@@ -105,6 +103,14 @@ def evaluate(
     return _scored(settings, tasks, given, completions, chains, seconds)
 
 
+@functools.lru_cache(maxsize=8)  # many systems answer the same problems
+def _problems(tasks: tuple[Task, ...], split: Split, start: int, count: int) -> tuple[Problem, ...]:
+    return tuple(
+        tasks[index % len(tasks)].problem(split, start + index // len(tasks))
+        for index in range(count)
+    )
+
+
 def _seeds(seed: int, problems: int, chains: int) -> list[int]:
     """One seed for each chain of each problem: the first chains are the same however many run."""
     drawn = [
@@ -126,7 +132,7 @@ def _answer(
     page_size: int,
     prefill_chunk: int,
 ) -> list[Completion]:
-    """Decodes every prompt; one compiled shape serves them all."""
+    """Decodes every prompt, wave by wave: full waves share their compiled shapes."""
     requests = make_requests(model.config, prompts, sampling)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     engine = Engine(
@@ -143,13 +149,16 @@ def _answer(
         ),
         table_width=-(-(longest + chunk) // page_size),
     )
-    return engine.serve(requests, sampling)
+    completions = []
+    for first in range(0, len(requests), lanes):
+        completions += engine.serve(requests[first : first + lanes], sampling)
+    return completions
 
 
 def _scored(
     settings: dict,
     tasks: tuple[Task, ...],
-    problems: list[Problem],
+    problems: tuple[Problem, ...],
     completions: list[Completion],
     chains: int,
     seconds: float,

@@ -21,15 +21,16 @@ from jaxtyping import Float
 from dms_jax.errors import DataError
 from dms_jax.evaluation.statistics import Measured, difference
 
-Points = Sequence[tuple[float, float]]
+Number = float | int
+Points = Sequence[tuple[Number, Number]]
 
 
-def frontier(points: Points) -> list[tuple[float, float]]:
+def frontier(points: Points) -> list[tuple[Number, Number]]:
     """The points that no cheaper one reaches, by budget: (budget, accuracy), both increasing.
 
     # In: (1, .2), (2, .5), (3, .4), (4, .6)  Out: (1, .2), (2, .5), (4, .6)
     """
-    best: list[tuple[float, float]] = []
+    best: list[tuple[Number, Number]] = []
     for budget, accuracy in sorted(points, key=lambda point: (point[0], -point[1])):
         if not best or accuracy > best[-1][1]:
             best.append((budget, accuracy))
@@ -70,7 +71,7 @@ class Level:
       scores: of each problem, the mean over its chains.
     """
 
-    budget: float
+    budget: Number
     scores: Float[np.ndarray, "seeds problems"]
 
     def __post_init__(self):
@@ -78,7 +79,7 @@ class Level:
             raise DataError(f"a budget must be positive, got {self.budget!r}")
 
 
-def at_budget(levels: Sequence[Level], budget: float) -> Float[np.ndarray, "seeds problems"] | None:
+def at_budget(levels: Sequence[Level], budget: Number) -> Float[np.ndarray, "seeds problems"] | None:
     """The scores a system would have at a budget, linear in its logarithm between measured ones.
 
     None where the budget lies outside what was measured.

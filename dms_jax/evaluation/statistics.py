@@ -30,10 +30,10 @@ from dms_jax.errors import DataError
 class Measured:
     """A figure and its standard error."""
 
-    value: float
-    error: float
+    value: float | int
+    error: float | int
 
-    def beyond(self, threshold: float = 0.0, errors: float = 2.0) -> bool:
+    def beyond(self, threshold: float | int = 0, errors: float | int = 2) -> bool:
         """Whether the figure is above a threshold by more than some standard errors."""
         return self.value - threshold > errors * self.error
 
@@ -59,7 +59,8 @@ def mean_over_seeds(values: Float[np.ndarray, "seeds problems"]) -> Measured:
 
 
 def difference(
-    left: Float[np.ndarray, "seeds problems"], right: Float[np.ndarray, "other_seeds problems"]
+    left: Float[np.ndarray, "seeds problems"],
+    right: Float[np.ndarray, "other_seeds other_problems"],
 ) -> Measured:
     """How much more `left` has than `right` on the same problems.
 

@@ -40,14 +40,14 @@ def test_several_answers_under_another_policy(capsys, tmp_path):
 
 def test_options_of_a_policy():
     def read(*options: str):
-        return generate.read_policy(generate.Config(policy="DMS", options=options))
+        return generate.read_policy("DMS", options)
 
     assert read() == generate.dms_jax.DMS()
     assert read("window=16", "source=adapter", "alpha_offset=2.5") == generate.dms_jax.DMS(
         window=16, source="adapter", alpha_offset=2.5
     )
     assert read('{"window": 16, "shift": 0}') == generate.dms_jax.DMS(window=16, shift=0)
-    assert generate.read_policy(generate.Config()) is None
+    assert generate.read_policy(None, ()) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,241 @@
+"""What the first curve measures: systems, settings, tasks, and the jobs that do it.
+
+A job is done when its files are there, so that nothing is repeated and a run can be cut off
+anywhere. The layout of the run directory:
+
+    data/SHARD.npz                             self-generated documents
+    training/SYSTEM-SEED.json                  log of a training run, thinned out
+    models/SYSTEM-SEED-RATIO/                  snapshots, Hugging Face directories
+    results/SYSTEM/SETTING-SEED-TASK.json      one evaluation each
+    jobs/NAME.json                             seconds of each job, on one GPU
+    locks/NAME, failed/NAME.txt
+"""
+
+import dataclasses
+import pathlib
+from typing import Literal
+
+import dms_jax
+from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
+
+TASKS = ("reasoning", "needle", "tracking")
+TRAINING_FREE = ("TOVA", "StreamingLLM", "RandomEviction")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Measure accuracy against live tokens and reads, for DMS and its rivals."""
+
+    out: pathlib.Path = pathlib.Path("runs/first_curve")
+    """Run directory. What is there already is not done again."""
+    model: str = ""
+    """Hugging Face directory of the base model; the shipped reasoning model unless given."""
+    pages: pathlib.Path | None = None
+    """Folder for README.md, figure.png and results.json; the run directory unless given."""
+    pack: pathlib.Path | None = None
+    """Folder for results.tar.gz and the best DMS model in parts; nowhere unless given."""
+    processes: int = 1
+    """Workers, each on a GPU of its own where there are several."""
+    deadline_minutes: float = 1e6
+    """No job and no evaluation starts later than this after the beginning."""
+    only: Literal["all", "report"] = "all"
+    """"report" does no job and writes the page from what is there."""
+
+    shards: int = 8
+    """Jobs that the generation of the data is split into."""
+    documents: int = 48_000
+    """Self-generated documents of all shards together."""
+    document_tokens: int = 1400
+    """Longest completion of the training data."""
+    sequence_length: int = 2048
+    """Tokens a training sequence; shorter documents share one."""
+    batch_size: int = 32
+    """Sequences an optimizer step."""
+    micro_batch_size: int | None = None
+    """Sequences a pass forward and back; the whole batch unless given."""
+    decay_steps: int = 200
+    """Steps in which the borrowed neuron is faded out (Stage 1 of the paper, 2000 there)."""
+    steps_per_ratio: int = 120
+    """Steps a unit of compression ratio (100 in the paper)."""
+    learning_rate: float = 2e-4
+    """Of all weights, constant."""
+    adapter_learning_rate: float = 6e-4
+    """Of the adapter."""
+    ratios: tuple[float, ...] = (2.0, 3.0, 4.0, 8.0)
+    """Compression ratios at which DMS is evaluated; one run passes through all."""
+    seeds: int = 3
+    """Seeds of the retrofits, and of the draws of what is not trained."""
+    ladder: tuple[float, ...] = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+    """How many times fewer live tokens than vanilla's the training-free systems are given."""
+
+    problems: int = 600
+    """Reasoning problems, a third of each kind."""
+    retrieval_problems: int = 400
+    """Needle problems, and tracking problems."""
+    chains: int = 4
+    """Answers to each reasoning problem; retrieval has one."""
+    temperature: float = 0.7
+    """Of every draw, in the training data too."""
+    max_new_tokens: int = 1024
+    """Longest answer to a reasoning problem."""
+    needle_size: int = 450
+    """Words of a needle's haystack; 450 make about 950 tokens."""
+    tracking_size: int = 30
+    """Repetitions of the noise around the assignments; 30 make about 920 tokens."""
+    lanes: int = 4096
+    """Sequences in the cache at a time."""
+    page_size: int = 64
+    """Tokens a page of the cache."""
+
+    def tasks(self) -> dict[str, tuple[Task, ...]]:
+        """What is asked, by name."""
+        return {
+            "reasoning": (LinearEquation(), Arithmetic(), WordChain()),
+            "needle": (Needle(size=self.needle_size),),
+            "tracking": (VariableTracking(size=self.tracking_size),),
+        }
+
+    def new_tokens(self, task: str) -> int:
+        """The longest answer to a task (RULER: 128 for needles, 30 words for tracking)."""
+        return {"reasoning": self.max_new_tokens, "needle": 128, "tracking": 128}[task]
+
+    def total_steps(self) -> int:
+        """Optimizer steps of a whole retrofit that borrows a neuron."""
+        return self.decay_steps + round((max(self.ratios) - 1) * self.steps_per_ratio)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to retrofit DMS.
+
+    Attributes:
+      source, shift, window: of the policy.
+      trainable: all weights, or the adapter alone.
+    """
+
+    source: Literal["query_neuron", "adapter"]
+    shift: int
+    window: int
+    trainable: Literal["all", "adapter"] = "all"
+
+    @property
+    def policy(self) -> dms_jax.DMS:
+        return dms_jax.DMS(window=self.window, source=self.source, shift=self.shift)
+
+    @property
+    def name(self) -> str:
+        """For files and tables."""
+        source = {"query_neuron": "neuron", "adapter": "adapter"}[self.source]
+        frozen = "-frozen" if self.trainable == "adapter" else ""
+        return f"dms-{source}{frozen}-shift{self.shift}-w{self.window}"
+
+
+MAIN = tuple(
+    Variant(source, shift, 16) for source in ("query_neuron", "adapter") for shift in (1, 0)
+)
+ABLATIONS = (
+    *(Variant(source, shift, 64) for source in ("query_neuron", "adapter") for shift in (1, 0)),
+    *(Variant("adapter", shift, 16, "adapter") for shift in (1, 0)),
+)
+VARIANTS = {variant.name: variant for variant in (*MAIN, *ABLATIONS)}
+FURTHER = "further"  # the control: the vanilla model trained on the same tokens, nothing evicted
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A piece of work for one process.
+
+    Attributes:
+      kind: what is done.
+      system: name of what is trained or evaluated.
+      index: seed of a training run or of vanilla's draws; rung of the ladder; shard of the data.
+    """
+
+    kind: Literal["data", "vanilla", "training_free", "further", "retrofit"]
+    system: str
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.system}-{self.index}"
+
+
+def jobs(config: Config) -> list[Job]:
+    """Everything, in the order in which it is begun: what cannot be done without comes first."""
+    order = [Job("data", "data", shard) for shard in range(config.shards)]
+    order.append(Job("vanilla", "vanilla", 0))
+
+    def trained(seed: int) -> list[Job]:
+        retrofits = [Job("retrofit", variant.name, seed) for variant in MAIN]
+        return [*retrofits, Job("further", FURTHER, seed)]
+
+    def free(name: str) -> list[Job]:
+        # The rungs of compression 4 and 8 first.
+        rungs = sorted(
+            range(len(config.ladder)), key=lambda rung: config.ladder[rung] not in (4, 8)
+        )
+        return [Job("training_free", name, rung) for rung in rungs]
+
+    order += [*trained(0), *free("TOVA"), *free("StreamingLLM")]
+    for seed in range(1, config.seeds):
+        order += [Job("vanilla", "vanilla", seed), *trained(seed)]
+    order += [Job("retrofit", variant.name, 0) for variant in ABLATIONS]
+    return order + free("RandomEviction")
+
+
+class Paths:
+    """Where things are in the run directory."""
+
+    def __init__(self, config: Config):
+        self.config, self.root = config, config.out
+
+    def data(self, shard: int) -> pathlib.Path:
+        return self.root / "data" / f"{shard}.npz"
+
+    def training(self, job: Job) -> pathlib.Path:
+        return self.root / "training" / f"{job.name}.json"
+
+    def model(self, system: str, seed: int, ratio: float) -> pathlib.Path:
+        return self.root / "models" / f"{system}-{seed}-{ratio:g}"
+
+    def result(self, system: str, setting: str, seed: int, task: str) -> pathlib.Path:
+        return self.root / "results" / system / f"{setting}-{seed}-{task}.json"
+
+    def log(self, job: Job) -> pathlib.Path:
+        return self.root / "jobs" / f"{job.name}.json"
+
+    def lock(self, job: Job) -> pathlib.Path:
+        return self.root / "locks" / job.name
+
+    def failure(self, job: Job) -> pathlib.Path:
+        return self.root / "failed" / f"{job.name}.txt"
+
+    def products(self, job: Job) -> list[pathlib.Path]:
+        """The files that a job is there to write."""
+        config = self.config
+        if job.kind == "data":
+            return [self.data(job.index)]
+        if job.kind == "retrofit":
+            settings = [f"{ratio:g}" for ratio in config.ratios]
+        elif job.kind == "training_free":
+            settings = [f"{config.ladder[job.index]:g}"]
+        else:
+            settings = ["1"]
+        seeds = range(config.seeds) if job.kind == "training_free" else [job.index]
+        return [
+            self.result(job.system, setting, seed, task)
+            for setting in settings
+            for seed in seeds
+            for task in TASKS
+        ]
+
+    def done(self, job: Job) -> bool:
+        return all(path.exists() for path in self.products(job))
+
+    def ready(self, job: Job) -> bool:
+        """Whether what a job needs is there."""
+        if job.kind == "training_free":
+            return self.done(Job("vanilla", "vanilla", 0))
+        if job.kind in ("further", "retrofit"):
+            return all(self.data(shard).exists() for shard in range(self.config.shards))
+        return True

@@ -1,0 +1,122 @@
+"""Let a model answer the problems of a task from a small cache, and score the answers.
+
+python experiments/evaluate.py --model path/to/model --task reasoning --chains 16
+python experiments/evaluate.py --model path/to/model --task needle --task-options size=600 \
+    --policy TOVA --options budget=128 --out runs/needle.json
+
+Problems are made from seeds; those of the test split are never trained on.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import shlex
+import sys
+from importlib import metadata
+from typing import Any, Literal
+
+import jax
+from options import read_policy, read_tasks
+
+import dms_jax
+from dms_jax.evaluation import Result, evaluate, summary_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Let a model answer the problems of a task from a small cache, and score the answers."""
+
+    model: str
+    """Hugging Face directory, or a hub id ("owner/name")."""
+    task: str = "reasoning"
+    """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn."""
+    task_options: tuple[str, ...] = ()
+    """Difficulty and length of the task, as name=value or as one JSON object."""
+    policy: str | None = None
+    """Cache policy by name; the one that the checkpoint declares unless given."""
+    options: tuple[str, ...] = ()
+    """Options of the policy, as name=value (window=256) or as one JSON object."""
+    problems: int = 200
+    """How many."""
+    chains: int = 1
+    """Answers to each problem; more than one are also put to the vote."""
+    split: Literal["test", "validation", "train"] = "test"
+    """Which problems."""
+    temperature: float = 0.7
+    """0 takes the most likely token."""
+    max_new_tokens: int = 1024
+    """Longest answer; the model's positions may end it earlier."""
+    seed: int = 0
+    """Of the draws."""
+    lanes: int = 1024
+    """Sequences in the cache at a time."""
+    page_size: int = 64
+    """Tokens a page of the cache; 16 for Quest as published."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights and the cache; that of the files unless given."""
+    samples: int = 3
+    """Completions to keep in the file."""
+    out: pathlib.Path | None = None
+    """JSON file for the figures, with device, versions, date and command."""
+
+
+def main(config: Config) -> Result:
+    """Evaluates, prints the table, writes the file."""
+    model = dms_jax.load(config.model, dtype=config.dtype)
+    result = evaluate(
+        model,
+        read_tasks(config.task, config.task_options),
+        policy=read_policy(config.policy, config.options),
+        problems=config.problems,
+        split=config.split,
+        chains=config.chains,
+        sampling=dms_jax.Sampling(
+            temperature=config.temperature, max_new_tokens=config.max_new_tokens
+        ),
+        seed=config.seed,
+        lanes=config.lanes,
+        page_size=config.page_size,
+    )
+    data = result.to_dict(samples=config.samples)
+    rows = [{"label": config.task, **data}]
+    if len(result.tasks) > 1:
+        rows += [{"label": name, **result.of_task(name).to_dict()} for name in result.tasks]
+    print(summary_table(rows))
+    rate = float(result.new_tokens.sum()) / result.seconds
+    print(
+        f"\n{data['policy']['name']}: {result.seconds:.1f} s with compilation, {rate:,.0f} tokens/s"
+        "\nIn percent, ± one standard error clustered by problem. peak, reads: tokens of all chains"
+        "\nof a problem, averages over layers and heads. ratio: tokens seen over live ones."
+    )
+    if config.out is not None:
+        write_json(config.out, {**provenance(), "model": config.model, **data})
+    return result
+
+
+def provenance() -> dict[str, Any]:
+    """Where, when and how figures were taken."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def write_json(path: pathlib.Path, data: Any) -> None:
+    """Writes a file beside its place and renames it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except dms_jax.DmsJaxError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
