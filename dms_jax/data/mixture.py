@@ -60,28 +60,54 @@ def standard_parts() -> tuple[Part, ...]:
     return (
         Part(
             "linear",
-            0.22,
+            0.18,
             tuple(
                 LinearEquation(coefficient=a, constant=b, solution=x)
-                for a, b, x in ((9, 60, 20), (30, 600, 50), (60, 3000, 99), (99, 9999, 99))
+                for a, b, x in (
+                    (9, 60, 20),
+                    (60, 3000, 99),
+                    (99, 9999, 99),
+                    (300, 30_000, 300),
+                    (999, 99_999, 999),
+                    (9999, 999_999, 999),
+                )
             ),
         ),
         Part(
             "arithmetic",
-            0.22,
-            tuple(Arithmetic(operations=pair) for pair in ((1, 4), (4, 8), (8, 14), (14, 22))),
+            0.26,
+            tuple(
+                Arithmetic(operations=operations, numbers=numbers, largest=largest)
+                for operations, numbers, largest in (
+                    ((1, 4), 99, 999),
+                    ((4, 10), 99, 999),
+                    ((10, 22), 99, 999),
+                    ((2, 6), 99, 9999),
+                    ((4, 10), 999, 9999),
+                    ((10, 18), 999, 9999),
+                    ((2, 6), 999, 99_999),
+                    ((6, 14), 999, 99_999),
+                )
+            ),
         ),
         Part(
             "words",
-            0.26,
+            0.2,
             tuple(
-                WordChain(steps=steps, distractors=others)
-                for steps, others in (((1, 4), (0, 3)), ((4, 10), (0, 6)), ((8, 24), (0, 12)))
+                WordChain(steps=steps, distractors=others, largest=largest)
+                for steps, others, largest in (
+                    ((1, 4), (0, 3), 199),
+                    ((4, 10), (0, 6), 199),
+                    ((8, 24), (0, 12), 199),
+                    ((2, 8), (0, 6), 9999),
+                    ((8, 24), (0, 12), 9999),
+                    ((4, 12), (0, 6), 99_999),
+                )
             ),
         ),
         Part(
             "needle",
-            0.14,
+            0.13,
             (
                 *(Needle(size=n) for n in (20, 40, 80, 150, 250, 350, 450, 550, 700, 850)),
                 *(Needle(size=n, needles=4) for n in (40, 100, 300)),
@@ -90,7 +116,7 @@ def standard_parts() -> tuple[Part, ...]:
         ),
         Part(
             "tracking",
-            0.16,
+            0.23,
             tuple(
                 VariableTracking(size=size, chains=chains, hops=hops)
                 for size in (2, 6, 15, 30, 45)

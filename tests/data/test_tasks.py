@@ -13,6 +13,8 @@ REASONING = [
     tasks.LinearEquation(coefficient=3, constant=5, solution=2),
     tasks.Arithmetic(operations=(1, 22)),
     tasks.WordChain(steps=(1, 20), distractors=(0, 8)),
+    tasks.WordChain(steps=(2, 5), largest=9999),
+    tasks.Arithmetic(operations=(2, 6), numbers=999, largest=99999),
 ]
 RETRIEVAL = [
     tasks.Needle(size=200),
@@ -82,7 +84,7 @@ def test_an_expression_is_worth_its_answer_and_stays_within_bounds():
 
 
 def test_word_chains_follow_from_their_statements():
-    task = tasks.WordChain(steps=(2, 12), distractors=(0, 6))
+    task = tasks.WordChain(steps=(2, 12), distractors=(0, 6), largest=999)
     for problem in task.problems("train", 100):
         statements = re.findall(r"(\w+) has ([^.]*)\.", problem.prompt)
         known: dict[str, int] = {}
@@ -102,7 +104,10 @@ def _learn(person, said, known):
     if number := re.match(r"(\d+) (more|fewer) than", said):
         by = int(number.group(1)) * (1 if number.group(2) == "more" else -1)
         return {person: known[other] + by}
-    return {person: known[other] * 2 if said.startswith("twice") else known[other] // 2}
+    if number := re.match(r"(\d+) times as many as", said):
+        return {person: known[other] * int(number.group(1))}
+    assert said.startswith("half as many as")
+    return {person: known[other] // 2}
 
 
 def test_the_needle_is_worded_as_in_ruler():

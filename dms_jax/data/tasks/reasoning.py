@@ -147,17 +147,19 @@ class Arithmetic(Reasoning):
 
     Attributes:
       operations: fewest and most operations.
-      largest: bound on the numbers, also of those on the way.
+      numbers: largest number to start from.
+      largest: bound on the numbers on the way.
     """
 
     name: ClassVar[str] = "arithmetic"
 
     operations: tuple[int, int] = (4, 12)
+    numbers: int = 99
     largest: int = 999
 
     def __post_init__(self):
         _range("operations", self.operations, 1)
-        _positive(largest=self.largest)
+        _positive(numbers=self.numbers, largest=self.largest)
 
     def work(self, rng: random.Random) -> tuple[str, list[str], int]:
         tree = self._tree(rng, rng.randint(*self.operations))
@@ -170,7 +172,7 @@ class Arithmetic(Reasoning):
 
     def _tree(self, rng: random.Random, operations: int) -> "int | Operation":
         if not operations:
-            return rng.randint(1, min(99, self.largest))
+            return rng.randint(1, min(self.numbers, self.largest))
         left = rng.randint(0, operations - 1)
         a, b = self._tree(rng, left), self._tree(rng, operations - 1 - left)
         x, y = _value(a), _value(b)
@@ -245,6 +247,8 @@ class WordChain(Reasoning):
         _range("steps", self.steps, 1)
         _range("distractors", self.distractors, 0)
         _positive(largest=self.largest)
+        if self.largest < 2:
+            raise ConfigError("largest must leave room for a comparison; give 2 or more")
         most = self.steps[1] + 1 + self.distractors[1]
         if most > len(NAMES):
             raise ConfigError(f"{most} people are too many: there are {len(NAMES)} names")
@@ -252,7 +256,7 @@ class WordChain(Reasoning):
     def work(self, rng: random.Random) -> tuple[str, list[str], int]:
         steps, others = rng.randint(*self.steps), rng.randint(*self.distractors)
         people, thing = rng.sample(NAMES, steps + 1 + others), rng.choice(THINGS)
-        value = {people[0]: rng.randint(2, min(60, self.largest))}
+        value = {people[0]: rng.randint(2, self.largest // 2 + 1)}
         told = {people[0]: f"{people[0]} has {value[people[0]]} {thing}."}
         worked: dict[str, str] = {}
         for number, person in enumerate(people[1:], 1):
@@ -273,19 +277,18 @@ class WordChain(Reasoning):
         self, rng: random.Random, person: str, other: str, known: int
     ) -> tuple[str, str, int]:
         """Returns (statement, working, value) of someone compared with someone known."""
-        kinds = ["more"] * 2 + ["fewer"] * 2 + ["twice", "half"]
+        step = max(1, self.largest // 5)
         while True:
-            kind, by = rng.choice(kinds), rng.randint(1, 40)
+            kind = rng.choice(("more", "more", "fewer", "fewer", "times", "half"))
+            by = rng.randint(1, step) if kind in ("more", "fewer") else rng.randint(2, 9)
             if kind == "more" and known + by <= self.largest:
                 said, sum_, value = f"{by} more than", f"{known} + {by}", known + by
-            elif kind == "fewer" and known - by >= 1:
+            elif kind == "fewer" and known > by:
                 said, sum_, value = f"{by} fewer than", f"{known} - {by}", known - by
-            elif kind == "twice" and 2 * known <= self.largest:
-                said, sum_, value = "twice as many as", f"{known} * 2", known * 2
+            elif kind == "times" and known * by <= self.largest:
+                said, sum_, value = f"{by} times as many as", f"{known} * {by}", known * by
             elif kind == "half" and known % 2 == 0:
                 said, sum_, value = "half as many as", f"{known} / 2", known // 2
-            elif self.largest == 1:
-                raise ConfigError("largest must leave room for a comparison; give 2 or more")
             else:
                 continue
             return f"{person} has {said} {other}.", f"{sum_} = {value}", value
