@@ -113,10 +113,10 @@ class Run:
                     self._read(evaluate=True)
                 for ratio in snapshots.get(done, ()):
                     self._snapshot(ratio)
-                stopping = interrupts.requested or time.perf_counter() > end
-                if done % checkpoint_every == 0 or done == total or stopping:
+                if done % checkpoint_every == 0 or done == total:
                     self._checkpoint(done)
-                if stopping and done < total:
+                if done < total and (interrupts.requested or time.perf_counter() > end):
+                    self._checkpoint(done)
                     raise KeyboardInterrupt(f"stopped after step {done}")
             self._read()
 

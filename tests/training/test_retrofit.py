@@ -88,7 +88,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
         assert signal.getsignal(signal.SIGINT) is handler
     result = run(model, out=tmp_path / "run", checkpoint_every=2)
     assert_same(jax.device_get(parameters(result.transformer)), expected)
-    timing = ("seconds", "tokens_per_second")
+    timing = ("seconds", "data_seconds", "tokens_per_second")
     without = [{k: v for k, v in record.items() if k not in timing} for record in records]
     logged = [
         {k: v for k, v in record.items() if k not in timing} for record in log(tmp_path / "run")
