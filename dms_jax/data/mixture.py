@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import multiprocessing
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -168,8 +169,7 @@ class Mixture:
         """One document of a part: (token ids, how many of them come before the solution)."""
         task = part.tasks[rng.randrange(len(part.tasks))]
         problem = task.problem(self.split, rng.getrandbits(48))
-        prompt = self.tokenizer.encode(problem.prompt, add_special_tokens=False)
-        solution = self.tokenizer.encode(problem.solution, add_special_tokens=False)
+        prompt, solution = (_encode(self.tokenizer, x) for x in (problem.prompt, problem.solution))
         ids = [self.tokenizer.bos_token_id, *prompt, *solution, self.tokenizer.eos_token_id]
         return ids, 1 + len(prompt)
 
@@ -311,6 +311,36 @@ def _prose(tokenizer: Any, split: Split) -> tuple[np.ndarray, ...]:
     told = [tokenizer.encode(story, add_special_tokens=False) for story in stories]
     streams.append(np.asarray([token for story in told for token in (*story, end)], np.int32))
     return tuple(streams)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text; where digits stand apart, what lies between them is looked up.
+
+    Worked problems are the same few pieces between ever new digits: this is ten times faster.
+    """
+    if not _digits_apart(tokenizer):
+        return tokenizer.encode(text, add_special_tokens=False)
+    ids: list[int] = []
+    for piece in _PIECES.findall(text):
+        ids += _piece(tokenizer, piece)
+    return ids
+
+
+# Tokenizers end a word at a line's end, so lines can be encoded one by one.
+_PIECES = re.compile(r"[0-9]|[^0-9\n]+|\n+")
+
+
+@functools.lru_cache(maxsize=2**14)
+def _piece(tokenizer: Any, piece: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(piece, add_special_tokens=False))
+
+
+@functools.lru_cache(maxsize=4)
+def _digits_apart(tokenizer: Any) -> bool:
+    """Whether a tokenizer makes a token of each digit, whatever stands around it."""
+    whole = tokenizer.encode("x = 12 + 3*y\nSo 0.", add_special_tokens=False)
+    pieces = _PIECES.findall("x = 12 + 3*y\nSo 0.")
+    return whole == [token for piece in pieces for token in _piece(tokenizer, piece)]
 
 
 def _encode_lines(tokenizer: Any, lines: list[str]) -> np.ndarray:

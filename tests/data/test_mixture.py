@@ -1,5 +1,7 @@
 """Mixtures: whole documents, shares, what counts in the loss, batches that depend on the step."""
 
+import random
+
 import numpy as np
 import pytest
 
@@ -48,6 +50,20 @@ def test_documents_are_whole_and_only_solutions_count(tokenizer, mixture):
         assert np.all(np.diff(counts.astype(int)) >= 0)  # a prompt, then its solution
         whole += 1
     assert whole > 8
+
+
+def test_documents_are_encoded_as_the_tokenizer_encodes_their_texts(tokenizer):
+    mixture = Mixture(tokenizer)
+    rng, same = random.Random(0), random.Random(0)
+    for part in standard_parts():
+        for _ in range(12):
+            ids, prompt = mixture.document(part, rng)
+            task = part.tasks[same.randrange(len(part.tasks))]
+            problem = task.problem("train", same.getrandbits(48))
+            expected = tokenizer.encode(problem.prompt)
+            assert ids[:prompt] == expected
+            solution = tokenizer.encode(problem.solution, add_special_tokens=False)
+            assert ids[prompt:] == [*solution, tokenizer.eos_token_id]
 
 
 def test_parts_get_their_shares(tokenizer):
