@@ -25,6 +25,7 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import (
     DMC,
     DMS,
+    H2O,
     TOVA,
     FixedPooling,
     Quest,
@@ -38,6 +39,7 @@ from dms_jax.training import recipes, retrofit, train
 __all__ = [
     "DMC",
     "DMS",
+    "H2O",
     "TOVA",
     "CapacityError",
     "CheckpointError",

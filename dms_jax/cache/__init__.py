@@ -2,6 +2,6 @@
 
 from dms_jax.cache.accounting import Usage
 from dms_jax.cache.pages import PageAllocator
-from dms_jax.cache.pool import Cache, Pool, store
+from dms_jax.cache.pool import Cache, Pool, compact, load, store
 
-__all__ = ["Cache", "PageAllocator", "Pool", "Usage", "store"]
+__all__ = ["Cache", "PageAllocator", "Pool", "Usage", "compact", "load", "store"]

@@ -13,9 +13,10 @@ local to it.
 import dataclasses
 from typing import Any, no_type_check
 
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dms_jax.cache.quantization import dequantize, is_quantized, quantize, snap
 
@@ -72,6 +73,15 @@ class Pool:
             return keys
         return dequantize(keys, self.k_scales.at[page].get(mode="clip"), dtype)
 
+    def values(
+        self, page: Int[Array, "*shape"], offset: Int[Array, "*shape"], dtype: Any
+    ) -> Float[Array, "*shape D"]:
+        """The values of single slots."""
+        values = self.v_pages.at[page, offset].get(mode="clip")
+        if self.v_scales is None:
+            return values
+        return dequantize(values, self.v_scales.at[page, offset].get(mode="clip"), dtype)
+
     def readable(self, page_table: Int[Array, "B K M"], dtype: Any) -> tuple[Array, Array, Array]:
         """(keys, values, table) in a type that every kernel reads.
 
@@ -98,6 +108,8 @@ class Cache:
       page_table: the pages of each row; entries beyond its reserve are N (no page).
       lengths: slots in use per row.
       seen: tokens each sequence has seen, which is the position of its next one.
+      horizon: tokens each sequence can come to, its prompt and its longest answer; for policies
+        whose budget is a share of that.
       row_state: what the policy remembers per row, leaves [L, B, K, ...].
       page_state: what the policy remembers per page, leaves [N, ...].
     """
@@ -106,6 +118,7 @@ class Cache:
     page_table: Int[Array, "L B K M"]
     lengths: Int[Array, "L B K"]
     seen: Int[Array, " B"]
+    horizon: Int[Array, " B"]
     row_state: Any = ()
     page_state: Any = ()
 
@@ -144,3 +157,56 @@ def store(
     return pages.at[page, slots % page_size].set(
         jnp.swapaxes(values, 1, 2).astype(pages.dtype), mode="drop"
     )
+
+
+def load(
+    pages: Shaped[Array, "N P *rest"], page_table: Int[Array, "B K M"], lengths: Int[Array, "B K"]
+) -> Shaped[Array, "B K S *rest"]:
+    """Reads every slot of the rows, S = M * P of them; zeros beyond a row's length."""
+    rest = pages.shape[2:]
+    rows = pages.at[page_table].get(mode="fill", fill_value=0)
+    rows = rows.reshape(*page_table.shape[:2], -1, *rest)
+    live = jnp.arange(rows.shape[2]) < lengths[..., None]
+    return jnp.where(live.reshape(*live.shape, *[1] * len(rest)), rows, 0)
+
+
+def compact(
+    pools: Any,
+    page_table: Int[Array, "B K M"],
+    keep: Bool[Array, "B K S"],
+) -> tuple[Any, Int[Array, "B K"]]:
+    """Moves the kept slots of every row to its front, in their order.
+
+    Works page by page and in place: a kept slot never moves back, so a page that has been written
+    is never read again.
+
+    Args:
+      pools: arrays [N, P, ...] that are addressed by page.
+      page_table: the rows' pages.
+      keep: slots that stay; none beyond the rows' lengths.
+
+    Returns:
+      the arrays, and the slots in use per row.
+    """
+    lengths = keep.sum(-1, dtype=jnp.int32)
+    page_size = keep.shape[-1] // page_table.shape[-1]
+    # In: [0, 1, 0, 1]  Out: [1, 3, 0, 2]: the kept slots first, ascending.
+    order = jnp.argsort(~keep, axis=-1, stable=True).astype(jnp.int32)
+
+    def move_page(index, pools):
+        first = index * page_size
+        source = jax.lax.dynamic_slice_in_dim(order, first, page_size, axis=-1)
+        target = jnp.broadcast_to(first + jnp.arange(page_size, dtype=jnp.int32), source.shape)
+        from_page = jnp.take_along_axis(page_table, source // page_size, axis=-1)
+        to_page = jnp.take_along_axis(page_table, target // page_size, axis=-1)
+
+        def move(pool):
+            moved = pool.at[from_page, source % page_size].get(mode="clip")
+            # Out of range is dropped.
+            to = jnp.where(target < lengths[..., None], to_page, pool.shape[0])
+            return pool.at[to, target % page_size].set(moved, mode="drop")
+
+        return jax.tree.map(move, pools)
+
+    num_pages = -(-lengths.max(initial=0) // page_size)
+    return jax.lax.fori_loop(0, num_pages, move_page, pools), lengths

@@ -19,7 +19,14 @@ from dms_jax.generation.prompts import (
     is_chat,
     text_after_answer,
 )
-from dms_jax.generation.requests import Completion, OnTokens, Prompt, make_request, make_requests
+from dms_jax.generation.requests import (
+    Completion,
+    OnTokens,
+    Prompt,
+    Turn,
+    make_request,
+    make_requests,
+)
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
@@ -177,7 +184,7 @@ class Conversation:
             prefill_chunk=prefill_chunk,
             kv_dtype=kv_dtype,
         )
-        self._past: list[tuple[list[int], bool]] = []  # what is in the cache; is it a prompt?
+        self._past: list[Turn] = []  # what is in the cache
         self._before: list[int] = []  # the last answer's newest token is not in the cache yet
         self._messages: list[Any] | None = []  # None once a turn was not chat messages
         self.turns: list[Completion] = []
@@ -203,7 +210,7 @@ class Conversation:
         sampling = check_call(sampling, on_tokens)
         engine = self._engine
         tokens = self._encode(prompt)
-        past = sum(len(part) for part, _ in self._past)
+        past = sum(len(turn.tokens) for turn in self._past)
         (seed,) = sampling.seeds(1)
         request = make_request(
             engine.model.config, tokens, sampling, seed=seed, before=self._before, seen=past
@@ -211,7 +218,10 @@ class Conversation:
         if int(engine.runner.seen[0]) != past:
             engine.replay(self._past)
         (completion,) = engine.serve([request], sampling, on_tokens, keep=True)
-        self._past += [(self._before + tokens, True), (completion.tokens[:-1], False)]
+        self._past += [
+            Turn(self._before + tokens, True, request.horizon),
+            Turn(completion.tokens[:-1], False, request.horizon),
+        ]
         self._before = completion.tokens[-1:]
         self._remember(prompt)
         self.turns.append(completion)
@@ -320,6 +330,7 @@ def _score_batch(engine: Engine, batch: list[list[int]]) -> list[Score]:
     meters = [Meter(rows=rows) for _ in batch]
     logprobs: list[list[np.ndarray]] = [[] for _ in batch]
     # The last token of a sequence predicts nothing of it and is not fed.
+    runner.expect({lane: len(sequence) for lane, sequence in enumerate(batch)})
     for first in range(0, longest - 1, chunk):
         counts = np.clip(lengths - 1 - first, 0, chunk)
         if not runner.fits(counts):

@@ -15,13 +15,14 @@ import numpy as np
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation.checks import check_count
 from dms_jax.generation.memory import out_of_memory, pool_pages
-from dms_jax.generation.programs import Steps, request_keys
+from dms_jax.generation.programs import Steps, bucket, request_keys
 from dms_jax.generation.prompts import check_call, check_list, check_model, encode_prompt
 from dms_jax.generation.requests import (
     Completion,
     OnTokens,
     Prompt,
     Request,
+    Turn,
     Update,
     check_finite,
     completion_of,
@@ -173,8 +174,8 @@ class Engine:
             raise
         return [completion_of(request, logprobs=sampling.logprobs) for request in requests]
 
-    def replay(self, turns: Sequence[tuple[list[int], bool]]) -> None:
-        """Recomputes a conversation into lane 0: tokens, and whether they are a prompt.
+    def replay(self, turns: Sequence[Turn]) -> None:
+        """Recomputes a conversation into lane 0.
 
         Raises:
           CapacityError: the pool does not hold them.
@@ -182,13 +183,16 @@ class Engine:
         runner = self.runner
         runner.restart()
         extra = np.zeros(len(runner.seen), np.int64)
-        for tokens, prompt in turns:
-            for start in range(0, len(tokens), self.prefill_chunk):
-                part = np.asarray(tokens[start : start + self.prefill_chunk], np.int32)
+        for turn in turns:
+            runner.expect({0: turn.horizon})
+            for start in range(0, len(turn.tokens), self.prefill_chunk):
+                end = start + self.prefill_chunk
+                part = np.asarray(turn.tokens[start:end], np.int32)
                 extra[0] = len(part)
-                runner.reserve(extra)
-                width = min(self.prefill_chunk, _round_up(len(part)))
-                runner.extend({0: part}, width=width, prompt=prompt)
+                runner.reserve(extra, prompt=turn.prompt)
+                width = min(self.prefill_chunk, max(8, bucket(len(part))))
+                ends = [0] if turn.prompt and end >= len(turn.tokens) else []
+                runner.extend({0: part}, width=width, prompt=turn.prompt, ends_prompt=ends)
                 runner.trim()
 
     def _admit(self, waiting: collections.deque[Request], sampling: Sampling) -> None:
@@ -220,6 +224,7 @@ class Engine:
         started = [self._running[lane] for lane in prompts]
         keys = request_keys([r.seed for r in started], [r.copy for r in started])
         self._keys[list(prompts)] = keys
+        self.runner.expect({lane: self._running[lane].horizon for lane in prompts})
         self._prefill(prompts, waiting, sampling, prompt=True)
         answers = {lane: tokens for lane, tokens in answers.items() if lane in self._running}
         if answers:
@@ -239,7 +244,7 @@ class Engine:
         together = extra.copy()
         for lane, request in zip(lanes, waiting, strict=False):
             together[:, lane] = self._needed(request)
-        if not self.runner.fits(together):
+        if not self.runner.fits(together, prompt=True):
             return collections.deque()
         extra[:] = together
         return collections.deque(lanes)
@@ -256,7 +261,7 @@ class Engine:
         needed = self._needed(request)
         for lane in self.runner.open_lanes(self._running):
             extra[:, lane] = needed
-            if self.runner.fits(extra):
+            if self.runner.fits(extra, prompt=True):
                 return lane
             extra[:, lane] = 0
         return None
@@ -271,7 +276,7 @@ class Engine:
     ) -> None:
         """Runs tokens of several lanes through the cache; draws the token after a prompt."""
         runner = self.runner
-        width = min(self.prefill_chunk, _round_up(max(map(len, todo.values()))))
+        width = min(self.prefill_chunk, max(8, bucket(max(map(len, todo.values())))))
         done = dict.fromkeys(todo, 0)
         while True:
             unfinished = [
@@ -288,9 +293,10 @@ class Engine:
             extra = np.zeros(len(runner.seen), np.int64)
             for lane, part in parts.items():
                 extra[lane] = len(part)
-            if not self._make_room(extra, waiting):
+            if not self._make_room(extra, waiting, prompt=prompt):
                 continue
-            extended = runner.extend(parts, width=width, prompt=prompt)
+            ends = [lane for lane in parts if prompt and done[lane] + width >= len(todo[lane])]
+            extended = runner.extend(parts, width=width, prompt=prompt, ends_prompt=ends)
             for lane, part in parts.items():
                 done[lane] += len(part)
                 self._running[lane].meter.add(extended.live[lane])
@@ -309,10 +315,12 @@ class Engine:
                     request.generated.append(tokens[lane])
                     request.logprobs.append(logprobs[lane])
 
-    def _make_room(self, extra: np.ndarray, waiting: collections.deque[Request]) -> bool:
+    def _make_room(
+        self, extra: np.ndarray, waiting: collections.deque[Request], *, prompt: bool
+    ) -> bool:
         """Reserves pages, putting the youngest back until they fit; False if any was."""
         before = len(self._running)
-        while not self.runner.fits(extra):
+        while not self.runner.fits(extra, prompt=prompt):
             youngest = next(reversed(self._running))
             if len(self._running) == 1:
                 raise self._too_small(self._running[youngest], "the sequence to its end")
@@ -321,7 +329,7 @@ class Engine:
             waiting.appendleft(request)
             self.runner.clear([youngest])
             extra[youngest] = 0
-        self.runner.reserve(extra)
+        self.runner.reserve(extra, prompt=prompt)
         return len(self._running) == before
 
     def _too_small(self, request: Request, what: str) -> CapacityError:
@@ -342,7 +350,7 @@ class Engine:
         extra = np.zeros(len(self.runner.seen), np.int64)
         for lane, request in self._running.items():
             extra[lane] = min(num_steps, request.remaining)
-        self._make_room(extra, waiting)
+        self._make_room(extra, waiting, prompt=False)
         remaining = np.zeros(len(self.runner.seen), np.int32)
         for lane, request in self._running.items():
             remaining[lane] = request.remaining
@@ -410,8 +418,3 @@ class Engine:
             seen=request.seen + prompt_tokens + len(request.generated) - 1,
             cache_bytes=cache_bytes,
         )
-
-
-def _round_up(size: int) -> int:
-    """The next power of two, at least 8: few compiled shapes."""
-    return max(8, 1 << max(size - 1, 0).bit_length())

@@ -80,6 +80,7 @@ def estimate(
         dtype = jnp.dtype(dtype)
     except TypeError as error:
         raise ConfigError(f"estimate: {show(dtype)} is no dtype; give e.g. 'bfloat16'.") from error
+    policy = policy.for_horizon(tokens)
     live = expected_live_tokens(policy, tokens, compression_ratio, page_size)
     rows = config.num_layers * config.num_kv_heads
     pages = math.ceil(live / page_size)
@@ -227,7 +228,8 @@ def pool_pages(
         )
     bytes_per_page = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
     state = num_lanes * state_bytes(config, policy, model.dtype)
-    limit = policy.slot_limit(page_size)
+    # Prompts that are cut afterwards lie in the pool whole.
+    limit = None if policy.shrinks else policy.for_horizon(max_tokens).slot_limit(page_size)
     slots = max_tokens if limit is None else min(limit, max_tokens)
     needed = num_lanes * rows * _few_sizes(math.ceil(slots / page_size))
     free, total = (shards * size for size in _device_memory(model))

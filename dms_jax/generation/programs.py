@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dms_jax.cache import Cache
 from dms_jax.generation.sampling import Filter, sample
-from dms_jax.model.caching import cache_specs, init_cache
+from dms_jax.model.caching import cache_specs, init_cache, init_row_state
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 
@@ -114,11 +114,9 @@ def make_cache(
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))
-def clear(
-    cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy, dtype: Any
-) -> Cache:
+def clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy, dtype: Any) -> Cache:
     """Empties the masked lanes: lengths and row states; pages are the host's affair."""
-    fresh = policy.init_rows(len(mask), config.num_kv_heads, config.head_dim, dtype)
+    fresh = init_row_state(config, policy, len(mask), dtype)
 
     def reset(old, new):
         return jnp.where(mask.reshape(1, -1, *[1] * (old.ndim - 2)), new, old)
@@ -131,7 +129,13 @@ def clear(
     )
 
 
-@functools.partial(Program, donate_argnums=1, static_argnums=(6, 7))
+@functools.partial(jax.jit, donate_argnums=0)
+def expect(cache: Cache, horizon: Int[Array, " B"]) -> Cache:
+    """Sets what each lane can come to."""
+    return dataclasses.replace(cache, horizon=horizon)
+
+
+@functools.partial(Program, donate_argnums=1, static_argnums=(7, 8))
 def extend(
     transformer: Transformer,
     cache: Cache,
@@ -139,6 +143,7 @@ def extend(
     lanes: Int[Array, " b"] | None,
     tokens: Int[Array, "b T"],
     counts: Int[Array, " b"],
+    ends_prompt: Bool[Array, " b"],
     policy: Policy,
     prompt: bool,
 ) -> tuple[Cache, Float[Array, "b E"], Int[Array, "b T"]]:
@@ -155,9 +160,12 @@ def extend(
         page_table=page_table,
         lengths=take(cache.lengths),
         seen=take(cache.seen[None])[0],
+        horizon=take(cache.horizon[None])[0],
         row_state=jax.tree.map(take, cache.row_state),
     )
-    passed = transformer.cached(tokens, counts, some, policy, prompt=prompt)
+    passed = transformer.cached(
+        tokens, counts, some, policy, prompt=prompt, ends_prompt=ends_prompt
+    )
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(passed.hidden, last, axis=1)[:, 0]
     after = passed.cache
@@ -166,6 +174,7 @@ def extend(
         page_table=cache.page_table,
         lengths=put(cache.lengths, after.lengths),
         seen=put(cache.seen[None], after.seen[None])[0],
+        horizon=cache.horizon,
         row_state=jax.tree.map(put, cache.row_state, after.row_state),
     )
     return cache, hidden, passed.live

@@ -88,6 +88,26 @@ class Request:
             return 0
         return self.max_new_tokens - len(self.generated)
 
+    @property
+    def horizon(self) -> int:
+        """Tokens that the sequence can come to: its past, its prompt and its longest answer."""
+        return self.seen + len(self.before) + len(self.prompt) + self.max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A part of a conversation that is in the cache.
+
+    Attributes:
+      tokens: in order.
+      prompt: whether they are a prompt or an answer.
+      horizon: tokens that the conversation could come to when it was said.
+    """
+
+    tokens: list[int]
+    prompt: bool
+    horizon: int
+
 
 def make_requests(
     config: ModelConfig, prompts: Sequence[list[int]], sampling: Sampling

@@ -66,6 +66,8 @@ class Runner:
         self.model, self.policy, self.page_size = model, policy, page_size
         self._kv_dtype = kv_dtype
         self._table_width = table_width
+        positions = model.config.max_position_embeddings
+        self._slot_limit = policy.for_horizon(positions).slot_limit(page_size)
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         config = model.config
@@ -122,16 +124,22 @@ class Runner:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def slots_after(self, extra: Int[np.ndarray, "*rows"]) -> Int[np.ndarray, "L B K"]:
-        """The most slots each row can need after `extra` more tokens per lane, or per row."""
+    def slots_after(
+        self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False
+    ) -> Int[np.ndarray, "L B K"]:
+        """The most slots each row can need after `extra` more tokens per lane, or per row.
+
+        `prompt` says that some of them belong to prompts, which a policy that cuts rows afterwards
+        holds whole.
+        """
         extra = np.asarray(extra)
         slots = self.lengths + (extra[None, :, None] if extra.ndim == 1 else extra)
-        limit = self.policy.slot_limit(self.page_size)
+        limit = None if prompt and self.policy.shrinks else self._slot_limit
         return slots if limit is None else np.minimum(slots, np.maximum(limit, self.lengths))
 
-    def fits(self, extra: Int[np.ndarray, "*rows"]) -> bool:
+    def fits(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> bool:
         """Whether the pool can hold `extra` more tokens per lane, or per row."""
-        return self.allocator.fits(self.slots_after(extra))
+        return self.allocator.fits(self.slots_after(extra, prompt=prompt))
 
     def free_lanes(self, taken: Container[int]) -> list[int]:
         """Every lane that is free, where one device holds them all; else none."""
@@ -149,9 +157,9 @@ class Runner:
                 lanes.append((-len(free), free[0]))
         return [lane for _, lane in sorted(lanes)]
 
-    def reserve(self, extra: Int[np.ndarray, " B"]) -> None:
+    def reserve(self, extra: Int[np.ndarray, " B"], *, prompt: bool = False) -> None:
         """Reserves pages for `extra` more tokens per lane; CapacityError if they are not there."""
-        self.allocator.reserve(self.slots_after(extra))
+        self.allocator.reserve(self.slots_after(extra, prompt=prompt))
 
     def trim(self) -> None:
         """Gives back every page that no slot in use needs."""
@@ -174,15 +182,32 @@ class Runner:
                 self.cache, mask, self.model.config, self.policy, self.model.dtype
             )
 
+    def expect(self, tokens: dict[int, int]) -> None:
+        """Says how many tokens lanes can come to, for policies whose budget is a share of that."""
+        if self.policy.for_horizon(1) is self.policy:
+            return
+        horizon = np.asarray(self.cache.horizon).copy()
+        horizon[list(tokens)] = list(tokens.values())
+        with use_mesh(self.model.mesh):
+            self.cache = programs.expect(self.cache, horizon)
+
     # -- running ----------------------------------------------------------------------------------
 
-    def extend(self, tokens: dict[int, np.ndarray], *, width: int, prompt: bool) -> Extended:
+    def extend(
+        self,
+        tokens: dict[int, np.ndarray],
+        *,
+        width: int,
+        prompt: bool,
+        ends_prompt: Container[int] = (),
+    ) -> Extended:
         """Runs the next tokens of some lanes through the cache (pages must be reserved).
 
         Args:
           tokens: lane -> up to `width` token ids.
           width: T of the compiled chunk.
           prompt: whether they belong to a prompt.
+          ends_prompt: lanes whose prompt they complete.
         """
         lanes = np.asarray(sorted(tokens), np.int32)
         num_lanes = len(self.seen)
@@ -194,6 +219,7 @@ class Runner:
             slots[: len(lanes)] = lanes
         batch = np.zeros((len(slots), width), np.int32)
         counts = np.zeros(len(slots), np.int32)
+        ends = np.array([lane in ends_prompt for lane in slots.tolist()])
         for row, lane in enumerate(slots.tolist()):
             if lane in tokens:
                 counts[row] = len(tokens[lane])
@@ -204,7 +230,15 @@ class Runner:
             table = table[:, np.minimum(slots, num_lanes - 1)]
         with use_mesh(self.model.mesh):
             self.cache, hidden, live = programs.extend(
-                self.model.transformer, self.cache, table, rows, batch, counts, self.policy, prompt
+                self.model.transformer,
+                self.cache,
+                table,
+                rows,
+                batch,
+                counts,
+                ends,
+                self.policy,
+                prompt,
             )
         self._sync()
         live = np.asarray(live)
@@ -290,7 +324,7 @@ class Runner:
         """The page table at one of few widths, each a compiled shape."""
         widest = int(self.allocator.reserved.max(initial=1))
         positions = self.model.config.max_position_embeddings
-        limit = self.policy.slot_limit(self.page_size)
+        limit = None if self.policy.shrinks else self._slot_limit
         slots = positions if limit is None else min(limit, positions)
         most = max(-(-slots // self.page_size), widest)
         width = max(bucket(widest), 4)

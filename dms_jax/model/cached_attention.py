@@ -1,4 +1,4 @@
-"""Attention of one layer over the paged cache: write, read, observe.
+"""Attention of one layer over the paged cache: write, read, observe, shrink.
 
 The whole of it runs inside `shard_map`: rows never cross devices, page numbers are local, and the
 only thing a policy may reduce over devices is a mean over heads.
@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
-from dms_jax.cache import Pool
+from dms_jax.cache import Pool, compact, load
+from dms_jax.model.fetching import attend_to_fetched
 from dms_jax.model.rope import apply_rope
-from dms_jax.policies.base import Chunk, Placement, Policy, PolicyState
+from dms_jax.policies.base import Chunk, Placement, Policy, PolicyState, Rows
 from pallas_kernels import decode_attention, prefill_attention
 
 
@@ -83,6 +84,10 @@ def attend_cached(
     return mapped(*arguments)
 
 
+# Fields whose first axis is that of the sequences, with none for heads.
+PER_SEQUENCE = ("live", "reads", "positions", "count", "horizon", "ends_prompt", "future")
+
+
 def _partition(tree: Any, data: str | None, model: str | None) -> Any:
     """The partition of every array that crosses the boundary of shard_map, by its field."""
     pool = PartitionSpec(tuple(axis for axis in (data, model) if axis))
@@ -94,10 +99,12 @@ def _partition(tree: Any, data: str | None, model: str | None) -> Any:
         names = [getattr(key, "name", None) for key in path]
         if "pool" in names or "pages" in names:
             return pool
-        if names and names[0] in ("out", "k", "v"):
+        if names and names[0] in ("out", "k", "v", "queries"):
             return tokens_heads
-        if names and names[0] in ("live", "reads", "positions", "count"):
+        if names and names[0] in PER_SEQUENCE:
             return PartitionSpec(data)
+        if names and names[0] == "layer":
+            return PartitionSpec()
         return rows  # decisions, page_table, lengths, state.rows
 
     if hasattr(tree, "shape"):  # q is [B, T, H, D], cos and sin are [B, T, D/2]
@@ -121,7 +128,7 @@ def _attend(
     # A prompt that is read whole (Quest) stays so in chunks of one token.
     in_one_pass = policy.parallel(prompt=prompt)
     if in_one_pass and (num_tokens > 1 or not policy.parallel(prompt=False)):
-        attended = _parallel(policy, cache, q, chunk, cos, sin, scale=scale)
+        attended = _parallel(policy, cache, q, chunk, cos, sin, scale=scale, head_axis=head_axis)
     elif num_tokens == 1:
         attended = _step(policy, cache, q, chunk, cos, sin, scale=scale, head_axis=head_axis)
     else:
@@ -152,7 +159,7 @@ def _write(
     return LayerCache(pool=pool, state=state), chunk, placement
 
 
-def _parallel(policy, cache, q, chunk, cos, sin, *, scale) -> Attended:
+def _parallel(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
     """All queries in one pass, over what was there before and over the chunk itself."""
     before = cache.pool
     cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin)
@@ -173,7 +180,68 @@ def _parallel(policy, cache, q, chunk, cos, sin, *, scale) -> Attended:
             scale=scale,
         )
     live = jnp.where(chunk.valid, placement.live, 0).sum(1, dtype=jnp.int32)
-    return Attended(out=out, cache=cache, lengths=placement.lengths, live=live, reads=live)
+    lengths = placement.lengths
+    cache = _remember(policy, cache, q, chunk)
+    if policy.shrinks:
+        rows = functools.partial(_rows, cache.pool, chunk.page_table, lengths, q.dtype)
+        state = policy.observe_prompt(cache.state, q, rows, chunk, scale)
+        cache = dataclasses.replace(cache, state=state)
+        cache, lengths = _shrink(
+            policy, cache, q, chunk, lengths, chunk.ends_prompt, scale=scale, head_axis=head_axis
+        )
+    return Attended(out=out, cache=cache, lengths=lengths, live=live, reads=live)
+
+
+def _remember(policy: Policy, cache: LayerCache, q: Array, chunk: Chunk) -> LayerCache:
+    if not policy.remembers:
+        return cache
+    return dataclasses.replace(cache, state=policy.remember(cache.state, q, chunk))
+
+
+def _rows(pool: Pool, page_table: Array, lengths: Array, dtype: Any) -> Rows:
+    """What a layer's rows hold, gathered."""
+    k_pages, v_pages, page_table = pool.readable(page_table, dtype)
+    return Rows(
+        k=load(k_pages, page_table, lengths),
+        v=load(v_pages, page_table, lengths),
+        lengths=lengths,
+    )
+
+
+def _shrink(
+    policy: Policy,
+    cache: LayerCache,
+    q: Array,
+    chunk: Chunk,
+    lengths: Int[Array, "B K"],
+    which: Bool[Array, " B"],
+    *,
+    scale: float,
+    head_axis: str | None,
+) -> tuple[LayerCache, Int[Array, "B K"]]:
+    """Cuts the rows of some sequences to what the policy keeps.
+
+    A loop of one round or none: where no sequence is due nothing is computed, and unlike the
+    branches of a conditional a loop updates the pool in place.
+    """
+
+    def cut(carry):
+        pool, pages, lengths, _ = carry
+        state = PolicyState(rows=cache.state.rows, pages=pages)
+        rows = _rows(pool, chunk.page_table, lengths, q.dtype)
+        keep = policy.survivors(state, q, rows, chunk, scale, head_axis)
+        keep = rows.live & (keep | ~which[:, None, None])
+        (pool, pages), lengths = compact((pool, pages), chunk.page_table, keep)
+        return pool, pages, lengths, jnp.zeros_like(which.any())
+
+    with jax.named_scope("shrink"):
+        pool, pages, lengths, _ = jax.lax.while_loop(
+            lambda carry: carry[-1],
+            cut,
+            (cache.pool, cache.state.pages, lengths, which.any()),
+        )
+    state = dataclasses.replace(cache.state, pages=pages)
+    return LayerCache(pool=pool, state=state), lengths
 
 
 def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
@@ -185,18 +253,25 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
     active = chunk.count > 0
     lengths = jnp.where(active[:, None], reading.lengths, 0)  # an idle lane reads nothing
     with jax.named_scope("decode_attention"):
-        result: Any = decode_attention(
-            q.reshape(num_rows, -1, head_dim),
-            cache.pool.k_pages,
-            cache.pool.v_pages,
-            reading.page_table.reshape(num_rows, -1),
-            lengths.reshape(num_rows),
-            scale=scale,
-            return_lse=policy.observes,
-            return_scores=policy.observes,
-            k_scales=cache.pool.k_scales,
-            v_scales=cache.pool.v_scales,
-        )
+        result: Any
+        if policy.fetches is not None:
+            result, reads = attend_to_fetched(
+                policy, cache.pool, q[:, 0], reading.page_table, lengths, scale=scale
+            )
+            reading = dataclasses.replace(reading, reads=reads)
+        else:
+            result = decode_attention(
+                q.reshape(num_rows, -1, head_dim),
+                cache.pool.k_pages,
+                cache.pool.v_pages,
+                reading.page_table.reshape(num_rows, -1),
+                lengths.reshape(num_rows),
+                scale=scale,
+                return_lse=policy.observes,
+                return_scores=policy.observes,
+                k_scales=cache.pool.k_scales,
+                v_scales=cache.pool.v_scales,
+            )
     if policy.observes:
         out, lse, scores = result
         read = scores > -jnp.inf
@@ -207,12 +282,18 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
         cache = dataclasses.replace(cache, state=state)
     else:
         out = result
+    cache = _remember(policy, cache, q, chunk)
+    lengths = placement.lengths
+    if (due := policy.due(lengths, chunk, head_axis)) is not None:
+        cache, lengths = _shrink(
+            policy, cache, q, chunk, lengths, active & due, scale=scale, head_axis=head_axis
+        )
     reads = reading.lengths.sum(-1, dtype=jnp.int32) if reading.reads is None else reading.reads
     out = jnp.where(active[:, None, None, None], out.reshape(batch, 1, num_heads, head_dim), 0)
     return Attended(
         out=out,
         cache=cache,
-        lengths=placement.lengths,
+        lengths=lengths,
         live=jnp.where(active, placement.lengths.sum(-1, dtype=jnp.int32), 0)[:, None],
         reads=jnp.where(active, reads, 0)[:, None],
     )
@@ -223,11 +304,13 @@ def _token_by_token(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> A
 
     def step(carry, token):
         cache, lengths = carry
-        index, q, k, v, decisions, position, cos, sin = token
+        index, q, k, v, (queries, future), decisions, position, cos, sin = token
         one = dataclasses.replace(
             chunk,
             k=k[:, None],
             v=v[:, None],
+            queries=jax.tree.map(lambda x: x[:, None], queries),
+            future=jax.tree.map(lambda x: x[:, None], future),
             decisions=jax.tree.map(lambda x: x[..., None], decisions),
             positions=position[:, None],
             count=(index < chunk.count).astype(chunk.count.dtype),
@@ -255,6 +338,7 @@ def _token_by_token(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> A
     tokens = (
         jnp.arange(q.shape[1]),
         *(tokens_first(x) for x in (q, chunk.k, chunk.v)),
+        jax.tree.map(tokens_first, (chunk.queries, chunk.future)),
         jax.tree.map(lambda x: tokens_first(x, 2), chunk.decisions),
         *(tokens_first(x) for x in (chunk.positions, cos, sin)),
     )

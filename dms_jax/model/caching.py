@@ -41,7 +41,7 @@ def init_cache(
     pages = (num_pages, page_size, config.head_dim)
     stored = storage_dtype(kv_dtype, dtype)
     rows = (config.num_layers, num_sequences, config.num_kv_heads)
-    row_state = policy.init_rows(num_sequences, config.num_kv_heads, config.head_dim, dtype)
+    row_state = init_row_state(config, policy, num_sequences, dtype)
     return Cache(
         pool=Pool(
             k_pages=jnp.zeros(pages, stored),
@@ -52,10 +52,22 @@ def init_cache(
         page_table=jnp.full((*rows, table_width), num_pages, jnp.int32),
         lengths=jnp.zeros(rows, jnp.int32),
         seen=jnp.zeros(num_sequences, jnp.int32),
+        horizon=jnp.zeros(num_sequences, jnp.int32),
         row_state=jax.tree.map(
             lambda x: jnp.broadcast_to(x, (config.num_layers, *x.shape)), row_state
         ),
         page_state=policy.init_pages(num_pages, page_size, config.head_dim, dtype),
+    )
+
+
+def init_row_state(config: ModelConfig, policy: Policy, num_sequences: int, dtype: Any) -> Any:
+    """What a policy remembers of one layer's empty rows, leaves [B, K, ...]."""
+    return policy.init_row_state(
+        num_sequences,
+        config.num_kv_heads,
+        config.num_heads // config.num_kv_heads,
+        config.head_dim,
+        dtype,
     )
 
 
@@ -70,6 +82,7 @@ def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
         page_table=rows,
         lengths=rows,
         seen=PartitionSpec(data),
+        horizon=PartitionSpec(data),
         row_state=jax.tree.map(lambda _: rows, cache.row_state),
         page_state=jax.tree.map(lambda _: pool, cache.page_state),
     )
@@ -94,9 +107,7 @@ def entry_bytes(config: ModelConfig, dtype: Any, kv_dtype: str | None = None) ->
 
 def state_bytes(config: ModelConfig, policy: Policy, dtype: Any) -> int:
     """Bytes of what the policy keeps for one sequence, over all its rows."""
-    state = jax.eval_shape(
-        lambda: jax.tree.leaves(policy.init_rows(1, config.num_kv_heads, config.head_dim, dtype))
-    )
+    state = jax.eval_shape(lambda: jax.tree.leaves(init_row_state(config, policy, 1, dtype)))
     return config.num_layers * tree_bytes(state)
 
 

@@ -219,7 +219,7 @@ def _logits_through_cache(
     config = transformer.config
     batch, num_tokens = tokens.shape
     page_size = QUEST_PAGE_SIZE
-    limit = policy.slot_limit(page_size) or num_tokens
+    limit = (None if policy.shrinks else policy.slot_limit(page_size)) or num_tokens
     width = -(-min(num_tokens, limit) // page_size)
     num_pages = config.num_layers * batch * config.num_kv_heads * width
     dtype = transformer.embedding[...].dtype
@@ -238,7 +238,10 @@ def _logits_through_cache(
     rows = (config.num_layers, batch // data_shards, config.num_kv_heads // head_shards, width)
     pages = jnp.arange(math.prod(rows), dtype=jnp.int32).reshape(rows)
     cache = dataclasses.replace(cache, page_table=jnp.tile(pages, (1, data_shards, head_shards, 1)))
-    first = transformer.cached(tokens, prompts, cache, policy, prompt=True)
+    cache = dataclasses.replace(cache, horizon=jnp.full(batch, num_tokens, jnp.int32))
+    first = transformer.cached(
+        tokens, prompts, cache, policy, prompt=True, ends_prompt=prompts > 0
+    )
     index = jnp.arange(num_tokens)
     rest = jnp.take_along_axis(tokens, (prompts[:, None] + index) % num_tokens, axis=1)
     second = transformer.cached(rest, num_tokens - prompts, first.cache, policy, prompt=False)

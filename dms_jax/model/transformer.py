@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,7 +22,7 @@ from dms_jax.errors import ConfigError
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
 from dms_jax.model.cached_attention import LayerCache, attend_cached
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack
-from dms_jax.model.rope import apply_rope, rope_tables
+from dms_jax.model.rope import apply_rope, rope_frequencies, rope_tables
 from dms_jax.policies.base import Chunk, Decisions, Policy, PolicyState, Projections
 
 
@@ -205,6 +206,7 @@ class Transformer(nnx.Module):
         policy: Policy,
         *,
         prompt: bool,
+        ends_prompt: Bool[Array, " B"] | None = None,
     ) -> CachedPass:
         """Runs the next `counts[b]` tokens of each sequence through the cache.
 
@@ -214,18 +216,22 @@ class Transformer(nnx.Module):
           cache: with pages reserved for the tokens.
           policy: the cache's policy.
           prompt: whether the tokens belong to a prompt.
+          ends_prompt: of which sequences the chunk is the end of the prompt; None for no one's.
         """
+        if ends_prompt is None:
+            ends_prompt = jnp.zeros(counts.shape, bool)
         positions = cache.seen[:, None] + jnp.arange(tokens.shape[1], dtype=cache.seen.dtype)
         x = self.embed(tokens)
         cos, sin = rope_tables(self.config, positions, dtype=x.dtype)
+        future = self._future_rope(policy, cos, sin)
 
         def body(carry, layer, index, policy, rows):
             x, pool, page_state = carry
             page_table, lengths, row_state = rows
             projections = layer.projections(x, policy, positions, index)
             decisions = policy.decide(projections)
-            q, k = policy.clear_borrowed(projections.q, projections.k)
-            q, _ = policy.clear_borrowed(apply_rope(q, cos, sin), k)
+            queries, k = policy.clear_borrowed(projections.q, projections.k)
+            q, _ = policy.clear_borrowed(apply_rope(queries, cos, sin), k)
             attended = attend_cached(
                 policy,
                 LayerCache(pool, PolicyState(rows=row_state, pages=page_state)),
@@ -239,6 +245,12 @@ class Transformer(nnx.Module):
                     page_table=page_table,
                     lengths=lengths,
                     page_size=cache.page_size,
+                    queries=queries if policy.remembers else None,
+                    horizon=cache.horizon,
+                    ends_prompt=ends_prompt,
+                    layer=index,
+                    future=future,
+                    num_layers=self.config.num_layers,
                 ),
                 cos,
                 sin,
@@ -268,6 +280,21 @@ class Transformer(nnx.Module):
             live=live.sum(0, dtype=jnp.int32),
             reads=reads.sum(0, dtype=jnp.int32),
         )
+
+    def _future_rope(
+        self, policy: Policy, cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+    ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]] | None:
+        """Mean cos and sin of the n positions after each token, where a policy looks ahead.
+
+        The mean over j of exp(i f (t + j)) is exp(i f t) times that of exp(i f j), j = 1 ... n.
+        """
+        if not policy.future_positions:
+            return None
+        frequencies, _ = rope_frequencies(self.config)
+        angles = np.arange(1, policy.future_positions + 1)[:, None] * frequencies
+        mean_cos = jnp.asarray(np.cos(angles).mean(0), cos.dtype)
+        mean_sin = jnp.asarray(np.sin(angles).mean(0), cos.dtype)
+        return cos * mean_cos - sin * mean_sin, sin * mean_cos + cos * mean_sin
 
     def _scan_layers(
         self, body: Callable[..., tuple[Any, Any]], carry: Any, policy: Policy, per_layer: Any

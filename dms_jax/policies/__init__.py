@@ -7,6 +7,8 @@ from dms_jax.policies.base import Policy
 from dms_jax.policies.dmc import DMC
 from dms_jax.policies.dms import DMS
 from dms_jax.policies.fixed_pooling import FixedPooling
+from dms_jax.policies.h2o import H2O
+from dms_jax.policies.kcache import KCache
 from dms_jax.policies.quest import Quest
 from dms_jax.policies.random_eviction import RandomEviction
 from dms_jax.policies.streaming import StreamingLLM
@@ -15,7 +17,18 @@ from dms_jax.policies.vanilla import Vanilla
 
 POLICIES: dict[str, type[Policy]] = {
     policy.__name__: policy
-    for policy in (Vanilla, DMS, DMC, FixedPooling, TOVA, Quest, StreamingLLM, RandomEviction)
+    for policy in (
+        Vanilla,
+        DMS,
+        DMC,
+        FixedPooling,
+        TOVA,
+        H2O,
+        Quest,
+        KCache,
+        StreamingLLM,
+        RandomEviction,
+    )
 }
 
 
@@ -35,9 +48,11 @@ def from_dict(data: dict[str, Any]) -> Policy:
 __all__ = [
     "DMC",
     "DMS",
+    "H2O",
     "POLICIES",
     "TOVA",
     "FixedPooling",
+    "KCache",
     "Policy",
     "Quest",
     "RandomEviction",

@@ -24,139 +24,37 @@ be known without attention, in the form of a static window and one bit per key:
     key j is visible to query i >= j  iff  i - j <= window  or  not evicted[j]
 
 Other policies are run token by token inside the layer (write, read, observe for each).
+
+Cuts. A policy that `shrinks` lets a prompt attend to all of itself, a chunk in one pass, and then
+names the slots that stay (`survivors`); where it is `due`, it does so again after a step. The kept
+slots close ranks in their order, and the pages behind them are given back. `observe_prompt` and
+`remember` show it the prompt's attention and queries, chunk by chunk.
 """
 
 import dataclasses
 import math
-from typing import Any, ClassVar, no_type_check
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.cache import Pool
 from dms_jax.errors import ConfigError
-
-FOREVER = 2**30  # later than any query: int32, with room for sums
-NOT_STORED = -1  # the slot of a token that is gone before the end of its chunk
-
-
-@struct.dataclass
-class Projections:
-    """What one layer's tokens look like before rotation, after q/k norms."""
-
-    q: Float[Array, "B T H D"]
-    k: Float[Array, "B T K D"]
-    v: Float[Array, "B T K D"]
-    adapter_logits: Float[Array, "B K T"] | None  # where the policy asks for an adapter
-    positions: Int[Array, "B T"]  # from 0 at the start of each sequence (or packed document)
-    layer: Int[Array, ""]
-
-
-@no_type_check  # jax also builds it of shapes and of partitions
-@struct.dataclass
-class Decisions:
-    """What the tokens of one layer say.
-
-    Attributes:
-      logits: decision logit per KV head, positive for yes; None if the policy learns nothing.
-      marks: the hard decisions; None if the policy decides nothing from a token.
-      importance: importance weight of each token (DMC's omega), or None.
-    """
-
-    logits: Float[Array, "B K T"] | None = None
-    marks: Bool[Array, "B K T"] | None = None
-    importance: Float[Array, "B K T"] | None = None
-
-
-@no_type_check  # jax also builds it of shapes and of partitions
-@struct.dataclass
-class Chunk:
-    """T new tokens of every row of one layer. Tokens at and beyond `count` are padding.
-
-    Borrowed neurons are already zero. Keys are unrotated in `transform` and `relax`, rotated in
-    `write` and `observe`.
-    """
-
-    k: Float[Array, "B T K D"]
-    v: Float[Array, "B T K D"]
-    decisions: Decisions
-    positions: Int[Array, "B T"]
-    count: Int[Array, " B"]
-    page_table: Int[Array, "B K M"]
-    lengths: Int[Array, "B K"]
-    page_size: int = struct.field(pytree_node=False)
-
-    @property
-    def first(self) -> Int[Array, " B"]:
-        """Position of the chunk's first token, which is how many tokens came before it."""
-        return self.positions[:, 0]
-
-    @property
-    def valid(self) -> Bool[Array, "B 1 T"]:
-        """Which tokens are not padding."""
-        return (jnp.arange(self.k.shape[1]) < self.count[:, None])[:, None]
-
-
-@struct.dataclass
-class Placement:
-    """How a chunk enters the cache.
-
-    Attributes:
-      k, v: what is stored (rotated keys; for DMC the merged ones).
-      slots: the slot each token is written to, NOT_STORED if it is gone by the chunk's end.
-      lengths: slots in use after the chunk.
-      live: slots in use right after each token, for the accounting.
-      evicted: whether the key is hidden from queries beyond the window (parallel policies).
-      past_until: the last query of the chunk (0, 1, ...) that still sees each slot that was in
-        use before the chunk; FOREVER for those that stay (parallel policies).
-    """
-
-    k: Float[Array, "B T K D"]
-    v: Float[Array, "B T K D"]
-    slots: Int[Array, "B K T"]
-    lengths: Int[Array, "B K"]
-    live: Int[Array, "B K T"]
-    evicted: Bool[Array, "B K T"]
-    past_until: Int[Array, "B K S"]
-
-
-@struct.dataclass
-class Reading:
-    """The rows a query attends to.
-
-    `page_table` and `lengths` have one row per KV head ([B, K, M]; its G query heads share it) or
-    one per query head ([B, H, M]). `reads` counts the key-value entries that this costs, where it
-    is not the sum of the lengths (Quest: besides, one entry a page for its two bounds).
-    """
-
-    page_table: Int[Array, "B X M"]
-    lengths: Int[Array, "B X"]
-    reads: Int[Array, " B"] | None = None
-
-
-@struct.dataclass
-class Relaxed:
-    """The differentiable form of a layer's decisions.
-
-    Attributes:
-      k, v: unrotated keys and values (for DMC partially merged ones).
-      bias: added (<= 0) to the scores of a key for queries beyond the window.
-      decisions: hard forward and soft backward (straight-through), for the compression loss.
-    """
-
-    k: Float[Array, "B T K D"]
-    v: Float[Array, "B T K D"]
-    bias: Float[Array, "B K T"]
-    decisions: Float[Array, "B K T"]
-
-
-@struct.dataclass
-class PolicyState:
-    """What a policy remembers, beside the cache: leaves [B, K, ...] and leaves [N, ...]."""
-
-    rows: Any = ()
-    pages: Any = ()
+from dms_jax.policies.values import (
+    FOREVER,
+    NOT_STORED,
+    Chunk,
+    Decisions,
+    Placement,
+    PolicyState,
+    Projections,
+    Reading,
+    Relaxed,
+    Rows,
+    row_shape,
+    slot_shape,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +66,7 @@ class Policy:
 
     uses_adapter: ClassVar[bool] = False  # decide() wants `adapter_logits`
     observes: ClassVar[bool] = False  # observe() wants attention weights per slot
+    remembers: ClassVar[bool] = False  # remember() wants the queries of every chunk
     split_invariant: ClassVar[bool] = True  # prompt and steps: the same result for every split
     trainable: ClassVar[bool] = False  # has a differentiable form (relax)
     learned: ClassVar[bool] = False  # means nothing on a model that was not retrofitted for it
@@ -198,15 +97,43 @@ class Policy:
         del prompt
         return True
 
+    @property
+    def shrinks(self) -> bool:
+        """Whether rows are rewritten shorter: prompts are read whole, then cut (`survivors`)."""
+        return False
+
+    @property
+    def future_positions(self) -> int:
+        """How many positions to come `Chunk.future` averages; 0 for none."""
+        return 0
+
     def slot_limit(self, page_size: int) -> int | None:
-        """The most slots a row can come to hold, None if it grows with the sequence."""
+        """The most slots a row can come to hold, None if it grows with the sequence.
+
+        Of a policy that `shrinks`, once the prompt has been cut.
+        """
         del page_size
         return None
+
+    def for_horizon(self, tokens: int) -> "Policy":
+        """The policy for sequences of so many tokens, with a budget of its own if it is a share."""
+        del tokens
+        return self
 
     @property
     def read_budget(self) -> int | None:
         """Tokens that each query head selects to read; None where everything live is read."""
         return None
+
+    @property
+    def fetches(self) -> int | None:
+        """Values that each query head fetches by its weights; None to read them with the keys."""
+        return None
+
+    @property
+    def renormalizes(self) -> bool:
+        """Whether the weights of fetched values are made to sum to one."""
+        return False
 
     # -- decide -----------------------------------------------------------------------------------
 
@@ -230,6 +157,13 @@ class Policy:
         """Returns `state.rows` of one layer's empty cache, leaves [B, K, ...]."""
         del num_sequences, num_kv_heads, head_dim, dtype
         return ()
+
+    def init_row_state(
+        self, num_sequences: int, num_kv_heads: int, group: int, head_dim: int, dtype: jnp.dtype
+    ) -> Any:
+        """As `init_rows`, which it is for policies that remember nothing per query head."""
+        del group
+        return self.init_rows(num_sequences, num_kv_heads, head_dim, dtype)
 
     def init_pages(self, num_pages: int, page_size: int, head_dim: int, dtype: jnp.dtype) -> Any:
         """Returns `state.pages` of an empty pool, leaves [N, ...]."""
@@ -295,6 +229,54 @@ class Policy:
         del weights, chunk, placement, head_axis
         return state
 
+    def remember(self, state: PolicyState, q: Float[Array, "B T H D"], chunk: Chunk) -> PolicyState:
+        """Learns from the queries of a chunk: rotated in `q`, unrotated in `chunk.queries`."""
+        del q, chunk
+        return state
+
+    def observe_prompt(
+        self,
+        state: PolicyState,
+        q: Float[Array, "B T H D"],
+        rows: Callable[[], Rows],
+        chunk: Chunk,
+        scale: float,
+    ) -> PolicyState:
+        """As `observe`, of a chunk of a prompt that was read in one pass; `rows()` holds it too."""
+        del q, rows, chunk, scale
+        return state
+
+    # -- shrink -----------------------------------------------------------------------------------
+
+    def due(
+        self, lengths: Int[Array, "B K"], chunk: Chunk, head_axis: str | None
+    ) -> Bool[Array, " B"] | None:
+        """Which sequences are to be cut after a step; None for never."""
+        del lengths, chunk, head_axis
+        return None
+
+    def survivors(
+        self,
+        state: PolicyState,
+        q: Float[Array, "B T H D"],
+        rows: Rows,
+        chunk: Chunk,
+        scale: float,
+        head_axis: str | None,
+    ) -> Bool[Array, "B K S"]:
+        """Which slots stay when a row is cut. The kept ones close ranks, in their order.
+
+        Args:
+          state: what the policy remembers.
+          q: the chunk's rotated queries.
+          rows: what the cache holds, the chunk included.
+          chunk: the tokens that came last.
+          scale: factor on the dot products.
+          head_axis: see `observe`.
+        """
+        del state, q, chunk, scale, head_axis
+        return rows.live
+
     # -- train ------------------------------------------------------------------------------------
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
@@ -329,18 +311,6 @@ def hard_marks(decisions: Decisions) -> Bool[Array, "B K T"]:
     """The hard decisions of a policy that makes them."""
     assert decisions.marks is not None
     return decisions.marks
-
-
-def row_shape(chunk: Chunk) -> tuple[int, int, int]:
-    """Returns (B, K, T) of a chunk."""
-    batch, num_tokens, num_kv_heads, _ = chunk.k.shape
-    return batch, num_kv_heads, num_tokens
-
-
-def slot_shape(chunk: Chunk) -> tuple[int, int, int]:
-    """Returns (B, K, S) with S the slots that the page table can address."""
-    batch, num_kv_heads, num_pages = chunk.page_table.shape
-    return batch, num_kv_heads, num_pages * chunk.page_size
 
 
 def require(condition: bool, message: str) -> None:

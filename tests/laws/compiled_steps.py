@@ -20,12 +20,13 @@ from dms_jax.generation import programs
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import DMC, DMS, POLICIES, TOVA, Quest, RandomEviction, StreamingLLM
+from dms_jax.policies import DMC, DMS, H2O, POLICIES, TOVA, Quest, RandomEviction, StreamingLLM
 
 SMALL_OPTIONS = {
     DMS: dict(window=64),
     DMC: dict(),
     TOVA: dict(budget=128),
+    H2O: dict(budget=128),
     Quest: dict(budget=128, dense_layers=1),
     StreamingLLM: dict(budget=128),
     RandomEviction: dict(window=64),

@@ -8,11 +8,12 @@ import numpy as np
 
 from dms_jax.cache.accounting import Usage
 from dms_jax.config import ModelConfig
-from dms_jax.policies import TOVA, Policy, Quest
+from dms_jax.policies import H2O, Policy, Quest
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.merging import Merging
+from dms_jax.policies.victims import VictimEviction
+from tests.laws.row import Row
 from tests.laws.simulations import live_totals, read_totals, simulate
-from tests.laws.table import Row
 from tests.oracles import transformer
 
 TOLERANCE = 1e-10
@@ -20,15 +21,16 @@ FLOAT64, FLOAT32, INT32 = 8, 4, 4
 
 
 def bytes_per_page(config: ModelConfig, row: Row) -> int:
-    """Keys, values and what the policy keeps beside them (Quest: two bounds)."""
+    """Keys, values and what is kept beside them (Quest: two bounds; H2O: sums and positions)."""
     entry = config.head_dim * FLOAT64 if row.kv_dtype is None else config.head_dim + FLOAT32
     bounds = 2 * isinstance(row.policy, Quest) * config.head_dim * FLOAT64
-    return 2 * row.page_size * entry + bounds
+    slots = isinstance(row.policy, H2O) * row.page_size * (FLOAT64 + INT32)
+    return 2 * row.page_size * entry + bounds + slots
 
 
 def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
     """What the policy remembers of a row: a ring of marked slots, sums, a victim."""
-    if isinstance(policy, TOVA):
+    if isinstance(policy, VictimEviction):
         return INT32
     if not isinstance(policy, DelayedEviction):
         return 0
@@ -44,9 +46,10 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
 
 
-def pages_of(one: transformer.Pass, token: int, page_size: int) -> int:
-    """Pages that all rows of the sequence need right after a token."""
-    return sum(int((-(-trace.live_counts[token] // page_size)).sum()) for trace in one.traces)
+def pages_of(row: Row, one: transformer.Pass, prompt_length: int, page_size: int) -> int:
+    """Pages that all rows of the sequence need at its end."""
+    held = [row.held(trace, len(trace.live), prompt_length) for trace in one.traces]
+    return sum(-(-len(head) // page_size) for layer in held for head in layer)
 
 
 @dataclasses.dataclass
@@ -75,7 +78,7 @@ class Expected:
         live = live_totals(self.run)
         reads = read_totals(self.run, self.page_size)[self.first_read :]
         policy = self.row.policy
-        pages = pages_of(self.run, -1, self.page_size)
+        pages = pages_of(self.row, self.run, self.prompt_length, self.page_size)
         held = pages * bytes_per_page(self.config, self.row)
         held += rows * bytes_per_row(self.config, policy)
         assert math.isclose(usage.kv_reads, reads.sum() / rows)

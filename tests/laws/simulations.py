@@ -5,8 +5,8 @@ import functools
 
 import numpy as np
 
-from tests.laws.table import Row, model_for
-from tests.oracles import transformer
+from tests.laws.row import Row, model_for
+from tests.oracles import kcache, transformer
 from tests.support.models import oracle_weights, random_tokens
 
 LENGTHS = (26, 19, 23)
@@ -39,7 +39,7 @@ def simulated(row: Row, sequence: int, prompt_length: int, page_size: int) -> tr
 def expected(row: Row, prompts, page_size: int | None = None) -> list[transformer.Pass]:
     """Passes of all sequences; computed once where prompts and pages change nothing."""
     page_size = page_size or row.page_size
-    if not row.selects:
+    if row.policy.split_invariant:
         prompts, page_size = [0] * len(LENGTHS), row.page_size
     return [simulated(row, index, int(prompt), page_size) for index, prompt in enumerate(prompts)]
 
@@ -64,6 +64,9 @@ def read_totals(one: transformer.Pass, page_size: int) -> np.ndarray:
     """
     totals = []
     for trace in one.traces:
+        if isinstance(trace, kcache.Fetched):
+            totals.append(trace.entries)
+            continue
         kv_heads = trace.live_counts.shape[1]
         group = trace.reads.shape[1] // kv_heads
         live, reads = trace.live_counts, trace.reads.reshape(-1, kv_heads, group)

@@ -5,93 +5,28 @@ head (1, 2, 4, 8), with hyper-parameters and page sizes spread over them, and on
 to evict.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from dms_jax.model.transformer import Transformer
 from dms_jax.policies import (
     DMC,
     DMS,
+    H2O,
     TOVA,
     FixedPooling,
-    Policy,
     Quest,
     RandomEviction,
     StreamingLLM,
     Vanilla,
 )
 from dms_jax.policies.base import Projections
-from tests.oracles import dmc, dms, float8, quest, rope, streaming, tova, vanilla
+from tests.laws import fetching_rows
+from tests.laws.row import Row, Simulate
+from tests.oracles import dmc, dms, float8, h2o, quest, rope, streaming, tova, vanilla
 from tests.oracles.trace import Trace
 from tests.oracles.transformer import LayerInput
-from tests.support.models import random_model, tiny_config
-
-Simulate = Callable[[Any, LayerInput, int, int], Trace]  # policy, layer, prompt length, page size
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A policy under test.
-
-    Attributes:
-      policy: what runs.
-      simulate: the NumPy simulation.
-      group: query heads per KV head.
-      page_size: does not divide the lengths of the tests.
-      keys: the keys that stand in the slots, by the ids of the trace; rotated ones by default.
-      ordered: whether the simulation also says which slot holds what.
-      selects: whether query heads read less than the cache holds.
-      identity: whether nothing is ever evicted, so that the simulation is plain attention.
-      kv_dtype: the type of the cache; the model's if None.
-    """
-
-    policy: Policy
-    simulate: Simulate
-    group: int
-    page_size: int
-    keys: Callable[[Any, LayerInput], np.ndarray] = lambda policy, layer: layer.rotated[1]
-    ordered: bool = True
-    selects: bool = False
-    identity: bool = False
-    kv_dtype: str | None = None
-
-    @property
-    def name(self) -> str:
-        default = type(self.policy)()
-        options = [
-            f"{field.name}={getattr(self.policy, field.name)}"
-            for field in dataclasses.fields(self.policy)
-            if getattr(self.policy, field.name) != getattr(default, field.name)
-        ]
-        options += [f"G={self.group}", f"page={self.page_size}"]
-        return "-".join([self.policy.name, *options, *([self.kv_dtype] if self.kv_dtype else [])])
-
-    @property
-    def num_kv_heads(self) -> int:
-        return 2 if self.group < 8 else 1
-
-
-@functools.cache
-def model_of(group: int, adapter: bool) -> Transformer:
-    """Two layers; the switches of the model vary with the group size."""
-    kv_heads = 2 if group < 8 else 1
-    config = tiny_config(
-        num_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        qk_norm=group in (1, 4),
-        biases=group in (2, 4),
-        tied=group in (1, 2),
-    )
-    return random_model(config, adapter=adapter, seed=group)
-
-
-def model_for(row: Row) -> Transformer:
-    return model_of(row.group, row.policy.uses_adapter)
 
 
 def simulate_vanilla(policy, layer, prompt_length, page_size):
@@ -222,18 +157,31 @@ def simulate_random(policy, layer, prompt_length, page_size):
 def simulate_tova(policy, layer, prompt_length, page_size):
     q, k, v = layer.rotated
     if policy.per == "layer":
-        return tova.simulate(q, k, v, budget=policy.budget)
+        return tova.simulate(q, k, v, prompt_length, budget=policy.budget, prefill=policy.prefill)
     group = q.shape[1] // k.shape[1]
     heads = [
         tova.simulate(
             q[:, head * group : (head + 1) * group],
             k[:, head : head + 1],
             v[:, head : head + 1],
+            prompt_length,
             budget=policy.budget,
+            prefill=policy.prefill,
         )
         for head in range(k.shape[1])
     ]
     return side_by_side(heads)
+
+
+def simulate_h2o(policy, layer, prompt_length, page_size):
+    heavy = policy.budget // 2
+    return h2o.simulate(
+        *layer.rotated,
+        prompt_length,
+        heavy=heavy,
+        recent=policy.budget - heavy,
+        prefill=policy.prefill,
+    )
 
 
 def side_by_side(traces: list[Trace]) -> Trace:
@@ -305,6 +253,7 @@ def stored_keys(policy, layer):
     return float8.snap(layer.rotated[1])
 
 
+DENSE = "dense_then_evict"
 LONG = 64  # beyond every sequence of the tests
 
 
@@ -349,6 +298,9 @@ def training_free_rows() -> list[Row]:
     sinks = functools.partial(Row, simulate=simulate_streaming, ordered=False)
     chance = functools.partial(Row, simulate=simulate_random)
     victims = functools.partial(Row, simulate=simulate_tova, ordered=False)
+    cut = functools.partial(victims, cuts="after the prompt")
+    heavy = functools.partial(Row, simulate=simulate_h2o, ordered=False)
+    cut_heavy = functools.partial(heavy, cuts="after the prompt")
     pages = functools.partial(Row, simulate=simulate_quest, selects=True)
     return [
         sinks(StreamingLLM(budget=5, sinks=0), group=1, page_size=3),
@@ -366,6 +318,15 @@ def training_free_rows() -> list[Row]:
         victims(TOVA(budget=6, per="head"), group=4, page_size=4),
         victims(TOVA(budget=11), group=8, page_size=3),
         victims(TOVA(budget=LONG), group=1, page_size=5, identity=True),
+        cut(TOVA(budget=7, prefill=DENSE), group=2, page_size=3),
+        cut(TOVA(budget=5, prefill=DENSE, per="head"), group=4, page_size=4),
+        heavy(H2O(budget=1), group=1, page_size=3),
+        heavy(H2O(budget=8), group=2, page_size=5),
+        heavy(H2O(budget=7), group=4, page_size=4),
+        heavy(H2O(budget=12), group=8, page_size=3),
+        heavy(H2O(budget=LONG), group=4, page_size=5, identity=True),
+        cut_heavy(H2O(budget=9, prefill=DENSE), group=2, page_size=4),
+        cut_heavy(H2O(budget=6, prefill=DENSE), group=4, page_size=3),
         pages(Quest(budget=12, dense_layers=1, force_last_page=False), group=1, page_size=4),
         pages(Quest(budget=8, dense_layers=1), group=2, page_size=4),
         pages(Quest(budget=6, dense_layers=0), group=4, page_size=3),
@@ -415,6 +376,7 @@ ROWS = [
     *fixed_rows(),
     *training_free_rows(),
     *quest_over_dms_rows(),
+    *fetching_rows.rows(simulate_dms, dms_decisions, stored_keys),
     *float8_rows(),
 ]
 # Policies that agree with one pass over the whole sequence, wherever the prompt ends.
@@ -426,4 +388,5 @@ SPLIT_INVARIANT = {
     "StreamingLLM",
     "RandomEviction",
     "TOVA",
+    "H2O",
 }

@@ -12,6 +12,7 @@ from dms_jax.errors import CapacityError
 from dms_jax.generation import Engine, Sampling, score
 from dms_jax.generation.runner import Runner
 from dms_jax.model.language_model import LanguageModel
+from tests.laws.row import model_for
 from tests.laws.serving import (
     bytes_per_page,
     bytes_per_row,
@@ -19,7 +20,7 @@ from tests.laws.serving import (
     check_score,
 )
 from tests.laws.simulations import LENGTHS, TOKENS, simulated, weights_of
-from tests.laws.table import ROWS, model_for
+from tests.laws.table import ROWS
 from tests.support.models import random_tokens
 
 SERVED = [row for row in ROWS if row.group == 2 and (not row.identity or row.name.startswith("V"))]
@@ -53,8 +54,9 @@ class Watch:
                 coming = arguments[1]
             slots = runner.lengths + coming[None, :, None]
             limit = runner.policy.slot_limit(runner.page_size)
-            if limit is not None:
-                slots = np.minimum(slots, limit)
+            whole = runner.policy.shrinks and options.get("prompt", False)  # cut afterwards
+            if limit is not None and not whole:
+                slots = np.minimum(slots, np.maximum(limit, runner.lengths))
             needed = -(-slots // runner.page_size)
             np.testing.assert_array_equal(runner.allocator.reserved, needed)
             self.chunks += 1
@@ -65,12 +67,12 @@ class Watch:
         return watched
 
     def _refusing(self, call):
-        def watched(runner, extra):
+        def watched(runner, extra, **options):
             several = (runner.seen > 0).sum() > 1  # one that is alone could not be helped
             if self.chunks in self.refusals and several:
                 self.refusals.remove(self.chunks)
                 return False
-            return call(runner, extra)
+            return call(runner, extra, **options)
 
         return watched
 
@@ -152,7 +154,7 @@ def test_the_pool_is_as_large_as_the_accounting_says(row):
     assert state == 3 * rows * bytes_per_row(model.config, row.policy)
     assert num_pages * per_page + state <= 40_000
     limit = row.policy.slot_limit(row.page_size)
-    if limit is None:  # it could need more: nothing is left unused
+    if limit is None or row.policy.shrinks:  # it could need more: nothing is left unused
         assert num_pages * per_page + state > 40_000 - per_page
     else:
         assert num_pages >= 3 * rows * -(-limit // row.page_size)
@@ -184,7 +186,7 @@ def peak_bytes(row, config, one, chunk: int) -> int:
         coming = min(chunk, fed - start)
         pages = 0
         for trace in one.traces:
-            before = trace.live_counts[start - 1] if start else np.zeros_like(trace.peak)
+            before = np.array([len(head) for head in row.held(trace, start, 0)])
             pages += int((-(-np.minimum(before + coming, limit) // row.page_size)).sum())
         peak = max(peak, pages)
     rows = config.num_layers * config.num_kv_heads

@@ -13,6 +13,7 @@ import pytest
 
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import POLICIES
+from tests.laws.row import Row, model_for
 from tests.laws.simulations import (
     LENGTHS,
     TOKENS,
@@ -24,7 +25,7 @@ from tests.laws.simulations import (
     peak_slots,
     read_totals,
 )
-from tests.laws.table import ROWS, SPLIT_INVARIANT, Row, model_for, simulate_vanilla
+from tests.laws.table import ROWS, SPLIT_INVARIANT, simulate_vanilla
 from tests.support.cached_runs import Part, drive, poisoned_cache, ragged_parts
 
 TOLERANCE = 1e-10

@@ -17,6 +17,7 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import (
     DMC,
     DMS,
+    H2O,
     TOVA,
     FixedPooling,
     Quest,
@@ -26,15 +27,17 @@ from dms_jax.policies import (
 )
 from dms_jax.sharding import DECODING_RULES
 from dms_jax.training.parameters import parameters, rebuilder, shardings
+from tests.laws.row import Row
 from tests.laws.serving import check_completion, check_score
 from tests.laws.table import (
-    Row,
+    DENSE,
     dmc_keys,
     fixed_keys,
     simulate_dmc,
     simulate_dms,
     simulate_dms_float8,
     simulate_fixed,
+    simulate_h2o,
     simulate_quest,
     simulate_random,
     simulate_streaming,
@@ -54,6 +57,8 @@ ROWS = [
     Row(StreamingLLM(budget=6, sinks=2), simulate_streaming, 2, 8),
     Row(RandomEviction(window=2, rate=0.6), simulate_random, 2, 8),
     Row(TOVA(budget=5), simulate_tova, 2, 8),
+    Row(TOVA(budget=4, prefill=DENSE), simulate_tova, 2, 3, cuts="after the prompt"),
+    Row(H2O(budget=5, prefill=DENSE), simulate_h2o, 2, 3, cuts="after the prompt"),
     Row(Quest(budget=8, dense_layers=1), simulate_quest, 2, 4, selects=True),
 ]
 TOKENS = random_tokens(60, 4, 16)

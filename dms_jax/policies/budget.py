@@ -1,0 +1,73 @@
+"""Budgets: how many tokens a row may keep, and which slots those are.
+
+A budget is a number of tokens, or a share of what a request can come to (appendix G.1 of the DMS
+paper, arXiv 2506.05345):
+
+    budget = floor((prompt tokens + longest answer) / compression_ratio)
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dms_jax.policies.base import Chunk, Policy, is_finite, is_static_int, require
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetedPolicy(Policy):
+    """Base of policies that keep a number of tokens.
+
+    Attributes:
+      budget: tokens.
+      compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio of
+        each request instead.
+    """
+
+    budget: int = 1024
+    compression_ratio: float | int | None = None
+
+    def __post_init__(self):
+        require(
+            is_static_int(self.budget, least=1),
+            f"{self.name}: budget must be a whole number of at least 1, got {self.budget!r}.",
+        )
+        ratio = self.compression_ratio
+        require(
+            ratio is None or (is_finite(ratio) and ratio >= 1),
+            f"{self.name}: compression_ratio must be a number of at least 1, or None for a budget "
+            f"in tokens, got {ratio!r}.",
+        )
+
+    @property
+    def least_budget(self) -> int:
+        """The fewest tokens that a share is rounded up to."""
+        return 1
+
+    def budget_of(self, chunk: Chunk) -> Int[Array, "B 1"]:
+        """The budget of each sequence."""
+        if self.compression_ratio is None:
+            return jnp.full((chunk.lengths.shape[0], 1), self.budget, jnp.int32)
+        assert chunk.horizon is not None
+        # float32 holds every length; a quotient that is whole must not be rounded below it.
+        share = jnp.floor(chunk.horizon / self.compression_ratio * (1 + 1e-6))
+        return jnp.maximum(share.astype(jnp.int32), self.least_budget)[:, None]
+
+    def for_horizon(self, tokens: int) -> Policy:
+        """The same with a budget in tokens, which no shorter sequence exceeds."""
+        if self.compression_ratio is None:
+            return self
+        share = math.floor(tokens / self.compression_ratio * (1 + 1e-6))
+        budget = max(share, self.least_budget)
+        return dataclasses.replace(self, budget=budget, compression_ratio=None)
+
+
+def highest(scores: Float[Array, "B K S"], count: Int[Array, "B #K"]) -> Bool[Array, "B K S"]:
+    """Marks the `count` highest scores of each row; of equals the later one.
+
+    # scores: [3, 1, 3, 2]  count: 2  Out: [1, 0, 1, 0]
+    """
+    ascending = jnp.argsort(scores, axis=-1, stable=True)
+    rank = jnp.argsort(ascending, axis=-1)
+    return rank >= scores.shape[-1] - count[..., None]

@@ -1,0 +1,132 @@
+"""H2O (Zhang et al., arXiv 2306.14048): heavy hitters and the recent tokens.
+
+Each KV head keeps, for every token in its cache, the sum of the attention weights that the token
+has received from all queries since it arrived, its own included:
+
+    s_j = sum over queries i >= j of  mean over the group of softmax(q_i K)_j
+
+With grouped queries the weight of a query is the mean over the group (the paper has one head a
+group; a mean ranks as a sum does). It is a sum and no mean over queries, so old tokens are
+favoured, as published. Beyond the budget, half of it are the most recent tokens and the other half
+those with the largest sums; after each query the lightest of the tokens that are not recent goes,
+and its sum with it.
+
+After a dense prompt the sums are those over all its queries. They are computed chunk by chunk from
+a second pass over the scores, in blocks of queries: memory is linear in the prompt.
+"""
+
+import dataclasses
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dms_jax.policies.base import NOT_STORED, Chunk, Placement, PolicyState, Rows
+from dms_jax.policies.victims import VictimEviction
+
+BLOCK = 64  # queries of a prompt that are summed at a time
+
+
+@no_type_check  # jax also builds it of shapes and of partitions
+@struct.dataclass
+class Received:
+    """What the token in each slot has received, and its position."""
+
+    sums: Float[Array, "N P"]
+    positions: Int[Array, "N P"]
+
+
+@dataclasses.dataclass(frozen=True)
+class H2O(VictimEviction):
+    """Keeps half the budget by accumulated attention, half by recency.
+
+    Attributes:
+      budget, compression_ratio, prefill: see `VictimEviction`; of an odd budget the recent tokens
+        are the larger half.
+    """
+
+    def init_pages(self, num_pages, page_size, head_dim, dtype) -> Received:
+        """Returns empty sums."""
+        del head_dim
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return Received(
+            sums=jnp.zeros((num_pages, page_size), wide),
+            positions=jnp.zeros((num_pages, page_size), jnp.int32),
+        )
+
+    def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
+        """A new token starts with nothing received."""
+        state, placement = super().write(state, chunk)
+        received: Received = state.pages
+        num_pages = received.sums.shape[0]
+        slots = placement.slots
+        page = jnp.take_along_axis(
+            chunk.page_table, jnp.maximum(slots, 0) // chunk.page_size, axis=-1
+        )
+        page = jnp.where(slots == NOT_STORED, num_pages, page)  # out of range: dropped
+        place = (page, slots % chunk.page_size)
+        positions = jnp.broadcast_to(chunk.positions[:, None], slots.shape)
+        received = Received(
+            sums=received.sums.at[place].set(0, mode="drop"),
+            positions=received.positions.at[place].set(positions, mode="drop"),
+        )
+        return dataclasses.replace(state, pages=received), placement
+
+    def learn(self, state: PolicyState, weights, chunk: Chunk) -> PolicyState:
+        """Adds the weights of one query."""
+        return _add(state, weights.mean(2), chunk)
+
+    def worth(self, state, weights, page_table, newest, budget, head_axis) -> Float[Array, "B K S"]:
+        """The sums; recent tokens are beyond price."""
+        del weights, head_axis
+        recent = budget - budget // 2
+        positions = _of_rows(state.pages.positions, page_table)
+        is_recent = positions > (newest[:, None] - recent)[..., None]
+        return jnp.where(is_recent, jnp.inf, _of_rows(state.pages.sums, page_table))
+
+    def observe_prompt(self, state: PolicyState, q, rows, chunk: Chunk, scale) -> PolicyState:
+        """Adds the weights of all queries of the chunk."""
+        held: Rows = rows()
+        positions = _of_rows(state.pages.positions, chunk.page_table)
+        batch, num_tokens, num_heads, head_dim = q.shape
+        num_kv_heads = held.k.shape[1]
+        wide = state.pages.sums.dtype
+        keys = held.k.astype(wide)
+        padding = -num_tokens % min(BLOCK, num_tokens)
+        # Padded queries are those of no one: position -1 sees nothing.
+        at = jnp.where(chunk.valid[:, 0], chunk.positions, -1)
+        at = jnp.pad(at, ((0, 0), (0, padding)), constant_values=-1)
+        grouped = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))).astype(wide)
+        grouped = grouped.reshape(batch, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+
+        def add_block(sums, start):
+            block = jax.lax.dynamic_slice_in_dim(grouped, start, size, axis=1)
+            now = jax.lax.dynamic_slice_in_dim(at, start, size, axis=1)
+            scores = scale * jnp.einsum("BTKGD,BKSD->BKGTS", block, keys)
+            visible = held.live[:, :, None] & (positions[:, :, None] <= now[:, None, :, None])
+            visible = visible[:, :, None]
+            weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
+            return sums + jnp.where(visible, weights, 0).mean(2).sum(2), None
+
+        size = min(BLOCK, num_tokens)
+        starts = jnp.arange(0, grouped.shape[1], size)
+        sums, _ = jax.lax.scan(add_block, jnp.zeros(positions.shape, wide), starts)
+        return _add(state, sums, chunk)
+
+
+def _of_rows(pages: Array, page_table: Int[Array, "B K M"]) -> Array:
+    """[N, P] by page -> [B, K, S] by slot; whatever was there beyond a row's length."""
+    rows = pages.at[page_table].get(mode="fill", fill_value=0)
+    return rows.reshape(*page_table.shape[:2], -1)
+
+
+def _add(state: PolicyState, weights: Float[Array, "B K S"], chunk: Chunk) -> PolicyState:
+    """Adds to the sums of a layer's rows."""
+    received: Received = state.pages
+    table = chunk.page_table
+    rows = received.sums.at[table].get(mode="fill", fill_value=0)
+    new = rows + weights.reshape(rows.shape).astype(rows.dtype)
+    sums = received.sums.at[table].set(new, mode="drop")
+    return dataclasses.replace(state, pages=dataclasses.replace(received, sums=sums))

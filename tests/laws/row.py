@@ -1,0 +1,85 @@
+"""A row of the table of policies under the laws, and the models that rows run on."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import Policy
+from tests.oracles.trace import Trace
+from tests.oracles.transformer import LayerInput
+from tests.support.models import random_model, tiny_config
+
+Simulate = Callable[[Any, LayerInput, int, int], Trace]  # policy, layer, prompt length, page size
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A policy under test.
+
+    Attributes:
+      policy: what runs.
+      simulate: the NumPy simulation.
+      group: query heads per KV head.
+      page_size: does not divide the lengths of the tests.
+      keys: the keys that stand in the slots, by the ids of the trace; rotated ones by default.
+      ordered: whether the simulation also says which slot holds what.
+      selects: whether query heads read less than the cache holds.
+      identity: whether nothing is ever evicted, so that the simulation is plain attention.
+      kv_dtype: the type of the cache; the model's if None.
+      cuts: when rows are rewritten shorter right after a token's attention.
+    """
+
+    policy: Policy
+    simulate: Simulate
+    group: int
+    page_size: int
+    keys: Callable[[Any, LayerInput], np.ndarray] = lambda policy, layer: layer.rotated[1]
+    ordered: bool = True
+    selects: bool = False
+    identity: bool = False
+    kv_dtype: str | None = None
+    cuts: Literal["never", "after the prompt", "always"] = "never"
+
+    def held(self, trace: Trace, done: int, prompt_length: int) -> list[list[int]]:
+        """What the slots of each KV head hold after `done` tokens."""
+        if not done:
+            return [[] for _ in trace.live[0]]
+        after_prompt = self.cuts == "after the prompt" and done == prompt_length
+        return (trace.kept if after_prompt or self.cuts == "always" else trace.live)[done - 1]
+
+    @property
+    def name(self) -> str:
+        default = type(self.policy)()
+        options = [
+            f"{field.name}={getattr(self.policy, field.name)}"
+            for field in dataclasses.fields(self.policy)
+            if getattr(self.policy, field.name) != getattr(default, field.name)
+        ]
+        options += [f"G={self.group}", f"page={self.page_size}"]
+        return "-".join([self.policy.name, *options, *([self.kv_dtype] if self.kv_dtype else [])])
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 2 if self.group < 8 else 1
+
+
+@functools.cache
+def model_of(group: int, adapter: bool) -> Transformer:
+    """Two layers; the switches of the model vary with the group size."""
+    kv_heads = 2 if group < 8 else 1
+    config = tiny_config(
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        qk_norm=group in (1, 4),
+        biases=group in (2, 4),
+        tied=group in (1, 2),
+    )
+    return random_model(config, adapter=adapter, seed=group)
+
+
+def model_for(row: Row) -> Transformer:
+    return model_of(row.group, row.policy.uses_adapter)
