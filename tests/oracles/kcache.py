@@ -4,12 +4,31 @@
 
 The weights are not normalised again after the cut, so less than the whole mass is summed. Each
 query head fetches its own N; the newest token is not protected. Prompt queries and the first
-`device_layers` layers read every value. Equal weights: the earlier token is fetched.
+`device_layers` layers read every value. Equal weights: the earlier slot is fetched.
+
+Reads are counted in entries of a key and a value: where there is something to choose, a row's keys
+are half an entry each and so is every value that a query head fetches.
 """
+
+import dataclasses
 
 import numpy as np
 
 from tests.oracles.trace import Recorder, Trace, as_float64, attention_weights, default_scale
+
+
+@dataclasses.dataclass
+class Fetched(Trace):
+    """`attended` lists the values that were read."""
+
+    @property
+    def entries(self) -> np.ndarray:
+        """[T]: entries read by all rows of the layer, rounded up."""
+        live = self.live_counts
+        heads = self.reads.reshape(*live.shape, -1)
+        everything = (heads == live[..., None]).all(-1)
+        halves = np.where(everything, 2 * live, live + heads.sum(-1))
+        return -(-halves.sum(-1) // 2)
 
 
 def simulate(
@@ -21,24 +40,32 @@ def simulate(
     top: int,
     layer: int = 0,
     device_layers: int = 0,
+    renormalize: bool = False,
+    kept: Trace | None = None,
     scale: float | None = None,
-) -> Trace:
-    """Simulate over q [T, H, D] and k, v [T, K, D]; `attended` lists the values fetched."""
+) -> Fetched:
+    """Simulate over q [T, H, D] and k, v [T, K, D].
+
+    `kept` is the trace of an evicting policy, among whose survivors the choice is made.
+    """
     q, k, v = as_float64(q, k, v)
     scale = default_scale(q, scale)
     query_heads, kv_heads = q.shape[1], k.shape[1]
     group = query_heads // kv_heads
     recorder = Recorder(query_heads)
     for t in range(len(q)):
+        live = [list(range(t + 1))] * kv_heads if kept is None else kept.live[t]
         outputs, attended = [], []
         for head in range(query_heads):
-            keys, values = k[: t + 1, head // group], v[: t + 1, head // group]
+            slots = np.array(live[head // group])
+            keys, values = k[slots, head // group], v[slots, head // group]
             weights = attention_weights(q[t, head], keys, scale)
             if t < prompt_length or layer < device_layers:
-                ids = np.arange(t + 1)
+                chosen = np.arange(len(slots))
             else:
-                ids = np.argsort(-weights, kind="stable")[:top]
-            outputs.append(weights[ids] @ values[ids])
-            attended.append(ids)
-        recorder.step(outputs, [list(range(t + 1))] * kv_heads, attended=attended)
-    return recorder.trace()
+                chosen = np.argsort(-weights, kind="stable")[:top]
+            share = weights[chosen].sum() if renormalize else 1.0
+            outputs.append(weights[chosen] @ values[chosen] / share)
+            attended.append(slots[chosen])
+        recorder.step(outputs, live, attended=attended)
+    return Fetched(**vars(recorder.trace()))

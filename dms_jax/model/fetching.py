@@ -1,0 +1,65 @@
+"""Attention that reads every key and fetches few values (KCache).
+
+    scores over all keys -> log-sum-exp -> the N largest of each query head -> their values -> sum
+
+A query head fetches N rows of D numbers; which ones is known only after its scores, so the fetch
+cannot be part of the kernel that reads the keys.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dms_jax.cache import Pool
+from dms_jax.policies.base import Policy
+from pallas_kernels import decode_attention
+
+
+def attend_to_fetched(
+    policy: Policy,
+    pool: Pool,
+    q: Float[Array, "B H D"],
+    page_table: Int[Array, "B K M"],
+    lengths: Int[Array, "B K"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "R G D"], Int[Array, " B"]]:
+    """Attention of single queries, and the entries that it read.
+
+    An entry is a key and its value: reading a key alone, or fetching a value, is half of one. Rows
+    that hold no more than N tokens are read once, like any other.
+    """
+    batch, num_kv_heads, _ = page_table.shape
+    num_rows, head_dim = batch * num_kv_heads, q.shape[-1]
+    table = page_table.reshape(num_rows, -1)
+    # The kernel attends to keys and values; given the keys as both it reads nothing but them from
+    # memory (a tile that is asked for twice is in the cache the second time).
+    _, lse, scores = decode_attention(
+        q.reshape(num_rows, -1, head_dim),
+        pool.k_pages,
+        pool.k_pages,
+        table,
+        lengths.reshape(num_rows),
+        scale=scale,
+        return_lse=True,
+        return_scores=True,
+        k_scales=pool.k_scales,
+        v_scales=pool.k_scales,
+    )
+    assert policy.fetches is not None
+    group = scores.shape[1]
+    top = min(policy.fetches, scores.shape[-1])
+    best, slots = jax.lax.top_k(scores, top)  # [R, G, N]
+    live = best > -jnp.inf
+    weights = jnp.exp(jnp.where(live, best - lse[..., None], -jnp.inf))
+    if policy.renormalizes:
+        total = weights.sum(-1, keepdims=True)
+        weights = weights / jnp.where(total > 0, total, 1)
+    slots = jnp.where(live, slots, 0).reshape(num_rows, -1)
+    page = jnp.take_along_axis(table, slots // pool.page_size, axis=-1)
+    values = pool.values(page, slots % pool.page_size, q.dtype)
+    values = jnp.where(live[..., None], values.reshape(num_rows, group, top, head_dim), 0)
+    wide = scores.dtype
+    out = jnp.einsum("rgn,rgnd->rgd", weights, values.astype(wide)).astype(q.dtype)
+    halves = jnp.where(lengths <= top, 2 * lengths, lengths + group * top)
+    return out, -(-halves.sum(-1, dtype=jnp.int32) // 2)

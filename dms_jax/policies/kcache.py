@@ -1,0 +1,72 @@
+"""KCache (He & Wu, arXiv 2404.18057): all keys on the device, values in host memory.
+
+A step computes the attention weights over every key, and fetches the values of the N largest:
+
+    S = softmax(q K^T / sqrt(D))      A = sum over the N largest of S_j V_j          (section 3.1)
+
+The weights are not normalised again after the cut, so a little less than the whole mass is summed;
+`renormalize=True` divides by what is left. Each query head fetches its own N rows. The prompt is
+attended densely, and so are the first `first_layers` layers, whose values stay on the device.
+
+Half of the memory of the other layers moves to the host; none is freed, and every key is read.
+Under grouped queries the fetch grows with the query heads while the reading that it saves does
+not, so the break-even context is H / K times longer than with one KV head a query head
+(`dms_jax.analysis.kcache`).
+"""
+
+import dataclasses
+
+from dms_jax.policies.base import Policy, is_static_int, require
+from dms_jax.policies.selective import SelectiveReading
+
+
+@dataclasses.dataclass(frozen=True)
+class KCache(SelectiveReading):
+    """Fetches the values with the largest attention weights.
+
+    Attributes:
+      top: N, values fetched per query head and step.
+      first_layers: first layers whose values stay on the device and are all read.
+      renormalize: whether the weights of the fetched values are scaled to sum to one.
+      over: the policy that decides what the cache holds.
+    """
+
+    top: int = 128
+    first_layers: int = 2
+    renormalize: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            is_static_int(self.top, least=1),
+            f"KCache: top must be a whole number of at least 1, got {self.top!r}.",
+        )
+        require(
+            is_static_int(self.first_layers),
+            f"KCache: first_layers must be a whole number >= 0, got {self.first_layers!r}.",
+        )
+        require(
+            isinstance(self.renormalize, bool),
+            f"KCache: renormalize must be True or False, got {self.renormalize!r}.",
+        )
+
+    @property
+    def read_budget(self) -> int:
+        """N."""
+        return self.top
+
+    @property
+    def fetches(self) -> int:
+        """N."""
+        return self.top
+
+    @property
+    def renormalizes(self) -> bool:
+        """The option."""
+        return self.renormalize
+
+    def groups(self, num_layers: int) -> tuple[tuple[int, int, Policy], ...]:
+        """The first layers are read as `over` reads."""
+        first = min(self.first_layers, num_layers)
+        runs = ((0, first, self.over), (first, num_layers, self))
+        return tuple(run for run in runs if run[0] < run[1])
