@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dms_jax.config import ModelConfig
 
@@ -57,6 +57,64 @@ class Linear(nnx.Module):
 def residual_gain(config: ModelConfig) -> float:
     """Gain of what a layer adds to the residual stream: 2 L such terms sum to variance 1."""
     return 1 / math.sqrt(2 * config.num_layers)
+
+
+# Elements of a one-hot matrix that may be alive at a time.
+_ONE_HOT_ELEMENTS = 2**28
+
+
+@jax.custom_vjp
+def look_up(table: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    """Rows of an embedding table.
+
+    The gradient of the table is a product with a one-hot matrix, accumulated in at least float32.
+    A scatter would add up bfloat16 numbers one by one: slow where tokens repeat, in no certain
+    order, and deaf to what is small beside the sum so far.
+    """
+    return table.at[tokens].get(mode="clip")
+
+
+def _look_up_forward(table, tokens):
+    # No more than the table's shape and type are needed of it.
+    return look_up(table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+
+
+def _look_up_backward(residuals, gradient):
+    tokens, shape = residuals
+    size, dtype = shape.shape[0], shape.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+
+    def part(tokens, gradient):
+        chosen = jax.nn.one_hot(tokens, size, dtype=gradient.dtype)
+        return jnp.einsum(
+            "BTV,BTE->VE",
+            chosen,
+            gradient,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=wide,
+        )
+
+    batch, length = tokens.shape
+    pieces = math.ceil(batch * length * size / _ONE_HOT_ELEMENTS)
+    if pieces == 1:
+        return part(tokens, gradient).astype(dtype), None
+    chunk = math.ceil(length / pieces)
+    # Padded with a token that is none: its one-hot row is zero.
+    extra = -length % chunk
+    tokens = jnp.pad(tokens, ((0, 0), (0, extra)), constant_values=-1)
+    gradient = jnp.pad(gradient, ((0, 0), (0, extra), (0, 0)))
+    chunks = jax.tree.map(
+        lambda x: jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0), (tokens, gradient)
+    )
+    total, _ = jax.lax.scan(
+        lambda total, xs: (total + part(*xs), None),
+        jnp.zeros((size, gradient.shape[-1]), wide),
+        chunks,
+    )
+    return total.astype(dtype), None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 class RMSNorm(nnx.Module):

@@ -21,7 +21,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
 from dms_jax.model.cached_attention import LayerCache, attend_cached
-from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack
+from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
 from dms_jax.model.rope import apply_rope, rope_frequencies, rope_tables
 from dms_jax.policies.base import Chunk, Decisions, Policy, PolicyState, Projections
 
@@ -149,7 +149,7 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """Looks tokens up."""
-        x = self.embedding[...].at[tokens].get(mode="clip")
+        x = look_up(self.embedding[...], tokens)
         return sharding.constrain(x, sharding.DATA, None, None)
 
     def __call__(
@@ -161,6 +161,7 @@ class Transformer(nnx.Module):
         relaxation: Relaxation | None = None,
         marks: Bool[Array, "L B K T"] | None = None,
         remat: bool = False,
+        unroll: bool = False,
     ) -> SequencePass:
         """One pass over whole sequences, for policies that need no attention to decide.
 
@@ -172,6 +173,8 @@ class Transformer(nnx.Module):
           relaxation: the soft form of training; None for hard decisions.
           marks: recorded decisions to replay.
           remat: recompute each layer in the backward pass.
+          unroll: write the layers out in place of a loop over them, which stacks what the
+            backward pass needs: faster for small models, and compile time grows with depth.
         """
         positions = segment_positions(tokens, segment_ids)
         x = self.embed(tokens)
@@ -195,7 +198,7 @@ class Transformer(nnx.Module):
             run = lambda x, layer, index, marks: layer_pass(x, layer, index, policy, marks)  # noqa: E731
             return (jax.checkpoint(run) if remat else run)(x, layer, index, marks)
 
-        x, decisions = self._scan_layers(body, x, policy, marks)
+        x, decisions = self._scan_layers(body, x, policy, marks, unroll=unroll)
         return SequencePass(hidden=self.final_norm(x), decisions=decisions)
 
     def cached(
@@ -297,7 +300,13 @@ class Transformer(nnx.Module):
         return cos * mean_cos - sin * mean_sin, sin * mean_cos + cos * mean_sin
 
     def _scan_layers(
-        self, body: Callable[..., tuple[Any, Any]], carry: Any, policy: Policy, per_layer: Any
+        self,
+        body: Callable[..., tuple[Any, Any]],
+        carry: Any,
+        policy: Policy,
+        per_layer: Any,
+        *,
+        unroll: bool = False,
     ) -> tuple[Any, Any]:
         """Scans `body(carry, layer, index, policy, per_layer)` over the layers, group by group.
 
@@ -313,7 +322,8 @@ class Transformer(nnx.Module):
                 layer, index, per_layer = xs
                 return body(carry, layer, index, group_policy, per_layer)
 
-            return jax.lax.scan(whole_step, carry, (self.layers, jnp.arange(num_layers), per_layer))
+            xs = (self.layers, jnp.arange(num_layers), per_layer)
+            return jax.lax.scan(whole_step, carry, xs, unroll=unroll)
         outputs = []
         for start, end, group_policy in groups:
 
@@ -325,7 +335,8 @@ class Transformer(nnx.Module):
                 return body(carry, layer, index, group_policy, per_layer)
 
             sliced = jax.tree.map(lambda x, start=start, end=end: x[start:end], per_layer)
-            carry, out = jax.lax.scan(step, carry, (jnp.arange(start, end), sliced))
+            xs = (jnp.arange(start, end), sliced)
+            carry, out = jax.lax.scan(step, carry, xs, unroll=unroll)
             outputs.append(out)
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 

@@ -149,6 +149,7 @@ class Recipe:
       compute_dtype: of the passes; None for that of the parameters. Parameters, gradients and
         optimizer state are in at least float32 whatever it is.
       remat: recompute each layer in the backward pass, for memory.
+      unroll: write the layers out in place of a loop: faster for small models, slower to compile.
       packing: of documents into sequences (`dms_jax.data.batches`).
       ignore_end_token: leave the positions of the end token out of the loss.
       snapshots: compression ratios at which the model is handed out on the way.
@@ -169,6 +170,7 @@ class Recipe:
     clip: Number = 1.0
     compute_dtype: Literal["bfloat16", "float32"] | None = "bfloat16"
     remat: bool = True
+    unroll: bool = False
     packing: Literal["concatenate", "concatenate_whole", "first_fit"] = "concatenate"
     ignore_end_token: bool = False
     snapshots: tuple[Number, ...] = ()

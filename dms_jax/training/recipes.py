@@ -176,5 +176,6 @@ def pretraining(
         loss="language_modeling",
         weight_decay=0.1,
         remat=False,
+        unroll=True,
         packing="first_fit",
     )

@@ -128,12 +128,19 @@ def make_gradients(
         if policy.trainable:
             relaxation = Relaxation(noise_key=key, neuron_scale=control.neuron_scale)
         result = student(
-            tokens, policy, segment_ids=segment_ids, relaxation=relaxation, remat=recipe.remat
+            tokens,
+            policy,
+            segment_ids=segment_ids,
+            relaxation=relaxation,
+            remat=recipe.remat,
+            unroll=recipe.unroll,
         )
         teacher = None
         if recipe.loss == "distillation":
             original = rebuild(jax.lax.stop_gradient(current | constants.teacher))
-            hidden = original(tokens, Vanilla(), segment_ids=segment_ids).hidden
+            hidden = original(
+                tokens, Vanilla(), segment_ids=segment_ids, unroll=recipe.unroll
+            ).hidden
             teacher = (jax.lax.stop_gradient(hidden), original.unembed)
         sums = losses.token_losses(
             (result.hidden, student.unembed),
