@@ -23,7 +23,7 @@ from dms_jax.generation.checks import check_count, check_real, show
 from dms_jax.model.caching import entry_bytes, page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import Policy, RandomEviction, Vanilla
+from dms_jax.policies import Policy, Quest, RandomEviction, Vanilla
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,9 @@ def reads_per_step(
         if budget is None or budget >= live:
             read, attended = read + share * live, attended + share * live
         else:
-            selected = budget * config.num_heads / config.num_kv_heads + live / page_size
+            together = isinstance(group, Quest) and group.per == "kv_head"
+            readers = 1 if together else config.num_heads / config.num_kv_heads
+            selected = budget * readers + live / page_size
             read, attended = read + share * selected, attended + share * budget
     return read, attended
 

@@ -65,6 +65,7 @@ class Runner:
     ):
         self.model, self.policy, self.page_size = model, policy, page_size
         self._kv_dtype = kv_dtype
+        policy.check_page_size(page_size)
         self._table_width = table_width
         positions = model.config.max_position_embeddings
         self._slot_limit = policy.for_horizon(positions).slot_limit(page_size)

@@ -88,6 +88,9 @@ class Policy:
     def validate(self, *, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int):
         """Raises ConfigError if the policy cannot serve a model of this shape."""
 
+    def check_page_size(self, page_size: int) -> None:
+        """Raises ConfigError if the policy cannot work with pages of so many tokens."""
+
     def groups(self, num_layers: int) -> tuple[tuple[int, int, "Policy"], ...]:
         """Returns (first layer, end layer, policy) for runs of layers that are treated alike."""
         return ((0, num_layers, self),)

@@ -5,9 +5,11 @@ scores a page by an upper bound on its attention logits,
 
     u(q, page) = sum_d max(q_d * min_d, q_d * max_d),
 
-and reads only the best `budget // P` pages. Selection is separate for every query head. The
-prompt is attended densely, and so are the first `dense_layers` layers. The memory is not reduced;
-the reads are, to the budget and two vectors a page.
+and reads only the best `budget // P` pages. Selection is separate for every query head, as in the
+published evaluation; `per="kv_head"` deviates from it: the query heads of a group share the pages
+with the highest sums of their scores, which a group then reads once. The prompt is attended
+densely, and so are the first `dense_layers` layers. The memory is not reduced; the reads are, to
+the budget and two vectors a page.
 
 Over a policy that evicts (`over=DMS(...)`) the pages are those of the survivors, whose slots are
 reused: the page that is always read is the one that the current token was written to, and the
@@ -16,7 +18,7 @@ they never cover a key that is gone.
 """
 
 import dataclasses
-from typing import no_type_check
+from typing import Literal, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +57,14 @@ class Quest(SelectiveReading):
       dense_layers: first layers that read everything.
       force_last_page: always read the page of the current token (the original kernels); False
         lets the bound decide and reads at least 3 pages (the original evaluation code).
+      per: whether each query head selects, or the query heads of a KV head together.
       over: the policy that decides what the cache holds.
     """
 
     budget: int = 1024
     dense_layers: int = 2
     force_last_page: bool = True
+    per: Literal["query_head", "kv_head"] = "query_head"
 
     def __post_init__(self):
         super().__post_init__()
@@ -71,6 +75,22 @@ class Quest(SelectiveReading):
         require(
             is_static_int(self.dense_layers),
             f"Quest: dense_layers must be a whole number >= 0, got {self.dense_layers!r}.",
+        )
+        require(
+            self.per in ("query_head", "kv_head"),
+            f"Quest: per must be 'query_head' or 'kv_head', got {self.per!r}.",
+        )
+
+    def check_page_size(self, page_size: int) -> None:
+        """A budget below one page could not be kept.
+
+        Raises:
+          ConfigError: it is.
+        """
+        require(
+            self.budget >= page_size,
+            f"Quest: a budget of {self.budget} tokens is less than one page of {page_size}; raise "
+            "the budget, or make pages smaller (page_size=16 as published).",
         )
 
     @property
@@ -124,7 +144,7 @@ class Quest(SelectiveReading):
     def read(
         self, state: PolicyState, q: Float[Array, "B H D"], chunk: Chunk, placement: Placement
     ) -> Reading:
-        """Selects the pages of each query head."""
+        """Selects the pages of each query head, or of each group of them."""
         page_table, lengths, page_size = chunk.page_table, placement.lengths, chunk.page_size
         batch, num_kv_heads, num_pages = page_table.shape
         floor = 1 if self.force_last_page else 3  # as published
@@ -143,6 +163,8 @@ class Quest(SelectiveReading):
         score = jnp.einsum(
             "BKGD,BKMD->BKGM", jax.nn.relu(grouped), jnp.where(is_live, high, 0)
         ) - jnp.einsum("BKGD,BKMD->BKGM", jax.nn.relu(-grouped), jnp.where(is_live, low, 0))
+        if self.per == "kv_head":
+            score = score.sum(2, keepdims=True)
         if self.force_last_page:
             current = (placement.slots // page_size)[..., None]  # [B, K, 1, 1]
             score = jnp.where(index == current, jnp.inf, score)

@@ -59,8 +59,8 @@ def read_totals(one: transformer.Pass, page_size: int) -> np.ndarray:
     """[T]: entries read over all rows by each token.
 
     The query heads of a group read their common row once. Where they choose pages (Quest), each
-    reads its own and the two bounds of every page count as one entry, unless there is nothing to
-    choose: then the row is read once.
+    reads its own, unless they choose together, and the two bounds of every page count as one
+    entry, unless there is nothing to choose: then the row is read once.
     """
     totals = []
     for trace in one.traces:
@@ -70,7 +70,8 @@ def read_totals(one: transformer.Pass, page_size: int) -> np.ndarray:
         kv_heads = trace.live_counts.shape[1]
         group = trace.reads.shape[1] // kv_heads
         live, reads = trace.live_counts, trace.reads.reshape(-1, kv_heads, group)
-        chosen = reads.sum(axis=2) + -(-live // page_size)
+        together = reads[..., 0] if trace.shared else reads.sum(axis=2)
+        chosen = together + -(-live // page_size)
         everything = (reads == live[:, :, None]).all(axis=2)
         totals.append(np.where(everything, live, chosen).sum(axis=1))
     return sum(totals)

@@ -206,6 +206,7 @@ def simulate_quest(policy, layer, prompt_length, page_size):
         budget=policy.budget,
         page_size=page_size,
         force_last_page=policy.force_last_page,
+        per=policy.per,
         layer=layer.index,
         dense_layers=policy.dense_layers,
     )
@@ -331,6 +332,8 @@ def training_free_rows() -> list[Row]:
         pages(Quest(budget=8, dense_layers=1), group=2, page_size=4),
         pages(Quest(budget=6, dense_layers=0), group=4, page_size=3),
         pages(Quest(budget=15, dense_layers=0, force_last_page=False), group=8, page_size=5),
+        pages(Quest(budget=8, dense_layers=0, per="kv_head"), group=2, page_size=4),
+        pages(Quest(budget=9, dense_layers=1, per="kv_head"), group=4, page_size=3),
         pages(Quest(budget=LONG, dense_layers=0), group=4, page_size=5, identity=True),
     ]
 

@@ -12,7 +12,12 @@ first `dense_layers` layers of a model. With `budget` tokens to read:
 - force_last_page=False (the published evaluation): max(3, min(budget, length) // page_size) pages,
   the last one only if its bound is large enough, so a token may not read itself.
 In both, all pages if there are no more than that. Equal bounds: the earlier page is read.
+
+per="kv_head" is no part of the paper: the query heads of a group rank pages by the sum of their
+bounds, and read the same ones.
 """
+
+import dataclasses
 
 import numpy as np
 
@@ -53,6 +58,7 @@ def simulate(
     budget: int,
     page_size: int = 16,
     force_last_page: bool = True,
+    per: str = "query_head",
     layer: int = 2,
     dense_layers: int = 2,
     scale: float | None = None,
@@ -75,13 +81,15 @@ def simulate(
             if t < prompt_length or layer < dense_layers:
                 ids = list(range(length))
             else:
-                bounds = page_bounds(q[t, head], keys, page_size)
+                first = head // group * group
+                choosing = [head] if per == "query_head" else range(first, first + group)
+                bounds = sum(page_bounds(q[t, one], keys, page_size) for one in choosing)
                 chosen = selected_pages(bounds, pages, force_last_page)
                 ids = [j for j in range(length) if j // page_size in chosen]
             outputs.append(attend(q[t, head], keys[ids], values[ids], scale))
             attended.append(ids)
         recorder.step(outputs, [list(range(length))] * kv_heads, attended=attended)
-    return recorder.trace()
+    return dataclasses.replace(recorder.trace(), shared=per == "kv_head")
 
 
 def select_over(

@@ -19,12 +19,14 @@ class Trace:
     kept: the same after what token t's reading taught was applied; equal to `live` except for the
       policies that evict after attention.
     attended: attended[t][head] lists the ids that the query head really read, in ascending order.
+    shared: whether the query heads of a KV head choose what they read together, and read it once.
     """
 
     outputs: np.ndarray
     live: list[list[list[int]]]
     kept: list[list[list[int]]]
     attended: list[list[list[int]]]
+    shared: bool = False
 
     @property
     def live_counts(self) -> np.ndarray:

@@ -114,6 +114,7 @@ def test_the_base_policy_is_vanilla():
         (H2O(), "prefill", None),
         (Quest(), "budget", 0),
         (Quest(), "dense_layers", -1),
+        (Quest(), "per", "head"),
         (StreamingLLM(sinks=4), "budget", 4),
         (StreamingLLM(), "sinks", -1),
         (RandomEviction(), "window", -1),
