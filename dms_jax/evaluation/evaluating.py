@@ -17,10 +17,10 @@ from dms_jax.generation.requests import Completion, make_requests
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
-# Prompt tokens of all sequences in one program. A policy that runs prompts token by token takes as
-# long for many sequences as for one; for the others this many keep the device busy.
+# A policy that runs prompts token by token takes as long for many sequences as for one: all that
+# fit this many bytes of activations go at once. For the others so many tokens keep a device busy.
+_ACTIVATION_BYTES = 8e9
 _PREFILL_TOKENS = 1 << 16
-_SEQUENTIAL_PREFILL_TOKENS = 1 << 21
 
 
 def evaluate(
@@ -144,15 +144,20 @@ def _answer(
         page_size=page_size,
         chunk=chunk,
         prefill_chunk=prefill_chunk,
-        prefill_tokens=(
-            _PREFILL_TOKENS if policy.parallel(prompt=True) else _SEQUENTIAL_PREFILL_TOKENS
-        ),
+        prefill_tokens=_prefill_tokens(model, policy),
         table_width=-(-(longest + chunk) // page_size),
     )
     completions = []
     for first in range(0, len(requests), lanes):
         completions += engine.serve(requests[first : first + lanes], sampling)
     return completions
+
+
+def _prefill_tokens(model: LanguageModel, policy: Policy) -> int:
+    """Prompt tokens of all sequences together in one program."""
+    bytes_a_token = 3 * model.config.intermediate_size * model.dtype.itemsize
+    most = max(1, int(_ACTIVATION_BYTES / bytes_a_token))
+    return min(most, _PREFILL_TOKENS) if policy.parallel(prompt=True) else most
 
 
 def _scored(

@@ -79,7 +79,9 @@ class Level:
             raise DataError(f"a budget must be positive, got {self.budget!r}")
 
 
-def at_budget(levels: Sequence[Level], budget: Number) -> Float[np.ndarray, "seeds problems"] | None:
+def at_budget(
+    levels: Sequence[Level], budget: Number
+) -> Float[np.ndarray, "seeds problems"] | None:
     """The scores a system would have at a budget, linear in its logarithm between measured ones.
 
     None where the budget lies outside what was measured.

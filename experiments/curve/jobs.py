@@ -197,10 +197,11 @@ class Worker:
             seed=job.index,
         )
         log: list[dict[str, Any]] = []
+        last = recipe.total_steps(policy or dms_jax.Vanilla())
 
         def on_step(record: dict[str, Any]) -> None:
             self._check_time()
-            if record["step"] % _LOGGED_EVERY == 1:
+            if record["step"] % _LOGGED_EVERY == 0 or record["step"] == last:
                 log.append({key: _rounded(value) for key, value in record.items()})
 
         start = time.time()

@@ -61,6 +61,8 @@ class Config:
     """Of all weights, constant."""
     adapter_learning_rate: float = 6e-4
     """Of the adapter."""
+    variants: tuple[str, ...] = ()
+    """Only these ways to retrofit DMS; all unless given."""
     ratios: tuple[float, ...] = (2.0, 3.0, 4.0, 8.0)
     """Compression ratios at which DMS is evaluated; one run passes through all."""
     seeds: int = 3
@@ -166,8 +168,15 @@ def jobs(config: Config) -> list[Job]:
     order.append(Job("vanilla", "vanilla", 0))
 
     def trained(seed: int) -> list[Job]:
-        retrofits = [Job("retrofit", variant.name, seed) for variant in MAIN]
-        return [*retrofits, Job("further", FURTHER, seed)]
+        return [*retrofits(MAIN, seed), Job("further", FURTHER, seed)]
+
+    def retrofits(variants: tuple[Variant, ...], seed: int) -> list[Job]:
+        names = [variant.name for variant in variants]
+        return [
+            Job("retrofit", name, seed)
+            for name in names
+            if name in config.variants or not config.variants
+        ]
 
     def free(name: str) -> list[Job]:
         # The rungs of compression 4 and 8 first.
@@ -179,7 +188,7 @@ def jobs(config: Config) -> list[Job]:
     order += [*trained(0), *free("TOVA"), *free("StreamingLLM")]
     for seed in range(1, config.seeds):
         order += [Job("vanilla", "vanilla", seed), *trained(seed)]
-    order += [Job("retrofit", variant.name, 0) for variant in ABLATIONS]
+    order += retrofits(ABLATIONS, 0)
     return order + free("RandomEviction")
 
 

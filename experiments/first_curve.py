@@ -1,0 +1,146 @@
+"""The first curve: accuracy against live tokens and against reads, for DMS and its rivals.
+
+From one base model: it writes its own training data; DMS is retrofitted on it in several variants,
+each run passing through all compression ratios; the control is trained on the same tokens without
+eviction; then vanilla, the control, every DMS snapshot, TOVA, StreamingLLM and random eviction
+answer the same problems from the real cache, three seeds each.
+
+    python experiments/first_curve.py --processes 8 --deadline-minutes 9 --out runs/first_curve
+    python experiments/first_curve.py --only report --out runs/first_curve
+
+Work is split into jobs that write files. A run that was cut off goes on where it stopped when the
+same command is given again; what is there is not done twice.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+
+from curve.jobs import read_config, write_config
+from curve.page import write_pages
+from curve.plan import Config, Paths, jobs
+
+_PART_BYTES = 15_000_000
+_GRACE_SECONDS = 40  # after the deadline, to end what was begun
+
+
+def main(config: Config) -> int:
+    """Does what is left of the plan and writes the page; returns how many jobs failed."""
+    start = time.time()
+    paths = Paths(config)
+    config.out.mkdir(parents=True, exist_ok=True)
+    if config.only == "all":
+        for leftover in ("locks", "failed"):  # of a run that was cut off
+            shutil.rmtree(config.out / leftover, ignore_errors=True)
+        write_config(config)
+        _run_workers(config, start + 60 * config.deadline_minutes)
+    elif (config.out / "config.json").exists():  # the plan that was carried out
+        places = dict(out=config.out, pages=config.pages, pack=config.pack)
+        config = dataclasses.replace(read_config(config.out), **places)
+    if not any(paths.root.glob("results/vanilla/*")):
+        print("There is nothing to report yet.")
+        return 1
+    pages = config.pages or config.out
+    write_pages(config, pages)
+    if config.pack is not None:
+        pack(config, config.pack)
+    failures = sorted((config.out / "failed").glob("*.txt"))
+    for failure in failures:
+        print(f"failed: {failure}\n{failure.read_text().strip().splitlines()[-1]}")
+    left = sum(not paths.done(job) for job in jobs(config))
+    print(f"{left} jobs are left; the page is {pages / 'README.md'}; {time.time() - start:.0f} s")
+    return len(failures)
+
+
+def _run_workers(config: Config, deadline: float) -> None:
+    """Starts the processes, each on its own GPU where there are several, and waits for them."""
+    here = pathlib.Path(__file__).resolve().parent
+    program = f"from curve.jobs import worker; worker({str(config.out)!r}, {deadline})"
+    folders = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.out.resolve() / "compiled"))
+    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+    workers, logs = [], []
+    try:
+        for index in range(config.processes):
+            log = (config.out / f"worker-{index}.log").open("a")
+            logs.append(log)
+            own = {"CUDA_VISIBLE_DEVICES": str(index)} if config.processes > 1 else {}
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", program],
+                    env={**environment, **own},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        _follow(config, workers, deadline + _GRACE_SECONDS)
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.terminate()
+        for log in logs:
+            log.close()
+
+
+def _follow(config: Config, workers: list[subprocess.Popen], end: float) -> None:
+    """Prints each job as it ends, until all workers have or the time is over."""
+    start, shown = time.time(), set((config.out / "jobs").glob("*.json"))
+    running = True
+    while running:
+        running = any(worker.poll() is None for worker in workers) and time.time() < end
+        for log in sorted(set((config.out / "jobs").glob("*.json")) - shown):
+            shown.add(log)
+            job = json.loads(log.read_text())
+            line = f"{log.stem}: {job['outcome']}, {job['seconds']:.0f} s"
+            print(f"[{time.time() - start:4.0f} s] {line}", flush=True)
+        time.sleep(1 if running else 0)
+    for index, worker in enumerate(workers):
+        if worker.returncode:
+            tail = (config.out / f"worker-{index}.log").read_text()[-2000:]
+            print(f"worker {index} ended with {worker.returncode}:\n{tail}", flush=True)
+
+
+def pack(config: Config, folder: pathlib.Path) -> None:
+    """Puts what is worth keeping into few files: results, and one DMS model at two ratios."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = ("results", "training", "jobs", "config.json")
+    logs = [path.name for path in config.out.glob("worker-*.log")]
+    with tarfile.open(folder / "results.tar.gz", "w:gz") as archive:
+        for name in (*kept, *logs):
+            if (config.out / name).exists():
+                archive.add(config.out / name, name)
+    summary = json.loads(((config.pages or config.out) / "results.json").read_text())
+    best = summary["best_dms"]
+    for ratio in (4.0, 8.0):
+        source = best and Paths(config).model(best, 0, ratio)
+        if source and source.exists():
+            whole = folder / f"{source.name}.tar"
+            with tarfile.open(whole, "w") as archive:
+                archive.add(source, source.name)
+            split(whole, _PART_BYTES)
+
+
+def split(path: pathlib.Path, size: int) -> None:
+    """Cuts a file into parts that `cat` puts together again."""
+    data = path.read_bytes()
+    for number, start in enumerate(range(0, len(data), size)):
+        path.with_name(f"{path.name}.{number}").write_bytes(data[start : start + size])
+    path.unlink()
+
+
+if __name__ == "__main__":
+    import tyro
+
+    sys.exit(main(tyro.cli(Config, description=__doc__)))
