@@ -7,17 +7,20 @@ the device's time, not the host's. Inputs that fit the second-level cache are ro
 import datetime
 import glob
 import itertools
+import json
 import pathlib
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import tuned
 from pallas_kernels.decode.cases import DecodeCase
 
 # Calls in a chain, and chains in a measurement.
@@ -140,3 +143,20 @@ def prepare_output(folder: str) -> pathlib.Path:
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def save_settings(folder: str, kernel: str, entry: dict) -> None:
+    """Put an entry into this device's file of settings, in the place of one for the same shapes.
+
+    Args:
+      folder: where the files of all devices lie.
+      kernel: "operation/implementation".
+      entry: see `pallas_kernels.tuned`.
+    """
+    path = prepare_output(folder) / tuned.file_name(jax.devices()[0].device_kind)
+    report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"kernels": {}}
+    entries = {json.dumps(e["when"]): e for e in report["kernels"].get(kernel, [])}
+    entries[json.dumps(entry["when"])] = entry | {"command": command_line()}
+    # The first entry that applies is taken: those for little work come first.
+    report["kernels"][kernel] = sorted(entries.values(), key=lambda e: "small" not in e["when"])
+    path.write_text(json.dumps(report | environment(), indent=1) + "\n")

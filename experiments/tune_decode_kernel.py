@@ -9,15 +9,11 @@ is compiled and timed; the shortest period wins.
 import argparse
 import concurrent.futures
 import itertools
-import json
-import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from kernel_timing import CALLS, command_line, draw_pools, environment, time_chain
+from kernel_timing import CALLS, draw_pools, save_settings, time_chain
 
-from pallas_kernels import tuned
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.decode.plan import make_plan
 from pallas_kernels.dispatch import target_gpu
@@ -127,20 +123,8 @@ def main() -> None:
     parser.add_argument("--out", default="pallas_kernels/tuned")
     parser.add_argument("--cases", nargs="*", default=[case.name for case in cases.TUNING])
     arguments = parser.parse_args()
-    path = pathlib.Path(arguments.out) / tuned.file_name(jax.devices()[0].device_kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"kernels": {}}
-    report |= environment()
-    entries = {json.dumps(e["when"]): e for e in report["kernels"].get(KERNEL, [])}
     for name in arguments.cases:
-        entry = tune(cases.by_name(name))
-        entry["command"] = command_line()
-        entries[json.dumps(entry["when"])] = entry
-        # The first entry that applies is taken: those for little work come first.
-        report["kernels"][KERNEL] = sorted(
-            entries.values(), key=lambda entry: "small" not in entry["when"]
-        )
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        save_settings(arguments.out, KERNEL, tune(cases.by_name(name)))
 
 
 if __name__ == "__main__":

@@ -55,11 +55,11 @@ def _settings(implementation, rows, head_dim, page_size, columns, dtype) -> dict
     return {"programs_per_core": 1, "stages": max(1, min(wanted, 8, spare // stage))}
 
 
-def plan_for(implementation, rows, head_dim, page_size, columns, dtype, lengths):
+def plan_for(implementation, rows, head_dim, page_size, columns, dtype, lengths, make=make_plan):
     """Make the plan that an implementation wants for these shapes."""
     settings = _settings(implementation, rows, head_dim, page_size, columns, dtype)
     programs = target_gpu().cores * settings["programs_per_core"]
-    return make_plan(lengths, tile=tile_of(page_size), programs=programs)
+    return make(lengths, tile=tile_of(page_size), programs=programs)
 
 
 def spec_of(q, k_pages, settings, **fields) -> Spec:
@@ -154,12 +154,14 @@ def mosaic(
     """Serve as the Hopper form of `decode_attention`; returns a tuple of results."""
     from pallas_kernels.decode.combine import combine
     from pallas_kernels.decode.mosaic import attend
+    from pallas_kernels.decode.mosaic_plan import MOST_ROWS, make_plan_on_gpu
 
     rows, group, head_dim = q.shape
     page_size, columns = k_pages.shape[1], page_table.shape[1]
     shape = (rows, head_dim, page_size, columns, k_pages.dtype)
     if plan is None:
-        plan = plan_for("mosaic_gpu", *shape, lengths)
+        make = make_plan_on_gpu if rows <= MOST_ROWS else make_plan
+        plan = plan_for("mosaic_gpu", *shape, lengths, make)
     spec = spec_of(
         q,
         k_pages,

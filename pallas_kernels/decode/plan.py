@@ -38,17 +38,14 @@ class DecodePlan:
       edge_rows: [..., 2 C] the row of each of C programs' first tile, then of each one's last tile;
         the latter is less than the former where a program has no tile.
       tile: slots of a tile.
+      programs: C. Both arrays may be longer than it takes.
     """
 
     # Arrays; jax also puts specs, axes and placeholders in their place.
     tile_starts: Any
     edge_rows: Any
     tile: int = field(metadata={"static": True})
-
-    @property
-    def programs(self) -> int:
-        """C."""
-        return self.edge_rows.shape[-1] // 2
+    programs: int = field(metadata={"static": True})
 
 
 def stretch_start(total, program, programs: int):
@@ -89,4 +86,4 @@ def make_plan(lengths: Int[Array, "*L R"], *, tile: int, programs: int) -> Decod
     edge = stretch_start(total, jnp.where(last, program - (programs - 1), program), programs) - last
     ends = tile_starts[..., None, 1:]
     edge_rows = jnp.sum(ends <= edge[..., None], axis=-1, dtype=jnp.int32)
-    return DecodePlan(tile_starts, edge_rows, tile)
+    return DecodePlan(tile_starts, edge_rows, tile, programs)

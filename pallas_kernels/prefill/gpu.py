@@ -13,9 +13,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import target_gpu
-from pallas_kernels.prefill.tiles import TILE, Plan, make_plan, pad_axis
+from pallas_kernels.prefill.tiles import TILE, Plan, make_plan, order_by_sort, pad_axis
 from pallas_kernels.training import gpu_tiles
-from pallas_kernels.training.gpu_tiles import COMPUTE, HIDDEN, LOG2E, LOWEST, ROWS, Problem
+from pallas_kernels.training.gpu_forward import RESIDENT
+from pallas_kernels.training.gpu_tiles import (
+    COMPUTE,
+    HIDDEN,
+    LOG2E,
+    LOWEST,
+    ROWS,
+    Problem,
+    Ring,
+    find_ring,
+)
 
 HEAD_DIMS = (64, 96, 128, 256)
 
@@ -38,6 +48,11 @@ def why_not(q, k, v, evicted, counts, k_pages, *rest, window: int, scale: float)
     return None
 
 
+def ring_of(problem: Problem) -> Ring:
+    """Return how the kernel streams keys and values."""
+    return find_ring("prefill_attention", "forward", problem, RESIDENT, Ring(TILE, 4))
+
+
 def prefill(
     q,
     k,
@@ -53,8 +68,12 @@ def prefill(
     window: int,
     scale: float,
     interpret: bool = False,
+    ring: Ring | None = None,
 ) -> jax.Array:
-    """Compute the attention of a chunk; arguments as for `prefill_attention`."""
+    """Compute the attention of a chunk; arguments as for `prefill_attention`.
+
+    `ring` is how to stream keys and values, in tiles of TILE; None takes what `ring_of` finds.
+    """
     batch, length, heads, dim = q.shape
     padded = pad_axis(q, 1, TILE)
     kv_heads, dtype = k.shape[2], jnp.dtype(q.dtype)
@@ -62,8 +81,8 @@ def prefill(
         batch, padded.shape[1], heads, kv_heads, dim, window, scale, dtype, False, interpret
     )
     arrays = (k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until)
-    plan = make_plan(*arrays, window, problem.rows)
-    stages = {64: 4, 96: 2, 128: 2, 256: 1}[dim]
+    plan = make_plan(*arrays, window, problem.rows, order_by_sort)
+    stages = (ring or ring_of(problem)).stages
     query_tile = gpu_tiles.tile_memory((COMPUTE, ROWS, dim), dtype)
     key_tile = gpu_tiles.tile_memory((stages, TILE, dim), dtype)
     page = k_pages.shape[1]

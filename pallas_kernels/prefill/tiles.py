@@ -59,13 +59,20 @@ def _gather_tail(pages: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.
     return jnp.where((slots < lengths[..., None])[..., None], rows, 0)
 
 
-def _order_visits(whole: jax.Array, partial: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """List the tiles that are whole, then those that are partial, and where each kind ends.
+def order_by_sort(whole: jax.Array, partial: jax.Array) -> jax.Array:
+    """List the tiles that are whole, then those that are partial; what follows has no meaning.
 
-    The p-th whole tile is the number of tiles before which at most p whole ones lie. Counting
-    spares a sort, which takes TPUs long to compile.
+    # In: whole [1, 0, 0, 1], partial [0, 1, 0, 0].  Out: [0, 3, 1, ...]
+    """
+    tiles = whole.shape[-1]
+    kind = jnp.where(whole, 0, jnp.where(partial, 1, 2))
+    return jnp.sort(kind * tiles + jnp.arange(tiles), axis=-1) % tiles
 
-    # In: whole [1, 0, 0, 1], partial [0, 1, 0, 0].  Out: visits [0, 3, 1, ...], ends [2, 3]
+
+def order_by_count(whole: jax.Array, partial: jax.Array) -> jax.Array:
+    """Do as `order_by_sort` without a sort, which takes TPUs long to compile; slower on a GPU.
+
+    The p-th whole tile is the number of tiles before which at most p whole ones lie.
     """
     tiles = whole.shape[-1]
     position = jnp.arange(tiles)[:, None]
@@ -74,15 +81,27 @@ def _order_visits(whole: jax.Array, partial: jax.Array) -> tuple[jax.Array, jax.
     triangle = jnp.triu(jnp.ones((tiles, tiles), jnp.float32))
     count = [(kind.astype(jnp.float32) @ triangle)[..., None, :] for kind in (whole, partial)]
     before = jnp.where(position < first, count[0] <= position, count[1] <= position - first)
-    visits = jnp.minimum(before.sum(-1), tiles - 1)
-    ends = jnp.stack([whole.sum(-1), (whole | partial).sum(-1)], axis=-1)
-    return visits.astype(jnp.int32), ends.astype(jnp.int32)
+    return jnp.minimum(before.sum(-1), tiles - 1)
 
 
 def make_plan(
-    k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until, window, rows
+    k,
+    v,
+    evicted,
+    counts,
+    k_pages,
+    v_pages,
+    page_table,
+    past_lengths,
+    past_until,
+    window,
+    rows,
+    order,
 ) -> Plan:
-    """Plan the visits of query tiles of `rows` queries; arguments as for `prefill_attention`."""
+    """Plan the visits of query tiles of `rows` queries; arguments as for `prefill_attention`.
+
+    `order(whole, partial)` lists tiles, and is one of the two above.
+    """
     length = k.shape[1]
     pool, page, _ = k_pages.shape
     real = jnp.arange(length) < counts[:, None]
@@ -119,7 +138,8 @@ def make_plan(
     seen_until = jnp.minimum(by_tile(until).max(-1), real_last)
     visible = (seen_until >= jnp.maximum(by_tile(since).min(-1), first)) & (real_last >= first)
     full = (by_tile(until).min(-1) >= real_last) & (by_tile(since).max(-1) <= first)
-    visits, ends = _order_visits(visible & full, visible & ~full)
+    visits = order(visible & full, visible & ~full)
+    ends = jnp.stack([(visible & full).sum(-1), visible.sum(-1)], axis=-1)
     pages = jnp.clip(page_table, 0, max(pool - 1, 0))
     return Plan(
         dense(k, k_pages),
@@ -127,6 +147,6 @@ def make_plan(
         since,
         until,
         pages.astype(jnp.int32),
-        visits,
-        ends,
+        visits.astype(jnp.int32),
+        ends.astype(jnp.int32),
     )

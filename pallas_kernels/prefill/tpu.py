@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.prefill.tiles import TILE, make_plan, pad_axis
+from pallas_kernels.prefill.tiles import TILE, make_plan, order_by_count, pad_axis
 
 LOG2E = math.log2(math.e)
 HIDDEN = -1e30  # A score that is not seen.
@@ -57,7 +57,7 @@ def prefill(
     batch, length, heads, dim = q.shape
     kv_heads, group, page = k.shape[2], heads // k.shape[2], k_pages.shape[1]
     arrays = (k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until)
-    plan = make_plan(*arrays, window, TILE)
+    plan = make_plan(*arrays, window, TILE, order_by_count)
     padded = pad_axis(q, 1, TILE)
     queries = padded.shape[1]
     grouped = padded.reshape(batch, queries, kv_heads, group, dim)

@@ -14,12 +14,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
-from pallas_kernels.training.gpu_tiles import COMPUTE, HIDDEN, LOG2E, LOWEST, ROWS, Problem
+from pallas_kernels.training.gpu_tiles import (
+    COMPUTE,
+    HIDDEN,
+    LOG2E,
+    LOWEST,
+    ROWS,
+    TILE,
+    Problem,
+    Ring,
+    find_ring,
+)
+
+# Rows of D elements that a program keeps: its queries.
+RESIDENT = COMPUTE * ROWS
 
 
-def blocks(problem: Problem) -> tuple[int, int]:
-    """Return (keys of a tile, tiles in flight), limited by the 227 KB of shared memory."""
-    return {64: (128, 4), 128: (128, 2), 256: (64, 2)}[problem.D]
+def ring_of(problem: Problem) -> Ring:
+    """Return how the kernel streams keys and values."""
+    wanted = Ring(TILE if problem.D <= 128 else ROWS, 4)
+    return find_ring("retrofit_attention", "forward", problem, RESIDENT, wanted)
 
 
 def forward(
@@ -29,6 +43,7 @@ def forward(
     v: jax.Array,
     raw_bias: jax.Array,
     segments: jax.Array | None,
+    ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the output [B, T, H, D] and the base-2 log-sum-exp [B, H, T].
 
@@ -39,8 +54,10 @@ def forward(
       v: values [B, T, K, D].
       raw_bias: finite key bias [B, K, T] in base 2, float32.
       segments: int32 [B, T], given iff the problem is packed.
+      ring: how to stream keys and values; None takes what `ring_of` finds.
     """
-    block, stages = blocks(problem)
+    ring = ring or ring_of(problem)
+    block, stages = ring.block, ring.stages
     out_type = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct((problem.B, problem.H, problem.T), jnp.float32),
@@ -60,10 +77,9 @@ def forward(
     }
     operands = [q, k, v, raw_bias]
     if segments is not None:
-        scratch["query_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
-        scratch["key_segments"] = plgpu.SMEM((stages, block), jnp.int32)
-        overlap = tiles.segment_overlap(segments, problem.rows, block)
-        operands += [segments, jnp.argmax(overlap, axis=-1).astype(jnp.int32)]
+        memory, packed = tiles.segment_operands(problem, segments, ring)
+        scratch |= memory
+        operands += packed
     if problem.interpret:
         scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), q.dtype)
 

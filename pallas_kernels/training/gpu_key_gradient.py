@@ -19,10 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
-from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, Problem
-
-BLOCK = 64  # queries of a tile
-STAGES = 2
+from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, Problem, Ring, find_ring
 
 
 def _split_columns(problem: Problem) -> bool:
@@ -31,6 +28,17 @@ def _split_columns(problem: Problem) -> bool:
 
 def _keys(problem: Problem) -> int:
     return ROWS if _split_columns(problem) else ROWS * COMPUTE
+
+
+def resident(problem: Problem) -> int:
+    """Rows of D elements that a program keeps: its keys and values."""
+    return 2 * _keys(problem)
+
+
+def ring_of(problem: Problem) -> Ring:
+    """Return how the kernel streams queries and the gradients of their outputs."""
+    part = "key_gradient"
+    return find_ring("retrofit_attention", part, problem, resident(problem), Ring(ROWS, 2))
 
 
 def key_gradients(
@@ -43,34 +51,37 @@ def key_gradients(
     output_gradient: jax.Array,
     minus_lse: jax.Array,
     minus_delta: jax.Array,
+    ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute dk, dv [B, T, K, D] and dbias [B, K, T]; arguments as for `query_gradient`."""
+    ring = ring or ring_of(problem)
+    block, stages = ring.block, ring.stages
     keys = _keys(problem)
     parts = keys // ROWS
     key_tile = tiles.tile_memory((parts, ROWS, problem.D), q.dtype)
-    query_tile = tiles.tile_memory((STAGES, BLOCK, problem.D), q.dtype)
+    query_tile = tiles.tile_memory((stages, block, problem.D), q.dtype)
     scratch = {
         "k_tiles": key_tile,
         "v_tiles": key_tile,
         "q_tiles": query_tile,
         "do_tiles": query_tile,
         "row_values": plgpu.SMEM((COMPUTE, ROWS), jnp.float32),
-        "column_values": plgpu.SMEM((STAGES, 2, BLOCK), jnp.float32),
+        "column_values": plgpu.SMEM((stages, 2, block), jnp.float32),
         "k_ready": plgpu.Barrier(num_arrivals=2 * parts + parts * (1 + problem.packed)),
-        "q_ready": plgpu.Barrier(num_barriers=STAGES, num_arrivals=4 + problem.packed),
-        "q_consumed": plgpu.Barrier(num_barriers=STAGES, num_arrivals=COMPUTE),
+        "q_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=4 + problem.packed),
+        "q_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
     }
     operands = [q, k, v, raw_bias, output_gradient, minus_lse, minus_delta]
     if _split_columns(problem):
         scratch["done"] = plgpu.Barrier(num_arrivals=COMPUTE)
     if segments is not None:
         scratch["key_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
-        scratch["query_segments"] = plgpu.SMEM((STAGES, BLOCK), jnp.int32)
-        overlap = tiles.segment_overlap(segments, keys, BLOCK)
+        scratch["query_segments"] = plgpu.SMEM((stages, block), jnp.int32)
+        overlap = tiles.segment_overlap(segments, keys, block)
         last = overlap.shape[-1] - jnp.argmax(overlap[..., ::-1], axis=-1)
         operands += [segments, last.astype(jnp.int32)]
     if problem.interpret:
-        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, BLOCK), q.dtype)
+        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), q.dtype)
 
     def kernel(*refs, **memory):
         _program(problem, refs[: len(operands)], refs[len(operands) :], **memory)
@@ -87,15 +98,15 @@ def key_gradients(
     return run(*operands)
 
 
-def _query_zones(problem: Problem, k0, last):
+def _query_zones(problem: Problem, block: int, k0, last):
     """Tile numbers (first, diagonal end, near end, boundary end, end) for keys [k0, k0 + keys)."""
     keys, window = _keys(problem), problem.window
-    first = lax.div(k0, jnp.int32(BLOCK))
-    diagonal_end = jnp.minimum(first + keys // BLOCK, last)
+    first = lax.div(k0, jnp.int32(block))
+    diagonal_end = jnp.minimum(tiles.ceil_div(k0 + keys, block), last)
     # A tile is near iff its last query is within the window of the first key, and far iff its
     # first query is beyond the window of the last key.
-    near_end = lax.div(jnp.maximum(k0 + window + 1, 0), jnp.int32(BLOCK))
-    boundary_end = tiles.ceil_div(k0 + keys + window, BLOCK)
+    near_end = lax.div(jnp.maximum(k0 + window + 1, 0), jnp.int32(block))
+    boundary_end = tiles.ceil_div(k0 + keys + window, block)
     near_end = jnp.clip(near_end, diagonal_end, last)
     boundary_end = jnp.clip(boundary_end, near_end, last)
     return first, diagonal_end, near_end, boundary_end, last
@@ -122,17 +133,18 @@ def _program(
 ):
     q_ref, k_ref, v_ref, bias_ref, do_ref, lse_ref, delta_ref, *segment_refs = inputs
     dk_ref, dv_ref, dbias_ref = outputs
-    shape, keys = (ROWS, BLOCK), _keys(problem)
+    stages, _, block = column_values.shape
+    shape, keys = (ROWS, block), _keys(problem)
     split, group = _split_columns(problem), problem.H // problem.K
     batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
     kv_head, program = lax.axis_index("heads"), lax.axis_index("keys")
     k0 = program * keys
-    last = segment_refs[1][batch, program] if problem.packed else problem.T // BLOCK
-    first, *ends = _query_zones(problem, k0, jnp.int32(last))
+    last = segment_refs[1][batch, program] if problem.packed else problem.T // block
+    first, *ends = _query_zones(problem, block, k0, jnp.int32(last))
     trips = ends[-1] - first
 
     def slot_of(head, tile):
-        return lax.rem(head * trips + (tile - first), jnp.int32(STAGES))
+        return lax.rem(head * trips + (tile - first), jnp.int32(stages))
 
     def copy():
         for part in range(keys // ROWS):
@@ -151,7 +163,7 @@ def _program(
             head = kv_head * group + index
 
             def load(tile, carry):
-                slot, queries = slot_of(index, tile), pl.ds(tile * BLOCK, BLOCK)
+                slot, queries = slot_of(index, tile), pl.ds(tile * block, block)
                 ready = q_ready.at[slot]
                 plgpu.barrier_wait(q_consumed.at[slot])
                 pairs = [
@@ -169,7 +181,7 @@ def _program(
             return lax.fori_loop(first, ends[-1], load, carry)
 
         lax.fori_loop(0, group, load_head, jnp.int32(0))
-        for slot in range(STAGES):
+        for slot in range(stages):
             plgpu.barrier_wait(q_consumed.at[slot])
 
     def meet(barrier):
@@ -182,7 +194,7 @@ def _program(
         row0 = k0 if split else k0 + warpgroup * ROWS
         width = problem.D // COMPUTE if split else problem.D
         k_tile, v_tile = k_tiles.at[part], v_tiles.at[part]
-        for slot in range(STAGES):
+        for slot in range(stages):
             plgpu.barrier_arrive(q_consumed.at[slot])
         plgpu.barrier_wait(k_ready)
         bias = tiles.load_rows(row_values.at[part])
@@ -201,7 +213,7 @@ def _program(
                 plgpu.barrier_wait(q_ready.at[slot])
                 if bias_zone == "select" or causal:
                     # Rows are keys here, so this is key - query.
-                    distance = tiles.distances(shape, row0, tile * BLOCK)
+                    distance = tiles.distances(shape, row0, tile * block)
 
                 added = tiles.rows_of(bias, shape)
                 if bias_zone == "select":
@@ -238,7 +250,7 @@ def _program(
                 plgpu.barrier_arrive(q_consumed.at[slot])
                 return dbias
 
-            diagonal_bias = "select" if problem.window < keys + BLOCK - 2 else None
+            diagonal_bias = "select" if problem.window < keys + block - 2 else None
             kinds = ((diagonal_bias, True), (None, False), ("select", False), ("all", False))
 
             def walk_head(head, dbias):

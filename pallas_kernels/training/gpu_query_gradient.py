@@ -14,12 +14,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
-from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, Problem
+from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, TILE, Problem, Ring, find_ring
+
+# Rows of D elements that a program keeps: its queries, and the gradients of their outputs.
+RESIDENT = 2 * COMPUTE * ROWS
 
 
-def blocks(problem: Problem) -> tuple[int, int]:
-    """Return (keys of a tile, tiles in flight), limited by the 227 KB of shared memory."""
-    return {64: (128, 4), 128: (128, 2), 256: (64, 1)}[problem.D]
+def ring_of(problem: Problem) -> Ring:
+    """Return how the kernel streams keys and values."""
+    wanted = Ring(TILE if problem.D <= 128 else ROWS, 4)
+    return find_ring("retrofit_attention", "query_gradient", problem, RESIDENT, wanted)
 
 
 def query_gradient(
@@ -32,9 +36,11 @@ def query_gradient(
     output_gradient: jax.Array,
     minus_lse: jax.Array,
     minus_delta: jax.Array,
+    ring: Ring | None = None,
 ) -> jax.Array:
     """Compute dq [B, T, H, D]; lse2 and delta are [B, H, T], the rest as in the forward."""
-    block, stages = blocks(problem)
+    ring = ring or ring_of(problem)
+    block, stages = ring.block, ring.stages
     query_tile = tiles.tile_memory((COMPUTE, ROWS, problem.D), q.dtype)
     key_tile = tiles.tile_memory((stages, block, problem.D), q.dtype)
     scratch = {
@@ -50,10 +56,9 @@ def query_gradient(
     }
     operands = [q, k, v, raw_bias, output_gradient, minus_lse, minus_delta]
     if segments is not None:
-        scratch["query_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
-        scratch["key_segments"] = plgpu.SMEM((stages, block), jnp.int32)
-        overlap = tiles.segment_overlap(segments, problem.rows, block)
-        operands += [segments, jnp.argmax(overlap, axis=-1).astype(jnp.int32)]
+        memory, packed = tiles.segment_operands(problem, segments, ring)
+        scratch |= memory
+        operands += packed
     if problem.interpret:
         scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), q.dtype)
 

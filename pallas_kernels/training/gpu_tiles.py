@@ -20,6 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import tuned
+from pallas_kernels.dispatch import target_gpu
+
 ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
 TILE = 128  # sequences are padded to a multiple of this
 COMPUTE = 2  # computing warpgroups of a program
@@ -29,6 +32,8 @@ LOG2E = math.log2(math.e)
 # which a row sees nothing adds nothing to it.
 HIDDEN = -1e30
 LOWEST = -1e20
+# Shared memory of a program, and what of it barriers, reductions and values per row may take.
+SHARED_BYTES, SPARE_BYTES = 227 * 1024, 8 * 1024
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,39 @@ class Problem:
     def rows(self) -> int:
         """Queries that a program of the forward and dq kernels takes."""
         return ROWS * COMPUTE // self.heads_per_program
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How a kernel streams tiles through shared memory: tokens of one, and how many at a time."""
+
+    block: int
+    stages: int
+
+
+def fits(ring: Ring, problem: Problem, resident: int) -> bool:
+    """Whether a ring of pairs of tiles fits beside `resident` rows of D elements."""
+    row = problem.D * problem.dtype.itemsize
+    streamed = 2 * ring.stages * ring.block * (row + 4)
+    return resident * row + streamed <= SHARED_BYTES - SPARE_BYTES
+
+
+def find_ring(operation: str, part: str, problem: Problem, resident: int, wanted: Ring) -> Ring:
+    """Return the ring measured for this kind of GPU, else what fits of the one wanted.
+
+    Args:
+      operation: whose kernel it is, as the file of settings has it.
+      part: which of its kernels.
+      problem: the static facts.
+      resident: rows of D elements that the program keeps in shared memory.
+      wanted: what is good where nothing was measured.
+    """
+    shape = {"part": part, "head_dim": problem.D}
+    found = tuned.lookup(target_gpu().kind, f"{operation}/mosaic_gpu", **shape)
+    if found is not None:
+        return Ring(**found)
+    rings = (Ring(wanted.block, stages) for stages in range(wanted.stages, 0, -1))
+    return next((ring for ring in rings if fits(ring, problem, resident)), Ring(wanted.block, 1))
 
 
 def tile_memory(shape: tuple[int, ...], dtype):
@@ -211,6 +249,19 @@ def segment_overlap(segments: jax.Array, rows: int, columns: int) -> jax.Array:
     low = row_blocks.min(-1)[:, :, None], column_blocks.min(-1)[:, None, :]
     high = row_blocks.max(-1)[:, :, None], column_blocks.max(-1)[:, None, :]
     return (low[0] <= high[1]) & (low[1] <= high[0])
+
+
+def segment_operands(problem: Problem, segments, ring: Ring) -> tuple[dict, list]:
+    """What packed documents add to a kernel that walks keys: shared memory, and operands.
+
+    The operands are the segment ids and, for each program, the first tile of keys worth a visit.
+    """
+    scratch = {
+        "query_segments": plgpu.SMEM((COMPUTE, ROWS), jnp.int32),
+        "key_segments": plgpu.SMEM((ring.stages, ring.block), jnp.int32),
+    }
+    overlap = segment_overlap(segments, problem.rows, ring.block)
+    return scratch, [segments, jnp.argmax(overlap, axis=-1).astype(jnp.int32)]
 
 
 def head_and_query(problem: Problem, warpgroup):

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import decode_attention
-from pallas_kernels.decode import cases
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.decode import cases, gpu
+from pallas_kernels.dispatch import GPU, Implementation, Operation
 from tests.pallas_kernels.support import as_arrays, decode_inputs, lower_for_cuda, structs
 
 XLA = "stablehlo.dot_general"
@@ -81,6 +81,40 @@ def test_decode_attention_for_cuda(name, implementation, marker):
     text = lower_for_cuda(function, **shapes)
     assert marker in text
     assert (XLA in text) == (marker == XLA)
+
+
+T4, A100 = GPU("Tesla T4", 40, (7, 5)), GPU("NVIDIA A100-SXM4-40GB", 108, (8, 0))
+L4, B200 = GPU("NVIDIA L4", 58, (8, 9)), GPU("NVIDIA B200", 148, (10, 0))
+
+
+@pytest.mark.parametrize(
+    ("card", "name", "marker"),
+    [
+        (T4, "base", XLA),
+        (A100, "base", "triton"),
+        (A100, "float8", XLA),
+        (L4, "base", "triton"),
+        (L4, "float8", "triton"),
+        (B200, "base", "triton"),
+    ],
+    ids=lambda x: getattr(x, "kind", None),
+)
+def test_other_generations_of_gpus(card, name, marker, monkeypatch):
+    monkeypatch.setattr(gpu, "target_gpu", lambda: card)
+    function, shapes = decode(cases.by_name(name))
+    text = lower_for_cuda(function, **shapes)
+    assert "mosaic_gpu" not in text
+    assert marker in text
+    assert (XLA in text) == (marker == XLA)
+
+
+def test_a_kernel_that_a_card_lacks_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(gpu, "target_gpu", lambda: T4)
+    function, shapes = decode(cases.BASE, ("mosaic_gpu", "triton"))
+    with pytest.raises(NotImplementedError) as refusal:
+        jax.eval_shape(function, **shapes)
+    assert "needs compute capability 9.0 (Hopper), Tesla T4 has (7, 5)" in str(refusal.value)
+    assert "needs compute capability 8.0 (Ampere), Tesla T4 has (7, 5)" in str(refusal.value)
 
 
 def test_decode_attention_on_this_machine_is_xla():

@@ -14,17 +14,13 @@ from tests.pallas_kernels.support import (
     as_arrays,
     decode_inputs,
     decode_oracle,
+    poison_free_memory,
     relative_error,
 )
 
 pytestmark = pytest.mark.gpu
 
 SCALE = 0.1
-
-
-def poison_free_memory():
-    """Leave NaN in memory that the next outputs will be given."""
-    jax.block_until_ready(jnp.full((64 << 20,), jnp.nan, jnp.float32))
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])

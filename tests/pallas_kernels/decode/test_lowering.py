@@ -29,7 +29,8 @@ def test_lowers_with_all_results(case, implementation):
             lower_for_cuda(function, **structs(case))
         return
     text = lower_for_cuda(function, **structs(case))
-    assert text.count("stablehlo.custom_call") == 2
+    # The Hopper kernel's plan is a kernel too.
+    assert text.count("stablehlo.custom_call") == {"mosaic_gpu": 3, "triton": 2}[implementation]
     assert "stablehlo.dot_general" not in text
 
 

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import decode_plan
+from pallas_kernels.decode.mosaic_plan import make_plan_on_gpu
 from pallas_kernels.decode.plan import make_plan, owner, stretch_start
 
 
@@ -75,3 +78,30 @@ def test_decode_plan_counts_tiles_of_whole_pages():
     plan = decode_plan(lengths, page_size=64, **shape)
     np.testing.assert_array_equal(plan.tile_starts, [0, 4, 5])
     assert plan.programs % 132 == 0
+
+
+def draw_lengths(rows):
+    rng = np.random.default_rng(rows)
+    return jnp.asarray(rng.integers(0, 3000, rows) * (rng.random(rows) < 0.8), jnp.int32)
+
+
+def same_plan(rows, programs, interpret=None):
+    """Compare a plan made by the kernel with the one that XLA makes, as far as plans reach."""
+    lengths = draw_lengths(rows)
+    want = make_plan(lengths, tile=64, programs=programs)
+    got = make_plan_on_gpu(lengths, tile=64, programs=programs, interpret=interpret)
+    np.testing.assert_array_equal(got.tile_starts[: rows + 1], want.tile_starts)
+    np.testing.assert_array_equal(got.edge_rows[: 2 * programs], want.edge_rows)
+    assert (got.tile, got.programs) == (want.tile, want.programs)
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(5, 7), (64, 40), (130, 33)])
+def test_the_kernel_makes_the_same_plan_in_the_interpreter(rows, programs):
+    same_plan(rows, programs, plgpu.InterpretGPUParams(detect_races=True))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 63, 64, 256, 1500, 16384])
+def test_the_kernel_makes_the_same_plan_on_the_card(rows):
+    same_plan(rows, 264)

@@ -18,7 +18,12 @@ from pallas_kernels import prefill_attention
 from pallas_kernels.prefill import cases, gpu, tiles, tpu
 from pallas_kernels.prefill.api import check_arguments
 from tests.pallas_kernels.prefill.support import ORDER, draw, oracle
-from tests.pallas_kernels.support import TOLERANCE, lower_for_cuda, relative_error
+from tests.pallas_kernels.support import (
+    TOLERANCE,
+    lower_for_cuda,
+    poison_free_memory,
+    relative_error,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 BY_NAME = {case.name: case for case in cases.CONTRACT}
@@ -60,13 +65,15 @@ def test_float64_stays_float64():
 
 
 @pytest.mark.parametrize("name", ["ragged", "page_edges", "small_pages", "no_pages", "evict_all"])
-@pytest.mark.parametrize("rows", [64, 128])
-def test_the_plan_visits_what_is_seen_and_nothing_else(name, rows):
+@pytest.mark.parametrize(
+    ("rows", "order"), [(64, tiles.order_by_sort), (128, tiles.order_by_count)]
+)
+def test_the_plan_visits_what_is_seen_and_nothing_else(name, rows, order):
     case = BY_NAME[name]
     arguments = draw(case)
     _, k, v, evicted, counts, k_pages, v_pages, table, past, until = map(jnp.asarray, arguments)
     rest = (evicted, counts, k_pages, v_pages, table, past, until)
-    plan = jax.jit(lambda *x: tiles.make_plan(*x, case.window, rows))(k, v, *rest)
+    plan = jax.jit(lambda *x: tiles.make_plan(*x, case.window, rows, order))(k, v, *rest)
     assert not np.isnan(np.asarray(plan.dense_k, np.float32)).any()
     assert not np.isnan(np.asarray(plan.dense_v, np.float32)).any()
     since, last = np.asarray(plan.since), np.asarray(plan.until)
@@ -227,6 +234,24 @@ def test_bad_input_is_refused(change, message):
 )
 def test_every_case_on_the_card(case):
     arguments = draw(case)
-    output = attend(case, "mosaic_gpu")([*map(jnp.asarray, arguments)])
+    arrays = [*map(jnp.asarray, arguments)]
+    poison_free_memory()
+    output = attend(case, "mosaic_gpu")(arrays)
     error = relative_error(output, oracle(arguments, case.window, case.D**-0.5))
     assert error <= TOLERANCE[case.dtype]
+    np.testing.assert_array_equal(output, attend(case, "mosaic_gpu")(arrays))
+
+
+@pytest.mark.gpu
+def test_a_pool_of_more_than_two_to_the_31_elements():
+    """The same pages at the far end of a pool of 2.2e9 elements give the same bits."""
+    case = BY_NAME["plain"]
+    arrays = dict(zip(ORDER, map(jnp.asarray, draw(case)), strict=True))
+    near = attend(case, "mosaic_gpu")([arrays[name] for name in ORDER])
+    used = arrays["k_pages"].shape[0]
+    behind = 2_200_000_000 // (case.P * case.D) - used
+    for name in ("k_pages", "v_pages"):
+        arrays[name] = jnp.pad(arrays[name], ((behind, 0), (0, 0), (0, 0)))
+    arrays["page_table"] = arrays["page_table"] + behind
+    far = attend(case, "mosaic_gpu")([arrays[name] for name in ORDER])
+    np.testing.assert_array_equal(near, far)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import retrofit_attention
 from pallas_kernels.training import cases, gpu, tpu
-from tests.pallas_kernels.support import lower_for_cuda
+from tests.pallas_kernels.support import lower_for_cuda, poison_free_memory
 from tests.pallas_kernels.training.support import check, draw
 from tests.pallas_kernels.training.test_reference import attend
 
@@ -183,6 +183,7 @@ def test_reasons_name_the_limit():
 )
 def test_every_case_on_the_card(case):
     inputs, segments = draw(case)
+    poison_free_memory()
     results = attend(case, inputs, segments, "mosaic_gpu")
     check(case, results, inputs, segments)
     for once, twice in zip(results, attend(case, inputs, segments, "mosaic_gpu"), strict=True):
