@@ -1,0 +1,116 @@
+"""When values in host memory pay (KCache, arXiv 2404.18057, Table 1 and equations 1 to 4).
+
+The paper counts one KV head a query head. Under grouped queries a layer of H query and K KV heads
+of D numbers, batch B, S tokens, N fetched a query head and two bytes a number, reads in a step
+
+    scores      2 B (H D + K S D + H S)                  queries, keys, weights
+    sum, plain  2 B (H S + K S D + H D)                  weights, values, outputs
+    sum, KCache 2 B (H N + H N D + H D)                  and 2 B H N D over the link
+
+so that reading is saved where (equation 3, with G = H / K and S, D far above 1)
+
+    H N D / link < (K S D - H N D) / device    <=>    S / N > G (device / link + 1)
+
+For G = 1 that is equation 4 but for the fetched rows' own reading, which it leaves out. The
+prompt's values leave while the next layer is computed, which hides them where (equation 1)
+
+    operations of a layer / peak > 2 B S K D / link back
+"""
+
+import dataclasses
+
+from dms_jax.config import ModelConfig
+from dms_jax.errors import ConfigError
+from dms_jax.policies import KCache
+
+BYTES = 2  # bfloat16, as the paper counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes of the attention of one decode step over all layers.
+
+    Attributes:
+      fetched: over the link from the host.
+      read: from device memory, the fetched rows included.
+      plain: from device memory where all values are on the device.
+      host: of values that live on the host.
+    """
+
+    fetched: int
+    read: int
+    plain: int
+    host: int
+
+
+def step_traffic(config: ModelConfig, policy: KCache, *, tokens: int, batch: int = 1) -> Traffic:
+    """Works out Table 1 for a whole model.
+
+    Args:
+      config: the model.
+      policy: whose N and first layers count; its rows hold every token.
+      tokens: S, in the cache.
+      batch: B.
+
+    Raises:
+      ConfigError: a number is not positive.
+    """
+    if tokens < 1 or batch < 1:
+        raise ConfigError(f"tokens and batch must be at least 1, got {tokens} and {batch}.")
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    first = min(policy.first_layers, config.num_layers)
+    others = config.num_layers - first
+    if tokens <= policy.top:
+        raise ConfigError(
+            f"With {tokens} tokens and top={policy.top} everything is fetched: there is nothing "
+            "to save."
+        )
+    scores = heads * head_dim + kv_heads * tokens * head_dim + heads * tokens
+    plain = heads * tokens + kv_heads * tokens * head_dim + heads * head_dim
+    fetched = heads * policy.top * head_dim
+    chosen = heads * policy.top + fetched + heads * head_dim
+    scale = BYTES * batch
+    return Traffic(
+        fetched=scale * others * fetched,
+        read=scale * (config.num_layers * scores + first * plain + others * chosen),
+        plain=scale * config.num_layers * (scores + plain),
+        host=scale * others * kv_heads * tokens * head_dim,
+    )
+
+
+def break_even(
+    config: ModelConfig, *, device_bandwidth: float | int, link_bandwidth: float | int
+) -> float:
+    """S / N beyond which fetching is faster than reading all values (equation 4, for any G).
+
+    Args:
+      config: the model.
+      device_bandwidth: bytes a second of device memory.
+      link_bandwidth: bytes a second from the host, as measured for such fetches.
+
+    Raises:
+      ConfigError: a bandwidth is not positive.
+    """
+    if device_bandwidth <= 0 or link_bandwidth <= 0:
+        raise ConfigError("bandwidths must be positive")
+    return config.group_size * (device_bandwidth / link_bandwidth + 1)
+
+
+def prompt_hides_copies(
+    config: ModelConfig, *, tokens: int, peak: float | int, link_bandwidth: float | int
+) -> float:
+    """How many times longer a layer of a prompt computes than its values take to leave (eq. 1).
+
+    Args:
+      config: the model.
+      tokens: S, prompt tokens at a time.
+      peak: operations a second.
+      link_bandwidth: bytes a second to the host.
+    """
+    embed, head_dim = config.hidden_size, config.head_dim
+    weights = embed * head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    weights += 3 * embed * config.intermediate_size
+    # Causal attention is half of S^2; the paper counts all of it.
+    operations = 2 * tokens * weights + 4 * tokens**2 * config.num_heads * head_dim
+    copied = BYTES * tokens * config.num_kv_heads * head_dim
+    return (operations / peak) / (copied / link_bandwidth)
