@@ -2,8 +2,9 @@
 
 DMS travels as the `dms_*` fields of NVIDIA's configs (Model-Optimizer `Qwen3ConfigDMS`, and the
 checkpoint nvidia/Qwen3-8B-DMS-8x, which gives only `dms_window_size` and `dms_cr`, the latter
-for the reader). Fields that are absent have NVIDIA's defaults. `dms_decision_shift` is ours, and
-written only where it is not NVIDIA's 1. Every other policy travels under `cache_policy`.
+for the reader). Fields that are absent have NVIDIA's defaults. `dms_decision_*` are ours, and
+written only where they are not what NVIDIA's code does. Every other policy travels under
+`cache_policy`.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,10 @@ _FIELDS: dict[str, tuple[str, type]] = {
     "dms_alpha_per": ("per", str),
     "dms_tau": ("temperature", float),
     "dms_decision_shift": ("shift", int),
+    "dms_decision_rule": ("decisions", str),
+    "dms_decision_seed": ("seed", int),
 }
+_OURS = ("dms_decision_shift", "dms_decision_rule", "dms_decision_seed")
 
 
 def policy_from_hf(config: Mapping[str, Any], *, has_adapter: bool) -> Policy | None:
@@ -58,8 +62,10 @@ def policy_to_hf(policy: Policy, *, has_adapter: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {
             name: getattr(policy, field) for name, (field, _) in _FIELDS.items()
         }
-        if policy.shift == 1:
-            del fields["dms_decision_shift"]
+        for name in _OURS:
+            field, _ = _FIELDS[name]
+            if fields[name] == getattr(DMS, field):  # the default
+                del fields[name]
         return fields | {"dms_separate_alpha": policy.source == "adapter"}
     if isinstance(policy, Vanilla) and not has_adapter:
         return {}

@@ -14,14 +14,19 @@ group, after the q-norm and before rotation; the neuron is zeroed before and aft
 that it takes no part in attention) or from an adapter on the residual stream. The defaults are
 those of NVIDIA's released code and checkpoints, where the decision about a token is made by the
 next one (shift 1); in the paper's text a token decides for itself (shift 0).
+
+At inference a token may also be drawn, d_t ~ Bernoulli(sigmoid(a_t)), as training draws it: there
+P(alpha_t > 1/2) = sigmoid(a_t) whatever tau.
 """
 
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dms_jax.policies import draws
 from dms_jax.policies.base import (
     Chunk,
     Decisions,
@@ -47,6 +52,8 @@ class DMS(DelayedEviction):
       per: one decision per KV head, or that of head 0 for the whole layer.
       alpha_scale, alpha_offset: logit = raw * alpha_scale - alpha_offset.
       temperature: tau of the relaxation.
+      decisions: at inference, the logit's sign or a draw with its probability.
+      seed: of the draws, which depend besides on layer, KV head and position alone.
     """
 
     window: int = 512
@@ -56,6 +63,8 @@ class DMS(DelayedEviction):
     alpha_scale: float = 100.0
     alpha_offset: float = 5.0
     temperature: float = 0.1
+    decisions: Literal["threshold", "bernoulli"] = "threshold"
+    seed: int = 0
 
     trainable = True
     learned = True
@@ -80,6 +89,14 @@ class DMS(DelayedEviction):
         for name in ("alpha_scale", "alpha_offset", "temperature"):
             value = getattr(self, name)
             require(is_finite(value), f"DMS: {name} must be a finite number, got {value!r}.")
+        require(
+            self.decisions in ("threshold", "bernoulli"),
+            f"DMS: decisions must be 'threshold' or 'bernoulli', got {self.decisions!r}.",
+        )
+        require(
+            is_static_int(self.seed) and self.seed < 2**32,
+            f"DMS: seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}.",
+        )
         require(self.temperature > 0, f"DMS: temperature must be positive, got {self.temperature}.")
 
     @property
@@ -103,7 +120,7 @@ class DMS(DelayedEviction):
         return self.shift
 
     def decide(self, projections: Projections) -> Decisions:
-        """Reads a_t; the threshold is strict, in at least float32."""
+        """Reads a_t in at least float32; the threshold is strict."""
         if self.source == "adapter":
             assert projections.adapter_logits is not None
             raw = projections.adapter_logits
@@ -114,7 +131,13 @@ class DMS(DelayedEviction):
         if self.per == "layer":
             raw = jnp.broadcast_to(raw[:, :1], raw.shape)
         logits = raw * self.alpha_scale - self.alpha_offset
-        return Decisions(logits=logits, marks=logits > 0)
+        if self.decisions == "threshold":
+            return Decisions(logits=logits, marks=logits > 0)
+        rows = draws.row_hashes(self.seed, projections.layer, raw.shape[1])
+        drawn = draws.token_uniforms(rows, projections.positions)
+        if self.per == "layer":
+            drawn = drawn[:, :1]
+        return Decisions(logits=logits, marks=drawn < jax.nn.sigmoid(logits))
 
     def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], scale=0.0):
         """Scales the borrowed neuron: the last dimension of the first query head of each group.

@@ -6,11 +6,13 @@ a hash, so that the draw depends neither on the batch nor on how the sequence is
 
 import dataclasses
 
-import jax.numpy as jnp
-from jaxtyping import Array, UInt32
+import numpy as np
 
+from dms_jax.policies import draws
 from dms_jax.policies.base import Decisions, Projections, is_finite, is_static_int, require
 from dms_jax.policies.delayed_eviction import DelayedEviction
+
+_OF_RATES = np.uint32(0x5BD1E995)  # sets the draw of a head's rate apart from those of its tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +57,6 @@ class RandomEviction(DelayedEviction):
 
     def decide(self, projections: Projections) -> Decisions:
         """Draws each token's fate."""
-        heads = jnp.arange(projections.k.shape[2], dtype=jnp.uint32)[None, :, None]
-        positions = projections.positions.astype(jnp.uint32)[:, None, :]
-        layer = projections.layer.astype(jnp.uint32)
-        row = _mix(_mix(jnp.uint32(self.seed) ^ _mix(layer + 1)) + heads)
-        rate = self.rate + self.spread * (2 * _uniform(_mix(row ^ jnp.uint32(0x5BD1E995))) - 1)
-        return Decisions(marks=_uniform(_mix(row + _mix(positions))) < rate)
-
-
-def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A bijective integer hash with good avalanche (two multiply-xorshift rounds)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
-def _uniform(x: UInt32[Array, "..."]) -> Array:
-    """Hash bits as a float in [0, 1)."""
-    return (x >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+        rows = draws.row_hashes(self.seed, projections.layer, projections.k.shape[2])
+        rate = self.rate + self.spread * (2 * draws.uniform(draws.mix(rows ^ _OF_RATES)) - 1)
+        return Decisions(marks=draws.token_uniforms(rows, projections.positions) < rate)

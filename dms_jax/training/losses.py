@@ -1,14 +1,9 @@
-"""What a retrofit minimises: logit distillation (or language modelling) and compression.
-
-    L = L_D + L_aux
+"""What training minimises beside compression: logit distillation, or language modelling.
 
     reverse   L_D = mean over tokens of KL(student || teacher) = sum_v p_S (log p_S - log p_T)
     forward   L_D = mean over tokens of KL(teacher || student) = sum_v p_T (log p_T - log p_S)
-    L_aux = mean over sequences of max(0, target - mean over layers, heads, tokens of decisions)
 
-NVIDIA's code computes the reverse direction. The compression loss is one-sided and global: heads
-and layers may differ, and a model that evicts more than the target is left alone. Its decisions
-are hard with a straight-through gradient.
+NVIDIA's code computes the reverse direction.
 
 Logits are formed a few positions at a time, in at least float32, and again in the backward pass:
 the [B, T, V] log-probabilities of teacher and student are never all alive.
@@ -110,21 +105,3 @@ def token_losses(
     zero = TokenLosses(distillation=jnp.zeros((), wide), language_modeling=jnp.zeros((), wide))
     total, _ = jax.lax.scan(add, zero, tuple(chunks(x) for x in arrays))
     return total
-
-
-def evicted_fraction(
-    decisions: Float[Array, "L B K T"], valid: Bool[Array, "B T"] | None = None
-) -> Float[Array, " B"]:
-    """Share of yes among the decisions of each sequence, over layers, heads and tokens."""
-    if valid is None:
-        return jnp.mean(decisions, axis=(0, 2, 3))
-    kept = jnp.where(valid[None, :, None], decisions, 0)
-    counts = jnp.maximum(jnp.sum(valid, axis=-1), 1).astype(decisions.dtype)
-    return jnp.sum(jnp.mean(kept, axis=(0, 2)), axis=-1) / counts
-
-
-def compression_shortfall(
-    fraction: Float[Array, " B"], target: Float[Array, ""] | float
-) -> Float[Array, " B"]:
-    """max(0, target - fraction) of each sequence."""
-    return jnp.maximum(target - fraction, 0)

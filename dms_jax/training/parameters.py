@@ -4,9 +4,9 @@ A module is a pytree; its parameters by name ("layers.adapter.proj.kernel") are 
 which splits into what is trained and what is frozen, goes through `jax.grad` and Optax as it is,
 and is what a training checkpoint holds.
 
-Surgeries: grafting an adapter that starts at zero, and really zeroing the borrowed neuron once it
-has decayed: with its row of the query projection at zero every decision logit starts at
--alpha_offset, where a row that is merely unused would saturate the decisions at random.
+Surgeries: grafting an adapter that starts at zero, and really zeroing the borrowed neurons once
+they have decayed: with their rows of the projections at zero every decision logit starts at minus
+its offset, where rows that are merely unused would saturate the decisions at random.
 """
 
 import dataclasses
@@ -19,9 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from dms_jax import sharding
-from dms_jax.errors import ConfigError
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import DMS, Policy
+from dms_jax.policies import Policy
 
 Parameters = dict[str, jax.Array]
 Rebuild = Callable[[Mapping[str, Any]], Transformer]
@@ -92,16 +91,20 @@ def add_adapter(transformer: Transformer) -> Transformer:
 
 
 def zero_borrowed_neurons(arrays: Parameters, policy: Policy) -> Parameters:
-    """Returns the parameters with the weights that produce the borrowed neuron at zero.
+    """Returns the parameters with the weights that produce the borrowed neurons at zero."""
 
-    The neuron is the last dimension of the first query head of each group (DMS).
-    """
-    if not isinstance(policy, DMS):
-        raise ConfigError(f"{policy.name} borrows neurons that the retrofit cannot prepare")
+    def of_head(x: jax.Array) -> jax.Array:
+        """[L, E, G + 2, D], the query heads of a group, their key and their value."""
+        q, k = policy.clear_borrowed(x[..., :-2, :], x[..., -2:-1, :])
+        return jnp.concatenate([q, k, x[..., -1:, :]], axis=-2)
+
     arrays = dict(arrays)
     for name in ("layers.attention.qkv_proj.kernel", "layers.attention.qkv_proj.bias"):
         if name in arrays:  # [L, E, K, G + 2, D] and [L, K, G + 2, D]
-            arrays[name] = arrays[name].at[..., 0, -1].set(0)
+            array = arrays[name]
+            shape = (array.shape[0], -1, *array.shape[-3:])
+            cleared = jax.vmap(of_head, in_axes=2, out_axes=2)(array.reshape(shape))
+            arrays[name] = jax.device_put(cleared.reshape(array.shape), array.sharding)
     return arrays
 
 

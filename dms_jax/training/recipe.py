@@ -7,6 +7,7 @@ from typing import Any, Literal
 from dms_jax.errors import ConfigError
 from dms_jax.policies import Policy
 from dms_jax.training import schedules
+from dms_jax.training.compression import Prior, Regulariser
 from dms_jax.training.schedules import Number
 
 Trainable = Literal["auto", "all", "adapter"]
@@ -144,6 +145,11 @@ class Recipe:
         adapter alone where the policy has one and all weights where it borrows a neuron.
       loss: "distillation" from the original model, or "language_modeling".
       kl: direction of the distillation, "reverse" = KL(student || teacher).
+      regulariser: of the compression (`dms_jax.training.compression`): "one_sided" leaves a model
+        alone that compresses more than the target, "kl" pulls from both sides.
+      compression_weight: of the regulariser beside the main loss.
+      prior: whether the target holds for all layers together or for each ("layer").
+      head_balance: weight of a loss that keeps the heads of a layer alike (DMC-C); 0 for none.
       beta1, beta2, epsilon, weight_decay: of AdamW; the decay spares norms and biases.
       clip: largest global norm of the gradient.
       compute_dtype: of the passes; None for that of the parameters. Parameters, gradients and
@@ -163,6 +169,10 @@ class Recipe:
     trainable: Trainable = "auto"
     loss: Loss = "distillation"
     kl: Literal["reverse", "forward"] = "reverse"
+    regulariser: Regulariser = "one_sided"
+    compression_weight: Number = 1.0
+    prior: Prior = "global"
+    head_balance: Number = 0.0
     beta1: Number = 0.9
     beta2: Number = 0.95
     epsilon: Number = 1e-8
@@ -190,6 +200,8 @@ class Recipe:
             "trainable": ("auto", "all", "adapter"),
             "loss": ("distillation", "language_modeling"),
             "kl": ("reverse", "forward"),
+            "regulariser": ("one_sided", "kl"),
+            "prior": ("global", "layer"),
             "compute_dtype": ("bfloat16", "float32", None),
             "packing": ("concatenate", "concatenate_whole", "first_fit"),
         }
@@ -202,10 +214,9 @@ class Recipe:
         for name in ("epsilon", "clip"):
             value = getattr(self, name)
             require(is_number(value) and value > 0, f"{name} must be positive, got {value!r}")
-        require(
-            is_number(self.weight_decay) and self.weight_decay >= 0,
-            f"weight_decay must be >= 0, got {self.weight_decay!r}",
-        )
+        for name in ("weight_decay", "compression_weight", "head_balance"):
+            value = getattr(self, name)
+            require(is_number(value) and value >= 0, f"{name} must be >= 0, got {value!r}")
         kinds = [stage.kind for stage in self.stages]
         require("neuron_decay" not in kinds[1:], "only the first stage may decay the neuron")
         require(kinds != ["neuron_decay"], "nothing comes after the decay of the neuron")

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from dms_jax.model.attention import Relaxation
 from dms_jax.model.transformer import segment_positions
 from dms_jax.policies import Policy, Vanilla
-from dms_jax.training import losses
+from dms_jax.training import compression, losses
 from dms_jax.training.parameters import Parameters, Rebuild, cast, decays, is_adapter
 from dms_jax.training.recipe import Recipe
 
@@ -150,16 +150,20 @@ def make_gradients(
             target_mask=sequences.target_mask,
             direction=recipe.kl,
         )
-        fraction = losses.evicted_fraction(
+        shares = compression.evicted_shares(
             result.decisions, None if segment_ids is None else segment_ids > 0
         )
-        shortfall = losses.compression_shortfall(fraction, control.target)
+        distance = recipe.compression_weight * compression.compression_loss(
+            shares, control.target, regulariser=recipe.regulariser, prior=recipe.prior
+        )
+        if recipe.head_balance:
+            distance += recipe.head_balance * compression.head_spread(shares)
         per_position, per_target, per_sequence = weights
         parts = {
             "distillation_loss": sums.distillation * per_position,
             "lm_loss": sums.language_modeling * per_target,
-            "compression_loss": jnp.sum(shortfall) * per_sequence,
-            "evicted": jnp.sum(fraction) * per_sequence,
+            "compression_loss": jnp.sum(distance) * per_sequence,
+            "evicted": jnp.sum(jnp.mean(shares, axis=(0, 2))) * per_sequence,
         }
         main = "distillation_loss" if recipe.loss == "distillation" else "lm_loss"
         loss = parts[main] + parts["compression_loss"]

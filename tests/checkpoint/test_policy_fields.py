@@ -4,7 +4,7 @@ import pytest
 
 from dms_jax.checkpoint.policy_fields import policy_from_hf, policy_to_hf
 from dms_jax.errors import ConfigError
-from dms_jax.policies import DMS, POLICIES, TOVA, StreamingLLM, Vanilla
+from dms_jax.policies import DMC, DMS, POLICIES, TOVA, StreamingLLM, Vanilla
 
 
 def test_fields_that_are_absent_have_nvidias_defaults():
@@ -45,6 +45,8 @@ def test_nothing_declared():
         DMS(),
         DMS(window=0, shift=0),
         DMS(window=7, source="adapter", per="layer", alpha_scale=3.0, temperature=1.5),
+        DMS(decisions="bernoulli", seed=7),
+        DMC(window=None, neuron="first", per="layer", importance="uniform"),
         TOVA(budget=9),
         StreamingLLM(budget=33),
     ],

@@ -20,6 +20,7 @@ from dms_jax.policies import (
     RandomEviction,
     StreamingLLM,
     Vanilla,
+    draws,
 )
 from dms_jax.policies.base import Projections
 from tests.laws import fetching_rows
@@ -50,6 +51,10 @@ def dms_decisions(policy: DMS, layer: LayerInput):
             **options,
         )
         q, k, _ = layer.rotated
+    if policy.decisions == "bernoulli":  # the draws are the policy's own
+        rows = draws.row_hashes(policy.seed, jnp.asarray(layer.index), len(logits[0]))
+        drawn = draws.token_uniforms(rows, jnp.arange(len(logits))[None])[0].T
+        return (np.asarray(drawn) < dmc.sigmoid(logits)).astype(int), (q, k, layer.v)
     return dms.decide(logits), (q, k, layer.v)
 
 
@@ -267,6 +272,11 @@ def dms_rows() -> list[Row]:
         make(DMS(window=6, shift=6, per="layer"), group=4, page_size=4),
         make(DMS(window=3, shift=4, source="adapter", alpha_offset=40.0), group=8, page_size=7),
         make(DMS(window=0, shift=1), group=4, page_size=16),
+        make(
+            DMS(window=2, alpha_scale=2.0, alpha_offset=0.5, decisions="bernoulli", seed=3),
+            group=2,
+            page_size=3,
+        ),
         same(DMS(window=LONG), group=2, page_size=5),
         same(DMS(window=2, source="adapter", alpha_offset=1e6), group=1, page_size=3),
     ]

@@ -24,7 +24,16 @@ from dms_jax.policies.base import Policy
 
 CHANGED = [
     Vanilla(),
-    DMS(window=3, source="adapter", shift=2, per="layer", alpha_scale=7.0, temperature=0.5),
+    DMS(
+        window=3,
+        source="adapter",
+        shift=2,
+        per="layer",
+        alpha_scale=7.0,
+        temperature=0.5,
+        decisions="bernoulli",
+        seed=11,
+    ),
     DMC(
         window=None,
         neuron="first",
@@ -98,6 +107,9 @@ def test_the_base_policy_is_vanilla():
         (DMS(), "source", "neuron"),
         (DMS(), "per", "token"),
         (DMS(), "temperature", 0.0),
+        (DMS(), "decisions", "always"),
+        (DMS(), "seed", -1),
+        (DMS(), "seed", 2**32),
         (DMC(), "neuron", "middle"),
         (DMC(), "window", 0),
         (DMC(), "window", True),

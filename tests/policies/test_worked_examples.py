@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dms_jax.policies import DMS
-from dms_jax.policies.base import Chunk, Decisions, PolicyState
+from dms_jax.policies.base import Chunk, Decisions, PolicyState, Projections
 
 
 def cache_states(policy: DMS, marks: list[int]) -> list[list[int]]:
@@ -43,17 +43,33 @@ def test_decisions_shifted_by_one_overwrite_in_place():
 
 
 def test_six_states_of_the_cache():
-    # The tokens A to F with the probability to be kept; each decides for itself.
-    keep = [0.2, 0.9, 0.3, 0.8, 0.1, 0.95]
-    states = cache_states(DMS(window=2, shift=0), [alpha < 0.5 for alpha in keep])
+    # The tokens A to F with the probability to be kept; each decides for itself, and logits are
+    # those of the probability to be evicted.
+    keep = np.array([0.2, 0.9, 0.3, 0.8, 0.1, 0.95])
+    policy = DMS(window=2, shift=0, source="adapter", alpha_scale=1.0, alpha_offset=0.0)
+    nothing = jnp.zeros((1, 6, 1, 2))
+    projections = Projections(
+        q=nothing,
+        k=nothing,
+        v=nothing,
+        adapter_logits=jnp.asarray(np.log(1 - keep) - np.log(keep))[None, None],
+        positions=jnp.arange(6)[None],
+        layer=jnp.asarray(0),
+    )
+    decisions = policy.decide(projections)
+    assert decisions.marks[0, 0].tolist() == [True, False, True, False, True, False]
+    states = cache_states(policy, decisions.marks[0, 0].tolist())
     named = ["".join(sorted("ABCDEF"[token] for token in state)) for state in states]
     assert named == ["A", "AB", "ABC", "BCD", "BCDE", "BDEF"]
+    # E is marked and still within the window: two tokens later three of the six are left.
+    later = cache_states(policy, [*decisions.marks[0, 0].tolist(), False, False])
+    assert sorted(set(later[-1]) & set(range(6))) == [1, 3, 5]
 
 
-@pytest.mark.parametrize("length", [600, 4096])
-def test_compression_depends_on_the_window(length):
+@pytest.mark.parametrize(("window", "length"), [(0, 600), (64, 600), (64, 4096), (512, 4096)])
+def test_compression_depends_on_the_window(window, length):
     # With a share f evicted, T tokens keep (w + 1) + (1 - f)(T - w - 1).
-    policy = DMS(window=64, shift=0)
+    policy = DMS(window=window, shift=0)
     marks = np.arange(length) % 8 != 0  # 7 of 8
     tokens = 512
     state = PolicyState(rows=policy.init_rows(1, 1, 2, jnp.float32))
@@ -74,5 +90,5 @@ def test_compression_depends_on_the_window(length):
         )
         state, placement = policy.write(state, chunk)
         lengths = placement.lengths
-    far = length - 65
-    assert int(lengths[0, 0]) == 65 + int((~marks[:far]).sum())
+    far = length - window - 1
+    assert int(lengths[0, 0]) == window + 1 + int((~marks[:far]).sum())

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dms_jax.policies.relaxation import straight_through
 from dms_jax.training import losses
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 7, 3, 5
@@ -116,57 +115,3 @@ def test_logits_of_all_positions_are_never_alive_at_once():
     text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().as_text()
     assert f"f32[1,{chunk},{vocabulary}]" in text or f"f32[{chunk},{vocabulary}]" in text
     assert f"{length},{vocabulary}]" not in text
-
-
-def test_evicted_fraction_is_over_layers_heads_and_tokens():
-    decisions = np.zeros((2, 2, 1, 4))
-    decisions[0, 0, 0] = [1, 1, 0, 0]
-    decisions[1, 0, 0] = [1, 0, 0, 0]
-    decisions[1, 1, 0] = [0, 0, 0, 1]
-    decisions = jnp.asarray(decisions)
-    np.testing.assert_allclose(losses.evicted_fraction(decisions), [3 / 8, 1 / 8])
-    valid = jnp.asarray([[True, True, False, False], [True, True, True, True]])
-    np.testing.assert_allclose(losses.evicted_fraction(decisions, valid), [3 / 4, 1 / 8])
-
-
-def test_the_compression_loss_is_one_sided():
-    shortfall = losses.compression_shortfall(jnp.asarray([0.2, 0.75, 0.9]), 0.75)
-    np.testing.assert_allclose(shortfall, [0.55, 0, 0])
-
-
-def test_its_gradient_is_that_of_the_soft_decisions():
-    """Straight-through: hard decisions forward, and backward the finite differences of sigmoid."""
-    random = np.random.default_rng(1)
-    noisy = random.normal(size=(2, 3, 2, 4))
-    target = 0.9
-
-    def loss(noisy, decisions):
-        fraction = losses.evicted_fraction(decisions(noisy))
-        return jnp.mean(losses.compression_shortfall(fraction, target))
-
-    value, gradient = jax.value_and_grad(loss)(jnp.asarray(noisy), straight_through)
-    fractions = (noisy > 0).mean(axis=(0, 2, 3))
-    assert (fractions < target).all()
-    np.testing.assert_allclose(value, np.maximum(target - fractions, 0).mean(), rtol=1e-12)
-
-    step = 1e-6
-    for index in [(0, 0, 0, 0), (1, 2, 1, 3), (0, 1, 1, 2)]:
-        bump = np.zeros_like(noisy)
-        bump[index] = step
-
-        def soft(x):
-            fraction = (1 / (1 + np.exp(-x))).mean(axis=(0, 2, 3))
-            return np.maximum(target - fraction, 0).mean()
-
-        expected = (soft(noisy + bump) - soft(noisy - bump)) / (2 * step)
-        np.testing.assert_allclose(gradient[index], expected, rtol=1e-7)
-
-
-def test_a_model_beyond_the_target_is_left_alone():
-    noisy = jnp.full((1, 2, 1, 4), 3.0)
-
-    def loss(noisy):
-        fraction = losses.evicted_fraction(straight_through(noisy))
-        return jnp.mean(losses.compression_shortfall(fraction, 0.5))
-
-    assert not np.any(jax.grad(loss)(noisy))

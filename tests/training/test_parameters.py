@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dms_jax.errors import ConfigError
 from dms_jax.policies import DMC, Vanilla
 from dms_jax.training.parameters import (
     add_adapter,
@@ -61,6 +60,28 @@ def test_a_zeroed_neuron_starts_every_logit_at_the_offset(qk_norm):
     assert difference.sum() == difference[..., 0, 7].size
 
 
-def test_other_borrowed_neurons_are_refused():
-    with pytest.raises(ConfigError, match="DMC borrows neurons"):
-        zero_borrowed_neurons({}, DMC())
+@pytest.mark.parametrize("neuron", ["first", "last"])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_dmc_borrows_of_queries_and_keys(qk_norm, neuron):
+    model = random_model(tiny_config(qk_norm=qk_norm, biases=not qk_norm), dtype=jnp.float32)
+    policy = DMC(neuron=neuron)
+    before = parameters(model)
+    zeroed = zero_borrowed_neurons(before, policy)
+    # [L, E, K, G + 2, D]: every query head and the key, not the value; one dim and nothing else.
+    index = {"first": 0, "last": 7}[neuron]
+    for name in ("layers.attention.qkv_proj.kernel", "layers.attention.qkv_proj.bias"):
+        if name in before:
+            want = np.array(before[name])
+            want[..., :-1, index] = 0
+            np.testing.assert_array_equal(zeroed[name], want)
+    tokens = jnp.asarray(random_tokens(0, 2, 16))
+    eager = DMC(neuron=neuron, offset=-1e-3)  # a neuron of zero merges
+    marks = rebuilder(model)(zeroed)(tokens, eager).decisions
+    assert np.all(marks[..., 1:] == 1)
+    assert not np.any(rebuilder(model)(zeroed)(tokens, policy).decisions)
+
+
+def test_policies_that_borrow_nothing_have_nothing_to_zero():
+    before = parameters(random_model(tiny_config(), dtype=jnp.float32))
+    zeroed = zero_borrowed_neurons(before, ADAPTER)
+    assert all(np.array_equal(zeroed[name], before[name]) for name in before)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from dms_jax.errors import ConfigError
-from dms_jax.policies import DMS
+from dms_jax.policies import DMC, DMS, FixedPooling
 from dms_jax.training import recipes, schedules
 from dms_jax.training.recipe import Recipe, Stage
 
@@ -102,6 +102,43 @@ def test_the_quickstart_takes_105_steps():
     assert (stage.learning_rate, stage.adapter_learning_rate) == (1e-4, 3e-4)
 
 
+def test_the_recipe_of_the_dmc_paper():
+    recipe = recipes.dmc_paper(4)
+    rows = [(s.kind, s.steps, s.learning_rate, s.final_learning_rate) for s in recipe.stages]
+    assert rows == [
+        ("neuron_decay", 250, 3e-5, None),
+        ("ramp", 18_000, 3e-5, None),
+        ("train", 2000, 3e-5, pytest.approx(3e-6)),
+    ]
+    assert (recipe.beta1, recipe.beta2, recipe.weight_decay, recipe.clip) == (0.9, 0.95, 0.1, 1.0)
+    assert (recipe.sequence_length, recipe.batch_size) == (4096, 1024)
+    assert (recipe.loss, recipe.trainable) == ("language_modeling", "all")
+    merging = DMC()
+    assert recipe.progress(125, merging).neuron_scale == 0.5
+    assert recipe.progress(250 + 6000, merging).compression_ratio == pytest.approx(2)
+    for step, rate in ((18_250, 3e-5), (19_250, 1.65e-5), (20_249, 3e-6)):
+        progress = recipe.progress(step, merging)
+        assert progress.compression_ratio == 4
+        assert progress.learning_rate == pytest.approx(rate, rel=1e-4)
+    assert recipes.dmc_paper(2, model="llama-2-70b").stages[-1].learning_rate == 1.5e-5
+    small = recipes.dmc_paper(2, model="llama-3.2-1b")
+    assert (small.loss, small.stages[0].steps) == ("distillation", 2000)
+    # Nothing to decay where nothing is borrowed.
+    assert recipe.total_steps(FixedPooling(every=4)) == 20_000
+
+
+def test_the_ablations_of_the_dmc_paper():
+    assert recipes.dmc_paper(2, steps_per_ratio=3000).stages[1].steps == 3000
+    assert recipes.dmc_paper(2, variant="local_prior").prior == "layer"
+    assert recipes.dmc_paper(2, variant="dmc-c").head_balance == 1.0
+    at_once = recipes.dmc_paper(4, variant="immediate")
+    assert at_once.total_steps(DMC()) == recipes.dmc_paper(4).total_steps(DMC())
+    assert at_once.progress(251, DMC()).compression_ratio == 4
+    assert recipes.dmc_paper(4).progress(251, DMC()).compression_ratio < 1.001
+    with pytest.raises(ConfigError, match="has no model 'gpt-2'"):
+        recipes.dmc_paper(2, model="gpt-2")
+
+
 def recipe_with(stages=(Stage("ramp", 10, 1e-3, 4.0),), **changes):
     options = dict(name="test", stages=stages, sequence_length=8, batch_size=4) | changes
     return Recipe(**options)
@@ -124,6 +161,8 @@ RAMP = Stage("ramp", 10, 1e-3, 4.0)
         (dict(beta2=1.0), "beta2 must lie"),
         (dict(clip=0.0), "clip must be positive"),
         (dict(weight_decay=-0.1), "weight_decay must be"),
+        (dict(compression_weight=-1.0), "compression_weight must be >= 0"),
+        (dict(head_balance=float("nan")), "head_balance must be >= 0"),
         (dict(snapshots=(8.0,)), "snapshots must lie above 1 and up to 4"),
         (dict(snapshots=(1,)), "snapshots must lie above 1"),
     ],
@@ -149,7 +188,9 @@ def test_a_bad_stage_is_refused(changes, message):
         dataclasses.replace(RAMP, **changes)
 
 
-@pytest.mark.parametrize("make", [recipes.dms_published, recipes.dms_paper, recipes.dms_quickstart])
+@pytest.mark.parametrize(
+    "make", [recipes.dms_published, recipes.dms_paper, recipes.dms_quickstart, recipes.dmc_paper]
+)
 @pytest.mark.parametrize("ratio", [1, 0.5, float("nan"), float("inf")])
 def test_a_ratio_that_compresses_nothing_is_refused(make, ratio):
     with pytest.raises(ConfigError, match="compression_ratio must be a number above 1"):

@@ -94,6 +94,9 @@ def retrofit_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[
         options = {"recipe": recipe, "data": text, "progress": False} | options
         return Case(lambda: dms_jax.retrofit(given, policy, **options), error, says)
 
+    def changed(*says: str, **fields: Any):
+        return Case(lambda: dataclasses.replace(recipe, **fields), "ConfigError", says)
+
     return {
         "retrofit model": case("dms_jax.load", given="path"),
         "retrofit policy": case("TOVA", "DMS", policy=dms_jax.TOVA()),
@@ -112,5 +115,10 @@ def retrofit_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[
         ),
         "recipe ratio": Case(
             lambda: dms_jax.recipes.dms_published(0.5), "ConfigError", ("compression_ratio", "0.5")
+        ),
+        "recipe regulariser": changed("regulariser", "'kl'", "'l2'", regulariser="l2"),
+        "recipe prior": changed("prior", "'global', 'layer'", prior="head"),
+        "recipe variant": Case(
+            lambda: dms_jax.recipes.dmc_paper(2, variant="dmc-d"), "ConfigError", ("'immediate'",)
         ),
     }

@@ -58,6 +58,8 @@ def policy_cases() -> dict[str, Case]:
         "dms temperature zero": case(dms, "temperature", temperature=0),
         "dms temperature nan": case(dms, "temperature", temperature=NAN),
         "dms temperature text": case(dms, "temperature", temperature="warm"),
+        "dms decisions": case(dms, "'threshold' or 'bernoulli'", decisions="coin"),
+        "dms seed": case(dms, "seed", "2**32 - 1", seed=2**32),
         "dms alpha_scale nan": case(dms, "alpha_scale", alpha_scale=NAN),
         "dms alpha_offset text": case(dms, "alpha_offset", alpha_offset="5"),
         "dmc neuron": case(dmc, "neuron", "'first' or 'last'", neuron="middle"),

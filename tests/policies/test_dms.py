@@ -1,0 +1,125 @@
+"""DMS's decisions: the threshold, the draw, and that training draws with the same probability."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.errors import ConfigError
+from dms_jax.policies import DMS, draws
+from dms_jax.policies.base import Chunk, Projections
+from tests.oracles import dms
+
+DRAWN = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, decisions="bernoulli", seed=5)
+
+
+def shown(logits, positions, layer=0):
+    """Projections of an adapter whose raw logits are `logits` [B, K, T]."""
+    batch, kv_heads, length = logits.shape
+    nothing = jnp.zeros((batch, length, kv_heads, 2))
+    return Projections(
+        q=nothing,
+        k=nothing,
+        v=nothing,
+        adapter_logits=jnp.asarray(logits),
+        positions=jnp.asarray(positions, jnp.int32),
+        layer=jnp.asarray(layer),
+    )
+
+
+def marks(policy, logits, positions, layer=0):
+    return np.asarray(policy.decide(shown(logits, positions, layer)).marks)
+
+
+def test_draws_have_the_probability_of_the_logit():
+    positions = np.arange(4000)[None]
+    for logit in (-2.0, 0.0, 1.0):
+        logits = np.full((1, 3, 4000), logit, np.float32)
+        share = marks(DRAWN, logits, positions).mean(-1)[0]
+        np.testing.assert_allclose(share, 1 / (1 + np.exp(-logit)), atol=0.03)
+    saturated = np.where(np.arange(4000) % 3 == 0, 40.0, -40.0).astype(np.float32)[None, None]
+    np.testing.assert_array_equal(marks(DRAWN, saturated, positions), saturated > 0)
+
+
+def test_draws_depend_on_seed_layer_head_and_position_alone():
+    logits = np.zeros((1, 2, 2000), np.float32)
+    positions = np.arange(2000)[None]
+    whole = marks(DRAWN, logits, positions)
+    part = marks(DRAWN, logits[:, :, :10].repeat(3, 0), positions[:, 1000:1010].repeat(3, 0))
+    np.testing.assert_array_equal(part, whole[:, :, 1000:1010].repeat(3, 0))
+    other_seed = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, decisions="bernoulli")
+    different = [
+        whole[0, 0],
+        whole[0, 1],
+        marks(DRAWN, logits, positions, layer=1)[0, 0],
+        marks(other_seed, logits, positions)[0, 0],
+    ]
+    for index, one in enumerate(different):
+        for other in different[:index]:
+            assert abs((one == other).mean() - 0.5) < 0.05
+
+
+def test_one_draw_for_the_layer():
+    policy = DMS(source="adapter", per="layer", alpha_offset=0.0, decisions="bernoulli")
+    drawn = marks(policy, np.zeros((2, 3, 50), np.float32), np.arange(50)[None].repeat(2, 0))
+    assert 0 < drawn.mean() < 1
+    np.testing.assert_array_equal(drawn, drawn[:, :1].repeat(3, 1))
+
+
+def test_training_draws_as_inference_does():
+    """The Gumbel noise of training makes the same draw: u < sigmoid(a) iff a - logit(u) > 0."""
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(1, 2, 300)).astype(np.float32)
+    positions = np.arange(300)[None]
+    decisions = DRAWN.decide(shown(logits, positions))
+    u = draws.token_uniforms(draws.row_hashes(5, jnp.asarray(0), 2), jnp.asarray(positions))
+    nothing = jnp.zeros((1, 300, 2, 2))
+    chunk = Chunk(
+        k=nothing,
+        v=nothing,
+        decisions=decisions,
+        positions=jnp.asarray(positions),
+        count=jnp.full(1, 300),
+        page_table=jnp.zeros((1, 2, 0), jnp.int32),
+        lengths=jnp.zeros((1, 2), jnp.int32),
+        page_size=1,
+    )
+    relaxed = DRAWN.relax(chunk, jnp.log1p(-u) - jnp.log(u))
+    np.testing.assert_array_equal(relaxed.decisions, decisions.marks)
+    assert 0.3 < relaxed.decisions.mean() < 0.7
+
+
+@pytest.mark.parametrize("window", [0, 16, 64, 256, 512])
+def test_immediate_decisions_fall_as_the_key_leaves_the_window(window):
+    """shift = window: key j goes by the decision of token j + window, just before it leaves."""
+    policy = DMS(window=window, shift=window)
+    random = np.random.default_rng(window)
+    decisions = random.integers(0, 2, 3 * window + 5)
+    seen = dms.visible(decisions, window, policy.mark_shift)
+    last = len(decisions) - 1
+    for key in range(0, last, max(1, window // 4)):
+        if last - key > window:
+            assert seen[last, key] == (decisions[key + window] == 0)
+    with pytest.raises(ConfigError, match="between 0 and window"):
+        DMS(window=window, shift=window + 2)
+
+
+def test_the_gate_of_training_is_that_of_the_oracle():
+    random = np.random.default_rng(1)
+    logits, noise = random.normal(size=(2, 1, 2, 30))
+    with jax.enable_x64(True):
+        policy = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, shift=0, temperature=0.7)
+        chunk = Chunk(
+            k=jnp.zeros((1, 30, 2, 2)),
+            v=jnp.zeros((1, 30, 2, 2)),
+            decisions=policy.decide(shown(logits, np.arange(30)[None])),
+            positions=jnp.arange(30)[None],
+            count=jnp.full(1, 30),
+            page_table=jnp.zeros((1, 2, 0), jnp.int32),
+            lengths=jnp.zeros((1, 2), jnp.int32),
+            page_size=1,
+        )
+        relaxed = policy.relax(chunk, jnp.asarray(noise))
+    _, _, hard, bias = dms.gate(logits, noise, 0.7)
+    np.testing.assert_array_equal(relaxed.decisions, hard)
+    np.testing.assert_allclose(relaxed.bias, bias, atol=1e-12)

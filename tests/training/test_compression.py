@@ -1,0 +1,128 @@
+"""The losses of compression against NumPy, by hand and against finite differences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.policies.relaxation import straight_through
+from dms_jax.training.compression import compression_loss, evicted_shares, head_spread
+from tests.oracles import dmc, dms
+
+FORMS = [(kind, prior) for kind in ("one_sided", "kl") for prior in ("global", "layer")]
+every_form = pytest.mark.parametrize(("regulariser", "prior"), FORMS)
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def test_shares_are_of_the_tokens_of_documents():
+    decisions = np.zeros((2, 2, 1, 4))
+    decisions[0, 0, 0] = [1, 1, 0, 0]
+    decisions[1, 0, 0] = [1, 0, 0, 0]
+    decisions[1, 1, 0] = [0, 0, 0, 1]
+    decisions = jnp.asarray(decisions)
+    np.testing.assert_allclose(evicted_shares(decisions)[..., 0], [[0.5, 0], [0.25, 0.25]])
+    valid = jnp.asarray([[True, True, False, False], [True, True, True, True]])
+    np.testing.assert_allclose(evicted_shares(decisions, valid)[..., 0], [[1, 0], [0.5, 0.25]])
+
+
+def draw(seed=0):
+    """Decisions [L, B, K, T] whose shares differ by layer, sequence and head."""
+    random = np.random.default_rng(seed)
+    rates = random.random((3, 4, 2, 1))
+    return (random.random((3, 4, 2, 11)) < rates).astype(float)
+
+
+@pytest.mark.parametrize("ratio", [1, 1.5, 2, 4])
+def test_losses_equal_numpy(ratio):
+    decisions = draw()
+    shares, target = evicted_shares(jnp.asarray(decisions)), 1 - 1 / ratio
+    for (kind, prior), want in {
+        ("one_sided", "global"): dms.compression_loss(decisions, target),
+        ("one_sided", "layer"): dmc.layer_prior_loss(decisions, ratio),
+        ("kl", "global"): dms.bernoulli_divergence(decisions, target),
+        ("kl", "layer"): np.mean(
+            [dms.bernoulli_divergence(one[None], target) for one in decisions]
+        ),
+    }.items():
+        found = compression_loss(shares, target, regulariser=kind, prior=prior)
+        assert found.shape == (4,)
+        np.testing.assert_allclose(found.mean(), want, rtol=1e-12, err_msg=f"{kind} {prior}")
+    np.testing.assert_allclose(head_spread(shares).mean(), dmc.head_spread(decisions), rtol=1e-12)
+
+
+def test_by_hand():
+    shares = jnp.asarray([[[0.2, 0.4]], [[0.9, 0.9]]])  # layers of 0.3 and 0.9, 0.6 in all
+    assert compression_loss(shares, 0.5).tolist() == [0]
+    np.testing.assert_allclose(compression_loss(shares, 0.5, prior="layer"), [0.1])
+    np.testing.assert_allclose(compression_loss(shares, 0.75), [0.15])
+    np.testing.assert_allclose(head_spread(shares), [0.05])
+    p, t = 0.001 + 0.998 * 0.6, 0.001 + 0.998 * 0.5
+    divergence = p * np.log(p / t) + (1 - p) * np.log((1 - p) / (1 - t))
+    np.testing.assert_allclose(compression_loss(shares, 0.5, regulariser="kl"), [divergence])
+
+
+@every_form
+def test_at_the_target_there_is_nothing_to_lose(regulariser, prior):
+    shares = jnp.full((3, 2, 4), 0.75)
+    found = compression_loss(shares, 0.75, regulariser=regulariser, prior=prior)
+    np.testing.assert_allclose(found, [0, 0], atol=1e-15)
+
+
+@every_form
+def test_a_model_that_decides_nothing_is_pulled_with_a_finite_force(regulariser, prior):
+    def loss(shares, target):
+        return compression_loss(shares, target, regulariser=regulariser, prior=prior).sum()
+
+    nothing = jnp.zeros((2, 1, 3))
+    pull = jax.grad(loss)(nothing, 0.5)
+    assert np.isfinite(pull).all()
+    assert (pull < -0.1).all()
+
+
+def test_only_the_divergence_pulls_back_a_model_beyond_the_target():
+    shares = jnp.full((2, 1, 3), 0.9)
+    back = {
+        kind: jax.grad(lambda x, kind=kind: compression_loss(x, 0.5, regulariser=kind).sum())(
+            shares
+        )
+        for kind in ("one_sided", "kl")
+    }
+    assert not np.any(back["one_sided"])
+    assert (back["kl"] > 0).all()
+
+
+def test_the_spread_moves_heads_and_not_the_mean():
+    gradient = jax.grad(lambda x: head_spread(x).sum())(jnp.asarray([[[0.1, 0.2, 0.9]]]))
+    np.testing.assert_allclose(gradient, [[[-1 / 3, -1 / 3, 1 / 3]]])
+
+
+def test_gradients_are_those_of_the_soft_decisions():
+    """Straight-through: hard decisions forward, and backward the finite differences of sigmoid."""
+    random = np.random.default_rng(1)
+    noisy = random.normal(size=(2, 3, 2, 4))
+    target = 0.9
+
+    def loss(noisy, decisions):
+        return jnp.mean(compression_loss(evicted_shares(decisions(noisy)), target))
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(noisy), straight_through)
+    shares = (noisy > 0).mean(axis=(0, 2, 3))
+    assert (shares < target).all()
+    np.testing.assert_allclose(value, np.maximum(target - shares, 0).mean(), rtol=1e-12)
+
+    step = 1e-6
+    for index in [(0, 0, 0, 0), (1, 2, 1, 3), (0, 1, 1, 2)]:
+        bump = np.zeros_like(noisy)
+        bump[index] = step
+
+        def soft(x):
+            share = (1 / (1 + np.exp(-x))).mean(axis=(0, 2, 3))
+            return np.maximum(target - share, 0).mean()
+
+        expected = (soft(noisy + bump) - soft(noisy - bump)) / (2 * step)
+        np.testing.assert_allclose(gradient[index], expected, rtol=1e-7)
