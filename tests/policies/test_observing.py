@@ -1,12 +1,17 @@
 """TOVA and Quest without a model: who is dropped, and the bounds of pages."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dms_jax.policies import TOVA, Quest
+from dms_jax.cache import Pool
+from dms_jax.policies import DMS, TOVA, Quest, RandomEviction, Vanilla
 from dms_jax.policies.base import NOT_STORED, Chunk, Decisions, PolicyState
 from dms_jax.policies.quest import PageBounds
 from tests.oracles import quest
@@ -78,36 +83,74 @@ def test_tova_averages_over_the_layer():
 
 
 PAGE_SIZE, WIDTH, TOKENS = 3, 4, 14
-write_quest = jax.jit(lambda state, chunk: Quest(dense_layers=0).write(state, chunk))
 
 
-@settings(max_examples=20)
-@given(seed=st.integers(0, 2**20))
-def test_quest_bounds_are_those_of_the_keys_on_each_page(seed):
+@functools.partial(jax.jit, static_argnums=0)
+def write_quest(policy: Quest, state: PolicyState, pool: Pool, chunk: Chunk):
+    state, placement = policy.write(state, chunk)
+    pool = pool.store(chunk.page_table, placement.slots, placement.k, placement.v)
+    return policy.stored(state, pool, chunk, placement), pool, placement
+
+
+@pytest.mark.parametrize("width", [1, WIDTH])
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**20), evicts=st.booleans())
+def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
+    """What a page holds now: a key that was overwritten leaves no trace in its bounds."""
+    over = RandomEviction(window=1, rate=0.7) if evicts else Vanilla()
+    policy = Quest(dense_layers=0, over=over)
     random = np.random.default_rng(seed)
     keys = random.normal(size=(2, TOKENS, 2, 4)).astype(np.float32)
+    marks = random.random((2, 2, TOKENS)) < 0.7
     pages = -(-TOKENS // PAGE_SIZE)
     table = random.permutation(4 * pages).reshape(2, 2, pages)
     # The pages had owners before.
     stale = jnp.asarray(100 * random.normal(size=(4 * pages, 4)), jnp.float32)
-    state = PolicyState(pages=PageBounds(low=stale, high=stale))
+    state = PolicyState(
+        rows=policy.init_rows(2, 2, 4, jnp.dtype("float32")),
+        pages=PageBounds(low=stale, high=stale),
+    )
+    pool = Pool(*(jnp.full((4 * pages, PAGE_SIZE, 4), jnp.nan) for _ in range(2)))
     done, lengths = np.zeros(2, int), np.zeros((2, 2), np.int32)
     while (done < TOKENS).any():
-        count = np.minimum(random.integers(0, WIDTH + 1, 2), TOKENS - done)
-        part = np.zeros((2, WIDTH, 2, 4), np.float32)
+        count = np.minimum(random.integers(0, width + 1, 2), TOKENS - done)
+        part, marked = np.zeros((2, width, 2, 4), np.float32), np.zeros((2, 2, width), bool)
         for row in range(2):
             part[row, : count[row]] = keys[row, done[row] : done[row] + count[row]]
-        state, placement = write_quest(state, chunk_of(part, count, table, lengths, PAGE_SIZE))
+            marked[row, :, : count[row]] = marks[row, :, done[row] : done[row] + count[row]]
+        chunk = chunk_of(part, count, table, lengths, PAGE_SIZE, first=done[:, None])
+        chunk = dataclasses.replace(chunk, decisions=Decisions(marks=jnp.asarray(marked)))
+        state, pool, placement = write_quest(policy, state, pool, chunk)
         done, lengths = done + count, np.asarray(placement.lengths)
-        assert lengths.tolist() == [[int(row)] * 2 for row in done]
         low, high = np.asarray(state.pages.low), np.asarray(state.pages.high)
         query = random.normal(size=4).astype(np.float32)
         for row, head in np.ndindex(2, 2):
-            used = table[row, head, : -(-done[row] // PAGE_SIZE)]
+            used = table[row, head, : -(-lengths[row, head] // PAGE_SIZE)]
             bounds = np.maximum(query * low[used], query * high[used]).sum(-1)
-            held = keys[row, : done[row], head]
-            want = quest.page_bounds(query, held, PAGE_SIZE)
+            held = np.asarray(pool.k_pages)[used].reshape(-1, 4)[: lengths[row, head]]
+            known = (held[:, None] == keys[row, : done[row], head]).all(-1).any(-1)
+            assert known.all()
+            want = quest.page_bounds(query, held, PAGE_SIZE) if len(held) else []
             np.testing.assert_allclose(bounds, want, rtol=1e-5, atol=1e-5)
+    assert (lengths < TOKENS).any() == (evicts and marks[..., : TOKENS - 2].any())
+
+
+def test_the_page_of_the_current_token_is_read_wherever_it_is():
+    """Over a policy that evicts, the newest token may have taken a slot on an early page."""
+    policy = Quest(budget=2, dense_layers=0, over=DMS(window=2))
+    chunk = chunk_of(np.zeros((1, 1, 1, 2)), [1], np.arange(4).reshape(1, 1, 4), [[8]], 2)
+    placement = Vanilla().write(PolicyState(), chunk)[1]
+    placement = dataclasses.replace(
+        placement, slots=jnp.full((1, 1, 1), 3, jnp.int32), lengths=jnp.full((1, 1), 7, jnp.int32)
+    )
+    bounds = PageBounds(low=jnp.zeros((4, 2)), high=jnp.asarray([[9.0, 9], [0, 0], [8, 8], [7, 7]]))
+    reading = policy.read(PolicyState(pages=bounds), jnp.ones((1, 1, 2)), chunk, placement)
+    assert reading.page_table.tolist() == [[[1]]]  # slot 3 lies on page 1
+    assert reading.lengths.tolist() == [[2]]
+    free = dataclasses.replace(policy, force_last_page=False, budget=6)
+    reading = free.read(PolicyState(pages=bounds), jnp.ones((1, 1, 2)), chunk, placement)
+    assert reading.page_table.tolist() == [[[0, 2, 3]]]
+    assert reading.lengths.tolist() == [[5]]  # the last page is half full
 
 
 def test_quest_reads_its_first_layers_whole():
