@@ -16,6 +16,19 @@ from tests.support.models import random_model, tiny_config
 Simulate = Callable[[Any, LayerInput, int, int], Trace]  # policy, layer, prompt length, page size
 
 
+def _options(policy: Policy) -> list[str]:
+    """What differs from the policy's defaults, that of a policy underneath included."""
+    default = type(policy)()
+    changed = {
+        field.name: getattr(policy, field.name)
+        for field in dataclasses.fields(policy)
+        if getattr(policy, field.name) != getattr(default, field.name)
+    }
+    over = changed.pop("over", None)
+    options = [f"{name}={value}" for name, value in changed.items()]
+    return options if over is None else [*options, f"over {over.name}", *_options(over)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A policy under test.
@@ -53,12 +66,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        default = type(self.policy)()
-        options = [
-            f"{field.name}={getattr(self.policy, field.name)}"
-            for field in dataclasses.fields(self.policy)
-            if getattr(self.policy, field.name) != getattr(default, field.name)
-        ]
+        options = _options(self.policy)
         options += [f"G={self.group}", f"page={self.page_size}"]
         return "-".join([self.policy.name, *options, *([self.kv_dtype] if self.kv_dtype else [])])
 

@@ -11,6 +11,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.policies import H2O, Policy, Quest
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.merging import Merging
+from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.victims import VictimEviction
 from tests.laws.row import Row
 from tests.laws.simulations import live_totals, read_totals, simulate
@@ -32,6 +33,8 @@ def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
     """What the policy remembers of a row: a ring of marked slots, sums, a victim."""
     if isinstance(policy, VictimEviction):
         return INT32
+    if isinstance(policy, SelectiveReading):
+        return bytes_per_row(config, policy.over)
     if not isinstance(policy, DelayedEviction):
         return 0
     ring = (policy.visible_window + 1) * INT32
