@@ -33,7 +33,6 @@ _GRACE_SECONDS = 40  # after the deadline, to end what was begun
 def main(config: Config) -> int:
     """Does what is left of the plan and writes the page; returns how many jobs failed."""
     start = time.time()
-    paths = Paths(config)
     config.out.mkdir(parents=True, exist_ok=True)
     if config.only == "all":
         for leftover in ("locks", "failed"):  # of a run that was cut off
@@ -43,6 +42,7 @@ def main(config: Config) -> int:
     elif (config.out / "config.json").exists():  # the plan that was carried out
         places = dict(out=config.out, pages=config.pages, pack=config.pack)
         config = dataclasses.replace(read_config(config.out), **places)
+    paths = Paths(config)
     if not any(paths.root.glob("results/vanilla/*")):
         print("There is nothing to report yet.")
         return 1

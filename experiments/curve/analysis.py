@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from curve.jobs import read_json
-from curve.plan import FURTHER, TASKS, TRAINING_FREE, VARIANTS, Config, Paths
+from curve.plan import FURTHER, TRAINING_FREE, VARIANTS, Config, Paths
 from dms_jax.evaluation import (
     Level,
     Measured,
@@ -99,14 +99,14 @@ class Results:
     @property
     def control(self) -> str:
         """What DMS is held against: vanilla trained further, or vanilla where that is missing."""
-        return FURTHER if self.get(FURTHER, 1.0, TASKS[0]) else "vanilla"
+        return FURTHER if self.get(FURTHER, 1.0, self.config.asked[0]) else "vanilla"
 
     @property
     def best(self) -> str | None:
         """The variant with the highest mean accuracy over the tasks at ratio 4."""
         means = {}
         for name in self.variants:
-            points = [self.get(name, 4.0, task) for task in TASKS]
+            points = [self.get(name, 4.0, task) for task in self.config.asked]
             if all(points):
                 means[name] = float(np.mean([point.accuracy.value for point in points if point]))
         return max(means, key=means.__getitem__) if means else None

@@ -3,7 +3,7 @@
 import pathlib
 
 from curve.analysis import Axis, Results
-from curve.plan import FURTHER, TASKS, TRAINING_FREE
+from curve.plan import FURTHER, TRAINING_FREE
 
 _LABELS = {"peak": "peak live tokens of a chain", "reads": "KV reads of a chain"}
 _COLOURS = {
@@ -22,11 +22,12 @@ def draw(results: Results, path: pathlib.Path) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(13, 7.4), layout="constrained")
-    axes = figure.subplots(2, len(TASKS), sharey="col")
+    tasks = results.config.asked
+    axes = figure.subplots(2, len(tasks), sharey="col", squeeze=False)
     rows: tuple[Axis, ...] = ("peak", "reads")
     others = [name for name in results.variants if name != results.best]
     for row, axis in enumerate(rows):
-        for column, task in enumerate(TASKS):
+        for column, task in enumerate(tasks):
             panel = axes[row][column]
             for name in others:
                 _line(panel, results, name, task, axis, colour=_DMS, alpha=0.25, width=1)

@@ -13,7 +13,7 @@ import numpy as np
 
 import dms_jax
 from curve.data import Sequences, read_documents, write_documents
-from curve.plan import FURTHER, TASKS, VARIANTS, Config, Job, Paths, jobs
+from curve.plan import FURTHER, VARIANTS, Config, Job, Paths, jobs
 from dms_jax import assets
 from dms_jax.evaluation import evaluate, percent
 from dms_jax.model.language_model import LanguageModel
@@ -124,13 +124,13 @@ class Worker:
         write_documents(self.base, self.config, self.paths.data(job.index), seed=job.index)
 
     def _vanilla(self, job: Job) -> None:
-        for task in TASKS:
+        for task in self.config.asked:
             self._measure(self.base, dms_jax.Vanilla(), job.system, "1", job.index, task)
 
     def _training_free(self, job: Job) -> None:
         """One rung of the ladder: budgets that leave so many times fewer tokens than vanilla."""
         ratio = self.config.ladder[job.index]
-        for task in TASKS:
+        for task in self.config.asked:
             lengths = self._vanilla_lengths(task)
             policy = policy_at(job.system, lengths, lengths.mean() / ratio)
             for seed in range(self.config.seeds):
@@ -145,7 +145,7 @@ class Worker:
             loss="language_modeling",
         )
         model = self._train(job, recipe, None)
-        for task in TASKS:
+        for task in self.config.asked:
             self._measure(model, dms_jax.Vanilla(), job.system, "1", job.index, task)
 
     def _retrofit(self, job: Job) -> None:
@@ -166,7 +166,7 @@ class Worker:
         def on_snapshot(ratio: float, model: LanguageModel) -> None:
             if job.index == 0:
                 dms_jax.save(model, variant.policy, self.paths.model(job.system, 0, ratio))
-            for task in TASKS:
+            for task in self.config.asked:
                 self._measure(model, variant.policy, job.system, f"{ratio:g}", job.index, task)
 
         self._train(job, recipe, variant.policy, on_snapshot=on_snapshot)

@@ -10,7 +10,7 @@ from typing import Any
 from curve import figure
 from curve.analysis import Axis, Results
 from curve.jobs import read_json, write_text
-from curve.plan import FURTHER, TASKS, TRAINING_FREE, Config, Paths, jobs
+from curve.plan import FURTHER, TRAINING_FREE, Config, Paths, jobs
 from dms_jax.evaluation import Measured
 
 RIVALS = ("TOVA", "StreamingLLM")
@@ -45,7 +45,7 @@ def summary(config: Config, results: Results) -> dict[str, Any]:
     control = {
         name: {
             f"{ratio:g}": {
-                task: _pair(results.against_control(name, ratio, task)) for task in TASKS
+                task: _pair(results.against_control(name, ratio, task)) for task in config.asked
             }
             for ratio in ratios
         }
@@ -57,7 +57,7 @@ def summary(config: Config, results: Results) -> dict[str, Any]:
                 f"{ratio:g}": {
                     rival: {
                         task: _pair(results.against(name, ratio, rival, task, axis))
-                        for task in TASKS
+                        for task in config.asked
                     }
                     for rival in TRAINING_FREE
                 }
@@ -72,7 +72,7 @@ def summary(config: Config, results: Results) -> dict[str, Any]:
         axis: {
             rival: {
                 task: results.average_gain(best, rival, task, axis) if best else None
-                for task in TASKS
+                for task in config.asked
             }
             for rival in TRAINING_FREE
         }
@@ -183,7 +183,7 @@ def _above(ratio: str, rival: str, table: dict[str, list[float] | None]) -> str:
 
 def _tables(results: Results) -> str:
     parts = ["## Every point"]
-    for task in TASKS:
+    for task in results.config.asked:
         header = "| system | setting | seeds | one chain, % | vote, % | peak | reads | ratio | "
         lines = [f"### {task}", "", header + "new tokens | ended |"]
         lines.append("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
@@ -209,7 +209,7 @@ def _equal_budget(data: dict[str, Any]) -> str:
         "`-` is outside what was measured.",
     ]
     axes: tuple[Axis, ...] = ("peak", "reads")
-    for task in TASKS:
+    for task in data["settings"]["asked"]:
         columns = [f"{rival}, equal {axis}" for axis in axes for rival in TRAINING_FREE]
         lines = [f"### {task}", "", f"| variant | ratio | control | {' | '.join(columns)} |"]
         lines.append("|---" + "|---:" * (2 + len(columns)) + "|")
@@ -235,12 +235,15 @@ def _frontiers(data: dict[str, Any]) -> str:
         "gap between linearly interpolated frontiers over the budgets that both cover; NA where "
         "there are none.",
         "",
-        f"| against | axis | {' | '.join(TASKS)} |",
-        "|---|---|" + "---:|" * len(TASKS),
+        f"| against | axis | {' | '.join(data['settings']['asked'])} |",
+        "|---|---|" + "---:|" * len(data["settings"]["asked"]),
     ]
     for axis, rivals in data["average_gain"].items():
         for rival, gains in rivals.items():
-            cells = ["NA" if gains[t] is None else f"{100 * gains[t]:+.1f}" for t in TASKS]
+            cells = [
+                "NA" if gains[t] is None else f"{100 * gains[t]:+.1f}"
+                for t in data["settings"]["asked"]
+            ]
             lines.append(f"| {rival} | {axis} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -70,6 +70,8 @@ class Config:
     ladder: tuple[float, ...] = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
     """How many times fewer live tokens than vanilla's the training-free systems are given."""
 
+    asked: tuple[str, ...] = TASKS
+    """Which tasks are asked."""
     problems: int = 600
     """Reasoning problems, a third of each kind."""
     retrieval_problems: int = 400
@@ -91,11 +93,12 @@ class Config:
 
     def tasks(self) -> dict[str, tuple[Task, ...]]:
         """What is asked, by name."""
-        return {
+        known = {
             "reasoning": (LinearEquation(), Arithmetic(), WordChain()),
             "needle": (Needle(size=self.needle_size),),
             "tracking": (VariableTracking(size=self.tracking_size),),
         }
+        return {name: known[name] for name in self.asked}
 
     def new_tokens(self, task: str) -> int:
         """The longest answer to a task (RULER: 128 for needles, 30 words for tracking)."""
@@ -235,7 +238,7 @@ class Paths:
             self.result(job.system, setting, seed, task)
             for setting in settings
             for seed in seeds
-            for task in TASKS
+            for task in config.asked
         ]
 
     def done(self, job: Job) -> bool:

@@ -1,0 +1,54 @@
+"""The evaluation script: what it prints and writes, and what it says to mistakes."""
+
+import json
+
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, WordChain
+from experiments import evaluate, options
+
+MODEL = str(assets.path("stories260k"))
+
+
+def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
+    config = evaluate.Config(
+        model=MODEL,
+        task="reasoning",
+        policy="StreamingLLM",
+        options=("budget=20",),
+        problems=3,
+        chains=2,
+        max_new_tokens=6,
+        page_size=16,
+        out=tmp_path / "results.json",
+        samples=1,
+    )
+    result = evaluate.main(config)
+    data = json.loads(config.out.read_text())
+    assert data["policy"] == dms_jax.StreamingLLM(budget=20).to_dict()
+    assert data["accuracy"] == [result.accuracy.value, result.accuracy.error]
+    assert data["peak"] == result.peak_per_problem == 40  # two chains of prompts beyond 20 tokens
+    assert set(data["tasks"]) == {"linear", "arithmetic", "words"}
+    assert data["versions"]["jax"]
+    assert len(data["samples"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:6]] == [
+        "reasoning",
+        "linear",
+        "arithmetic",
+        "words",
+    ]
+
+
+def test_tasks_by_name():
+    assert options.read_tasks("needle", ["size=40", "haystack=noise"]) == [
+        Needle(size=40, haystack="noise")
+    ]
+    tasks = options.read_tasks("reasoning", ['{"steps": [2, 3], "seed": 5}'])
+    assert tasks == [LinearEquation(seed=5), Arithmetic(seed=5), WordChain(steps=(2, 3), seed=5)]
+    with pytest.raises(dms_jax.ConfigError, match="no option sice"):
+        options.read_tasks("needle", ["sice=40"])
+    with pytest.raises(dms_jax.ConfigError, match="none of linear"):
+        options.read_tasks("poetry", [])

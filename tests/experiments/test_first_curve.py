@@ -1,0 +1,293 @@
+"""The first curve: its plan, its data, its queue, what it concludes; and a whole tiny run."""
+
+import dataclasses
+import json
+import pathlib
+
+import first_curve
+import numpy as np
+import pytest
+from curve import page, plan
+from curve.analysis import Results
+from curve.data import Sequences, _first_fit, make_prompts, read_documents
+from curve.jobs import Worker, limit_for, policy_at, read_config, write_config, write_json
+from curve.plan import Config, Job, Paths
+
+import dms_jax
+from dms_jax import assets
+
+MODEL = str(assets.path("stories260k"))
+
+
+# -- the plan -------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_done_without_comes_first():
+    config = Config()
+    names = [job.name for job in plan.jobs(config)]
+    assert len(set(names)) == len(names)
+    assert names[:9] == [*(f"data-{shard}" for shard in range(8)), "vanilla-0"]
+    assert names[9:14] == [*(f"{variant.name}-0" for variant in plan.MAIN), "further-0"]
+    assert config.ladder[int(names[14].rsplit("-", 1)[1])] == 4  # TOVA at ratio 4
+    last = names.index("dms-adapter-shift0-w16-2")
+    assert names.index("StreamingLLM-0") < names.index("further-1") < last
+    assert last < names.index("dms-neuron-shift1-w64-0") < names.index("RandomEviction-0")
+    only = plan.jobs(dataclasses.replace(config, variants=("dms-neuron-shift1-w64",)))
+    assert [job.name for job in only if job.kind == "retrofit"] == ["dms-neuron-shift1-w64-0"]
+
+
+def test_budgets_give_the_peak_they_are_asked_for():
+    lengths = np.array([10, 20, 30])
+    # (10 + 17 + 17) / 3 = 14.67, (10 + 18 + 18) / 3 = 15.33
+    assert limit_for(lengths, 14.9) == 17
+    assert limit_for(lengths, 15.2) == 18
+    assert policy_at("TOVA", lengths, 15.2) == dms_jax.TOVA(budget=17)
+    assert policy_at("StreamingLLM", lengths, 15.2) == dms_jax.StreamingLLM(budget=18)
+    # 17 stay whatever happens; of the other 20 - 17 + ... the mean of 40 is 100 - 17 = 83
+    policy = policy_at("RandomEviction", np.array([80.0, 120.0]), 58.5)
+    assert policy.rate == pytest.approx(0.5)
+    assert policy_at("RandomEviction", np.array([80.0]), 5.0).rate == 1
+
+
+def test_a_plan_survives_being_written(tmp_path):
+    config = Config(out=tmp_path, pages=tmp_path / "pages", ratios=(2.0, 4.0))
+    write_config(config)
+    assert read_config(tmp_path) == config
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def test_prompts_are_those_of_a_seed_and_fit():
+    tokenizer = dms_jax.load(MODEL).tokenizer
+    prompts = make_prompts(tokenizer, 150, 8, "0 0")
+    assert prompts == make_prompts(tokenizer, 150, 8, "0 0")
+    assert prompts != make_prompts(tokenizer, 150, 8, "0 1")
+    assert len(prompts) == 8
+    assert max(map(len, prompts)) <= 150
+    assert all(ids[0] == tokenizer.bos_token_id for ids in prompts)
+
+
+def test_first_fit():
+    assert _first_fit([3, 2, 1, 2], 4) == [[0, 2], [1, 3]]
+    assert _first_fit([3, 3, 3, 1], 4, open_rows=2) == [[0], [1, 3], [2]]
+    assert _first_fit([], 4) == []
+
+
+def test_sequences_hold_every_document_once_and_count_completions():
+    documents = [
+        (np.arange(10 * number, 10 * number + size, dtype=np.int32), prompt)
+        for number, (size, prompt) in enumerate([(3, 1), (2, 1), (5, 2), (9, 3)], 1)
+    ]
+    make = lambda seed: Sequences(documents, batch_size=2, length=6, seed=seed)  # noqa: E731
+    sequences = make(0)
+    assert sequences.rows == 3  # 3 + 2, 5, and 9 cut to 6
+    assert sequences.tokens == 3 + 2 + 5 + 6
+    batches = [next(sequences) for _ in range(3)]  # two epochs
+    found = {}
+    for batch in batches:
+        assert batch["tokens"].shape == (2, 6)
+        for tokens, segments, mask in zip(*batch.values(), strict=True):
+            for segment in range(1, segments.max() + 1):
+                own = segments == segment
+                number = tokens[own][0] // 10
+                expected, prompt = documents[number - 1]
+                assert tokens[own].tolist() == expected[:6].tolist()
+                assert mask[own].tolist() == [i >= prompt for i in range(own.sum())]
+                found[number] = found.get(number, 0) + 1
+            assert not mask[segments == 0].any()
+    assert found == {1: 2, 2: 2, 3: 2, 4: 2}
+    again = make(0)
+    again.set_state({"step": 2})
+    np.testing.assert_array_equal(next(again)["tokens"], batches[2]["tokens"])
+    other = make(1)
+    orders = [[next(it)["tokens"].tolist() for _ in range(3)] for it in (make(0), other)]
+    assert orders[0] != orders[1]
+
+
+# -- the queue ------------------------------------------------------------------------------------
+
+
+class Recorder(Worker):
+    """A worker whose jobs write empty files."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.did: list[str] = []
+
+    def _do(self, job: Job) -> None:
+        self.did.append(job.name)
+        for path in self.paths.products(job):
+            write_json(path, {})
+        self.paths.lock(job).unlink()
+
+
+def small(out: pathlib.Path, **changes) -> Config:
+    return Config(
+        out=out,
+        model=MODEL,
+        shards=2,
+        seeds=1,
+        asked=("needle",),
+        ratios=(4.0,),
+        ladder=(2.0,),
+        variants=("dms-neuron-shift1-w16",),
+        **changes,
+    )
+
+
+def test_a_worker_does_what_is_left_and_never_what_is_taken(tmp_path):
+    config = small(tmp_path)
+    names = [job.name for job in plan.jobs(config)]
+    first = Recorder(config, deadline=np.inf)
+    taken = Job("further", "further", 0)
+    assert first._take(taken)
+    assert not Recorder(config, deadline=np.inf)._take(taken)
+    first.work()
+    assert first.did == [name for name in names if name != "further-0"]
+    Paths(config).lock(taken).unlink()
+    second = Recorder(config, deadline=np.inf)
+    second.work()
+    assert second.did == ["further-0"]
+    third = Recorder(config, deadline=np.inf)
+    third.work()
+    assert third.did == []
+
+
+def test_nothing_begins_after_the_deadline(tmp_path):
+    worker = Recorder(small(tmp_path), deadline=0)
+    worker.work()
+    assert worker.did == []
+
+
+def test_results_alone_make_data_needless(tmp_path):
+    config = small(tmp_path)
+    Recorder(config, deadline=np.inf).work()
+    for shard in range(2):
+        Paths(config).data(shard).unlink()
+    (Paths(config).result("vanilla", "1", 0, "needle")).unlink()
+    worker = Recorder(config, deadline=np.inf)
+    worker.work()
+    assert worker.did == ["vanilla-0"]
+
+
+# -- what is concluded ----------------------------------------------------------------------------
+
+
+def write_results(config: Config, levels: dict[tuple[str, float], tuple[float, float]]) -> None:
+    """Results in which a system's first problems are right: {(system, setting): (share, peak)}."""
+    for (system, setting), (share, peak) in levels.items():
+        for task in plan.TASKS:
+            for seed in range(2):
+                right = (np.arange(100) < 100 * share).astype(float).tolist()
+                data = {
+                    "system": system,
+                    "setting": f"{setting:g}",
+                    "seed": seed,
+                    "chains": 1,
+                    "peak": peak,
+                    "reads": 10 * peak,
+                    "voted": [share, 0.0],
+                    "compression_ratio": 100 / peak,
+                    "new_tokens": 5.0,
+                    "ended": 1.0,
+                    "per_problem": {"scores": right},
+                }
+                write_json(Paths(config).result(system, f"{setting:g}", seed, task), data)
+
+
+def test_verdicts_are_tests_on_the_numbers(tmp_path):
+    config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
+    write_results(
+        config,
+        {
+            ("vanilla", 1): (0.80, 100),
+            ("further", 1): (0.80, 100),
+            ("dms-neuron-shift1-w16", 4): (0.80, 25),
+            ("dms-neuron-shift1-w16", 8): (0.60, 12.5),
+            ("dms-adapter-shift1-w16", 4): (0.50, 25),
+            ("TOVA", 4): (0.60, 25),
+            ("TOVA", 8): (0.60, 12.5),
+            ("StreamingLLM", 2): (0.40, 50),
+            ("StreamingLLM", 8): (0.20, 12.5),
+        },
+    )
+    results = Results(config)
+    assert results.best == "dms-neuron-shift1-w16"
+    # StreamingLLM halfway in the logarithm between 0.2 at 12.5 and 0.4 at 50: 0.3 at 25.
+    gain = results.against("dms-neuron-shift1-w16", 4.0, "StreamingLLM", "needle", "peak")
+    assert gain.value == pytest.approx(0.5)
+    page.write_pages(config, tmp_path / "pages")
+    text = (tmp_path / "pages" / "README.md").read_text()
+    assert "DMS at ratio 4 within 2 points of further on reasoning: **holds** (+0.0 ± 0.0)" in text
+    claims = [line for line in text.splitlines() if "at equal live tokens by more" in line]
+    assert ["**holds**" in claim for claim in claims] == [True, True, False, True]
+    assert "needle +20.0 ± 4.0" in claims[0]
+    assert "tracking +0.0 ± 0.0" in claims[2]
+    data = json.loads((tmp_path / "pages" / "results.json").read_text())
+    assert data["best_dms"] == results.best
+    assert data["against_control"]["dms-adapter-shift1-w16"]["4"]["needle"][0] == -0.3
+    assert (tmp_path / "pages" / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("pair", "verdict"),
+    [
+        ([-0.005, 0.005], "**holds**"),
+        ([-0.015, 0.005], "**holds on the mean"),
+        ([-0.025, 0.005], "**does not hold on the mean"),
+        ([-0.08, 0.005], "**does not hold**"),
+        (None, "**not measured**"),
+    ],
+)
+def test_the_margin_of_two_points(pair, verdict):
+    assert verdict in page._within("needle", pair, "further")
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_whole_run_and_a_second_one_that_has_nothing_to_do(tmp_path, capsys):
+    config = small(
+        tmp_path / "run",
+        pages=tmp_path / "pages",
+        pack=tmp_path / "pack",
+        documents=8,
+        document_tokens=8,
+        sequence_length=128,
+        batch_size=2,
+        decay_steps=1,
+        steps_per_ratio=1,
+        retrieval_problems=2,
+        needle_size=10,
+        lanes=8,
+        page_size=16,
+    )
+    assert first_curve.main(config) == 0
+    printed = capsys.readouterr().out
+    assert "0 jobs are left" in printed
+    results = Results(config)
+    assert {system for system, _, _ in results.points} == {
+        "vanilla",
+        "further",
+        "dms-neuron-shift1-w16",
+        "TOVA",
+        "StreamingLLM",
+        "RandomEviction",
+    }
+    vanilla = results.get("vanilla", 1.0, "needle")
+    for system in ("TOVA", "StreamingLLM"):
+        half = results.get(system, 2.0, "needle")
+        assert half.peak == pytest.approx(vanilla.peak / 2, rel=0.02)
+    documents = read_documents([Paths(config).data(shard) for shard in range(2)])
+    assert len(documents) == 8
+    assert all(prompt < len(tokens) <= prompt + 8 for tokens, prompt in documents)
+    assert (tmp_path / "pages" / "README.md").exists()
+    assert (tmp_path / "pack" / "results.tar.gz").exists()
+    parts = sorted((tmp_path / "pack").glob("dms-neuron-shift1-w16-0-4.tar.*"))
+    assert [part.name[-2:] for part in parts] == [".0"]
+    logs = sorted((config.out / "jobs").glob("*.json"))
+    before = [log.read_text() for log in logs]
+    assert first_curve.main(config) == 0
+    assert [log.read_text() for log in logs] == before
