@@ -20,12 +20,12 @@ from dms_jax.policies import (
     RandomEviction,
     StreamingLLM,
     Vanilla,
-    draws,
 )
 from dms_jax.policies.base import Projections
-from tests.laws import fetching_rows
-from tests.laws.row import Row, Simulate
-from tests.oracles import dmc, dms, float8, h2o, quest, rope, streaming, tova, vanilla
+from tests.laws import combined_rows
+from tests.laws.dms_simulations import simulate_dms, simulate_dms_identity
+from tests.laws.row import Row
+from tests.oracles import dmc, dms, h2o, quest, rope, streaming, tova, vanilla
 from tests.oracles.trace import Trace
 from tests.oracles.transformer import LayerInput
 
@@ -33,42 +33,6 @@ from tests.oracles.transformer import LayerInput
 def simulate_vanilla(policy, layer, prompt_length, page_size):
     del policy, prompt_length, page_size
     return vanilla.simulate(*layer.rotated)
-
-
-def dms_decisions(policy: DMS, layer: LayerInput):
-    """Decisions [T, K] and the rotated q, k, v that attention sees."""
-    options = dict(alpha_scale=policy.alpha_scale, alpha_offset=policy.alpha_offset)
-    if policy.source == "query_neuron":
-        logits, q, k = dms.from_query_neuron(layer.q, layer.k, layer.cos, layer.sin, **options)
-    else:
-        weights = layer.weights
-        logits = dms.from_adapter(
-            layer.residual,
-            weights.adapter_norm,
-            weights.adapter.kernel.T,
-            bias=weights.adapter.bias,
-            epsilon=layer.epsilon,
-            **options,
-        )
-        q, k, _ = layer.rotated
-    if policy.decisions == "bernoulli":  # the draws are the policy's own
-        rows = draws.row_hashes(policy.seed, jnp.asarray(layer.index), len(logits[0]))
-        drawn = draws.token_uniforms(rows, jnp.arange(len(logits))[None])[0].T
-        return (np.asarray(drawn) < dmc.sigmoid(logits)).astype(int), (q, k, layer.v)
-    return dms.decide(logits), (q, k, layer.v)
-
-
-def simulate_dms(policy, layer, prompt_length, page_size):
-    decisions, tensors = dms_decisions(policy, layer)
-    return dms.simulate(
-        *tensors, decisions=decisions, window=policy.window, shift=policy.shift, per=policy.per
-    )
-
-
-def simulate_dms_identity(policy, layer, prompt_length, page_size):
-    """Plain attention, the borrowed neuron zeroed where there is one."""
-    _, tensors = dms_decisions(policy, layer)
-    return vanilla.simulate(*tensors)
 
 
 def dmc_neuron(policy: DMC) -> int:
@@ -217,48 +181,6 @@ def simulate_quest(policy, layer, prompt_length, page_size):
     )
 
 
-def simulate_quest_over_dms(policy, layer, prompt_length, page_size):
-    _, tensors = dms_decisions(policy.over, layer)
-    return quest.select_over(
-        simulate_dms(policy.over, layer, prompt_length, page_size),
-        *tensors,
-        prompt_length,
-        budget=policy.budget,
-        page_size=page_size,
-        force_last_page=policy.force_last_page,
-        layer=layer.index,
-        dense_layers=policy.dense_layers,
-    )
-
-
-def simulate_dms_float8(policy, layer, prompt_length, page_size):
-    """The same decisions over keys and values that went through 8 bits."""
-    decisions, (q, k, v) = dms_decisions(policy, layer)
-    return dms.simulate(
-        q,
-        float8.snap(k),
-        float8.snap(v),
-        decisions=decisions,
-        window=policy.window,
-        shift=policy.shift,
-        per=policy.per,
-    )
-
-
-def over_float8(simulate: Simulate) -> Simulate:
-    """The simulation of a policy that takes keys and values as they are, over 8 bits."""
-
-    def simulate_stored(policy, layer, prompt_length, page_size):
-        return simulate(policy, float8.StoredLayer(layer), prompt_length, page_size)
-
-    return simulate_stored
-
-
-def stored_keys(policy, layer):
-    """Rotated keys in 8 bits."""
-    return float8.snap(layer.rotated[1])
-
-
 DENSE = "dense_then_evict"
 LONG = 64  # beyond every sequence of the tests
 
@@ -348,35 +270,6 @@ def training_free_rows() -> list[Row]:
     ]
 
 
-def quest_over_dms_rows() -> list[Row]:
-    make = functools.partial(Row, simulate=simulate_quest_over_dms, selects=True)
-    adapter = DMS(window=4, source="adapter")
-    return [
-        make(Quest(budget=6, dense_layers=0, over=DMS(window=3)), group=1, page_size=3),
-        make(Quest(budget=8, dense_layers=1, over=DMS(window=6)), group=2, page_size=4),
-        make(Quest(budget=4, dense_layers=0, over=adapter), group=4, page_size=2),
-        make(
-            Quest(budget=9, dense_layers=0, force_last_page=False, over=DMS(window=2, shift=0)),
-            group=8,
-            page_size=3,
-        ),
-    ]
-
-
-def float8_rows() -> list[Row]:
-    """Policies over a cache of 8 bits; what nothing evicts is plain attention over such numbers."""
-    make = functools.partial(Row, keys=stored_keys, kv_dtype="float8_e4m3")
-    tova_stored, quest_stored = over_float8(simulate_tova), over_float8(simulate_quest)
-    return [
-        make(DMS(window=3), simulate_dms_float8, group=2, page_size=4),
-        make(DMS(window=0, shift=0, source="adapter"), simulate_dms_float8, group=4, page_size=3),
-        make(DMS(window=6, shift=6, per="layer"), simulate_dms_float8, group=1, page_size=5),
-        make(Vanilla(), over_float8(simulate_vanilla), group=2, page_size=5),
-        make(TOVA(budget=8), tova_stored, group=2, page_size=5, ordered=False),
-        make(Quest(budget=8, dense_layers=1), quest_stored, group=2, page_size=4, selects=True),
-    ]
-
-
 def vanilla_rows() -> list[Row]:
     make = functools.partial(Row, Vanilla(), simulate_vanilla, identity=True)
     return [make(group=group, page_size=size) for group, size in ((1, 3), (2, 4), (4, 5), (8, 16))]
@@ -388,9 +281,7 @@ ROWS = [
     *dmc_rows(),
     *fixed_rows(),
     *training_free_rows(),
-    *quest_over_dms_rows(),
-    *fetching_rows.rows(simulate_dms, dms_decisions, stored_keys),
-    *float8_rows(),
+    *combined_rows.rows(),
 ]
 # Policies that agree with one pass over the whole sequence, wherever the prompt ends.
 SPLIT_INVARIANT = {

@@ -20,6 +20,7 @@ from dms_jax.policies import (
     H2O,
     TOVA,
     FixedPooling,
+    KCache,
     Quest,
     RandomEviction,
     StreamingLLM,
@@ -27,6 +28,12 @@ from dms_jax.policies import (
 )
 from dms_jax.sharding import DECODING_RULES
 from dms_jax.training.parameters import parameters, rebuilder, shardings
+from tests.laws.combined_rows import (
+    simulate_dms_float8,
+    simulate_kcache,
+    simulate_kcache_over_dms,
+    simulate_quest_over_dms,
+)
 from tests.laws.row import Row
 from tests.laws.serving import check_completion, check_score
 from tests.laws.table import (
@@ -35,7 +42,6 @@ from tests.laws.table import (
     fixed_keys,
     simulate_dmc,
     simulate_dms,
-    simulate_dms_float8,
     simulate_fixed,
     simulate_h2o,
     simulate_quest,
@@ -60,6 +66,9 @@ ROWS = [
     Row(TOVA(budget=4, prefill=DENSE), simulate_tova, 2, 3, cuts="after the prompt"),
     Row(H2O(budget=5, prefill=DENSE), simulate_h2o, 2, 3, cuts="after the prompt"),
     Row(Quest(budget=8, dense_layers=1), simulate_quest, 2, 4, selects=True),
+    Row(Quest(budget=8, over=DMS(window=3), dense_layers=0), simulate_quest_over_dms, 2, 4),
+    Row(KCache(top=3, first_layers=1), simulate_kcache, 2, 8),
+    Row(KCache(top=3, over=DMS(window=3)), simulate_kcache_over_dms, 2, 8),
 ]
 TOKENS = random_tokens(60, 4, 16)
 PROMPTS = [row[:length].tolist() for row, length in zip(TOKENS, (5, 8, 1, 7), strict=True)]

@@ -4,8 +4,6 @@ scale = the smallest 2^k with max |x| <= 448 * 2^k
 e4m3: 4 exponent bits (least normal 2^-6), 3 mantissa bits, ties to even
 """
 
-import dataclasses
-
 import numpy as np
 
 
@@ -28,22 +26,3 @@ def snap(x) -> np.ndarray:
     x = np.asarray(x, np.float64)
     scale = scale_of(x)[..., None]
     return round_to_e4m3(x / scale) * scale
-
-
-@dataclasses.dataclass
-class StoredLayer:
-    """A layer's input whose rotated keys and values went through the cache."""
-
-    layer: object
-
-    def __getattr__(self, name):
-        return getattr(self.layer, name)
-
-    @property
-    def rotated(self):
-        q, k, v = self.layer.rotated
-        return q, snap(k), snap(v)
-
-    @property
-    def v(self):
-        return snap(self.layer.v)

@@ -1,0 +1,44 @@
+"""How the table simulates DMS: decisions from the layer, then the eviction."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from dms_jax.policies import DMS, draws
+from tests.oracles import dmc, dms, vanilla
+from tests.oracles.transformer import LayerInput
+
+
+def dms_decisions(policy: DMS, layer: LayerInput):
+    """Decisions [T, K] and the rotated q, k, v that attention sees."""
+    options = dict(alpha_scale=policy.alpha_scale, alpha_offset=policy.alpha_offset)
+    if policy.source == "query_neuron":
+        logits, q, k = dms.from_query_neuron(layer.q, layer.k, layer.cos, layer.sin, **options)
+    else:
+        weights = layer.weights
+        logits = dms.from_adapter(
+            layer.residual,
+            weights.adapter_norm,
+            weights.adapter.kernel.T,
+            bias=weights.adapter.bias,
+            epsilon=layer.epsilon,
+            **options,
+        )
+        q, k, _ = layer.rotated
+    if policy.decisions == "bernoulli":  # the draws are the policy's own
+        rows = draws.row_hashes(policy.seed, jnp.asarray(layer.index), len(logits[0]))
+        drawn = draws.token_uniforms(rows, jnp.arange(len(logits))[None])[0].T
+        return (np.asarray(drawn) < dmc.sigmoid(logits)).astype(int), (q, k, layer.v)
+    return dms.decide(logits), (q, k, layer.v)
+
+
+def simulate_dms(policy, layer, prompt_length, page_size):
+    decisions, tensors = dms_decisions(policy, layer)
+    return dms.simulate(
+        *tensors, decisions=decisions, window=policy.window, shift=policy.shift, per=policy.per
+    )
+
+
+def simulate_dms_identity(policy, layer, prompt_length, page_size):
+    """Plain attention, the borrowed neuron zeroed where there is one."""
+    _, tensors = dms_decisions(policy, layer)
+    return vanilla.simulate(*tensors)
