@@ -179,7 +179,7 @@ def filled_runner(
     runner.reserve(np.full(config.batch, steps))
     cache = runner.cache
     fill = jax.jit(
-        lambda x, key: jax.random.normal(jax.random.key(key), x.shape, x.dtype) * 0.3,
+        lambda x, key: x + jax.random.normal(jax.random.key(key), x.shape, x.dtype) * 0.3,
         static_argnums=1,
         donate_argnums=0,
     )

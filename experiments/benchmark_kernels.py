@@ -67,13 +67,15 @@ def paged(case, q, pools, lengths, implementation, plan_inside):
         "implementation": implementation,
     }
     plan = jax.jit(functools.partial(decode_plan, **arguments))(lengths)
+    # Lengths of their own, or one plan would be shared by the chain.
+    inputs = [(pools[i % len(pools)], jnp.array(lengths)) for i in range(CALLS)]
 
-    def call(q, pool, lengths, plan):
-        k_pages, v_pages, table, k_scales, v_scales = pool
+    def call(q, pool_and_lengths, plan):
+        (k_pages, v_pages, table, k_scales, v_scales), lengths = pool_and_lengths
         if plan_inside:
-            # The queries enter the lengths, or one plan would be shared by the chain.
-            nothing = (q[0, 0, 0] * 0).astype(jnp.int32)
-            lengths, plan = lengths + nothing, None
+            # No plan is made before its turn.
+            q, lengths = jax.lax.optimization_barrier((q, lengths))
+            plan = None
         return decode_attention(
             q,
             k_pages,
@@ -87,7 +89,7 @@ def paged(case, q, pools, lengths, implementation, plan_inside):
             implementation=implementation,
         )
 
-    return chain_of(call, q, pools, lengths, plan)
+    return chain_of(call, q, inputs, plan)
 
 
 def cudnn(case, q):

@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import statistics
-import sys
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
+from kernel_timing import command_line
 
 from pallas_kernels import prefill_attention
 
@@ -116,7 +116,7 @@ def main() -> None:
             for kernel, duration in launches:
                 kernels[name].setdefault(kernel[:80], []).append(duration)
     report = {
-        "command": " ".join(["python", "experiments/benchmark_prefill_kernel.py", *sys.argv[1:]]),
+        "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,

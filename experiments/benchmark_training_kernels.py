@@ -17,7 +17,6 @@ import math
 import os
 import pathlib
 import statistics
-import sys
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
+from kernel_timing import command_line
 
 from pallas_kernels.training import cases, reference, retrofit_attention
 
@@ -262,7 +262,7 @@ def main() -> None:
     arguments = parser.parse_args()
     seed = int.from_bytes(os.urandom(4), "little")
     report = {
-        "command": " ".join(["python", "experiments/benchmark_training_kernels.py", *sys.argv[1:]]),
+        "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": jax.devices()[0].device_kind,
         "versions": versions(),

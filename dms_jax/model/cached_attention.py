@@ -251,7 +251,8 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
     reading = policy.read(cache.state, q[:, 0], chunk, placement)
     num_rows = reading.lengths.size
     active = chunk.count > 0
-    lengths = jnp.where(active[:, None], reading.lengths, 0)  # an idle lane reads nothing
+    # An idle lane reads nothing, and attention to nothing is zero.
+    lengths = jnp.where(active[:, None], reading.lengths, 0)
     with jax.named_scope("decode_attention"):
         result: Any
         if policy.fetches is not None:
@@ -289,9 +290,8 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
             policy, cache, q, chunk, lengths, active & due, scale=scale, head_axis=head_axis
         )
     reads = reading.lengths.sum(-1, dtype=jnp.int32) if reading.reads is None else reading.reads
-    out = jnp.where(active[:, None, None, None], out.reshape(batch, 1, num_heads, head_dim), 0)
     return Attended(
-        out=out,
+        out=out.reshape(batch, 1, num_heads, head_dim),
         cache=cache,
         lengths=lengths,
         live=jnp.where(active, placement.lengths.sum(-1, dtype=jnp.int32), 0)[:, None],

@@ -103,7 +103,8 @@ def prefill_attention(
       window: static, >= 0.
       scale: factor on the dot products.
       implementation: "mosaic_gpu", "mosaic_tpu", "xla", several of them to be tried in order, or
-        None for the best one on the platform that the call is lowered for.
+        None for the best one on the platform that the call is lowered for. "mosaic_gpu" (Hopper)
+        serves bfloat16, "mosaic_tpu" also float32; everything else runs through XLA.
 
     Returns:
       The attention output in q's dtype, zero for padded queries; the softmax is at least float32,

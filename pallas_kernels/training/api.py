@@ -120,7 +120,9 @@ def retrofit_attention(
       scale: factor on the dot products.
       segment_ids: documents packed in one sequence; None means one document.
       implementation: "mosaic_gpu", "mosaic_tpu", "xla", several of them to be tried in order, or
-        None for the best one on the platform that the call is lowered for.
+        None for the best one on the platform that the call is lowered for. "mosaic_gpu" (Hopper)
+        serves bfloat16, "mosaic_tpu" also float32; everything else runs through XLA, in full
+        precision and in memory linear in T too.
 
     Returns:
       The attention output in q's dtype; the softmax is at least float32, and float64 throughout
