@@ -1,0 +1,112 @@
+"""Retrofits that merge, from end to end on a tiny model: stages, what is learned and saved."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.checkpoint import load
+from dms_jax.generation import score
+from dms_jax.model.attention import Relaxation
+from dms_jax.policies import DMC, FixedPooling
+from dms_jax.training import retrofit
+from dms_jax.training.compression import compression_loss, evicted_shares, head_spread
+from dms_jax.training.parameters import parameters, rebuilder
+from dms_jax.training.recipe import Stage
+from dms_jax.training.step import Constants, Control, Passes, make_gradients
+from tests.support.models import random_tokens
+from tests.training.tiny import LENGTH, documents, language_model, recipe
+
+# Softer decisions, a smaller constant and a heavier loss: to be learned within a few steps.
+MERGING = DMC(offset=2.0, window=4, neuron="first", temperature=1.0)
+STAGES = (
+    Stage("neuron_decay", 4, 1e-3),
+    Stage("ramp", 30, 2e-2, 3.0),
+    Stage("train", 6, 1e-2, final_learning_rate=1e-3),
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A retrofit, its records and its directory."""
+    out, records = tmp_path_factory.mktemp("dmc") / "run", []
+    model = retrofit(
+        language_model(),
+        MERGING,
+        recipe=recipe(*STAGES, packing="first_fit", compression_weight=30.0),
+        data=documents(),
+        out=out,
+        on_step=records.append,
+        progress=False,
+    )
+    return model, records, out
+
+
+def test_the_stages_come_in_order(run):
+    _, records, _ = run
+    assert [record["stage"] for record in records] == (
+        ["neuron_decay"] * 4 + ["ramp"] * 30 + ["train"] * 6
+    )
+    assert all(record["evicted"] == 0 for record in records[:4])
+    # Rows of zeros: every logit starts at -2, and noise merges about one token in eight.
+    assert 0.05 < records[4]["evicted"] < 0.2
+    assert records[-1]["target_ratio"] == 3
+    rates = [record["learning_rate"] for record in records[34:]]
+    assert rates == sorted(rates, reverse=True)
+    assert 1e-3 < rates[-1] < rates[0] < 1.01e-2
+
+
+def test_it_learns_to_merge(run):
+    _, records, _ = run
+    merged = [record["evicted"] for record in records]
+    assert np.mean(merged[-6:]) > 0.45
+
+
+def test_what_is_saved_runs_from_the_cache_as_in_one_pass(run):
+    model, _, out = run
+    loaded = load(out / "model")
+    assert loaded.policy == model.policy == MERGING
+    tokens = random_tokens(3, 2, 30)
+    logits = jax.nn.log_softmax(loaded.logits(jnp.asarray(tokens)))
+    want = np.take_along_axis(np.asarray(logits)[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    for row, result in enumerate(score(loaded, tokens.tolist(), page_size=4)):
+        np.testing.assert_allclose(result.logprobs, want[row], atol=1e-4)
+        assert result.usage.compression_ratio > 1.3
+
+
+def test_fixed_pooling_learns_without_a_neuron_to_decay():
+    records = []
+    model = retrofit(
+        language_model(),
+        FixedPooling(every=3),
+        recipe=recipe(STAGES[0], Stage("ramp", 12, 2e-3, 3.0)),
+        data=itertools.repeat({"tokens": random_tokens(0, 4, LENGTH)}),
+        on_step=records.append,
+        progress=False,
+    )
+    assert [record["stage"] for record in records] == ["ramp"] * 12
+    assert {round(record["evicted"] * LENGTH, 3) for record in records} == {8}  # 2 of 3
+    losses = [record["distillation_loss"] for record in records]
+    assert losses[-1] < 0.8 * losses[0]
+    assert model.policy == FixedPooling(every=3)
+
+
+def test_the_losses_of_the_ablations_are_in_the_step():
+    policy = DMC(offset=0.3, temperature=0.8)
+    changes = dict(prior="layer", regulariser="kl", compression_weight=0.5, head_balance=2.0)
+    model = language_model().transformer
+    arrays = parameters(model)
+    tokens = jnp.asarray(random_tokens(4, 4, LENGTH))
+    passes = Passes(tokens[None], jnp.ones((1, 4, LENGTH), bool))
+    rates = (jnp.asarray(1e-3),) * 2
+    control = Control(jnp.asarray(0.9), None, *rates, key=jax.random.key(0))
+    gradients = jax.jit(make_gradients(rebuilder(model), policy, recipe(**changes)))
+    gradient, parts = gradients(arrays, Constants({}, arrays), passes, control, None)
+    assert all(np.isfinite(x).all() for x in gradient.values())
+    soft = jax.jit(lambda: model(tokens, policy, relaxation=Relaxation()).decisions)
+    shares = evicted_shares(soft())  # without noise, as the gradients above
+    divergence = compression_loss(shares, 0.9, regulariser="kl", prior="layer")
+    want = 0.5 * divergence.mean() + 2 * head_spread(shares).mean()
+    np.testing.assert_allclose(parts["compression_loss"], want, rtol=1e-5)
