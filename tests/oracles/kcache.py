@@ -23,12 +23,12 @@ class Fetched(Trace):
 
     @property
     def entries(self) -> np.ndarray:
-        """[T]: entries read by all rows of the layer, rounded up."""
+        """[T]: entries read by all rows of the layer, each rounded up."""
         live = self.live_counts
         heads = self.reads.reshape(*live.shape, -1)
         everything = (heads == live[..., None]).all(-1)
-        halves = np.where(everything, 2 * live, live + heads.sum(-1))
-        return -(-halves.sum(-1) // 2)
+        entries = np.where(everything, live, -(-(live + heads.sum(-1)) // 2))
+        return entries.sum(-1)
 
 
 def simulate(
