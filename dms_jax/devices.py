@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import jax
-
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -44,7 +42,7 @@ _KINDS = {
 }
 
 
-def data_sheet(device: jax.Device) -> Device | None:
-    """Returns what a device offers; None if it is not known."""
-    name = _KINDS.get(device.device_kind)
+def data_sheet(kind: str) -> Device | None:
+    """Returns what a kind of device (`jax.Device.device_kind`) offers; None if it is not known."""
+    name = _KINDS.get(kind)
     return None if name is None else DEVICES[name]

@@ -58,5 +58,5 @@ def token_operations(
 def peak_operations(mesh: jax.sharding.Mesh | None) -> float | None:
     """Bfloat16 operations a second of all devices of a run; None where they are not known."""
     devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
-    known = [data_sheet(device) for device in devices]
+    known = [data_sheet(device.device_kind) for device in devices]
     return None if None in known else float(sum(each.peak for each in known if each is not None))

@@ -2,10 +2,11 @@
 
 import dataclasses
 
+import optax
 import pytest
 
 from dms_jax.errors import ConfigError
-from dms_jax.policies import DMC, DMS, FixedPooling
+from dms_jax.policies import DMC, DMS, FixedPooling, Vanilla
 from dms_jax.training import recipes, schedules
 from dms_jax.training.recipe import Recipe, Stage
 
@@ -144,6 +145,74 @@ def recipe_with(stages=(Stage("ramp", 10, 1e-3, 4.0),), **changes):
     return Recipe(**options)
 
 
+@pytest.mark.parametrize(
+    ("warmup", "final"), [(0, None), (4, None), (0, 1e-4), (4, 0.0), (10, 0.0)]
+)
+def test_the_learning_rate_follows_optax(warmup, final):
+    """A rise to the peak at the last step of the warm-up, then half a cosine."""
+    rise = optax.linear_schedule(0.0, 2e-3, max(warmup, 1))
+    fall = optax.cosine_decay_schedule(
+        2e-3, max(10 - warmup, 1), 0 if final is None else final / 2e-3
+    )
+    for step in range(13):
+        found = schedules.learning_rate(step, peak=2e-3, steps=10, warmup_steps=warmup, final=final)
+        if step < warmup:
+            expected = rise(step + 1)
+        else:
+            expected = 2e-3 if final is None else fall(step - warmup)
+        assert found == pytest.approx(float(expected), rel=1e-5, abs=1e-9)
+
+
+def test_both_groups_of_parameters_follow_the_schedule():
+    stage = Stage(
+        "train", 10, 1e-3, warmup_steps=2, adapter_learning_rate=1e-2, final_learning_rate=1e-4
+    )
+    recipe = recipe_with(stages=(RAMP, stage))
+    progress = recipe.progress(10, ADAPTER)
+    assert progress.learning_rate == pytest.approx(5e-4)
+    assert progress.adapter_learning_rate == pytest.approx(5e-3)
+    middle = recipe.progress(16, ADAPTER)
+    assert middle.learning_rate == pytest.approx((1e-3 + 1e-4) / 2)
+    assert middle.adapter_learning_rate == pytest.approx((1e-2 + 1e-4) / 2)
+
+
+def test_a_stage_that_trains_holds_the_ratio():
+    recipe = recipe_with(stages=(DECAY, Stage("train", 3, 1e-3), RAMP, Stage("train", 5, 1e-3)))
+    assert recipe.compression_ratio == 4
+    assert recipe.total_steps(ADAPTER) == 18
+    assert recipe.progress(2, ADAPTER).compression_ratio == 1
+    assert recipe.progress(3 + 5, ADAPTER).compression_ratio == pytest.approx(2.5)
+    assert recipe.progress(3 + 10 + 2, ADAPTER).compression_ratio == 4
+    assert recipe.progress(99, ADAPTER).compression_ratio == 4
+    assert recipe.progress(5 + 3, NEURON).neuron_scale is None
+
+
+def test_a_policy_that_learns_nothing_stays_at_ratio_1():
+    recipe = recipe_with(stages=(DECAY, RAMP))
+    assert recipe.total_steps(Vanilla()) == 10
+    for step in (0, 5, 50):
+        assert recipe.progress(step, Vanilla()).compression_ratio == 1
+        assert recipe.progress(step, Vanilla()).target == 0
+
+
+def test_pretraining_warms_up_and_falls():
+    rates = lambda recipe, *steps: [  # noqa: E731
+        recipe.progress(step, Vanilla()).learning_rate for step in steps
+    ]
+    cosine = recipes.pretraining(1000, learning_rate=1e-3, warmup_steps=50)
+    assert cosine.total_steps(Vanilla()) == 1000
+    assert rates(cosine, 0, 49, 525, 1000) == pytest.approx([2e-5, 1e-3, 5e-4, 0], abs=1e-9)
+    held = recipes.pretraining(1000, learning_rate=1e-3, warmup_steps=50, decay_share=0.2)
+    assert held.total_steps(Vanilla()) == 1000
+    assert rates(held, 49, 799, 800, 900) == pytest.approx([1e-3, 1e-3, 1e-3, 5e-4])
+    # No more than a tenth of a short run warms up.
+    assert rates(recipes.pretraining(20, learning_rate=1e-3), 0, 1) == pytest.approx([5e-4, 1e-3])
+    assert recipes.pretraining(1).total_steps(Vanilla()) == 1
+    for steps, share in ((0, 1.0), (10, 0.0), (10, 1.5)):
+        with pytest.raises(ConfigError, match=r"pretraining takes steps|decay_share must lie"):
+            recipes.pretraining(steps, decay_share=share)
+
+
 DECAY = Stage("neuron_decay", 5, 1e-3)
 RAMP = Stage("ramp", 10, 1e-3, 4.0)
 
@@ -180,6 +249,10 @@ def test_a_bad_recipe_is_refused(changes, message):
         (dict(learning_rate=float("nan")), "learning rates must be"),
         (dict(adapter_learning_rate=float("inf")), "learning rates must be"),
         (dict(compression_ratio=0.5), "compression_ratio must be a number >= 1"),
+        (dict(kind="train"), "only a ramp has a compression_ratio to go to"),
+        (dict(final_learning_rate=-1.0), "learning rates must be"),
+        (dict(warmup_steps=11), "warmup_steps must lie between 0 and the stage's 10 steps"),
+        (dict(warmup_steps=-1), "warmup_steps must lie"),
         (dict(batch_size=0), "batch_size must be"),
     ],
 )

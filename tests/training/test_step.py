@@ -42,12 +42,13 @@ def ragged_passes(shape):
     return Passes(*(jnp.asarray(x) for x in arrays))
 
 
-def test_neither_accumulation_nor_rematerialisation_changes_gradients():
+def test_neither_accumulation_nor_rematerialisation_nor_unrolling_changes_gradients():
     with jax.enable_x64(True):
         model = language_model(adapter=True, dtype=jnp.float64)
         whole, parts = gradients(model, EAGER, recipe(), ragged_passes((1, 4)))
         assert 0 < parts["evicted"] < 0.9
-        pieces, same = gradients(model, EAGER, recipe(remat=True), ragged_passes((4, 1)))
+        other = recipe(remat=True, unroll=True)
+        pieces, same = gradients(model, EAGER, other, ragged_passes((4, 1)))
         for name in parts:
             np.testing.assert_allclose(same[name], parts[name], rtol=1e-10, err_msg=name)
         for name in whole:

@@ -1,0 +1,227 @@
+"""`train`: language modelling without a policy, from the first step to a resumed run."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dms_jax
+from dms_jax.errors import ConfigError
+from dms_jax.policies import TOVA, Vanilla
+from dms_jax.training import held_out_loss, retrofit, train
+from dms_jax.training.parameters import parameters, rebuilder
+from dms_jax.training.recipe import Stage
+from tests.support.models import VOCABULARY, random_tokens, tiny_config
+from tests.training.tiny import ADAPTER, LENGTH, documents, language_model, recipe
+
+# Four steps: two of warm-up, two of decay.
+STAGE = Stage("train", 4, 1e-2, warmup_steps=2, final_learning_rate=1e-3)
+RECIPE = recipe(STAGE, loss="language_modeling", weight_decay=0.1, clip=0.5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return language_model()
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    """The parameters after an uninterrupted run, and its records."""
+    records = []
+    result = run(model, on_step=records.append)
+    return jax.device_get(parameters(result.transformer)), records
+
+
+def run(model, **options):
+    options = dict(recipe=RECIPE, data=documents(), progress=False) | options
+    return train(model, **options)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.array_equal(found[name], array), name
+
+
+def batches(count, seed=3):
+    """Two documents a sequence and a little padding."""
+    segment_ids = np.zeros((4, LENGTH), np.int32)
+    for row, (first, second) in enumerate([(5, 12), (3, 7), (6, 6), (1, 11)]):
+        segment_ids[row, :first] = 1
+        segment_ids[row, first:second] = 2
+    mask = segment_ids > 0
+    mask[1, :2] = False
+    return [
+        {
+            "tokens": random_tokens(seed + index, 4, LENGTH),
+            "segment_ids": segment_ids,
+            "loss_mask": mask,
+        }
+        for index in range(count)
+    ]
+
+
+def mean_loss(transformer, batch):
+    """The mean over tokens that count and follow one of their own document."""
+    tokens, ids, mask = (jnp.asarray(batch[x]) for x in ("tokens", "segment_ids", "loss_mask"))
+    hidden = transformer(tokens, Vanilla(), segment_ids=ids).hidden
+    logits = jax.nn.log_softmax(transformer.unembed(hidden[:, :-1]))
+    likelihood = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    counts = mask[:, 1:] & (ids[:, 1:] == ids[:, :-1])
+    return -jnp.sum(jnp.where(counts, likelihood, 0)) / counts.sum()
+
+
+def test_a_run_is_adamw_on_the_language_modelling_loss():
+    """Four steps against optax's own clipping, AdamW and schedules, in float64."""
+    with jax.enable_x64(True):
+        model = language_model(dtype=jnp.float64)
+        records = []
+        result = run(model, data=iter(batches(4)), on_step=records.append)
+
+        rates = [
+            0.5e-2,
+            1e-2,
+            *(optax.cosine_decay_schedule(1e-2, 2, alpha=0.1)(t) for t in (0, 1)),
+        ]
+        arrays = parameters(model.transformer)
+        rebuild = rebuilder(model.transformer)
+        decays = {name: not name.endswith((".scale", ".bias")) for name in arrays}
+        adam = optax.scale_by_adam(0.9, 0.95, 1e-8)
+        state = adam.init(arrays)
+        gradient_of = jax.jit(jax.value_and_grad(lambda arrays, b: mean_loss(rebuild(arrays), b)))
+        for batch, rate, record in zip(batches(4), rates, records, strict=True):
+            loss, gradient = gradient_of(arrays, batch)
+            norm = optax.tree.norm(gradient)
+            gradient = jax.tree.map(lambda x: x * min(1, 0.5 / norm), gradient)  # noqa: B023
+            update, state = adam.update(gradient, state)
+            arrays = {
+                name: array - rate * (update[name] + 0.1 * decays[name] * array)
+                for name, array in arrays.items()
+            }
+            np.testing.assert_allclose(record["loss"], loss, rtol=1e-9)
+            np.testing.assert_allclose(record["grad_norm"], norm, rtol=1e-7)
+            np.testing.assert_allclose(record["learning_rate"], rate, rtol=1e-6)
+        found = parameters(result.transformer)
+        for name, array in arrays.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_a_run_reports_a_plain_cache(reference):
+    _, records = reference
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    for record in records:
+        assert record["stage"] == "train"
+        assert record["loss"] == record["lm_loss"]
+        assert (record["evicted"], record["target"], record["target_ratio"]) == (0, 0, 1)
+        assert record["distillation_loss"] == record["compression_loss"] == 0
+        assert record["visible_keys"] == pytest.approx((LENGTH + 1) / 2)
+        assert record["document_share"] == 1
+        assert record["model_flops_utilisation"] is None  # what a CPU can do is not known
+        assert record["data_seconds"] >= 0
+
+
+def test_a_model_from_scratch_learns(capsys):
+    """One batch by heart: from the loss of a uniform guess to a tenth of it."""
+    model = dms_jax.initialize(tiny_config(num_layers=1), seed=1)
+    schedule = Stage("train", 60, 3e-2, warmup_steps=5, final_learning_rate=0)
+    options = recipe(schedule, loss="language_modeling", unroll=True)
+    records = []
+    data = iter(batches(1) * 60)
+    result = train(model, recipe=options, data=data, on_step=records.append, progress=True)
+    assert records[0]["loss"] == pytest.approx(np.log(VOCABULARY), abs=0.1)
+    assert records[-1]["loss"] < 0.1 * records[0]["loss"]
+    assert result.policy == Vanilla()
+    np.testing.assert_allclose(
+        held_out_loss(result, {"seen": batches(1)}, compute_dtype=None)["seen"],
+        records[-1]["loss"],
+        atol=0.02,
+    )
+    shown = capsys.readouterr().out
+    assert "60/60" in shown
+    assert "LM" in shown
+    assert "CR" not in shown
+
+
+def test_a_run_that_is_stopped_resumes_bit_for_bit(model, reference, tmp_path):
+    expected, records = reference
+    for done in (1, 2, 3):
+        with pytest.raises(KeyboardInterrupt, match=f"stopped after step {done}"):
+            run(model, out=tmp_path, stop_after=1e-9)
+    result = run(model, out=tmp_path)
+    assert_same(jax.device_get(parameters(result.transformer)), expected)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [record["loss"] for record in records]
+    assert dms_jax.load(tmp_path / "model").policy == Vanilla()
+
+
+def test_the_control_takes_a_retrofits_steps_without_evicting(model):
+    """Ramp and all: the rates and the tokens of the retrofit, at ratio 1."""
+    stages = (
+        Stage("neuron_decay", 2, 1e-4),
+        Stage("ramp", 3, 1e-3, 4.0),
+        Stage("train", 1, 1e-3, warmup_steps=1),
+    )
+    options = recipe(*stages, loss="language_modeling", weight_decay=0.1, clip=0.5)
+    records = []
+    run(model, recipe=options, on_step=records.append)
+    assert [record["stage"] for record in records] == ["ramp"] * 3 + ["train"]
+    assert {record["target_ratio"] for record in records} == {1}
+    assert {record["compression_ratio"] for record in records} == {1}
+
+
+def test_a_run_is_measured_on_the_way(model, reference):
+    expected, _ = reference
+    seen, records = [], []
+
+    def evaluate(model):
+        seen.append(jax.device_get(parameters(model.transformer)))
+        return {"number": np.float32(len(seen))}
+
+    run(model, on_step=records.append, evaluate=evaluate, evaluate_every=3)
+    assert [record.get("evaluation") for record in records] == [
+        None,
+        None,
+        {"number": 1},
+        {"number": 2},
+    ]
+    assert_same(seen[-1], expected)
+    assert any(not np.array_equal(seen[0][name], expected[name]) for name in expected)
+
+
+def test_the_held_out_loss_is_that_of_each_part(model):
+    parts = {"two": batches(2), "one": batches(1, seed=9)}
+    found = held_out_loss(model, parts, compute_dtype=None)
+    one = float(mean_loss(model.transformer, parts["one"][0]))
+    both = [float(mean_loss(model.transformer, batch)) for batch in parts["two"]]
+    assert found["one"] == pytest.approx(one, rel=1e-5)
+    assert found["two"] == pytest.approx(np.mean(both), rel=1e-5)  # as many tokens each
+    silent = batches(1)[0] | {"loss_mask": np.zeros((4, LENGTH), bool)}
+    with pytest.raises(dms_jax.DataError, match="part 'none' of the held-out data has no token"):
+        held_out_loss(model, {"none": [silent]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(recipe=recipe(STAGE)), "the model is its own teacher"),
+        (dict(policy=TOVA(budget=8)), "TOVA has no trainable form: train with the plain cache"),
+        (dict(stop_after=0), "stop_after must be seconds above 0"),
+        (dict(evaluate_every=0), "evaluate_every must be a whole number >= 1"),
+        (
+            dict(recipe=dataclasses.replace(RECIPE, trainable="adapter")),
+            "trains the adapter alone",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        run(model, **options)
+
+
+def test_a_retrofit_needs_a_ramp(model):
+    with pytest.raises(ConfigError, match="the recipe tiny has no ramp"):
+        retrofit(model, ADAPTER, recipe=recipe(STAGE), data=documents())
