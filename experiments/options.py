@@ -28,7 +28,7 @@ def read_tasks(name: str, options: Sequence[str]) -> list[Task]:
     if name not in TASKS:
         raise dms_jax.ConfigError(f"--task {name!r} is none of {', '.join(TASKS)}.")
     fields = read_options(options)
-    fields = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
+    fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
     known = {
         task: {field.name for field in dataclasses.fields(task)} & fields.keys()
         for task in TASKS[name]

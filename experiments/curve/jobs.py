@@ -18,7 +18,7 @@ from dms_jax import assets
 from dms_jax.evaluation import evaluate, percent
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
-from dms_jax.training import Recipe, Stage
+from dms_jax.training import Recipe, Stage, train
 
 BASE = "reasoner-11m"
 _LOGGED_EVERY = 10
@@ -152,12 +152,17 @@ class Worker:
         config, variant = self.config, VARIANTS[job.system]
         highest = max(config.ratios)
         steps = round((highest - 1) * config.steps_per_ratio)
-        rates = dict(adapter_learning_rate=config.adapter_learning_rate)
         recipe = self._recipe(
             variant.name,
             (
                 Stage("neuron_decay", config.decay_steps, config.learning_rate),
-                Stage("ramp", steps, config.learning_rate, highest, **rates),
+                Stage(
+                    "ramp",
+                    steps,
+                    config.learning_rate,
+                    highest,
+                    adapter_learning_rate=config.adapter_learning_rate,
+                ),
             ),
             trainable=variant.trainable,
             snapshots=config.ratios,
@@ -205,7 +210,7 @@ class Worker:
                 log.append({key: _rounded(value) for key, value in record.items()})
 
         start = time.time()
-        model = dms_jax.training.train(
+        model = train(
             self.base,
             policy=policy,
             recipe=recipe,
@@ -298,11 +303,8 @@ def write_config(config: Config) -> None:
 
 def read_config(root: pathlib.Path) -> Config:
     """The plan that is in a run directory."""
-    data = read_json(root / "config.json")
-    assert data is not None
-    data = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-    }
+    data: dict[str, Any] = read_json(root / "config.json")
+    data |= {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
     data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in _FOLDERS}
     return Config(**data)
 
