@@ -3,14 +3,20 @@
 from typing import Any
 
 from dms_jax.errors import ConfigError
+from dms_jax.policies.allocation import AdaKV, PyramidKV
 from dms_jax.policies.base import Policy
 from dms_jax.policies.dmc import DMC
 from dms_jax.policies.dms import DMS
+from dms_jax.policies.expected_attention import ExpectedAttention
 from dms_jax.policies.fixed_pooling import FixedPooling
 from dms_jax.policies.h2o import H2O
 from dms_jax.policies.kcache import KCache
+from dms_jax.policies.keydiff import KeyDiff
+from dms_jax.policies.knorm import Knorm
 from dms_jax.policies.quest import Quest
 from dms_jax.policies.random_eviction import RandomEviction
+from dms_jax.policies.random_selection import RandomSelection
+from dms_jax.policies.snapkv import SnapKV
 from dms_jax.policies.streaming import StreamingLLM
 from dms_jax.policies.tova import TOVA
 from dms_jax.policies.vanilla import Vanilla
@@ -28,6 +34,13 @@ POLICIES: dict[str, type[Policy]] = {
         KCache,
         StreamingLLM,
         RandomEviction,
+        SnapKV,
+        Knorm,
+        KeyDiff,
+        ExpectedAttention,
+        RandomSelection,
+        AdaKV,
+        PyramidKV,
     )
 }
 
@@ -51,11 +64,18 @@ __all__ = [
     "H2O",
     "POLICIES",
     "TOVA",
+    "AdaKV",
+    "ExpectedAttention",
     "FixedPooling",
     "KCache",
+    "KeyDiff",
+    "Knorm",
     "Policy",
+    "PyramidKV",
     "Quest",
     "RandomEviction",
+    "RandomSelection",
+    "SnapKV",
     "StreamingLLM",
     "Vanilla",
     "from_dict",

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dms_jax.cache import store
+from dms_jax.cache import compact, load, store
 
 BATCH, KV_HEADS, TOKENS, HEAD_DIM = 2, 3, 4, 2
 PAGES, PAGE_SIZE, WIDTH = 30, 3, 4
@@ -49,3 +49,42 @@ def test_values_take_the_type_of_the_pool():
     after = put(pool, table, slots, jnp.full((1, 1, 1, 1), 1.5))
     assert after.dtype == jnp.bfloat16
     assert after[0, 0, 0] == 1.5
+
+
+def scattered_rows(random, lengths):
+    """A pool, and a table whose rows own pages for their lengths."""
+    table = random.permutation(PAGES)[: BATCH * KV_HEADS * WIDTH].reshape(BATCH, KV_HEADS, WIDTH)
+    owned = np.arange(WIDTH) < -(-lengths // PAGE_SIZE)[..., None]
+    return np.where(owned, table, PAGES).astype(np.int32)
+
+
+def slots_of(pool, table, row, head, count):
+    slots = np.arange(count)
+    return pool[table[row, head, slots // PAGE_SIZE], slots % PAGE_SIZE]
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**20), share=st.sampled_from([0.0, 0.3, 0.8, 1.0]))
+def test_kept_slots_close_ranks_in_their_order(seed, share):
+    """Every array that is addressed by page moves alike; what is not a row's own stays."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, WIDTH * PAGE_SIZE + 1, (BATCH, KV_HEADS))
+    table = scattered_rows(random, lengths)
+    vectors = random.normal(size=(PAGES, PAGE_SIZE, HEAD_DIM)).astype(np.float32)
+    numbers = random.integers(0, 100, (PAGES, PAGE_SIZE)).astype(np.int32)
+    live = np.arange(WIDTH * PAGE_SIZE) < lengths[..., None]
+    keep = live & (random.random(live.shape) < share)
+    held = jax.jit(load)(vectors, table, lengths)
+    after, left = jax.jit(compact)((vectors, numbers), table, keep)
+    np.testing.assert_array_equal(left, keep.sum(-1))
+    for row, head in np.ndindex(BATCH, KV_HEADS):
+        before = slots_of(vectors, table, row, head, lengths[row, head])
+        np.testing.assert_array_equal(held[row, head, : lengths[row, head]], before)
+        assert not np.asarray(held[row, head, lengths[row, head] :]).any()
+        for pool, moved in zip((vectors, numbers), after, strict=True):
+            before = slots_of(pool, table, row, head, lengths[row, head])
+            want = before[keep[row, head, : lengths[row, head]]]
+            got = slots_of(np.asarray(moved), table, row, head, len(want))
+            np.testing.assert_array_equal(got, want)
+    others = np.setdiff1d(np.arange(PAGES), table)
+    np.testing.assert_array_equal(np.asarray(after[0])[others], vectors[others])

@@ -16,6 +16,9 @@ from tests.support.models import random_model, tiny_config
 Simulate = Callable[[Any, LayerInput, int, int], Trace]  # policy, layer, prompt length, page size
 
 
+INNER = {"over": "over", "scorer": "of"}  # fields that hold another policy
+
+
 def _options(policy: Policy) -> list[str]:
     """What differs from the policy's defaults, that of a policy underneath included."""
     default = type(policy)()
@@ -24,9 +27,11 @@ def _options(policy: Policy) -> list[str]:
         for field in dataclasses.fields(policy)
         if getattr(policy, field.name) != getattr(default, field.name)
     }
-    over = changed.pop("over", None)
+    inner = {word: changed.pop(field) for field, word in INNER.items() if field in changed}
     options = [f"{name}={value}" for name, value in changed.items()]
-    return options if over is None else [*options, f"over {over.name}", *_options(over)]
+    for word, one in inner.items():
+        options += [f"{word} {one.name}", *_options(one)]
+    return options
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,11 @@ import numpy as np
 
 from dms_jax.cache.accounting import Usage
 from dms_jax.config import ModelConfig
-from dms_jax.policies import H2O, Policy, Quest
+from dms_jax.policies import H2O, ExpectedAttention, Policy, Quest, SnapKV
+from dms_jax.policies.allocation import Allocation
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.merging import Merging
+from dms_jax.policies.scored import Scored
 from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.victims import VictimEviction
 from tests.laws.row import Row
@@ -31,6 +33,8 @@ def bytes_per_page(config: ModelConfig, row: Row) -> int:
 
 def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
     """What the policy remembers of a row: a ring of marked slots, sums, a victim."""
+    if isinstance(policy, Scored):
+        return bytes_of_queries(config, policy)
     if isinstance(policy, VictimEviction):
         return INT32
     if isinstance(policy, SelectiveReading):
@@ -42,6 +46,18 @@ def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
         return ring
     entries = 1 if policy.merge_window is None else policy.merge_window - 1
     return ring + entries * (2 * config.head_dim + 1) * FLOAT64
+
+
+def bytes_of_queries(config: ModelConfig, policy: Policy) -> int:
+    """SnapKV's window of queries; the moments of ExpectedAttention."""
+    while isinstance(policy, Allocation):
+        policy = policy.scorer
+    numbers = 0
+    if isinstance(policy, SnapKV):
+        numbers = policy.window * config.head_dim
+    if isinstance(policy, ExpectedAttention):
+        numbers = config.head_dim * (1 + policy.covariance * config.head_dim)
+    return config.num_heads // config.num_kv_heads * numbers * FLOAT64
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from dms_jax.policies import (
     Vanilla,
 )
 from dms_jax.policies.base import Projections
-from tests.laws import combined_rows
+from tests.laws import combined_rows, scored_rows
 from tests.laws.dms_simulations import simulate_dms, simulate_dms_identity
 from tests.laws.row import Row
 from tests.oracles import dmc, dms, h2o, quest, rope, streaming, tova, vanilla
@@ -281,6 +281,7 @@ ROWS = [
     *dmc_rows(),
     *fixed_rows(),
     *training_free_rows(),
+    *scored_rows.rows(),
     *combined_rows.rows(),
 ]
 # Policies that agree with one pass over the whole sequence, wherever the prompt ends.

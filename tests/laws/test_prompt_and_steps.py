@@ -13,6 +13,7 @@ import pytest
 
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import POLICIES
+from dms_jax.policies.scored import Scored
 from tests.laws.row import Row, model_for
 from tests.laws.simulations import (
     LENGTHS,
@@ -131,7 +132,7 @@ def test_the_rows_tell_policies_apart():
     """A policy that does nothing would not pass: every row that evicts is far from plain."""
     for row in ROWS:
         plain = dataclasses.replace(row, simulate=simulate_vanilla)
-        got, want = (expected(one, [0, 0, 0])[0].logits for one in (row, plain))
+        got, want = (expected(one, [9, 9, 9])[0].logits for one in (row, plain))
         neurons = row.policy.borrowed_neurons is not None
         changed = neurons or not row.identity or row.kv_dtype is not None
         assert (np.abs(got - want).max() > 1e-2) == changed, row.name
@@ -140,6 +141,9 @@ def test_the_rows_tell_policies_apart():
 def test_every_policy_has_its_rows():
     for policy in POLICIES.values():
         rows = [row for row in ROWS if type(row.policy) is policy]
+        assert rows, policy
+        if issubclass(policy, Scored):  # one mechanism with many scores shares its rows
+            rows = [row for row in ROWS if isinstance(row.policy, Scored)]
         assert {row.group for row in rows} == {1, 2, 4, 8}, policy
         assert any(row.identity for row in rows), policy
         assert policy().split_invariant == (policy.__name__ in SPLIT_INVARIANT)

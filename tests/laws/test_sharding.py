@@ -19,15 +19,20 @@ from dms_jax.policies import (
     DMS,
     H2O,
     TOVA,
+    AdaKV,
+    ExpectedAttention,
     FixedPooling,
     KCache,
     Quest,
     RandomEviction,
+    RandomSelection,
+    SnapKV,
     StreamingLLM,
     Vanilla,
 )
 from dms_jax.sharding import DECODING_RULES
 from dms_jax.training.parameters import parameters, rebuilder, shardings
+from tests.laws import scored_rows
 from tests.laws.combined_rows import (
     simulate_dms_float8,
     simulate_kcache,
@@ -65,6 +70,17 @@ ROWS = [
     Row(TOVA(budget=5), simulate_tova, 2, 8),
     Row(TOVA(budget=4, prefill=DENSE), simulate_tova, 2, 3, cuts="after the prompt"),
     Row(H2O(budget=5, prefill=DENSE), simulate_h2o, 2, 3, cuts="after the prompt"),
+    Row(
+        AdaKV(SnapKV(budget=6, interval=3, window=3), alpha=0.4),
+        scored_rows.simulate,
+        2,
+        3,
+        cuts="always",
+    ),
+    Row(RandomSelection(budget=5, interval=2), scored_rows.simulate, 2, 3, cuts="always"),
+    Row(
+        ExpectedAttention(budget=6, interval=3, sinks=2), scored_rows.simulate, 2, 3, cuts="always"
+    ),
     Row(Quest(budget=8, dense_layers=1), simulate_quest, 2, 4, selects=True),
     Row(Quest(budget=8, over=DMS(window=3), dense_layers=0), simulate_quest_over_dms, 2, 4),
     Row(KCache(top=3, first_layers=1), simulate_kcache, 2, 8),

@@ -1,0 +1,155 @@
+"""ExpectedAttention (Devoto et al., arXiv 2510.00636): what queries to come will attend to.
+
+Queries before rotation are taken as Gaussian, with the mean m and the covariance C of those so far
+(the first `sinks` left out). With R the mean rotation of the next `future` positions, the expected
+unnormalised attention of a key is
+
+    e_j     = exp(k_j R m / sqrt(d) + k_j R C R' k_j / 2d)
+    worth_j = (mean over the group of e_j / sum_i e_i  +  epsilon) * |v_j|
+
+The first `sinks` tokens always stay, and take no part in the sum. Mean and covariance are carried
+along for every query head, in at least float32: d numbers and d * d (none without `covariance`).
+"""
+
+import dataclasses
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from dms_jax.policies.base import PolicyState, is_finite, is_static_int, require
+from dms_jax.policies.scored import Scorer
+
+
+@no_type_check  # jax also builds it of shapes and of partitions
+@struct.dataclass
+class QueryStatistics:
+    """Mean of the unrotated queries so far, and the sum of products of their deviations."""
+
+    mean: Float[Array, "B K G D"]
+    spread: Float[Array, "B K G D D"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAttention(Scorer):
+    """Keeps what queries like those so far would attend to.
+
+    Attributes:
+      budget, compression_ratio, interval: see `Scorer`.
+      future: positions to come over which rotations are averaged.
+      sinks: first tokens that always stay, and whose queries do not count.
+      covariance: whether to use second moments.
+      value_norm: whether to weigh by the norm of the value.
+      epsilon: added to the expected weights before that (1e-2 is common with AdaKV).
+    """
+
+    future: int = 512
+    sinks: int = 4
+    covariance: bool = True
+    value_norm: bool = True
+    epsilon: float = 0.0
+
+    remembers = True
+
+    def __post_init__(self):
+        require(
+            is_static_int(self.future, least=1),
+            f"ExpectedAttention: future must be a whole number of at least 1, got {self.future!r}.",
+        )
+        require(
+            is_static_int(self.sinks),
+            f"ExpectedAttention: sinks must be a whole number >= 0, got {self.sinks!r}.",
+        )
+        require(
+            is_finite(self.epsilon) and self.epsilon >= 0,
+            f"ExpectedAttention: epsilon must be a number >= 0, got {self.epsilon!r}.",
+        )
+        for name in ("covariance", "value_norm"):
+            require(
+                isinstance(getattr(self, name), bool),
+                f"ExpectedAttention: {name} must be True or False, got {getattr(self, name)!r}.",
+            )
+        super().__post_init__()
+
+    @property
+    def protected(self) -> int:
+        """The sinks."""
+        return self.sinks
+
+    @property
+    def future_positions(self) -> int:
+        """The positions to come."""
+        return self.future
+
+    def init_row_state(
+        self, num_sequences, num_kv_heads, group, head_dim, dtype
+    ) -> QueryStatistics:
+        """Statistics of no queries."""
+        shape = (num_sequences, num_kv_heads, group, head_dim)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        spread = jnp.zeros((*shape, head_dim), wide) if self.covariance else None
+        return QueryStatistics(mean=jnp.zeros(shape, wide), spread=spread)
+
+    def remember(self, state: PolicyState, q, chunk) -> PolicyState:
+        """Adds the chunk's queries (Chan et al.'s update, which does not cancel)."""
+        del q
+        old: QueryStatistics = state.rows
+        wide = old.mean.dtype
+        batch, num_kv_heads, group, head_dim = old.mean.shape
+        queries = chunk.queries.astype(wide)
+        queries = queries.reshape(batch, -1, num_kv_heads, group, head_dim)
+        counts = chunk.valid[:, 0] & (chunk.positions >= self.sinks)
+        mask = counts[:, :, None, None, None]
+        before = jnp.maximum(chunk.first - self.sinks, 0).astype(wide)[:, None, None, None]
+        new = counts.sum(1).astype(wide)[:, None, None, None]
+        total = jnp.maximum(before + new, 1)
+        mean = jnp.where(mask, queries, 0).sum(1) / jnp.maximum(new, 1)
+        shift = jnp.where(new > 0, mean - old.mean, 0)
+        spread = None
+        if old.spread is not None:
+            deviation = jnp.where(mask, queries - mean[:, None], 0)
+            own = jnp.einsum("BTKGD,BTKGE->BKGDE", deviation, deviation)
+            between = shift[..., :, None] * shift[..., None, :]
+            spread = old.spread + own + between * (before * new / total)[..., None]
+        rows = QueryStatistics(mean=old.mean + shift * new / total, spread=spread)
+        return dataclasses.replace(state, rows=rows)
+
+    def worth(self, state, rows, chunk, scale, head_axis) -> Float[Array, "B K S"]:
+        """Expected attention, a query head of every group at a time."""
+        del head_axis
+        queries: QueryStatistics = state.rows
+        wide = queries.mean.dtype
+        keys = rows.k.astype(wide)
+        last = jnp.maximum(chunk.count - 1, 0)
+        # [B, half] -> [B, K, D/2], the same for every head.
+        cos, sin = (
+            jnp.take_along_axis(x.astype(wide), last[:, None, None], axis=1) for x in chunk.future
+        )
+        num_queries = jnp.maximum(chunk.first + last + 1 - self.sinks, 1).astype(wide)
+        slot = jnp.arange(keys.shape[2])
+        counted = rows.live & (slot >= self.sinks)
+
+        def of_head(statistics):
+            logits = scale * jnp.einsum("BKD,BKSD->BKS", _turn(statistics.mean, cos, sin), keys)
+            if statistics.spread is not None:
+                covariance = statistics.spread / num_queries[:, None, None, None]
+                # R C R': rows are turned, then columns.
+                half = jnp.swapaxes(_turn(covariance, cos[:, :, None], sin[:, :, None]), -1, -2)
+                covariance = _turn(half, cos[:, :, None], sin[:, :, None])
+                products = jnp.einsum("BKSD,BKDE->BKSE", keys, covariance)
+                logits += scale**2 / 2 * (products * keys).sum(-1)
+            return jax.nn.softmax(jnp.where(counted, logits, -1e30), axis=-1)
+
+        by_head = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), queries)
+        expected = jax.lax.map(of_head, by_head).mean(0)
+        if self.value_norm:
+            expected = (expected + self.epsilon) * jnp.linalg.norm(rows.v.astype(wide), axis=-1)
+        return jnp.where(slot < self.sinks, jnp.inf, expected)
+
+
+def _turn(x: Float[Array, "... D"], cos: Array, sin: Array) -> Float[Array, "... D"]:
+    """Rotates the last axis, planes of dims i and i + D/2."""
+    low, high = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)

@@ -1,0 +1,33 @@
+"""KeyDiff (Park et al., arXiv 2504.15364): keys that point away from the others matter.
+
+    worth_j = -cos(k_j, mean_i k_i / |k_i|)
+
+over the rotated keys that the row holds.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dms_jax.policies.scored import Scorer
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDiff(Scorer):
+    """Keeps the keys that are least like the mean key.
+
+    Attributes:
+      budget, compression_ratio, interval: see `Scorer`.
+    """
+
+    def worth(self, state, rows, chunk, scale, head_axis) -> Float[Array, "B K S"]:
+        """The cosine with the mean direction, negated."""
+        del state, chunk, scale, head_axis
+        wide = jnp.promote_types(rows.k.dtype, jnp.float32)
+        keys = rows.k.astype(wide)  # zeros beyond the length
+        tiny = jnp.finfo(wide).tiny
+        unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), tiny)
+        anchor = unit.sum(2, keepdims=True) / jnp.maximum(rows.lengths, 1)[..., None, None]
+        anchor /= jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), tiny)
+        return -(unit * anchor).sum(-1)

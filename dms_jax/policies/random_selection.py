@@ -1,0 +1,53 @@
+"""Random selection: the control for every method that scores.
+
+A token is worth a number in [0, 1) that is drawn anew for every cut, from a hash of the layer, the
+KV head, the slot and the position of the cut. `RandomEviction` is its counterpart for methods that
+decide token by token.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dms_jax.policies.base import is_static_int, require
+from dms_jax.policies.draws import mix, uniform
+from dms_jax.policies.scored import Scorer
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomSelection(Scorer):
+    """Keeps tokens at random.
+
+    Attributes:
+      budget, compression_ratio, interval: see `Scorer`.
+      seed: of the draws.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self):
+        require(
+            is_static_int(self.seed) and self.seed < 2**32,
+            f"RandomSelection: seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}.",
+        )
+        super().__post_init__()
+
+    def draw(
+        self, layer: Int[Array, ""], heads: Int[Array, " K"], newest: Int[Array, " B"], slots: int
+    ) -> Float[Array, "B K S"]:
+        """The numbers of a cut after the token at position `newest`."""
+        seed = mix(jnp.uint32(self.seed) ^ mix(layer.astype(jnp.uint32) + 1))
+        head = mix(seed + heads.astype(jnp.uint32))[:, None]
+        when = mix(newest.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[:, None, None]
+        return uniform(mix(mix(head ^ when) + jnp.arange(slots, dtype=jnp.uint32)))
+
+    def worth(self, state, rows, chunk, scale, head_axis) -> Float[Array, "B K S"]:
+        """A draw."""
+        del state, scale
+        heads = jnp.arange(rows.k.shape[1])
+        if head_axis is not None:
+            heads += len(heads) * jax.lax.axis_index(head_axis)
+        newest = chunk.first + jnp.maximum(chunk.count, 1) - 1
+        return self.draw(chunk.layer, heads, newest, rows.k.shape[2])

@@ -1,0 +1,101 @@
+"""SnapKV (Li et al., arXiv 2404.14469): what the last queries attended to.
+
+    w_j     = mean over the last `window` queries i of softmax(q_i K / sqrt(d))_j
+    worth_j = mean over the group of mean over |n| <= kernel / 2 of w_{j + n}
+
+for the tokens before the window, with zeros beyond both ends; the window itself always stays. A
+question takes part in what is kept if it lies in the window.
+
+The policy remembers the last `window` queries of every head, which takes as much room as
+window * group / 2 tokens of a row.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dms_jax.policies.base import PolicyState, is_static_int, require
+from dms_jax.policies.scored import Scorer
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKV(Scorer):
+    """Keeps what a window of recent queries attended to, and the window.
+
+    Attributes:
+      budget, compression_ratio, interval: see `Scorer`.
+      window: queries that vote; their tokens stay.
+      kernel: tokens over which the votes are averaged, an odd number.
+    """
+
+    window: int = 64
+    kernel: int = 5
+
+    remembers = True
+
+    def __post_init__(self):
+        require(
+            is_static_int(self.window, least=1),
+            f"SnapKV: window must be a whole number of at least 1, got {self.window!r}.",
+        )
+        require(
+            is_static_int(self.kernel, least=1) and self.kernel % 2 == 1,
+            f"SnapKV: kernel must be an odd number of at least 1, got {self.kernel!r}.",
+        )
+        super().__post_init__()
+
+    @property
+    def protected(self) -> int:
+        """The window."""
+        return self.window
+
+    def init_row_state(
+        self, num_sequences, num_kv_heads, group, head_dim, dtype
+    ) -> Float[Array, "B K W G D"]:
+        """An empty ring of rotated queries, that of position t at t mod window."""
+        return jnp.zeros((num_sequences, num_kv_heads, self.window, group, head_dim), dtype)
+
+    def remember(self, state: PolicyState, q, chunk) -> PolicyState:
+        """Writes the chunk's last queries into the ring."""
+        ring = state.rows
+        batch, num_kv_heads, _, group, head_dim = ring.shape
+        index = jnp.arange(q.shape[1])[None]
+        last = chunk.count[:, None]
+        keep = (index < last) & (index >= last - self.window)
+        place = jnp.where(keep, chunk.positions % self.window, self.window)  # else dropped
+        grouped = q.reshape(batch, -1, num_kv_heads, group, head_dim)
+        ring = ring.at[jnp.arange(batch)[:, None], :, place].set(
+            grouped.astype(ring.dtype), mode="drop"
+        )
+        return dataclasses.replace(state, rows=ring)
+
+    def worth(self, state, rows, chunk, scale, head_axis) -> Float[Array, "B K S"]:
+        """The votes of the window's queries, a block of them at a time."""
+        del head_axis
+        ring = state.rows
+        wide = jnp.promote_types(ring.dtype, jnp.float32)
+        newest = chunk.first + jnp.maximum(chunk.count, 1) - 1
+        keys = rows.k.astype(wide)
+        slot = jnp.arange(keys.shape[2])
+        size = math.gcd(self.window, 8)
+
+        def add_block(votes, start):
+            age = self.window - 1 - (start + jnp.arange(size))  # 0 for the newest query
+            place = (newest[:, None] - age) % self.window
+            queries = jnp.take_along_axis(ring, place[:, None, :, None, None], axis=2)
+            scores = scale * jnp.einsum("BKWGD,BKSD->BKGWS", queries.astype(wide), keys)
+            seen = slot < (rows.lengths[..., None] - age)[..., None]  # [B, K, W, S]
+            weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, -1e30), axis=-1)
+            return votes + weights.mean(2).sum(2), None
+
+        zeros = jnp.zeros(keys.shape[:3], wide)
+        votes, _ = jax.lax.scan(add_block, zeros, jnp.arange(0, self.window, size))
+        in_window = slot >= (rows.lengths - self.window)[..., None]
+        votes = jnp.where(in_window, 0, votes / self.window)
+        reach = self.kernel // 2
+        padded = jnp.pad(votes, ((0, 0), (0, 0), (reach, reach)))
+        shifted = [padded[..., n : n + votes.shape[-1]] for n in range(self.kernel)]
+        return jnp.where(in_window, jnp.inf, sum(shifted) / self.kernel)

@@ -1,0 +1,172 @@
+"""Policies that score what they hold and cut it back to a budget.
+
+A prompt attends to all of itself; after its last token every KV head is cut to the tokens of the
+highest scores. From then on tokens are appended, and whenever the heads of the layer hold budget +
+interval tokens on average, they are cut back after the attention of that token. What stays, stays
+in order; of equals the later one. Scores, of what a KV head holds after the attention of token t:
+
+    Knorm               -|k_j| in 12 bits
+    KeyDiff             -cos(k_j, mean_i k_i / |k_i|)
+    SnapKV              the softmax weights of the last `window` queries, averaged over them, then
+                        over `kernel` neighbours (zeros beyond the ends), then over the heads of
+                        the group; the window itself always stays
+    ExpectedAttention   queries are Gaussian before rotation, with the mean m and the covariance C
+                        of those so far (the first `sinks` left out); R is the mean rotation of the
+                        next n positions; exp(k R m / sqrt(d) + k R C R' k / 2d) normalised over the
+                        tokens without the sinks, averaged over the group, plus epsilon, times |v_j|
+
+AdaKV ranks the tokens of all heads of a layer together after each head has its alpha * budget best.
+PyramidKV gives the layers budgets that fall linearly, see `pyramid`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tests.oracles import rope
+from tests.oracles.trace import (
+    Recorder,
+    Trace,
+    as_float64,
+    attend_live,
+    attention_weights,
+    default_scale,
+)
+
+# (token t, tokens held by each KV head) -> for each KV head the worth of each, inf to stay.
+Worth = Callable[[int, list[list[int]]], list[np.ndarray]]
+
+
+def simulate(
+    q,
+    k,
+    v,
+    prompt_length: int,
+    *,
+    worth: Worth,
+    budget: int,
+    interval: int | None,
+    alpha: float | None = None,
+) -> Trace:
+    """Simulate over q [T, H, D] and k, v [T, K, D], all rotated already; `alpha` is AdaKV's."""
+    q, k, v = as_float64(q, k, v)
+    scale = default_scale(q, None)
+    kv_heads = k.shape[1]
+    recorder = Recorder(q.shape[1])
+    held: list[list[int]] = [[] for _ in range(kv_heads)]
+    for t in range(len(q)):
+        held = [[*ids, t] for ids in held]
+        live = held
+        output = attend_live(q[t], k, v, live, scale)
+        due = t == prompt_length - 1
+        if t >= prompt_length and interval is not None:
+            due = sum(map(len, held)) >= kv_heads * (budget + interval)
+        if due and sum(map(len, held)) > kv_heads * budget:
+            held = cut(held, worth(t, held), budget, alpha)
+        recorder.step(output, live, kept=held)
+    return recorder.trace()
+
+
+def cut(
+    held: list[list[int]], worth: list[np.ndarray], budget: int, alpha: float | None
+) -> list[list[int]]:
+    """The tokens that stay in each head."""
+    if alpha is None:
+        return [best(ids, scores, budget) for ids, scores in zip(held, worth, strict=True)]
+    worth = [scores.copy() for scores in worth]
+    for scores in worth:
+        scores[best(range(len(scores)), scores, int(alpha * budget))] = np.inf
+    flat = [(score, h, i) for h, row in enumerate(worth) for i, score in enumerate(row)]
+    taken = sorted(flat, reverse=True)[: len(held) * budget]
+    return [sorted(held[h][i] for _, head, i in taken if head == h) for h in range(len(held))]
+
+
+def best(ids: Sequence[int], scores: np.ndarray, count: int) -> list[int]:
+    order = sorted(range(len(ids)), key=lambda i: (scores[i], i), reverse=True)
+    return sorted(ids[i] for i in order[:count])
+
+
+def pyramid(budget: int, protected: int, beta: int, layer: int, layers: int) -> int:
+    """The first layer gets most: beside what always stays, from 2 b - b / beta down to b / beta."""
+    beside = budget - protected
+    low = beside // beta
+    high = 2 * beside - low
+    if layers == 1:
+        return budget
+    return max(1, protected + high - -(-layer * (high - low) // (layers - 1)))
+
+
+def knorm(k) -> Worth:
+    mantissa, exponent = np.frexp(np.linalg.norm(k, axis=-1))
+    norms = np.ldexp(np.round(mantissa * 2**13) / 2**13, exponent)  # 12 bits after the leading one
+    return lambda t, held: [-norms[ids, h] for h, ids in enumerate(held)]
+
+
+def keydiff(k) -> Worth:
+    def worth(t, held):
+        scores = []
+        for h, ids in enumerate(held):
+            unit = k[ids, h] / np.linalg.norm(k[ids, h], axis=-1, keepdims=True)
+            anchor = unit.mean(axis=0)
+            scores.append(-(unit @ anchor) / np.linalg.norm(anchor))
+        return scores
+
+    return worth
+
+
+def snapkv(q, k, window: int, kernel: int) -> Worth:
+    scale, group = default_scale(q, None), q.shape[1] // k.shape[1]
+
+    def worth(t, held):
+        scores = []
+        for h, ids in enumerate(held):
+            old = len(ids) - window
+            rows = np.zeros((group, old))
+            for g in range(group):
+                for query in range(t - window + 1, t + 1):
+                    seen = [j for j in ids if j <= query]
+                    weights = attention_weights(q[query, h * group + g], k[seen, h], scale)
+                    rows[g] += weights[:old] / window
+            smooth, half = np.full(kernel, 1 / kernel), kernel // 2
+            pooled = [np.convolve(row, smooth)[half : half + old] for row in rows]
+            scores.append(np.append(np.mean(pooled, axis=0), np.full(window, np.inf)))
+        return scores
+
+    return worth
+
+
+def expected_attention(
+    queries,
+    k,
+    v,
+    *,
+    theta: float,
+    sinks: int,
+    future: int,
+    covariance: bool,
+    epsilon: float,
+) -> Worth:
+    """`queries` [T, H, D] before rotation, k rotated."""
+    group, dim = queries.shape[1] // k.shape[1], k.shape[2]
+
+    def worth(t, held):
+        cos, sin = rope.angles(np.arange(t + 1, t + 1 + future), dim, theta)
+        turned = rope.rotate_tokens(np.repeat(np.eye(dim)[None], future, 0), cos, sin)
+        rotation = turned.mean(axis=0).T  # R e_i is the i-th column
+        scores = []
+        for h, ids in enumerate(held):
+            keys, values = k[ids[sinks:], h], v[ids[sinks:], h]
+            total = np.zeros(len(keys))
+            for g in range(group):
+                past = queries[sinks : t + 1, h * group + g]
+                logits = keys @ rotation @ past.mean(axis=0) / np.sqrt(dim)
+                if covariance:
+                    spread = rotation @ np.cov(past.T, bias=True) @ rotation.T
+                    logits += np.einsum("sd,de,se->s", keys, spread, keys) / (2 * dim)
+                weights = np.exp(logits - logits.max())
+                total += weights / weights.sum() / group
+            total = (total + epsilon) * np.linalg.norm(values, axis=-1)
+            scores.append(np.append(np.full(sinks, np.inf), total))
+        return scores
+
+    return worth

@@ -1,0 +1,104 @@
+"""The oracle of the policies that score what they hold, against examples worked by hand."""
+
+import numpy as np
+import pytest
+
+from tests.oracles import scored, vanilla
+from tests.oracles.examples import tensors
+
+
+def lengths_of(trace, head=0):
+    return [len(step[head]) for step in trace.live], [len(step[head]) for step in trace.kept]
+
+
+def test_a_prompt_is_cut_once_and_answers_at_every_interval():
+    q, k, v = tensors(0, length=12)
+    trace = scored.simulate(q, k, v, 6, worth=scored.knorm(k), budget=3, interval=2)
+    live, kept = lengths_of(trace)
+    assert live == [1, 2, 3, 4, 5, 6, 4, 5, 4, 5, 4, 5]
+    assert kept == [1, 2, 3, 4, 5, 3, 4, 3, 4, 3, 4, 3]
+    np.testing.assert_allclose(trace.outputs[:6], vanilla.simulate(q, k, v).outputs[:6])
+    once = scored.simulate(q, k, v, 6, worth=scored.knorm(k), budget=3, interval=None)
+    assert lengths_of(once)[1][5:] == [3, 4, 5, 6, 7, 8, 9]
+    never = scored.simulate(q, k, v, 0, worth=scored.knorm(k), budget=3, interval=None)
+    assert lengths_of(never)[1] == list(range(1, 13))
+
+
+def test_the_smallest_keys_stay_in_their_order():
+    k = np.array([3.0, 1, 2, 5, 0.5])[:, None, None] * np.array([0.6, 0.8])
+    trace = scored.simulate(k, k, k, 5, worth=scored.knorm(k), budget=3, interval=None)
+    assert trace.kept[-1] == [[1, 2, 4]]
+
+
+def test_keys_unlike_the_others_stay():
+    # Directions: three to the right, one up, one to the left: the mean points right and up.
+    k = np.array([[1.0, 0], [2, 0], [0, 3], [4, 0], [-1, 0]])[:, None]
+    scores = scored.keydiff(k)(4, [[0, 1, 2, 3, 4]])[0]
+    length = np.hypot(2, 1)  # the mean is (2, 1) / 5
+    np.testing.assert_allclose(
+        scores, [-2 / length, -2 / length, -1 / length, -2 / length, 2 / length]
+    )
+    trace = scored.simulate(k, k, k, 5, worth=scored.keydiff(k), budget=2, interval=None)
+    assert trace.kept[-1] == [[2, 4]]
+
+
+def test_snapkv_pools_the_votes_of_the_window():
+    # One head of one dim, scale 1: with q = 1 key j weighs exp(k_j).
+    weights = np.array([1.0, 2, 5, 1, 1, 4, 2])
+    k = np.log(weights)[:, None, None]
+    q = np.ones_like(k)
+    scores = scored.snapkv(q, k, window=2, kernel=3)(6, [list(range(7))])[0]
+    # Query 5 sees 14 in all, query 6 sees 16: old tokens get w / 14 and w / 16, averaged.
+    votes = weights[:5] * (1 / 14 + 1 / 16) / 2
+    pooled = [votes[:2].sum(), votes[:3].sum(), votes[1:4].sum(), votes[2:].sum(), votes[3:].sum()]
+    np.testing.assert_allclose(scores, [*np.array(pooled) / 3, np.inf, np.inf])
+
+
+def test_snapkv_sees_what_is_left_of_the_past():
+    """After an earlier cut the slots before the window are not the tokens before it."""
+    q, k, _ = tensors(4, length=9)
+    ids = [[0, 3, 7, 8], [1, 2, 7, 8]]
+    scores = scored.snapkv(q, k, window=2, kernel=1)(8, ids)
+    logits = np.array(
+        [[k[j, 1] @ q[i, h] / np.sqrt(6) for j in ids[1]] for i in (7, 8) for h in (2, 3)]
+    )
+    logits[:2, 3] = -np.inf  # query 7 does not see key 8
+    weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(scores[1][:2], weights[:, :2].mean(0))
+
+
+def test_expected_attention_is_the_mean_of_attention_under_its_gaussian():
+    """E exp(q k) of a Gaussian q, by sampling; one future position, so that R is a rotation."""
+    random = np.random.default_rng(5)
+    queries, k, v = tensors(6, length=40, query_heads=1, kv_heads=1, dim=4)
+    ids = list(range(40))
+    options = dict(theta=100.0, sinks=1, future=1, epsilon=0.0)
+    scores = scored.expected_attention(queries, k, v, covariance=True, **options)(39, [ids])[0]
+    past = queries[1:, 0]
+    drawn = random.multivariate_normal(past.mean(0), np.cov(past.T, bias=True), 400_000)
+    cos, sin = scored.rope.angles([40], 4, 100.0)
+    turned = scored.rope.rotate(drawn, cos, sin)
+    expected = np.exp(turned @ k[1:, 0].T / 2).mean(0)
+    expected *= np.linalg.norm(v[1:, 0], axis=-1) / expected.sum()
+    assert scores[0] == np.inf
+    np.testing.assert_allclose(scores[1:], expected, rtol=0.03)
+    plain = scored.expected_attention(queries, k, v, covariance=False, **options)(39, [ids])[0]
+    assert np.abs(plain[1:] / expected - 1).max() > 0.1
+
+
+def test_heads_compete_after_each_had_its_share():
+    worth = [np.array([9.0, 8, 7, 6]), np.array([1.0, 5, 2, 3])]
+    held = [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert scored.cut(held, worth, 2, alpha=0.0) == [[0, 1, 2, 3], []]
+    assert scored.cut(held, worth, 2, alpha=0.5) == [[0, 1, 2], [1]]
+    assert scored.cut(held, worth, 2, alpha=1.0) == [[0, 1], [1, 3]]
+    assert scored.cut(held, worth, 2, alpha=None) == [[0, 1], [1, 3]]
+
+
+@pytest.mark.parametrize(("budget", "protected", "beta"), [(64, 8, 20), (100, 0, 7), (33, 32, 20)])
+def test_a_pyramid_spends_its_budget_and_no_more(budget, protected, beta):
+    layers = [scored.pyramid(budget, protected, beta, layer, 12) for layer in range(12)]
+    assert layers == sorted(layers, reverse=True)
+    assert budget - 1 < np.mean(layers) + 1 <= budget + 1
+    assert layers[-1] == max(1, protected + (budget - protected) // beta)
+    assert scored.pyramid(budget, protected, beta, 0, 1) == budget
