@@ -1,0 +1,224 @@
+"""Milliseconds a decode step under every policy, at a length that is set rather than reached.
+
+Weights, keys and values are random; a policy's state is filled with what it could be at that
+length. Learned eviction is played by draws (`RandomEviction`), with uneven heads: the same kernels,
+the same ring, a ratio that is known.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from benchmark_decode import median_seconds, model_of, read_rate, roofline
+
+import dms_jax
+from dms_jax.cache import Pool
+from dms_jax.generation.runner import Runner
+from dms_jax.generation.sampling import Filter
+from dms_jax.model.caching import entry_bytes
+from dms_jax.policies import POLICIES, Policy
+from dms_jax.policies.delayed_eviction import DelayedEviction
+from dms_jax.policies.h2o import H2O
+from dms_jax.policies.quest import PageBounds
+from dms_jax.policies.selective import SelectiveReading
+from dms_jax.policies.victims import VictimEviction
+
+CHUNK, REPEATS, WINDOW, PAGE_SIZE = 32, 3, 256, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Racer:
+    """A policy at a length.
+
+    Attributes:
+      label: for the table.
+      policy: what runs.
+      live: mean slots of a row.
+      uneven: whether heads hold between nothing and twice that beyond the window.
+      kv_dtype: of the cache.
+    """
+
+    label: str
+    policy: Policy
+    live: int
+    uneven: bool = False
+    kv_dtype: str | None = None
+
+
+def racers(context: int, ratio: int) -> Iterator[Racer]:
+    """Every policy, with a budget of context / ratio."""
+    budget = context // ratio
+    kept = (budget - WINDOW - 1) / (context - WINDOW - 1)
+    drawn = dms_jax.RandomEviction(window=WINDOW, rate=1 - kept)
+    float8 = "float8_e4m3"
+    yield Racer("Vanilla", dms_jax.Vanilla(), context)
+    yield Racer("Vanilla + float8", dms_jax.Vanilla(), context, kv_dtype=float8)
+    yield Racer("DMS (drawn)", drawn, budget, uneven=True)
+    yield Racer("DMS (drawn) + float8", drawn, budget, uneven=True, kv_dtype=float8)
+    half = max(budget // 2, PAGE_SIZE)
+    for name in ("Quest", "KCache"):
+        fields = dict(budget=half) if name == "Quest" else dict(top=128)
+        over = POLICIES[name](**fields, over=drawn)
+        yield Racer(f"DMS (drawn) + {name}", over, budget, uneven=True)
+    yield Racer("DMC", dms_jax.DMC(), budget, uneven=True)
+    yield Racer("StreamingLLM", dms_jax.StreamingLLM(budget=budget), budget)
+    yield Racer("TOVA", dms_jax.TOVA(budget=budget), budget + 1)
+    yield Racer("H2O", POLICIES["H2O"](budget=budget), budget + 1)
+    yield Racer("Quest", dms_jax.Quest(budget=budget), context)
+    yield Racer("KCache", POLICIES["KCache"](top=128), context)
+    for name in ("SnapKV", "Knorm", "KeyDiff", "ExpectedAttention"):
+        if name in POLICIES:
+            yield Racer(name, POLICIES[name](budget=budget - 256, interval=512), budget)
+
+
+def row_lengths(racer: Racer, shape: tuple[int, int, int], context: int) -> np.ndarray:
+    """[L, B, K] slots in use."""
+    if not racer.uneven:
+        return np.full(shape, racer.live)
+    heads = np.random.default_rng(0).uniform(0, 2, (shape[0], 1, shape[2]))
+    heads *= (racer.live - WINDOW - 1) / heads.mean()
+    lengths = np.minimum(WINDOW + 1 + np.round(heads), context)
+    return np.broadcast_to(lengths, shape).astype(np.int64)
+
+
+def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> tuple[Any, Any]:
+    """(row state, page state) that the policy could have come to."""
+    rows, pages = cache.row_state, cache.page_state
+    random = np.random.default_rng(1)
+    inner = policy.over if isinstance(policy, SelectiveReading) else policy
+    if isinstance(inner, DelayedEviction):
+        size = inner.visible_window + 1
+        position = np.arange(context - size, context)
+        slots = lengths[..., None] - size + np.arange(size)[np.argsort(position % size)]
+        marked = random.random(slots.shape) < getattr(inner, "rate", 0.0)
+        rows = inner.with_ring(rows, jnp.asarray(2 * np.maximum(slots, 0) + marked, jnp.int32))
+    if isinstance(inner, VictimEviction):
+        rows = jnp.asarray(random.integers(0, lengths), jnp.int32)
+    if isinstance(inner, H2O):
+        draw = jax.jit(lambda x: jax.random.uniform(jax.random.key(2), x.shape))
+        pages = jax.tree.map(lambda x: (draw(x) * context).astype(x.dtype), pages)
+    if isinstance(pages, PageBounds):
+        draw = jax.jit(lambda x: jnp.abs(jax.random.normal(jax.random.key(3), x.shape, x.dtype)))
+        pages = PageBounds(low=-draw(pages.low), high=draw(pages.high))
+    return rows, pages
+
+
+def filled_runner(
+    model: dms_jax.LanguageModel, racer: Racer, lengths: np.ndarray, context: int
+) -> Runner:
+    """A cache at its length, with random contents."""
+    steps, batch = (REPEATS + 3) * CHUNK, lengths.shape[1]
+    num_pages = int(np.ceil((lengths + steps) / PAGE_SIZE).sum())
+    runner = Runner(
+        model,
+        racer.policy,
+        num_lanes=batch,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        kv_dtype=racer.kv_dtype,
+    )
+    runner.lengths = lengths.copy()
+    runner.reserve(np.full(batch, steps))
+    cache = runner.cache
+    rows, pages = state_at(racer.policy, cache, lengths, context)
+
+    def draw(x, key):  # page by page: float32 numbers of a whole pool would not fit
+        keys = jax.random.split(jax.random.key(key), len(x))
+        one = lambda key: jax.random.normal(key, x.shape[1:], jnp.bfloat16).astype(x.dtype)  # noqa: E731
+        return jax.lax.map(one, keys, batch_size=4096)
+
+    fill = jax.jit(draw, static_argnums=1, donate_argnums=0)
+    pool = cache.pool
+    runner.cache = dataclasses.replace(
+        cache,
+        pool=Pool(
+            k_pages=fill(pool.k_pages, 1),
+            v_pages=fill(pool.v_pages, 2),
+            k_scales=None if pool.k_scales is None else jnp.ones_like(pool.k_scales),
+            v_scales=None if pool.v_scales is None else jnp.ones_like(pool.v_scales),
+        ),
+        lengths=jnp.asarray(lengths, jnp.int32),
+        seen=jnp.full(batch, context, jnp.int32),
+        row_state=rows,
+        page_state=pages,
+    )
+    return runner
+
+
+def time_steps(
+    model: dms_jax.LanguageModel, racer: Racer, *, batch: int, context: int, rate: float
+) -> dict[str, Any]:
+    """Times decode steps through the library's own loop."""
+    config = model.config
+    lengths = row_lengths(racer, (config.num_layers, batch, config.num_kv_heads), context)
+    runner = filled_runner(model, racer, lengths, context)
+    held = int(np.ceil(lengths / PAGE_SIZE).sum())
+    tokens = np.zeros(batch, np.int32)
+    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), batch)))
+    reads = []
+
+    def run() -> np.ndarray:
+        steps = runner.decode(
+            tokens,
+            np.full(batch, 10**6, np.int32),
+            keys,
+            Filter(temperature=0.0),
+            num_steps=CHUNK,
+            end_tokens=(),
+        )
+        tokens[:] = steps.tokens[-1]
+        reads.append(steps.reads.sum(1).mean())
+        return steps.tokens
+
+    seconds = median_seconds(run, REPEATS, warmup=2) / CHUNK
+    cache_bytes = sum(
+        leaf.nbytes for leaf in jax.tree.leaves((runner.cache.row_state, runner.cache.page_state))
+    )
+    entry = entry_bytes(config, model.dtype, racer.kv_dtype)
+    cache_bytes += held * PAGE_SIZE * entry
+    read_bytes = float(np.mean(reads)) * entry
+    for leaf in jax.tree.leaves(runner.cache):
+        leaf.delete()
+    return roofline(model, read_bytes, rate, seconds) | dict(
+        tokens_per_second=batch / seconds,
+        live=float(lengths.mean()),
+        reads_a_step=float(np.mean(reads)) / lengths[:, 0].size / batch,
+        cache_bytes=cache_bytes,
+        policy=racer.policy.to_dict(),
+        kv_dtype=racer.kv_dtype,
+    )
+
+
+def compare_speed(
+    config: Any, tell: Callable[[str], None], write: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
+    """Times every policy at every ratio; rows are written as they come."""
+    model = model_of(config.shape, jnp.bfloat16 if config.shape != "tiny" else jnp.float32)
+    rate = read_rate()
+    rows: list[dict[str, Any]] = []
+    for number, ratio in enumerate(config.ratios):
+        for racer in racers(config.context, int(ratio)):
+            if number and racer.label.startswith("Vanilla"):
+                continue
+            if config.only and racer.label not in config.only:
+                continue
+            figures: dict[str, Any]
+            try:
+                figures = time_steps(
+                    model, racer, batch=config.batch, context=config.context, rate=rate
+                )
+                told = (
+                    f"{figures['step_ms']:.2f} ms a step, {figures['cache_bytes'] / 1e9:.2f} GB, "
+                    f"reads {figures['reads_a_step']:,.0f}"
+                )
+            except (jax.errors.JaxRuntimeError, dms_jax.DmsJaxError) as error:
+                figures = {"failed": str(error)[:400]}
+                told = figures["failed"]
+            dense = racer.label.startswith("Vanilla")
+            rows.append(dict(label=racer.label, ratio=1 if dense else ratio, **figures))
+            tell(f"{racer.label} at {rows[-1]['ratio']:g}: {told}")
+            write({"read_gb_a_second": rate / 1e9, "rows": rows})
+    return rows
