@@ -62,7 +62,9 @@ def main(config: Config) -> int:
             plan = make_plan(config, model, source, evaluate, began)
             print(f"{plan['steps']} steps of {config.batch_size} x {config.sequence_length} tokens")
             source.set_state({"step": 0})
-            stop = config.stop_after_minutes
+            left = None
+            if config.stop_after_minutes is not None:
+                left = max(began + 60 * config.stop_after_minutes - time.perf_counter(), 0.001)
             trained = dms_jax.train(
                 model,
                 recipe=config.make_recipe(plan["steps"]),
@@ -70,9 +72,7 @@ def main(config: Config) -> int:
                 out=config.out,
                 seed=config.seed,
                 checkpoint_every=config.checkpoint_every,
-                stop_after=None
-                if stop is None
-                else max(60 * stop + began - time.perf_counter(), 1),
+                stop_after=left,
                 evaluate=evaluate,
                 evaluate_every=config.evaluate_every,
             )
@@ -183,14 +183,22 @@ def prose_document(tokenizer: Tokenizer, text: str, length: int) -> tuple[list[i
 
 
 def pack(documents: Iterator[tuple[list[int], int]], sequences: int, length: int) -> Batch:
-    """Puts documents (ids, how many of them do not count) into sequences, in order."""
+    """Puts documents (ids, how many of them do not count) into sequences, in order.
+
+    Raises:
+      DataError: a thousand documents on end are longer than a sequence.
+    """
     shape = (sequences, length)
     tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     counts = np.zeros(shape, bool)
-    row = filled = segment = 0
+    row = filled = segment = too_long = 0
     for ids, silent in documents:
         if len(ids) > length:
+            too_long += 1
+            if too_long == 1000:
+                raise dms_jax.DataError(f"the documents are longer than {length} tokens")
             continue
+        too_long = 0
         if filled + len(ids) > length:
             row, filled, segment = row + 1, 0, 0
             if row == sequences:

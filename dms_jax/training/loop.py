@@ -85,7 +85,7 @@ class Run:
         self._clock = time.perf_counter()
         self._display: Any = None
 
-    def go(self, *, checkpoint_every: int, stop_after: float | None) -> None:
+    def go(self, *, checkpoint_every: int, stop_after: float | int | None) -> None:
         """Runs the steps that are left.
 
         Raises:

@@ -1,0 +1,123 @@
+"""The pretraining script: a small run and its files, its plan, and the held-out data."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import dms_jax
+
+EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script as a module; it finds its settings beside itself."""
+    sys.path.insert(0, str(EXPERIMENTS))
+    try:
+        import configs.pretrain
+        import pretrain
+
+        yield pretrain, configs.pretrain.Config
+    finally:
+        sys.path.remove(str(EXPERIMENTS))
+
+
+@pytest.fixture(scope="module")
+def config(script):
+    _, make = script
+    return make(
+        steps=5,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        sequence_length=256,
+        batch_size=2,
+        held_out_sequences=1,
+        evaluate_every=3,
+        workers=0,
+    )
+
+
+@pytest.mark.slow
+def test_a_small_run_is_stopped_goes_on_and_is_written(script, config, tmp_path, capsys):
+    pretrain, _ = script
+    stopped = dataclasses.replace(config, out=tmp_path / "run", stop_after_minutes=1e-9)
+    cache = jax.config.jax_compilation_cache_dir
+    assert pretrain.main(stopped) == 0
+    assert "stopped after step" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert pretrain.main(dataclasses.replace(config, out=tmp_path / "run")) == 0
+    jax.config.update("jax_compilation_cache_dir", cache)
+
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    result = summary["result"]
+    assert (result["steps"], result["tokens"]) == (5, 5 * 2 * 256)
+    parts = {"linear", "arithmetic", "words", "needle", "tracking", "stories", "text"}
+    assert result["held_out_loss"].keys() == parts
+    assert all(0 < loss < 10 for loss in result["held_out_loss"].values())
+    assert "--steps 5 --hidden-size 16" in summary["command"]
+    assert "--out" not in summary["command"]
+    assert summary["versions"]["jax"] == jax.__version__
+    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 5
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+
+    wide, narrow = (dms_jax.load(tmp_path / "run" / name) for name in ("model", "bfloat16"))
+    assert (wide.dtype, narrow.dtype) == ("float32", "bfloat16")
+    assert narrow.policy == dms_jax.Vanilla()
+    assert narrow.generation.eos_token_ids == (narrow.tokenizer.eos_token_id,)
+    tokens = np.arange(12)[None]
+    np.testing.assert_allclose(wide.logits(tokens), narrow.logits(tokens), atol=0.05)
+
+
+def test_minutes_become_steps_that_a_later_call_keeps(script, config, tmp_path, monkeypatch):
+    """A step takes 0.5 s and an evaluation 1 s: how many fit beside compilation and writing."""
+    pretrain, _ = script
+    config = dataclasses.replace(config, steps=None, minutes=10.0, evaluate_every=4, out=tmp_path)
+
+    def train(model, *, recipe, on_step, **options):
+        del model, options
+        steps = range(recipe.total_steps(dms_jax.Vanilla()))
+        for step in steps:
+            on_step({"seconds": 0.5 if step else 20.0})
+
+    clock = itertools.count(100.0)
+    monkeypatch.setattr(pretrain.dms_jax, "train", train)
+    monkeypatch.setattr(pretrain.time, "perf_counter", lambda: next(clock))
+    plan = pretrain.make_plan(config, None, None, lambda model: {}, 100.0)
+    # Readings of the clock: 100 and 101 around the evaluation, 102 after: 2 s are gone.
+    assert plan["steps"] == int((600 - 2 - 20 - pretrain.RESERVE) / (0.5 + 1 / 4))
+    monkeypatch.undo()
+    assert pretrain.make_plan(config, None, None, None, 0.0) == plan
+    told = dataclasses.replace(config, steps=7)
+    assert pretrain.make_plan(told, None, None, None, 0.0) == {"steps": 7}
+
+
+def test_documents_are_packed_in_order(script):
+    pretrain, _ = script
+    documents = [([1, 2, 3], 1), ([4, 5], 2), ([6] * 9, 1), ([7, 8, 9, 10], 1), ([11], 0)]
+    batch = pretrain.pack(iter(documents), 2, 6)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 4, 5, 0], [7, 8, 9, 10, 11, 0]]
+    assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 2, 0]]
+    assert batch["loss_mask"].tolist() == [
+        [False, True, True, False, False, False],
+        [False, True, True, True, True, False],
+    ]
+
+    with pytest.raises(dms_jax.DataError, match="longer than 6 tokens"):
+        pretrain.pack(itertools.repeat(([6] * 9, 1)), 2, 6)
+
+
+def test_errors_are_told_in_a_line(script, config, tmp_path, capsys):
+    pretrain, _ = script
+    missing = dataclasses.replace(config, out=tmp_path, tokenizer=tmp_path)
+    assert pretrain.main(missing) == 1
+    assert "ConfigError: there is no tokenizer.json" in capsys.readouterr().err

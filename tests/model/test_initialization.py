@@ -1,0 +1,111 @@
+"""Random models: the spread of their parameters, and the gradient of the embedding."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.model import layers
+from dms_jax.training.parameters import parameters
+from tests.support.models import tiny_config
+
+CONFIG = dms_jax.ModelConfig(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    max_position_embeddings=64,
+    tie_embeddings=True,
+)
+
+
+def test_parameters_spread_as_documented():
+    arrays = parameters(dms_jax.initialize(CONFIG, seed=3).transformer)
+    expected = {
+        "embedding": 0.02,
+        "layers.attention.qkv_proj.kernel": 1 / math.sqrt(64),
+        "layers.attention.o_proj.kernel": 1 / math.sqrt(4 * 32) / math.sqrt(2 * 3),
+        "layers.mlp.gate_up_proj.kernel": 1 / math.sqrt(64),
+        "layers.mlp.down_proj.kernel": 1 / math.sqrt(96) / math.sqrt(2 * 3),
+    }
+    for name, deviation in expected.items():
+        assert arrays[name].std() == pytest.approx(deviation, rel=0.03), name
+        assert abs(arrays[name].mean()) < 0.03 * deviation, name
+        assert arrays[name].dtype == jnp.float32
+    scales = [array for name, array in arrays.items() if name not in expected]
+    assert len(scales) == 3
+    assert all(bool((scale == 1).all()) for scale in scales)
+
+
+def test_a_seed_gives_the_same_model():
+    one, same, other = (
+        parameters(dms_jax.initialize(tiny_config(), seed=seed, dtype="bfloat16").transformer)
+        for seed in (0, 0, 1)
+    )
+    for name, array in one.items():
+        assert array.dtype == jnp.bfloat16
+        assert np.array_equal(array, same[name]), name
+    assert not np.array_equal(one["embedding"], other["embedding"])
+
+
+def test_a_tokenizer_sets_what_generation_ends_at():
+    tokenizer = dms_jax.load(assets.path("stories260k")).tokenizer
+    config = tiny_config()
+    with pytest.raises(dms_jax.ConfigError, match="tokenizer has 512 tokens and the model only 31"):
+        dms_jax.initialize(config, tokenizer=tokenizer)
+    larger = dataclasses.replace(CONFIG, vocab_size=512)
+    model = dms_jax.initialize(larger, tokenizer=tokenizer)
+    assert model.generation.eos_token_ids == (tokenizer.eos_token_id,)
+    assert model.generation.bos_token_id == tokenizer.bos_token_id
+    assert model.tokenizer is tokenizer
+    assert model.policy == dms_jax.Vanilla()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(seed=-1), "seed must be a whole number"),
+        (dict(dtype="int32"), "parameters cannot have dtype int32"),
+        (dict(dtype="float33"), "dtype 'float33' is not known"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(options, message):
+    with pytest.raises(dms_jax.ConfigError, match=message):
+        dms_jax.initialize(tiny_config(), **options)
+
+
+def gradient_of_table(table, tokens, weights):
+    def total(table):
+        return jnp.sum((layers.look_up(table, tokens) * weights).astype(jnp.float32))
+
+    return jax.grad(total)(table)
+
+
+@pytest.mark.parametrize("alive", [2**28, 3 * 17 * 4])  # at once, and in chunks with padding
+def test_the_gradient_of_a_look_up_adds_up_the_rows(alive, monkeypatch):
+    monkeypatch.setattr(layers, "_ONE_HOT_ELEMENTS", alive)
+    random = np.random.default_rng(0)
+    tokens, weights = random.integers(0, 17, (3, 11)), random.normal(size=(3, 11, 5))
+    expected = np.zeros((17, 5))
+    np.add.at(expected, tokens, weights)
+    with jax.enable_x64(True):
+        table = jnp.asarray(random.normal(size=(17, 5)))
+        found = gradient_of_table(table, jnp.asarray(tokens), jnp.asarray(weights))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_a_frequent_tokens_gradient_is_not_lost_in_bfloat16():
+    """Added up one by one in bfloat16, ones come to a halt at 256."""
+    table = jnp.zeros((4, 2), jnp.bfloat16)
+    tokens = jnp.zeros((8, 512), jnp.int32)
+    found = gradient_of_table(table, tokens, jnp.ones((8, 512, 2), jnp.bfloat16))
+    assert found.dtype == jnp.bfloat16
+    assert np.array_equal(found, [[4096, 4096], [0, 0], [0, 0], [0, 0]])
