@@ -1,4 +1,4 @@
-"""Retrofit a checkpoint with Dynamic Memory Sparsification.
+"""Retrofit a checkpoint with Dynamic Memory Sparsification or Dynamic Memory Compression.
 
 Starts from a named set of options, each of which can be changed:
 

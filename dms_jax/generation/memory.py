@@ -23,7 +23,7 @@ from dms_jax.generation.checks import check_count, check_real, show
 from dms_jax.model.caching import entry_bytes, page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import Policy, Quest, RandomEviction, Vanilla
+from dms_jax.policies import FixedPooling, Policy, Quest, RandomEviction, Vanilla
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +174,8 @@ def expected_live_tokens(
     limit = policy.slot_limit(page_size)
     if limit is not None:
         return float(min(limit, tokens))
+    if isinstance(policy, FixedPooling):
+        return float(math.ceil(tokens / policy.every))
     if isinstance(policy, RandomEviction):
         kept = 1 - policy.rate
     else:

@@ -201,6 +201,36 @@ def dmc_paper(
     )
 
 
+def dmc_quickstart(
+    compression_ratio: Number = 2.0,
+    *,
+    steps_per_ratio: int = 80,
+    snapshots: tuple[Number, ...] = (),
+) -> Recipe:
+    """DMC on the 260K-parameter model of the demo: all weights, some hundred short steps.
+
+    For `DMC(neuron="first", offset=2.0, temperature=0.3)`: the paper's constant of 5 and
+    temperature of 0.1 take thousands of steps to be overcome. The neuron is an eighth of that
+    model's head, so that its loss costs more than the merging (`experiments/dmc_stories.py`).
+    """
+    steps = _ramp_steps(compression_ratio, steps_per_ratio)
+    return Recipe(
+        name="dmc_quickstart",
+        stages=(
+            Stage("neuron_decay", 100, 5e-4),
+            Stage("ramp", steps, 7e-4, compression_ratio),
+            Stage("train", 120, 7e-4, final_learning_rate=7e-5),
+        ),
+        sequence_length=512,
+        batch_size=4,
+        trainable="all",
+        compute_dtype=None,
+        remat=False,
+        compression_weight=2.0,
+        snapshots=snapshots,
+    )
+
+
 def pretraining(
     steps: int,
     *,

@@ -4,7 +4,8 @@ import dataclasses
 import pathlib
 from typing import Literal
 
-from dms_jax import DMS, assets, recipes
+from dms_jax import DMC, DMS, FixedPooling, assets, recipes
+from dms_jax.policies import Policy
 from dms_jax.training import Recipe
 
 
@@ -19,10 +20,15 @@ class Config:
     out: pathlib.Path
     """Directory of the run: checkpoints, log.jsonl, model. A run that is there is resumed."""
 
-    recipe: Literal["published", "paper", "quickstart"] = "published"
-    """NVIDIA's released recipe (adapter alone), the paper's, or the demo's (all weights)."""
+    policy: Literal["DMS", "DMC", "FixedPooling"] = "DMS"
+    """What to learn: to evict, to merge, or to live with the averages of a fixed number."""
+    recipe: Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"] = "published"
+    """NVIDIA's released recipe (adapter alone), the DMS paper's, or the demo's (all weights); the
+    DMC paper's, or one for the demo's model."""
     paper_model: str = "text"
     """Paper's recipe: a row of its tables ("qwen-r1-7b", ...), or "text" for 100 steps a unit."""
+    variant: Literal["dmc", "dmc-c", "local_prior", "immediate"] = "dmc"
+    """DMC paper's recipe: an ablation of its loss or of its schedule."""
     compression_ratio: float = 8.0
     """1 / share of tokens that stay after the window; a cache with its window saves less."""
     snapshots: tuple[float, ...] = ()
@@ -36,6 +42,19 @@ class Config:
     """How many tokens later the decision about a token is made; 1 in released checkpoints."""
     per: Literal["head", "layer"] = "head"
     """Whether each KV head decides for itself."""
+
+    merge_window: int | None = 12
+    """DMC: the last tokens of a segment that count in its mean; None for all."""
+    neuron: Literal["first", "last"] = "first"
+    """DMC: the dimension of keys and queries that decides; the paper's choice, or the code's."""
+    importance: Literal["learned", "uniform"] = "learned"
+    """DMC: whether tokens weigh by what their queries say."""
+    offset: float = 5.0
+    """DMC: what a neuron must exceed for its token to be merged."""
+    temperature: float = 0.1
+    """Of the relaxed decisions in training."""
+    every: int = 4
+    """FixedPooling: tokens a slot."""
 
     sequence_length: int | None = None
     """Tokens a training sequence; None takes the recipe's."""
@@ -57,25 +76,51 @@ class Config:
     seed: int = 0
     """Order of the data and noise of the training."""
 
-    def make_policy(self) -> DMS:
+    def make_policy(self) -> Policy:
         """The cache policy to retrofit for."""
-        return DMS(window=self.window, source=self.source, shift=self.shift, per=self.per)
+        if self.policy == "FixedPooling":
+            return FixedPooling(every=self.every)
+        if self.policy == "DMC":
+            return DMC(
+                window=self.merge_window,
+                neuron=self.neuron,
+                per=self.per,
+                importance=self.importance,
+                offset=self.offset,
+                temperature=self.temperature,
+            )
+        return DMS(
+            window=self.window,
+            source=self.source,
+            shift=self.shift,
+            per=self.per,
+            temperature=self.temperature,
+        )
 
     def make_recipe(self) -> Recipe:
         """The recipe with what was changed."""
+        ratio = self.compression_ratio
         if self.recipe == "paper":
-            recipe = recipes.dms_paper(self.compression_ratio, model=self.paper_model)
+            recipe = recipes.dms_paper(ratio, model=self.paper_model)
+        elif self.recipe == "dmc_paper":
+            recipe = recipes.dmc_paper(ratio, model=self.paper_model, variant=self.variant)
+        elif self.recipe == "dmc_quickstart":
+            recipe = recipes.dmc_quickstart(ratio)
         elif self.recipe == "published":
-            recipe = recipes.dms_published(self.compression_ratio)
+            recipe = recipes.dms_published(ratio)
         else:
-            recipe = recipes.dms_quickstart(self.compression_ratio)
+            recipe = recipes.dms_quickstart(ratio)
         sizes = ("sequence_length", "batch_size", "micro_batch_size")
         changes = {name: getattr(self, name) for name in sizes if getattr(self, name) is not None}
         if self.compute_dtype != "recipe":
             changes["compute_dtype"] = self.compute_dtype
         stages = recipe.stages
         if self.learning_rate is not None:
-            rates = dict(learning_rate=self.learning_rate, adapter_learning_rate=None)
+            rates = dict(
+                learning_rate=self.learning_rate,
+                adapter_learning_rate=None,
+                final_learning_rate=None,
+            )
             stages = tuple(dataclasses.replace(stage, **rates) for stage in stages)
         if self.batch_size is not None:
             stages = tuple(dataclasses.replace(stage, batch_size=None) for stage in stages)
@@ -95,6 +140,19 @@ PRESETS = {
             out=pathlib.Path("runs/stories260k"),
             recipe="quickstart",
             window=64,
+        ),
+    ),
+    "stories260k-dmc": (
+        "The same model and text with Dynamic Memory Compression, in a few minutes on a laptop.",
+        Config(
+            model=str(assets.path("stories260k")),
+            data=(assets.path("tinystories") / "train.txt",),
+            out=pathlib.Path("runs/stories260k-dmc"),
+            policy="DMC",
+            recipe="dmc_quickstart",
+            compression_ratio=2.0,
+            offset=2.0,
+            temperature=0.3,
         ),
     ),
     "qwen3-8b": (
@@ -118,6 +176,18 @@ PRESETS = {
             compression_ratio=4.0,
             window=16,
             source="query_neuron",
+        ),
+    ),
+    "llama-2-7b-dmc": (
+        "As the DMC paper: all weights of Llama 2 7B, language modelling, 4M tokens a step.",
+        Config(
+            model="meta-llama/Llama-2-7b-hf",
+            data=(),
+            out=pathlib.Path("runs/llama-2-7b-dmc2"),
+            policy="DMC",
+            recipe="dmc_paper",
+            paper_model="llama-2-7b",
+            compression_ratio=2.0,
         ),
     ),
 }

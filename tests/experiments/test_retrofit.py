@@ -39,17 +39,40 @@ def test_a_small_run_is_written_and_loads(script, tmp_path, capsys):
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        (
+            dict(policy="DMC", importance="uniform", offset=4.0),
+            dms_jax.DMC(neuron="first", importance="uniform", offset=4.0),
+        ),
+        (dict(policy="DMC", per="layer", merge_window=None), dms_jax.DMC(None, "first", "layer")),
+        (dict(policy="FixedPooling", every=2), dms_jax.FixedPooling(every=2)),
+        (dict(window=8, source="query_neuron"), dms_jax.DMS(window=8, source="query_neuron")),
+    ],
+)
+def test_policies_by_name(script, options, policy):
+    _, configs = script
+    config = configs.Config(model="", data=(), out=pathlib.Path("out"))
+    assert dataclasses.replace(config, **options).make_policy() == policy
+
+
 def test_presets_make_recipes(script):
     _, configs = script
     recipes = {name: config.make_recipe() for name, (_, config) in configs.PRESETS.items()}
     assert recipes["qwen3-8b"].pass_size(8) == 8
     assert recipes["llama-3.2-1b"].stages[-1].steps == 9000
+    assert recipes["llama-2-7b-dmc"].name == "dmc_paper llama-2-7b dmc"
     changed = dataclasses.replace(
         configs.PRESETS["llama-3.2-1b"][1], batch_size=4, learning_rate=1e-3, snapshots=(2.0,)
     ).make_recipe()
     assert {stage.learning_rate for stage in changed.stages} == {1e-3}
     assert {stage.batch_size or changed.batch_size for stage in changed.stages} == {4}
     assert changed.snapshots == (2.0,)
+    _, merging = configs.PRESETS["llama-2-7b-dmc"]
+    local = dataclasses.replace(merging, variant="local_prior", learning_rate=1e-4).make_recipe()
+    assert local.prior == "layer"
+    assert {stage.final_learning_rate for stage in local.stages} == {None}
 
 
 def test_errors_are_told_in_a_line(script, tmp_path, capsys):

@@ -140,6 +140,14 @@ def test_the_ablations_of_the_dmc_paper():
         recipes.dmc_paper(2, model="gpt-2")
 
 
+def test_the_dmc_quickstart_takes_some_hundred_steps():
+    recipe = recipes.dmc_quickstart(4, snapshots=(2,))
+    assert recipe.total_steps(DMC()) == 100 + 240 + 120
+    assert recipe.progress(99, DMC()).neuron_scale == pytest.approx(0.01)
+    assert recipe.progress(180, DMC()).compression_ratio == pytest.approx(2)
+    assert recipe.progress(459, DMC()).compression_ratio == 4
+
+
 def recipe_with(stages=(Stage("ramp", 10, 1e-3, 4.0),), **changes):
     options = dict(name="test", stages=stages, sequence_length=8, batch_size=4) | changes
     return Recipe(**options)
