@@ -52,6 +52,7 @@ class ExpectedAttention(Scorer):
     epsilon: float = 0.0
 
     remembers = True
+    protected_by = "sinks"
 
     def __post_init__(self):
         require(

@@ -16,12 +16,12 @@ a second pass over the scores, in blocks of queries: memory is linear in the pro
 """
 
 import dataclasses
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dms_jax.policies.base import NOT_STORED, Chunk, Placement, PolicyState, Rows
 from dms_jax.policies.victims import VictimEviction
@@ -60,17 +60,10 @@ class H2O(VictimEviction):
         """A new token starts with nothing received."""
         state, placement = super().write(state, chunk)
         received: Received = state.pages
-        num_pages = received.sums.shape[0]
-        slots = placement.slots
-        page = jnp.take_along_axis(
-            chunk.page_table, jnp.maximum(slots, 0) // chunk.page_size, axis=-1
-        )
-        page = jnp.where(slots == NOT_STORED, num_pages, page)  # out of range: dropped
-        place = (page, slots % chunk.page_size)
-        positions = jnp.broadcast_to(chunk.positions[:, None], slots.shape)
+        positions = jnp.broadcast_to(chunk.positions[:, None], placement.slots.shape)
         received = Received(
-            sums=received.sums.at[place].set(0, mode="drop"),
-            positions=received.positions.at[place].set(positions, mode="drop"),
+            sums=_put(received.sums, chunk.page_table, placement.slots, 0),
+            positions=_put(received.positions, chunk.page_table, placement.slots, positions),
         )
         return dataclasses.replace(state, pages=received), placement
 
@@ -120,6 +113,31 @@ def _of_rows(pages: Array, page_table: Int[Array, "B K M"]) -> Array:
     """[N, P] by page -> [B, K, S] by slot; whatever was there beyond a row's length."""
     rows = pages.at[page_table].get(mode="fill", fill_value=0)
     return rows.reshape(*page_table.shape[:2], -1)
+
+
+def _put(
+    pages: Shaped[Array, "N P"],
+    page_table: Int[Array, "B K M"],
+    slots: Int[Array, "B K T"],
+    values: Any,
+) -> Shaped[Array, "N P"]:
+    """Writes numbers into slots, whole pages at a time.
+
+    A scatter of single numbers would want another layout of the whole array.
+    """
+    num_pages, size = pages.shape
+    if slots.shape[-1] == 1:
+        page = jnp.take_along_axis(page_table, jnp.maximum(slots, 0) // size, axis=-1)[..., 0]
+        row = pages.at[page].get(mode="fill", fill_value=0)
+        row = jnp.where(jnp.arange(size) == slots % size, values, row)
+        page = jnp.where(slots[..., 0] == NOT_STORED, num_pages, page)  # out of range: dropped
+        return pages.at[page].set(row, mode="drop")
+    rows = _of_rows(pages, page_table)
+    batch, num_kv_heads, num_slots = rows.shape
+    at = jnp.arange(batch)[:, None, None], jnp.arange(num_kv_heads)[None, :, None]
+    target = jnp.where(slots == NOT_STORED, num_slots, slots)
+    rows = rows.at[(*at, target)].set(values, mode="drop")
+    return pages.at[page_table].set(rows.reshape(*page_table.shape, size), mode="drop")
 
 
 def _add(state: PolicyState, weights: Float[Array, "B K S"], chunk: Chunk) -> PolicyState:

@@ -10,6 +10,7 @@ most recent tokens, and the pages behind the cut are given back.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,8 @@ class Scorer(BudgetedPolicy, Scored):
 
     interval: int | None = 512
 
+    protected_by: ClassVar[str] = "by rule"  # the field that says how many
+
     def __post_init__(self):
         super().__post_init__()
         require(
@@ -120,7 +123,7 @@ class Scorer(BudgetedPolicy, Scored):
         require(
             self.budget > self.protected,
             f"{self.name}: a budget of {self.budget} tokens holds nothing beside the "
-            f"{self.protected} that always stay; raise the budget.",
+            f"{self.protected} that always stay ({self.protected_by}); raise the budget.",
         )
 
     @property

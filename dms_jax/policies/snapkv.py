@@ -35,6 +35,7 @@ class SnapKV(Scorer):
     kernel: int = 5
 
     remembers = True
+    protected_by = "window"
 
     def __post_init__(self):
         require(

@@ -20,7 +20,23 @@ from dms_jax.generation import programs
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import DMC, DMS, H2O, POLICIES, TOVA, Quest, RandomEviction, StreamingLLM
+from dms_jax.policies import (
+    DMC,
+    DMS,
+    H2O,
+    POLICIES,
+    TOVA,
+    AdaKV,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    PyramidKV,
+    Quest,
+    RandomEviction,
+    RandomSelection,
+    SnapKV,
+    StreamingLLM,
+)
 
 SMALL_OPTIONS = {
     DMS: dict(window=64),
@@ -30,7 +46,11 @@ SMALL_OPTIONS = {
     Quest: dict(budget=128, dense_layers=1),
     StreamingLLM: dict(budget=128),
     RandomEviction: dict(window=64),
+    AdaKV: dict(scorer=SnapKV(budget=128, interval=64)),
+    PyramidKV: dict(scorer=SnapKV(budget=128, interval=64)),
 }
+SCORERS = (ExpectedAttention, KeyDiff, Knorm, RandomSelection, SnapKV)
+SMALL_OPTIONS |= {kind: dict(budget=128, interval=64) for kind in SCORERS}
 BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
 
 
@@ -99,6 +119,11 @@ def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
         pool_bytes=2 * pool.size * pool.dtype.itemsize,
         aliased=memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
+        slot_numbers=sum(
+            leaf.size * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(shapes[1].page_state)
+            if leaf.shape[1:] == (PAGE_SIZE,)
+        ),
         copies=copies,
     )
 

@@ -36,9 +36,11 @@ def test_no_copy_of_the_pool_in_a_decode_chunk_on_tpu(policy, report):
     for one in (small, large):
         assert one["copies"] == []
         assert one["aliased"] >= one["pool_bytes"]  # the cache that comes out is the one put in
-    # A pool of four times the size needs no more room to work in.
+    # A pool of four times the size needs no more room to work in, except that single numbers a
+    # slot (H2O's sums) take another layout once a chunk where a page has fewer than 128 of them.
     growth = large["pool_bytes"] - small["pool_bytes"]
-    assert large["temporary"] - small["temporary"] < growth / 50
+    numbers = large["slot_numbers"] - small["slot_numbers"]
+    assert large["temporary"] - small["temporary"] < growth / 50 + numbers
 
 
 @pytest.mark.slow

@@ -1,0 +1,110 @@
+"""The policy that CONTRIBUTING.md adds, as it stands there, under the laws."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dms_jax import policies
+from dms_jax.generation import Engine, Sampling
+from dms_jax.model.language_model import LanguageModel
+from tests.laws.row import Row, model_for
+from tests.laws.serving import check_completion
+from tests.laws.simulations import LENGTHS, WIDTH, weights_of
+from tests.laws.test_prompt_and_steps import check_run
+from tests.oracles import scored
+from tests.support.cached_runs import ragged_parts
+from tests.support.models import random_tokens
+
+PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
+MOST_LINES = 40
+
+
+@pytest.fixture(scope="module")
+def source() -> str:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (block,) = [block for block in blocks if "class SinkDistance" in block]
+    return block
+
+
+@pytest.fixture(scope="module")
+def kind(source, tmp_path_factory):
+    path = tmp_path_factory.mktemp("added") / "sink_distance.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module.SinkDistance
+    del sys.modules[path.stem]
+
+
+def simulate(policy, layer, prompt_length, page_size):
+    del page_size
+    _, k, _ = layer.rotated
+
+    def worth(t, held):
+        scores = []
+        for head, ids in enumerate(held):
+            unit = k[ids, head] / np.linalg.norm(k[ids, head], axis=-1, keepdims=True)
+            scores.append(np.append(np.inf, -unit[1:] @ unit[0]))
+        return scores
+
+    return scored.simulate(
+        *layer.rotated,
+        prompt_length,
+        worth=worth,
+        budget=policy.budget,
+        interval=policy.interval,
+        alpha=None,
+    )
+
+
+def row_of(policy, group: int) -> Row:
+    return Row(policy, simulate, group=group, page_size=4, cuts="always")
+
+
+def test_it_is_short(source):
+    assert len(source.splitlines()) < MOST_LINES
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_prompts_in_chunks_and_steps(kind, group):
+    row = row_of(kind(budget=7, interval=3), group)
+    prompts = (13, 1, 22)
+    check_run(row, prompts, ragged_parts(3, LENGTHS, prompts, width=WIDTH))
+
+
+def test_answers_and_memory(kind):
+    row = row_of(kind(budget=5, interval=4), 2)
+    model = LanguageModel(model_for(row), policy=row.policy)
+    prompts = [random_tokens(70 + index, length).tolist() for index, length in enumerate((11, 3))]
+    engine = Engine(model, num_lanes=2, max_tokens=24, page_size=4, chunk=4, prefill_chunk=8)
+    sampling = Sampling(temperature=0, max_new_tokens=8, logprobs=True)
+    for prompt, completion in zip(
+        prompts, engine.generate(prompts, sampling=sampling), strict=True
+    ):
+        check_completion(row, weights_of(row), model.config, prompt, completion, row.page_size)
+    assert engine.runner.allocator.pages_in_use == 0
+
+
+def test_it_works_inside_the_allocations_and_travels(kind, monkeypatch):
+    monkeypatch.setitem(policies.POLICIES, "SinkDistance", kind)
+    policy = policies.AdaKV(policies.PyramidKV(kind(budget=9, interval=None)), alpha=0.3)
+    assert policies.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+    model = LanguageModel(model_for(row_of(policy, 2)), policy=policy)
+    engine = Engine(model, num_lanes=1, max_tokens=40, page_size=4, prefill_chunk=16)
+    lengths = []
+    engine.generate(
+        [random_tokens(8, 30).tolist()],
+        sampling=Sampling(temperature=0, max_new_tokens=2),
+        on_tokens=lambda update: lengths.append(engine.runner.lengths[:, 0].copy()),
+    )
+    after_prompt = lengths[0]
+    assert after_prompt.sum(1).tolist() == [2 * 17, 2 * 1]  # 1 + 16 and 1 + 0 of them a head
+    assert after_prompt[0, 0] != after_prompt[0, 1]
+    assert jax.config.jax_enable_x64
