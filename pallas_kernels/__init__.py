@@ -1,6 +1,7 @@
 """Pallas kernels for attention over a small KV cache, and their XLA references."""
 
 from pallas_kernels.decode import DecodePlan, decode_attention, decode_plan
+from pallas_kernels.fetch import fetch_rows
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.training import retrofit_attention
 
@@ -8,6 +9,7 @@ __all__ = [
     "DecodePlan",
     "decode_attention",
     "decode_plan",
+    "fetch_rows",
     "prefill_attention",
     "retrofit_attention",
 ]

@@ -45,7 +45,7 @@ OPERATION = Operation(
 def decode_attention(
     q: Float[Array, "R G D"],
     k_pages: Float[Array, "N P D"],
-    v_pages: Float[Array, "N P D"],
+    v_pages: Float[Array, "NV P D"],
     page_table: Int[Array, "R M"],
     lengths: Int[Array, "R"],
     *,
@@ -63,7 +63,7 @@ def decode_attention(
     Args:
       q: the G query heads of each row.
       k_pages: key pages of the pool; page_table picks a row's.
-      v_pages: value pages of the pool, of the same dtype.
+      v_pages: value pages of the pool, of the same dtype; as many as the table names, at least.
       page_table: page numbers of each row, int32. Entries beyond ceil(length / P) are never read
         and may hold any value.
       lengths: live slots of each row, 0 to M * P, int32. A row of length 0 gives zeros.
@@ -156,8 +156,8 @@ def _check(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, scale) 
     for name, rank in ranks.items():
         if values[name].ndim != rank:
             fail(f"{name} must have {rank} axes, has shape {values[name].shape}")
-    if k_pages.shape != v_pages.shape:
-        fail(f"k_pages {k_pages.shape} and v_pages {v_pages.shape} must have one shape")
+    if k_pages.shape[1:] != v_pages.shape[1:]:
+        fail(f"pages of k_pages {k_pages.shape} and v_pages {v_pages.shape} must have one shape")
     if k_pages.dtype != v_pages.dtype:
         fail(f"k_pages {k_pages.dtype} and v_pages {v_pages.dtype} must have one dtype")
     if q.shape[2] != k_pages.shape[2]:

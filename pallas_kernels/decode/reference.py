@@ -23,7 +23,7 @@ def softmax_dtype(dtype: jnp.dtype) -> jnp.dtype:
 def decode_attention_xla(
     q: Float[Array, "R G D"],
     k_pages: Float[Array, "N P D"],
-    v_pages: Float[Array, "N P D"],
+    v_pages: Float[Array, "NV P D"],
     page_table: Int[Array, "R M"],
     lengths: Int[Array, "R"],
     k_scales: Float[Array, "N P"] | None = None,

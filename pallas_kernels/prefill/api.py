@@ -50,7 +50,7 @@ def check_arguments(
         raise ValueError(f"evicted must be Bool[B, K, T], got {evicted.dtype}{evicted.shape}")
     if counts.shape != (batch,):
         raise ValueError(f"counts must be [B], got {counts.shape}")
-    if k_pages.shape != v_pages.shape or k_pages.shape[2] != dim:
+    if k_pages.shape[1:] != v_pages.shape[1:] or k_pages.shape[2] != dim:
         raise ValueError(f"pages must be [N, P, {dim}], got {k_pages.shape}, {v_pages.shape}")
     if page_table.shape[:2] != (batch, kv_heads) or lengths.shape != (batch, kv_heads):
         raise ValueError(
@@ -73,7 +73,7 @@ def prefill_attention(
     evicted: Bool[Array, "B K T"],
     counts: Int[Array, "B"],
     k_pages: Float[Array, "N P D"],
-    v_pages: Float[Array, "N P D"],
+    v_pages: Float[Array, "NV P D"],
     page_table: Int[Array, "B K M"],
     past_lengths: Int[Array, "B K"],
     past_until: Int[Array, "B K S"],

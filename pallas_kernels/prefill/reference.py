@@ -42,7 +42,7 @@ def prefill_attention_reference(
     evicted: Bool[Array, "B K T"],
     counts: Int[Array, "B"],
     k_pages: Float[Array, "N P D"],
-    v_pages: Float[Array, "N P D"],
+    v_pages: Float[Array, "NV P D"],
     page_table: Int[Array, "B K M"],
     past_lengths: Int[Array, "B K"],
     past_until: Int[Array, "B K S"],

@@ -1,0 +1,47 @@
+"""Rows gathered by a GPU, from its own memory or from the host's in place.
+
+Pinned host memory has an address on the device, so a kernel loads from it like from anywhere; each
+load of a row goes over the link by itself. Many small programs keep many loads in flight.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+_ROWS = 16  # of a program
+
+
+def why_not(store, index) -> str | None:
+    """The reason this kernel cannot serve a call, or None."""
+    del index
+    width = store.shape[1]
+    if width & (width - 1):
+        return f"rows of {width} numbers: blocks have a power of two of them"
+    if store.dtype == jnp.float64:
+        return "float64 stores"
+    return None
+
+
+def fetch_rows_triton(
+    store: Float[Array, "S D"], index: Int[Array, " n"], *, interpret: bool = False
+) -> Float[Array, "n D"]:
+    """Gather blocks of rows, one program each."""
+    count, width = index.size, store.shape[1]
+    programs = -(-count // _ROWS)
+    padded = jnp.pad(index, (0, programs * _ROWS - count))
+
+    def kernel(index_ref, store_ref, out_ref):
+        block = pl.ds(pl.program_id(0) * _ROWS, _ROWS)
+        out_ref[block, :] = store_ref[index_ref[block], :]
+
+    rows = pl.pallas_call(
+        kernel,
+        grid=(programs,),
+        out_shape=jax.ShapeDtypeStruct((programs * _ROWS, width), store.dtype),
+        compiler_params=plt.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="fetch_rows_triton",
+    )(padded, store)
+    return rows[:count]

@@ -1,0 +1,24 @@
+"""Rows gathered by XLA: on the device, or by the host's processor where the store lies there."""
+
+import jax
+from jax.experimental.compute_on import compute_on
+from jaxtyping import Array, Float, Int
+
+
+def is_on_host(x: Array) -> bool:
+    """Whether an array lies in host memory, also while tracing."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def fetch_rows_xla(store: Float[Array, "S D"], index: Int[Array, " n"]) -> Float[Array, "n D"]:
+    """Serve as the XLA form of `fetch_rows`; same arguments."""
+
+    def gather(store, index):
+        return store.at[index].get(mode="promise_in_bounds")
+
+    if not is_on_host(store):
+        return gather(store, index)
+    on_host = compute_on(
+        gather, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device
+    )
+    return on_host(store, jax.device_put(index, jax.memory.Space.Host))
