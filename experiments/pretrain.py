@@ -36,7 +36,7 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.data.batches import Batch
-from dms_jax.data.mixture import Mixture, MixtureBatches
+from dms_jax.data.mixture import Mixture, MixtureBatches, standard_parts
 from dms_jax.training import held_out_loss
 
 # Steps that are timed: the first of them compiles, and the last ones count.
@@ -106,6 +106,7 @@ def prepare(config: Config) -> tuple[dms_jax.LanguageModel, Mixture]:
         model = dms_jax.initialize(shape, seed=config.seed, tokenizer=tokenizer)
     mixture = Mixture(
         tokenizer,
+        standard_parts(config.slips),
         batch_size=config.batch_size,
         length=config.sequence_length,
         seed=config.seed,

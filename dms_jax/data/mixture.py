@@ -56,8 +56,12 @@ class Part:
             raise ConfigError(f"part {self.name!r} needs a share above 0 and at least one task")
 
 
-def standard_parts() -> tuple[Part, ...]:
-    """The parts that the shipped reasoning model was trained on, from easy to hard."""
+def standard_parts(slips: float = 0.0) -> tuple[Part, ...]:
+    """The parts that the shipped reasoning model was trained on, from easy to hard.
+
+    Args:
+      slips: probability of a slip in each step of arithmetic and of chains (`Reasoning.slips`).
+    """
     return (
         Part(
             "linear",
@@ -78,7 +82,7 @@ def standard_parts() -> tuple[Part, ...]:
             "arithmetic",
             0.26,
             tuple(
-                Arithmetic(operations=operations, numbers=numbers, largest=largest)
+                Arithmetic(operations=operations, numbers=numbers, largest=largest, slips=slips)
                 for operations, numbers, largest in (
                     ((1, 4), 99, 999),
                     ((4, 10), 99, 999),
@@ -95,7 +99,7 @@ def standard_parts() -> tuple[Part, ...]:
             "words",
             0.2,
             tuple(
-                WordChain(steps=steps, distractors=others, largest=largest)
+                WordChain(steps=steps, distractors=others, largest=largest, slips=slips)
                 for steps, others, largest in (
                     ((1, 4), (0, 3), 199),
                     ((4, 10), (0, 6), 199),

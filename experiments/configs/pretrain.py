@@ -22,6 +22,8 @@ class Config:
     start_from: pathlib.Path | None = None
     """Hugging Face directory to go on from with a fresh optimizer; give another seed with it."""
 
+    slips: float = 0.0
+    """Probability that a step of a worked solution is wrong in one digit (tasks' `slips`)."""
     tokenizer: pathlib.Path | None = None
     """Directory with tokenizer.json; None for the one that ships with the library."""
     hidden_size: int = 320

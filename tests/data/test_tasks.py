@@ -110,6 +110,27 @@ def _learn(person, said, known):
     return {person: known[other] // 2}
 
 
+@pytest.mark.parametrize(
+    "task", [tasks.Arithmetic(operations=(6, 9)), tasks.WordChain(steps=(6, 9))], ids=str
+)
+def test_slips_are_as_frequent_as_told_and_off_by_one_in_one_digit(task):
+    careless = dataclasses.replace(task, slips=0.2)
+    results, wrong, failed = 0, 0, 0
+    for problem in careless.problems("train", 100):
+        for line in problem.solution.splitlines():
+            if not (found := re.match(r"(?:\w+: )?([^=:]*[-+*/][^=:]*) = (-?\d+)", line)):
+                continue
+            true, said = int(eval(found[1].replace("/", "//"))), int(found[2])
+            results += 1
+            if true != said:
+                wrong += 1
+                assert re.fullmatch("10*", str(abs(true - said))), line
+        failed += task.score(problem, problem.solution) == 0
+    assert results > 600
+    assert 0.15 < wrong / results < 0.25
+    assert 50 < failed < 95  # 1 - 0.8^7.5 is 0.81, less what cancels
+
+
 def test_the_needle_is_worded_as_in_ruler():
     problem = tasks.Needle(size=150).problem("test", 0)
     key = re.search(r"magic number for (\S+) mentioned", problem.prompt).group(1)

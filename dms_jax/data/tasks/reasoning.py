@@ -12,6 +12,7 @@ import abc
 import dataclasses
 import random
 import re
+from collections.abc import Callable
 from typing import ClassVar
 
 from dms_jax.data.tasks.base import Problem, Task
@@ -24,20 +25,39 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning(Task):
-    """Problems with one whole number as the answer, which ends the working."""
+    """Problems with one whole number as the answer, which ends the working.
+
+    Attributes:
+      slips: probability that the result of a step is off by one in one digit, as a lost carry
+        leaves it. The working goes on from the wrong result; the answer that scores is the true
+        one. A model that learns from such solutions slips now and then as people do: its chains
+        fail at random, and votes over them help.
+    """
+
+    slips: float = dataclasses.field(default=0.0, kw_only=True)
+
+    def __post_init__(self):
+        if not 0 <= self.slips < 1:
+            raise ConfigError(f"slips must lie in [0, 1), got {self.slips!r}")
 
     @abc.abstractmethod
-    def work(self, rng: random.Random) -> tuple[str, list[str], int]:
-        """Returns (question, lines of the working, answer)."""
+    def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:
+        """Returns (question, lines of the working, what they arrive at, the true answer)."""
 
     def draw(self, rng: random.Random) -> Problem:
-        question, lines, answer = self.work(rng)
+        question, lines, result, answer = self.work(rng)
         return Problem(
             prompt=f"Problem: {question}\nSolution:\n",
-            solution="\n".join([*lines, f"The final answer is {answer}"]),
+            solution="\n".join([*lines, f"The final answer is {result}"]),
             answers=(str(answer),),
             identity=question,
         )
+
+    def slip(self, rng: random.Random, value: int) -> int:
+        """The value, or by chance one that is off by one in one digit."""
+        if not self.slips or rng.random() >= self.slips:
+            return value
+        return value + rng.choice((-1, 1)) * 10 ** rng.randrange(len(str(abs(value))))
 
     def answer(self, completion: str) -> str | None:
         found = _ANSWER.findall(completion)
@@ -76,9 +96,10 @@ class LinearEquation(Reasoning):
     solution: int = 99
 
     def __post_init__(self):
+        super().__post_init__()
         _positive(coefficient=self.coefficient, constant=self.constant, solution=self.solution)
 
-    def work(self, rng: random.Random) -> tuple[str, list[str], int]:
+    def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:
         x = rng.choice(_LETTERS)
         root = rng.randint(-self.solution, self.solution)
         a = b = c = d = 0
@@ -97,7 +118,7 @@ class LinearEquation(Reasoning):
             *_division(rest, total),
             f"{x} = {root}",
         ]
-        return question, lines, root
+        return question, lines, root, root
 
 
 def _term(coefficient: int, x: str) -> str:
@@ -158,17 +179,18 @@ class Arithmetic(Reasoning):
     largest: int = 999
 
     def __post_init__(self):
+        super().__post_init__()
         _range("operations", self.operations, 1)
         _positive(numbers=self.numbers, largest=self.largest)
 
-    def work(self, rng: random.Random) -> tuple[str, list[str], int]:
+    def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:
         tree = self._tree(rng, rng.randint(*self.operations))
-        question = f"Compute {_show(tree)}."
+        question, answer = f"Compute {_show(tree)}.", _value(tree)
         lines = []
         while not isinstance(tree, int):
-            tree, done = _reduce(tree)
+            tree, done = _reduce(tree, lambda value: self.slip(rng, value))
             lines.append(done if isinstance(tree, int) else f"{done}: {_show(tree)}")
-        return question, lines, tree
+        return question, lines, tree, answer
 
     def _tree(self, rng: random.Random, operations: int) -> "int | Operation":
         if not operations:
@@ -195,7 +217,7 @@ Expression = int | Operation
 
 
 def _apply(sign: str, x: int, y: int) -> int:
-    return x + y if sign == "+" else x - y if sign == "-" else x * y
+    return {"+": x + y, "-": x - y, "*": x * y, "/": x // (y or 1)}[sign]
 
 
 def _value(tree: Expression) -> int:
@@ -215,15 +237,15 @@ def _show(tree: Expression) -> str:
     return f" {tree.sign} ".join(sides)
 
 
-def _reduce(tree: Operation) -> tuple[Expression, str]:
-    """Carries out the leftmost operation between two numbers."""
+def _reduce(tree: Operation, slip: Callable[[int], int]) -> tuple[Expression, str]:
+    """Carries out the leftmost operation between two numbers, as well as it can."""
     if isinstance(tree.left, Operation):
-        left, done = _reduce(tree.left)
+        left, done = _reduce(tree.left, slip)
         return dataclasses.replace(tree, left=left), done
     if isinstance(tree.right, Operation):
-        right, done = _reduce(tree.right)
+        right, done = _reduce(tree.right, slip)
         return dataclasses.replace(tree, right=right), done
-    value = _apply(tree.sign, tree.left, tree.right)
+    value = slip(_apply(tree.sign, tree.left, tree.right))
     return value, f"{tree.left} {tree.sign} {tree.right} = {value}"
 
 
@@ -244,6 +266,7 @@ class WordChain(Reasoning):
     largest: int = 199
 
     def __post_init__(self):
+        super().__post_init__()
         _range("steps", self.steps, 1)
         _range("distractors", self.distractors, 0)
         _positive(largest=self.largest)
@@ -253,42 +276,47 @@ class WordChain(Reasoning):
         if most > len(NAMES):
             raise ConfigError(f"{most} people are too many: there are {len(NAMES)} names")
 
-    def work(self, rng: random.Random) -> tuple[str, list[str], int]:
+    def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:
         steps, others = rng.randint(*self.steps), rng.randint(*self.distractors)
         people, thing = rng.sample(NAMES, steps + 1 + others), rng.choice(THINGS)
         value = {people[0]: rng.randint(2, self.largest // 2 + 1)}
         told = {people[0]: f"{people[0]} has {value[people[0]]} {thing}."}
-        worked: dict[str, str] = {}
+        compared: dict[str, tuple[str, int]] = {}
         for number, person in enumerate(people[1:], 1):
             other = people[number - 1] if number <= steps else rng.choice(people[: steps + 1])
-            told[person], worked[person], value[person] = self._compare(
-                rng, person, other, value[other]
-            )
+            kind, by, value[person] = self._compare(rng, value[other])
+            compared[person] = (kind, by)
+            told[person] = f"{person} has {_SAID[kind].format(by)} {other}."
         asked = people[steps]
         statements = rng.sample(list(told.values()), len(told))
         question = f"{' '.join(statements)} How many {thing} does {asked} have?"
         chain = people[: steps + 1]
         lines = [told[person] for person in reversed(chain)]
-        lines.append(f"{chain[0]}: {value[chain[0]]}")
-        lines += [f"{person}: {worked[person]}" for person in chain[1:]]
-        return question, lines, value[asked]
+        result = value[chain[0]]
+        lines.append(f"{chain[0]}: {result}")
+        for person in chain[1:]:
+            sign, by = _SIGN[compared[person][0]], compared[person][1]
+            worked = f"{result} {sign} {by}"
+            result = self.slip(rng, _apply(sign, result, by))
+            lines.append(f"{person}: {worked} = {result}")
+        return question, lines, result, value[asked]
 
-    def _compare(
-        self, rng: random.Random, person: str, other: str, known: int
-    ) -> tuple[str, str, int]:
-        """Returns (statement, working, value) of someone compared with someone known."""
+    def _compare(self, rng: random.Random, known: int) -> tuple[str, int, int]:
+        """Draws a comparison with someone who has `known`: (kind, by how much, value)."""
         step = max(1, self.largest // 5)
         while True:
             kind = rng.choice(("more", "more", "fewer", "fewer", "times", "half"))
             by = rng.randint(1, step) if kind in ("more", "fewer") else rng.randint(2, 9)
-            if kind == "more" and known + by <= self.largest:
-                said, sum_, value = f"{by} more than", f"{known} + {by}", known + by
-            elif kind == "fewer" and known > by:
-                said, sum_, value = f"{by} fewer than", f"{known} - {by}", known - by
-            elif kind == "times" and known * by <= self.largest:
-                said, sum_, value = f"{by} times as many as", f"{known} * {by}", known * by
-            elif kind == "half" and known % 2 == 0:
-                said, sum_, value = "half as many as", f"{known} / 2", known // 2
-            else:
-                continue
-            return f"{person} has {said} {other}.", f"{sum_} = {value}", value
+            by = 2 if kind == "half" else by
+            value = _apply(_SIGN[kind], known, by)
+            if 1 <= value <= self.largest and (kind != "half" or known % 2 == 0):
+                return kind, by, value
+
+
+_SIGN = {"more": "+", "fewer": "-", "times": "*", "half": "/"}
+_SAID = {
+    "more": "{} more than",
+    "fewer": "{} fewer than",
+    "times": "{} times as many as",
+    "half": "half as many as",
+}
