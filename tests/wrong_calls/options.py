@@ -77,6 +77,29 @@ def policy_cases() -> dict[str, Case]:
         "tova budget fraction": case(tova, "budget", "2.5", budget=2.5),
         "tova budget text": case(tova, "budget", budget="8"),
         "tova per": case(tova, "per", per="all"),
+        "tova prefill": case(tova, "prefill", "'dense_then_evict'", "'dense'", prefill="dense"),
+        "h2o compression_ratio half": case(
+            dms_jax.H2O, "compression_ratio", "at least 1", compression_ratio=0.5
+        ),
+        "h2o compression_ratio text": case(
+            dms_jax.H2O, "compression_ratio", "'4'", compression_ratio="4"
+        ),
+        "snapkv budget within the window": case(
+            dms_jax.SnapKV, "64 that always stay (window)", "raise the budget", budget=64
+        ),
+        "snapkv kernel even": case(dms_jax.SnapKV, "kernel", "odd number", kernel=4),
+        "snapkv interval zero": case(dms_jax.SnapKV, "interval", "or None", interval=0),
+        "expected attention budget within the sinks": case(
+            dms_jax.ExpectedAttention, "4 that always stay (sinks)", budget=3
+        ),
+        "expected attention future": case(dms_jax.ExpectedAttention, "future", "0", future=0),
+        "adakv alpha": case(dms_jax.AdaKV, "alpha", "[0, 1]", alpha=2),
+        "adakv without a scorer": case(
+            dms_jax.AdaKV, "scorer", "does not score", "give SnapKV", scorer=dms_jax.DMS()
+        ),
+        "adakv scorer text": case(dms_jax.AdaKV, "scorer", "does not score", scorer="SnapKV"),
+        "pyramidkv beta": case(dms_jax.PyramidKV, "beta", "0", beta=0),
+        "quest per": case(quest, "per", "'kv_head'", per="layer"),
         "quest budget zero": case(quest, "budget", budget=0),
         "quest budget text": case(quest, "budget", budget="8"),
         "quest budget fraction": case(quest, "budget", budget=8.5),
@@ -105,7 +128,7 @@ def policy_cases() -> dict[str, Case]:
             lambda: policies.from_dict({"budget": 8}), "ConfigError", ("None", "known are")
         ),
         "policy with an unknown option": Case(
-            lambda: policies.from_dict(extra), "ConfigError", ("bugdet", "budget, per")
+            lambda: policies.from_dict(extra), "ConfigError", ("bugdet", "budget, compression_ratio, per")
         ),
     }
 

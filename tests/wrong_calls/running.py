@@ -32,6 +32,12 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "prompts none": data("Give a list of prompts, got None", prompts=None),
         "prompts a number": data("Give a list of prompts, got 5", prompts=5),
         "prompts a generator": data("Give a list of prompts", prompts=(p for p in ["a"])),
+        "quest budget below a page": case(
+            "ConfigError",
+            "a budget of 32 tokens is less than one page of 64",
+            "raise the budget",
+            policy=dms_jax.Quest(budget=32),
+        ),
         "empty prompt": data("Prompt 1 is empty", prompts=["a", []]),
         "empty string": data("Prompt 0 is an empty string", prompts=[""]),
         "float ids": data("Prompt 0 holds 1.5 at place 1", ids, prompts=[[1, 1.5]]),

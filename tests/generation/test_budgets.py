@@ -1,0 +1,94 @@
+"""Budgets that are a share of the request: each sequence of a batch has its own."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.generation import Engine, Sampling
+from dms_jax.generation.memory import pool_pages
+from tests.generation.support import stories
+
+SAMPLING = Sampling(temperature=0, max_new_tokens=16, logprobs=True)
+PROMPTS = [list(range(3, 3 + length)) for length in (24, 7, 40)]
+SHARED = dict(page_size=8, chunk=8, prefill_chunk=16)
+KINDS = {
+    "tova": functools.partial(dms_jax.TOVA),
+    "h2o": functools.partial(dms_jax.H2O, prefill="dense_then_evict"),
+    "snapkv": functools.partial(dms_jax.SnapKV, window=4, interval=5),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def answer(policy, prompts):
+    return dms_jax.generate(stories(), prompts, policy=policy, sampling=SAMPLING, **SHARED)
+
+
+@every_kind
+def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
+    ratio = 2.5
+    together = answer(kind(compression_ratio=ratio), PROMPTS)
+    for prompt, completion in zip(PROMPTS, together.completions, strict=True):
+        budget = int((len(prompt) + SAMPLING.max_new_tokens) / ratio)
+        (alone,) = answer(kind(budget=budget), [prompt]).completions
+        assert completion.tokens == alone.tokens
+        np.testing.assert_allclose(completion.logprobs, alone.logprobs, atol=1e-4)
+        assert completion.usage.kv_reads == alone.usage.kv_reads
+        assert completion.usage.peak_tokens == alone.usage.peak_tokens
+    budgets = [completion.usage.live_tokens for completion in together.completions]
+    assert len(set(budgets)) == len(PROMPTS)
+
+
+@every_kind
+def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
+    def converse(interrupted):
+        chat = dms_jax.Conversation(stories(), kind(compression_ratio=2), max_tokens=128, **SHARED)
+        chat.say(PROMPTS[0], sampling=SAMPLING)
+        if interrupted:
+            with pytest.raises(RuntimeError):
+                chat.say(PROMPTS[1], sampling=SAMPLING, on_tokens=fail)
+        return chat.say(PROMPTS[1], sampling=SAMPLING)
+
+    def fail(update):
+        raise RuntimeError
+
+    plain, again = converse(False), converse(True)
+    assert plain.tokens == again.tokens
+    np.testing.assert_allclose(plain.logprobs, again.logprobs, atol=1e-4)
+    assert plain.usage.live_tokens == again.usage.live_tokens
+
+
+def test_scores_have_the_share_of_the_whole_sequence():
+    tokens = [list(range(3, 35)), list(range(3, 15))]
+    together = dms_jax.score(stories(), tokens, policy=dms_jax.H2O(compression_ratio=4), chunk=8)
+    for sequence, got in zip(tokens, together, strict=True):
+        policy = dms_jax.H2O(budget=len(sequence) // 4)
+        (want,) = dms_jax.score(stories(), [sequence], policy=policy, chunk=8)
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-4)
+        assert got.usage.kv_reads == want.usage.kv_reads
+
+
+def test_a_prompt_that_is_cut_gives_its_pages_back():
+    policy = dms_jax.SnapKV(budget=16, window=4, interval=8)
+    engine = Engine(stories(), policy, num_lanes=1, max_tokens=96, **SHARED)
+    held = []
+    engine.generate(
+        [list(range(3, 67))],
+        sampling=SAMPLING,
+        on_tokens=lambda update: held.append(engine.runner.allocator.pages_in_use),
+    )
+    config = stories().config
+    rows = config.num_layers * config.num_kv_heads
+    assert held[0] == rows * 2  # 16 of 64 tokens
+    assert max(held) <= rows * 3  # and 8 more until the next cut
+
+
+def test_the_pool_is_sized_by_what_a_share_can_come_to():
+    sized = functools.partial(
+        pool_pages, stories(), num_lanes=2, max_tokens=128, page_size=8, memory=None
+    )
+    assert sized(dms_jax.TOVA(compression_ratio=4)) == sized(dms_jax.TOVA(budget=32))
+    assert sized(dms_jax.TOVA(compression_ratio=4)) < sized(dms_jax.Vanilla())
+    whole = dms_jax.TOVA(compression_ratio=4, prefill="dense_then_evict")
+    assert sized(whole) == sized(dms_jax.Vanilla())  # the prompt lies in it whole
