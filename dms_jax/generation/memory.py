@@ -171,7 +171,7 @@ def expected_live_tokens(
     policy: Policy, tokens: int, compression_ratio: float | int, page_size: int
 ) -> float:
     """Live slots of a row after `tokens` tokens; for learned eviction at the given ratio."""
-    limit = policy.slot_limit(page_size)
+    limit = policy.mean_slot_limit(page_size)
     if limit is not None:
         return float(min(limit, tokens))
     if isinstance(policy, FixedPooling):

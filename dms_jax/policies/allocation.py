@@ -71,6 +71,10 @@ class Allocation(Scored):
         """Those of the scorer."""
         return self.scorer.future_positions
 
+    def mean_slot_limit(self, page_size: int) -> int | None:
+        """That of the scorer, whose budget is spent otherwise but not exceeded."""
+        return self.scorer.mean_slot_limit(page_size)
+
     def for_horizon(self, tokens: int) -> Policy:
         """Around a scorer with a budget in tokens."""
         scorer = self.scorer.for_horizon(tokens)
@@ -175,6 +179,7 @@ class PyramidKV(Allocation):
         beside = budget - self.protected
         low = beside // self.beta
         high = 2 * beside - low
+        assert chunk.layer is not None
         fall = -(-chunk.layer * (high - low) // (chunk.num_layers - 1))
         return jnp.maximum(self.protected + high - fall, 1)
 

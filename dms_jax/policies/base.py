@@ -118,6 +118,10 @@ class Policy:
         del page_size
         return None
 
+    def mean_slot_limit(self, page_size: int) -> int | None:
+        """As `slot_limit`, on average over a layer's rows and the layers; for estimates."""
+        return self.slot_limit(page_size)
+
     def for_horizon(self, tokens: int) -> "Policy":
         """The policy for sequences of so many tokens, with a budget of its own if it is a share."""
         del tokens

@@ -99,6 +99,7 @@ class ExpectedAttention(Scorer):
         old: QueryStatistics = state.rows
         wide = old.mean.dtype
         batch, num_kv_heads, group, head_dim = old.mean.shape
+        assert chunk.queries is not None
         queries = chunk.queries.astype(wide)
         queries = queries.reshape(batch, -1, num_kv_heads, group, head_dim)
         counts = chunk.valid[:, 0] & (chunk.positions >= self.sinks)
@@ -123,6 +124,7 @@ class ExpectedAttention(Scorer):
         queries: QueryStatistics = state.rows
         wide = queries.mean.dtype
         keys = rows.k.astype(wide)
+        assert chunk.future is not None
         last = jnp.maximum(chunk.count - 1, 0)
         # [B, half] -> [B, K, D/2], the same for every head.
         cos, sin = (

@@ -50,4 +50,5 @@ class RandomSelection(Scorer):
         if head_axis is not None:
             heads += len(heads) * jax.lax.axis_index(head_axis)
         newest = chunk.first + jnp.maximum(chunk.count, 1) - 1
+        assert chunk.layer is not None
         return self.draw(chunk.layer, heads, newest, rows.k.shape[2])

@@ -72,6 +72,10 @@ def test_what_other_policies_keep_and_read():
 
     assert live(dms_jax.StreamingLLM(budget=1024)) == 1024
     assert live(dms_jax.TOVA(budget=1024)) == 1025
+    assert live(dms_jax.H2O(compression_ratio=4)) == 2049
+    cut = dms_jax.SnapKV(budget=1024, interval=512)
+    for policy in (cut, dms_jax.AdaKV(cut), dms_jax.PyramidKV(cut)):
+        assert live(policy) == 1024 + 512
     assert live(dms_jax.Quest(budget=1024)) == 8192
     assert live(dms_jax.RandomEviction(window=255, rate=0.75)) == 256 + 7936 / 4
     assert live(dms_jax.DMC(), compression_ratio=4) == 1 + 8191 / 4
@@ -82,6 +86,10 @@ def test_what_other_policies_keep_and_read():
     entries = 2 * 8192 + 30 * (4 * 1024 + 8192 / 64)
     read = 2 * (PARAMETERS - 128_256 * 4096) + 16 * entries * TOKEN / 32
     assert quest.step_seconds == pytest.approx(read / 4.8e12)
+    together = dms_jax.Quest(budget=1024, per="kv_head")
+    less = dms_jax.estimate(LLAMA_8B, together, tokens=8192, batch=16).step_seconds
+    saved = 16 * 30 * 3 * 1024 * TOKEN / 32
+    assert less == pytest.approx((read - saved) / 4.8e12)
 
 
 def test_tied_embeddings_are_read_whole():
