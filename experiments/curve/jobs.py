@@ -186,6 +186,7 @@ class Worker:
             micro_batch_size=config.micro_batch_size,
             weight_decay=0.1,
             remat=False,
+            unroll=True,
             packing="first_fit",
             **changes,
         )

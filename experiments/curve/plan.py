@@ -94,7 +94,11 @@ class Config:
     def tasks(self) -> dict[str, tuple[Task, ...]]:
         """What is asked, by name."""
         known = {
-            "reasoning": (LinearEquation(), Arithmetic(), WordChain()),
+            "reasoning": (
+                LinearEquation(coefficient=9999, constant=999_999, solution=999),
+                Arithmetic(operations=(6, 12)),
+                WordChain(steps=(8, 24), distractors=(0, 12)),
+            ),
             "needle": (Needle(size=self.needle_size),),
             "tracking": (VariableTracking(size=self.tracking_size),),
         }
@@ -138,6 +142,9 @@ class Variant:
 MAIN = tuple(
     Variant(source, shift, 16) for source in ("query_neuron", "adapter") for shift in (1, 0)
 )
+# Repeated with other seeds: the form of NVIDIA's checkpoints, and the adapter that decides on a
+# token when it sees it.
+SEEDED = (Variant("query_neuron", 1, 16), Variant("adapter", 0, 16))
 ABLATIONS = (
     *(Variant(source, shift, 64) for source in ("query_neuron", "adapter") for shift in (1, 0)),
     *(Variant("adapter", shift, 16, "adapter") for shift in (1, 0)),
@@ -171,7 +178,7 @@ def jobs(config: Config) -> list[Job]:
     order.append(Job("vanilla", "vanilla", 0))
 
     def trained(seed: int) -> list[Job]:
-        return [*retrofits(MAIN, seed), Job("further", FURTHER, seed)]
+        return [*retrofits(MAIN if seed == 0 else SEEDED, seed), Job("further", FURTHER, seed)]
 
     def retrofits(variants: tuple[Variant, ...], seed: int) -> list[Job]:
         names = [variant.name for variant in variants]
