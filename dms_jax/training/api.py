@@ -62,7 +62,7 @@ def retrofit(
     """
     if not isinstance(policy, Policy) or not policy.trainable:
         name = policy.name if isinstance(policy, Policy) else repr(policy)
-        raise ConfigError(f"{name} has nothing to learn; retrofit for DMS(...)")
+        raise ConfigError(f"{name} has nothing to learn; retrofit for DMS(...) or DMC(...)")
     if isinstance(recipe, Recipe) and recipe.compression_ratio == 1:
         raise ConfigError(
             f"the recipe {recipe.name} has no ramp to a compression ratio; add Stage('ramp', ...)"

@@ -65,6 +65,5 @@ def _shortfall(share: Array, target: Array | float) -> Array:
 
 
 def _divergence(share: Array, target: Array | float) -> Array:
-    share, target = (_SMOOTHING + (1 - 2 * _SMOOTHING) * p for p in (share, target))
-    yes = share * (jnp.log(share) - jnp.log(target))
-    return yes + (1 - share) * (jnp.log1p(-share) - jnp.log1p(-target))
+    p, q = (_SMOOTHING + (1 - 2 * _SMOOTHING) * jnp.asarray(x) for x in (share, target))
+    return p * (jnp.log(p) - jnp.log(q)) + (1 - p) * (jnp.log1p(-p) - jnp.log1p(-q))
