@@ -26,6 +26,8 @@ class Usage:
       compression_ratio: tokens seen over live entries, both at the end.
       cache_bytes: bytes of the pages held at the end and of the policy's state for this sequence.
       peak_cache_bytes: the same at its highest, the reserve of the running chunk included.
+      host_bytes: of values in host memory at the end (KCache); not among the cache's bytes, which
+        are the device's.
     """
 
     prompt_tokens: int
@@ -36,6 +38,7 @@ class Usage:
     compression_ratio: float
     cache_bytes: int
     peak_cache_bytes: int
+    host_bytes: int = 0
 
 
 @dataclasses.dataclass
@@ -55,7 +58,15 @@ class Meter:
             self.peak = max(self.peak, int(np.max(live)))
         self.reads += sum(reads)
 
-    def usage(self, *, prompt_tokens: int, new_tokens: int, seen: int, cache_bytes: int) -> Usage:
+    def usage(
+        self,
+        *,
+        prompt_tokens: int,
+        new_tokens: int,
+        seen: int,
+        cache_bytes: int,
+        host_bytes: int = 0,
+    ) -> Usage:
         """Returns the figures so far."""
         live = self.live / self.rows
         return Usage(
@@ -67,4 +78,5 @@ class Meter:
             compression_ratio=seen / live if live else 1.0,
             cache_bytes=cache_bytes,
             peak_cache_bytes=max(self.peak_bytes, cache_bytes),
+            host_bytes=host_bytes,
         )

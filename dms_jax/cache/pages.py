@@ -18,6 +18,9 @@ class PageAllocator:
       table: Int32[L, B, K, M], the pages of each row, `no_page` where nothing is reserved. Page
         numbers are local to the row's shard.
       reserved: Int32[L, B, K], pages reserved for each row.
+
+    With `first` = (layers, pages) the rows of the first `layers` layers have pages 0 ... pages - 1
+    of each shard to themselves, and the other layers the rest.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class PageAllocator:
         page_size: int,
         sequence_shards: int = 1,
         head_shards: int = 1,
+        first: tuple[int, int] = (0, 0),
     ):
         self.page_size = page_size
         self.pages_per_shard = pages_per_shard
@@ -37,13 +41,18 @@ class PageAllocator:
         rows = (num_layers, num_sequences, num_kv_heads)
         self.reserved = np.zeros(rows, np.int32)
         self.table = np.full((*rows, 1), self.no_page, np.int32)
+        first_layers, first_pages = first
+        shards = sequence_shards * head_shards
+        ends = [(first_pages, pages_per_shard)] + [(0, first_pages)] * bool(first_layers)
         self._free = [
-            np.arange(pages_per_shard, dtype=np.int32)[::-1]
-            for _ in range(sequence_shards * head_shards)
+            np.arange(start, end, dtype=np.int32)[::-1]
+            for start, end in ends
+            for _ in range(shards)
         ]
         sequence = np.arange(num_sequences) * sequence_shards // num_sequences
         head = np.arange(num_kv_heads) * head_shards // num_kv_heads
-        self._shard = np.broadcast_to(sequence[:, None] * head_shards + head, rows)
+        group = (np.arange(num_layers) < first_layers)[:, None, None]
+        self._shard = np.broadcast_to(sequence[:, None] * head_shards + head + shards * group, rows)
 
     @property
     def pages_in_use(self) -> int:

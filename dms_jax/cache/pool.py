@@ -4,7 +4,9 @@ A row is one (layer, sequence, KV head). It owns a list of pages of P slots and 
 by itself: slot s of row (l, b, k) is pool[page_table[l, b, k, s // P], s % P]. Only the last page
 of a row is ever partial, and nothing is padded to the longest row.
 
-A pool of float8 numbers has a scale for each slot's key and value (`quantization`).
+A pool of float8 numbers has a scale for each slot's key and value (`quantization`). Values may
+live in host memory; then the pool holds those of the first pages alone, and while a program runs
+the values of its own tokens in a tail (`host_values`).
 
 Under a mesh, rows are split over devices, each device holds its own pages, and page numbers are
 local to it.
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from dms_jax.cache.host_values import HostRows, Tail
 from dms_jax.cache.quantization import dequantize, is_quantized, quantize, snap
 
 
@@ -27,9 +30,10 @@ class Pool:
     """Keys (rotated) and values of every row, by page."""
 
     k_pages: Float[Array, "N P D"]
-    v_pages: Float[Array, "N P D"]
+    v_pages: Float[Array, "NV P D"]
     k_scales: Float[Array, "N P"] | None = None
     v_scales: Float[Array, "N P"] | None = None
+    tail: Tail | None = None
 
     @property
     def page_size(self) -> int:
@@ -51,20 +55,25 @@ class Pool:
         slots: Int[Array, "B K T"],
         k: Float[Array, "B T K D"],
         v: Float[Array, "B T K D"],
+        *,
+        away: tuple[Int[Array, ""], Int[Array, "B T"]] | None = None,
     ) -> "Pool":
-        """Writes keys and values into the rows' slots; a negative slot is not written."""
-        if not self.quantized:
-            return dataclasses.replace(
-                self,
-                k_pages=store(self.k_pages, page_table, slots, k),
-                v_pages=store(self.v_pages, page_table, slots, v),
-            )
-        written = {}
-        for name, x in (("k", k), ("v", v)):
-            for part, array in zip(("pages", "scales"), quantize(x), strict=True):
-                field = f"{name}_{part}"
-                written[field] = store(getattr(self, field), page_table, slots, array)
-        return dataclasses.replace(self, **written)
+        """Writes keys and values into the rows' slots; a negative slot is not written.
+
+        `away` is the layer and the tokens' positions where the layer's values live on the host.
+        """
+        parts = {"k_pages": k, "v_pages": v}
+        if self.quantized:
+            parts["k_pages"], parts["k_scales"] = quantize(k)
+            parts["v_pages"], parts["v_scales"] = quantize(v)
+        tail = self.tail
+        if away is not None:
+            assert tail is not None
+            tail = tail.append(*away, parts.pop("v_pages"), slots)
+        written = {
+            field: store(getattr(self, field), page_table, slots, x) for field, x in parts.items()
+        }
+        return dataclasses.replace(self, tail=tail, **written)
 
     def keys(self, page: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape P D"]:
         """The keys of these pages; those of any page where a number is none."""
@@ -82,18 +91,46 @@ class Pool:
             return values
         return dequantize(values, self.v_scales.at[page, offset].get(mode="clip"), dtype)
 
-    def readable(self, page_table: Int[Array, "B K M"], dtype: Any) -> tuple[Array, Array, Array]:
-        """(keys, values, table) in a type that every kernel reads.
+    def values_away(
+        self,
+        host: HostRows,
+        layer: Int[Array, ""],
+        page_table: Int[Array, "B K M"],
+        slots: Int[Array, "B K n"],
+        dtype: Any,
+    ) -> Float[Array, "B K n D"]:
+        """The values of single slots of a layer whose values live on the host."""
+        assert self.tail is not None
+        values = host.fetch_slots(self.tail, layer, page_table, slots, self.page_size)
+        if self.v_scales is None:
+            return values
+        page = jnp.take_along_axis(page_table, slots // self.page_size, axis=-1, mode="clip")
+        scales = self.v_scales.at[page, slots % self.page_size].get(mode="clip")
+        return dequantize(values, scales, dtype)
 
-        The pool itself, or a copy of the rows' pages where it holds float8 numbers: as much as
-        one layer's share of the pool would take in the model's type.
+    def readable(
+        self, page_table: Int[Array, "B K M"], dtype: Any, host: HostRows | None = None
+    ) -> tuple[Array, Array, Array]:
+        """(keys, values, table) in device memory and a type that every kernel reads.
+
+        The pool itself, or a copy of the rows' pages where it holds float8 numbers or the values
+        live on the host: as much as one layer's share of the pool would take in the model's type.
         """
-        if not self.quantized:
+        if not self.quantized and host is None:
             return self.k_pages, self.v_pages, page_table
         page = page_table.reshape(-1)
-        values = dequantize(
-            self.v_pages.at[page].get(mode="clip"), self.v_scales.at[page].get(mode="clip"), dtype
-        )
+        if host is None:
+            values = self.v_pages.at[page].get(mode="clip")
+        else:
+            offset = jnp.arange(self.page_size, dtype=page.dtype)
+            shape = (page.size, self.page_size)
+            values = host.fetch(
+                jnp.broadcast_to(page[:, None], shape),
+                jnp.broadcast_to(offset, shape),
+                self.page_size,
+            )
+        if self.v_scales is not None:
+            values = dequantize(values, self.v_scales.at[page].get(mode="clip"), dtype)
         table = jnp.arange(page.size, dtype=page_table.dtype).reshape(page_table.shape)
         return self.keys(page, dtype), values, table
 
@@ -128,7 +165,7 @@ class Cache:
         return self.pool.k_pages
 
     @property
-    def v_pages(self) -> Float[Array, "N P D"]:
+    def v_pages(self) -> Float[Array, "NV P D"]:
         """Values of the pool."""
         return self.pool.v_pages
 

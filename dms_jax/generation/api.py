@@ -87,6 +87,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
         compression_ratio=seen / live if live else 1.0,
         cache_bytes=total("cache_bytes"),
         peak_cache_bytes=total("peak_cache_bytes"),
+        host_bytes=total("host_bytes"),
     )
 
 
@@ -352,7 +353,7 @@ def _score_batch(engine: Engine, batch: list[list[int]]) -> list[Score]:
             taken = slice(0, counts[lane])
             meter.add(steps.live[taken, lane], steps.reads[taken, lane].tolist())
             logprobs[lane].append(steps.logprobs[taken, lane])
-    held = runner.cache_bytes()
+    held, on_host = runner.cache_bytes(), runner.host_bytes()
     scores = [
         Score(
             logprobs=np.concatenate(logprobs[lane]),
@@ -361,6 +362,7 @@ def _score_batch(engine: Engine, batch: list[list[int]]) -> list[Score]:
                 new_tokens=len(sequence) - 1,
                 seen=len(sequence) - 1,
                 cache_bytes=held[lane],
+                host_bytes=on_host[lane],
             ),
         )
         for lane, sequence in enumerate(batch)

@@ -20,7 +20,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES, Device
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation.checks import check_count, check_real, show
-from dms_jax.model.caching import entry_bytes, page_bytes, state_bytes, tree_bytes
+from dms_jax.model.caching import entry_bytes, layer_page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import FixedPooling, Policy, Quest, RandomEviction, Vanilla
@@ -84,7 +84,8 @@ def estimate(
     live = expected_live_tokens(policy, tokens, compression_ratio, page_size)
     rows = config.num_layers * config.num_kv_heads
     pages = math.ceil(live / page_size)
-    sequence_bytes = rows * pages * page_bytes(config, policy, page_size, dtype, kv_dtype)
+    layer_bytes = layer_page_bytes(config, policy, page_size, dtype, kv_dtype)
+    sequence_bytes = config.num_kv_heads * pages * int(layer_bytes.sum())
     sequence_bytes += state_bytes(config, policy, dtype)
     shapes = jax.eval_shape(
         lambda: Transformer(config, adapter=policy.uses_adapter, dtype=dtype, rngs=nnx.Rngs(0))
@@ -198,6 +199,9 @@ def reads_per_step(
         budget = group.read_budget
         if budget is None or budget >= live:
             read, attended = read + share * live, attended + share * live
+        elif group.fetches is not None:  # every key, and the values that each query head fetches
+            fetched = budget * config.num_heads / config.num_kv_heads
+            read, attended = read + share * (live + fetched) / 2, attended + share * live
         else:
             together = isinstance(group, Quest) and group.per == "kv_head"
             readers = 1 if together else config.num_heads / config.num_kv_heads
@@ -230,7 +234,8 @@ def pool_pages(
         shards = (sharding.axis_size(data) if data else 1) * (
             sharding.axis_size(heads) if heads else 1
         )
-    bytes_per_page = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
+    layer_bytes = layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype)
+    bytes_per_page = math.ceil(layer_bytes.mean())  # every layer has its share of the pages
     state = num_lanes * state_bytes(config, policy, model.dtype)
     # Prompts that are cut afterwards lie in the pool whole.
     limit = None if policy.shrinks else policy.for_horizon(max_tokens).slot_limit(page_size)

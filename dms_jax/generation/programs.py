@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dms_jax.cache import Cache
+from dms_jax.cache.host_values import HostRows, Tail
 from dms_jax.generation.sampling import Filter, sample
 from dms_jax.model.caching import cache_specs, init_cache, init_row_state
 from dms_jax.model.transformer import Transformer
@@ -94,6 +95,7 @@ def make_cache(
     page_size: int,
     dtype: Any,
     kv_dtype: str | None,
+    value_pages: int | None,
     mesh: jax.sharding.Mesh | None,
 ) -> Any:
     """A compiled function that makes an empty cache under the mesh of the context."""
@@ -106,6 +108,7 @@ def make_cache(
         page_size=page_size,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        value_pages=value_pages,
     )
     if mesh is None:
         return jax.jit(make)
@@ -135,10 +138,32 @@ def expect(cache: Cache, horizon: Int[Array, " B"]) -> Cache:
     return dataclasses.replace(cache, horizon=horizon)
 
 
-@functools.partial(Program, donate_argnums=1, static_argnums=(7, 8))
+def with_tail(cache: Cache, host: HostRows | None, length: int) -> Cache:
+    """The cache at the start of a program of so many tokens a row."""
+    if host is None:
+        return cache
+    pool = cache.pool
+    tail = Tail.empty(
+        cache.page_table.shape[:3],
+        length,
+        pool.k_pages.shape[-1],
+        pool.k_pages.dtype,
+        cache.seen,
+    )
+    return dataclasses.replace(cache, pool=dataclasses.replace(pool, tail=tail))
+
+
+def without_tail(cache: Cache) -> tuple[Cache, Tail | None]:
+    """The cache at a program's end, and what is the host's to write."""
+    tail = cache.pool.tail
+    return dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, tail=None)), tail
+
+
+@functools.partial(Program, donate_argnums=1, static_argnums=(8, 9))
 def extend(
     transformer: Transformer,
     cache: Cache,
+    host: HostRows | None,
     page_table: Int[Array, "L b K M"],
     lanes: Int[Array, " b"] | None,
     tokens: Int[Array, "b T"],
@@ -146,7 +171,7 @@ def extend(
     ends_prompt: Bool[Array, " b"],
     policy: Policy,
     prompt: bool,
-) -> tuple[Cache, Float[Array, "b E"], Int[Array, "b T"]]:
+) -> tuple[Cache, Float[Array, "b E"], Int[Array, "b T"], Tail | None]:
     """Runs a chunk over some lanes (all of them if None) and puts their rows back."""
 
     def take(x):
@@ -163,12 +188,13 @@ def extend(
         horizon=take(cache.horizon[None])[0],
         row_state=jax.tree.map(take, cache.row_state),
     )
+    some = with_tail(some, host, tokens.shape[1])
     passed = transformer.cached(
-        tokens, counts, some, policy, prompt=prompt, ends_prompt=ends_prompt
+        tokens, counts, some, policy, prompt=prompt, ends_prompt=ends_prompt, host=host
     )
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(passed.hidden, last, axis=1)[:, 0]
-    after = passed.cache
+    after, tail = without_tail(passed.cache)
     cache = dataclasses.replace(
         after,
         page_table=cache.page_table,
@@ -177,7 +203,7 @@ def extend(
         horizon=cache.horizon,
         row_state=jax.tree.map(put, cache.row_state, after.row_state),
     )
-    return cache, hidden, passed.live
+    return cache, hidden, passed.live, tail
 
 
 @jax.jit
@@ -189,10 +215,11 @@ def sample_hidden(
     return sample(transformer.unembed(hidden), keys, positions, rule)
 
 
-@functools.partial(Program, donate_argnums=1, static_argnums=(6, 8, 9))
+@functools.partial(Program, donate_argnums=1, static_argnums=(7, 9, 10))
 def decode(
     transformer: Transformer,
     cache: Cache,
+    host: HostRows | None,
     page_table: Int[Array, "L B K M"],
     tokens: Int[Array, " B"],
     remaining: Int[Array, " B"],
@@ -201,7 +228,7 @@ def decode(
     rule: Filter,
     num_steps: int,
     end_tokens: tuple[int, ...],
-) -> tuple[Cache, Steps]:
+) -> tuple[Cache, Steps, Tail | None]:
     """Draws up to `remaining[b]` tokens a lane in `num_steps` steps; see `Runner.decode`."""
     request_keys = jax.random.wrap_key_data(keys)
 
@@ -209,7 +236,7 @@ def decode(
         cache, tokens, remaining = carry
         active = remaining > 0
         passed = transformer.cached(
-            tokens[:, None], active.astype(jnp.int32), cache, policy, prompt=False
+            tokens[:, None], active.astype(jnp.int32), cache, policy, prompt=False, host=host
         )
         with jax.named_scope("sample"):
             new, logprobs = sample(
@@ -230,27 +257,29 @@ def decode(
         return (passed.cache, new, remaining), out
 
     table_before = cache.page_table
-    carry = (dataclasses.replace(cache, page_table=page_table), tokens, remaining)
-    (cache, _, _), steps = jax.lax.scan(step, carry, length=num_steps)
-    return dataclasses.replace(cache, page_table=table_before), steps
+    cache = with_tail(dataclasses.replace(cache, page_table=page_table), host, num_steps)
+    (cache, _, _), steps = jax.lax.scan(step, (cache, tokens, remaining), length=num_steps)
+    cache, tail = without_tail(cache)
+    return dataclasses.replace(cache, page_table=table_before), steps, tail
 
 
-@functools.partial(Program, donate_argnums=1, static_argnums=5)
+@functools.partial(Program, donate_argnums=1, static_argnums=6)
 def follow(
     transformer: Transformer,
     cache: Cache,
+    host: HostRows | None,
     page_table: Int[Array, "L B K M"],
     tokens: Int[Array, "n B"],
     counts: Int[Array, " B"],
     policy: Policy,
-) -> tuple[Cache, Steps]:
+) -> tuple[Cache, Steps, Tail | None]:
     """Takes `counts[b]` steps a lane over given tokens; see `Runner.follow`."""
 
     def step(cache, xs):
         index, tokens, following = xs
         active = index < counts
         passed = transformer.cached(
-            tokens[:, None], active.astype(jnp.int32), cache, policy, prompt=False
+            tokens[:, None], active.astype(jnp.int32), cache, policy, prompt=False, host=host
         )
         logits = transformer.unembed(passed.hidden[:, 0])
         chosen = jnp.take_along_axis(logits, following[:, None], axis=-1)[:, 0]
@@ -264,9 +293,11 @@ def follow(
         return passed.cache, out
 
     table_before = cache.page_table
+    cache = dataclasses.replace(cache, page_table=page_table)
     cache, steps = jax.lax.scan(
         step,
-        dataclasses.replace(cache, page_table=page_table),
+        with_tail(cache, host, tokens.shape[0] - 1),
         (jnp.arange(tokens.shape[0] - 1), tokens[:-1], tokens[1:]),
     )
-    return dataclasses.replace(cache, page_table=table_before), steps
+    cache, tail = without_tail(cache)
+    return dataclasses.replace(cache, page_table=table_before), steps, tail

@@ -15,12 +15,13 @@ from jaxtyping import Array, Int, UInt32
 
 from dms_jax import sharding
 from dms_jax.cache import PageAllocator
-from dms_jax.errors import CapacityError
+from dms_jax.cache.host_values import HostRows, HostValues, Tail
+from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
 from dms_jax.generation.memory import out_of_memory
 from dms_jax.generation.programs import Steps, bucket
 from dms_jax.generation.sampling import Filter
-from dms_jax.model.caching import page_bytes, state_bytes
+from dms_jax.model.caching import layer_page_bytes, page_bytes, state_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
 
@@ -73,6 +74,16 @@ class Runner:
         self.cache: Any = None
         config = model.config
         self._page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
+        self._layer_bytes = layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype)
+        self._value_layers = policy.device_value_layers(config.num_layers)
+        with use_mesh(model.mesh):
+            on_mesh = sharding.has_mesh()
+        if self._value_layers < config.num_layers and on_mesh:
+            raise ConfigError(
+                f"{policy.name}: values in host memory are served on one device, not on a mesh; "
+                "give the policy values='device', or load the model without a mesh."
+            )
+        self.host: HostValues | None = None
         self._state_bytes = state_bytes(config, policy, model.dtype)
         self.restart()
 
@@ -84,6 +95,11 @@ class Runner:
             for leaf in jax.tree.leaves(self.cache):
                 leaf.delete()
             self.cache = None
+        if self.host is not None:
+            self.host.delete()
+            self.host = None
+        away = self._value_layers < config.num_layers
+        value_pages = num_pages * self._value_layers // config.num_layers
         with use_mesh(self.model.mesh):
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
             self._data_shards = sharding.axis_size(data) if data else 1
@@ -100,6 +116,7 @@ class Runner:
                 self.page_size,
                 self.model.dtype,
                 self._kv_dtype,
+                value_pages if away else None,
                 self.model.mesh,
             )
             try:
@@ -119,7 +136,16 @@ class Runner:
             page_size=self.page_size,
             sequence_shards=self._data_shards,
             head_shards=head_shards,
+            first=(self._value_layers, value_pages) if away else (0, 0),
         )
+        if away:
+            self.host = HostValues(
+                first_page=value_pages,
+                num_pages=num_pages - value_pages,
+                page_size=self.page_size,
+                head_dim=config.head_dim,
+                dtype=self.cache.k_pages.dtype,
+            )
         self.lengths = np.zeros((config.num_layers, num_lanes, config.num_kv_heads), np.int64)
         self.seen = np.zeros(num_lanes, np.int64)
 
@@ -167,9 +193,17 @@ class Runner:
         self.allocator.trim(self.lengths)
 
     def cache_bytes(self) -> list[int]:
-        """Bytes of the pages reserved for each lane, and of the policy's state for it."""
-        pages = self.allocator.reserved.sum((0, 2), dtype=np.int64)
-        return (pages * self._page_bytes + self._state_bytes).tolist()
+        """Bytes of the pages reserved for each lane, and of the policy's state for it.
+
+        On the device; see `host_bytes` for what lives in host memory.
+        """
+        pages = self.allocator.reserved.sum(2, dtype=np.int64)
+        return (self._layer_bytes @ pages + self._state_bytes).tolist()
+
+    def host_bytes(self) -> list[int]:
+        """Bytes of the values in host memory of the pages reserved for each lane."""
+        pages = self.allocator.reserved.sum(2, dtype=np.int64)
+        return ((self._page_bytes - self._layer_bytes) @ pages).tolist()
 
     def clear(self, lanes: list[int]) -> None:
         """Empties lanes and gives their pages back."""
@@ -230,9 +264,10 @@ class Runner:
         if rows is not None:
             table = table[:, np.minimum(slots, num_lanes - 1)]
         with use_mesh(self.model.mesh):
-            self.cache, hidden, live = programs.extend(
+            self.cache, hidden, live, tail = programs.extend(
                 self.model.transformer,
                 self.cache,
+                self._host_rows,
                 table,
                 rows,
                 batch,
@@ -241,7 +276,7 @@ class Runner:
                 self.policy,
                 prompt,
             )
-        self._sync()
+        self._sync(tail, table)
         live = np.asarray(live)
         return Extended(
             hidden=hidden,
@@ -288,11 +323,13 @@ class Runner:
           num_steps: C.
           end_tokens: ids that end a lane.
         """
+        table = self._table()
         with use_mesh(self.model.mesh):
-            self.cache, steps = programs.decode(
+            self.cache, steps, tail = programs.decode(
                 self.model.transformer,
                 self.cache,
-                self._table(),
+                self._host_rows,
+                table,
                 tokens.astype(np.int32),
                 remaining.astype(np.int32),
                 keys,
@@ -301,7 +338,7 @@ class Runner:
                 num_steps,
                 end_tokens,
             )
-        self._sync()
+        self._sync(tail, table)
         return jax.tree.map(np.asarray, steps)
 
     def follow(self, tokens: Int[np.ndarray, "n B"], counts: Int[np.ndarray, " B"]) -> Steps:
@@ -309,16 +346,18 @@ class Runner:
 
         Lane b takes its first `counts[b]` steps.
         """
+        table = self._table()
         with use_mesh(self.model.mesh):
-            self.cache, steps = programs.follow(
+            self.cache, steps, tail = programs.follow(
                 self.model.transformer,
                 self.cache,
-                self._table(),
+                self._host_rows,
+                table,
                 tokens.astype(np.int32),
                 counts.astype(np.int32),
                 self.policy,
             )
-        self._sync()
+        self._sync(tail, table)
         return jax.tree.map(np.asarray, steps)
 
     def _table(self) -> np.ndarray:
@@ -333,7 +372,14 @@ class Runner:
             width = max(self._table_width, widest)
         return self.allocator.table_of_width(min(width, most))
 
-    def _sync(self) -> None:
+    @property
+    def _host_rows(self) -> HostRows | None:
+        return None if self.host is None else self.host.rows
+
+    def _sync(self, tail: Tail | None, table: Int[np.ndarray, "L b K M"]) -> None:
+        if self.host is not None:
+            assert tail is not None
+            self.host.write(tail, table)
         self.lengths = np.asarray(self.cache.lengths).astype(np.int64)
         self.seen = np.asarray(self.cache.seen).astype(np.int64)
         held = self.allocator.reserved * self.page_size

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
 from dms_jax.cache import Pool, compact, load
+from dms_jax.cache.host_values import HostRows
 from dms_jax.model.fetching import attend_to_fetched
 from dms_jax.model.rope import apply_rope
 from dms_jax.policies.base import Chunk, Placement, Policy, PolicyState, Rows
@@ -56,6 +57,7 @@ def attend_cached(
     *,
     prompt: bool,
     scale: float,
+    host: HostRows | None = None,
 ) -> Attended:
     """Runs a chunk of T tokens through one layer's cache, shard by shard.
 
@@ -67,9 +69,12 @@ def attend_cached(
       cos, sin: rotation of the chunk's positions.
       prompt: whether these are tokens of a prompt (some policies treat them differently).
       scale: factor on the dot products.
+      host: values in host memory, of layers whose policy fetches them; none of them under a mesh.
     """
     arguments = (cache, q, chunk, cos, sin)
-    attend = functools.partial(_attend, policy, prompt=prompt, scale=scale)
+    if policy.fetches is None:
+        host = None
+    attend = functools.partial(_attend, policy, prompt=prompt, scale=scale, host=host)
     if not sharding.has_mesh():
         return attend(*arguments, head_axis=None)
     data, model = sharding.row_axes(*chunk.lengths.shape)
@@ -122,19 +127,19 @@ def _attend(
     *,
     prompt: bool,
     scale: float,
+    host: HostRows | None,
     head_axis: str | None,
 ) -> Attended:
     num_tokens = q.shape[1]
+    options: dict[str, Any] = dict(scale=scale, host=host, head_axis=head_axis)
     # A prompt that is read whole (Quest) stays so in chunks of one token.
     in_one_pass = policy.parallel(prompt=prompt)
     if in_one_pass and (num_tokens > 1 or not policy.parallel(prompt=False)):
-        attended = _parallel(policy, cache, q, chunk, cos, sin, scale=scale, head_axis=head_axis)
+        attended = _parallel(policy, cache, q, chunk, cos, sin, **options)
     elif num_tokens == 1:
-        attended = _step(policy, cache, q, chunk, cos, sin, scale=scale, head_axis=head_axis)
+        attended = _step(policy, cache, q, chunk, cos, sin, **options)
     else:
-        attended = _token_by_token(
-            policy, cache, q, chunk, cos, sin, scale=scale, head_axis=head_axis
-        )
+        attended = _token_by_token(policy, cache, q, chunk, cos, sin, **options)
     if head_axis is not None:
         attended = dataclasses.replace(
             attended,
@@ -145,7 +150,13 @@ def _attend(
 
 
 def _write(
-    policy: Policy, cache: LayerCache, q: Array, chunk: Chunk, cos: Array, sin: Array
+    policy: Policy,
+    cache: LayerCache,
+    q: Array,
+    chunk: Chunk,
+    cos: Array,
+    sin: Array,
+    host: HostRows | None,
 ) -> tuple[LayerCache, Chunk, Placement]:
     """Merges, rotates, places and stores the chunk's keys and values."""
     with jax.named_scope("cache_write"):
@@ -154,17 +165,23 @@ def _write(
         pool = cache.pool
         chunk = dataclasses.replace(chunk, k=pool.as_stored(k), v=pool.as_stored(chunk.v))
         state, placement = policy.write(state, chunk)
-        pool = pool.store(chunk.page_table, placement.slots, placement.k, placement.v)
+        pool = pool.store(
+            chunk.page_table,
+            placement.slots,
+            placement.k,
+            placement.v,
+            away=None if host is None else (chunk.layer, chunk.positions),
+        )
         state = policy.stored(state, pool, chunk, placement)
     return LayerCache(pool=pool, state=state), chunk, placement
 
 
-def _parallel(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
+def _parallel(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> Attended:
     """All queries in one pass, over what was there before and over the chunk itself."""
     before = cache.pool
-    cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin)
+    cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin, host)
     with jax.named_scope("prefill_attention"):
-        k_pages, v_pages, page_table = before.readable(chunk.page_table, q.dtype)
+        k_pages, v_pages, page_table = before.readable(chunk.page_table, q.dtype, host)
         out = prefill_attention(
             q,
             placement.k,
@@ -244,10 +261,10 @@ def _shrink(
     return LayerCache(pool=pool, state=state), lengths
 
 
-def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
+def _step(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> Attended:
     """One token of every sequence."""
     batch, _, num_heads, head_dim = q.shape
-    cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin)
+    cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin, host)
     reading = policy.read(cache.state, q[:, 0], chunk, placement)
     num_rows = reading.lengths.size
     active = chunk.count > 0
@@ -257,7 +274,14 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
         result: Any
         if policy.fetches is not None:
             result, reads = attend_to_fetched(
-                policy, cache.pool, q[:, 0], reading.page_table, lengths, scale=scale
+                policy,
+                cache.pool,
+                q[:, 0],
+                reading.page_table,
+                lengths,
+                scale=scale,
+                host=host,
+                layer=chunk.layer,
             )
             reading = dataclasses.replace(reading, reads=reads)
         else:
@@ -299,7 +323,7 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
     )
 
 
-def _token_by_token(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> Attended:
+def _token_by_token(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> Attended:
     """The steps of a chunk in order, for policies that learn from each reading."""
 
     def step(carry, token):
@@ -324,6 +348,7 @@ def _token_by_token(policy, cache, q, chunk, cos, sin, *, scale, head_axis) -> A
             cos[:, None],
             sin[:, None],
             scale=scale,
+            host=host,
             head_axis=head_axis,
         )
         return (attended.cache, attended.lengths), (

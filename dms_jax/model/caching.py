@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Int
 
 from dms_jax import sharding
 from dms_jax.cache import Cache, Pool
@@ -25,6 +27,7 @@ def init_cache(
     table_width: int = 1,
     dtype: Any = jnp.bfloat16,
     kv_dtype: str | None = None,
+    value_pages: int | None = None,
 ) -> Cache:
     """Returns an empty cache with no page reserved.
 
@@ -37,6 +40,7 @@ def init_cache(
       table_width: M, pages a row can address.
       dtype: of keys, values and the policy's state.
       kv_dtype: "float8_e4m3" for keys and values in 8 bits, with a scale a slot.
+      value_pages: first pages whose values are on the device; None for all.
     """
     pages = (num_pages, page_size, config.head_dim)
     stored = storage_dtype(kv_dtype, dtype)
@@ -45,7 +49,9 @@ def init_cache(
     return Cache(
         pool=Pool(
             k_pages=jnp.zeros(pages, stored),
-            v_pages=jnp.zeros(pages, stored),
+            v_pages=jnp.zeros(
+                (num_pages if value_pages is None else value_pages, *pages[1:]), stored
+            ),
             k_scales=jnp.zeros(pages[:2], jnp.float32) if is_quantized(stored) else None,
             v_scales=jnp.zeros(pages[:2], jnp.float32) if is_quantized(stored) else None,
         ),
@@ -86,6 +92,17 @@ def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
         row_state=jax.tree.map(lambda _: rows, cache.row_state),
         page_state=jax.tree.map(lambda _: pool, cache.page_state),
     )
+
+
+def layer_page_bytes(
+    config: ModelConfig, policy: Policy, page_size: int, dtype: Any, kv_dtype: str | None = None
+) -> Int[np.ndarray, " L"]:
+    """Bytes of one page of each layer on the device; values that live on the host are not."""
+    whole = page_bytes(config, policy, page_size, dtype, kv_dtype)
+    values = page_size * config.head_dim * storage_dtype(kv_dtype, dtype).itemsize
+    on_device = policy.device_value_layers(config.num_layers)
+    away = np.arange(config.num_layers) >= on_device
+    return whole - away * values
 
 
 def page_bytes(

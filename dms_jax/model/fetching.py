@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dms_jax.cache import Pool
+from dms_jax.cache.host_values import HostRows
 from dms_jax.policies.base import Policy
 from pallas_kernels import decode_attention
 
@@ -23,6 +24,8 @@ def attend_to_fetched(
     lengths: Int[Array, "B K"],
     *,
     scale: float,
+    host: HostRows | None,
+    layer: Int[Array, ""] | None,
 ) -> tuple[Float[Array, "R G D"], Int[Array, " B"]]:
     """Attention of single queries, and the entries that it read.
 
@@ -55,9 +58,13 @@ def attend_to_fetched(
     if policy.renormalizes:
         total = weights.sum(-1, keepdims=True)
         weights = weights / jnp.where(total > 0, total, 1)
-    slots = jnp.where(live, slots, 0).reshape(num_rows, -1)
-    page = jnp.take_along_axis(table, slots // pool.page_size, axis=-1)
-    values = pool.values(page, slots % pool.page_size, q.dtype)
+    slots = jnp.where(live, slots, 0).reshape(batch, num_kv_heads, -1)
+    if host is None:
+        page = jnp.take_along_axis(page_table, slots // pool.page_size, axis=-1)
+        values = pool.values(page, slots % pool.page_size, q.dtype)
+    else:
+        assert layer is not None
+        values = pool.values_away(host, layer, page_table, slots, q.dtype)
     values = jnp.where(live[..., None], values.reshape(num_rows, group, top, head_dim), 0)
     wide = scores.dtype
     out = jnp.einsum("rgn,rgnd->rgd", weights, values.astype(wide)).astype(q.dtype)
@@ -75,7 +82,8 @@ def _largest(
     """
     pages = scores.reshape(*scores.shape[:-1], -1, page_size)
     if top >= pages.shape[-2]:
-        return jax.lax.top_k(scores, top)
+        values, slots = jax.lax.top_k(scores, top)
+        return values, slots
     _, best = jax.lax.top_k(pages.max(-1), top)
     best = jnp.sort(best, -1)[..., None]  # ascending: the first of equal scores stays the first
     chosen = jnp.take_along_axis(pages, best, axis=-2).reshape(*scores.shape[:-1], -1)

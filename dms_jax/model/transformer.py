@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
 from dms_jax.cache import Cache
+from dms_jax.cache.host_values import HostRows
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
@@ -210,6 +211,7 @@ class Transformer(nnx.Module):
         *,
         prompt: bool,
         ends_prompt: Bool[Array, " B"] | None = None,
+        host: HostRows | None = None,
     ) -> CachedPass:
         """Runs the next `counts[b]` tokens of each sequence through the cache.
 
@@ -220,6 +222,7 @@ class Transformer(nnx.Module):
           policy: the cache's policy.
           prompt: whether the tokens belong to a prompt.
           ends_prompt: of which sequences the chunk is the end of the prompt; None for no one's.
+          host: values in host memory, of layers whose policy fetches them; the pool has a tail.
         """
         if ends_prompt is None:
             ends_prompt = jnp.zeros(counts.shape, bool)
@@ -259,6 +262,7 @@ class Transformer(nnx.Module):
                 sin,
                 prompt=prompt,
                 scale=self.config.head_dim**-0.5,
+                host=host,
             )
             layer_cache = attended.cache
             x = layer.finish(x, attended.out)

@@ -137,6 +137,10 @@ class Policy:
         """Values that each query head fetches by its weights; None to read them with the keys."""
         return None
 
+    def device_value_layers(self, num_layers: int) -> int:
+        """First layers whose values are on the device; those of the others live on the host."""
+        return num_layers
+
     @property
     def renormalizes(self) -> bool:
         """Whether the weights of fetched values are made to sum to one."""

@@ -15,6 +15,7 @@ not, so the break-even context is H / K times longer than with one KV head a que
 """
 
 import dataclasses
+from typing import Literal
 
 from dms_jax.policies.base import Policy, is_static_int, require
 from dms_jax.policies.selective import SelectiveReading
@@ -28,12 +29,15 @@ class KCache(SelectiveReading):
       top: N, values fetched per query head and step.
       first_layers: first layers whose values stay on the device and are all read.
       renormalize: whether the weights of the fetched values are scaled to sum to one.
+      values: where those of the other layers live. "device" saves no memory; it is for a mesh of
+        devices, which does not serve "host", and to see what the selection alone does.
       over: the policy that decides what the cache holds.
     """
 
     top: int = 128
     first_layers: int = 2
     renormalize: bool = False
+    values: Literal["host", "device"] = "host"
 
     def __post_init__(self):
         super().__post_init__()
@@ -49,6 +53,14 @@ class KCache(SelectiveReading):
             isinstance(self.renormalize, bool),
             f"KCache: renormalize must be True or False, got {self.renormalize!r}.",
         )
+        require(
+            self.values in ("host", "device"),
+            f"KCache: values must be 'host' or 'device', got {self.values!r}.",
+        )
+
+    def device_value_layers(self, num_layers: int) -> int:
+        """The first layers, or all."""
+        return min(self.first_layers, num_layers) if self.values == "host" else num_layers
 
     @property
     def read_budget(self) -> int:

@@ -87,7 +87,7 @@ def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
     )
     table = (num_layers, BATCH, KV_HEADS, PAGES_PER_ROW)
     integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (table, (BATCH,), (BATCH,))]
-    arrays = (model, cache, *integers, jax.ShapeDtypeStruct((BATCH, 2), jnp.uint32))
+    arrays = (model, cache, None, *integers, jax.ShapeDtypeStruct((BATCH, 2), jnp.uint32))
     if place is not None:
         arrays = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays

@@ -83,8 +83,8 @@ ROWS = [
     ),
     Row(Quest(budget=8, dense_layers=1), simulate_quest, 2, 4, selects=True),
     Row(Quest(budget=8, over=DMS(window=3), dense_layers=0), simulate_quest_over_dms, 2, 4),
-    Row(KCache(top=3, first_layers=1), simulate_kcache, 2, 8),
-    Row(KCache(top=3, over=DMS(window=3)), simulate_kcache_over_dms, 2, 8),
+    Row(KCache(top=3, first_layers=1, values="device"), simulate_kcache, 2, 8),
+    Row(KCache(top=3, over=DMS(window=3), values="device"), simulate_kcache_over_dms, 2, 8),
 ]
 TOKENS = random_tokens(60, 4, 16)
 PROMPTS = [row[:length].tolist() for row, length in zip(TOKENS, (5, 8, 1, 7), strict=True)]

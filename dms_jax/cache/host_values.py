@@ -1,0 +1,155 @@
+"""Values in host memory: a store that compiled programs read and the host writes (KCache).
+
+A program cannot write where it reads: carried through a loop the store would be copied in every
+round (measured: 39 ms for 268 MB). So inside a program the store is read only, and what the
+program's own tokens bring is kept in a `Tail` on the device, a few tokens a row:
+
+    program   reads store[page, offset], or the tail where it holds a newer value of that slot
+    host      between programs: store[page, offset] = tail, in order, so that the last one stays
+
+On a GPU the store is `pinned_host` memory, read in place by a kernel (`pallas_kernels.fetch_rows`).
+"""
+
+import ctypes
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import fetch_rows
+
+
+@no_type_check  # jax also builds it of shapes and of partitions
+@struct.dataclass
+class Tail:
+    """Values that a program's own tokens brought, up to C a row.
+
+    Attributes:
+      values: in the type of the store.
+      slots: where each belongs; negative for none.
+      start: the position of the first of them in each sequence.
+    """
+
+    values: Float[Array, "L B K C D"]
+    slots: Int[Array, "L B K C"]
+    start: Int[Array, " B"]
+
+    @classmethod
+    def empty(
+        cls, rows: tuple[int, int, int], length: int, head_dim: int, dtype: Any, start: Array
+    ) -> "Tail":
+        """A tail of no tokens yet, for programs of `length` tokens a row."""
+        return cls(
+            values=jnp.zeros((*rows, length, head_dim), dtype),
+            slots=jnp.full((*rows, length), -1, jnp.int32),
+            start=start,
+        )
+
+    def append(
+        self,
+        layer: Int[Array, ""],
+        positions: Int[Array, "B T"],
+        values: Float[Array, "B T K D"],
+        slots: Int[Array, "B K T"],
+    ) -> "Tail":
+        """Adds the values of a chunk of one layer."""
+        at = (
+            layer,
+            jnp.arange(len(positions))[:, None],
+            slice(None),
+            positions - self.start[:, None],
+        )
+        return Tail(
+            values=self.values.at[at].set(values.astype(self.values.dtype), mode="drop"),
+            slots=self.slots.at[at].set(jnp.swapaxes(slots, 1, 2), mode="drop"),
+            start=self.start,
+        )
+
+    def newest(
+        self, layer: Int[Array, ""], slots: Int[Array, "B K n"]
+    ) -> tuple[Float[Array, "B K n D"], Bool[Array, "B K n"]]:
+        """(values, whether there are any) that the tail holds for these slots."""
+        own = self.slots[layer]
+        index = jnp.arange(1, own.shape[-1] + 1)
+        last = jnp.where(slots[..., None] == own[:, :, None], index, 0).max(-1)
+        at = jnp.maximum(last - 1, 0)[..., None]
+        return jnp.take_along_axis(self.values[layer], at, axis=2), last > 0
+
+
+@no_type_check  # jax also builds it of shapes and of partitions
+@struct.dataclass
+class HostRows:
+    """The store as a program sees it: flat rows, and the first page that lies there.
+
+    Pages before `first_page` have their values on the device (KCache's first layers).
+    """
+
+    rows: Float[Array, "S D"]
+    first_page: int = struct.field(pytree_node=False)
+
+    def fetch(
+        self, page: Int[Array, "*shape"], offset: Int[Array, "*shape"], page_size: int
+    ) -> Float[Array, "*shape D"]:
+        """The values of single slots; of a page that is none, any."""
+        flat = (page - self.first_page) * page_size + offset
+        flat = jnp.clip(flat, 0, self.rows.shape[0] - 1).reshape(-1)
+        return fetch_rows(self.rows, flat).reshape(*page.shape, -1)
+
+    def fetch_slots(
+        self,
+        tail: Tail,
+        layer: Int[Array, ""],
+        page_table: Int[Array, "B K M"],
+        slots: Int[Array, "B K n"],
+        page_size: int,
+    ) -> Float[Array, "B K n D"]:
+        """The values of a row's slots, newer ones from the tail."""
+        page = jnp.take_along_axis(page_table, slots // page_size, axis=-1, mode="clip")
+        stored = self.fetch(page, slots % page_size, page_size)
+        newer, found = tail.newest(layer, slots)
+        return jnp.where(found[..., None], newer, stored)
+
+
+class HostValues:
+    """The store itself, of `num_pages` pages that begin at `first_page`.
+
+    Attributes:
+      rows: what programs take; its memory changes between them.
+    """
+
+    def __init__(
+        self, *, first_page: int, num_pages: int, page_size: int, head_dim: int, dtype: Any
+    ):
+        self.page_size = page_size
+        place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+        array = jax.device_put(np.zeros((num_pages * page_size, head_dim), dtype), place)
+        self.rows = HostRows(rows=array, first_page=first_page)
+        memory = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
+        self._view = np.frombuffer(memory, dtype).reshape(array.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the store."""
+        return self.rows.rows.nbytes
+
+    def write(self, tail: Tail, page_table: Int[np.ndarray, "L B K M"]) -> None:
+        """Puts a finished program's tail where it belongs; no program may be running.
+
+        Args:
+          tail: what the program returned.
+          page_table: that it ran with.
+        """
+        slots, values = np.asarray(tail.slots), np.asarray(tail.values)
+        page = np.take_along_axis(page_table, np.maximum(slots, 0) // self.page_size, axis=-1)
+        flat = (page - self.rows.first_page) * self.page_size + slots % self.page_size
+        mine = (slots >= 0) & (flat >= 0) & (flat < len(self._view))
+        # Of two values for one slot the later token's comes last, and stays.
+        self._view[flat[mine]] = values[mine]
+
+    def delete(self) -> None:
+        """Frees the memory."""
+        self._view = np.zeros(0)
+        self.rows.rows.delete()
