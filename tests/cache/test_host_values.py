@@ -1,0 +1,188 @@
+"""Values in host memory: the tail of a program, what the host writes, rounds over one context."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.cache import PageAllocator
+from dms_jax.cache.host_values import HostValues, Tail
+from dms_jax.errors import CapacityError, ConfigError
+from dms_jax.generation import Conversation, Engine, Sampling, generate
+from dms_jax.policies import DMS, KCache, Vanilla
+
+LAYERS, BATCH, HEADS, HEAD_DIM, PAGE_SIZE = 2, 2, 2, 4, 3
+
+
+def table_of(random) -> np.ndarray:
+    """Six pages a row beyond the two that belong to layers on the device."""
+    rows = LAYERS * BATCH * HEADS
+    return 2 + random.permutation(rows * 6).reshape(LAYERS, BATCH, HEADS, 6).astype(np.int32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_what_programs_leave_is_what_the_next_one_reads(dtype):
+    """Tokens overwrite each other's slots, within a program and from one to the next."""
+    dtype = jnp.dtype(dtype)
+    random = np.random.default_rng(0)
+    table = table_of(random)
+    store = HostValues(
+        first_page=2, num_pages=table.size, page_size=PAGE_SIZE, head_dim=HEAD_DIM, dtype=dtype
+    )
+    truth: dict[tuple, np.ndarray] = {}
+    read = jax.jit(lambda rows, *args: rows.fetch_slots(*args, PAGE_SIZE))
+    append = jax.jit(Tail.append)
+    for program in range(4):
+        length, seen = 5, np.array([5 * program, 3 * program], np.int32)
+        tail = Tail.empty((LAYERS, BATCH, HEADS), length, HEAD_DIM, dtype, jnp.asarray(seen))
+        for step in range(length):
+            active = np.array([True, step < 3])
+            for layer in range(LAYERS):
+                v = random.normal(size=(BATCH, 1, HEADS, HEAD_DIM)).astype(dtype)
+                slots = random.integers(0, 4, (BATCH, HEADS, 1)).astype(np.int32)
+                slots = np.where(active[:, None, None], slots, -1)
+                positions = (seen + np.minimum(step, [4, 2]))[:, None].astype(np.int32)
+                if not active[1]:  # an idle lane's position stays beyond what it took
+                    positions[1] = seen[1] + 3
+                tail = append(tail, np.int32(layer), positions, v, slots)
+                for row, head in np.ndindex(BATCH, HEADS):
+                    if slots[row, head, 0] >= 0:
+                        truth[layer, row, head, int(slots[row, head, 0])] = v[row, 0, head]
+            for layer in range(LAYERS):
+                asked = np.broadcast_to(np.arange(4, dtype=np.int32), (BATCH, HEADS, 4))
+                got = read(store.rows, tail, np.int32(layer), table[layer], asked)
+                for row, head, slot in np.ndindex(BATCH, HEADS, 4):
+                    if (layer, row, head, slot) in truth:
+                        want = truth[layer, row, head, slot]
+                        np.testing.assert_array_equal(got[row, head, slot], want)
+        store.write(tail, table)
+    assert len(truth) == LAYERS * BATCH * HEADS * 4
+    assert store.rows.rows.sharding.memory_kind == "pinned_host"
+    assert store.nbytes == table.size * PAGE_SIZE * HEAD_DIM * dtype.itemsize
+    store.delete()
+
+
+def test_first_layers_have_pages_of_their_own():
+    options = dict(num_sequences=2, num_kv_heads=2, page_size=4)
+    allocator = PageAllocator(num_layers=3, pages_per_shard=12, first=(1, 4), **options)
+    slots = np.full((3, 2, 2), 4)
+    allocator.reserve(slots)
+    assert sorted(allocator.table[0, ..., 0].ravel()) == [0, 1, 2, 3]
+    assert sorted(allocator.table[1:, ..., 0].ravel()) == list(range(4, 12))
+    assert allocator.free_pages == 0
+    slots[1] = 0
+    allocator.trim(slots)
+    more = slots.copy()
+    more[0] = 8
+    assert not allocator.fits(more)  # the free pages are the other layers'
+    with pytest.raises(CapacityError):
+        allocator.reserve(more)
+    more[0], more[2] = 4, 8
+    allocator.reserve(more)
+    assert allocator.table[2].min() >= 4
+
+
+@pytest.fixture(scope="module")
+def stories():
+    return dms_jax.load(assets.path("stories260k"))
+
+
+def stories_tokens(model, count: int) -> list[int]:
+    text = " ".join(assets.stories("valid")[:8])
+    return model.tokenizer.encode(text)[:count]
+
+
+@pytest.mark.parametrize("first_layers", [0, 2, 9])
+def test_half_of_the_memory_of_the_other_layers_is_the_hosts(stories, first_layers):
+    policy = KCache(top=8, first_layers=first_layers)
+    here = dataclasses.replace(policy, values="device")
+    options = dict(page_size=16, sampling=Sampling(temperature=0, max_new_tokens=12))
+    prompts = [stories_tokens(stories, 70), stories_tokens(stories, 33)[::-1]]
+    away, home = (generate(stories, prompts, policy=p, **options) for p in (policy, here))
+    assert away.tokens == home.tokens
+    layers = stories.config.num_layers
+    kept = min(first_layers, layers)
+    total = home.usage.cache_bytes
+    assert home.usage.host_bytes == 0
+    assert away.usage.host_bytes == total * (layers - kept) // (2 * layers)
+    assert away.usage.cache_bytes == total - away.usage.host_bytes
+    assert away.usage.kv_reads == home.usage.kv_reads
+
+
+def test_the_pool_holds_what_the_accounting_says(stories):
+    engine = Engine(stories, KCache(first_layers=2), num_lanes=2, max_tokens=64, page_size=16)
+    runner, config = engine.runner, stories.config
+    pages = 2 * config.num_layers * config.num_kv_heads * 4
+    page = 16 * config.head_dim * 4
+    assert runner.cache.k_pages.nbytes == pages * page
+    assert runner.cache.v_pages.nbytes == pages * page * 2 // config.num_layers
+    assert runner.host.nbytes == pages * page * (config.num_layers - 2) // config.num_layers
+    assert runner.cache.pool.tail is None
+
+
+@pytest.mark.parametrize("policy", [KCache(top=6, first_layers=1), KCache(top=500)])
+def test_rounds_of_questions_over_one_context(stories, policy):
+    """Every round may look at another part of the context: nothing of it is gone (the motive)."""
+    model = dataclasses.replace(
+        stories, generation=dataclasses.replace(stories.generation, eos_token_ids=())
+    )
+    sampling = Sampling(temperature=0, max_new_tokens=10, logprobs=True)
+    context, *questions = (
+        stories_tokens(model, 90),
+        *(model.tokenizer.encode(q)[1:] for q in ("The dog", "Then a girl", "So the bird")),
+    )
+    talk = Conversation(model, policy, max_tokens=256, page_size=16, chunk=4, prefill_chunk=32)
+    device = Conversation(
+        model,
+        dataclasses.replace(policy, values="device"),
+        max_tokens=256,
+        page_size=16,
+        chunk=4,
+        prefill_chunk=32,
+    )
+    prompts = [context + questions[0], *questions[1:]]
+    for prompt in prompts:
+        there, here = (one.say(prompt, sampling=sampling) for one in (talk, device))
+        assert there.tokens == here.tokens
+        np.testing.assert_allclose(there.logprobs, here.logprobs, atol=1e-5)
+    assert there.usage.live_tokens == len(context) + sum(map(len, questions)) + 3 * 10 - 1
+    if policy.top == 500:  # everything is fetched: plain attention
+        plain = Conversation(model, Vanilla(), max_tokens=256, page_size=16)
+        answers = [plain.say(prompt, sampling=sampling).tokens for prompt in prompts]
+        assert [turn.tokens for turn in talk.turns] == answers
+
+
+def test_survivors_values_can_live_there_too(stories):
+    policy = KCache(top=5, first_layers=1, over=DMS(window=6, alpha_offset=0.0))
+    model = dataclasses.replace(stories, policy=policy)
+    sampling = Sampling(temperature=0, max_new_tokens=20)
+    prompt = stories_tokens(stories, 60)
+    away = generate(model, [prompt], sampling=sampling, page_size=8)
+    here = dataclasses.replace(model, policy=dataclasses.replace(policy, values="device"))
+    home = generate(here, [prompt], sampling=sampling, page_size=8)
+    assert away.tokens == home.tokens
+    assert away.usage.compression_ratio > 1.1
+    assert away.usage.cache_bytes + away.usage.host_bytes == home.usage.cache_bytes
+
+
+def test_a_mesh_is_told_to_keep_them():
+    model = dms_jax.load(assets.path("stories260k"), mesh=dms_jax.make_mesh(2, 4))
+    with pytest.raises(ConfigError, match="values='device'"):
+        generate(model, [[1, 2]], policy=KCache(), sampling=Sampling(max_new_tokens=2))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_host_writes_what_programs_read(stories):
+    """The memory of a pinned array is written in place between programs."""
+    policy = KCache(top=8, first_layers=1)
+    options = dict(page_size=16, sampling=Sampling(temperature=0, max_new_tokens=40), chunk=8)
+    prompts = [stories_tokens(stories, 70)]
+    away = generate(stories, prompts, policy=policy, **options)
+    home = generate(
+        stories, prompts, policy=dataclasses.replace(policy, values="device"), **options
+    )
+    assert away.tokens == home.tokens
