@@ -16,13 +16,9 @@ from dms_jax.errors import ConfigError
 from dms_jax.model.attention import Relaxation
 from dms_jax.policies import DMC, DMS, POLICIES, FixedPooling
 from dms_jax.policies.relaxation import logistic_noise
+from tests.laws.dms_simulations import dms_decisions
 from tests.laws.row import model_of
-from tests.laws.table import (
-    dmc_decisions,
-    dmc_neuron,
-    dms_decisions,
-    fixed_decisions,
-)
+from tests.laws.table import dmc_decisions, dmc_neuron, fixed_decisions
 from tests.oracles import dmc, dms, transformer, vanilla
 from tests.oracles.trace import Trace
 from tests.support.models import oracle_weights, random_tokens
