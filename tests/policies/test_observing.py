@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dms_jax.cache import Pool
-from dms_jax.policies import DMS, TOVA, Quest, RandomEviction, Vanilla
+from dms_jax.policies import DMS, H2O, TOVA, Quest, RandomEviction, Vanilla
 from dms_jax.policies.base import NOT_STORED, Chunk, Decisions, PolicyState
 from dms_jax.policies.quest import PageBounds
 from tests.oracles import quest
@@ -160,3 +160,40 @@ def test_quest_reads_its_first_layers_whole():
     assert runs[1][2].read_budget == 8
     assert [run[:2] for run in Quest(dense_layers=9).groups(3)] == [(0, 3)]
     assert [run[:2] for run in Quest(dense_layers=0).groups(3)] == [(0, 3)]
+
+
+def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
+    """A conversation's next prompt: the victim of the last answer's last token goes first."""
+    policy = TOVA(budget=2, per="head", prefill="dense_then_evict")
+    state = PolicyState(rows=jnp.asarray([[1, NOT_STORED]], jnp.int32))
+    chunk = chunk_of(np.zeros((1, 3, 2, 2)), [2], np.zeros((1, 2, 2)), [[3, 2]], 4, first=5)
+    state, placement = policy.write(state, chunk)
+    assert placement.slots.tolist() == [[[1, 3, NOT_STORED], [2, 3, NOT_STORED]]]
+    assert placement.lengths.tolist() == [[4, 4]]
+    assert placement.live.tolist() == [[[3, 4, 4], [3, 4, 4]]]
+    assert (placement.past_until < 0).tolist() == [[[s == 1 for s in range(8)], [False] * 8]]
+    assert state.rows.tolist() == [[NOT_STORED] * 2]
+
+
+def test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner():
+    policy = H2O(budget=2)  # one heavy, one recent
+    state = PolicyState(
+        rows=policy.init_rows(1, 1, 2, jnp.float32), pages=policy.init_pages(2, 2, 2, jnp.float32)
+    )
+    table, lengths = [[[1, 0]]], np.zeros((1, 1), np.int32)
+    victims, sums = [], []
+    for position, weights in enumerate(
+        ([1, 0, 0], [0.6, 0.4, 0], [0.1, 0.7, 0.2], [0.1, 0.5, 0.4])
+    ):
+        chunk = chunk_of(np.zeros((1, 1, 1, 2)), [1], table, lengths, 2, first=position)
+        state, placement = policy.write(state, chunk)
+        observed = jnp.asarray([*weights, 0], jnp.float32)[None, None, None]
+        state = policy.observe(state, observed, chunk, placement, None)
+        lengths = np.asarray(placement.lengths)
+        victims.append(int(state.rows[0, 0]))
+        sums.append(np.asarray(state.pages.sums)[[1, 0]].reshape(-1)[: lengths[0, 0]].tolist())
+    # After the third token slot 1 has 1.1 and slot 0 has 1.7: slot 1 goes, token 3 takes it.
+    assert victims == [NOT_STORED, NOT_STORED, 1, 2]
+    np.testing.assert_allclose(sums[2], [1.7, 1.1, 0.2], atol=1e-6)
+    np.testing.assert_allclose(sums[3], [1.8, 0.5, 0.6], atol=1e-6)
+    assert np.asarray(state.pages.positions)[[1, 0]].reshape(-1)[:3].tolist() == [0, 3, 2]
