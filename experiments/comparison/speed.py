@@ -113,6 +113,8 @@ def filled_runner(
     """A cache at its length, with random contents."""
     steps, batch = (REPEATS + 3) * CHUNK, lengths.shape[1]
     num_pages = int(np.ceil((lengths + steps) / PAGE_SIZE).sum())
+    if racer.uneven:  # layers that share the pages out beforehand need some to spare
+        num_pages = int(1.5 * num_pages)
     runner = Runner(
         model,
         racer.policy,
