@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import fetch_rows
 from pallas_kernels.fetch.gpu import fetch_rows_triton, why_not
 from pallas_kernels.fetch.reference import is_on_host
+from tests.pallas_kernels.support import lower_for_cuda
 
 ROWS, WIDTH = 50, 8
 gpu = pytest.mark.gpu
@@ -58,6 +59,24 @@ def test_the_kernel_gathers_the_same(count):
     index = np.random.default_rng(count).integers(0, ROWS, count).astype(np.int32)
     rows = fetch_rows_triton(store, jnp.asarray(index), interpret=True)
     np.testing.assert_array_equal(rows, np.asarray(store)[index])
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_it_lowers_for_a_gpu_inside_a_loop(memory):
+    """Where the store stays in the loop, wherever it lies."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
+
+    def total(store, index):
+        step = lambda sums, one: (sums + fetch_rows(store, one).astype(jnp.float32).sum(0), None)  # noqa: E731
+        return jax.lax.scan(step, jnp.zeros(128), index)[0]
+
+    text = lower_for_cuda(
+        total,
+        store=jax.ShapeDtypeStruct((1000, 128), jnp.bfloat16, sharding=place),
+        index=jax.ShapeDtypeStruct((5, 60), jnp.int32),
+    )
+    assert text.count("stablehlo.custom_call") == 1
+    assert "fetch_rows_triton" in text
 
 
 @gpu
