@@ -154,8 +154,8 @@ class Engine:
         )
         # A stop string is seen between chunks; a conversation must not cache tokens beyond it.
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
-        waiting = collections.deque(requests)
-        self._running = {}
+        waiting, self._running = collections.deque(requests), {}
+        self.runner.allow(max((request.horizon for request in requests), default=1))
         try:
             while waiting or self._running:
                 self._admit(waiting, sampling)

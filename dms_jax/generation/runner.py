@@ -68,8 +68,7 @@ class Runner:
         self._kv_dtype = kv_dtype
         policy.check_page_size(page_size)
         self._table_width = table_width
-        positions = model.config.max_position_embeddings
-        self._slot_limit = policy.for_horizon(positions).slot_limit(page_size)
+        self._horizon = 1  # of the longest sequence so far
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         config = model.config
@@ -161,7 +160,7 @@ class Runner:
         """
         extra = np.asarray(extra)
         slots = self.lengths + (extra[None, :, None] if extra.ndim == 1 else extra)
-        limit = None if prompt and self.policy.shrinks else self._slot_limit
+        limit = None if prompt and self.policy.shrinks else self._slot_limit()
         return slots if limit is None else np.minimum(slots, np.maximum(limit, self.lengths))
 
     def fits(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> bool:
@@ -217,8 +216,16 @@ class Runner:
                 self.cache, mask, self.model.config, self.policy, self.model.dtype
             )
 
+    def allow(self, tokens: int) -> None:
+        """Says how many tokens a sequence can come to, before any of it is reserved."""
+        self._horizon = max(self._horizon, tokens)
+
+    def _slot_limit(self) -> int | None:
+        return self.policy.for_horizon(self._horizon).slot_limit(self.page_size)
+
     def expect(self, tokens: dict[int, int]) -> None:
         """Says how many tokens lanes can come to, for policies whose budget is a share of that."""
+        self.allow(max(tokens.values()))
         if self.policy.for_horizon(1) is self.policy:
             return
         horizon = np.asarray(self.cache.horizon).copy()
@@ -364,7 +371,7 @@ class Runner:
         """The page table at one of few widths, each a compiled shape."""
         widest = int(self.allocator.reserved.max(initial=1))
         positions = self.model.config.max_position_embeddings
-        limit = None if self.policy.shrinks else self._slot_limit
+        limit = None if self.policy.shrinks else self._slot_limit()
         slots = positions if limit is None else min(limit, positions)
         most = max(-(-slots // self.page_size), widest)
         width = max(bucket(widest), 4)

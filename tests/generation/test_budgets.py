@@ -41,6 +41,19 @@ def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
 
 
 @every_kind
+def test_a_share_fits_the_pool_that_was_sized_for_it(kind):
+    """Chunks longer than the budget, in the pool that `generate` makes."""
+    made = dms_jax.generate(
+        stories(),
+        PROMPTS[:1],
+        policy=kind(compression_ratio=4),
+        sampling=dms_jax.Sampling(temperature=0, max_new_tokens=48),
+        page_size=8,
+    )
+    assert made.usage.live_tokens <= (24 + 48) // 4 + 5
+
+
+@every_kind
 def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
     def converse(interrupted):
         chat = dms_jax.Conversation(stories(), kind(compression_ratio=2), max_tokens=128, **SHARED)
