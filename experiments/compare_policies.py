@@ -52,8 +52,10 @@ class Config:
     """Tokens a page; 16 as in Quest."""
     only: tuple[str, ...] = ()
     """Labels to run; all unless given."""
-    learn: bool = True
-    """Retrofit DMS, DMC and GQA on the shipped stories; else only --checkpoints are learned."""
+    learn: tuple[str, ...] = ("DMS", "DMC", "GQA")
+    """What to retrofit on the shipped stories; --learn with nothing leaves --checkpoints alone."""
+    merge: bool = False
+    """Add to the rows that the results hold already, or put new ones in their places."""
     steps: int = 280
     """Optimizer steps of each learned system."""
     window: int = 32
@@ -113,10 +115,11 @@ def learned_systems(config: Config, model: dms_jax.LanguageModel, tell: Any) -> 
         )
         dms = dms_jax.DMS(window=config.window, source="adapter")
         for label, policy, rate in (("DMS", dms, 1e-4), ("DMC", dms_jax.DMC(), 5e-4)):
-            systems += retrofitted(
-                label, model, policy, config.ratios, lessons, tell, learning_rate=rate
-            )
-        for ratio in config.ratios:
+            if label in config.learn:
+                systems += retrofitted(
+                    label, model, policy, config.ratios, lessons, tell, learning_rate=rate
+                )
+        for ratio in config.ratios if "GQA" in config.learn else ():
             systems += grouped(model, ratio, lessons, tell, learning_rate=1e-3)
     for entry in config.checkpoints:
         name, _, path = entry.partition("=")
@@ -157,6 +160,18 @@ def write(config: Config, name: str, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(report | content, indent=1) + "\n", encoding="utf-8")
 
 
+def read_rows(config: Config, tokens: int) -> dict[str, Measured]:
+    """Rows of an earlier run over the same text, by name."""
+    path = config.out / "quality.json"
+    if not config.merge or not path.exists():
+        return {}
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if report["tokens"] != tokens:
+        sys.exit(f"{path} was measured on {report['tokens']:,} tokens, not {tokens:,}.")
+    rows = [Measured(**row) for row in report["rows"]]
+    return {row.name: row for row in rows}
+
+
 def main(config: Config) -> list[Measured]:
     """Runs the comparison and returns its rows."""
     console = Console() if Console().is_terminal else Console(width=120)
@@ -176,15 +191,18 @@ def main(config: Config) -> list[Measured]:
         problems=config.problems,
         max_new_tokens=config.max_new_tokens,
     )
+    earlier = read_rows(config, bench.tokens)
     systems = all_systems(config, model, tell)
     for number, system in enumerate(systems, start=1):
         row = bench.run(system)
         tell(f"{number}/{len(systems)} {row.summary}")
-        rows = [dataclasses.asdict(row) for row in bench.rows]
-        write(config, "quality.json", {"tokens": bench.tokens, "rows": rows})
-    show(console, bench.rows)
-    picture(config.out / "quality.png", bench.rows, title=f"{config.model}: every cache policy")
-    return bench.rows
+        earlier[row.name] = row
+        rows = list(earlier.values())
+        content = [dataclasses.asdict(row) for row in rows]
+        write(config, "quality.json", {"tokens": bench.tokens, "rows": content})
+    show(console, rows)
+    picture(config.out / "quality.png", rows, title=f"{config.model}: every cache policy")
+    return rows
 
 
 if __name__ == "__main__":

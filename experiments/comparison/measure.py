@@ -26,7 +26,8 @@ class Measured:
       increase, increase_error: against dense on the same tokens.
       live, peak: live tokens of a sequence at its end, and at most.
       reads: cache entries that the steps of a sequence read.
-      bytes, peak_bytes: of pages and policy state of a sequence, at its end and at most.
+      bytes, peak_bytes: of pages and policy state of a sequence, at its end and at most; on the
+        device, with `host_bytes` of values in host memory besides.
       accuracy, accuracy_error: of the task's answers, if there is one.
       seconds: of wall time, compilation included.
       failed: why it could not run, if it could not.
@@ -45,6 +46,7 @@ class Measured:
     reads: float = 0.0
     bytes: float = 0.0
     peak_bytes: float = 0.0
+    host_bytes: float = 0.0
     accuracy: float | None = None
     accuracy_error: float | None = None
     seconds: float = 0.0
@@ -136,6 +138,7 @@ class Bench:
             reads=heads * mean("kv_reads"),
             bytes=mean("cache_bytes"),
             peak_bytes=mean("peak_cache_bytes"),
+            host_bytes=mean("host_bytes"),
         )
 
     def _solve(self, system: System) -> dict[str, Any]:

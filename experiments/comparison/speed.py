@@ -69,9 +69,12 @@ def racers(context: int, ratio: int) -> Iterator[Racer]:
     yield Racer("H2O", POLICIES["H2O"](budget=budget), budget + 1)
     yield Racer("Quest", dms_jax.Quest(budget=budget), context)
     yield Racer("KCache", POLICIES["KCache"](top=128), context)
+    interval = min(512, budget // 4)
     for name in ("SnapKV", "Knorm", "KeyDiff", "ExpectedAttention"):
-        if name in POLICIES:
-            yield Racer(name, POLICIES[name](budget=budget - 256, interval=512), budget)
+        fields = dict(budget=budget - interval // 2, interval=interval)
+        if name == "SnapKV":
+            fields["window"] = min(64, budget // 2)
+        yield Racer(name, POLICIES[name](**fields), budget)
 
 
 def row_lengths(racer: Racer, shape: tuple[int, int, int], context: int) -> np.ndarray:

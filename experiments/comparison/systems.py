@@ -49,6 +49,8 @@ def training_free(model: dms_jax.LanguageModel, ratio: float, tokens: int) -> It
         "Quest": dict(budget=budget),
         "KCache": dict(top=budget),
     }
+    if ratio == int(ratio):
+        options["FixedPooling"] = dict(every=int(ratio))  # as it is: nothing was trained for it
     for name, kind in POLICIES.items():
         if kind.learned or name == "Vanilla":
             continue
