@@ -1,6 +1,6 @@
 """Training data that the base model writes itself, as in appendix C of the DMS paper.
 
-Prompts of the train split of every task, completions sampled at temperature 0.7, right or wrong:
+Prompts of the train split of every task, completions drawn from the model, right or wrong:
 the student is to go on as the teacher would. What is stored are token ids.
 """
 
@@ -72,7 +72,7 @@ def write_documents(model: LanguageModel, config: Config, path: pathlib.Path, *,
     prompts = sorted(_all_prompts(model, count, seed=seed, processes=processes), key=len)
     lanes = min(config.lanes, count)
     sampling = dms_jax.Sampling(
-        temperature=config.temperature,
+        temperature=config.document_temperature,
         max_new_tokens=config.document_tokens,
         seed=np.random.SeedSequence([seed, 1]).generate_state(count).tolist(),
     )

@@ -155,7 +155,7 @@ class Worker:
         recipe = self._recipe(
             variant.name,
             (
-                Stage("neuron_decay", config.decay_steps, config.learning_rate),
+                Stage("neuron_decay", config.decay_steps, config.decay_learning_rate),
                 Stage(
                     "ramp",
                     steps,

@@ -254,8 +254,8 @@ def _training(config: Config) -> str:
         "## Training",
         "",
         f"The base model wrote {config.documents:,} documents itself: prompts of the train split, "
-        f"completions at temperature {config.temperature:g}, right or wrong. Every run takes "
-        f"{config.batch_size} sequences of {config.sequence_length} tokens a step, AdamW at "
+        f"completions at temperature {config.document_temperature:g}, right or wrong. Every run "
+        f"takes {config.batch_size} sequences of {config.sequence_length} tokens a step, AdamW at "
         f"{config.learning_rate:g} (adapter {config.adapter_learning_rate:g}), "
         f"{config.steps_per_ratio} steps a unit of compression ratio after {config.decay_steps} "
         "steps in which the borrowed neuron fades (none with an adapter). The control takes as "
