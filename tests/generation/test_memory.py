@@ -92,6 +92,24 @@ def test_what_other_policies_keep_and_read():
     assert less == pytest.approx((read - saved) / 4.8e12)
 
 
+def test_eight_bits_and_values_on_the_host():
+    eight = dms_jax.estimate(LLAMA_8B, tokens=8192, batch=16, kv_dtype="float8_e4m3")
+    entry = 2 * (128 + 4)  # a byte a number, and a float32 scale
+    assert eight.sequence_bytes == 8192 * 8 * 32 * entry
+    read = 2 * (PARAMETERS - 128_256 * 4096) + 16 * eight.sequence_bytes
+    assert eight.step_seconds == pytest.approx(read / 4.8e12)
+    kcache = dms_jax.KCache(top=128, first_layers=2)
+    away = dms_jax.estimate(LLAMA_8B, kcache, tokens=8192, batch=16)
+    # Keys of all layers, values of two.
+    assert away.sequence_bytes == 8192 * 8 * 128 * 2 * (32 + 2)
+    # Of thirty layers every key, and the values that four query heads fetch: half an entry each.
+    entries = 2 * 8192 + 30 * (8192 + 4 * 128) / 2
+    read = 2 * (PARAMETERS - 128_256 * 4096) + 16 * entries * TOKEN / 32
+    assert away.step_seconds == pytest.approx(read / 4.8e12)
+    with pytest.raises(ConfigError, match="float8_e4m3"):
+        dms_jax.estimate(LLAMA_8B, tokens=8192, kv_dtype="int8")
+
+
 def test_tied_embeddings_are_read_whole():
     tied = dataclasses.replace(LLAMA_8B, tie_embeddings=True)
     guess = dms_jax.estimate(tied, tokens=64, batch=1)
