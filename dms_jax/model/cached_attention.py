@@ -200,6 +200,7 @@ def _parallel(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> A
     lengths = placement.lengths
     cache = _remember(policy, cache, q, chunk)
     if policy.shrinks:
+        assert chunk.ends_prompt is not None
         rows = functools.partial(_rows, cache.pool, chunk.page_table, lengths, q.dtype)
         state = policy.observe_prompt(cache.state, q, rows, chunk, scale)
         cache = dataclasses.replace(cache, state=state)
