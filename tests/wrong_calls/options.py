@@ -128,7 +128,9 @@ def policy_cases() -> dict[str, Case]:
             lambda: policies.from_dict({"budget": 8}), "ConfigError", ("None", "known are")
         ),
         "policy with an unknown option": Case(
-            lambda: policies.from_dict(extra), "ConfigError", ("bugdet", "budget, compression_ratio, per")
+            lambda: policies.from_dict(extra),
+            "ConfigError",
+            ("bugdet", "budget, compression_ratio, per"),
         ),
     }
 
