@@ -25,7 +25,15 @@ import tyro
 from comparison.measure import Bench, Measured
 from comparison.show import picture, show
 from comparison.speed import compare_speed
-from comparison.systems import Lessons, System, combined, grouped, retrofitted, training_free
+from comparison.systems import (
+    Lessons,
+    System,
+    combined,
+    grouped,
+    merged,
+    sparsified,
+    training_free,
+)
 from options import read_tasks
 from rich.console import Console
 
@@ -60,6 +68,8 @@ class Config:
     """Optimizer steps of each learned system."""
     window: int = 32
     """Of DMS."""
+    dmc_ratios: tuple[float, ...] = (2.0, 4.0)
+    """Of DMC, each a run of its own."""
     checkpoints: tuple[str, ...] = ()
     """More learned systems, as label=directory or label@ratio=directory."""
     task: str | None = None
@@ -114,13 +124,12 @@ def learned_systems(config: Config, model: dms_jax.LanguageModel, tell: Any) -> 
             seed=config.seed,
         )
         dms = dms_jax.DMS(window=config.window, source="adapter")
-        for label, policy, rate in (("DMS", dms, 1e-4), ("DMC", dms_jax.DMC(), 5e-4)):
-            if label in config.learn:
-                systems += retrofitted(
-                    label, model, policy, config.ratios, lessons, tell, learning_rate=rate
-                )
+        if "DMS" in config.learn:
+            systems += sparsified(model, dms, config.ratios, lessons, tell)
+        for ratio in config.dmc_ratios if "DMC" in config.learn else ():
+            systems += merged(model, ratio, lessons, tell)
         for ratio in config.ratios if "GQA" in config.learn else ():
-            systems += grouped(model, ratio, lessons, tell, learning_rate=1e-3)
+            systems += grouped(model, ratio, lessons, tell)
     for entry in config.checkpoints:
         name, _, path = entry.partition("=")
         label, _, ratio = name.partition("@")

@@ -116,40 +116,55 @@ class Lessons:
         )
 
 
-def retrofitted(
-    label: str,
+def sparsified(
     model: dms_jax.LanguageModel,
-    policy: Policy,
+    policy: dms_jax.DMS,
     ratios: tuple[float, ...],
     lessons: Lessons,
     tell: Callable[[str], None],
-    *,
-    learning_rate: float,
 ) -> Iterator[System]:
-    """A model at every ratio, out of one run that ramps through them.
-
-    Where a neuron is borrowed a quarter of the steps goes into its decay.
-    """
-    decay = lessons.steps // 4 if policy.borrowed_neurons else 0
-    rate = learning_rate
-    stages = (Stage("neuron_decay", decay, rate),) if decay else ()
-    last = Stage(
-        "ramp", lessons.steps - decay, rate, float(max(ratios)), adapter_learning_rate=3 * rate
-    )
+    """DMS at every ratio, out of one run that ramps through them."""
+    last = float(max(ratios))
+    stage = Stage("ramp", lessons.steps, 1e-4, last, adapter_learning_rate=3e-4)
     reached: dict[float, dms_jax.LanguageModel] = {}
-    tell(f"{label} learns from {lessons.tokens:,} tokens")
-    final = dms_jax.retrofit(
+    tell(f"DMS learns from {lessons.tokens:,} tokens")
+    reached[last] = dms_jax.retrofit(
         model,
         policy,
-        recipe=lessons.recipe((*stages, last), snapshots=tuple(sorted(ratios)[:-1])),
+        recipe=lessons.recipe((stage,), snapshots=tuple(sorted(ratios)[:-1])),
         data=lessons.data,
         seed=lessons.seed,
         on_snapshot=reached.__setitem__,
         progress=False,
     )
-    reached[float(max(ratios))] = final
     for ratio, one in sorted(reached.items()):
-        yield System(label, ratio, one, one.policy)
+        yield System("DMS", ratio, one, one.policy)
+
+
+def merged(
+    model: dms_jax.LanguageModel, ratio: float, lessons: Lessons, tell: Callable[[str], None]
+) -> Iterator[System]:
+    """DMC at a ratio: a third of the steps for the decay, a quarter upwards, the rest to settle.
+
+    The constants are those of `dms_jax.recipes.dmc_quickstart`.
+    """
+    policy = dms_jax.DMC(neuron="first", offset=2.0, temperature=0.3)
+    decay, ramp = lessons.steps // 3, lessons.steps // 4
+    stages = (
+        Stage("neuron_decay", decay, 5e-4),
+        Stage("ramp", ramp, 7e-4, ratio),
+        Stage("train", lessons.steps - decay - ramp, 7e-4, final_learning_rate=7e-5),
+    )
+    tell(f"DMC at {ratio:g} learns from {lessons.tokens:,} tokens")
+    trained = dms_jax.retrofit(
+        model,
+        policy,
+        recipe=lessons.recipe(stages, compression_weight=2.0),
+        data=lessons.data,
+        seed=lessons.seed,
+        progress=False,
+    )
+    yield System("DMC", ratio, trained, trained.policy)
 
 
 def grouped(
@@ -157,15 +172,13 @@ def grouped(
     ratio: float,
     lessons: Lessons,
     tell: Callable[[str], None],
-    *,
-    learning_rate: float,
 ) -> Iterator[System]:
     """The model with fewer KV heads, uptrained; nothing where they do not divide."""
     heads = model.config.num_kv_heads / ratio
     if heads != int(heads) or not 1 <= heads < model.config.num_kv_heads:
         return
     tell(f"GQA with {int(heads)} KV heads learns from {lessons.tokens:,} tokens")
-    stage = Stage("train", lessons.steps, learning_rate, final_learning_rate=0.0)
+    stage = Stage("train", lessons.steps, 1e-3, final_learning_rate=0.0)
     trained = dms_jax.train(
         dms_jax.to_grouped_query(model, int(heads)),
         recipe=lessons.recipe((stage,), loss="language_modeling"),
