@@ -1,6 +1,6 @@
 """Let a model answer the problems of a task from a small cache, and score the answers.
 
-python experiments/evaluate.py --model path/to/model --task reasoning --chains 16
+python experiments/evaluate.py --task reasoning --chains 16
 python experiments/evaluate.py --model path/to/model --task needle --task-options size=600 \
     --policy TOVA --options budget=128 --out runs/needle.json
 
@@ -21,6 +21,7 @@ import jax
 from options import read_policy, read_tasks
 
 import dms_jax
+from dms_jax import assets
 from dms_jax.evaluation import Result, evaluate, summary_table
 
 
@@ -28,8 +29,8 @@ from dms_jax.evaluation import Result, evaluate, summary_table
 class Config:
     """Let a model answer the problems of a task from a small cache, and score the answers."""
 
-    model: str
-    """Hugging Face directory, or a hub id ("owner/name")."""
+    model: str = ""
+    """Hugging Face directory or hub id ("owner/name"); the shipped reasoning model unless given."""
     task: str = "reasoning"
     """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn."""
     task_options: tuple[str, ...] = ()
@@ -64,7 +65,7 @@ class Config:
 
 def main(config: Config) -> Result:
     """Evaluates, prints the table, writes the file."""
-    model = dms_jax.load(config.model, dtype=config.dtype)
+    model = dms_jax.load(config.model or assets.path("reasoner-11m"), dtype=config.dtype)
     result = evaluate(
         model,
         read_tasks(config.task, config.task_options),
@@ -91,7 +92,7 @@ def main(config: Config) -> Result:
         "\nof a problem, averages over layers and heads. ratio: tokens seen over live ones."
     )
     if config.out is not None:
-        write_json(config.out, {**provenance(), "model": config.model, **data})
+        write_json(config.out, {**provenance(), "model": config.model or "reasoner-11m", **data})
     return result
 
 
