@@ -39,7 +39,7 @@ class Tail:
 
     @classmethod
     def empty(
-        cls, rows: tuple[int, int, int], length: int, head_dim: int, dtype: Any, start: Array
+        cls, rows: tuple[int, ...], length: int, head_dim: int, dtype: Any, start: Array
     ) -> "Tail":
         """A tail of no tokens yet, for programs of `length` tokens a row."""
         return cls(

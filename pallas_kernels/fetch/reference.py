@@ -1,5 +1,7 @@
 """Rows gathered by XLA: on the device, or by the host's processor where the store lies there."""
 
+from typing import Any
+
 import jax
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Float, Int
@@ -18,7 +20,6 @@ def fetch_rows_xla(store: Float[Array, "S D"], index: Int[Array, " n"]) -> Float
 
     if not is_on_host(store):
         return gather(store, index)
-    on_host = compute_on(
-        gather, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device
-    )
+    run: Any = compute_on  # typed as the context manager that it also is
+    on_host = run(gather, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
     return on_host(store, jax.device_put(index, jax.memory.Space.Host))
