@@ -181,7 +181,7 @@ def read_rows(config: Config, tokens: int) -> dict[str, Measured]:
     return {row.name: row for row in rows}
 
 
-def main(config: Config) -> list[Measured]:
+def main(config: Config) -> list[Any]:
     """Runs the comparison and returns its rows."""
     console = Console() if Console().is_terminal else Console(width=120)
 

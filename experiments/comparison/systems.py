@@ -63,19 +63,18 @@ def training_free(model: dms_jax.LanguageModel, ratio: float, tokens: int) -> It
     for name, fields in options.items():
         if name in POLICIES:
             yield System(name, ratio, model, POLICIES[name](**fields))
-    scorer = options.get("SnapKV")
-    for name in ("AdaKV", "PyramidKV"):
-        if name in POLICIES and scorer is not None:
-            yield System(name, ratio, model, POLICIES[name](scorer=POLICIES["SnapKV"](**scorer)))
+    scorer = dms_jax.SnapKV(**options["SnapKV"])
+    yield System("AdaKV", ratio, model, dms_jax.AdaKV(scorer=scorer))
+    yield System("PyramidKV", ratio, model, dms_jax.PyramidKV(scorer=scorer))
 
 
 def combined(learned: System, tokens: int) -> Iterator[System]:
     """What reads less of, or stores in fewer bits, what a learned system kept."""
     budget = max(int(tokens / learned.ratio / 2), 16)
     over = learned.policy
-    quest = dms_jax.policies.Quest(budget=budget, over=over)
+    quest = dms_jax.Quest(budget=budget, over=over)
     yield dataclasses.replace(learned, label=f"{learned.label} + Quest", policy=quest)
-    kcache = dms_jax.policies.KCache(top=budget, over=over)
+    kcache = dms_jax.KCache(top=budget, over=over)
     yield dataclasses.replace(learned, label=f"{learned.label} + KCache", policy=kcache)
     yield dataclasses.replace(learned, label=f"{learned.label} + float8", kv_dtype="float8_e4m3")
 
