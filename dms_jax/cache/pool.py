@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dms_jax.cache.host_values import HostRows, Tail
 from dms_jax.cache.quantization import dequantize, is_quantized, quantize, snap
+from pallas_kernels import write_pages
 
 
 @no_type_check  # jax also builds it of shapes and of partitions
@@ -70,10 +71,39 @@ class Pool:
         if away is not None:
             assert tail is not None
             tail = tail.append(*away, parts.pop("v_pages"), slots)
+        elif slots.shape[-1] == 1:
+            return self._store_token(page_table, slots, parts)
         written = {
             field: store(getattr(self, field), page_table, slots, x) for field, x in parts.items()
         }
         return dataclasses.replace(self, tail=tail, **written)
+
+    def _store_token(
+        self,
+        page_table: Int[Array, "B K M"],
+        slots: Int[Array, "B K 1"],
+        parts: dict[str, Float[Array, "B 1 K ..."]],
+    ) -> "Pool":
+        """Writes one slot of each row: all arrays in one launch."""
+        rows = slots.size
+        new = {
+            field: x.reshape(rows, *x.shape[3:]).astype(getattr(self, field).dtype)
+            for field, x in parts.items()
+        }
+        written = write_pages(
+            self.k_pages,
+            self.v_pages,
+            new["k_pages"],
+            new["v_pages"],
+            _page_of(page_table, slots, *self.k_pages.shape[:2]).reshape(rows),
+            jnp.where(slots < 0, -1, slots % self.page_size).reshape(rows),
+            k_scales=self.k_scales,
+            v_scales=self.v_scales,
+            k_new_scales=new.get("k_scales"),
+            v_new_scales=new.get("v_scales"),
+        )
+        fields = ("k_pages", "v_pages", "k_scales", "v_scales")
+        return dataclasses.replace(self, **dict(zip(fields, written, strict=False)))
 
     def keys(self, page: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape P D"]:
         """The keys of these pages; those of any page where a number is none."""
@@ -187,13 +217,20 @@ def store(
     page and is not written either: the host reserves before it runs and checks lengths after.
     """
     num_pages, page_size = pages.shape[:2]
-    page = jnp.take_along_axis(
-        page_table, jnp.maximum(slots, 0) // page_size, axis=-1, mode="fill", fill_value=num_pages
-    )
-    page = jnp.where(slots < 0, num_pages, page)
+    page = _page_of(page_table, slots, num_pages, page_size)
     return pages.at[page, slots % page_size].set(
         jnp.swapaxes(values, 1, 2).astype(pages.dtype), mode="drop"
     )
+
+
+def _page_of(
+    page_table: Int[Array, "B K M"], slots: Int[Array, "B K T"], num_pages: int, page_size: int
+) -> Int[Array, "B K T"]:
+    """The page of each slot; N (no page) of a negative one and of one beyond the row's reserve."""
+    page = jnp.take_along_axis(
+        page_table, jnp.maximum(slots, 0) // page_size, axis=-1, mode="fill", fill_value=num_pages
+    )
+    return jnp.where(slots < 0, num_pages, page)
 
 
 def load(

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dms_jax.cache import compact, load, store
+from dms_jax.cache import Pool, compact, load, store
 
 BATCH, KV_HEADS, TOKENS, HEAD_DIM = 2, 3, 4, 2
 PAGES, PAGE_SIZE, WIDTH = 30, 3, 4
@@ -34,6 +35,34 @@ def test_values_land_in_their_slots(seed):
             page = table[row, head, slot // PAGE_SIZE]
             want[page, slot % PAGE_SIZE] = values[row, token, head]
     np.testing.assert_array_equal(put(pool, table, slots, values), want)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e4m3fn], ids=np.dtype)
+def test_one_token_of_each_row_is_written_as_tokens_of_a_chunk_are(dtype):
+    """Beside rows that write there are some that store nothing, and one beyond its reserve."""
+    random = np.random.default_rng(5)
+    shape = (PAGES, PAGE_SIZE, HEAD_DIM)
+    table = random.permutation(PAGES)[: BATCH * KV_HEADS * WIDTH].astype(np.int32)
+    table = table.reshape(BATCH, KV_HEADS, WIDTH)
+    table[0, 1, 2:] = PAGES
+    slots = np.array([[[0], [7], [-1]], [[11], [5], [-1]]], np.int32)
+    k, v = random.normal(size=(2, BATCH, 1, KV_HEADS, HEAD_DIM)).astype(np.float32)
+    quantized = np.dtype(dtype).itemsize == 1
+    scales = jnp.ones(shape[:2]) if quantized else None
+    pool = Pool(
+        k_pages=jnp.asarray(random.normal(size=shape), dtype),
+        v_pages=jnp.asarray(random.normal(size=shape), dtype),
+        k_scales=scales,
+        v_scales=scales,
+    )
+    # A chunk of two tokens, of which the second stores nothing.
+    two = [np.concatenate([x, x], 1) for x in (k, v)]
+    both = np.concatenate([slots, np.full_like(slots, -1)], -1)
+    want = jax.jit(Pool.store)(pool, table, both, *two)
+    got = jax.jit(Pool.store)(pool, table, slots, k, v)
+    written = np.asarray(pool.k_pages != got.k_pages).any(-1).sum()
+    assert written == 3
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_a_slot_beyond_the_table_is_not_written():

@@ -1,0 +1,5 @@
+"""New keys and values written into their pages, in place."""
+
+from pallas_kernels.update.api import write_pages
+
+__all__ = ["write_pages"]

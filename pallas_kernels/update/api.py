@@ -1,0 +1,144 @@
+"""`write_pages`: one new key and value of each row into its page, in place.
+
+A step of decoding brings every row one key and one value. Both, and with float8 pages their
+scales, are written in one launch; rows that write nothing cost nothing.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import checkify
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
+from pallas_kernels.update import gpu
+from pallas_kernels.update.reference import is_slot, write_pages_xla
+
+OPERATION = Operation(
+    "write_pages",
+    (
+        Implementation("mosaic_gpu", "cuda", gpu.mosaic, gpu.why_not_mosaic),
+        Implementation("triton", "cuda", gpu.triton, gpu.why_not_triton),
+        Implementation(
+            "mosaic_tpu",
+            "tpu",
+            deferred("pallas_kernels.update.tpu", "write_pages_tpu"),
+            deferred("pallas_kernels.update.tpu", "why_not"),
+        ),
+        Implementation("xla", None, write_pages_xla),
+    ),
+)
+
+
+def write_pages(
+    k_pages: Float[Array, "N P D"],
+    v_pages: Float[Array, "NV P D"],
+    k_new: Float[Array, "R D"],
+    v_new: Float[Array, "R D"],
+    pages: Int[Array, " R"],
+    offsets: Int[Array, " R"],
+    *,
+    k_scales: Float[Array, "N P"] | None = None,
+    v_scales: Float[Array, "N P"] | None = None,
+    k_new_scales: Float[Array, " R"] | None = None,
+    v_new_scales: Float[Array, " R"] | None = None,
+    debug: bool = False,
+    implementation: ImplementationChoice = None,
+) -> tuple[Array, ...]:
+    """Writes one slot of each row.
+
+    The arrays of the pool are updated in place where the caller gives them up (donates them, or
+    carries them through a loop).
+
+    Args:
+      k_pages: key pages of the pool.
+      v_pages: value pages of the pool, of the same dtype.
+      k_new: the new key of each row, of the pages' dtype.
+      v_new: the new value of each row.
+      pages: the page that each row writes to. No two rows name the same page.
+      offsets: the slot in that page, 0 to P - 1; negative for a row that writes nothing. Where the
+        page is none of the pool's, nothing is written either.
+      k_scales: with float8 pages, the factor of each slot's key.
+      v_scales: with float8 pages, the factor of each slot's value.
+      k_new_scales: the factor of each new key.
+      v_new_scales: the factor of each new value.
+      debug: refuse pages and offsets out of range of the rows that write. On concrete arrays this
+        raises before anything is launched; under `jax.jit` it is a `checkify.check`, so wrap the
+        function in `checkify.checkify`.
+      implementation: None picks by the platform the call is lowered for; a name ("mosaic_gpu",
+        "triton", "mosaic_tpu", "xla") forces one; a sequence of names is tried in order.
+
+    Returns:
+      (k_pages, v_pages), and k_scales and v_scales after them where there are any.
+
+    Raises:
+      ValueError: shapes or dtypes that disagree, or an unknown implementation; in debug mode a
+        page or an offset out of range.
+      NotImplementedError: the implementations asked for cannot serve the call.
+    """
+    old: tuple[Any, ...] = (k_pages, v_pages)
+    new: tuple[Any, ...] = (k_new, v_new)
+    scales, new_scales = (k_scales, v_scales), (k_new_scales, v_new_scales)
+    _check(old, new, scales, new_scales, pages, offsets)
+    if k_scales is not None:
+        old, new = old + scales, new + new_scales
+    if debug:
+        _check_slots(old, pages, offsets)
+    if pages.size == 0:
+        return old
+    return OPERATION(implementation, old, new, pages.astype(jnp.int32), offsets.astype(jnp.int32))
+
+
+def _check(old, new, scales, new_scales, pages, offsets) -> None:
+    def fail(text):
+        raise ValueError(f"write_pages: {text}")
+
+    k_pages, v_pages = old
+    for name, array in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if array.ndim != 3 or 0 in array.shape:
+            fail(f"{name} must be [N, P, D] and not empty, has shape {array.shape}")
+    if k_pages.shape[1:] != v_pages.shape[1:] or k_pages.dtype != v_pages.dtype:
+        fail(
+            f"pages of k_pages {k_pages.shape} {k_pages.dtype} and v_pages {v_pages.shape} "
+            f"{v_pages.dtype} must have one shape and one dtype"
+        )
+    for name, array in (("pages", pages), ("offsets", offsets)):
+        if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
+            fail(f"{name} must be integers [R], is {array.dtype}{list(array.shape)}")
+    wanted = (pages.shape[0], k_pages.shape[2])
+    for name, array in zip(("k_new", "v_new"), new, strict=True):
+        if array.shape != wanted or array.dtype != k_pages.dtype:
+            fail(f"{name} must be {k_pages.dtype}{list(wanted)}, is {array.dtype}{[*array.shape]}")
+    if offsets.shape != pages.shape:
+        fail(f"pages {pages.shape} and offsets {offsets.shape} must have the same rows")
+    given = [x is not None for x in (*scales, *new_scales)]
+    if any(given) != (k_pages.dtype.itemsize == 1) or any(given) != all(given):
+        fail(f"scales of pages and of what is new belong to float8 pages, these: {k_pages.dtype}")
+    if any(given):
+        for name, array, shape in (
+            ("k_scales", scales[0], k_pages.shape[:2]),
+            ("v_scales", scales[1], v_pages.shape[:2]),
+            ("k_new_scales", new_scales[0], pages.shape),
+            ("v_new_scales", new_scales[1], pages.shape),
+        ):
+            if array.shape != shape:
+                fail(f"{name} must have shape {shape}, has {array.shape}")
+
+
+def _check_slots(old, pages, offsets) -> None:
+    """Refuse slots that rows name and the pool lacks."""
+    num_pages, page_size = min(x.shape[0] for x in old), old[0].shape[1]
+    bad = (offsets >= 0) & ~is_slot(pages, offsets, old)
+    if isinstance(bad, Tracer):
+        checkify.check(
+            ~bad.any(),
+            f"write_pages: a slot is not in pages 0..{num_pages - 1}, offsets 0..{page_size - 1}",
+        )
+    elif bad.any():
+        row = int(np.argmax(np.asarray(bad)))
+        raise ValueError(
+            f"write_pages: page {int(pages[row])}, offset {int(offsets[row])} of row {row} is not "
+            f"in pages 0..{num_pages - 1}, offsets 0..{page_size - 1}"
+        )

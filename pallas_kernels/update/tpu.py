@@ -1,0 +1,117 @@
+"""Writing one slot of each row on TPUs.
+
+Device memory is tiled: one slot of 16-bit numbers shares its words with another. So the slots that
+lie in a tile together come to VMEM, one of them is replaced, and they go back. All rows of a block
+are on their way at the same time, and the addresses are in scalar memory.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.update.reference import is_slot
+
+# Rows of all blocks that are on their way.
+_VMEM_BYTES = 4 << 20
+# Two addresses a row.
+_MOST_ROWS = 32768
+_LANES = 128
+
+
+def _tile_slots(dtype) -> int:
+    """Slots of a tile of device memory: 8 of 32 bits, and as many more as numbers are smaller."""
+    return 32 // jnp.dtype(dtype).itemsize
+
+
+def why_not(pages, new, page, offset) -> str | None:
+    """Why the kernel cannot serve a call, or None."""
+    del new, offset
+    _, page_size, head_dim = pages[0].shape
+    dtype = pages[0].dtype
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"serves bfloat16 and float32, not {dtype}"
+    if head_dim % 32 or head_dim > 512:
+        return f"serves head dims that are multiples of 32 up to 512, not {head_dim}"
+    if page_size % _tile_slots(dtype):
+        return f"serves page sizes that are multiples of {_tile_slots(dtype)}, not {page_size}"
+    if page.shape[0] > _MOST_ROWS:
+        return f"serves at most {_MOST_ROWS} rows, not {page.shape[0]}"
+    return None
+
+
+def _kernel(page_ref, offset_ref, *refs, count: int, rows: int):
+    new, refs = refs[:count], refs[2 * count :]
+    targets, tiles, (arrived, left) = refs[:count], refs[count : 2 * count], refs[2 * count :]
+    block = tiles[0].shape[0]
+    size = tiles[0].shape[1]
+    first = pl.program_id(0) * block
+
+    def each_row(act):
+        def step(index, carry):
+            page, offset = page_ref[first + index], offset_ref[first + index]
+
+            @pl.when(is_slot(page, offset, targets))
+            def _():
+                inside = lax.rem(offset, size)
+                slots = pl.ds(pl.multiple_of(offset - inside, size), size)
+                for i in range(count):
+                    act(i, index, targets[i].at[page, slots], inside)
+
+            return carry
+
+        lax.fori_loop(0, jnp.minimum(block, rows - first), step, 0)
+
+    def copy_in(i, index, place):
+        return pltpu.make_async_copy(place, tiles[i].at[index], arrived)
+
+    def copy_out(i, index, place):
+        return pltpu.make_async_copy(tiles[i].at[index], place, left)
+
+    def replace(i, index, place, inside):
+        old = tiles[i][index]
+        slot = lax.broadcasted_iota(jnp.int32, old.shape, 0)
+        value = jnp.broadcast_to(new[i][index], old.shape)
+        tiles[i][index] = jnp.where(slot == inside, value, old)
+        copy_out(i, index, place).start()
+
+    # Copies of one size share a semaphore, so all of them are awaited before any is looked at.
+    each_row(lambda i, index, place, _: copy_in(i, index, place).start())
+    each_row(lambda i, index, place, _: copy_in(i, index, place).wait())
+    each_row(replace)
+    each_row(lambda i, index, place, _: copy_out(i, index, place).wait())
+
+
+def write_pages_tpu(pages, new, page, offset, *, interpret=False):
+    """Serve as the TPU form of `write_pages`; returns the arrays."""
+    rows, head_dim = new[0].shape
+    count, size = len(pages), _tile_slots(pages[0].dtype)
+    padded_dim = -(-head_dim // _LANES) * _LANES
+    # A tile of each array, and as much for what is new.
+    row_bytes = 2 * count * size * padded_dim * pages[0].dtype.itemsize
+    block = max(1, min(rows, _VMEM_BYTES // row_bytes))
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    # A row to itself: rows of a tile could not be addressed one by one.
+    new = [x[:, None] for x in new]
+    new_spec = pl.BlockSpec((block, 1, head_dim), lambda i, *_: (i, 0, 0))
+    tile = pltpu.VMEM((block, size, head_dim), pages[0].dtype)
+    return tuple(
+        pl.pallas_call(
+            functools.partial(_kernel, count=count, rows=rows),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=(-(-rows // block),),
+                in_specs=[new_spec] * count + [anywhere] * count,
+                out_specs=[anywhere] * count,
+                scratch_shapes=[tile] * count + [pltpu.SemaphoreType.DMA] * 2,
+            ),
+            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages],
+            input_output_aliases={2 + count + i: i for i in range(count)},
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+            interpret=interpret,
+            name="write_pages",
+        )(page, offset, *new, *pages)
+    )

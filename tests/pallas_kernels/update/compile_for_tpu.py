@@ -1,0 +1,35 @@
+"""Compile the TPU kernel for a TPU that is not there; prints one line a case.
+
+Usage: compile_for_tpu.py TOPOLOGY CASE...
+"""
+
+import sys
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import write_pages
+from pallas_kernels.update import cases
+from tests.pallas_kernels.update.support import write_structs
+
+
+def main(topology, names):
+    """Compile each case and say whether the pool stays where it is."""
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    sharding = NamedSharding(Mesh(np.array(chips[:1]), ("x",)), PartitionSpec())
+    for name in names:
+        shapes = write_structs(cases.by_name(name), sharding)
+        pool = {key: shapes.pop(key) for key in ("k_pages", "v_pages")}
+        run = jax.jit(lambda pool, rest: write_pages(**pool, **rest), donate_argnums=0)
+        compiled = run.trace(pool, shapes).lower().compile()
+        size = sum(x.size * x.dtype.itemsize for x in pool.values())
+        memory = compiled.memory_analysis()
+        kernel = "tpu_custom_call" in compiled.as_text()
+        in_place = memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < size / 8
+        print(f"{name} {kernel} {in_place}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,44 @@
+"""Run write cases in a kernel's interpreter and print what came out, one JSON line a case.
+
+The interpreters of Mosaic run threads of their own and can stop for ever, so tests run them here,
+in a process that can be ended. Usage: interpreted.py IMPLEMENTATION CASE...
+"""
+
+import json
+import sys
+
+import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as gpu_interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.update import cases, gpu, tpu
+from tests.pallas_kernels.support import as_arrays
+from tests.pallas_kernels.update.support import operands, same_bits, write_inputs, write_oracle
+
+
+def run(implementation, arrays):
+    """Run a case; the results and whether memory was raced for."""
+    if implementation == "triton":
+        return gpu.triton(*operands(arrays), interpret=True), False
+    if implementation == "mosaic_tpu":
+        parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+        results = tpu.write_pages_tpu(*operands(arrays), interpret=parameters)
+        return jax.block_until_ready(results), tpu_interpreter.races.races_found
+    parameters = plgpu.InterpretGPUParams(detect_races=True)
+    results = gpu.mosaic(*operands(arrays), interpret=parameters)
+    return jax.block_until_ready(results), gpu_interpreter.get_races().races_found
+
+
+def main(implementation, names):
+    """Run the cases and say whether they are right."""
+    for name in names:
+        inputs = write_inputs(cases.by_name(name))
+        results, raced = run(implementation, as_arrays(inputs))
+        right = same_bits(results, write_oracle(inputs))
+        print(json.dumps({"case": name, "right": right, "raced": bool(raced)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

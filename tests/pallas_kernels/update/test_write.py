@@ -1,0 +1,165 @@
+"""`write_pages`: what it writes on this machine, what it refuses, and that every kernel lowers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from pallas_kernels import write_pages
+from pallas_kernels.dispatch import GPU
+from pallas_kernels.update import cases, gpu
+from tests.pallas_kernels.support import as_arrays, lower_for_cuda
+from tests.pallas_kernels.update.support import (
+    same_bits,
+    write_inputs,
+    write_oracle,
+    write_structs,
+)
+
+SCATTER = "stablehlo.scatter"
+# Without the annotations, which tests check at run time.
+unchecked = getattr(write_pages, "__wrapped__", write_pages)
+
+
+@pytest.mark.parametrize("case", [*cases.CONTRACT, *cases.XLA_ONLY], ids=lambda c: c.name)
+def test_xla_agrees_with_the_oracle(case):
+    inputs = write_inputs(case)
+    with jax.enable_x64(case.dtype == "float64"):
+        got = jax.jit(functools.partial(write_pages, implementation="xla"))(**as_arrays(inputs))
+    assert same_bits(got, write_oracle(inputs))
+
+
+def test_on_this_machine_it_is_xla():
+    inputs = write_inputs(cases.BASE)
+    assert same_bits(write_pages(**as_arrays(inputs)), write_oracle(inputs))
+    with pytest.raises(NotImplementedError, match="only mosaic_gpu"):
+        write_pages(**as_arrays(inputs), implementation="mosaic_gpu")
+
+
+def test_fewer_pages_of_values_than_of_keys():
+    """A row whose page has no values writes no key either."""
+    inputs = write_inputs(cases.BASE)
+    inputs["v_pages"] = inputs["v_pages"][:5]
+    within = inputs["pages"] < 5
+    assert 0 < within.sum() < len(within)
+    want = write_oracle(inputs | {"offsets": np.where(within, inputs["offsets"], -1)})
+    assert same_bits(write_pages(**as_arrays(inputs)), want)
+
+
+def test_no_rows():
+    inputs = write_inputs(cases.BASE)
+    for name in ("k_new", "v_new", "pages", "offsets"):
+        inputs[name] = inputs[name][:0]
+    got = write_pages(**as_arrays(inputs))
+    assert same_bits(got, [inputs["k_pages"], inputs["v_pages"]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k_pages": np.zeros((4, 8), np.float32)}, "k_pages must be"),
+        ({"v_pages": np.zeros((4, 8, 16), np.float32)}, "must have one shape"),
+        ({"k_new": np.zeros((3, 8), np.float32)}, "k_new must be"),
+        ({"v_new": np.zeros((2, 8), np.float16)}, "v_new must be"),
+        ({"pages": np.zeros(2, np.float32)}, "pages must be integers"),
+        ({"offsets": np.zeros(3, np.int32)}, "the same rows"),
+        ({"k_scales": np.zeros((4, 8), np.float32)}, "scales"),
+    ],
+)
+def test_what_disagrees_is_refused(changes, message):
+    inputs = {
+        "k_pages": np.zeros((4, 8, 8), np.float32),
+        "v_pages": np.zeros((4, 8, 8), np.float32),
+        "k_new": np.zeros((2, 8), np.float32),
+        "v_new": np.zeros((2, 8), np.float32),
+        "pages": np.zeros(2, np.int32),
+        "offsets": np.zeros(2, np.int32),
+    }
+    with pytest.raises(ValueError, match=message):
+        unchecked(**as_arrays(inputs | changes))
+
+
+@pytest.mark.parametrize("missing", ["k_scales", "v_new_scales"])
+def test_float8_pages_need_all_their_scales(missing):
+    arrays = as_arrays(write_inputs(cases.by_name("float8")))
+    with pytest.raises(ValueError, match="scales"):
+        unchecked(**{name: x for name, x in arrays.items() if name != missing})
+    arrays[missing] = arrays[missing][:-1]
+    with pytest.raises(ValueError, match=missing):
+        unchecked(**arrays)
+
+
+@pytest.mark.parametrize(("page", "offset"), [(4, 0), (-1, 0), (0, 8)])
+def test_debug_refuses_slots_that_the_pool_lacks(page, offset):
+    pool = jnp.zeros((4, 8, 8))
+    new = jnp.ones((2, 8))
+    run = functools.partial(write_pages, pool, pool, new, new, debug=True)
+    bad = jnp.array([3, page]), jnp.array([7, offset])
+    with pytest.raises(ValueError, match=f"page {page}, offset {offset} of row 1"):
+        run(*bad)
+    error, _ = checkify.checkify(jax.jit(run))(*bad)
+    with pytest.raises(checkify.JaxRuntimeError, match="a slot is not in pages"):
+        error.throw()
+    # A row that writes nothing may name any page.
+    got, _ = run(jnp.array([3, 99]), jnp.array([7, -1]))
+    assert got.sum() == 8
+    error, _ = checkify.checkify(jax.jit(run))(jnp.array([3, 99]), jnp.array([7, -1]))
+    error.throw()
+
+
+def lowered(case, implementation=None):
+    function = functools.partial(write_pages, implementation=implementation)
+    return lower_for_cuda(function, **write_structs(case))
+
+
+@pytest.mark.parametrize("case", [*cases.CONTRACT, *cases.BENCHMARK], ids=lambda c: c.name)
+def test_kernels_lower_for_an_h200(case):
+    """One launch; keys and values stay where they are."""
+    arrays = 4 if case.scaled else 2
+    served = 0
+    for name, why_not in (("mosaic_gpu", case.head_dim % 128), ("triton", case.head_dim == 96)):
+        if why_not:
+            with pytest.raises(NotImplementedError, match="serves head dims"):
+                lowered(case, name)
+            continue
+        served += 1
+        text = lowered(case, name)
+        assert text.count("stablehlo.custom_call") == 1
+        assert text.count("output_operand_alias<") == arrays
+        assert SCATTER not in text
+    assert (SCATTER in lowered(case)) == (served == 0)
+
+
+def test_float64_is_xla_for_cuda():
+    with jax.enable_x64(True):
+        assert SCATTER in lowered(cases.by_name("float64"))
+
+
+@pytest.mark.parametrize(
+    ("card", "name", "scatter"),
+    [
+        (GPU("Tesla T4", 40, (7, 5)), "base", True),
+        (GPU("NVIDIA A100-SXM4-40GB", 108, (8, 0)), "base", False),
+        (GPU("NVIDIA A100-SXM4-40GB", 108, (8, 0)), "float8", True),
+        (GPU("NVIDIA L4", 58, (8, 9)), "float8", False),
+        (GPU("NVIDIA B200", 148, (10, 0)), "base", False),
+    ],
+    ids=lambda x: getattr(x, "kind", None),
+)
+def test_other_generations_of_gpus(card, name, scatter, monkeypatch):
+    monkeypatch.setattr(gpu, "target_gpu", lambda: card)
+    text = lowered(cases.by_name(name))
+    assert (SCATTER in text) == scatter
+    assert ("triton" in text) != scatter
+    assert "mosaic_gpu" not in text
+
+
+def test_the_write_in_place_is_shielded_from_slices():
+    """XLA may join a kernel with slices of what it reads, and then copies what it writes to."""
+    lines = lowered(cases.BASE, "mosaic_gpu").splitlines()
+    (write,) = [i for i, line in enumerate(lines) if "stablehlo.custom_call" in line]
+    assert "stablehlo.optimization_barrier" in lines[write - 1]
+    assert "stablehlo.optimization_barrier" in lines[write + 1]
