@@ -11,7 +11,7 @@ import dms_jax
 from dms_jax import assets
 from tests.wrong_calls.case import Case
 from tests.wrong_calls.files import file_cases, retrofit_cases
-from tests.wrong_calls.options import estimate_cases, policy_cases, sampling_cases
+from tests.wrong_calls.options import estimate_cases, policy_cases, sampling_cases, task_cases
 from tests.wrong_calls.running import engine_cases, generate_cases, logits_cases
 
 
@@ -20,6 +20,7 @@ def all_cases(scratch: pathlib.Path) -> dict[str, Case]:
     return {
         **sampling_cases(),
         **policy_cases(),
+        **task_cases(),
         **generate_cases(model),
         **engine_cases(model),
         **logits_cases(model),

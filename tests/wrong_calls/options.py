@@ -5,6 +5,7 @@ from typing import Any
 import dms_jax
 from dms_jax import policies
 from dms_jax.config import ModelConfig
+from dms_jax.data import tasks
 from dms_jax.generation import Device
 from tests.wrong_calls.case import NAN, Case
 
@@ -84,6 +85,15 @@ def policy_cases() -> dict[str, Case]:
         "h2o compression_ratio text": case(
             dms_jax.H2O, "compression_ratio", "'4'", compression_ratio="4"
         ),
+        "h2o compression_ratio beyond floats": case(
+            dms_jax.H2O, "compression_ratio", compression_ratio=10**400
+        ),
+        "h2o budget beyond any sequence": case(
+            dms_jax.H2O, "1,000,000,000,000", "Vanilla() to keep everything", budget=10**12
+        ),
+        "knorm interval beyond any answer": case(
+            dms_jax.Knorm, "interval", "None to cut after the prompt alone", interval=10**12
+        ),
         "snapkv budget within the window": case(
             dms_jax.SnapKV, "64 that always stay (window)", "raise the budget", budget=64
         ),
@@ -119,10 +129,20 @@ def policy_cases() -> dict[str, Case]:
         "random seed text": case(drawn, "seed", seed="x"),
     }
     unknown = {"name": "H3O"}
+    text: Any = "H2O"
     extra = {"name": "TOVA", "budget": 8, "bugdet": 9}
     return cases | {
         "policy unknown": Case(
             lambda: policies.from_dict(unknown), "ConfigError", ("'H3O'", "known are Vanilla, DMS")
+        ),
+        "policy by its name alone": Case(
+            lambda: policies.from_dict(text), "ConfigError", ("a dict with its name", "'H2O'")
+        ),
+        "policy with two names": Case(
+            lambda: policies.from_dict({"name": ["H2O"]}), "ConfigError", ("['H2O']", "known are")
+        ),
+        "policy with an option that is no name": Case(
+            lambda: policies.from_dict({"name": "H2O", 5: 3}), "ConfigError", ("no option 5",)
         ),
         "policy without a name": Case(
             lambda: policies.from_dict({"budget": 8}), "ConfigError", ("None", "known are")
@@ -131,6 +151,30 @@ def policy_cases() -> dict[str, Case]:
             lambda: policies.from_dict(extra),
             "ConfigError",
             ("bugdet", "budget, compression_ratio, per"),
+        ),
+    }
+
+
+def task_cases() -> dict[str, Case]:
+    def case(kind: type, *says: str, **fields) -> Case:
+        return Case(lambda: kind(**fields), "ConfigError", says)
+
+    pair, whole = "must be (low, high)", "must be a whole number >= "
+    return {
+        "task steps number": case(tasks.WordChain, "steps", pair, "3", steps=3),
+        "task steps alone": case(tasks.WordChain, "steps", pair, "(3,)", steps=(3,)),
+        "task steps list": case(tasks.WordChain, "steps", pair, steps=[3, 4]),
+        "task operations fraction": case(tasks.Arithmetic, "operations", pair, operations=(1.5, 2)),
+        "task slips text": case(tasks.Arithmetic, "slips", "'often'", slips="often"),
+        "task slips nan": case(tasks.Arithmetic, "slips", "nan", slips=NAN),
+        "task slips of equations": case(tasks.LinearEquation, "without slips", slips=0.1),
+        "task size text": case(tasks.Needle, "size", whole + "1", size="1k"),
+        "task needles bool": case(tasks.Needle, "needles", whole + "1", needles=True),
+        "task haystack": case(tasks.Needle, "haystack", "'hay'", haystack="hay"),
+        "task chains text": case(tasks.VariableTracking, "chains", whole + "1", chains="x"),
+        "task hops fraction": case(tasks.VariableTracking, "hops", whole + "0", hops=0.5),
+        "task split": Case(
+            lambda: tasks.Needle().problem("dev", 0), "ConfigError", ("'dev'", "validation")
         ),
     }
 

@@ -37,7 +37,7 @@ class Reasoning(Task):
     slips: float = dataclasses.field(default=0.0, kw_only=True)
 
     def __post_init__(self):
-        if not 0 <= self.slips < 1:
+        if not isinstance(self.slips, int | float) or not 0 <= self.slips < 1:
             raise ConfigError(f"slips must lie in [0, 1), got {self.slips!r}")
 
     @abc.abstractmethod
@@ -74,14 +74,18 @@ def _positive(**sizes: int) -> None:
 
 
 def _range(name: str, pair: tuple[int, int], least: int) -> None:
-    low, high = pair
-    if not least <= low <= high:
-        raise ConfigError(f"{name} must be (low, high) with {least} <= low <= high, got {pair}")
+    whole = isinstance(pair, tuple) and all(type(value) is int for value in pair)
+    if not (whole and len(pair) == 2 and least <= pair[0] <= pair[1]):
+        raise ConfigError(
+            f"{name} must be (low, high), whole numbers with {least} <= low <= high, got {pair!r}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearEquation(Reasoning):
     """Linear equations in one variable, as in "Solve 5*b - 2355 = -50*b - 2740 for b".
+
+    They are worked without slips: a long division goes on from what it has left.
 
     Attributes:
       coefficient: largest size of a and c.
@@ -97,6 +101,8 @@ class LinearEquation(Reasoning):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.slips:
+            raise ConfigError("linear equations are worked without slips; leave slips at 0")
         _positive(coefficient=self.coefficient, constant=self.constant, solution=self.solution)
 
     def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:

@@ -4,9 +4,11 @@ Source: RULER (Hsieh et al., arXiv 2404.06654), `niah` and `variable_tracking` o
 templates, needles, noise, depths (40 places from 0 to 100%), 7-digit numbers, 5-letter variables,
 and the score: the share of references that occur in the completion, whatever the case.
 
-What differs, since nothing is downloaded: the essays are public-domain novels, sentences are split
-by a rule of ours, adjectives and nouns come from our lists, and no worked example precedes the
-question (zero-shot).
+What differs, since nothing is downloaded: the essays are public-domain novels, read from a random
+sentence to the end of another; sentences are split by a rule of ours, which drops a quotation mark
+that closes one; adjectives and nouns come from our lists; a needle may come after the last line of
+noise; several chains are spread over the noise independently of one another; and no worked example
+precedes the question (zero-shot).
 """
 
 import bisect
@@ -40,12 +42,16 @@ class Retrieval(Task):
     size: int = 600
 
     def __post_init__(self):
-        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
-            raise ConfigError(f"size must be a whole number >= 1, got {self.size!r}")
+        _whole("size", self.size, 1)
 
     def score(self, problem: Problem, completion: str) -> float:
         text = completion.strip().lower()
         return sum(answer.lower() in text for answer in problem.answers) / len(problem.answers)
+
+
+def _whole(name: str, value: int, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 
 def fitted[Sized: "Retrieval"](
@@ -95,8 +101,7 @@ class Needle(Retrieval):
         super().__post_init__()
         if self.haystack not in ("essay", "noise"):
             raise ConfigError(f"haystack must be 'essay' or 'noise', got {self.haystack!r}")
-        if not isinstance(self.needles, int) or self.needles < 1:
-            raise ConfigError(f"needles must be a whole number >= 1, got {self.needles!r}")
+        _whole("needles", self.needles, 1)
 
     def draw(self, rng: random.Random) -> Problem:
         keys: dict[str, int] = {}
@@ -152,10 +157,8 @@ class VariableTracking(Retrieval):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.chains < 1 or self.hops < 0:
-            raise ConfigError(
-                f"chains must be >= 1 and hops >= 0, got {self.chains} and {self.hops}"
-            )
+        _whole("chains", self.chains, 1)
+        _whole("hops", self.hops, 0)
 
     def draw(self, rng: random.Random) -> Problem:
         count = self.hops + 1
