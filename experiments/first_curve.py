@@ -26,6 +26,8 @@ from curve.jobs import read_config, write_config
 from curve.page import write_pages
 from curve.plan import Config, Paths, jobs
 
+import dms_jax
+
 _PART_BYTES = 15_000_000
 _GRACE_SECONDS = 40  # after the deadline, to end what was begun
 
@@ -143,4 +145,7 @@ def split(path: pathlib.Path, size: int) -> None:
 if __name__ == "__main__":
     import tyro
 
-    sys.exit(main(tyro.cli(Config, description=__doc__)))
+    try:
+        sys.exit(main(tyro.cli(Config, description=__doc__)))
+    except dms_jax.DmsJaxError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -138,8 +138,8 @@ def _verdicts(data: dict[str, Any]) -> str:
         return "## What holds\n\nNo DMS variant has been evaluated at ratio 4 yet."
     lines = ["## What holds and what does not", ""]
     lines.append(
-        f"DMS is `{best}`, of the variants the one with the highest mean accuracy at ratio 4 (all "
-        f"are in the tables); the control is `{control}`."
+        f"DMS is `{best}`, of the variants with the most seeds the one with the highest mean "
+        f"accuracy at ratio 4 (all are in the tables); the control is `{control}`."
     )
     lines.append("")
     for task in ("reasoning", "needle"):
@@ -172,7 +172,13 @@ def _above(ratio: str, rival: str, table: dict[str, list[float] | None]) -> str:
     measured = {task: pair for task, pair in table.items() if pair is not None}
     won = [task for task, (value, error) in measured.items() if value > 2 * error]
     lost = [task for task, (value, error) in measured.items() if value < -2 * error]
-    verdict = "holds" if len(won) >= 2 else "does not hold" if measured else "not measured"
+    unknown = len(table) - len(measured)
+    if len(won) >= 2:
+        verdict = "holds"
+    elif measured and len(won) + unknown < 2:
+        verdict = "does not hold"
+    else:  # the rival was not measured with so few tokens, so that there is nothing to hold against
+        verdict = "not measured on enough tasks"
     figures = ", ".join(f"{task} {_points(pair)}" for task, pair in table.items()) or "-"
     text = (
         f"DMS at ratio {ratio} above {rival} at equal live tokens by more than two standard errors "
@@ -284,7 +290,7 @@ def _time(config: Config, data: dict[str, Any]) -> str:
     failed = sorted(path.stem for path in (paths.root / "failed").glob("*.txt"))
     text = f"""## Reproduce
 
-    python experiments/first_curve.py{_changed(config)} --processes 8 --out runs/first_curve
+    python experiments/first_curve.py{_options(config)} --processes 8 --out runs/first_curve
     python experiments/first_curve.py --only report --out runs/first_curve --pages FOLDER
 
 All settings are in results.json. All jobs together took {data["accelerator_seconds"] / 60:.1f}
@@ -296,13 +302,16 @@ minutes of one accelerator, compilation included."""
     return text
 
 
-def _changed(config: Config) -> str:
-    """The options of the command line that are not the defaults, but for places and processes."""
+def _options(config: Config) -> str:
+    """Every setting as options of the command line, but for places and processes.
+
+    The defaults too: they may be others when the command is given again.
+    """
     elsewhere = {"out", "pages", "pack", "processes", "deadline_minutes", "only", "model"}
     options = ""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in elsewhere or value == field.default:
+        if field.name in elsewhere or value is None or value == ():
             continue
         values = value if isinstance(value, tuple) else (value,)
         options += f" --{field.name.replace('_', '-')} {' '.join(map(str, values))}"

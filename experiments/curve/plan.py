@@ -95,6 +95,24 @@ class Config:
     page_size: int = 64
     """Tokens a page of the cache."""
 
+    def __post_init__(self):
+        for name in self.variants:
+            if name not in VARIANTS:
+                known = ", ".join(VARIANTS)
+                raise dms_jax.ConfigError(f"there is no variant {name!r}; there are {known}")
+        for name in self.asked:
+            if name not in TASKS:
+                raise dms_jax.ConfigError(f"there is no task {name!r}; there are {TASKS}")
+        for name in ("ratios", "ladder"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise dms_jax.ConfigError(f"{name} must be numbers >= 1, at least one of them")
+        for name in ("processes", "shards", "documents", "seeds", "problems", "chains", "lanes"):
+            if getattr(self, name) < 1:
+                raise dms_jax.ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if not self.asked:
+            raise dms_jax.ConfigError("asked must name at least one task")
+
     def tasks(self) -> dict[str, tuple[Task, ...]]:
         """What is asked, by name."""
         known = {

@@ -7,6 +7,7 @@ import pathlib
 import first_curve
 import numpy as np
 import pytest
+import tyro
 from curve import page, plan
 from curve.analysis import Results
 from curve.data import Sequences, _first_fit, make_prompts, read_documents
@@ -228,6 +229,56 @@ def test_verdicts_are_tests_on_the_numbers(tmp_path):
     assert data["best_dms"] == results.best
     assert data["against_control"]["dms-adapter-shift1-w16"]["4"]["needle"][0] == -0.3
     assert (tmp_path / "pages" / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_best_variant_is_one_of_those_with_the_most_seeds(tmp_path):
+    config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
+    levels = {("dms-neuron-shift1-w16", 4): (0.6, 25), ("dms-adapter-shift0-w16", 4): (0.7, 25)}
+    write_results(config, {**levels, ("dms-neuron-shift0-w64", 4): (0.9, 25)})
+    for task in plan.TASKS:  # one seed alone
+        Paths(config).result("dms-neuron-shift0-w64", "4", 1, task).unlink()
+    assert Results(config).best == "dms-adapter-shift0-w16"
+
+
+def test_a_rival_that_was_not_measured_is_neither_beaten_nor_unbeaten():
+    won, lost, unknown = [0.5, 0.01], [-0.5, 0.01], None
+    for pairs, verdict in (
+        ((won, won, unknown), "**holds**"),
+        ((won, lost, unknown), "**not measured on enough tasks**"),
+        ((won, unknown, unknown), "**not measured on enough tasks**"),
+        ((unknown, unknown, unknown), "**not measured on enough tasks**"),
+        ((lost, lost, unknown), "**does not hold**"),
+        ((won, lost, lost), "**does not hold**"),
+    ):
+        text = page._above("8", "TOVA", dict(zip(plan.TASKS, pairs, strict=True)))
+        assert verdict in text
+
+
+def test_the_command_names_every_setting():
+    """Defaults may change; a page says what was done."""
+    options = page._options(Config())
+    assert "--learning-rate 3e-05" in options
+    assert "--ladder 2.0 3.0 4.0 6.0 8.0 12.0" in options
+    assert "--out" not in options
+    assert "None" not in options
+    parsed = tyro.cli(Config, args=options.split())
+    assert parsed == Config()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variants": ("dms-neuron-shift9-w16",)}, "no variant"),
+        ({"asked": ("reasoning", "poetry")}, "no task"),
+        ({"ratios": (0.5, 4.0)}, "ratios"),
+        ({"ladder": ()}, "ladder"),
+        ({"seeds": 0}, "seeds"),
+        ({"shards": 0}, "shards"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused(changes, message):
+    with pytest.raises(dms_jax.ConfigError, match=message):
+        Config(**changes)
 
 
 @pytest.mark.parametrize(
