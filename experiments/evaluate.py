@@ -1,8 +1,8 @@
 """Let a model answer the problems of a task from a small cache, and score the answers.
 
-python experiments/evaluate.py --task reasoning --chains 16
-python experiments/evaluate.py --model path/to/model --task needle --task-options size=600 \
-    --policy TOVA --options budget=128 --out runs/needle.json
+    python experiments/evaluate.py --task reasoning --chains 16
+    python experiments/evaluate.py --model path/to/model --task needle --task-options size=600 \
+        --policy TOVA --options budget=128 --out runs/needle.json
 
 Problems are made from seeds; those of the test split are never trained on.
 """

@@ -95,6 +95,12 @@ def main(config: Config) -> int:
 
 def prepare(config: Config) -> tuple[dms_jax.LanguageModel, Mixture]:
     """The model to train, and the data to train it on."""
+    for name, least in (("held_out_sequences", 1), ("workers", 0)):
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise dms_jax.ConfigError(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
+    if config.steps is None and not config.minutes > 0:
+        raise dms_jax.ConfigError(f"--minutes must be above 0, got {config.minutes}")
     directory = config.tokenizer or assets.path("reasoner-11m")
     tokenizer = Tokenizer.from_directory(directory)
     if tokenizer is None:

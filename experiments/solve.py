@@ -11,6 +11,7 @@ about a minute and a half on two CPU cores.
 
 import dataclasses
 import pathlib
+import sys
 import textwrap
 
 from rich.box import SIMPLE
@@ -115,4 +116,7 @@ def _table(results: dict[str, Result]) -> Table:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except dms_jax.DmsJaxError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -90,4 +90,4 @@ def main(config: Config) -> None:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config))
+    main(tyro.cli(Config, description=__doc__))
