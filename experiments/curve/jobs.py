@@ -1,11 +1,13 @@
 """The jobs of the first curve: write data, train, evaluate; and the queue they are taken from."""
 
 import dataclasses
+import datetime
 import json
 import os
 import pathlib
 import time
 import traceback
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -110,6 +112,7 @@ class Worker:
             "outcome": outcome,
             "seconds": before["seconds"] + seconds,
             "device": jax.devices()[0].device_kind,
+            **provenance(),
         }
         write_json(self.paths.log(job), record)
         print(f"{job.name}: {outcome}, {seconds:.0f} s", flush=True)
@@ -311,6 +314,14 @@ def read_config(root: pathlib.Path) -> Config:
 
 
 _FOLDERS = ("out", "pages", "pack")
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and date of this run."""
+    return {
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:

@@ -1,15 +1,13 @@
 """The page of the first curve: verdicts by tests on the numbers, tables, commands, time."""
 
 import dataclasses
-import datetime
 import json
 import pathlib
-from importlib import metadata
 from typing import Any
 
 from curve import figure
 from curve.analysis import Axis, Results
-from curve.jobs import read_json, write_text
+from curve.jobs import provenance, read_json, write_text
 from curve.plan import FURTHER, TRAINING_FREE, Config, Paths, jobs
 from dms_jax.evaluation import Measured
 
@@ -85,9 +83,7 @@ def summary(config: Config, results: Results) -> dict[str, Any]:
         key: value for key, value in vars(config).items() if not isinstance(value, pathlib.Path)
     }
     return {
-        "device": next((record["device"] for record in records), "unknown"),
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        **_provenance(records),
         "settings": settings,
         "tasks": {name: [t.to_dict() for t in task] for name, task in config.tasks().items()},
         "accelerator_seconds": sum(record["seconds"] for record in records),
@@ -97,6 +93,15 @@ def summary(config: Config, results: Results) -> dict[str, Any]:
         "against_control": control,
         "at_equal": equal,
         "average_gain": gains,
+    }
+
+
+def _provenance(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Where and when the jobs ran; the page may be written elsewhere and later."""
+    here = {"device": "unknown", **provenance()}
+    return {
+        name: next((record[name] for record in records if name in record), value)
+        for name, value in here.items()
     }
 
 

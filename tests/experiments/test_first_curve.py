@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import first_curve
 import numpy as np
@@ -213,6 +214,9 @@ def test_verdicts_are_tests_on_the_numbers(tmp_path):
             ("StreamingLLM", 8): (0.20, 12.5),
         },
     )
+    ran = {"versions": {"jax": "0.1.2"}, "date": "1999-12-31"}  # elsewhere and earlier
+    record = {"seconds": 60.0, "device": "an accelerator", **ran}
+    write_json(Paths(config).log(Job("vanilla", "vanilla", 0)), record)
     results = Results(config)
     assert results.best == "dms-neuron-shift1-w16"
     # StreamingLLM halfway in the logarithm between 0.2 at 12.5 and 0.4 at 50: 0.3 at 25.
@@ -221,6 +225,7 @@ def test_verdicts_are_tests_on_the_numbers(tmp_path):
     page.write_pages(config, tmp_path / "pages")
     text = (tmp_path / "pages" / "README.md").read_text()
     assert "DMS at ratio 4 within 2 points of further on reasoning: **holds** (+0.0 ± 0.0)" in text
+    assert "Device: an accelerator; jax 0.1.2; 1999-12-31." in text
     claims = [line for line in text.splitlines() if "at equal live tokens by more" in line]
     assert ["**holds**" in claim for claim in claims] == [True, True, False, True]
     assert "needle +20.0 ± 4.0" in claims[0]
@@ -293,6 +298,30 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(changes, message):
 )
 def test_the_margin_of_two_points(pair, verdict):
     assert verdict in page._within("needle", pair, "further")
+
+
+# -- what is told ---------------------------------------------------------------------------------
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_the_readme_tells_what_was_measured():
+    """Each row "SYSTEM, LEAST to MOST peak tokens" of its table is a system at one setting."""
+    data = json.loads((ROOT / "experiments/results/first_curve/results.json").read_text())
+    measured = set()
+    points = {(p["system"], p["setting"], p["task"]): p for p in data["points"]}
+    for system, setting in {key[:2] for key in points}:
+        of_tasks = [points[system, setting, task] for task in plan.TASKS]
+        peaks = [round(point["peak"]) for point in of_tasks]
+        figures = [f"{100 * point['accuracy']:.1f}" for point in of_tasks]
+        name = "DMS" if system in plan.VARIANTS else system
+        measured.add((name, min(peaks), max(peaks), *figures))
+    row = re.compile(r"^\| \**(\w+), (\d+) to (\d+)\b[^|]*" + 3 * r"\| \**([\d.]+)[^|]*" + r"\|$")
+    rows = [found for line in (ROOT / "README.md").open() if (found := row.match(line.strip()))]
+    assert rows
+    for found in rows:
+        name, least, most, *figures = found.groups()
+        assert (name, int(least), int(most), *figures) in measured, found.group()
 
 
 # -- the whole ------------------------------------------------------------------------------------
