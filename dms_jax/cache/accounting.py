@@ -22,7 +22,8 @@ class Usage:
         head reads separately counts once per query head.
       peak_tokens: the most live entries at any step, prompt included, averaged over (layer, KV
         head).
-      live_tokens: live entries at the end, averaged likewise.
+      live_tokens: live entries at the end, averaged likewise; after a cut (SnapKV and its like), if
+        one came with the last token.
       compression_ratio: tokens seen over live entries, both at the end.
       cache_bytes: bytes of the pages held at the end and of the policy's state for this sequence.
       peak_cache_bytes: the same at its highest, the reserve of the running chunk included.
@@ -57,6 +58,10 @@ class Meter:
             self.live = int(live[-1])
             self.peak = max(self.peak, int(np.max(live)))
         self.reads += sum(reads)
+
+    def settle(self, live: int) -> None:
+        """Says how many entries were left at the end: a cut comes after its token's attention."""
+        self.live = live
 
     def usage(
         self,

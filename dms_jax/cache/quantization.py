@@ -30,7 +30,7 @@ def storage_dtype(kv_dtype: str | None, dtype: Any) -> Any:
     """
     if kv_dtype is None:
         return jnp.dtype(dtype)
-    if kv_dtype not in KV_DTYPES:
+    if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
         raise ConfigError(
             f"kv_dtype must be None (the model's own) or {' or '.join(map(repr, KV_DTYPES))}, got "
             f"{kv_dtype!r:.80}."

@@ -354,6 +354,8 @@ def _score_batch(engine: Engine, batch: list[list[int]]) -> list[Score]:
             meter.add(steps.live[taken, lane], steps.reads[taken, lane].tolist())
             logprobs[lane].append(steps.logprobs[taken, lane])
     held, on_host = runner.cache_bytes(), runner.host_bytes()
+    for lane, meter in enumerate(meters):
+        meter.settle(int(runner.lengths[:, lane].sum()))
     scores = [
         Score(
             logprobs=np.concatenate(logprobs[lane]),

@@ -398,7 +398,7 @@ class Engine:
             done = request.finish_reason is not None
             if done:
                 finished.append(lane)
-                self._settle(request, cache_bytes=held[lane], host_bytes=on_host[lane])
+                self._settle(request, lane, cache_bytes=held[lane], host_bytes=on_host[lane])
             news = request.generated[request.reported_tokens :]
             request.reported_tokens = len(request.generated)
             if on_tokens is not None:
@@ -408,13 +408,16 @@ class Engine:
         if finished and not keep:
             self.runner.clear(finished)
 
-    def _settle(self, request: Request, **held: int) -> None:
+    def _settle(self, request: Request, lane: int, **held: int) -> None:
         """Works out the usage; tokens after a stop string count only where pages hold them."""
         request.meter.add(request.live, request.reads)
         prompt_tokens = len(request.before) + len(request.prompt)
+        seen = request.seen + prompt_tokens + len(request.generated) - 1
+        if self.runner.seen[lane] == seen:  # nothing came after a stop string
+            request.meter.settle(int(self.runner.lengths[:, lane].sum()))
         request.usage = request.meter.usage(
             prompt_tokens=prompt_tokens,
             new_tokens=len(request.generated),
-            seen=request.seen + prompt_tokens + len(request.generated) - 1,
+            seen=seen,
             **held,
         )

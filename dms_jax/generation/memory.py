@@ -24,6 +24,7 @@ from dms_jax.model.caching import entry_bytes, layer_page_bytes, state_bytes, tr
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import FixedPooling, Policy, Quest, RandomEviction, Vanilla
+from dms_jax.policies.selective import SelectiveReading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +174,8 @@ def expected_live_tokens(
 ) -> float:
     """Live slots of a row after `tokens` tokens; for learned eviction at the given ratio."""
     limit = policy.mean_slot_limit(page_size)
+    if isinstance(policy, SelectiveReading):
+        policy = policy.over
     if limit is not None:
         return float(min(limit, tokens))
     if isinstance(policy, FixedPooling):
@@ -258,7 +261,8 @@ def pool_pages(
             f"{rows} rows (layers x KV heads) of one page of {page_size} tokens"
             + (f", and {state:,} bytes of state for {num_lanes} sequences" if state else "")
             + f". There are {free if memory is None else memory:,.0f} bytes. Give it more memory, "
-            "a smaller page_size or fewer sequences at a time."
+            "a smaller page_size or fewer sequences at a time"
+            + (", or the policy a smaller window." if state > rows * bytes_per_page else ".")
         )
     return pages
 

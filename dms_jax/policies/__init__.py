@@ -51,9 +51,13 @@ def from_dict(data: dict[str, Any]) -> Policy:
     Raises:
       ConfigError: if the name or an option is unknown, or a value does not fit.
     """
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"A policy is given as a dict with its name and options, got {data!r:.80}."
+        )
     fields = dict(data)
     name = fields.pop("name", None)
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise ConfigError(f"Unknown cache policy {name!r}; known are {', '.join(POLICIES)}.")
     return POLICIES[name].from_fields(fields)
 

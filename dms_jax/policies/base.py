@@ -32,7 +32,7 @@ slots close ranks in their order, and the pages behind them are given back. `obs
 """
 
 import dataclasses
-import math
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -310,7 +310,7 @@ class Policy:
     def from_fields(cls, fields: dict[str, Any]) -> "Policy":
         """Builds the policy from `to_dict` data without its name; ConfigError names what is odd."""
         known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(fields) - known):
+        if unknown := sorted(map(str, set(fields) - known)):
             raise ConfigError(
                 f"{cls.__name__} has no option {', '.join(unknown)}; it has "
                 f"{', '.join(sorted(known)) or 'none'}."
@@ -336,5 +336,6 @@ def is_static_int(value: Any, least: int = 0) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether the value is a plain, finite number (a bool is not)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether the value is a plain number that a float can hold (a bool is not)."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain and abs(value) <= sys.float_info.max

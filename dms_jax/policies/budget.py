@@ -14,13 +14,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.policies.base import Chunk, Policy, is_finite, is_static_int, require
 
+LONGEST = 2**23  # tokens: no sequence has more, and times heads or layers they fit in int32
+
 
 @dataclasses.dataclass(frozen=True)
 class BudgetedPolicy(Policy):
     """Base of policies that keep a number of tokens.
 
     Attributes:
-      budget: tokens.
+      budget: tokens, at most `LONGEST`.
       compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio of
         each request instead.
     """
@@ -33,11 +35,16 @@ class BudgetedPolicy(Policy):
             is_static_int(self.budget, least=1),
             f"{self.name}: budget must be a whole number of at least 1, got {self.budget!r}.",
         )
+        require(
+            self.budget <= LONGEST,
+            f"{self.name}: a budget of {self.budget:,} tokens is more than any sequence has; give "
+            f"at most {LONGEST:,}, or Vanilla() to keep everything.",
+        )
         ratio = self.compression_ratio
         require(
             ratio is None or (is_finite(ratio) and ratio >= 1),
             f"{self.name}: compression_ratio must be a number of at least 1, or None for a budget "
-            f"in tokens, got {ratio!r}.",
+            f"in tokens, got {ratio!r:.80}.",
         )
 
     @property

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.policies.base import Chunk, Policy, PolicyState, Rows, is_static_int, require
-from dms_jax.policies.budget import BudgetedPolicy, highest
+from dms_jax.policies.budget import LONGEST, BudgetedPolicy, highest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +119,11 @@ class Scorer(BudgetedPolicy, Scored):
             self.interval is None or is_static_int(self.interval, least=1),
             f"{self.name}: interval must be a whole number of at least 1, or None to cut after the "
             f"prompt alone, got {self.interval!r}.",
+        )
+        require(
+            self.interval is None or self.interval <= LONGEST,
+            f"{self.name}: an interval of {self.interval or 0:,} tokens is more than any answer "
+            "has; give None to cut after the prompt alone.",
         )
         require(
             self.budget > self.protected,

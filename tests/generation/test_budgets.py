@@ -82,6 +82,28 @@ def test_scores_have_the_share_of_the_whole_sequence():
         assert got.usage.kv_reads == want.usage.kv_reads
 
 
+@pytest.mark.parametrize("prefill", ["dense_then_evict", "evict_past_budget"])
+def test_what_is_left_after_a_cut_is_what_counts(prefill):
+    """An answer of one token: nothing was fed after the cut."""
+    policies = {
+        dms_jax.SnapKV(budget=16, window=4, interval=8): 16,
+        dms_jax.H2O(budget=16, prefill=prefill): 16 + (prefill == "evict_past_budget"),
+    }
+    one = dms_jax.Sampling(temperature=0, max_new_tokens=1)
+    for policy, left in policies.items():
+        made = dms_jax.generate(
+            stories(), [list(range(3, 67))], policy=policy, sampling=one, **SHARED
+        )
+        assert made.usage.live_tokens == left
+        assert made.usage.compression_ratio == 64 / left
+
+
+def test_a_score_that_ends_with_a_cut_says_what_is_left():
+    policy = dms_jax.Knorm(budget=16, interval=8)
+    (scored,) = dms_jax.score(stories(), [list(range(3, 28))], policy=policy, chunk=8, page_size=8)
+    assert (scored.usage.peak_tokens, scored.usage.live_tokens) == (24, 16)
+
+
 def test_a_prompt_that_is_cut_gives_its_pages_back():
     policy = dms_jax.SnapKV(budget=16, window=4, interval=8)
     engine = Engine(stories(), policy, num_lanes=1, max_tokens=96, **SHARED)

@@ -80,6 +80,9 @@ def test_what_other_policies_keep_and_read():
     assert live(dms_jax.RandomEviction(window=255, rate=0.75)) == 256 + 7936 / 4
     assert live(dms_jax.DMC(), compression_ratio=4) == 1 + 8191 / 4
     assert live(dms_jax.FixedPooling(every=3)) == 2731
+    assert live(dms_jax.Quest(over=dms_jax.FixedPooling(every=3))) == 2731
+    random = dms_jax.RandomEviction(window=255, rate=0.75)
+    assert live(dms_jax.KCache(over=random)) == live(random)
     assert live(dms_jax.DMS(window=9000), compression_ratio=8) == 8192
     # Quest: two dense layers; in thirty each of four query heads reads 1024, and a bound a page.
     quest = dms_jax.estimate(LLAMA_8B, dms_jax.Quest(budget=1024), tokens=8192, batch=16)

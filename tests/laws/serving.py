@@ -69,10 +69,10 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
 
 
-def pages_of(row: Row, one: transformer.Pass, prompt_length: int, page_size: int) -> int:
-    """Pages that all rows of the sequence need at its end."""
+def left_in(row: Row, one: transformer.Pass, prompt_length: int) -> list[int]:
+    """Slots in use of all rows of the sequence at its end."""
     held = [row.held(trace, len(trace.live), prompt_length) for trace in one.traces]
-    return sum(-(-len(head) // page_size) for layer in held for head in layer)
+    return [len(head) for layer in held for head in layer]
 
 
 @dataclasses.dataclass
@@ -101,13 +101,14 @@ class Expected:
         live = live_totals(self.run)
         reads = read_totals(self.run, self.page_size)[self.first_read :]
         policy = self.row.policy
-        pages = pages_of(self.row, self.run, self.prompt_length, self.page_size)
+        left = left_in(self.row, self.run, self.prompt_length)
+        pages = sum(-(-slots // self.page_size) for slots in left)
         held = pages * bytes_per_page(self.config, self.row)
         held += rows * bytes_per_row(self.config, policy)
         assert math.isclose(usage.kv_reads, reads.sum() / rows)
         assert math.isclose(usage.peak_tokens, live.max() / rows)
-        assert math.isclose(usage.live_tokens, live[-1] / rows)
-        assert math.isclose(usage.compression_ratio, len(self.fed) * rows / live[-1])
+        assert math.isclose(usage.live_tokens, sum(left) / rows)
+        assert math.isclose(usage.compression_ratio, len(self.fed) * rows / sum(left))
         assert usage.cache_bytes == held
         assert usage.peak_cache_bytes >= held
 

@@ -38,6 +38,13 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             "raise the budget",
             policy=dms_jax.Quest(budget=32),
         ),
+        "kv_dtype a list": case("ConfigError", "kv_dtype must be None", kv_dtype=["float8_e4m3"]),
+        "window beyond the memory": case(
+            "CapacityError",
+            "bytes of state for 1 sequences",
+            "or the policy a smaller window",
+            policy=dms_jax.StreamingLLM(budget=10**12),
+        ),
         "empty prompt": data("Prompt 1 is empty", prompts=["a", []]),
         "empty string": data("Prompt 0 is an empty string", prompts=[""]),
         "float ids": data("Prompt 0 holds 1.5 at place 1", ids, prompts=[[1, 1.5]]),
