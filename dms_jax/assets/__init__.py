@@ -1,6 +1,7 @@
 """What the wheel carries to work on at once: real small models, and text for them.
 
 - `path("stories260k")`: a Hugging Face directory of a Llama with 260,032 parameters (MIT).
+- `path("reasoner-11m")`: one with 10,818,880 that works problems out step by step (Apache-2.0).
 - `stories("train")`, `stories("valid")`, `stories("more")`: disjoint parts of TinyStories
   (CDLA-Sharing-1.0).
 - `books("train")`, ...: three disjoint parts of two public-domain novels.
@@ -21,7 +22,7 @@ _BOOK_PARTS = {"train": (0, 14), "validation": (14, 15), "test": (15, 16)}
 
 
 def path(name: str) -> pathlib.Path:
-    """Directory of a shipped asset: "stories260k", "tinystories", "books".
+    """Directory of a shipped asset: "stories260k", "reasoner-11m", "tinystories", "books".
 
     Raises:
         DataError: there is no asset of that name.
