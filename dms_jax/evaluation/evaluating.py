@@ -12,7 +12,7 @@ from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.result import Result
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.checks import check_count
-from dms_jax.generation.prompts import check_model, encode_prompt
+from dms_jax.generation.prompts import check_call, check_model, encode_prompt
 from dms_jax.generation.requests import Completion, make_requests
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
@@ -70,9 +70,14 @@ def evaluate(
         raise ConfigError(f"evaluate tells tasks apart by their names, got {', '.join(names)}.")
     for name, value in (("problems", problems), ("chains", chains), ("lanes", lanes)):
         check_count(f"evaluate: {name}", value)
+    for name, value in (("start", start), ("seed", seed)):
+        check_count(f"evaluate: {name}", value, least=0)
+    if problems < len(tasks):
+        raise ConfigError(f"evaluate: {problems} problems are too few for {len(tasks)} tasks.")
     if model.tokenizer is None:
         raise DataError("evaluate needs a tokenizer, and this model came without one.")
     sampling = Sampling(temperature=0.7, max_new_tokens=512) if sampling is None else sampling
+    sampling = check_call(sampling, None)
     sampling = dataclasses.replace(sampling, seed=_seeds(seed, problems, chains))
     given = _problems(tasks, split, start, problems)
     begin = time.perf_counter()

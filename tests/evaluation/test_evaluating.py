@@ -164,3 +164,9 @@ def test_what_cannot_be_evaluated():
         evaluate(stories(), [Continue(), Continue(seed=1)])
     with pytest.raises(ConfigError, match="chains"):
         run(chains=0)
+    with pytest.raises(ConfigError, match="seed must be a whole number of at least 0"):
+        run(seed=-1)
+    with pytest.raises(ConfigError, match="start must be a whole number of at least 0"):
+        run(start=-1)
+    with pytest.raises(ConfigError, match="1 problems are too few for 2 tasks"):
+        evaluate(stories(), [Continue(), Other()], problems=1)
