@@ -26,6 +26,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,8 @@ def on_device(values, index):
 def on_host(values, index):
     from jax.experimental.compute_on import compute_on
 
-    gather = compute_on(on_device, compute_type="device_host", out_memory_spaces=DEVICE)
+    on: Any = compute_on
+    gather = on(on_device, compute_type="device_host", out_memory_spaces=DEVICE)
     return gather(values, jax.device_put(index, HOST))
 
 
@@ -96,8 +98,9 @@ def written_on_host(values, index, rows):
     def write(values, index, rows):
         return values.at[index].set(rows, mode="promise_in_bounds")
 
-    write = compute_on(write, compute_type="device_host", out_memory_spaces=HOST)
-    return write(values, jax.device_put(index, HOST), jax.device_put(rows, HOST))
+    on: Any = compute_on
+    there = on(write, compute_type="device_host", out_memory_spaces=HOST)
+    return there(values, jax.device_put(index, HOST), jax.device_put(rows, HOST))
 
 
 def measure_carried() -> dict:
@@ -220,7 +223,7 @@ def measure_fetch(way: str) -> dict:
     for batch in (1, 8):
         num_rows = LAYERS * batch * KV_HEADS * CONTEXT
         if way in ("in_place", "callback"):
-            host = Mapped((num_rows, HEAD_DIM)) if way == "in_place" else None
+            host: Any = Mapped((num_rows, HEAD_DIM)) if way == "in_place" else None
             store = pattern(num_rows)
             if host is not None:
                 host.numpy[:] = store
@@ -334,7 +337,7 @@ def break_evens(report: dict) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--way", choices=WAYS, help="one way, printed as JSON")
     parser.add_argument("--out", default="experiments/results/kcache")
     parser.add_argument("--limit", type=float, default=45, help="seconds a way may take")

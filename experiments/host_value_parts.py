@@ -3,6 +3,7 @@
 import functools
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def measure_scores() -> dict:
         @functools.partial(jax.jit, static_argnames="scored")
         def loop(q, k, v, table, lengths, scored):
             def body(q, _):
-                out = decode_attention(
+                out: Any = decode_attention(
                     q, k, v, table, lengths, scale=0.1, return_lse=scored, return_scores=scored
                 )
                 out = out[0] + out[1][..., None].astype(q.dtype) if scored else out

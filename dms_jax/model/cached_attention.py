@@ -165,12 +165,16 @@ def _write(
         pool = cache.pool
         chunk = dataclasses.replace(chunk, k=pool.as_stored(k), v=pool.as_stored(chunk.v))
         state, placement = policy.write(state, chunk)
+        away = None
+        if host is not None:
+            assert chunk.layer is not None
+            away = (chunk.layer, chunk.positions)
         pool = pool.store(
             chunk.page_table,
             placement.slots,
             placement.k,
             placement.v,
-            away=None if host is None else (chunk.layer, chunk.positions),
+            away=away,
         )
         state = policy.stored(state, pool, chunk, placement)
     return LayerCache(pool=pool, state=state), chunk, placement
