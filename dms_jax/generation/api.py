@@ -276,6 +276,9 @@ def score(
 ) -> list[Score]:
     """Feeds given sequences token by token through the paged cache, as decoding would.
 
+    There is no prompt: what a policy does after one (SnapKV and its like with `interval=None`, the
+    cut of `prefill="dense_then_evict"`, Quest's dense reading) does not come to pass.
+
     Args:
       model: from `load` or `retrofit`.
       sequences: token ids (or text), at least two each.
