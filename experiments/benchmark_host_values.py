@@ -223,7 +223,7 @@ def measure_fetch(way: str) -> dict:
     for batch in (1, 8):
         num_rows = LAYERS * batch * KV_HEADS * CONTEXT
         if way in ("in_place", "callback"):
-            host: Any = Mapped((num_rows, HEAD_DIM)) if way == "in_place" else None
+            host = Mapped((num_rows, HEAD_DIM)) if way == "in_place" else None
             store = pattern(num_rows)
             if host is not None:
                 host.numpy[:] = store
@@ -249,7 +249,7 @@ def measure_fetch(way: str) -> dict:
                 "gigabytes a second": size / taken / 1e9,
                 "right": bool(np.allclose(got, want, rtol=1e-3)),
             }
-            if way == "in_place" and batch == 1 and top == 32:
+            if host is not None and batch == 1 and top == 32:
                 row = int(index[0, 0])
                 host.numpy[row] = 1000  # between programs: must be seen by the next
                 changed = np.asarray(run(values, index))

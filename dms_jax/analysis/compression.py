@@ -79,7 +79,7 @@ def memory_trace(
     )
     runner, config = engine.runner, model.config
     slot_bytes = 2 * config.head_dim * np.dtype(model.dtype).itemsize
-    runner.expect(dict.fromkeys(range(len(tokens)), tokens.shape[1]))
+    runner.expect(dict(enumerate([tokens.shape[1]] * len(tokens))))
     steps = (tokens.shape[1] - 1) // chunk
     seen, held, live = [0], [0], [0]
     for index in range(steps):
