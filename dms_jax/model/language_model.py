@@ -239,9 +239,7 @@ def _logits_through_cache(
     pages = jnp.arange(math.prod(rows), dtype=jnp.int32).reshape(rows)
     cache = dataclasses.replace(cache, page_table=jnp.tile(pages, (1, data_shards, head_shards, 1)))
     cache = dataclasses.replace(cache, horizon=jnp.full(batch, num_tokens, jnp.int32))
-    first = transformer.cached(
-        tokens, prompts, cache, policy, prompt=True, ends_prompt=prompts > 0
-    )
+    first = transformer.cached(tokens, prompts, cache, policy, prompt=True, ends_prompt=prompts > 0)
     index = jnp.arange(num_tokens)
     rest = jnp.take_along_axis(tokens, (prompts[:, None] + index) % num_tokens, axis=1)
     second = transformer.cached(rest, num_tokens - prompts, first.cache, policy, prompt=False)

@@ -119,7 +119,8 @@ def _check(old, new, scales, new_scales, pages, offsets) -> None:
     if any(given):
         for name, array, shape in (
             ("k_scales", scales[0], k_pages.shape[:2]),
-            ("v_scales", scales[1], v_pages.shape[:2]),
+            # Values that live elsewhere have their scales here.
+            ("v_scales", scales[1][: v_pages.shape[0]], v_pages.shape[:2]),
             ("k_new_scales", new_scales[0], pages.shape),
             ("v_new_scales", new_scales[1], pages.shape),
         ):
