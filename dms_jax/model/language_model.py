@@ -111,9 +111,11 @@ class LanguageModel:
         Args:
           tokens: token ids; pad on the right with anything.
           policy: the checkpoint's own if None.
-          prompt_lengths: where each prompt ends, for policies that treat it differently (Quest
-            attends it densely); 0 if None. Others give the same for any value. Quest selects among
-            pages of 16 tokens here, as published: `generate(..., page_size=16)` does the same.
+          prompt_lengths: where each prompt ends, for policies that treat it differently (Quest and
+            KCache attend it densely, others cut what they keep at its end); 0 if None. Those that
+            are `split_invariant` give the same for any value. Quest selects among pages of 16
+            tokens here, as published: `generate(..., page_size=16)` does the same. A budget given
+            as a `compression_ratio` is a share of the tokens given.
           segment_ids: documents packed into a sequence: positions restart and nothing attends
             across. Left padding is a document of its own. Only for policies that decide without
             attention.
