@@ -27,6 +27,7 @@ from dms_jax.generation.requests import (
     check_finite,
     completion_of,
     make_requests,
+    settle,
 )
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
@@ -398,7 +399,13 @@ class Engine:
             done = request.finish_reason is not None
             if done:
                 finished.append(lane)
-                self._settle(request, lane, cache_bytes=held[lane], host_bytes=on_host[lane])
+                settle(
+                    request,
+                    cached=int(self.runner.seen[lane]),
+                    live=int(self.runner.lengths[:, lane].sum()),
+                    cache_bytes=held[lane],
+                    host_bytes=on_host[lane],
+                )
             news = request.generated[request.reported_tokens :]
             request.reported_tokens = len(request.generated)
             if on_tokens is not None:
@@ -407,17 +414,3 @@ class Engine:
             del self._running[lane]
         if finished and not keep:
             self.runner.clear(finished)
-
-    def _settle(self, request: Request, lane: int, **held: int) -> None:
-        """Works out the usage; tokens after a stop string count only where pages hold them."""
-        request.meter.add(request.live, request.reads)
-        prompt_tokens = len(request.before) + len(request.prompt)
-        seen = request.seen + prompt_tokens + len(request.generated) - 1
-        if self.runner.seen[lane] == seen:  # nothing came after a stop string
-            request.meter.settle(int(self.runner.lengths[:, lane].sum()))
-        request.usage = request.meter.usage(
-            prompt_tokens=prompt_tokens,
-            new_tokens=len(request.generated),
-            seen=seen,
-            **held,
-        )

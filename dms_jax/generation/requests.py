@@ -193,3 +193,19 @@ def check_finite(request: Request, logprobs: float | np.ndarray) -> None:
             f"{request.index}. Check the weights, or load the model with dtype=float32 if they "
             "overflow float16."
         )
+
+
+def settle(request: Request, *, cached: int, live: int, **held: int) -> None:
+    """Works out the usage of a request that is done.
+
+    Tokens after a stop string count only where pages hold them. `cached` and `live` are the tokens
+    that its lane has seen and that it holds, over all rows.
+    """
+    request.meter.add(request.live, request.reads)
+    prompt_tokens = len(request.before) + len(request.prompt)
+    seen = request.seen + prompt_tokens + len(request.generated) - 1
+    if cached == seen:  # nothing came after a stop string
+        request.meter.settle(live)
+    request.usage = request.meter.usage(
+        prompt_tokens=prompt_tokens, new_tokens=len(request.generated), seen=seen, **held
+    )

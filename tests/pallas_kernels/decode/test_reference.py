@@ -106,7 +106,7 @@ def _changed(**changes):
     ("changes", "message"),
     [
         ({"q": lambda q: q[0]}, "q must have 3 axes"),
-        ({"v_pages": lambda v: v[:-1]}, "must have one shape"),
+        ({"v_pages": lambda v: v[:, :-1]}, "must have one shape"),
         ({"v_pages": lambda v: v.astype(np.float16)}, "must have one dtype"),
         ({"q": lambda q: q[..., :-1]}, "head dim"),
         ({"lengths": lambda n: n[:-1]}, "same number of rows"),
