@@ -1,7 +1,16 @@
 """Inputs and NumPy oracles of the kernel tests, and the ways to run a kernel without its device."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
 import numpy as np
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 # Norm-wise relative errors that a kernel may make, by dtype of the queries.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 2e-5, "float64": 1e-12}
@@ -138,3 +147,45 @@ def lower_for_cuda(function, **shapes):
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(lambda inputs: function(**inputs)).trace(shapes)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def run_apart(script, *arguments, **environment):
+    """Run a script in a process of its own, which must end well: the lines that it printed."""
+    finished = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT), **environment},
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout.splitlines()
+
+
+def interpret(script, *arguments):
+    """Run a script that interprets kernels."""
+    # With fewer threads than a program has warpgroups the interpreter of Mosaic GPU waits for ever.
+    return run_apart(script, *arguments, NPROC="4", JAX_NUM_CPU_DEVICES="1")
+
+
+def compile_for_tpu(script, kind, topology, *arguments):
+    """Run a script that compiles for a TPU ahead of time."""
+    return run_apart(
+        script,
+        topology,
+        *arguments,
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        TPU_ACCELERATOR_TYPE=kind,
+        TPU_WORKER_HOSTNAMES="localhost",
+    )
+
+
+def for_each_tpu(test):
+    """Marks a test that compiles for every kind of TPU that the kernels are made for."""
+    kinds = [("v5litepod-4", "v5e:2x2"), ("v5p-8", "v5p:2x2x1"), ("v6e-4", "v6e:2x2")]
+    test = pytest.mark.parametrize(("kind", "topology"), kinds)(test)
+    missing = importlib.util.find_spec("libtpu") is None
+    return pytest.mark.slow(pytest.mark.skipif(missing, reason="libtpu is not installed")(test))

@@ -4,17 +4,14 @@ Unread slots and pages of no row hold NaN, dead table entries lie outside the po
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pallas_kernels.decode import cases, tpu
-from tests.pallas_kernels.support import TOLERANCE, structs
+from tests.pallas_kernels.support import TOLERANCE, interpret, structs
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+SCRIPT = Path(__file__).with_name("interpreted.py")
 # Cases of one process: enough to make up for its start, few enough to share the cores.
 TOGETHER = 6
 # The Triton form has no memory to race for: one case of each feature.
@@ -43,19 +40,8 @@ def groups() -> list:
 @pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "names"), groups())
 def test_kernel_agrees_with_the_oracle(implementation, names):
-    # With fewer threads than a program has warpgroups the interpreter of Mosaic GPU waits for ever.
-    environment = os.environ | {"NPROC": "4", "PYTHONPATH": str(CHECKOUT)}
-    script = Path(__file__).with_name("interpreted.py")
-    finished = subprocess.run(
-        [sys.executable, str(script), implementation, *names],
-        env=environment,
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    records = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
+    lines = interpret(SCRIPT, implementation, *names)
+    records = [json.loads(line) for line in lines if line.startswith("{")]
     assert [record["case"] for record in records] == names
     for record in records:
         case = cases.by_name(record["case"])

@@ -1,14 +1,10 @@
 """The TPU kernel compiled ahead of time: within VMEM and SMEM of each kind of chip."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from tests.pallas_kernels.support import compile_for_tpu, for_each_tpu
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+SCRIPT = Path(__file__).with_name("compile_for_tpu.py")
 CASES = (
     "base",
     "group16",
@@ -24,32 +20,9 @@ CASES = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-@pytest.mark.parametrize(
-    ("kind", "topology"),
-    [("v5litepod-4", "v5e:2x2"), ("v5p-8", "v5p:2x2x1"), ("v6e-4", "v6e:2x2")],
-)
+@for_each_tpu
 def test_kernel_compiles(kind, topology):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_ACCELERATOR_TYPE": kind,
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "PYTHONPATH": str(CHECKOUT),
-    }
-    script = Path(__file__).with_name("compile_for_tpu.py")
-    finished = subprocess.run(
-        [sys.executable, str(script), topology, *CASES],
-        env=environment,
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    lines = finished.stdout.splitlines()
+    lines = compile_for_tpu(SCRIPT, kind, topology, *CASES)
     assert lines == [
         f"{name} {everything} kernel" for name in CASES for everything in (False, True)
     ]

@@ -1,9 +1,6 @@
 """`prefill_attention`: its XLA form against NumPy, and its kernels with no device."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -20,12 +17,12 @@ from pallas_kernels.prefill.api import check_arguments
 from tests.pallas_kernels.prefill.support import ORDER, draw, oracle
 from tests.pallas_kernels.support import (
     TOLERANCE,
+    interpret,
     lower_for_cuda,
     poison_free_memory,
     relative_error,
 )
 
-CHECKOUT = Path(__file__).resolve().parents[3]
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
 
@@ -105,17 +102,8 @@ def test_the_plan_visits_what_is_seen_and_nothing_else(name, rows, order):
 @pytest.mark.slow
 def test_gpu_kernel_in_the_interpreter():
     names = ("plain", "ragged", "small_pages", "no_pages", "odd_group")
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.prefill.interpreted", *names],
-        cwd=CHECKOUT,
-        env=os.environ | {"NPROC": "4", "JAX_NUM_CPU_DEVICES": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    assert result.stdout.split() == [word for name in names for word in (name, "ok")]
+    lines = interpret(Path(__file__).with_name("interpreted.py"), *names)
+    assert lines == [f"{name} ok" for name in names]
 
 
 @pytest.mark.slow

@@ -1,8 +1,5 @@
 """The Pallas kernels of training attention: interpreted, lowered and compiled with no device."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,11 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import retrofit_attention
 from pallas_kernels.training import cases, gpu, tpu
-from tests.pallas_kernels.support import lower_for_cuda, poison_free_memory
+from tests.pallas_kernels.support import interpret, lower_for_cuda, poison_free_memory
 from tests.pallas_kernels.training.support import check, draw
 from tests.pallas_kernels.training.test_reference import attend
 
-CHECKOUT = Path(__file__).resolve().parents[3]
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
 
@@ -60,18 +56,8 @@ def both(case, implementation):
 def test_gpu_kernels_in_the_interpreter():
     """Slots reused and races looked for; packed and ragged; an odd group; D = 256."""
     names = ("plain", "packed", "odd_group", "dim_256")
-    environment = os.environ | {"NPROC": "4", "JAX_NUM_CPU_DEVICES": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.training.interpreted", *names],
-        cwd=CHECKOUT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    assert result.stdout.split() == [word for name in names for word in (name, "ok")]
+    lines = interpret(Path(__file__).with_name("interpreted.py"), *names)
+    assert lines == [f"{name} ok" for name in names]
 
 
 @pytest.mark.slow
