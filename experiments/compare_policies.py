@@ -215,4 +215,7 @@ def main(config: Config) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except dms_jax.DmsJaxError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -114,4 +114,7 @@ def show(console: Console, rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except dms_jax.DmsJaxError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
