@@ -315,6 +315,10 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> Atten
     cache = _remember(policy, cache, q, chunk)
     lengths = placement.lengths
     if (due := policy.due(lengths, chunk, head_axis)) is not None:
+        # Rows are rewritten once they have been read: left to find that out for itself, the
+        # compiler for GPUs copies the whole pool for one of the two.
+        out, pool = jax.lax.optimization_barrier((out, cache.pool))
+        cache = dataclasses.replace(cache, pool=pool)
         cache, lengths = _shrink(
             policy, cache, q, chunk, lengths, active & due, scale=scale, head_axis=head_axis
         )

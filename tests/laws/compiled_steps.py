@@ -2,10 +2,12 @@
 
 Run by `test_compiled_steps.py` in a process of its own: compiling for TPU takes libtpu, which one
 process loads at a time, and times are clean only without a compilation cache. Nothing is executed
-and no array is made, so models and pools can have real sizes.
+and no array is made, so models and pools can have real sizes. For TPU no device is needed; with
+`gpu` as its argument it compiles for the GPU at hand.
 """
 
 import json
+import sys
 import time
 
 import jax
@@ -102,6 +104,12 @@ def on_tpu() -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def on_gpu() -> NamedSharding:
+    """The first GPU of this machine."""
+    mesh = Mesh(np.array(jax.devices("gpu")[:1]).reshape(1, 1), ("data", "model"))
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
     """What a compiled chunk does with the pool."""
     shapes = arguments(policy, num_layers=3, pool_factor=pool_factor, place=place)
@@ -138,12 +146,19 @@ def compile_seconds(num_layers: int) -> tuple[float, int]:
     return seconds, compiled.as_text().count(" = ")
 
 
-def main() -> None:
-    place = on_tpu()
-    memory = {
+def memory_of_all(place: NamedSharding) -> dict:
+    """`memory_of` of every policy, with a pool and one of four times the size."""
+    return {
         name: [memory_of(kind(**SMALL_OPTIONS.get(kind, {})), factor, place) for factor in (2, 8)]
         for name, kind in POLICIES.items()
     }
+
+
+def main() -> None:
+    if sys.argv[1:] == ["gpu"]:
+        print(json.dumps(dict(memory=memory_of_all(on_gpu()))))
+        return
+    memory = memory_of_all(on_tpu())
     compile_seconds(2)  # imports and tables of the compiler
     times = [[compile_seconds(layers) for layers in (4, 40)] for _ in range(3)]
     print(json.dumps(dict(memory=memory, times=times)))
