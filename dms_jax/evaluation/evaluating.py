@@ -39,6 +39,8 @@ def evaluate(
     chunk: int = 32,
     page_size: int = 64,
     prefill_chunk: int = 512,
+    kv_dtype: str | None = None,
+    horizon: int | Sequence[int] | None = None,
 ) -> Result:
     """Answers problems from a cache that holds only what the policy keeps, and scores the answers.
 
@@ -54,7 +56,9 @@ def evaluate(
       seed: of the draws; every chain of every problem has its own out of it.
       lanes: sequences in the cache at a time. More than a thousand keep a large GPU busy.
       memory: bytes for the cache; None for what the lanes can need, within the free memory.
-      chunk, page_size, prefill_chunk: as for `dms_jax.generate`.
+      chunk, page_size, prefill_chunk, kv_dtype: as for `dms_jax.generate`.
+      horizon: tokens of which a policy with a compression_ratio takes its share, one number or one
+        for each task; those of the prompt and of the longest answer if None.
 
     Raises:
       ConfigError: an argument or the policy does not fit, or a task has too few problems.
@@ -76,6 +80,7 @@ def evaluate(
         raise ConfigError(f"evaluate: {problems} problems are too few for {len(tasks)} tasks.")
     if model.tokenizer is None:
         raise DataError("evaluate needs a tokenizer, and this model came without one.")
+    horizons = _horizons(horizon, len(tasks))
     sampling = Sampling(temperature=0.7, max_new_tokens=512) if sampling is None else sampling
     sampling = check_call(sampling, None)
     sampling = dataclasses.replace(sampling, seed=_seeds(seed, problems, chains))
@@ -92,6 +97,8 @@ def evaluate(
         chunk=chunk,
         page_size=page_size,
         prefill_chunk=prefill_chunk,
+        kv_dtype=kv_dtype,
+        horizons=[horizons[i % len(tasks)] for i in range(problems) for _ in range(chains)],
     )
     seconds = time.perf_counter() - begin
     settings = {
@@ -116,6 +123,16 @@ def _problems(tasks: tuple[Task, ...], split: Split, start: int, count: int) -> 
     )
 
 
+def _horizons(horizon: int | Sequence[int] | None, tasks: int) -> list[int | None]:
+    """What was given, for each task."""
+    if horizon is None:
+        return [None] * tasks
+    given = [horizon] * tasks if isinstance(horizon, int) else list(horizon)
+    if len(given) != tasks:
+        raise ConfigError(f"evaluate: {len(given)} horizons were given for {tasks} tasks.")
+    return [check_count("evaluate: horizon", each) for each in given]
+
+
 def _seeds(seed: int, problems: int, chains: int) -> list[int]:
     """One seed for each chain of each problem: the first chains are the same however many run."""
     drawn = [
@@ -136,9 +153,13 @@ def _answer(
     chunk: int,
     page_size: int,
     prefill_chunk: int,
+    kv_dtype: str | None,
+    horizons: list[int | None],
 ) -> list[Completion]:
     """Decodes every prompt, wave by wave: full waves share their compiled shapes."""
     requests = make_requests(model.config, prompts, sampling)
+    for request, horizon in zip(requests, horizons, strict=True):
+        request.expected = horizon
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     engine = Engine(
         model,
@@ -151,6 +172,7 @@ def _answer(
         prefill_chunk=prefill_chunk,
         prefill_tokens=_prefill_tokens(model, policy),
         table_width=-(-(longest + chunk) // page_size),
+        kv_dtype=kv_dtype,
     )
     completions = []
     for first in range(0, len(requests), lanes):

@@ -273,6 +273,7 @@ def score(
     num_lanes: int = MAX_LANES,
     memory: float | int | None = None,
     kv_dtype: str | None = None,
+    horizon: int | None = None,
 ) -> list[Score]:
     """Feeds given sequences token by token through the paged cache, as decoding would.
 
@@ -288,6 +289,8 @@ def score(
       num_lanes: sequences at a time.
       memory: bytes for the cache; None for what they can need.
       kv_dtype: as for `generate`.
+      horizon: tokens of which a policy with a compression_ratio takes its share; the length of
+        each sequence if None.
 
     Raises:
       DataError: a sequence is too short, too long, or outside the vocabulary.
@@ -305,6 +308,9 @@ def score(
             f"Sequence {shortest} has one token; scoring predicts each token from those before it "
             "and needs two."
         )
+    horizons = [len(sequence) for sequence in tokens]
+    if horizon is not None:
+        horizons = [check_count("horizon", horizon)] * len(tokens)
     scores: list[Score] = []
     num_lanes = min(check_count("num_lanes", num_lanes), len(tokens))
     engine = Engine(
@@ -318,11 +324,12 @@ def score(
         kv_dtype=kv_dtype,
     )
     for start in range(0, len(tokens), num_lanes):
-        scores.extend(_score_batch(engine, tokens[start : start + num_lanes]))
+        some = slice(start, start + num_lanes)
+        scores.extend(_score_batch(engine, tokens[some], horizons[some]))
     return scores
 
 
-def _score_batch(engine: Engine, batch: list[list[int]]) -> list[Score]:
+def _score_batch(engine: Engine, batch: list[list[int]], horizons: list[int]) -> list[Score]:
     runner, chunk = engine.runner, engine.chunk
     num_lanes, longest = len(runner.seen), max(map(len, batch))
     tokens = np.zeros((-(-longest // chunk) * chunk + 1, num_lanes), np.int32)
@@ -334,7 +341,7 @@ def _score_batch(engine: Engine, batch: list[list[int]]) -> list[Score]:
     meters = [Meter(rows=rows) for _ in batch]
     logprobs: list[list[np.ndarray]] = [[] for _ in batch]
     # The last token of a sequence predicts nothing of it and is not fed.
-    runner.expect({lane: len(sequence) for lane, sequence in enumerate(batch)})
+    runner.expect(dict(enumerate(horizons)))
     for first in range(0, longest - 1, chunk):
         counts = np.clip(lengths - 1 - first, 0, chunk)
         if not runner.fits(counts):

@@ -56,6 +56,7 @@ class Request:
       seed: of its draws; `copy` tells equal prompts apart.
       before: tokens that precede the prompt and are not in the cache yet (a conversation's last).
       seen: tokens of a conversation's earlier turns, in the cache already.
+      expected: what `horizon` is where the caller knows better.
       generated: new tokens so far; the newest is not in the cache yet.
       live, reads: totals over the rows at each decode step, which feed generated[:-1].
       slots: of each row [L, K] when it was last put back in the queue: what it takes to go on.
@@ -71,6 +72,7 @@ class Request:
     meter: Meter
     before: list[int] = dataclasses.field(default_factory=list)
     seen: int = 0
+    expected: int | None = None
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     live: list[int] = dataclasses.field(default_factory=list)
@@ -91,6 +93,8 @@ class Request:
     @property
     def horizon(self) -> int:
         """Tokens that the sequence can come to: its past, its prompt and its longest answer."""
+        if self.expected is not None:
+            return self.expected
         return self.seen + len(self.before) + len(self.prompt) + self.max_new_tokens
 
 

@@ -2,15 +2,76 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 import dms_jax
-from comparison.systems import System
+from comparison.systems import Share, System
 from dms_jax.data.tasks import Task
-from dms_jax.evaluation import evaluate
+from dms_jax.evaluation import Result, difference, evaluate, mean_over_problems, standard_error
+from dms_jax.policies import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Sequences to decode.
+
+    Attributes:
+      sequences: token ids.
+      starts: the first token of each that counts; those before it are given.
+      kinds: what each one is.
+    """
+
+    sequences: list[list[int]]
+    starts: list[int]
+    kinds: list[str]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each."""
+        return np.asarray([len(sequence) for sequence in self.sequences])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are predicted."""
+        return int(self.lengths.sum() - sum(self.starts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Occasion:
+    """Problems of much the same length, which share a budget.
+
+    Attributes:
+      parts: tasks by the name under which their answers are counted.
+    """
+
+    parts: dict[str, tuple[Task, ...]]
+
+    @property
+    def tasks(self) -> list[Task]:
+        """All of them."""
+        return [task for tasks in self.parts.values() for task in tasks]
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """The problems that every system answers.
+
+    Attributes:
+      occasions: by name.
+      problems: of each task.
+      sampling: of the answers.
+      seed: of their draws.
+      prefill_chunk: no less than a prompt, for few compiled shapes.
+    """
+
+    occasions: dict[str, Occasion]
+    problems: int
+    sampling: dms_jax.Sampling
+    seed: int = 0
+    prefill_chunk: int = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +82,18 @@ class Measured:
     heads count as half as many tokens.
 
     Attributes:
-      label, ratio, policy, kv_dtype: what ran, and its nominal ratio.
+      label, ratio, policy, kv_dtype: what ran on the text, and its nominal ratio.
       nats, error: negative log-likelihood a token, and its standard error over sequences.
       increase, increase_error: against dense on the same tokens.
+      kinds: the increase of each kind of text.
       live, peak: live tokens of a sequence at its end, and at most.
       reads: cache entries that the steps of a sequence read.
       bytes, peak_bytes: of pages and policy state of a sequence, at its end and at most; on the
         device, with `host_bytes` of values in host memory besides.
-      accuracy, accuracy_error: of the task's answers, if there is one.
+      answers: to each kind of question: `accuracy` and its `error`, its `change` against dense on
+        the same problems and `change_error`, `peak`, `live`, `reads` and `peak_bytes` of a chain,
+        `ended` (the share that ended by themselves), `new_tokens`, `tasks` (accuracy of each) and
+        the `policy` that ran.
       seconds: of wall time, compilation included.
       failed: why it could not run, if it could not.
     """
@@ -41,14 +106,14 @@ class Measured:
     error: float = 0.0
     increase: float = 0.0
     increase_error: float = 0.0
+    kinds: dict[str, float] = dataclasses.field(default_factory=dict)
     live: float = 0.0
     peak: float = 0.0
     reads: float = 0.0
     bytes: float = 0.0
     peak_bytes: float = 0.0
     host_bytes: float = 0.0
-    accuracy: float | None = None
-    accuracy_error: float | None = None
+    answers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     failed: str | None = None
 
@@ -62,9 +127,10 @@ class Measured:
         """A line for the log."""
         if self.failed is not None:
             return f"{self.name}: {self.failed}"
+        solved = "".join(f", {name} {part['accuracy']:.1%}" for name, part in self.answers.items())
         return (
             f"{self.name}: {self.nats:.4f} nats ({self.increase:+.4f}), peak {self.peak:.0f}, "
-            f"reads {self.reads:,.0f}, {self.seconds:.0f} s"
+            f"reads {self.reads:,.0f}{solved}, {self.seconds:.0f} s"
         )
 
 
@@ -72,67 +138,72 @@ class Bench:
     """The text and the problems that every system gets.
 
     Args:
-      sequences: [B, T] tokens.
+      text: what is decoded.
       page_size: of the cache.
-      tasks: whose problems are answered; None for none.
-      problems: how many.
-      max_new_tokens: longest answer.
+      questions: whose answers are scored; None for none.
     """
 
-    def __init__(
-        self,
-        sequences: np.ndarray,
-        *,
-        page_size: int,
-        tasks: Sequence[Task] | None,
-        problems: int,
-        max_new_tokens: int,
-    ):
-        self.sequences, self.page_size = sequences, page_size
-        self.tasks, self.problems, self.max_new_tokens = tasks, problems, max_new_tokens
+    def __init__(self, text: Text, *, page_size: int, questions: Questions | None = None):
+        self.text, self.page_size, self.questions = text, page_size, questions
         self.rows: list[Measured] = []
-        self._dense = np.zeros(len(sequences))
+        # Of the first system, with which the others are compared.
+        self._losses = np.zeros(len(text.sequences))
+        self._scores: dict[str, np.ndarray] = {}
+        self._lengths: dict[str, np.ndarray] = {}
         self._kv_heads = 1
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that are predicted."""
-        return self.sequences.shape[0] * (self.sequences.shape[1] - 1)
 
     def run(self, system: System) -> Measured:
         """Measures a system; the first one is what the others are compared with."""
         start = time.perf_counter()
-        row = Measured(system.label, system.ratio, system.policy.to_dict(), system.kv_dtype)
+        if not self.rows:
+            self._kv_heads = system.model.config.num_kv_heads
+        fields: dict[str, Any] = {"policy": {}}
         try:
-            fields = self._score(system) | self._solve(system)
-        except dms_jax.ConfigError as error:
-            fields = {"failed": str(error)}
-        row = dataclasses.replace(row, **fields, seconds=time.perf_counter() - start)
+            fields |= self._decode(system)
+            if self.questions is not None:
+                fields["answers"] = self._answer(system, self.questions)
+        except (dms_jax.DmsJaxError, jax.errors.JaxRuntimeError) as error:
+            fields["failed"] = str(error)[:500]
+        row = Measured(label=system.label, ratio=system.ratio, kv_dtype=system.kv_dtype, **fields)
+        row = dataclasses.replace(row, seconds=time.perf_counter() - start)
         self.rows.append(row)
         return row
 
-    def _score(self, system: System) -> dict[str, Any]:
+    def _heads(self, system: System) -> float:
+        return system.model.config.num_kv_heads / self._kv_heads
+
+    def _decode(self, system: System) -> dict[str, Any]:
+        share = Share.of(self.text.lengths, system.ratio)
+        policy = system.policy(share)
         scores = dms_jax.score(
             system.model,
-            self.sequences.tolist(),
-            policy=system.policy,
+            self.text.sequences,
+            policy=policy,
             page_size=self.page_size,
             kv_dtype=system.kv_dtype,
+            horizon=share.limit,
         )
-        losses = np.array([-score.logprobs.mean() for score in scores])
-        kv_heads = system.model.config.num_kv_heads
+        losses = np.array(
+            [
+                -score.logprobs[start - 1 :].mean()
+                for score, start in zip(scores, self.text.starts, strict=True)
+            ]
+        )
         if not self.rows:
-            self._dense, self._kv_heads = losses, kv_heads
-        heads = kv_heads / self._kv_heads
+            self._losses = losses
+        increase = losses - self._losses
 
         def mean(name: str) -> float:
             return float(np.mean([getattr(score.usage, name) for score in scores]))
 
+        heads, kinds = self._heads(system), np.asarray(self.text.kinds)
         return dict(
+            policy=as_data(policy, share),
             nats=float(losses.mean()),
             error=standard_error(losses),
-            increase=float((losses - self._dense).mean()),
-            increase_error=standard_error(losses - self._dense),
+            increase=float(increase.mean()),
+            increase_error=standard_error(increase),
+            kinds={kind: float(increase[kinds == kind].mean()) for kind in dict.fromkeys(kinds)},
             live=heads * mean("live_tokens"),
             peak=heads * mean("peak_tokens"),
             reads=heads * mean("kv_reads"),
@@ -141,20 +212,73 @@ class Bench:
             host_bytes=mean("host_bytes"),
         )
 
-    def _solve(self, system: System) -> dict[str, Any]:
-        if self.tasks is None:
-            return {}
-        result = evaluate(
-            system.model,
-            self.tasks,
-            policy=system.policy,
-            problems=self.problems,
-            sampling=dms_jax.Sampling(temperature=0, max_new_tokens=self.max_new_tokens),
-            page_size=self.page_size,
-        )
-        return dict(accuracy=result.accuracy.value, accuracy_error=result.accuracy.error)
+    def _answer(self, system: System, questions: Questions) -> dict[str, dict[str, Any]]:
+        """Problems whose policy is the same are answered together: one program for all."""
+        calls: dict[Policy, list[tuple[str, Share]]] = {}
+        for name in questions.occasions:
+            share = Share(1, 1)  # of dense, which is the first to run and tells the lengths
+            if name in self._lengths:
+                share = Share.of(self._lengths[name], system.ratio)
+            calls.setdefault(system.policy(share), []).append((name, share))
+        answers: dict[str, dict[str, Any]] = {}
+        for policy, group in calls.items():
+            tasks = [questions.occasions[name].tasks for name, _ in group]
+            given = [share.limit for (_, share), own in zip(group, tasks, strict=True) for _ in own]
+            result = evaluate(
+                system.model,
+                [task for own in tasks for task in own],
+                policy=policy,
+                problems=questions.problems * len(given),
+                sampling=questions.sampling,
+                seed=questions.seed,
+                page_size=self.page_size,
+                prefill_chunk=questions.prefill_chunk,
+                kv_dtype=system.kv_dtype,
+                horizon=given,
+            )
+            for name, share in group:
+                answers |= self._counted(system, questions, result, name, policy, share)
+        return answers
+
+    def _counted(
+        self,
+        system: System,
+        questions: Questions,
+        result: Result,
+        occasion: str,
+        policy: Policy,
+        share: Share,
+    ) -> dict[str, dict[str, Any]]:
+        """The answers of an occasion, part by part."""
+        heads, parts, lengths = self._heads(system), {}, []
+        for name, tasks in questions.occasions[occasion].parts.items():
+            own = np.isin(result.task_of, [result.tasks.index(task.name) for task in tasks])
+            scores = result.scores[own]
+            if not self.rows:
+                self._scores[name] = scores
+            lengths.append(result.peak[own].mean(1))
+            accuracy = mean_over_problems(scores)
+            change = difference(scores.T, self._scores[name].T)
+            parts[name] = dict(
+                accuracy=accuracy.value,
+                error=accuracy.error,
+                change=change.value,
+                change_error=change.error,
+                live=heads * float(result.live[own].mean()),
+                peak=heads * float(result.peak[own].mean()),
+                reads=heads * float(result.reads[own].mean()),
+                peak_bytes=float(result.cache_bytes[own].mean()),
+                ended=float(result.ended[own].mean()),
+                new_tokens=float(result.new_tokens[own].mean()),
+                problems=len(scores),
+                tasks={task.name: result.of_task(task.name).accuracy.value for task in tasks},
+                policy=as_data(policy, share),
+            )
+        if not self.rows:
+            self._lengths[occasion] = np.concatenate(lengths)
+        return parts
 
 
-def standard_error(values: np.ndarray) -> float:
-    """Standard error of the mean."""
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+def as_data(policy: Policy, share: Share) -> dict[str, Any]:
+    """A policy with its budget in tokens."""
+    return policy.for_horizon(share.limit).to_dict()

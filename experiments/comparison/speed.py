@@ -2,10 +2,12 @@
 
 Weights, keys and values are random; a policy's state is filled with what it could be at that
 length. Learned eviction is played by draws (`RandomEviction`), with uneven heads: the same kernels,
-the same ring, a ratio that is known.
+the same ring, a ratio that is known. What cuts its rows every so often does so after the steps that
+are timed; the cut is timed by itself.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +28,7 @@ from dms_jax.policies.quest import PageBounds
 from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.victims import VictimEviction
 
-CHUNK, REPEATS, WINDOW, PAGE_SIZE = 32, 3, 256, 64
+CHUNK, WARMUP, REPEATS, WINDOW, PAGE_SIZE = 32, 2, 3, 256, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Racer:
       live: mean slots of a row.
       uneven: whether heads hold between nothing and twice that beyond the window.
       kv_dtype: of the cache.
+      cuts: whether rows are cut in the chunk after the timed ones.
     """
 
     label: str
@@ -46,6 +49,7 @@ class Racer:
     live: int
     uneven: bool = False
     kv_dtype: str | None = None
+    cuts: bool = False
 
 
 def racers(context: int, ratio: int) -> Iterator[Racer]:
@@ -69,22 +73,39 @@ def racers(context: int, ratio: int) -> Iterator[Racer]:
     yield Racer("H2O", dms_jax.H2O(budget=budget), budget + 1)
     yield Racer("Quest", dms_jax.Quest(budget=budget), context)
     yield Racer("KCache", dms_jax.KCache(top=128), context)
+    yield Racer("FixedPooling", dms_jax.policies.FixedPooling(every=ratio), budget)
     interval = min(512, budget // 4)
-    for name in ("SnapKV", "Knorm", "KeyDiff", "ExpectedAttention"):
-        fields = dict(budget=budget - interval // 2, interval=interval)
-        if name == "SnapKV":
-            fields["window"] = min(64, budget // 2)
-        yield Racer(name, POLICIES[name](**fields), budget)
+    before = (REPEATS + WARMUP) * CHUNK + min(CHUNK, interval) // 2  # steps until the cut
+    fields = dict(budget=max(budget + before - interval, 2), interval=interval)
+    window = dict(window=min(64, budget // 2))
+    scorers = {"SnapKV": window, "ExpectedAttention": {}, "KeyDiff": {}, "Knorm": {}}
+    for name, more in (scorers | {"RandomSelection": {}}).items():
+        yield Racer(name, POLICIES[name](**fields, **more), budget, cuts=True)
+    for name in ("AdaKV", "PyramidKV"):
+        policy = POLICIES[name](scorer=dms_jax.SnapKV(**fields, **window))
+        yield Racer(name, policy, budget, cuts=True)
 
 
 def row_lengths(racer: Racer, shape: tuple[int, int, int], context: int) -> np.ndarray:
     """[L, B, K] slots in use."""
+    if isinstance(racer.policy, dms_jax.PyramidKV):
+        return np.broadcast_to(pyramid(racer, shape[0])[:, None, None], shape)
     if not racer.uneven:
         return np.full(shape, racer.live)
     heads = np.random.default_rng(0).uniform(0, 2, (shape[0], 1, shape[2]))
     heads *= (racer.live - WINDOW - 1) / heads.mean()
     lengths = np.minimum(WINDOW + 1 + np.round(heads), context)
     return np.broadcast_to(lengths, shape).astype(np.int64)
+
+
+def pyramid(racer: Racer, num_layers: int) -> np.ndarray:
+    """[L] slots of each layer, all as far from their cut as the mean is."""
+    policy: Any = racer.policy
+    beside = policy.scorer.budget - policy.protected
+    low = beside // policy.beta
+    high = 2 * beside - low
+    fall = -(-np.arange(num_layers) * (high - low) // max(num_layers - 1, 1))
+    return racer.live - policy.scorer.budget + policy.protected + high - fall
 
 
 def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> tuple[Any, Any]:
@@ -112,9 +133,9 @@ def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> t
 
 def filled_runner(
     model: dms_jax.LanguageModel, racer: Racer, lengths: np.ndarray, context: int
-) -> Runner:
-    """A cache at its length, with random contents."""
-    steps, batch = (REPEATS + 3) * CHUNK, lengths.shape[1]
+) -> tuple[Runner, dict[str, int]]:
+    """A cache at its length, with random contents, and what it takes so far."""
+    steps, batch = (WARMUP + REPEATS + 1) * CHUNK, lengths.shape[1]
     num_pages = int(np.ceil((lengths + steps) / PAGE_SIZE).sum())
     if racer.uneven:  # layers that share the pages out beforehand need some to spare
         num_pages = int(1.5 * num_pages)
@@ -127,6 +148,8 @@ def filled_runner(
         kv_dtype=racer.kv_dtype,
     )
     runner.lengths = lengths.copy()
+    runner.reserve(np.zeros(batch, np.int64))
+    held = dict(cache_bytes=sum(runner.cache_bytes()), host_bytes=sum(runner.host_bytes()))
     runner.reserve(np.full(batch, steps))
     cache = runner.cache
     rows, pages = state_at(racer.policy, cache, lengths, context)
@@ -151,7 +174,7 @@ def filled_runner(
         row_state=rows,
         page_state=pages,
     )
-    return runner
+    return runner, held
 
 
 def time_steps(
@@ -160,8 +183,7 @@ def time_steps(
     """Times decode steps through the library's own loop."""
     config = model.config
     lengths = row_lengths(racer, (config.num_layers, batch, config.num_kv_heads), context)
-    runner = filled_runner(model, racer, lengths, context)
-    held = int(np.ceil(lengths / PAGE_SIZE).sum())
+    runner, held = filled_runner(model, racer, lengths, context)
     tokens = np.zeros(batch, np.int32)
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), batch)))
     reads = []
@@ -179,23 +201,28 @@ def time_steps(
         reads.append(steps.reads.sum(1).mean())
         return steps.tokens
 
-    seconds = median_seconds(run, REPEATS, warmup=2) / CHUNK
-    cache_bytes = sum(
-        leaf.nbytes for leaf in jax.tree.leaves((runner.cache.row_state, runner.cache.page_state))
-    )
-    entry = entry_bytes(config, model.dtype, racer.kv_dtype)
-    cache_bytes += held * PAGE_SIZE * entry
-    read_bytes = float(np.mean(reads)) * entry
-    for leaf in jax.tree.leaves(runner.cache):
-        leaf.delete()
-    return roofline(model, read_bytes, rate, seconds) | dict(
-        tokens_per_second=batch / seconds,
-        live=float(lengths.mean()),
-        reads_a_step=float(np.mean(reads)) / lengths[:, 0].size / batch,
-        cache_bytes=cache_bytes,
-        policy=racer.policy.to_dict(),
-        kv_dtype=racer.kv_dtype,
-    )
+    try:
+        seconds = median_seconds(run, REPEATS, warmup=WARMUP) / CHUNK
+        entry = entry_bytes(config, model.dtype, racer.kv_dtype)
+        figures = roofline(model, float(np.mean(reads)) * entry, rate, seconds) | dict(
+            tokens_per_second=batch / seconds,
+            live=float(lengths.mean()),
+            reads_a_step=float(np.mean(reads)) / lengths[:, 0].size / batch,
+            **held,
+            policy=racer.policy.to_dict(),
+            kv_dtype=racer.kv_dtype,
+        )
+        if racer.cuts:
+            start, rows = time.perf_counter(), runner.lengths.sum()
+            run()
+            figures["cut_ms"] = 1e3 * (time.perf_counter() - start - CHUNK * seconds)
+            figures["cut_slots"] = float(rows - runner.lengths.sum()) / lengths.size + CHUNK
+    finally:
+        for leaf in jax.tree.leaves(runner.cache):
+            leaf.delete()
+        if runner.host is not None:
+            runner.host.delete()
+    return figures
 
 
 def compare_speed(
@@ -220,6 +247,8 @@ def compare_speed(
                     f"{figures['step_ms']:.2f} ms a step, {figures['cache_bytes'] / 1e9:.2f} GB, "
                     f"reads {figures['reads_a_step']:,.0f}"
                 )
+                if "cut_ms" in figures:
+                    told += f", a cut {figures['cut_ms']:.0f} ms"
             except (jax.errors.JaxRuntimeError, dms_jax.DmsJaxError) as error:
                 figures = {"failed": str(error)[:400]}
                 told = figures["failed"]

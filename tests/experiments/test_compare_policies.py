@@ -22,9 +22,9 @@ def scripts():
     sys.path.insert(0, str(EXPERIMENTS))
     try:
         import compare_policies
-        from comparison import speed, systems
+        from comparison import lessons, systems, texts
 
-        yield compare_policies, systems, speed
+        yield compare_policies, systems, lessons, texts
     finally:
         sys.path.remove(str(EXPERIMENTS))
 
@@ -35,7 +35,7 @@ def stories():
 
 
 def test_rows_are_measured_written_and_shown(scripts, tmp_path, capsys):
-    compare, _, _ = scripts
+    compare, *_ = scripts
     config = compare.Config(
         ratios=(4.0,),
         sequences=2,
@@ -56,7 +56,7 @@ def test_rows_are_measured_written_and_shown(scripts, tmp_path, capsys):
     assert rows["KCache"].bytes + rows["KCache"].host_bytes == dense.bytes
     assert rows["KCache"].host_bytes == dense.bytes * 3 // 10
     data = json.loads((tmp_path / "quality.json").read_text())
-    assert [row["label"] for row in data["rows"]] == list(rows)
+    assert {row["label"] for row in data["rows"]} == set(rows)
     assert data["tokens"] == 2 * 39
     assert data["config"]["length"] == "40"
     assert (tmp_path / "quality.png").stat().st_size > 10_000
@@ -69,33 +69,115 @@ def test_rows_are_measured_written_and_shown(scripts, tmp_path, capsys):
         compare.main(dataclasses.replace(again, sequences=1))
 
 
-def test_every_system_takes_part_with_the_same_budget(scripts, stories):
-    _, systems, _ = scripts
-    free = {one.label: one.policy for one in systems.training_free(stories, 4.0, 512)}
-    learned = {name for name, kind in POLICIES.items() if kind.learned}
+def test_runs_that_shared_the_work_are_joined(scripts, tmp_path):
+    compare, *_ = scripts
+    config = compare.Config(ratios=(4.0,), sequences=2, length=40, learn=(), out=tmp_path / "whole")
+    parts = {name: tmp_path / name for name in ("StreamingLLM", "Knorm")}
+    for name, out in parts.items():
+        compare.main(dataclasses.replace(config, only=(name,), out=out))
+    rows = compare.main(dataclasses.replace(config, join=tuple(parts.values())))
+    assert [row.label for row in rows] == ["dense", "StreamingLLM", "Knorm"]
+    report = json.loads((tmp_path / "whole" / "quality.json").read_text())
+    assert len(report["runs"]) == 2
+    assert "| Knorm at 4 |" in (tmp_path / "whole" / "tables.md").read_text()
+    other = dataclasses.replace(config, only=("Knorm",), sequences=1, out=tmp_path / "other")
+    compare.main(other)
+    with pytest.raises(SystemExit, match="tokens"):
+        compare.main(dataclasses.replace(config, join=(parts["Knorm"], tmp_path / "other")))
+
+
+def test_every_system_takes_part_with_the_same_share(scripts, stories):
+    _, systems, *_ = scripts
+    lengths = np.array([100, 500, 600, 848])  # a mean of 512
+    share = systems.Share.of(lengths, 4.0)
+    assert share.tokens == 512
+    assert np.minimum(lengths, share.limit).mean() == pytest.approx(128, abs=0.5)
+    free = {
+        one.label: one.policy(share).for_horizon(share.limit)
+        for one in systems.training_free(stories, 4.0)
+    }
+    # A subclass may say by a property whether it is learned, so instances are asked.
+    learned = {name for name in ("DMS", "DMC") if POLICIES[name]().learned}
     assert set(free) | learned | {"Vanilla"} == set(POLICIES)
     for name, policy in free.items():
-        budget = getattr(policy, "budget", getattr(getattr(policy, "scorer", None), "budget", 128))
-        assert budget == 128, name
-    dms = systems.System("DMS", 4.0, stories, dms_jax.DMS(window=8))
-    more = {one.label: one for one in systems.combined(dms, 512)}
-    assert more["DMS + Quest"].policy.over == more["DMS + KCache"].policy.over == dms.policy
+        own = getattr(policy, "scorer", policy)
+        budget = getattr(own, "budget", getattr(own, "top", share.limit))
+        assert budget == share.limit, name
+    dms = systems.learned("DMS", 4.0, dataclasses.replace(stories, policy=dms_jax.DMS(window=8)))
+    more = {one.label: one for one in systems.combined(dms)}
+    assert more["DMS + Quest"].policy(share).over == dms_jax.DMS(window=8)
+    assert more["DMS + KCache"].policy(share).top == share.limit // 2
     assert more["DMS + float8"].kv_dtype == "float8_e4m3"
+
+
+def test_solutions_count_and_prompts_do_not(scripts):
+    *_, texts = scripts
+    model = dms_jax.load(assets.path("reasoner-11m"))
+    tasks = [task for each in texts.occasions(("retrieval",)).values() for task in each.tasks]
+    text = texts.solved(model, tasks, 4)
+    assert text.kinds == ["needle", "tracking"] * 2
+    assert text.sequences[0] != text.sequences[2]
+    problem = tasks[0].problem("validation", 0)
+    first, start = text.sequences[0], text.starts[0]
+    assert model.tokenizer.decode(first[start:-1]) == problem.solution
+    assert first[-1] == model.tokenizer.eos_token_id
+    assert text.tokens == sum(len(s) - n for s, n in zip(text.sequences, text.starts, strict=True))
+    with pytest.raises(dms_jax.ConfigError, match="reasoning and retrieval"):
+        texts.occasions(("chess",))
+
+
+@pytest.mark.slow
+def test_answers_are_scored_with_each_budget_of_its_own(scripts, tmp_path, monkeypatch):
+    """Two tasks of other lengths: budgets follow, also where they come with the sequences."""
+    compare, *_ = scripts
+    from comparison.measure import Occasion
+
+    from dms_jax.data.tasks import LinearEquation, Needle
+
+    short = {
+        "reasoning": Occasion({"linear": (LinearEquation(9, 60, 20),)}),
+        "retrieval": Occasion({"needle": (Needle(size=40),)}),
+    }
+    monkeypatch.setattr(compare, "occasions", lambda names: {name: short[name] for name in names})
+    config = compare.Config(
+        model="reasoner-11m",
+        ratios=(2.0,),
+        sequences=2,
+        learn=(),
+        only=("TOVA", "StreamingLLM"),
+        tasks=("reasoning", "retrieval"),
+        problems=2,
+        temperature=0.0,
+        max_new_tokens=40,
+        out=tmp_path,
+    )
+    rows = {row.label: row for row in compare.main(config)}
+    dense = rows["dense"].answers
+    assert dense["needle"]["accuracy"] == 1
+    assert dense["needle"]["peak"] > 1.5 * dense["linear"]["peak"]
+    for label, beside in (("TOVA", 1), ("StreamingLLM", 0)):
+        for name, part in rows[label].answers.items():
+            assert rows[label].failed is None
+            half = dense[name]["peak"] / 2
+            assert part["policy"]["budget"] == pytest.approx(half, abs=2)
+            assert part["peak"] == pytest.approx(part["policy"]["budget"] + beside, abs=1)
+            assert part["change"] == pytest.approx(part["accuracy"] - dense[name]["accuracy"])
+    assert "needle, %" in (tmp_path / "tables.md").read_text()
 
 
 @pytest.mark.slow
 def test_learned_systems_come_out_of_the_same_tokens(scripts, stories):
-    _, systems, _ = scripts
-    lessons = systems.Lessons(
+    *_, lessons, _ = scripts
+    given = lessons.Lessons(
         Documents(assets.stories("train")[:40]), steps=8, batch_size=2, sequence_length=32
     )
     told = []
     policy = dms_jax.DMS(window=4, source="adapter")
-    ones = list(systems.sparsified(stories, policy, (2.0, 4.0), lessons, told.append))
-    assert [(one.ratio, one.policy) for one in ones] == [(2.0, policy), (4.0, policy)]
-    (half,) = systems.grouped(stories, 2.0, lessons, told.append)
+    ones = list(lessons.sparsified(stories, policy, (4.0, 2.0), given, told.append))
+    assert [(one.ratio, one.policy(None)) for one in ones] == [(4.0, policy), (2.0, policy)]
+    (half,) = lessons.grouped(stories, 2.0, given, told.append)
     assert half.model.config.num_kv_heads == stories.config.num_kv_heads // 2
-    assert list(systems.grouped(stories, 3.0, lessons, told.append)) == []
+    assert list(lessons.grouped(stories, 3.0, given, told.append)) == []
     assert len(told) == 2
     assert all(f"{8 * 2 * 32:,}" in line for line in told)
     # Uptraining moved the weights.
@@ -104,9 +186,9 @@ def test_learned_systems_come_out_of_the_same_tokens(scripts, stories):
     assert np.abs(np.asarray(kernels[0]) - np.asarray(kernels[1])).max() > 1e-5
 
 
-@pytest.mark.parametrize("label", ["DMS (drawn) + Quest", "H2O", "KCache"])
+@pytest.mark.parametrize("label", ["DMS (drawn) + Quest", "H2O", "KCache", "SnapKV"])
 def test_speed_is_taken_at_a_length_that_is_set(scripts, tmp_path, label):
-    compare, _, _ = scripts
+    compare, *_ = scripts
     config = compare.Config(
         speed=True, shape="tiny", context=640, batch=1, ratios=(2.0,), only=(label,), out=tmp_path
     )
@@ -115,5 +197,8 @@ def test_speed_is_taken_at_a_length_that_is_set(scripts, tmp_path, label):
     assert row["label"] == label
     assert row["live"] == pytest.approx({"H2O": 321, "KCache": 640}.get(label, 320), rel=0.05)
     assert row["step_ms"] > 0
+    # The cut comes after the steps that were timed, and takes what an interval had added.
+    assert row.get("cut_slots", 80) == pytest.approx(80, abs=1)
+    assert ("cut_ms" in row) == (label == "SnapKV")
     data = json.loads((tmp_path / "speed.json").read_text())
     assert data["rows"][0]["cache_bytes"] == row["cache_bytes"]

@@ -1,0 +1,58 @@
+"""What is decoded and what is asked: stories or a file, and the problems of the first curve."""
+
+import pathlib
+
+import numpy as np
+from curve.plan import Config as Curve
+
+import dms_jax
+from comparison.measure import Occasion, Text
+from dms_jax import assets
+from dms_jax.data.tasks import Task
+
+# Questions that share a budget are of much the same length.
+OCCASIONS = {"reasoning": ("reasoning",), "retrieval": ("needle", "tracking")}
+
+
+def packed(
+    model: dms_jax.LanguageModel, path: pathlib.Path | None, *, sequences: int, length: int
+) -> Text:
+    """A file, or held-out stories, end to end and cut into sequences.
+
+    Raises:
+      DataError: there is too little of it.
+    """
+    documents = assets.stories("valid") if path is None else [path.read_text(encoding="utf-8")]
+    tokens = [token for text in documents for token in model.tokenizer.encode(text)]
+    wanted = sequences * length
+    if len(tokens) < wanted:
+        raise dms_jax.DataError(f"the text has {len(tokens):,} tokens; {wanted:,} were asked for")
+    rows = np.asarray(tokens[:wanted]).reshape(sequences, length).tolist()
+    return Text(rows, [1] * sequences, ["text"] * sequences)
+
+
+def solved(model: dms_jax.LanguageModel, tasks: list[Task], count: int) -> Text:
+    """Problems of the validation split with their solutions, of which the solutions count."""
+    text = Text([], [], [])
+    for index in range(count):
+        task = tasks[index % len(tasks)]
+        problem = task.problem("validation", index // len(tasks))
+        prompt = model.tokenizer.encode(problem.prompt)
+        solution = model.tokenizer.encode(problem.solution, add_special_tokens=False)
+        text.sequences.append([*prompt, *solution, model.tokenizer.eos_token_id])
+        text.starts.append(len(prompt))
+        text.kinds.append(task.name)
+    return text
+
+
+def occasions(names: tuple[str, ...]) -> dict[str, Occasion]:
+    """Occasions by name, with the tasks of the first curve.
+
+    Raises:
+      ConfigError: there is none of that name.
+    """
+    if unknown := set(names) - OCCASIONS.keys():
+        known = " and ".join(OCCASIONS)
+        raise dms_jax.ConfigError(f"--tasks {', '.join(sorted(unknown))}: there are {known}.")
+    tasks = Curve().tasks()
+    return {name: Occasion({part: tasks[part] for part in OCCASIONS[name]}) for name in names}
