@@ -87,6 +87,12 @@ class Config:
     """Of DMC."""
     dmc_neuron: Literal["first", "last"] = "first"
     """Which neuron of a head DMC borrows."""
+    dmc_offset: float = 2.0
+    """What the neuron must exceed; 5 in the paper. That and the next: `recipes.dmc_quickstart`."""
+    dmc_temperature: float = 0.3
+    """Of DMC's relaxation; 0.1 in the paper."""
+    dmc_weight: float = 2.0
+    """Of the loss that makes DMC merge, beside distillation; where merging costs much, more."""
     gqa_learning_rate: float = 1e-3
     """Of uptraining, falling to nothing."""
     weight_decay: float = 0.0
@@ -174,6 +180,9 @@ def read_lessons(config: Config, model: dms_jax.LanguageModel) -> Lessons:
         adapter_learning_rate=config.adapter_learning_rate,
         dmc_learning_rate=config.dmc_learning_rate,
         dmc_neuron=config.dmc_neuron,
+        dmc_offset=config.dmc_offset,
+        dmc_temperature=config.dmc_temperature,
+        dmc_weight=config.dmc_weight,
         gqa_learning_rate=config.gqa_learning_rate,
         weight_decay=config.weight_decay,
         seed=config.seed,

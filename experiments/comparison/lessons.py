@@ -25,7 +25,8 @@ class Lessons:
       batch_size, sequence_length: of a step.
       learning_rate, adapter_learning_rate: of DMS.
       dmc_learning_rate: of DMC, while it merges; it fades its neuron out at 5/7 of that.
-      dmc_neuron: that DMC borrows, "first" or "last".
+      dmc_neuron, dmc_offset, dmc_temperature: of DMC.
+      dmc_weight: of the loss that makes it merge, beside that of distillation.
       gqa_learning_rate: of uptraining, at its start.
       weight_decay: of all.
       seed: of order and noise.
@@ -40,6 +41,9 @@ class Lessons:
     adapter_learning_rate: float = 3e-4
     dmc_learning_rate: float = 7e-4
     dmc_neuron: Literal["first", "last"] = "first"
+    dmc_offset: float = 2.0
+    dmc_temperature: float = 0.3
+    dmc_weight: float = 2.0
     gqa_learning_rate: float = 1e-3
     weight_decay: float = 0.0
     seed: int = 0
@@ -113,9 +117,12 @@ def merged(
     """DMC at a ratio: a third of the steps for the decay, a quarter upwards, the rest to settle.
 
     Its weights with nothing merged tell what the training and the lost neuron cost by themselves.
-    The constants are those of `dms_jax.recipes.dmc_quickstart`.
     """
-    policy = dms_jax.DMC(neuron=lessons.dmc_neuron, offset=2.0, temperature=0.3)
+    policy = dms_jax.DMC(
+        neuron=lessons.dmc_neuron,
+        offset=lessons.dmc_offset,
+        temperature=lessons.dmc_temperature,
+    )
     decay, ramp = lessons.steps // 3, lessons.steps // 4
     rate = lessons.dmc_learning_rate
     stages = (
@@ -128,7 +135,7 @@ def merged(
         trained = dms_jax.retrofit(
             model,
             policy,
-            recipe=lessons.recipe(model, stages, compression_weight=2.0),
+            recipe=lessons.recipe(model, stages, compression_weight=lessons.dmc_weight),
             data=data,
             seed=lessons.seed,
             progress=False,

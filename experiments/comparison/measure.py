@@ -71,7 +71,7 @@ class Questions:
     problems: int
     sampling: dms_jax.Sampling
     seed: int = 0
-    prefill_chunk: int = 1024
+    prefill_chunk: int = 1152
 
 
 @dataclasses.dataclass(frozen=True)
