@@ -36,7 +36,7 @@ def main(config: Config) -> int:
     """Does what is left of the plan and writes the page; returns how many jobs failed."""
     start = time.time()
     config.out.mkdir(parents=True, exist_ok=True)
-    if config.only == "all":
+    if config.only != "report":
         for leftover in ("locks", "failed"):  # of a run that was cut off
             shutil.rmtree(config.out / leftover, ignore_errors=True)
         write_config(config)
@@ -45,6 +45,11 @@ def main(config: Config) -> int:
         places = dict(out=config.out, pages=config.pages, pack=config.pack)
         config = dataclasses.replace(read_config(config.out), **places)
     paths = Paths(config)
+    failures = sorted((config.out / "failed").glob("*.txt"))
+    for failure in failures:
+        print(f"failed: {failure}\n{failure.read_text().strip().splitlines()[-1]}")
+    if config.only == "data":
+        return len(failures)
     if not any(paths.root.glob("results/vanilla/*")):
         print("There is nothing to report yet.")
         return 1
@@ -52,9 +57,6 @@ def main(config: Config) -> int:
     write_pages(config, pages)
     if config.pack is not None:
         pack(config, config.pack)
-    failures = sorted((config.out / "failed").glob("*.txt"))
-    for failure in failures:
-        print(f"failed: {failure}\n{failure.read_text().strip().splitlines()[-1]}")
     left = sum(not paths.done(job) for job in jobs(config))
     print(f"{left} jobs are left; the page is {pages / 'README.md'}; {time.time() - start:.0f} s")
     return len(failures)
@@ -73,12 +75,12 @@ def _run_workers(config: Config, deadline: float) -> None:
     }
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.out.resolve() / "compiled"))
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
-    workers, logs = [], []
+    workers, logs, gpus = [], [], count_gpus()
     try:
         for index in range(config.processes):
             log = (config.out / f"worker-{index}.log").open("a")
             logs.append(log)
-            own = {"CUDA_VISIBLE_DEVICES": str(index)} if config.processes > 1 else {}
+            own = gpu_of(index, config.processes, gpus)
             workers.append(
                 subprocess.Popen(
                     [sys.executable, "-c", program],
@@ -94,6 +96,24 @@ def _run_workers(config: Config, deadline: float) -> None:
                 worker.terminate()
         for log in logs:
             log.close()
+
+
+def count_gpus() -> int:
+    """GPUs of NVIDIA in this machine; this process is to hold none of them."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return len(listed.stdout.splitlines())
+
+
+def gpu_of(index: int, processes: int, gpus: int) -> dict[str, str]:
+    """Environment that gives a worker its GPU, and its share of it where workers share one."""
+    if gpus == 0 or processes == 1:
+        return {}
+    sharing = -(-processes // gpus)
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / sharing:.2f}"} if sharing > 1 else {}
+    return {"CUDA_VISIBLE_DEVICES": str(index % gpus), **memory}
 
 
 def _follow(config: Config, workers: list[subprocess.Popen], end: float) -> None:

@@ -129,10 +129,10 @@ class Results:
         seeds = min((len(point.seeds) for point in points), default=0)
         return [Level(getattr(point, axis), point.scores[:seeds]) for point in points]
 
-    def against_control(self, system: str, setting: float, task: str) -> Measured | None:
-        """What a system loses to the control, in accuracy."""
-        point, control = self.get(system, setting, task), self.get(self.control, 1.0, task)
-        return difference(point.scores, control.scores) if point and control else None
+    def against_dense(self, system: str, setting: float, task: str, dense: str) -> Measured | None:
+        """What a system gains over one that evicts nothing, in accuracy."""
+        point, whole = self.get(system, setting, task), self.get(dense, 1.0, task)
+        return difference(point.scores, whole.scores) if point and whole else None
 
     def against(
         self, system: str, setting: float, rival: str, task: str, axis: Axis

@@ -71,6 +71,8 @@ class Worker:
     def _wanted(self) -> list[Job]:
         """What is not done yet; data only where something is to be trained on it."""
         wanted = [job for job in jobs(self.config) if not self.paths.done(job)]
+        if self.config.only == "data":
+            return [job for job in wanted if job.kind == "data"]
         if not any(job.kind in ("further", "retrofit") for job in wanted):
             wanted = [job for job in wanted if job.kind != "data"]
         return wanted
@@ -128,7 +130,7 @@ class Worker:
 
     def _vanilla(self, job: Job) -> None:
         for task in self.config.asked:
-            self._measure(self.base, dms_jax.Vanilla(), job.system, "1", job.index, task)
+            self.measure(self.base, dms_jax.Vanilla(), job.system, "1", job.index, task)
 
     def _training_free(self, job: Job) -> None:
         """One rung of the ladder: budgets that leave so many times fewer tokens than vanilla."""
@@ -137,25 +139,25 @@ class Worker:
             lengths = self._vanilla_lengths(task)
             policy = policy_at(job.system, lengths, lengths.mean() / ratio)
             for seed in range(self.config.seeds):
-                self._measure(self.base, policy, job.system, f"{ratio:g}", seed, task)
+                self.measure(self.base, policy, job.system, f"{ratio:g}", seed, task)
 
     def _further(self, job: Job) -> None:
         config = self.config
-        recipe = self._recipe(
+        recipe = self.recipe(
             FURTHER,
             (Stage("train", config.total_steps(), config.learning_rate),),
             trainable="all",
             loss="language_modeling",
         )
-        model = self._train(job, recipe, None)
+        model = self.train(job, recipe, None)
         for task in self.config.asked:
-            self._measure(model, dms_jax.Vanilla(), job.system, "1", job.index, task)
+            self.measure(model, dms_jax.Vanilla(), job.system, "1", job.index, task)
 
     def _retrofit(self, job: Job) -> None:
         config, variant = self.config, VARIANTS[job.system]
         highest = max(config.ratios)
         steps = round((highest - 1) * config.steps_per_ratio)
-        recipe = self._recipe(
+        recipe = self.recipe(
             variant.name,
             (
                 Stage("neuron_decay", config.decay_steps, config.decay_learning_rate),
@@ -175,11 +177,12 @@ class Worker:
             if job.index == 0:
                 dms_jax.save(model, variant.policy, self.paths.model(job.system, 0, ratio))
             for task in self.config.asked:
-                self._measure(model, variant.policy, job.system, f"{ratio:g}", job.index, task)
+                self.measure(model, variant.policy, job.system, f"{ratio:g}", job.index, task)
 
-        self._train(job, recipe, variant.policy, on_snapshot=on_snapshot)
+        self.train(job, recipe, variant.policy, on_snapshot=on_snapshot)
 
-    def _recipe(self, name: str, stages: tuple[Stage, ...], **changes: Any) -> Recipe:
+    def recipe(self, name: str, stages: tuple[Stage, ...], **changes: Any) -> Recipe:
+        """What all runs have in common, with their own stages."""
         config = self.config
         return Recipe(
             name=name,
@@ -194,7 +197,7 @@ class Worker:
             **changes,
         )
 
-    def _train(
+    def train(
         self, job: Job, recipe: Recipe, policy: Policy | None, **reports: Any
     ) -> LanguageModel:
         """Trains on the documents of all shards and writes the thinned log."""
@@ -229,7 +232,7 @@ class Worker:
         write_json(self.paths.training(job), record)
         return model
 
-    def _measure(
+    def measure(
         self,
         model: LanguageModel,
         policy: Policy,
@@ -250,6 +253,7 @@ class Worker:
             config.tasks()[task],
             policy=policy,
             problems=config.problems if reasoning else config.retrieval_problems,
+            split=config.split,
             chains=config.chains if reasoning else 1,
             sampling=dms_jax.Sampling(
                 temperature=config.temperature, max_new_tokens=config.new_tokens(task)

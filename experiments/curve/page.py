@@ -40,15 +40,19 @@ def summary(config: Config, results: Results) -> dict[str, Any]:
     """Everything the page says, as JSON data."""
     ratios = [ratio for ratio in config.ratios if ratio > 1]
     names = results.variants
-    control = {
-        name: {
-            f"{ratio:g}": {
-                task: _pair(results.against_control(name, ratio, task)) for task in config.asked
+    control, vanilla = (
+        {
+            name: {
+                f"{ratio:g}": {
+                    task: _pair(results.against_dense(name, ratio, task, dense))
+                    for task in config.asked
+                }
+                for ratio in ratios
             }
-            for ratio in ratios
+            for name in names
         }
-        for name in names
-    }
+        for dense in (results.control, "vanilla")
+    )
     equal = {
         axis: {
             name: {
@@ -86,11 +90,12 @@ def summary(config: Config, results: Results) -> dict[str, Any]:
         **_provenance(records),
         "settings": settings,
         "tasks": {name: [t.to_dict() for t in task] for name, task in config.tasks().items()},
-        "accelerator_seconds": sum(record["seconds"] for record in records),
+        "job_seconds": sum(record["seconds"] for record in records),
         "best_dms": best,
         "control": results.control,
         "points": [point.to_dict() for point in results.points.values()],
         "against_control": control,
+        "against_vanilla": vanilla,
         "at_equal": equal,
         "average_gain": gains,
     }
@@ -120,10 +125,11 @@ def _head(config: Config, data: dict[str, Any]) -> str:
 
 Accuracy against what the cache held (peak live tokens) and what was read (KV reads), both measured,
 for one small model of our own and several ways to keep its cache. Every token was decoded from the
-real paged cache. Problems are of the test split. Reasoning: a third each of linear equations,
-arithmetic and word chains, {config.problems} problems, chains a problem: {config.chains}. Needle,
-tracking: RULER's single needle and variable tracking, {config.retrieval_problems} problems each,
-one chain, near 1000 tokens. Temperature {config.temperature:g}.
+real paged cache. Problems are of the {config.split} split. Reasoning: a third each of linear
+equations, arithmetic and word chains, {config.problems} problems, chains a problem:
+{config.chains}. Needle, tracking: RULER's single needle and variable tracking,
+{config.retrieval_problems} problems each, one chain, near 1000 tokens. Temperature
+{config.temperature:g}.
 
 Device: {data["device"]}; {versions}; {data["date"]}. Written by `experiments/first_curve.py`, the
 verdicts too; they are tests on the numbers. Figures of one chain are means over seeds (retrofit
@@ -147,9 +153,11 @@ def _verdicts(data: dict[str, Any]) -> str:
         f"accuracy at ratio 4 (all are in the tables); the control is `{control}`."
     )
     lines.append("")
-    for task in ("reasoning", "needle"):
-        pair = data["against_control"][best].get("4", {}).get(task)
-        lines.append(f"- {_within(task, pair, control)}")
+    dense = {control: data["against_control"], "vanilla": data["against_vanilla"]}
+    for name, table in dense.items():
+        for task in ("reasoning", "needle"):
+            pair = table[best].get("4", {}).get(task)
+            lines.append(f"- {_within(task, pair, name)}")
     for ratio in ("4", "8"):
         for rival in RIVALS:
             table = data["at_equal"]["peak"][best].get(ratio, {}).get(rival, {})
@@ -222,11 +230,12 @@ def _equal_budget(data: dict[str, Any]) -> str:
     axes: tuple[Axis, ...] = ("peak", "reads")
     for task in data["settings"]["asked"]:
         columns = [f"{rival}, equal {axis}" for axis in axes for rival in TRAINING_FREE]
-        lines = [f"### {task}", "", f"| variant | ratio | control | {' | '.join(columns)} |"]
-        lines.append("|---" + "|---:" * (2 + len(columns)) + "|")
+        header = f"| variant | ratio | control | vanilla | {' | '.join(columns)} |"
+        lines = [f"### {task}", "", header, "|---" + "|---:" * (3 + len(columns)) + "|"]
         for name, ratios in data["against_control"].items():
             for ratio, control in ratios.items():
-                cells = [_points(control[task])]
+                vanilla = data["against_vanilla"][name][ratio]
+                cells = [_points(control[task]), _points(vanilla[task])]
                 for axis in axes:
                     for rival in TRAINING_FREE:
                         cells.append(_points(data["at_equal"][axis][name][ratio][rival][task]))
@@ -298,8 +307,8 @@ def _time(config: Config, data: dict[str, Any]) -> str:
     python experiments/first_curve.py{_options(config)} --processes 8 --out runs/first_curve
     python experiments/first_curve.py --only report --out runs/first_curve --pages FOLDER
 
-All settings are in results.json. All jobs together took {data["accelerator_seconds"] / 60:.1f}
-minutes of one accelerator, compilation included."""
+All settings are in results.json. All jobs together took {data["job_seconds"] / 60:.1f} minutes,
+compilation included; workers that share a GPU count each."""
     if left:
         text += f"\n\nNot done: {', '.join(left)}."
     if failed:

@@ -16,7 +16,15 @@ import pathlib
 from typing import Literal
 
 import dms_jax
-from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
+from dms_jax.data.tasks import (
+    Arithmetic,
+    LinearEquation,
+    Needle,
+    Split,
+    Task,
+    VariableTracking,
+    WordChain,
+)
 
 TASKS = ("reasoning", "needle", "tracking")
 TRAINING_FREE = ("TOVA", "StreamingLLM", "RandomEviction")
@@ -35,15 +43,16 @@ class Config:
     pack: pathlib.Path | None = None
     """Folder for results.tar.gz and the best DMS model in parts; nowhere unless given."""
     processes: int = 1
-    """Workers, each on a GPU of its own where there are several."""
+    """Workers, which take turns on the GPUs. Two on each keep it busy while programs compile."""
     deadline_minutes: float = 1e6
     """No job and no evaluation starts later than this after the beginning."""
-    only: Literal["all", "report"] = "all"
-    """"report" does no job and writes the page from what is there."""
+    only: Literal["all", "data", "report"] = "all"
+    """"data" stops when the documents are written; "report" does no job and writes the page from
+    what is there."""
 
     shards: int = 8
     """Jobs that the generation of the data is split into."""
-    documents: int = 24_000
+    documents: int = 60_000
     """Self-generated documents of all shards together."""
     document_tokens: int = 1000
     """Longest completion of the training data."""
@@ -57,12 +66,12 @@ class Config:
     """Sequences a pass forward and back; the whole batch unless given."""
     decay_steps: int = 300
     """Steps in which the borrowed neuron is faded out (Stage 1 of the paper, 2000 there)."""
-    decay_learning_rate: float = 1e-4
+    decay_learning_rate: float = 5e-5
     """Of all weights in those steps."""
-    steps_per_ratio: int = 100
-    """Steps a unit of compression ratio (100 in the paper)."""
+    steps_per_ratio: int = 300
+    """Steps a unit of compression ratio (100 in the paper; `choose_recipe.py` compares)."""
     learning_rate: float = 3e-5
-    """Of all weights, constant. Ten times as much costs the model digits (see the page)."""
+    """Of all weights, constant. Three times as much costs the model digits (see the page)."""
     adapter_learning_rate: float = 3e-4
     """Of the adapter."""
     variants: tuple[str, ...] = ()
@@ -74,6 +83,8 @@ class Config:
     ladder: tuple[float, ...] = (2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
     """How many times fewer live tokens than vanilla's the training-free systems are given."""
 
+    split: Split = "test"
+    """Of the problems; "validation" to choose settings."""
     asked: tuple[str, ...] = TASKS
     """Which tasks are asked."""
     problems: int = 480

@@ -156,6 +156,21 @@ def test_a_worker_does_what_is_left_and_never_what_is_taken(tmp_path):
     assert third.did == []
 
 
+def test_data_alone_are_written_where_nothing_else_is_wanted(tmp_path):
+    worker = Recorder(small(tmp_path, only="data"), deadline=np.inf)
+    worker.work()
+    assert worker.did == ["data-0", "data-1"]
+
+
+def test_workers_take_turns_on_the_gpus():
+    own = [first_curve.gpu_of(index, 6, 4) for index in range(6)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in own] == ["0", "1", "2", "3", "0", "1"]
+    assert {each["XLA_PYTHON_CLIENT_MEM_FRACTION"] for each in own} == {"0.45"}  # two on a GPU
+    assert first_curve.gpu_of(1, 2, 4) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert first_curve.gpu_of(1, 2, 0) == {}  # no GPU
+    assert first_curve.gpu_of(0, 1, 4) == {}  # a single process is left as it is
+
+
 def test_nothing_begins_after_the_deadline(tmp_path):
     worker = Recorder(small(tmp_path), deadline=0)
     worker.work()
@@ -203,7 +218,7 @@ def test_verdicts_are_tests_on_the_numbers(tmp_path):
     write_results(
         config,
         {
-            ("vanilla", 1): (0.80, 100),
+            ("vanilla", 1): (0.90, 100),
             ("further", 1): (0.80, 100),
             ("dms-neuron-shift1-w16", 4): (0.80, 25),
             ("dms-neuron-shift1-w16", 8): (0.60, 12.5),
@@ -225,6 +240,7 @@ def test_verdicts_are_tests_on_the_numbers(tmp_path):
     page.write_pages(config, tmp_path / "pages")
     text = (tmp_path / "pages" / "README.md").read_text()
     assert "DMS at ratio 4 within 2 points of further on reasoning: **holds** (+0.0 ± 0.0)" in text
+    assert "within 2 points of vanilla on needle: **does not hold** (-10.0 ± 3.0)" in text
     assert "Device: an accelerator; jax 0.1.2; 1999-12-31." in text
     claims = [line for line in text.splitlines() if "at equal live tokens by more" in line]
     assert ["**holds**" in claim for claim in claims] == [True, True, False, True]
@@ -233,6 +249,7 @@ def test_verdicts_are_tests_on_the_numbers(tmp_path):
     data = json.loads((tmp_path / "pages" / "results.json").read_text())
     assert data["best_dms"] == results.best
     assert data["against_control"]["dms-adapter-shift1-w16"]["4"]["needle"][0] == -0.3
+    assert data["against_vanilla"]["dms-adapter-shift1-w16"]["4"]["needle"][0] == -0.4
     assert (tmp_path / "pages" / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -311,7 +328,9 @@ def test_the_readme_tells_what_was_measured():
     measured = set()
     points = {(p["system"], p["setting"], p["task"]): p for p in data["points"]}
     for system, setting in {key[:2] for key in points}:
-        of_tasks = [points[system, setting, task] for task in plan.TASKS]
+        of_tasks = [points.get((system, setting, task)) for task in plan.TASKS]
+        if not all(of_tasks):
+            continue
         peaks = [round(point["peak"]) for point in of_tasks]
         figures = [f"{100 * point['accuracy']:.1f}" for point in of_tasks]
         name = "DMS" if system in plan.VARIANTS else system
