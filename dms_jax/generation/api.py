@@ -274,6 +274,7 @@ def score(
     memory: float | int | None = None,
     kv_dtype: str | None = None,
     horizon: int | None = None,
+    table_width: int | None = None,
 ) -> list[Score]:
     """Feeds given sequences token by token through the paged cache, as decoding would.
 
@@ -291,6 +292,8 @@ def score(
       kv_dtype: as for `generate`.
       horizon: tokens of which a policy with a compression_ratio takes its share; the length of
         each sequence if None.
+      table_width: pages a row in the compiled shapes; None lets them grow by powers of two, which
+        spares a CPU work and costs an accelerator a program for each.
 
     Raises:
       DataError: a sequence is too short, too long, or outside the vocabulary.
@@ -321,6 +324,7 @@ def score(
         max_tokens=max(map(len, tokens)),
         page_size=page_size,
         chunk=chunk,
+        table_width=table_width,
         kv_dtype=kv_dtype,
     )
     for start in range(0, len(tokens), num_lanes):

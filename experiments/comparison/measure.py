@@ -169,6 +169,13 @@ class Bench:
         self.rows.append(row)
         return row
 
+    @property
+    def _table_width(self) -> int | None:
+        """One program for all lengths where compiling takes longer than running."""
+        if jax.default_backend() == "cpu":
+            return None
+        return -(-(int(self.text.lengths.max()) + 64) // self.page_size)
+
     def _heads(self, system: System) -> float:
         return system.model.config.num_kv_heads / self._kv_heads
 
@@ -182,6 +189,7 @@ class Bench:
             page_size=self.page_size,
             kv_dtype=system.kv_dtype,
             horizon=share.limit,
+            table_width=self._table_width,
         )
         losses = np.array(
             [
