@@ -65,14 +65,11 @@ def racers(context: int, ratio: int) -> Iterator[Racer]:
     half = max(budget // 2, PAGE_SIZE)
     quest = dms_jax.Quest(budget=half, over=drawn)
     yield Racer("DMS (drawn) + Quest", quest, budget, uneven=True)
-    kcache = dms_jax.KCache(top=128, over=drawn)
-    yield Racer("DMS (drawn) + KCache", kcache, budget, uneven=True)
     yield Racer("DMC", dms_jax.DMC(), budget, uneven=True)
     yield Racer("StreamingLLM", dms_jax.StreamingLLM(budget=budget), budget)
     yield Racer("TOVA", dms_jax.TOVA(budget=budget), budget + 1)
     yield Racer("H2O", dms_jax.H2O(budget=budget), budget + 1)
     yield Racer("Quest", dms_jax.Quest(budget=budget), context)
-    yield Racer("KCache", dms_jax.KCache(top=128), context)
     yield Racer("FixedPooling", dms_jax.policies.FixedPooling(every=ratio), budget)
     interval = min(512, budget // 4)
     before = (REPEATS + WARMUP) * CHUNK + min(CHUNK, interval) // 2  # steps until the cut
@@ -84,6 +81,9 @@ def racers(context: int, ratio: int) -> Iterator[Racer]:
     for name in ("AdaKV", "PyramidKV"):
         policy = POLICIES[name](scorer=dms_jax.SnapKV(**fields, **window))
         yield Racer(name, policy, budget, cuts=True)
+    yield Racer("KCache", dms_jax.KCache(top=128), context)
+    kcache = dms_jax.KCache(top=128, over=drawn)
+    yield Racer("DMS (drawn) + KCache", kcache, budget, uneven=True)
 
 
 def row_lengths(racer: Racer, shape: tuple[int, int, int], context: int) -> np.ndarray:
