@@ -31,7 +31,7 @@ from flax import nnx
 
 import dms_jax
 from dms_jax.cache import Pool
-from dms_jax.generation.programs import Program
+from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.caching import tree_bytes
@@ -308,7 +308,7 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
 
         return jax.lax.scan(step, (caches, tokens, position), length=config.chunk)[0]
 
-    run_chunk = Program(chunk, donate_argnums=1)
+    run_chunk = Program(chunk, gpu_options=GPU_STEP_OPTIONS, donate_argnums=1)
     state = (
         caches,
         jnp.zeros(config.batch, jnp.int32),

@@ -4,6 +4,9 @@ Every implementation is checked against float32 attention on fresh random data b
 Rates count the bytes of live keys and values, once. cuDNN reads the same number of tokens laid out
 densely; where rows differ in length it reads the longest for all, so such cases have no cuDNN row.
 
+The other kernels have scripts of their own: `benchmark_write_kernel.py`,
+`benchmark_prefill_kernel.py`, `benchmark_training_kernels.py`.
+
     python experiments/benchmark_kernels.py --out experiments/results/kernels
     python experiments/benchmark_kernels.py --picture experiments/results/kernels
 """
@@ -22,7 +25,6 @@ from kernel_timing import (
     CALLS,
     ROTATED_BYTES,
     command_line,
-    device_events,
     draw_pools,
     environment,
     prepare_output,
@@ -130,34 +132,6 @@ def torch_microseconds(case, rounds=20) -> float:
     torch.cuda.synchronize()
     times = [start.elapsed_time(stop) * 1e3 / CALLS for start, stop in marks]
     return statistics.median(times[rounds // 4 :])
-
-
-def cache_write_microseconds(rows: int, pages: int = 4096) -> float:
-    """Time XLA's write of one new key and value a row into their pages, in place."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    page = jax.random.permutation(keys[0], pages)[:rows]
-    pool = jnp.zeros((pages, 64, 128), jnp.bfloat16)
-    new = jax.random.normal(keys[1], (rows, 128), jnp.bfloat16)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def steps(k_pages, v_pages, new, page):
-        options = {"unique_indices": True, "mode": "promise_in_bounds"}
-        for i in range(CALLS):
-            k_pages = k_pages.at[page, i].set(new + i, **options)
-            v_pages = v_pages.at[page, i].set(new - i, **options)
-        return k_pages, v_pages
-
-    state = [(pool, pool + 1)]
-
-    def run():
-        state[0] = steps(*state[0], new, page)
-        return state[0][0]
-
-    for _ in range(2):
-        run().block_until_ready()
-    events = device_events(lambda: run().block_until_ready())
-    first, last = events[0], events[-1]
-    return (last[0] + last[1] - first[0]) / CALLS
 
 
 def stock(case, q, pools, lengths):
@@ -350,11 +324,6 @@ def main() -> None:
         report = before | report
     print(f"pure read {report['read_terabytes_per_second']} TB/s", flush=True)
     order = {case.name: i for i, case in enumerate(cases.BENCHMARK)}
-    if not arguments.only:
-        report["cache_write_us"] = {
-            str(rows): round(cache_write_microseconds(rows), 2) for rows in (64, 512, 2048)
-        }
-        print(f"cache write by XLA, us a step: {report['cache_write_us']}", flush=True)
     for name in arguments.cases:
         records = measure(cases.by_name(name), arguments.seed, arguments.only)
         measured = {(record["case"], record["implementation"]) for record in records}
