@@ -48,13 +48,13 @@ def draw_rows(case: cases.WriteCase, key: jax.Array) -> dict[str, jax.Array]:
     keys = jax.random.split(key, 4)
     rows = {
         "pages": jax.random.permutation(keys[0], case.pages)[: case.rows].astype(jnp.int32),
-        "offsets": jax.random.randint(keys[1], case.rows, 0, case.page_size),
+        "offsets": jax.random.randint(keys[1], (case.rows,), 0, case.page_size),
     }
     for name, one in zip(("k", "v"), keys[2:], strict=True):
         shape = (case.rows, case.head_dim)
         rows[f"{name}_new"] = jax.random.normal(one, shape, jnp.bfloat16).astype(case.dtype)
         if case.scaled:
-            rows[f"{name}_new_scales"] = jax.random.uniform(one, case.rows, minval=0.5, maxval=2)
+            rows[f"{name}_new_scales"] = jax.random.uniform(one, (case.rows,), minval=0.5, maxval=2)
     return rows
 
 
