@@ -7,6 +7,7 @@ from dms_jax import assets
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_two_models_solve_the_same_problems_side_by_side(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     model = assets.path("reasoner-11m")

@@ -15,7 +15,11 @@ MOST_SECONDS_RATIO = 1.3
 
 
 def compile_steps(*arguments: str) -> dict:
-    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "JAX_ENABLE_COMPILATION_CACHE": "0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "laws" / "compiled_steps.py"), *arguments],
         capture_output=True,

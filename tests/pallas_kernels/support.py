@@ -176,6 +176,7 @@ def compile_for_tpu(script, kind, topology, *arguments):
         topology,
         *arguments,
         JAX_PLATFORMS="cpu",
+        JAX_DISABLE_MOST_OPTIMIZATIONS="0",
         TPU_SKIP_MDS_QUERY="1",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         TPU_ACCELERATOR_TYPE=kind,

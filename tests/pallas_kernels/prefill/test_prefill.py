@@ -128,6 +128,7 @@ def test_gpu_kernel_lowers(name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("topology", "name"),
     [

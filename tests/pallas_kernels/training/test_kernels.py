@@ -85,6 +85,7 @@ def test_gpu_kernels_lower(name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("topology", "name"),
     [
