@@ -82,6 +82,8 @@ CONTRACT: tuple[DecodeCase, ...] = (
     replace(BASE, name="float8", pages_dtype="float8_e4m3fn"),
     replace(BASE, name="float8_group8_head_dim64", pages_dtype="float8_e4m3fn", group=8,
             head_dim=64),
+    replace(BASE, name="float8_page16", pages_dtype="float8_e4m3fn", page_size=16,
+            lengths=(0, 1, 15, 16, 17, 83)),
     replace(BASE, name="page32", page_size=32, lengths=(0, 1, 31, 32, 33, 101)),
     replace(BASE, name="page16", page_size=16, lengths=(0, 1, 15, 16, 17, 83)),
     replace(BASE, name="page128", page_size=128, lengths=(0, 1, 127, 128, 129, 300)),

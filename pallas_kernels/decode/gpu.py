@@ -17,6 +17,7 @@ _TILE = 64
 _HEAD_DIMS = (64, 96, 128, 256)
 _PAGE_SIZES = (16, 32, 64, 128)
 _SHARED_BYTES = 227 * 1024
+_COPY_ALIGNMENT = 128  # bytes, of where the copy engine writes in shared memory
 # Bytes in flight on a core that keep the memory busy; more than twice as many slow it down.
 _BYTES_IN_FLIGHT = 64 * 1024
 # Rows of fewer bytes than this a core are small work: latency counts, not the rate.
@@ -103,6 +104,9 @@ def why_not_mosaic(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales,
         return f"serves head dims {_HEAD_DIMS}, not {head_dim}"
     if page_size not in _PAGE_SIZES:
         return f"serves page sizes {_PAGE_SIZES}, not {page_size}"
+    if k_pages.dtype.itemsize == 1 and 4 * page_size % _COPY_ALIGNMENT:
+        least = _COPY_ALIGNMENT // 4
+        return f"copies scales for float8 pages of at least {least} tokens, not {page_size}"
     settings = _settings(
         "mosaic_gpu", rows, head_dim, page_size, page_table.shape[1], k_pages.dtype
     )

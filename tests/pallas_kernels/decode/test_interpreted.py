@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("interpreted.py")
 # Cases of one process: enough to make up for its start, few enough to share the cores.
 TOGETHER = 6
 # The Triton form has no memory to race for: one case of each feature.
-TRITON = ["base", "group16_head_dim256", "head_dim96", "float8", "page16", "one_long_row"]
+TRITON = ["base", "group16_head_dim256", "head_dim96", "float8_page16", "page16", "one_long_row"]
 
 
 def tpu_serves(case) -> bool:

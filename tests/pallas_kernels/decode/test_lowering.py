@@ -10,8 +10,12 @@ from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases
 from tests.pallas_kernels.support import lower_for_cuda, structs
 
-# Float32 pages of 256 with their bfloat16 parts do not fit in shared memory.
-TOO_LARGE_FOR_HOPPER = {"float32_head_dim256"}
+# Float32 pages of 256 with their bfloat16 parts do not fit in shared memory; 16 scales are too few
+# for the copy engine, which reports a misaligned address on the card alone.
+NOT_FOR_HOPPER = {
+    "float32_head_dim256": "bytes of shared memory",
+    "float8_page16": "copies scales",
+}
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
@@ -24,8 +28,8 @@ def test_lowers_with_all_results(case, implementation):
         return_scores=True,
         implementation=implementation,
     )
-    if implementation == "mosaic_gpu" and case.name in TOO_LARGE_FOR_HOPPER:
-        with pytest.raises(NotImplementedError, match="bytes of shared memory"):
+    if implementation == "mosaic_gpu" and case.name in NOT_FOR_HOPPER:
+        with pytest.raises(NotImplementedError, match=NOT_FOR_HOPPER[case.name]):
             lower_for_cuda(function, **structs(case))
         return
     text = lower_for_cuda(function, **structs(case))
