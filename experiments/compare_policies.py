@@ -295,6 +295,9 @@ def measure(config: Config, tell: Any) -> dict[str, Measured]:
         tell(row.summary)
         rows[row.name] = row
         write_rows(config, rows, tokens)
+        if bench.lost:
+            tell("The device gave up. Start again with --only for the rows that are left.")
+            break
     return rows
 
 

@@ -141,11 +141,15 @@ class Bench:
       text: what is decoded.
       page_size: of the cache.
       questions: whose answers are scored; None for none.
+
+    Attributes:
+      lost: whether the device gave up, after which nothing runs in this process.
     """
 
     def __init__(self, text: Text, *, page_size: int, questions: Questions | None = None):
         self.text, self.page_size, self.questions = text, page_size, questions
         self.rows: list[Measured] = []
+        self.lost = False
         # Of the first system, with which the others are compared.
         self._losses = np.zeros(len(text.sequences))
         self._scores: dict[str, np.ndarray] = {}
@@ -164,6 +168,8 @@ class Bench:
                 fields["answers"] = self._answer(system, self.questions)
         except (dms_jax.DmsJaxError, jax.errors.JaxRuntimeError) as error:
             fields["failed"] = str(error)[:500]
+            runtime = isinstance(error, jax.errors.JaxRuntimeError)
+            self.lost = runtime and "RESOURCE_EXHAUSTED" not in str(error)
         row = Measured(label=system.label, ratio=system.ratio, kv_dtype=system.kv_dtype, **fields)
         row = dataclasses.replace(row, seconds=time.perf_counter() - start)
         self.rows.append(row)

@@ -5,6 +5,7 @@ import json
 import pathlib
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -84,6 +85,24 @@ def test_runs_that_shared_the_work_are_joined(scripts, tmp_path):
     compare.main(other)
     with pytest.raises(SystemExit, match="tokens"):
         compare.main(dataclasses.replace(config, join=(parts["Knorm"], tmp_path / "other")))
+
+
+def test_nothing_runs_on_a_device_that_gave_up(scripts, tmp_path, monkeypatch):
+    compare, *_ = scripts
+    score = dms_jax.score
+
+    def fails(model, sequences, *, policy, **options):
+        if policy.name == "TOVA":
+            raise jax.errors.JaxRuntimeError("INTERNAL: CUDA error: misaligned address")
+        return score(model, sequences, policy=policy, **options)
+
+    monkeypatch.setattr(dms_jax, "score", fails)
+    config = compare.Config(
+        ratios=(4.0,), sequences=2, length=40, learn=(), only=("TOVA", "Knorm"), out=tmp_path
+    )
+    dense, tova = compare.main(config)
+    assert (dense.label, tova.label) == ("dense", "TOVA")
+    assert "misaligned" in tova.failed
 
 
 def test_every_system_takes_part_with_the_same_share(scripts, stories):
