@@ -15,7 +15,7 @@ export JAX_PLATFORMS
 .PHONY: help demo test lint format lock install clean
 
 help:
-	@echo "make demo     retrofit a small pretrained model and decode with a compressed cache"
+	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
 	@echo "make test     the whole test suite"
 	@echo "make lint     formatting, lint and types"
 	@echo "make format   rewrite the sources in the house format"
@@ -25,6 +25,7 @@ help:
 
 demo: $(STAMP)
 	$(RUN) experiments/quickstart.py $(ARGS)
+	$(RUN) experiments/solve.py
 
 test: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

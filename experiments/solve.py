@@ -1,9 +1,9 @@
 """A small reasoning model works out problems, dense and with a learned small cache, side by side.
 
-    python experiments/solve.py --compressed path/to/retrofitted
+    python experiments/solve.py
 
-The shipped model of 11 million parameters and a model retrofitted from it (as
-`experiments/first_curve.py` writes them) get the same problems: equations, nested arithmetic,
+The shipped model of 11 million parameters and the one retrofitted from it with DMS (by
+`experiments/first_curve.py`) get the same problems: equations, nested arithmetic,
 chains of comparisons, and a number hidden in a page of prose. Each draws its answers at
 temperature 0.7 from the paged cache. One problem of each kind is shown with both workings; the
 table counts what was right and what the cache held and read.
@@ -38,8 +38,8 @@ TASKS: tuple[Task, ...] = (
 class Config:
     """Solve problems with the shipped model, dense and with DMS."""
 
-    compressed: pathlib.Path
-    """Hugging Face directory of the retrofitted model."""
+    compressed: pathlib.Path | None = None
+    """Hugging Face directory of a retrofitted model; the shipped one unless given."""
     dense: pathlib.Path | None = None
     """The model that it came from; the shipped one unless given."""
     problems: int = 6
@@ -57,7 +57,7 @@ def main(config: Config) -> dict[str, Result]:
     console = Console(highlight=False)
     models = {
         "dense": dms_jax.load(config.dense or assets.path("reasoner-11m"), dtype="float32"),
-        "DMS": dms_jax.load(config.compressed, dtype="float32"),
+        "DMS": dms_jax.load(config.compressed or assets.path("reasoner-11m-dms"), dtype="float32"),
     }
     console.print(f"dense: {models['dense'].policy}\nDMS:   {models['DMS'].policy}\n")
     results = {

@@ -76,12 +76,12 @@ def test_every_asset_carries_its_licence():
     for name in ("stories260k", "tinystories"):
         assert (assets.path(name) / "LICENSE").stat().st_size > 1000
         assert "icence" in (assets.path(name) / "README.md").read_text()
-    for name in ("books", "reasoner-11m"):  # public domain, and our own
+    for name in ("books", "reasoner-11m", "reasoner-11m-dms"):  # public domain, and our own
         assert "**Licence:**" in (assets.path(name) / "README.md").read_text()
 
 
 def test_an_asset_that_is_not_shipped():
-    with pytest.raises(DataError, match="shipped: books, reasoner-11m, stories260k, tinystories"):
+    with pytest.raises(DataError, match="shipped: books, reasoner-11m, reasoner-11m-dms, stor"):
         assets.path("gpt5")
     with pytest.raises(DataError, match="train, more and valid"):
         assets.stories("test")
