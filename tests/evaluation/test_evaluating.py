@@ -157,6 +157,27 @@ def test_figures_by_hand():
     )
 
 
+def test_each_task_has_the_share_of_its_own_horizon():
+    def peaks(policy, **options):
+        result = evaluate(
+            stories(), [Continue(), Other()], policy=policy, problems=4, page_size=16, **options
+        )
+        assert (result.new_tokens > 20).all()
+        return result.peak[:, 0].tolist()
+
+    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=32)
+    share = dms_jax.TOVA(compression_ratio=2)
+    assert peaks(share, sampling=sampling, horizon=[12, 20]) == [7, 11, 7, 11]
+    assert peaks(share, sampling=sampling, horizon=12) == [7] * 4
+    with pytest.raises(ConfigError, match="1 horizons were given for 2 tasks"):
+        peaks(share, horizon=[12])
+
+
+def test_a_cache_of_8_bits_takes_half_the_room(vanilla):
+    small = run(kv_dtype="float8_e4m3")
+    assert small.cache_bytes.mean() < vanilla.cache_bytes.mean() / 1.9
+
+
 def test_what_cannot_be_evaluated():
     with pytest.raises(ConfigError, match="task"):
         evaluate(stories(), [])
