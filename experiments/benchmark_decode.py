@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from kernel_timing import versions
 
 import dms_jax
 from dms_jax.cache import Pool
@@ -380,7 +381,7 @@ def main(config: Config) -> None:
         device=device,
         read_rate=rate,
         date=datetime.date.today().isoformat(),
-        versions=dict(jax=jax.__version__),
+        versions=versions(),
         command=shlex.join(["python", *sys.argv]),
         config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
         rows=[],

@@ -9,7 +9,6 @@ counted in. The output is checked against the float32 XLA reference in the same 
 """
 
 import argparse
-import datetime
 import json
 import os
 import pathlib
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
-from kernel_timing import command_line
+from kernel_timing import command_line, environment
 
 from pallas_kernels import prefill_attention
 
@@ -115,11 +114,8 @@ def main() -> None:
             times[name].append(sum(duration for _, duration in launches))
             for kernel, duration in launches:
                 kernels[name].setdefault(kernel[:80], []).append(duration)
-    report = {
+    report = environment() | {
         "command": command_line(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
         "seed": seed,
         "shape": f"chunk {CHUNK}, past {PAST}, heads {HEADS}/{KV_HEADS} of {DIM}, page {PAGE}, "
         f"window {WINDOW}, bfloat16",

@@ -11,7 +11,6 @@ beside them with device events. The memory of forward and backward is read from 
 import argparse
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import math
 import os
@@ -25,18 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
-from kernel_timing import command_line
+from kernel_timing import command_line, versions
 
 from pallas_kernels.training import cases, reference, retrofit_attention
 
 MEMORY_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what takes part in the measurement, where it is installed."""
-    names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "triton")
-    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    return {name: found[name] for name in names if name in found}
 
 
 def draw(case: cases.TrainingCase, key: jax.Array) -> tuple[dict, jax.Array | None]:

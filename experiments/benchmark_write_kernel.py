@@ -1,9 +1,9 @@
 """Time the write of a step's new keys and values into their pages on a GPU, and XLA's scatter.
 
 Every implementation is checked bit by bit on fresh random data before it is timed. A chain of
-writes runs in one program over a pool of half a gigabyte and more, each write with rows, pages and
-slots of its own; what counts is the time from a chain's first kernel to the end of its last,
-divided by its writes.
+writes runs in one program over a pool of several times the second-level cache, each write with
+rows, pages and slots of its own; what counts is the time from a chain's first kernel to the end of
+its last, divided by its writes.
 
     python experiments/benchmark_write_kernel.py --out experiments/results/kernels
 """

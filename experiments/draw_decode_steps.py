@@ -13,7 +13,7 @@ WIDEST_MS = 19.0
 
 
 def main() -> None:
-    """Draw every row of the reports in a folder."""
+    """Draw every row of the reports that a folder has."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,13 +22,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=pathlib.Path, default="experiments/results/decode")
     folder = parser.parse_args().folder
-    reports = [json.loads((folder / name).read_text()) for name in FILES]
+    paths = [folder / name for name in FILES]
+    reports = [json.loads(path.read_text()) for path in paths if path.exists()]
     rows = [row for report in reports for row in report["rows"]]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     figure, axes = plt.subplots(
-        len(shapes), 1, figsize=(9, 1.9 * len(shapes) + 0.8), sharex=True, layout="constrained"
+        len(shapes),
+        1,
+        figsize=(9, 1.9 * len(shapes) + 0.8),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
     )
-    for axis, shape in zip(axes, shapes, strict=True):
+    for axis, shape in zip(axes[:, 0], shapes, strict=True):
         own = [row for row in rows if row["shape"] == shape]
         for place, row in enumerate(own):
             step = row["step_ms"]
@@ -51,7 +57,9 @@ def main() -> None:
         axis.invert_yaxis()
         axis.set_title(shape, fontsize=9, loc="left")
         axis.set_xlim(0, WIDEST_MS)
-    axes[-1].set_xlabel("ms a step; the narrow bar is the time to read weights and live cache once")
+    axes[-1, 0].set_xlabel(
+        "ms a step; the narrow bar is the time to read weights and live cache once"
+    )
     config = reports[0]["config"]
     figure.suptitle(
         f"Decode steps on {reports[0]['device']}: batch {config['batch']}, context "

@@ -6,6 +6,7 @@ the device's time, not the host's. Inputs that fit the second-level cache are ro
 
 import datetime
 import glob
+import importlib.metadata
 import itertools
 import json
 import pathlib
@@ -118,13 +119,21 @@ def draw_pools(case: DecodeCase, seed: int = 0) -> list[tuple[jax.Array, ...]]:
     return pools
 
 
-def environment() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Versions of what takes part in a measurement, where it is installed."""
+    names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "triton")
+    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return {name: found[name] for name in names if name in found}
+
+
+def environment() -> dict[str, Any]:
     """What a measurement was made on."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
         "jax": jax.__version__,
         "runtime": device.client.platform_version.splitlines()[0],
+        "versions": versions(),
         "date": datetime.date.today().isoformat(),
     }
 

@@ -226,3 +226,17 @@ def _local_gpu() -> GPU | None:
 def target_gpu() -> GPU:
     """Return the local GPU if there is one, else the H200 that defaults are tuned for."""
     return _local_gpu() or DEFAULT_GPU
+
+
+def triton_lacks(gpu: GPU, *arrays: Any) -> str | None:
+    """What Pallas's Triton backend lacks to read or write arrays on a GPU, or None."""
+    if gpu.capability < (8, 0):
+        return f"needs compute capability 8.0 (Ampere), {gpu.kind} has {gpu.capability}"
+    for array in arrays:
+        size, itemsize = array.size, array.dtype.itemsize
+        if itemsize == 1 and gpu.capability < (8, 9):
+            return f"float8 needs compute capability 8.9 (Ada), {gpu.kind} has {gpu.capability}"
+        # Pallas counts numbers in 32 bits, one of them the sign, in arrays of up to 2^32 bytes.
+        if 2**31 < size <= 2**32 // itemsize:
+            return f"cannot address {size} float8 numbers: at most 2^31, or more than 2^32"
+    return None

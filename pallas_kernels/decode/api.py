@@ -8,12 +8,10 @@ spent on the difference.
 import numbers
 
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
-from jax.experimental import checkify
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.debug import check_pages
 from pallas_kernels.decode import gpu, reference
 from pallas_kernels.decode.plan import DecodePlan
 from pallas_kernels.dispatch import (
@@ -74,7 +72,8 @@ def decode_attention(
         at unread slots. `exp(scores - lse)` are the attention weights.
       k_scales: with float8 (e4m3) pages, the factor of each slot's key.
       v_scales: with float8 pages, the factor of each slot's value.
-      plan: the split of the work from `decode_plan` for these lengths; None makes it here. On
+      plan: the split of the work from `decode_plan` for these lengths (a plan of layers indexed
+        by the layer); None makes it here. On
         platforms whose kernel needs none it has no effect.
       debug: check that every live table entry is a page of the pool and that lengths fit the
         table. On concrete arrays this raises before anything is launched; under `jax.jit` it is a
@@ -92,8 +91,10 @@ def decode_attention(
       NotImplementedError: the implementations asked for cannot serve the call.
     """
     _check(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, scale)
+    _check_plan(plan, rows=q.shape[0])
     if debug:
-        _check_pages(page_table, lengths, *k_pages.shape[:2])
+        pages = min(k_pages.shape[0], v_pages.shape[0])
+        check_pages("decode_attention", page_table, lengths, pages, k_pages.shape[1])
     results = OPERATION(
         implementation,
         q,
@@ -188,24 +189,14 @@ def _check(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, scale) 
         fail(f"scale must be a number known while tracing, got {type(scale).__name__}")
 
 
-def _check_pages(page_table, lengths, pages: int, page_size: int) -> None:
-    """Refuse live table entries outside the pool and lengths outside the table."""
-    slots = page_table.shape[1] * page_size
-    live = jnp.arange(page_table.shape[1]) * page_size < lengths[:, None]
-    bad_page = live & ((page_table < 0) | (page_table >= pages))
-    bad_length = (lengths < 0) | (lengths > slots)
-    if isinstance(bad_page, Tracer) or isinstance(bad_length, Tracer):
-        checkify.check(~bad_length.any(), f"decode_attention: a length is not in 0..{slots}")
-        checkify.check(~bad_page.any(), f"decode_attention: a live page is not in 0..{pages - 1}")
+def _check_plan(plan: DecodePlan | None, rows: int) -> None:
+    """Refuse a plan of several layers, or of fewer rows."""
+    if plan is None:
         return
-    if bad_length.any():
-        row = int(np.argmax(np.asarray(bad_length)))
-        raise ValueError(
-            f"decode_attention: length {int(lengths[row])} of row {row} is not in 0..{slots}"
-        )
-    if bad_page.any():
-        row, column = np.argwhere(np.asarray(bad_page))[0]
-        raise ValueError(
-            f"decode_attention: page {int(page_table[row, column])} of row {row}, column {column} "
-            f"is not in 0..{pages - 1}"
-        )
+    shapes, least = (plan.tile_starts.shape, plan.edge_rows.shape), (rows + 1, 2 * plan.programs)
+    for shape, size in zip(shapes, least, strict=True):
+        if len(shape) != 1 or shape[0] < size:
+            raise ValueError(
+                f"decode_attention: the plan's arrays {shapes} are not those of one step of "
+                f"{rows} rows"
+            )

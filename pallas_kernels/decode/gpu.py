@@ -10,7 +10,7 @@ from jax import lax
 from pallas_kernels import tuned
 from pallas_kernels.decode.plan import make_plan
 from pallas_kernels.decode.spec import LOG2_E, Spec
-from pallas_kernels.dispatch import target_gpu
+from pallas_kernels.dispatch import target_gpu, triton_lacks
 
 # A unit of the matrix operands: pages of less are handled several at a time.
 _TILE = 64
@@ -123,15 +123,10 @@ def why_not_mosaic(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales,
 
 def why_not_triton(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, plan, **static):
     """Why the Triton kernel cannot serve a call, or None."""
-    del v_pages, page_table, lengths, k_scales, v_scales, static
-    gpu = target_gpu()
+    del page_table, lengths, k_scales, v_scales, static
     head_dim, page_size = q.shape[2], k_pages.shape[1]
-    if gpu.capability < (8, 0):
-        return f"needs compute capability 8.0 (Ampere), {gpu.kind} has {gpu.capability}"
-    if reason := _why_neither(q, k_pages, plan):
+    if reason := triton_lacks(target_gpu(), k_pages, v_pages) or _why_neither(q, k_pages, plan):
         return reason
-    if k_pages.dtype.itemsize == 1 and gpu.capability < (8, 9):
-        return f"float8 needs compute capability 8.9 (Ada), {gpu.kind} has {gpu.capability}"
     if head_dim % 16 or head_dim > 256:
         return f"serves head dims that are multiples of 16 up to 256, not {head_dim}"
     if page_size not in _PAGE_SIZES:

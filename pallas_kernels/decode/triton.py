@@ -46,7 +46,7 @@ def _attend(
     scale_refs, refs = (refs[:2], refs[2:]) if scaled else ((None, None), refs)
     out_ref, lse_ref, partial_ref, partial_lse_ref, scores_ref = refs
     program = pl.program_id(0)
-    total_tiles = tile_starts_ref[tile_starts_ref.shape[0] - 1]
+    total_tiles = tile_starts_ref[lengths_ref.shape[0]]
     start = stretch_start(total_tiles, program, programs)
     stop = stretch_start(total_tiles, program + 1, programs)
     dtype = q_ref.dtype
@@ -134,7 +134,7 @@ def _attend(
 def _merge(*refs, group, programs, blocks):
     tile_starts_ref, partial_ref, partial_lse_ref, _, _, out_ref, lse_ref = refs
     row = pl.program_id(0)
-    total = tile_starts_ref[tile_starts_ref.shape[0] - 1]
+    total = tile_starts_ref[pl.num_programs(0)]
     first = row + owner(total, tile_starts_ref[row], programs)
     count = row + owner(total, tile_starts_ref[row + 1] - 1, programs) + 1 - first
     heads = jnp.arange(_HEADS) < group

@@ -10,6 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import target_gpu, triton_lacks
+
 _ROWS = 16  # of a program
 
 
@@ -21,7 +23,7 @@ def why_not(store, index) -> str | None:
         return f"rows of {width} numbers: blocks have a power of two of them"
     if store.dtype == jnp.float64:
         return "float64 stores"
-    return None
+    return triton_lacks(target_gpu(), store)
 
 
 def fetch_rows_triton(

@@ -8,6 +8,7 @@ evicts at a known distance fits.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.debug import check_pages
 from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
 from pallas_kernels.prefill.reference import prefill_attention_reference
 
@@ -50,6 +51,10 @@ def check_arguments(
         raise ValueError(f"evicted must be Bool[B, K, T], got {evicted.dtype}{evicted.shape}")
     if counts.shape != (batch,):
         raise ValueError(f"counts must be [B], got {counts.shape}")
+    numbers = {"counts": counts, "page_table": page_table, "past_lengths": lengths}
+    for name, array in (numbers | {"past_until": until}).items():
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} must hold integers, has dtype {array.dtype}")
     if k_pages.shape[1:] != v_pages.shape[1:] or k_pages.shape[2] != dim:
         raise ValueError(f"pages must be [N, P, {dim}], got {k_pages.shape}, {v_pages.shape}")
     if page_table.shape[:2] != (batch, kv_heads) or lengths.shape != (batch, kv_heads):
@@ -80,6 +85,7 @@ def prefill_attention(
     *,
     window: int,
     scale: float,
+    debug: bool = False,
     implementation: ImplementationChoice = None,
 ) -> Float[Array, "B T H D"]:
     """Attention of one chunk of prompt queries, over the pool's pages and over the chunk.
@@ -102,6 +108,10 @@ def prefill_attention(
         keeps it for ever, a negative one hides it.
       window: static, >= 0.
       scale: factor on the dot products.
+      debug: check that every live table entry is a page of the pool and that lengths fit the
+        table; messages count rows as b * K + k. On concrete arrays this raises before anything is
+        launched; under `jax.jit` it is a `checkify.check`, so wrap the function in
+        `checkify.checkify`.
       implementation: "mosaic_gpu", "mosaic_tpu", "xla", several of them to be tried in order, or
         None for the best one on the platform that the call is lowered for. "mosaic_gpu" (Hopper)
         serves bfloat16, "mosaic_tpu" also float32; everything else runs through XLA.
@@ -111,9 +121,14 @@ def prefill_attention(
       and float64 throughout for float64 inputs. Unread slots never leak, even if they hold NaN.
 
     Raises:
-      ValueError: arguments that disagree.
+      ValueError: arguments that disagree; in debug mode a page index or a length out of range.
       NotImplementedError: a named implementation cannot serve the call, with the reason.
     """
     arrays = (q, k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until)
     check_arguments(*arrays, window)
+    if debug:
+        pages = min(k_pages.shape[0], v_pages.shape[0])
+        table = page_table.reshape(past_lengths.size, page_table.shape[2])
+        rows = past_lengths.reshape(-1)
+        check_pages("prefill_attention", table, rows, pages, k_pages.shape[1])
     return PREFILL(implementation, *arrays, window=window, scale=float(scale))

@@ -1,10 +1,9 @@
 """Writing one slot of each row on NVIDIA GPUs, all arrays in one launch.
 
 It is a matter of latency, so each row has a program to itself. XLA needs a scatter for each array,
-in which every element looks its place up for itself: in a decode step with 256 rows of 128 bfloat16
-numbers on an H200, 3.9 and 2.8 us for keys and values, where the Hopper kernel takes 1.6. By
-itself, with what puts keys and values side by side, that takes 2.7 us, Triton's form 2.5 and the
-scatters 3.6; a whole step does not tell the two kernels apart.
+in which every element looks its place up for itself. 256 rows of 128 bfloat16 numbers on an H200
+(`experiments/results/kernels/write.json`): the scatters of keys and values 3.6 us, the Hopper
+kernel with what puts keys and values side by side 2.7, Triton's form likewise 2.5.
 
 The kernels' modules are imported where a call is traced: Pallas for GPUs takes as long to import as
 jax itself.
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.dispatch import target_gpu
+from pallas_kernels.dispatch import target_gpu, triton_lacks
 from pallas_kernels.update.reference import is_slot
 
 _WARPGROUP = 128
@@ -42,15 +41,10 @@ def why_not_mosaic(pages, new, page, offset) -> str | None:
 def why_not_triton(pages, new, page, offset) -> str | None:
     """Why the Triton kernel cannot serve a call, or None."""
     del new, page, offset
-    gpu = target_gpu()
     head_dim = pages[0].shape[2]
-    if gpu.capability < (8, 0):
-        return f"needs compute capability 8.0 (Ampere), {gpu.kind} has {gpu.capability}"
     if head_dim & (head_dim - 1):
         return f"serves head dims that are powers of two, not {head_dim}"
-    if pages[0].dtype.itemsize == 1 and gpu.capability < (8, 9):
-        return f"float8 needs compute capability 8.9 (Ada), {gpu.kind} has {gpu.capability}"
-    return _why_neither(pages)
+    return triton_lacks(target_gpu(), *pages) or _why_neither(pages)
 
 
 def _stacked(new):

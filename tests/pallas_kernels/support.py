@@ -166,7 +166,7 @@ def run_apart(script, *arguments, **environment):
 def interpret(script, *arguments):
     """Run a script that interprets kernels."""
     # With fewer threads than a program has warpgroups the interpreter of Mosaic GPU waits for ever.
-    return run_apart(script, *arguments, NPROC="4", JAX_NUM_CPU_DEVICES="1")
+    return run_apart(script, *arguments, JAX_PLATFORMS="cpu", NPROC="4", JAX_NUM_CPU_DEVICES="1")
 
 
 def compile_for_tpu(script, kind, topology, *arguments):

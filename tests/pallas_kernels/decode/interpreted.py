@@ -8,6 +8,7 @@ import json
 import sys
 
 import jax
+import jax.numpy as jnp
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as gpu_interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -33,6 +34,8 @@ def run(implementation, arrays, tile):
         return jax.block_until_ready(results), tpu_interpreter.races.races_found
     programs = PROGRAMS_OF_ONE_ROW if len(arrays["lengths"]) == 1 else PROGRAMS
     plan = make_plan(arrays["lengths"], tile=tile, programs=programs)
+    # Plans may be longer than it takes.
+    plan = jax.tree.map(lambda x: jnp.pad(x, (0, 3), constant_values=1 << 20), plan)
     if implementation == "triton":
         return gpu.triton(**arrays, plan=plan, **wanted, interpret=True), False
     parameters = plgpu.InterpretGPUParams(detect_races=True)

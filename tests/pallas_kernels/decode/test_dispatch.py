@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels import decode_attention
+from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.dispatch import GPU, Implementation, Operation
 from tests.pallas_kernels.support import as_arrays, decode_inputs, lower_for_cuda, structs
@@ -117,7 +117,7 @@ def test_a_kernel_that_a_card_lacks_is_refused_by_name(monkeypatch):
     assert "needs compute capability 8.0 (Ampere), Tesla T4 has (7, 5)" in str(refusal.value)
 
 
-def test_decode_attention_on_this_machine_is_xla():
+def test_decode_attention_without_an_accelerator_is_xla():
     case = cases.by_name("head_dim64")
     inputs = as_arrays(decode_inputs(case))
     by_default, by_name = (
@@ -126,6 +126,32 @@ def test_decode_attention_on_this_machine_is_xla():
     np.testing.assert_array_equal(by_default, by_name)
     with pytest.raises(NotImplementedError, match="mosaic_gpu"):
         decode_attention(**inputs, scale=0.1, implementation="mosaic_gpu")
+
+
+def test_float8_pools_that_triton_cannot_address_are_refused():
+    """In arrays of 2 to 4 GiB Pallas counts numbers of a byte in 32 bits, with a sign."""
+    function, shapes = decode(cases.by_name("float8"), "triton")
+    for pages, served in ((2**18, True), (2**18 + 1, False), (2**19 + 1, True)):
+        pool = jax.ShapeDtypeStruct((pages, 64, 128), jnp.float8_e4m3fn)
+        scales = jax.ShapeDtypeStruct((pages, 64), jnp.float32)
+        large = dict.fromkeys(("k_pages", "v_pages"), pool)
+        large |= dict.fromkeys(("k_scales", "v_scales"), scales)
+        if served:
+            jax.eval_shape(function, **shapes | large)
+            continue
+        with pytest.raises(NotImplementedError, match="cannot address 2147491840 float8 numbers"):
+            jax.eval_shape(function, **shapes | large)
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_a_plan_of_other_steps_is_refused(rows):
+    """Of several layers, or of fewer rows."""
+    inputs = as_arrays(decode_inputs(cases.by_name("head_dim64")))
+    lengths = inputs["lengths"]
+    shape = {"columns": inputs["page_table"].shape[1], "page_size": 64, "head_dim": 64}
+    plan = decode_plan(lengths[None] if rows == 0 else lengths[:rows], dtype="bfloat16", **shape)
+    with pytest.raises(ValueError, match="not those of one step of"):
+        decode_attention(**inputs, scale=0.1, plan=plan)
 
 
 def test_all_reasons_of_a_refusal_are_told():
@@ -147,7 +173,10 @@ def test_other_platforms_do_not_disturb_float64():
 def test_inside_shard_map():
     case = cases.DecodeCase("sharded", (70, 3, 64, 0), head_dim=64, group=2)
     inputs = as_arrays(decode_inputs(case))
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    if len(jax.devices("cpu")) < 2:
+        pytest.skip("needs two devices")
+    devices = jax.devices("cpu")[:2]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     by_rows, whole = PartitionSpec("data"), PartitionSpec()
     specs = dict.fromkeys(inputs, by_rows) | {"k_pages": whole, "v_pages": whole}
     function = functools.partial(decode_attention, scale=0.1)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import fetch_rows
+from pallas_kernels.dispatch import DEFAULT_GPU, GPU
+from pallas_kernels.fetch import gpu as fetch_gpu
 from pallas_kernels.fetch.gpu import fetch_rows_triton, why_not
 from pallas_kernels.fetch.reference import is_on_host
 from tests.pallas_kernels.support import lower_for_cuda
@@ -90,6 +92,39 @@ def test_the_kernel_on_a_gpu(memory):
     for implementation in ("triton", "xla"):
         rows = fetch(store, index, implementation=implementation)
         np.testing.assert_array_equal(rows, values[index])
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "numbers", "kernel"),
+    [
+        (GPU("Tesla T4", 40, (7, 5)), "bfloat16", 1 << 12, False),
+        (GPU("NVIDIA A100-SXM4-40GB", 108, (8, 0)), "bfloat16", 1 << 12, True),
+        (GPU("NVIDIA A100-SXM4-40GB", 108, (8, 0)), "float8_e4m3fn", 1 << 12, False),
+        (DEFAULT_GPU, "float8_e4m3fn", 1 << 31, True),
+        # In arrays of 2 to 4 GiB Pallas counts numbers of a byte in 32 bits, with a sign.
+        (DEFAULT_GPU, "float8_e4m3fn", (1 << 31) + 128, False),
+        (DEFAULT_GPU, "float8_e4m3fn", (1 << 32) + 128, True),
+        (DEFAULT_GPU, "bfloat16", (1 << 31) + 128, True),
+    ],
+)
+def test_what_a_card_cannot_do_is_left_to_xla(card, dtype, numbers, kernel, monkeypatch):
+    monkeypatch.setattr(fetch_gpu, "target_gpu", lambda: card)
+    text = lower_for_cuda(
+        fetch_rows,
+        store=jax.ShapeDtypeStruct((numbers // 128, 128), jnp.dtype(dtype)),
+        index=jax.ShapeDtypeStruct((5,), jnp.int32),
+    )
+    assert ("fetch_rows_triton" in text) == kernel
+    assert ("stablehlo.gather" in text) != kernel
+
+
+def test_float64_stays_what_it_is():
+    with jax.enable_x64(True):
+        store = jnp.asarray(np.random.default_rng(0).normal(size=(9, 8)))
+        rows = fetch_rows(store, jnp.array([8, 0]))
+        np.testing.assert_array_equal(rows, store[np.array([8, 0])])
+        with pytest.raises(NotImplementedError, match="float64"):
+            fetch_rows(store, jnp.array([8, 0]), implementation="triton")
 
 
 def test_what_no_kernel_serves_is_said():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental import topologies
+from jax.experimental import checkify, topologies
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import prefill_attention
@@ -194,6 +194,8 @@ def test_reasons_name_the_limit():
         ({"past_lengths": (2, 3)}, "past_lengths"),
         ({"past_until": (2, 2, 95)}, "past_until"),
         ({"window": -2}, "window"),
+        ({"floats": {"page_table"}}, "page_table must hold integers"),
+        ({"floats": {"counts"}}, "counts must hold integers"),
     ],
 )
 def test_bad_input_is_refused(change, message):
@@ -209,12 +211,43 @@ def test_bad_input_is_refused(change, message):
         "past_lengths": (2, 2),
         "past_until": (2, 2, 96),
     }
-    facts = shapes | {"window": 3} | change
-    integers = {"counts", "page_table", "past_lengths", "past_until"}
+    facts = shapes | {"window": 3, "floats": set()} | change
+    integers = {"counts", "page_table", "past_lengths", "past_until"} - facts["floats"]
     dtypes = {n: jnp.int32 if n in integers else jnp.float32 for n in ORDER} | {"evicted": bool}
     arrays = [jax.ShapeDtypeStruct(facts[n], dtypes[n]) for n in ORDER]
     with pytest.raises(ValueError, match=message):
         check_arguments(*arrays, facts["window"])
+
+
+@pytest.mark.parametrize("name", ["ragged", "no_pages"])
+def test_debug_lets_pass_what_is_in_range(name):
+    """Entries past a row's length lie outside the pool, and may."""
+    case = BY_NAME[name]
+    arrays = [*map(jnp.asarray, draw(case))]
+    output = prefill_attention(*arrays, window=case.window, scale=0.1, debug=True)
+    assert output.shape == arrays[0].shape
+
+
+@pytest.mark.parametrize("name", ["page_table", "past_lengths"])
+def test_debug_refuses_what_is_out_of_range(name):
+    case = BY_NAME["ragged"]
+    arrays = dict(zip(ORDER, draw(case), strict=True))
+    row = np.flatnonzero(arrays["past_lengths"])[-1]
+    if name == "page_table":
+        arrays[name].reshape(-1, case.M)[row, 0] = len(arrays["k_pages"])
+    else:
+        arrays[name].reshape(-1)[row] = case.M * case.P + 1
+    kind = {"page_table": "page", "past_lengths": "length"}[name]
+
+    def run(arrays):
+        return prefill_attention(**arrays, window=case.window, scale=0.1, debug=True)
+
+    arrays = {key: jnp.asarray(x) for key, x in arrays.items()}
+    with pytest.raises(ValueError, match=f"prefill_attention: {kind} .* of row {row}"):
+        run(arrays)
+    error, _ = jax.jit(checkify.checkify(run))(arrays)
+    with pytest.raises(checkify.JaxRuntimeError, match=f"prefill_attention: a .*{kind} is not in"):
+        error.throw()
 
 
 @pytest.mark.gpu

@@ -11,8 +11,11 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import write_pages
-from pallas_kernels.update import cases
+from pallas_kernels.update import cases, tpu
 from tests.pallas_kernels.update.support import write_structs
+
+# As many rows as their addresses may be in scalar memory.
+MOST_ROWS = cases.WriteCase("most_rows", tpu._MOST_ROWS)
 
 
 def main(topology, names):
@@ -20,7 +23,8 @@ def main(topology, names):
     chips = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     sharding = NamedSharding(Mesh(np.array(chips[:1]), ("x",)), PartitionSpec())
     for name in names:
-        shapes = write_structs(cases.by_name(name), sharding)
+        case = MOST_ROWS if name == "most_rows" else cases.by_name(name)
+        shapes = write_structs(case, sharding)
         pool = {key: shapes.pop(key) for key in ("k_pages", "v_pages")}
         run = jax.jit(lambda pool, rest: write_pages(**pool, **rest), donate_argnums=0)
         compiled = run.trace(pool, shapes).lower().compile()

@@ -23,6 +23,8 @@ def run(implementation, arrays):
     if implementation == "triton":
         return gpu.triton(*operands(arrays), interpret=True), False
     if implementation == "mosaic_tpu":
+        # Several blocks of rows, the last of them not full.
+        tpu._VMEM_BYTES = 1 << 16
         parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
         results = tpu.write_pages_tpu(*operands(arrays), interpret=parameters)
         return jax.block_until_ready(results), tpu_interpreter.races.races_found

@@ -32,11 +32,21 @@ def test_xla_agrees_with_the_oracle(case):
     assert same_bits(got, write_oracle(inputs))
 
 
-def test_on_this_machine_it_is_xla():
+def test_without_an_accelerator_it_is_xla():
     inputs = write_inputs(cases.BASE)
     assert same_bits(write_pages(**as_arrays(inputs)), write_oracle(inputs))
     with pytest.raises(NotImplementedError, match="only mosaic_gpu"):
         write_pages(**as_arrays(inputs), implementation="mosaic_gpu")
+
+
+def test_a_pool_that_is_given_up_is_written_in_place():
+    shapes = write_structs(cases.by_name("rows8"))
+    pool = {name: shapes.pop(name) for name in ("k_pages", "v_pages")}
+    write = jax.jit(lambda pool, rest: write_pages(**pool, **rest), donate_argnums=0)
+    memory = write.lower(pool, shapes).compile().memory_analysis()
+    size = sum(x.size * x.dtype.itemsize for x in pool.values())
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 1000
 
 
 def test_fewer_pages_of_values_than_of_keys():
@@ -155,6 +165,23 @@ def test_other_generations_of_gpus(card, name, scatter, monkeypatch):
     assert (SCATTER in text) == scatter
     assert ("triton" in text) != scatter
     assert "mosaic_gpu" not in text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "served"), [(2**31, True), (2**31 + 8192, False), (2**32 + 8192, True)]
+)
+def test_float8_pools_that_triton_cannot_address_are_left_to_xla(numbers, served):
+    """In arrays of 2 to 4 GiB Pallas counts numbers of a byte in 32 bits, with a sign."""
+    shapes = write_structs(cases.by_name("float8_head_dim64"))
+    pages = numbers // (64 * 64)
+    for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
+        shapes[name] = jax.ShapeDtypeStruct((pages, *shapes[name].shape[1:]), shapes[name].dtype)
+    text = lower_for_cuda(write_pages, **shapes)
+    assert ("write_pages_triton" in text) == served
+    assert (SCATTER in text) != served
+    if not served:
+        with pytest.raises(NotImplementedError, match=f"cannot address {numbers} float8"):
+            lower_for_cuda(functools.partial(write_pages, implementation="triton"), **shapes)
 
 
 def test_the_write_in_place_is_shielded_from_slices():

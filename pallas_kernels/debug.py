@@ -1,0 +1,50 @@
+"""The check of debug mode on rows of pages: what a kernel would read outside the pool or the table.
+
+On concrete arrays it raises before anything is launched; under `jax.jit` it is a `checkify.check`.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import checkify
+from jaxtyping import Array, Int
+
+
+def check_pages(
+    operation: str,
+    page_table: Int[Array, "R M"],
+    lengths: Int[Array, " R"],
+    pages: int,
+    page_size: int,
+) -> None:
+    """Refuse live table entries outside the pool and lengths outside the table.
+
+    Args:
+      operation: whose arguments these are.
+      page_table: page numbers of each row.
+      lengths: live slots of each row.
+      pages: pages of the pool.
+      page_size: slots of a page.
+
+    Raises:
+      ValueError: a page or a length is out of range.
+    """
+    slots = page_table.shape[1] * page_size
+    live = jnp.arange(page_table.shape[1]) * page_size < lengths[:, None]
+    bad_page = live & ((page_table < 0) | (page_table >= pages))
+    bad_length = (lengths < 0) | (lengths > slots)
+    if isinstance(bad_page, Tracer) or isinstance(bad_length, Tracer):
+        checkify.check(~bad_length.any(), f"{operation}: a length is not in 0..{slots}")
+        checkify.check(~bad_page.any(), f"{operation}: a live page is not in 0..{pages - 1}")
+        return
+    if bad_length.any():
+        row = int(np.argmax(np.asarray(bad_length)))
+        raise ValueError(
+            f"{operation}: length {int(lengths[row])} of row {row} is not in 0..{slots}"
+        )
+    if bad_page.any():
+        row, column = np.argwhere(np.asarray(bad_page))[0]
+        raise ValueError(
+            f"{operation}: page {int(page_table[row, column])} of row {row}, column {column} "
+            f"is not in 0..{pages - 1}"
+        )

@@ -1,0 +1,18 @@
+"""What tests of kernels have in common: those that are not about a card do not depend on it."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def any_machine(request, monkeypatch):
+    """Unless a test is marked `gpu` it runs on the CPU, and plans are made for an H200."""
+    import jax  # not at the top: its environment is set first
+
+    from pallas_kernels import dispatch
+
+    if request.node.get_closest_marker("gpu"):
+        yield
+        return
+    monkeypatch.setattr(dispatch, "_local_gpu", lambda: None)
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
