@@ -10,7 +10,6 @@ and, to tell drift from eviction, with nothing evicted.
 """
 
 import dataclasses
-import os
 import pathlib
 import subprocess
 import sys
@@ -24,16 +23,16 @@ from curve.data import read_documents
 from curve.jobs import Worker, provenance, read_json, write_json
 from curve.plan import Config as Plan
 from curve.plan import Job, Paths, Variant
-from first_curve import count_gpus, gpu_of
+from first_curve import count_gpus, environment, gpu_of, stop
 
 import dms_jax
-from dms_jax import assets
-from dms_jax.evaluation import evaluate, percent
+from dms_jax.evaluation import difference, evaluate, percent
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training import Stage
 
 VARIANT = Variant("adapter", 0, 16)
+BASE = "base"  # the model that no trial has touched, measured like them
 _BATCH = 16  # documents a pass of the comparison with the base model
 
 
@@ -117,9 +116,14 @@ class Config:
 
     def __post_init__(self):
         for name in self.trials:
-            if name not in TRIALS:
+            if name not in (BASE, *TRIALS):
                 known = ", ".join(TRIALS)
                 raise dms_jax.ConfigError(f"there is no trial {name!r}; there are {known}")
+        if not self.ratio > 1:
+            raise dms_jax.ConfigError(f"ratio must be above 1, got {self.ratio}")
+        for name in ("processes", "problems", "chains", "max_new_tokens", "documents"):
+            if getattr(self, name) < 1:
+                raise dms_jax.ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.shards < 2:
             raise dms_jax.ConfigError("one shard is held out, so that at least two are needed")
         for shard in range(self.shards):
@@ -145,29 +149,44 @@ class Config:
 def main(config: Config) -> list[dict[str, Any]]:
     """Runs the trials that are left in processes of their own, and prints and writes all."""
     folder = config.out / "recipes"
-    names = config.trials or tuple(TRIALS)
+    names = dict.fromkeys((BASE, *(config.trials or TRIALS)))
     left = [name for name in names if not (folder / f"{name}.json").exists()]
-    gpus = count_gpus()
-    folders = [str(pathlib.Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
-    workers = []
-    for index in range(min(config.processes, len(left))):
-        own = dataclasses.replace(config, trials=tuple(left[index :: config.processes]))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-            **gpu_of(index, config.processes, gpus),
-        }
-        program = f"from pathlib import *; from choose_recipe import *; work({own!r})"
-        workers.append(subprocess.Popen([sys.executable, "-c", program], env=environment))
-    failed = sum(worker.wait() != 0 for worker in workers)
+    workers, gpus = [], count_gpus()
+    try:
+        for index in range(min(config.processes, len(left))):
+            own = dataclasses.replace(config, trials=tuple(left[index :: config.processes]))
+            program = f"from pathlib import *; from choose_recipe import *; entry({own!r})"
+            gpu = gpu_of(index, config.processes, gpus)
+            workers.append(
+                subprocess.Popen([sys.executable, "-c", program], env=environment(config.out, gpu))
+            )
+        failed = sum(worker.wait() != 0 for worker in workers)
+    finally:
+        stop(workers)
     if failed:
         sys.exit(f"{failed} of {len(workers)} workers failed")
     rows = [read_json(path) for path in sorted(folder.glob("*.json"))]
     rows.sort(key=lambda row: -row["accuracy"][0])
     show(rows)
-    kept = [{key: row[key] for key in row if key != "per_problem"} for row in rows]
+    kept = [
+        {key: value for key, value in row.items() if key != "per_problem"} | {"above": above}
+        for row, above in zip(rows, differences(rows), strict=True)
+    ]
     write_json(config.out / "recipes.json", {"ratio": config.ratio, "trials": kept})
     return rows
+
+
+def differences(rows: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
+    """What each trial has above each other, paired by problem: accuracy and its standard error."""
+    scores = {row["trial"]: np.asarray([row["per_problem"]["scores"]], np.float64) for row in rows}
+    pairs = {
+        name: {other: difference(own, scores[other]) for other in scores if other != name}
+        for name, own in scores.items()
+    }
+    return [
+        {other: [float(gap.value), float(gap.error)] for other, gap in above.items()}
+        for above in pairs.values()
+    ]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -181,12 +200,25 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def entry(config: Config) -> None:
+    """Entry of a process."""
+    try:
+        work(config)
+    except dms_jax.DmsJaxError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(1)  # the first process says so
+
+
 def work(config: Config) -> None:
     """Does the trials one after another."""
     worker = Worker(config.plan(), float("inf"))
-    measure(config, worker.base, dms_jax.Vanilla(), "base", {"steps": 0}, time.time())
     for name in config.trials:
-        start, trial = time.time(), TRIALS[name]
+        start = time.time()
+        if name == BASE:
+            measure(config, worker.base, worker.base, dms_jax.Vanilla(), name, {"steps": 0}, start)
+            continue
+        trial = TRIALS[name]
         control = trial.adapter_learning_rate is None
         policy = dms_jax.Vanilla() if control else VARIANT.policy
         recipe = worker.recipe(
@@ -198,21 +230,19 @@ def work(config: Config) -> None:
         job = Job("further" if control else "retrofit", f"recipe-{name}", 0)
         model = worker.train(job, recipe, None if control else policy)
         record = {"settings": vars(trial), "steps": recipe.total_steps(policy)}
-        measure(config, model, policy, name, record, start)
+        measure(config, worker.base, model, policy, name, record, start)
 
 
 def measure(
     config: Config,
+    base: LanguageModel,
     model: LanguageModel,
     policy: Policy,
     name: str,
     record: dict[str, Any],
     start: float,
 ) -> None:
-    """Writes what a model does under its policy, unless that is there."""
-    path = config.out / "recipes" / f"{name}.json"
-    if path.exists():
-        return
+    """Writes what a model does under its policy, and how far it is from the base model."""
     plan = config.plan()
     result = evaluate(
         model,
@@ -229,7 +259,6 @@ def measure(
     )
     data = result.to_dict(problems=True, samples=0)
     kept = ("accuracy", "tasks", "peak", "reads", "compression_ratio", "per_problem")
-    base = dms_jax.load(config.model or assets.path("reasoner-11m"))
     documents = read_documents([Paths(plan).data(config.shards - 1)])[: config.documents]
     row = {
         "trial": name,
@@ -241,7 +270,7 @@ def measure(
         "device": jax.devices()[0].device_kind,
         **provenance(),
     }
-    write_json(path, row)
+    write_json(config.out / "recipes" / f"{name}.json", row)
     print(f"{name}: {percent(data['accuracy'])}, KL {row['kl']:.5f}", flush=True)
 
 
@@ -283,3 +312,5 @@ if __name__ == "__main__":
         main(tyro.cli(Config, description=__doc__))
     except dms_jax.DmsJaxError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Stopped; the same command goes on from here.")

@@ -12,6 +12,7 @@ Work is split into jobs that write files. A run that was cut off goes on where i
 same command is given again; what is there is not done twice.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,7 +23,7 @@ import sys
 import tarfile
 import time
 
-from curve.jobs import read_config, write_config
+from curve.jobs import read_config, write_config, write_text
 from curve.page import write_pages
 from curve.plan import Config, Paths, jobs
 
@@ -35,15 +36,19 @@ _GRACE_SECONDS = 40  # after the deadline, to end what was begun
 def main(config: Config) -> int:
     """Does what is left of the plan and writes the page; returns how many jobs failed."""
     start = time.time()
-    config.out.mkdir(parents=True, exist_ok=True)
     if config.only != "report":
+        try:
+            config.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            text = f"{config.out} cannot be the run directory: {error.strerror}"
+            raise dms_jax.ConfigError(text) from None
         for leftover in ("locks", "failed"):  # of a run that was cut off
             shutil.rmtree(config.out / leftover, ignore_errors=True)
         write_config(config)
         _run_workers(config, start + 60 * config.deadline_minutes)
     elif (config.out / "config.json").exists():  # the plan that was carried out
-        places = dict(out=config.out, pages=config.pages, pack=config.pack)
-        config = dataclasses.replace(read_config(config.out), **places)
+        own = dict(out=config.out, pages=config.pages, pack=config.pack, only=config.only)
+        config = dataclasses.replace(read_config(config.out), **own)
     paths = Paths(config)
     failures = sorted((config.out / "failed").glob("*.txt"))
     for failure in failures:
@@ -51,7 +56,7 @@ def main(config: Config) -> int:
     if config.only == "data":
         return len(failures)
     if not any(paths.root.glob("results/vanilla/*")):
-        print("There is nothing to report yet.")
+        print(f"{config.out} holds no results yet; first_curve.py --out {config.out} makes them.")
         return 1
     pages = config.pages or config.out
     write_pages(config, pages)
@@ -64,38 +69,49 @@ def main(config: Config) -> int:
 
 def _run_workers(config: Config, deadline: float) -> None:
     """Starts the processes, each on its own GPU where there are several, and waits for them."""
-    here = pathlib.Path(__file__).resolve().parent
     program = f"from curve.jobs import worker; worker({str(config.out)!r}, {deadline})"
-    folders = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.out.resolve() / "compiled"))
-    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
     workers, logs, gpus = [], [], count_gpus()
     try:
         for index in range(config.processes):
             log = (config.out / f"worker-{index}.log").open("a")
             logs.append(log)
-            own = gpu_of(index, config.processes, gpus)
             workers.append(
                 subprocess.Popen(
                     [sys.executable, "-c", program],
-                    env={**environment, **own},
+                    env=environment(config.out, gpu_of(index, config.processes, gpus)),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
             )
         _follow(config, workers, deadline + _GRACE_SECONDS)
     finally:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.terminate()
+        stop(workers)
         for log in logs:
             log.close()
+
+
+def environment(out: pathlib.Path, gpu: dict[str, str]) -> dict[str, str]:
+    """Of a worker: where the code is, its GPU, and one cache of compiled programs for all."""
+    here = pathlib.Path(__file__).resolve().parent
+    folders = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(out.resolve() / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **gpu,
+    }
+
+
+def stop(workers: list[subprocess.Popen]) -> None:
+    """Ends the workers that still run, and waits until they have."""
+    for worker in workers:
+        if worker.poll() is None:
+            worker.terminate()
+    for worker in workers:
+        worker.wait()
 
 
 def count_gpus() -> int:
@@ -121,7 +137,11 @@ def _follow(config: Config, workers: list[subprocess.Popen], end: float) -> None
     start, shown = time.time(), set((config.out / "jobs").glob("*.json"))
     running = True
     while running:
-        running = any(worker.poll() is None for worker in workers) and time.time() < end
+        states = [worker.poll() for worker in workers]
+        for worker, state in zip(workers, states, strict=True):
+            if state:
+                fail_job_of(worker, config.out)
+        running = None in states and time.time() < end
         for log in sorted(set((config.out / "jobs").glob("*.json")) - shown):
             shown.add(log)
             job = json.loads(log.read_text())
@@ -132,6 +152,16 @@ def _follow(config: Config, workers: list[subprocess.Popen], end: float) -> None
         if worker.returncode:
             tail = (config.out / f"worker-{index}.log").read_text()[-2000:]
             print(f"worker {index} ended with {worker.returncode}:\n{tail}", flush=True)
+
+
+def fail_job_of(worker: subprocess.Popen, out: pathlib.Path) -> None:
+    """What a process was doing when it died has failed, so that the others do not wait for it."""
+    for lock in (out / "locks").glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another worker has just ended its job
+            if lock.read_text() == str(worker.pid):
+                reason = f"its process ended with {worker.returncode}"
+                write_text(out / "failed" / f"{lock.name}.txt", f"{reason}\n")
+                lock.unlink()
 
 
 def pack(config: Config, folder: pathlib.Path) -> None:
@@ -169,3 +199,5 @@ if __name__ == "__main__":
         sys.exit(main(tyro.cli(Config, description=__doc__)))
     except dms_jax.DmsJaxError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Stopped; the same command goes on from here.")

@@ -86,7 +86,8 @@ class Worker:
         lock = self.paths.lock(job)
         lock.parent.mkdir(parents=True, exist_ok=True)
         try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            with lock.open("x") as file:
+                file.write(str(os.getpid()))
         except FileExistsError:
             return False
         if self.paths.done(job):
@@ -100,8 +101,10 @@ class Worker:
         outcome = "done"
         try:
             getattr(self, f"_{job.kind}")(job)
-        except (OutOfTimeError, KeyboardInterrupt):
+        except OutOfTimeError:
             outcome = "out of time"
+        except KeyboardInterrupt:
+            outcome, self.deadline = "stopped", 0  # nothing new is begun
         except Exception:  # another job may well succeed; the page tells of this one
             outcome = "failed"
             write_text(self.paths.failure(job), traceback.format_exc())
@@ -290,7 +293,7 @@ def policy_at(system: str, lengths: np.ndarray, peak: float) -> Policy:
 def limit_for(lengths: np.ndarray, peak: float) -> int:
     """The limit whose mean of min(length, limit) comes closest to `peak`.
 
-    # In: [10, 20, 30], 15   Out: 18, for (10 + 18 + 18) / 3 = 15.3; 17 gives 14.7 and comes first
+    # In: [10, 20, 30], 15   Out: 17, for (10 + 17 + 17) / 3 = 14.7; 18 gives 15.3, no closer
     """
     limits = np.arange(1, int(lengths.max()) + 1)
     means = np.minimum(lengths[:, None], limits).mean(0)

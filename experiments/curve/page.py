@@ -7,12 +7,14 @@ from typing import Any
 
 from curve import figure
 from curve.analysis import Axis, Results
-from curve.jobs import provenance, read_json, write_text
-from curve.plan import FURTHER, TRAINING_FREE, Config, Paths, jobs
+from curve.jobs import BASE, provenance, read_json, write_text
+from curve.plan import FURTHER, TASKS, TRAINING_FREE, Config, Paths, jobs
 from dms_jax.evaluation import Measured
 
 RIVALS = ("TOVA", "StreamingLLM")
 MARGIN = 0.02  # of the control, within which DMS at ratio 4 is to stay
+# Where and how a machine did it, which is no setting of what was measured.
+_ELSEWHERE = {"out", "pages", "pack", "processes", "deadline_minutes", "only", "model"}
 
 
 def write_pages(config: Config, folder: pathlib.Path) -> None:
@@ -83,11 +85,10 @@ def summary(config: Config, results: Results) -> dict[str, Any]:
     records = [
         record for job in jobs(config) if (record := read_json(Paths(config).log(job))) is not None
     ]
-    settings = {
-        key: value for key, value in vars(config).items() if not isinstance(value, pathlib.Path)
-    }
+    settings = {key: value for key, value in vars(config).items() if key not in _ELSEWHERE}
     return {
         **_provenance(records),
+        "model": pathlib.Path(config.model or BASE).name,
         "settings": settings,
         "tasks": {name: [t.to_dict() for t in task] for name, task in config.tasks().items()},
         "job_seconds": sum(record["seconds"] for record in records),
@@ -185,12 +186,12 @@ def _above(ratio: str, rival: str, table: dict[str, list[float] | None]) -> str:
     measured = {task: pair for task, pair in table.items() if pair is not None}
     won = [task for task, (value, error) in measured.items() if value > 2 * error]
     lost = [task for task, (value, error) in measured.items() if value < -2 * error]
-    unknown = len(table) - len(measured)
+    unknown = len(TASKS) - len(measured)
     if len(won) >= 2:
         verdict = "holds"
     elif measured and len(won) + unknown < 2:
         verdict = "does not hold"
-    else:  # the rival was not measured with so few tokens, so that there is nothing to hold against
+    else:  # a task was not asked, or the rival was not measured with so few tokens
         verdict = "not measured on enough tasks"
     figures = ", ".join(f"{task} {_points(pair)}" for task, pair in table.items()) or "-"
     text = (
@@ -279,7 +280,8 @@ def _training(config: Config) -> str:
         f"{config.learning_rate:g} (adapter {config.adapter_learning_rate:g}), "
         f"{config.steps_per_ratio} steps a unit of compression ratio after {config.decay_steps} "
         "steps in which the borrowed neuron fades (none with an adapter). The control takes as "
-        "many steps as the longest of them, on the language modelling loss.",
+        f"many steps as the longest of them, {config.total_steps():,}, on the language modelling "
+        "loss; a snapshot of DMS at a ratio below the highest has taken fewer.",
         "",
         "| run | steps | tokens | tokens/s | s | share to evict at the end | distillation loss |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -321,11 +323,10 @@ def _options(config: Config) -> str:
 
     The defaults too: they may be others when the command is given again.
     """
-    elsewhere = {"out", "pages", "pack", "processes", "deadline_minutes", "only", "model"}
     options = ""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in elsewhere or value is None or value == ():
+        if field.name in _ELSEWHERE or value is None or value == ():
             continue
         values = value if isinstance(value, tuple) else (value,)
         options += f" --{field.name.replace('_', '-')} {' '.join(map(str, values))}"

@@ -8,7 +8,8 @@ anywhere. The layout of the run directory:
     models/SYSTEM-SEED-RATIO/                  snapshots, Hugging Face directories
     results/SYSTEM/SETTING-SEED-TASK.json      one evaluation each
     jobs/NAME.json                             seconds of each job, on one GPU
-    locks/NAME, failed/NAME.txt
+    locks/NAME                                 process that does a job
+    failed/NAME.txt                            why a job failed
 """
 
 import dataclasses
@@ -28,6 +29,18 @@ from dms_jax.data.tasks import (
 
 TASKS = ("reasoning", "needle", "tracking")
 TRAINING_FREE = ("TOVA", "StreamingLLM", "RandomEviction")
+
+
+_COUNTS = (
+    *("processes", "shards", "documents", "document_tokens", "sequence_length", "batch_size"),
+    *("micro_batch_size", "decay_steps", "steps_per_ratio", "seeds", "problems"),
+    *("retrieval_problems", "chains", "max_new_tokens", "needle_size", "tracking_size"),
+    *("lanes", "page_size"),
+)
+_NOT_NEGATIVE = (
+    *("deadline_minutes", "document_temperature", "temperature"),
+    *("learning_rate", "decay_learning_rate", "adapter_learning_rate"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +84,9 @@ class Config:
     steps_per_ratio: int = 300
     """Steps a unit of compression ratio (100 in the paper; `choose_recipe.py` compares)."""
     learning_rate: float = 3e-5
-    """Of all weights, constant. Three times as much costs the model digits (see the page)."""
+    """Of all weights, constant (`choose_recipe.py` compares)."""
     adapter_learning_rate: float = 3e-4
-    """Of the adapter."""
+    """Of the adapter; three times as much costs the model digits (see the page)."""
     variants: tuple[str, ...] = ()
     """Only these ways to retrofit DMS; all unless given."""
     ratios: tuple[float, ...] = (2.0, 3.0, 4.0, 8.0)
@@ -113,14 +126,18 @@ class Config:
                 raise dms_jax.ConfigError(f"there is no variant {name!r}; there are {known}")
         for name in self.asked:
             if name not in TASKS:
-                raise dms_jax.ConfigError(f"there is no task {name!r}; there are {TASKS}")
+                known = ", ".join(TASKS)
+                raise dms_jax.ConfigError(f"there is no task {name!r}; there are {known}")
         for name in ("ratios", "ladder"):
             values = getattr(self, name)
             if not values or min(values) < 1:
                 raise dms_jax.ConfigError(f"{name} must be numbers >= 1, at least one of them")
-        for name in ("processes", "shards", "documents", "seeds", "problems", "chains", "lanes"):
-            if getattr(self, name) < 1:
-                raise dms_jax.ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in _COUNTS:
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise dms_jax.ConfigError(f"{name} must be >= 1, got {count}")
+        for name in _NOT_NEGATIVE:
+            if not getattr(self, name) >= 0:
+                raise dms_jax.ConfigError(f"{name} must be >= 0, got {getattr(self, name)}")
         if not self.asked:
             raise dms_jax.ConfigError("asked must name at least one task")
 

@@ -1,11 +1,15 @@
 """Trials of recipes: their stages, the distance from the base model, and a whole tiny one."""
 
+import dataclasses
 import json
+import re
+from typing import ClassVar
 
 import choose_recipe
 import numpy as np
 import pytest
 from choose_recipe import TRIALS, Config, Trial, distance
+from curve.jobs import write_json
 from curve.plan import Config as Plan
 from curve.plan import Paths
 
@@ -69,6 +73,56 @@ def test_what_cannot_be_tried_is_refused(written, tmp_path):
         Config(out=written, shards=3)
     with pytest.raises(dms_jax.ConfigError, match="at least two"):
         Config(out=written, shards=1)
+    with pytest.raises(dms_jax.ConfigError, match="processes must be >= 1, got 0"):
+        Config(out=written, shards=2, processes=0)
+    with pytest.raises(dms_jax.ConfigError, match="ratio must be above 1"):
+        Config(out=written, shards=2, ratio=1.0)
+    with pytest.raises(dms_jax.ConfigError, match="batch_size must be >= 1"):
+        Config(out=written, shards=2, batch_size=0)
+
+
+def test_what_fails_in_a_process_is_told_in_a_line(written):
+    config = Config(out=written, shards=2, model=str(written / "nowhere"), trials=("base",))
+    with pytest.raises(SystemExit, match=r"^CheckpointError: no directory .*nowhere"):
+        choose_recipe.entry(config)
+
+
+def test_differences_are_paired_by_problem():
+    rows = [
+        {"trial": name, "per_problem": {"scores": scores}}
+        for name, scores in (("better", [1.0, 0.5, 0.75, 0.75]), ("worse", [1.0, 0.25, 0.25, 0.5]))
+    ]
+    # gaps 0, 0.25, 0.5, 0.25: mean 0.25, deviation sqrt(0.125 / 3), error half of that
+    better, worse = choose_recipe.differences(rows)
+    assert better == {"worse": pytest.approx([0.25, (0.125 / 3) ** 0.5 / 2])}
+    assert worse == {"better": pytest.approx([-0.25, (0.125 / 3) ** 0.5 / 2])}
+
+
+class FakeProcess:
+    """A process that ends at once; `given` collects the programs."""
+
+    given: ClassVar[list[str]] = []
+
+    def __init__(self, command, **_):
+        self.given.append(command[-1])
+
+    def wait(self):
+        return 0
+
+    poll = wait
+
+
+def test_the_base_model_is_measured_once_and_what_is_there_not_again(written, monkeypatch):
+    monkeypatch.setattr(FakeProcess, "given", [])
+    monkeypatch.setattr(choose_recipe.subprocess, "Popen", FakeProcess)
+    monkeypatch.setattr(choose_recipe, "count_gpus", lambda: 0)
+    row = {"trial": "control", "accuracy": [0.5, 0.1], "peak": 1, "kl": 0, "kl_dense": 0}
+    row |= {"steps": 1, "seconds": 1, "per_problem": {"scores": [1, 0]}}
+    write_json(written / "recipes" / "control.json", row)
+    trials = ("adapter", "control", "adapter-100")
+    choose_recipe.main(Config(out=written, shards=2, processes=2, trials=trials))
+    own = [re.search(r"trials=\((.*?),?\)", program)[1] for program in FakeProcess.given]
+    assert own == ["'base', 'adapter-100'", "'adapter'"]
 
 
 @pytest.mark.slow
@@ -87,13 +141,14 @@ def test_a_trial_is_trained_measured_and_not_repeated(written, capsys):
         max_new_tokens=4,
         needle_size=10,
     )
-    choose_recipe.work(config)
+    choose_recipe.work(dataclasses.replace(config, trials=("base", "adapter")))
     rows = choose_recipe.main(config)  # nothing is left to do
     assert {row["trial"] for row in rows} == {"adapter", "base"}
     printed = capsys.readouterr().out
     summary = json.loads((written / "recipes.json").read_text())
     for row, kept in zip(rows, summary["trials"], strict=True):
         assert row.pop("per_problem")["scores"]
+        assert set(kept.pop("above")) == {"base", "adapter"} - {row["trial"]}
         assert row == kept
         assert f"{row['peak']:7.0f}{row['kl']:10.5f}" in printed
     base, adapter = sorted(rows, key=lambda row: row["steps"])

@@ -2,8 +2,12 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
+import signal
+import subprocess
+import sys
 
 import first_curve
 import numpy as np
@@ -177,6 +181,41 @@ def test_nothing_begins_after_the_deadline(tmp_path):
     assert worker.did == []
 
 
+def test_a_job_that_is_stopped_is_the_last(tmp_path):
+    class Stopped(Worker):
+        def _data(self, job: Job) -> None:
+            raise KeyboardInterrupt
+
+    config = small(tmp_path)
+    worker = Stopped(config, deadline=np.inf)
+    worker.work()
+    logs = [path.stem for path in (tmp_path / "jobs").glob("*.json")]
+    assert logs == ["data-0"]
+    assert json.loads(Paths(config).log(Job("data", "data", 0)).read_text())["outcome"] == "stopped"
+    assert not list((tmp_path / "locks").iterdir())
+
+
+def test_the_job_of_a_process_that_died_has_failed(tmp_path):
+    """Others would wait for it for ever."""
+    config, job = small(tmp_path), Job("data", "data", 0)
+    dead = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    dead.wait()
+    for name, owner in ((job.name, dead.pid), ("data-1", dead.pid + 1)):
+        (tmp_path / "locks").mkdir(exist_ok=True)
+        (tmp_path / "locks" / name).write_text(str(owner))
+    first_curve.fail_job_of(dead, tmp_path)
+    assert "ended with 3" in Paths(config).failure(job).read_text()
+    assert [lock.name for lock in (tmp_path / "locks").iterdir()] == ["data-1"]
+    assert Worker(config, deadline=np.inf)._take(Job("vanilla", "vanilla", 0))
+    assert (tmp_path / "locks" / "vanilla-0").read_text() == str(os.getpid())
+
+
+def test_no_worker_is_left_behind():
+    running = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    first_curve.stop([running])
+    assert running.returncode == -signal.SIGTERM
+
+
 def test_results_alone_make_data_needless(tmp_path):
     config = small(tmp_path)
     Recorder(config, deadline=np.inf).work()
@@ -253,6 +292,27 @@ def test_verdicts_are_tests_on_the_numbers(tmp_path):
     assert (tmp_path / "pages" / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_page_is_written_of_a_run_whose_last_command_wanted_data_alone(tmp_path, capsys):
+    config = dataclasses.replace(Config(), out=tmp_path, model="/a/place/of/mine", only="data")
+    write_config(config)
+    write_results(config, {("vanilla", 1): (0.90, 100)})
+    assert first_curve.main(Config(out=tmp_path, only="report")) == 0
+    assert "# The first curve" in (tmp_path / "README.md").read_text()
+    text = (tmp_path / "results.json").read_text()
+    assert json.loads(text)["model"] == "mine"
+    assert "/a/place" not in text  # where things were on one machine is nobody's business
+
+
+def test_what_cannot_be_reported_or_written_is_told(tmp_path, capsys):
+    nowhere = tmp_path / "nowhere"
+    assert first_curve.main(Config(out=nowhere, only="report")) == 1
+    assert "nowhere holds no results yet; first_curve.py --out" in capsys.readouterr().out
+    assert not nowhere.exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(dms_jax.ConfigError, match=r"file cannot be the run directory: File exists"):
+        first_curve.main(Config(out=tmp_path / "file"))
+
+
 def test_the_best_variant_is_one_of_those_with_the_most_seeds(tmp_path):
     config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
     levels = {("dms-neuron-shift1-w16", 4): (0.6, 25), ("dms-adapter-shift0-w16", 4): (0.7, 25)}
@@ -274,6 +334,7 @@ def test_a_rival_that_was_not_measured_is_neither_beaten_nor_unbeaten():
     ):
         text = page._above("8", "TOVA", dict(zip(plan.TASKS, pairs, strict=True)))
         assert verdict in text
+    assert "**not measured on enough tasks**" in page._above("8", "TOVA", {"needle": lost})
 
 
 def test_the_command_names_every_setting():
@@ -296,6 +357,9 @@ def test_the_command_names_every_setting():
         ({"ladder": ()}, "ladder"),
         ({"seeds": 0}, "seeds"),
         ({"shards": 0}, "shards"),
+        ({"micro_batch_size": 0}, "micro_batch_size must be >= 1, got 0"),
+        ({"temperature": -1.0}, "temperature must be >= 0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be >= 0"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(changes, message):
