@@ -21,9 +21,17 @@ def quickstart():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_quickstart_measures_what_it_prints(quickstart, tmp_path, capsys):
     config = quickstart.Config(
-        out=tmp_path, sequences=2, wide_steps=1, narrow_steps=1, wide_window=16, narrow_window=4
+        out=tmp_path,
+        sequences=2,
+        wide_steps=1,
+        narrow_steps=1,
+        wide_window=16,
+        narrow_window=4,
+        wide_ratio=4.0,
+        narrow_ratio=5.0,
     )
     rows = quickstart.main(config)
 
