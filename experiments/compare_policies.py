@@ -265,9 +265,10 @@ def join(config: Config) -> dict[str, Measured]:
         for name, row in read_rows(folder / "quality.json", reports[0]["tokens"]).items():
             if name not in rows or rows[name].failed is not None:
                 rows[name] = row
-    places = ("command", "date", "device", "versions")
+    places = ("command", "date", "device", "versions", "config")
     runs = [{place: report[place] for place in places} for report in reports]
-    write_rows(config, rows, reports[0]["tokens"], runs=runs)
+    first = {place: reports[0][place] for place in ("date", "device", "versions", "config")}
+    write_rows(config, rows, reports[0]["tokens"], **first, runs=runs)
     return rows
 
 
