@@ -251,10 +251,12 @@ def read_rows(path: pathlib.Path, tokens: int) -> dict[str, Measured]:
     return {row.name: row for row in rows}
 
 
-def write_rows(config: Config, rows: dict[str, Measured], tokens: int, **more: Any) -> None:
+def write_rows(
+    config: Config, rows: dict[str, Measured], tokens: int, more: dict[str, Any] | None = None
+) -> None:
     """Writes quality.json."""
     content = [dataclasses.asdict(row) for row in rows.values()]
-    write(config, "quality.json", {"tokens": tokens, **more, "rows": content})
+    write(config, "quality.json", {"tokens": tokens} | (more or {}) | {"rows": content})
 
 
 def join(config: Config) -> dict[str, Measured]:
@@ -268,7 +270,7 @@ def join(config: Config) -> dict[str, Measured]:
     places = ("command", "date", "device", "versions", "config")
     runs = [{place: report[place] for place in places} for report in reports]
     first = {place: reports[0][place] for place in ("date", "device", "versions", "config")}
-    write_rows(config, rows, reports[0]["tokens"], **first, runs=runs)
+    write_rows(config, rows, reports[0]["tokens"], first | {"runs": runs})
     return rows
 
 

@@ -79,7 +79,8 @@ def test_runs_that_shared_the_work_are_joined(scripts, tmp_path):
     rows = compare.main(dataclasses.replace(config, join=tuple(parts.values())))
     assert [row.label for row in rows] == ["dense", "StreamingLLM", "Knorm"]
     report = json.loads((tmp_path / "whole" / "quality.json").read_text())
-    assert len(report["runs"]) == 2
+    assert [run["config"]["only"] for run in report["runs"]] == ["('StreamingLLM',)", "('Knorm',)"]
+    assert report["config"] == report["runs"][0]["config"]
     assert "| Knorm at 4 |" in (tmp_path / "whole" / "tables.md").read_text()
     other = dataclasses.replace(config, only=("Knorm",), sequences=1, out=tmp_path / "other")
     compare.main(other)
