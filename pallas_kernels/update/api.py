@@ -64,9 +64,9 @@ def write_pages(
       v_scales: with float8 pages, the factor of each slot's value.
       k_new_scales: the factor of each new key.
       v_new_scales: the factor of each new value.
-      debug: refuse pages and offsets out of range of the rows that write. On concrete arrays this
-        raises before anything is launched; under `jax.jit` it is a `checkify.check`, so wrap the
-        function in `checkify.checkify`.
+      debug: refuse pages and offsets out of range of the rows that write, and pages that several of
+        them write to. On concrete arrays this raises before anything is launched; under `jax.jit`
+        it is a `checkify.check`, so wrap the function in `checkify.checkify`.
       implementation: None picks by the platform the call is lowered for; a name ("mosaic_gpu",
         "triton", "mosaic_tpu", "xla") forces one; a sequence of names is tried in order.
 
@@ -75,7 +75,7 @@ def write_pages(
 
     Raises:
       ValueError: shapes or dtypes that disagree, or an unknown implementation; in debug mode a
-        page or an offset out of range.
+        page or an offset out of range, or a page of several rows.
       NotImplementedError: the implementations asked for cannot serve the call.
     """
     old: tuple[Any, ...] = (k_pages, v_pages)
@@ -129,17 +129,23 @@ def _check(old, new, scales, new_scales, pages, offsets) -> None:
 
 
 def _check_slots(old, pages, offsets) -> None:
-    """Refuse slots that rows name and the pool lacks."""
+    """Refuse slots that rows name and the pool lacks, and pages that several rows write to."""
     num_pages, page_size = min(x.shape[0] for x in old), old[0].shape[1]
-    bad = (offsets >= 0) & ~is_slot(pages, offsets, old)
+    writes = is_slot(pages, offsets, old)
+    bad = (offsets >= 0) & ~writes
+    same = (pages[:, None] == pages) & writes[:, None] & writes
+    shared = jnp.tril(same, -1)
+    limits = f"pages 0..{num_pages - 1}, offsets 0..{page_size - 1}"
     if isinstance(bad, Tracer):
-        checkify.check(
-            ~bad.any(),
-            f"write_pages: a slot is not in pages 0..{num_pages - 1}, offsets 0..{page_size - 1}",
-        )
-    elif bad.any():
+        checkify.check(~bad.any(), f"write_pages: a slot is not in {limits}")
+        checkify.check(~shared.any(), "write_pages: several rows write to one page")
+        return
+    if bad.any():
         row = int(np.argmax(np.asarray(bad)))
         raise ValueError(
             f"write_pages: page {int(pages[row])}, offset {int(offsets[row])} of row {row} is not "
-            f"in pages 0..{num_pages - 1}, offsets 0..{page_size - 1}"
+            f"in {limits}"
         )
+    if shared.any():
+        row, other = np.argwhere(np.asarray(shared))[0]
+        raise ValueError(f"write_pages: rows {other} and {row} write to one page, {pages[row]}")

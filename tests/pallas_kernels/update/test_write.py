@@ -120,6 +120,21 @@ def test_debug_refuses_slots_that_the_pool_lacks(page, offset):
     error.throw()
 
 
+def test_debug_refuses_a_page_of_several_rows():
+    """Where slots of a page travel together, one row would undo what the other wrote."""
+    pool, new = jnp.zeros((4, 8, 8)), jnp.ones((3, 8))
+    run = functools.partial(write_pages, pool, pool, new, new, debug=True)
+    pages, offsets = jnp.array([3, 1, 3]), jnp.array([7, 0, 6])
+    with pytest.raises(ValueError, match="rows 0 and 2 write to one page, 3"):
+        run(pages, offsets)
+    error, _ = checkify.checkify(jax.jit(run))(pages, offsets)
+    with pytest.raises(checkify.JaxRuntimeError, match="several rows write to one page"):
+        error.throw()
+    # One of them writes nothing.
+    got, _ = run(pages, offsets.at[0].set(-1))
+    assert got.sum() == 16
+
+
 def lowered(case, implementation=None):
     function = functools.partial(write_pages, implementation=implementation)
     return lower_for_cuda(function, **write_structs(case))
