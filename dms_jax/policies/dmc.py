@@ -46,7 +46,7 @@ class DMC(Merging):
       window: the last tokens of a segment that count in its mean, in training and at inference
         alike, as in the released code; None for all of them, as in the paper's algorithm 1.
       neuron: the borrowed dimension of keys and queries; the paper says the first, the released
-        code takes the last.
+        code takes the last. What its loss costs depends on the model: try both.
       per: every KV head decides for itself, or the layer as one (DMC-HardC). How the paper's
         heads share is not said; ours take the mean of their neurons.
       importance: read from the queries, or the same for all tokens.
@@ -91,6 +91,11 @@ class DMC(Merging):
     def borrowed_neurons(self) -> str:
         """One dimension of every query and key."""
         return f"{self.neuron} dimension of every query and key"
+
+    @property
+    def trained_decisions(self) -> str:
+        """Whence they come, for whom, and how tokens are weighted."""
+        return f"DMC(neuron={self.neuron!r}, per={self.per!r}, importance={self.importance!r})"
 
     @property
     def merge_window(self) -> int | None:
