@@ -12,10 +12,14 @@ def write_inputs(case, seed=0):
     in another way. The pool holds NaN here and there, as unused memory may.
     """
     rng = np.random.default_rng(seed)
-    pages = rng.permutation(case.pages)[: case.rows].astype(np.int32)
+    order = rng.permutation(case.pages).astype(np.int32)
     offsets = rng.integers(0, case.page_size, case.rows).astype(np.int32)
-    # The first and the last slot of a page, and of the pool.
-    offsets[0], offsets[-1] = 0, case.page_size - 1
+    # The first and the last slot of the pool, for rows that are not idle.
+    for row, page, offset in ((0, 0, 0), (2 % case.rows, case.pages - 1, case.page_size - 1)):
+        other = np.flatnonzero(order == page)[0]
+        order[[row, other]] = order[[other, row]]
+        offsets[row] = offset
+    pages = order[: case.rows].copy()
     idle = np.arange(case.rows)[1 :: case.idle] if case.idle else ()
     for way, row in enumerate(idle):
         pages[row], offsets[row] = (
