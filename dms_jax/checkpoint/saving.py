@@ -60,8 +60,8 @@ def save(
     Raises:
         CheckpointError: the path cannot be written, or holds something that is no checkpoint; or
             a tensor holds NaN.
-        ConfigError: the policy reads an adapter that the model does not have or would use neurons
-            that carry decisions, or the family cannot express the model.
+        ConfigError: the policy reads an adapter that the model does not have, would use neurons
+            that carry decisions or take decisions for what they were not trained to be, or the family cannot express the model.
     """
     if not isinstance(model, LanguageModel):
         raise ConfigError(
@@ -82,6 +82,12 @@ def save(
             f"this model was made for {model.policy}, whose decisions live in neurons that must "
             f"take no part in attention; saved for {policy} it would use them. Save it with its "
             "own policy"
+        )
+    trained, asked = model.policy.trained_decisions, policy.trained_decisions
+    if trained is not None and asked is not None and trained != asked:
+        raise ConfigError(
+            f"this model was made for {model.policy}: its decisions mean {trained}; saved for "
+            f"{policy} they would be read as {asked}. Save it with its own policy"
         )
     config = _config(model, policy)
     _refuse_foreign(target)

@@ -78,6 +78,13 @@ class LanguageModel:
                 f"{policy.name} reads its decisions from an adapter, which this model does not "
                 "have. Retrofit the model first, or load a checkpoint with adapter tensors."
             )
+        trained, asked = self.policy.trained_decisions, policy.trained_decisions
+        if trained is not None and asked is not None and trained != asked:
+            raise ConfigError(
+                f"This checkpoint was made for {self.policy}: its decisions mean {trained}, and "
+                f"{policy} would read them as {asked}. Run it with its own policy, or change only "
+                "what is not named there."
+            )
         self._check_borrowed_neurons(policy)
         return policy
 

@@ -85,6 +85,14 @@ class Policy:
         """
         return None
 
+    @property
+    def trained_decisions(self) -> str | None:
+        """What a model learns its decisions to mean, in words; None if there is nothing to learn.
+
+        Budgets, windows and thresholds may change after training; what this says may not.
+        """
+        return None
+
     def validate(self, *, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int):
         """Raises ConfigError if the policy cannot serve a model of this shape."""
 

@@ -110,6 +110,11 @@ class DMS(DelayedEviction):
         return None if self.uses_adapter else "last dimension of each group's first query head"
 
     @property
+    def trained_decisions(self) -> str:
+        """Whence they come, on which token they are, and for whom."""
+        return f"DMS(source={self.source!r}, shift={self.shift}, per={self.per!r})"
+
+    @property
     def visible_window(self) -> int:
         """The window."""
         return self.window

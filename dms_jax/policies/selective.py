@@ -63,6 +63,11 @@ class SelectiveReading(Policy):
         """The neurons of `over`."""
         return self.over.borrowed_neurons
 
+    @property
+    def trained_decisions(self) -> str | None:
+        """Those of `over`."""
+        return self.over.trained_decisions
+
     def validate(self, *, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int):
         """Raises ConfigError if `over` cannot serve a model of this shape."""
         self.over.validate(

@@ -12,7 +12,7 @@ import pytest
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Sampling, generate, score
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import DMC, DMS, POLICIES, TOVA, Vanilla
+from dms_jax.policies import DMC, DMS, POLICIES, TOVA, Quest, Vanilla
 from tests.laws.row import model_of
 
 TOKENS = np.arange(5)[None]
@@ -46,7 +46,28 @@ def test_the_same_neurons_with_other_options_are_no_surprise():
     model = LanguageModel(model_of(2, False), policy=DMS(window=4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert model.resolve_policy(DMS(window=64, shift=0)) == DMS(window=64, shift=0)
+        wider = DMS(window=64, alpha_offset=3.0, decisions="bernoulli")
+        assert model.resolve_policy(wider) == wider
+        selected = Quest(budget=16, over=DMS(window=2))
+        assert model.resolve_policy(selected) == selected
+
+
+@pytest.mark.parametrize(
+    ("declared", "asked"),
+    [
+        (DMS(source="adapter", shift=0), DMS(source="adapter", shift=1)),
+        (DMS(source="adapter"), DMS(source="adapter", per="layer")),
+        (DMS(source="adapter"), DMS()),
+        (DMS(source="adapter"), DMC()),
+        (DMS(source="adapter"), Quest(budget=16, over=DMS(source="adapter", shift=0))),
+        (DMC(), DMC(importance="uniform")),
+    ],
+    ids=repr,
+)
+def test_decisions_are_not_read_as_what_they_were_not_trained_to_be(declared, asked):
+    model = LanguageModel(model_of(2, True), policy=declared)
+    with pytest.raises(ConfigError, match="its decisions mean .* would read them as"):
+        model.resolve_policy(asked)
 
 
 @pytest.mark.parametrize("policy", BORROWERS, ids=repr)
