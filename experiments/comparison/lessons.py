@@ -93,8 +93,8 @@ def sparsified(
 ) -> Iterator[System]:
     """DMS at every ratio, out of one run that ramps through them."""
     last = max(ratios)
-    rates = dict(adapter_learning_rate=lessons.adapter_learning_rate)
-    stage = Stage("ramp", lessons.steps, lessons.learning_rate, last, **rates)
+    adapter = lessons.adapter_learning_rate
+    stage = Stage("ramp", lessons.steps, lessons.learning_rate, last, adapter_learning_rate=adapter)
     reached: dict[float, dms_jax.LanguageModel] = {}
     tell(f"DMS learns from {lessons.tokens:,} tokens")
     with lessons.open() as data:

@@ -78,9 +78,9 @@ def racers(context: int, ratio: int) -> Iterator[Racer]:
     scorers = {"SnapKV": window, "ExpectedAttention": {}, "KeyDiff": {}, "Knorm": {}}
     for name, more in (scorers | {"RandomSelection": {}}).items():
         yield Racer(name, POLICIES[name](**fields, **more), budget, cuts=True)
-    for name in ("AdaKV", "PyramidKV"):
-        policy = POLICIES[name](scorer=dms_jax.SnapKV(**fields, **window))
-        yield Racer(name, policy, budget, cuts=True)
+    snapkv = dms_jax.SnapKV(**fields, **window)
+    yield Racer("AdaKV", dms_jax.AdaKV(scorer=snapkv), budget, cuts=True)
+    yield Racer("PyramidKV", dms_jax.PyramidKV(scorer=snapkv), budget, cuts=True)
     yield Racer("KCache", dms_jax.KCache(top=128), context)
     kcache = dms_jax.KCache(top=128, over=drawn)
     yield Racer("DMS (drawn) + KCache", kcache, budget, uneven=True)

@@ -14,7 +14,7 @@ import numpy as np
 from curve.jobs import limit_for
 
 import dms_jax
-from dms_jax.policies import POLICIES, Policy
+from dms_jax.policies import POLICIES, FixedPooling, Policy
 from dms_jax.policies.budget import BudgetedPolicy
 from dms_jax.policies.scored import Scorer
 
@@ -76,9 +76,8 @@ def training_free(model: dms_jax.LanguageModel, ratio: float) -> Iterator[System
         if issubclass(kind, BudgetedPolicy):
             yield System(name, ratio, model, _budgeted(kind))
     snapkv = _budgeted(dms_jax.SnapKV)
-    for name in ("AdaKV", "PyramidKV"):
-        kind = POLICIES[name]
-        yield System(name, ratio, model, lambda share, kind=kind: kind(scorer=snapkv(share)))
+    yield System("AdaKV", ratio, model, lambda share: dms_jax.AdaKV(scorer=snapkv(share)))
+    yield System("PyramidKV", ratio, model, lambda share: dms_jax.PyramidKV(scorer=snapkv(share)))
 
 
 def _makers(ratio: float) -> dict[str, Callable[[Share], Policy]]:
@@ -95,7 +94,7 @@ def _makers(ratio: float) -> dict[str, Callable[[Share], Policy]]:
         "Quest": lambda share: dms_jax.Quest(budget=share.limit),
         "KCache": lambda share: dms_jax.KCache(top=share.limit),
         # As it is: nothing was trained for it.
-        "FixedPooling": lambda share: POLICIES["FixedPooling"](every=int(ratio)),
+        "FixedPooling": lambda share: FixedPooling(every=int(ratio)),
     }
 
 

@@ -2,7 +2,6 @@
 
 import pathlib
 
-import numpy as np
 from curve.plan import Config as Curve
 
 import dms_jax
@@ -27,7 +26,7 @@ def packed(
     wanted = sequences * length
     if len(tokens) < wanted:
         raise dms_jax.DataError(f"the text has {len(tokens):,} tokens; {wanted:,} were asked for")
-    rows = np.asarray(tokens[:wanted]).reshape(sequences, length).tolist()
+    rows = [tokens[first : first + length] for first in range(0, wanted, length)]
     return Text(rows, [1] * sequences, ["text"] * sequences)
 
 
