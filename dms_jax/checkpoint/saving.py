@@ -61,7 +61,8 @@ def save(
         CheckpointError: the path cannot be written, or holds something that is no checkpoint; or
             a tensor holds NaN.
         ConfigError: the policy reads an adapter that the model does not have, would use neurons
-            that carry decisions or take decisions for what they were not trained to be, or the family cannot express the model.
+            that carry decisions, or would take decisions for what they were not trained to be; or
+            the family cannot express the model.
     """
     if not isinstance(model, LanguageModel):
         raise ConfigError(

@@ -128,7 +128,7 @@ def test_neurons_that_carry_decisions_are_not_saved_for_attention(stories, tmp_p
     with pytest.raises(ConfigError, match="was made for DMS"):
         save(borrowing, Vanilla(), tmp_path / "out")
     save(borrowing, DMS(window=64), tmp_path / "out")  # the same neurons, another window
-    with pytest.raises(ConfigError, match="shift=1.*would be read as.*shift=0"):
+    with pytest.raises(ConfigError, match=r"shift=1.*would be read as.*shift=0"):
         save(borrowing, DMS(window=64, shift=0), tmp_path / "other")
 
 

@@ -66,7 +66,7 @@ def test_the_same_neurons_with_other_options_are_no_surprise():
 )
 def test_decisions_are_not_read_as_what_they_were_not_trained_to_be(declared, asked):
     model = LanguageModel(model_of(2, True), policy=declared)
-    with pytest.raises(ConfigError, match="its decisions mean .* would read them as"):
+    with pytest.raises(ConfigError, match=r"its decisions mean .* would read them as"):
         model.resolve_policy(asked)
 
 
