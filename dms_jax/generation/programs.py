@@ -47,9 +47,9 @@ GPU_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 # A step's many short kernels (plans, copies of one layer's table and lengths) may run beside the
 # long ones, and a graph of CUDA's holds two layers: less waits at its edges. What XLA would copy
 # ahead on streams of its own is left in the graph. A step of Llama-3.1-8B's shape, 32 sequences, on
-# an H200 (`experiments/results/decode/step_options.json`): over an eighth of 8192 tokens, medians of
-# three turns, 6.61 ms without, 6.29 with concurrency alone, 6.26 with all three; over all of them,
-# one turn each, 13.23, 13.08 and 13.00.
+# an H200 (`experiments/results/decode/step_options.json`): over an eighth of 8192 tokens, medians
+# of three turns, 6.61 ms without, 6.29 with concurrency alone, 6.26 with all three; over all of
+# them, one turn each, 13.23, 13.08 and 13.00.
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
