@@ -147,6 +147,7 @@ def test_solutions_count_and_prompts_do_not(scripts):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_answers_are_scored_with_each_budget_of_its_own(scripts, tmp_path, monkeypatch):
     """Two tasks of other lengths: budgets follow, also where they come with the sequences."""
     compare, *_ = scripts
