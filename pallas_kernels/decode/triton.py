@@ -46,7 +46,7 @@ def _attend(
     scale_refs, refs = (refs[:2], refs[2:]) if scaled else ((None, None), refs)
     out_ref, lse_ref, partial_ref, partial_lse_ref, scores_ref = refs
     program = pl.program_id(0)
-    total_tiles = tile_starts_ref[lengths_ref.shape[0]]
+    total_tiles = tile_starts_ref[tile_starts_ref.shape[0] - 1]
     start = stretch_start(total_tiles, program, programs)
     stop = stretch_start(total_tiles, program + 1, programs)
     dtype = q_ref.dtype
@@ -134,7 +134,7 @@ def _attend(
 def _merge(*refs, group, programs, blocks):
     tile_starts_ref, partial_ref, partial_lse_ref, _, _, out_ref, lse_ref = refs
     row = pl.program_id(0)
-    total = tile_starts_ref[pl.num_programs(0)]
+    total = tile_starts_ref[tile_starts_ref.shape[0] - 1]
     first = row + owner(total, tile_starts_ref[row], programs)
     count = row + owner(total, tile_starts_ref[row + 1] - 1, programs) + 1 - first
     heads = jnp.arange(_HEADS) < group
@@ -216,6 +216,7 @@ def decode_attention_triton(
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     heads = jnp.pad(q.reshape(rows * group, head_dim), ((0, _HEADS), (0, 0)))
     scales = (k_scales, v_scales) if scaled else ()
+    tile_starts = plan.tile_starts[: rows + 1]  # it may be longer
     out, lse, partial, partial_lse, scores = pl.pallas_call(
         functools.partial(
             _attend,
@@ -235,7 +236,7 @@ def decode_attention_triton(
         interpret=interpret,
         name="decode_attention_triton",
     )(
-        plan.tile_starts,
+        tile_starts,
         plan.edge_rows,
         lengths,
         page_table,
@@ -252,7 +253,7 @@ def decode_attention_triton(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="decode_merge_triton",
-    )(plan.tile_starts, partial, partial_lse, out, lse)
+    )(tile_starts, partial, partial_lse, out, lse)
     heads_only = rows * group
     out = out[:heads_only].reshape(rows, group, head_dim)
     return out, lse[:heads_only].reshape(rows, group), scores
