@@ -23,7 +23,7 @@ import sys
 import tarfile
 import time
 
-from curve.jobs import read_config, write_config, write_text
+from curve.jobs import check_settings, read_config, write_config, write_text
 from curve.page import write_pages
 from curve.plan import Config, Paths, jobs
 
@@ -42,6 +42,7 @@ def main(config: Config) -> int:
         except OSError as error:
             text = f"{config.out} cannot be the run directory: {error.strerror}"
             raise dms_jax.ConfigError(text) from None
+        check_settings(config)
         for leftover in ("locks", "failed"):  # of a run that was cut off
             shutil.rmtree(config.out / leftover, ignore_errors=True)
         write_config(config)

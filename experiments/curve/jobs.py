@@ -321,6 +321,35 @@ def read_config(root: pathlib.Path) -> Config:
 
 
 _FOLDERS = ("out", "pages", "pack")
+# What documents come of, and what may change from one command to the next of a run.
+_OF_DOCUMENTS = ("model", "shards", "documents", "document_tokens", "document_temperature")
+_FREE = (
+    *(*_FOLDERS, "processes", "deadline_minutes", "only"),
+    *("variants", "seeds", "ladder", "asked", "lanes"),
+)
+
+
+def check_settings(config: Config) -> None:
+    """Refuses to go on with other settings than those that made what is in the run directory.
+
+    Raises:
+      ConfigError: some setting differs.
+    """
+    if not (config.out / "config.json").exists():
+        return
+    made = {name for name in ("data", "results") if any((config.out / name).glob("*"))}
+    names = set(_OF_DOCUMENTS) if made == {"data"} else set(vars(config)) - set(_FREE)
+    before = read_config(config.out)
+    other = [
+        f"{name}={getattr(before, name)!r}, not {getattr(config, name)!r}"
+        for name in vars(config)
+        if made and name in names and getattr(before, name) != getattr(config, name)
+    ]
+    if other:
+        raise dms_jax.ConfigError(
+            f"{config.out} holds what was made with {'; '.join(other)}. Give the same settings to "
+            "go on, or another --out."
+        )
 
 
 def provenance() -> dict[str, Any]:

@@ -14,7 +14,15 @@ import pytest
 from curve import plan
 from curve.analysis import Results
 from curve.data import Sequences, _first_fit, make_prompts, read_documents
-from curve.jobs import Worker, limit_for, policy_at, read_config, write_config, write_json
+from curve.jobs import (
+    Worker,
+    check_settings,
+    limit_for,
+    policy_at,
+    read_config,
+    write_config,
+    write_json,
+)
 from curve.plan import Config, Job, Paths
 
 import dms_jax
@@ -57,6 +65,21 @@ def test_a_plan_survives_being_written(tmp_path):
     config = Config(out=tmp_path, pages=tmp_path / "pages", ratios=(2.0, 4.0))
     write_config(config)
     assert read_config(tmp_path) == config
+
+
+def test_a_run_does_not_go_on_with_other_settings(tmp_path):
+    config = small(tmp_path)
+    check_settings(config)  # nothing is there yet
+    write_config(config)
+    check_settings(dataclasses.replace(config, learning_rate=1.0))  # nothing was made
+    write_json(Paths(config).data(0), {})
+    check_settings(dataclasses.replace(config, learning_rate=1.0))  # the documents know of none
+    with pytest.raises(dms_jax.ConfigError, match=r"documents=60000, not 8; .*another --out"):
+        check_settings(dataclasses.replace(config, documents=8, document_tokens=3))
+    write_json(Paths(config).result("vanilla", "1", 0, "needle"), {})
+    check_settings(dataclasses.replace(config, seeds=3, processes=4, deadline_minutes=1.0))
+    with pytest.raises(dms_jax.ConfigError, match=r"learning_rate=3e-05, not 1\.0"):
+        check_settings(dataclasses.replace(config, learning_rate=1.0))
 
 
 # -- data -----------------------------------------------------------------------------------------
