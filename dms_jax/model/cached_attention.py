@@ -1,7 +1,6 @@
-"""Attention of one layer over the paged cache: write, read, observe, shrink.
+"""Attention of one layer over the paged cache: write, read, observe, and cut after a prompt.
 
-The whole of it runs inside `shard_map`: rows never cross devices, page numbers are local, and the
-only thing a policy may reduce over devices is a mean over heads.
+The whole of it runs inside `shard_map` (see `partition`).
 """
 
 import dataclasses
@@ -11,25 +10,16 @@ from typing import Any, no_type_check
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dms_jax import sharding
-from dms_jax.cache import Pool, compact, load
 from dms_jax.cache.host_values import HostRows
+from dms_jax.model.cutting import cut_layer, gather_rows
 from dms_jax.model.fetching import attend_to_fetched
+from dms_jax.model.partition import LayerCache, partition
 from dms_jax.model.rope import apply_rope
-from dms_jax.policies.base import Chunk, Placement, Policy, PolicyState, Rows
+from dms_jax.policies.base import Chunk, Placement, Policy
 from pallas_kernels import decode_attention, prefill_attention
-
-
-@no_type_check  # jax also builds it of shapes and of partitions
-@struct.dataclass
-class LayerCache:
-    """What one layer sees of the cache: the whole pool, its own rows."""
-
-    pool: Pool
-    state: PolicyState
 
 
 @no_type_check  # jax also builds it of shapes and of partitions
@@ -78,7 +68,7 @@ def attend_cached(
     if not sharding.has_mesh():
         return attend(*arguments, head_axis=None)
     data, model = sharding.row_axes(*chunk.lengths.shape)
-    spec = functools.partial(_partition, data=data, model=model)
+    spec = functools.partial(partition, data=data, model=model)
     result = jax.eval_shape(functools.partial(attend, head_axis=None), *arguments)
     mapped = jax.shard_map(
         functools.partial(attend, head_axis=model),
@@ -87,34 +77,6 @@ def attend_cached(
         check_vma=False,
     )
     return mapped(*arguments)
-
-
-# Fields whose first axis is that of the sequences, with none for heads.
-PER_SEQUENCE = ("live", "reads", "positions", "count", "horizon", "ends_prompt", "future")
-
-
-def _partition(tree: Any, data: str | None, model: str | None) -> Any:
-    """The partition of every array that crosses the boundary of shard_map, by its field."""
-    pool = PartitionSpec(tuple(axis for axis in (data, model) if axis))
-    tokens_heads = PartitionSpec(data, None, model)
-    rows = PartitionSpec(data, model)
-
-    def of(path: tuple, leaf: Any) -> PartitionSpec:
-        del leaf
-        names = [getattr(key, "name", None) for key in path]
-        if "pool" in names or "pages" in names:
-            return pool
-        if names and names[0] in ("out", "k", "v", "queries"):
-            return tokens_heads
-        if names and names[0] in PER_SEQUENCE:
-            return PartitionSpec(data)
-        if names and names[0] == "layer":
-            return PartitionSpec()
-        return rows  # decisions, page_table, lengths, state.rows
-
-    if hasattr(tree, "shape"):  # q is [B, T, H, D], cos and sin are [B, T, D/2]
-        return tokens_heads if len(tree.shape) == 4 else PartitionSpec(data)
-    return jax.tree_util.tree_map_with_path(of, tree)
 
 
 def _attend(
@@ -205,11 +167,19 @@ def _parallel(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> A
     cache = _remember(policy, cache, q, chunk)
     if policy.shrinks:
         assert chunk.ends_prompt is not None
-        rows = functools.partial(_rows, cache.pool, chunk.page_table, lengths, q.dtype)
+        rows = functools.partial(gather_rows, cache.pool, chunk.page_table, lengths, q.dtype)
         state = policy.observe_prompt(cache.state, q, rows, chunk, scale)
         cache = dataclasses.replace(cache, state=state)
-        cache, lengths = _shrink(
-            policy, cache, q, chunk, lengths, chunk.ends_prompt, scale=scale, head_axis=head_axis
+        cache, lengths = cut_layer(
+            policy,
+            cache,
+            q,
+            chunk,
+            lengths,
+            chunk.ends_prompt,
+            scale=scale,
+            dtype=q.dtype,
+            head_axis=head_axis,
         )
     return Attended(out=out, cache=cache, lengths=lengths, live=live, reads=live)
 
@@ -220,54 +190,8 @@ def _remember(policy: Policy, cache: LayerCache, q: Array, chunk: Chunk) -> Laye
     return dataclasses.replace(cache, state=policy.remember(cache.state, q, chunk))
 
 
-def _rows(pool: Pool, page_table: Array, lengths: Array, dtype: Any) -> Rows:
-    """What a layer's rows hold, gathered."""
-    k_pages, v_pages, page_table = pool.readable(page_table, dtype)
-    return Rows(
-        k=load(k_pages, page_table, lengths),
-        v=load(v_pages, page_table, lengths),
-        lengths=lengths,
-    )
-
-
-def _shrink(
-    policy: Policy,
-    cache: LayerCache,
-    q: Array,
-    chunk: Chunk,
-    lengths: Int[Array, "B K"],
-    which: Bool[Array, " B"],
-    *,
-    scale: float,
-    head_axis: str | None,
-) -> tuple[LayerCache, Int[Array, "B K"]]:
-    """Cuts the rows of some sequences to what the policy keeps.
-
-    A loop of one round or none: where no sequence is due nothing is computed, and unlike the
-    branches of a conditional a loop updates the pool in place.
-    """
-
-    def cut(carry):
-        pool, pages, lengths, _ = carry
-        state = PolicyState(rows=cache.state.rows, pages=pages)
-        rows = _rows(pool, chunk.page_table, lengths, q.dtype)
-        keep = policy.survivors(state, q, rows, chunk, scale, head_axis)
-        keep = rows.live & (keep | ~which[:, None, None])
-        (pool, pages), lengths = compact((pool, pages), chunk.page_table, keep)
-        return pool, pages, lengths, jnp.zeros_like(which.any())
-
-    with jax.named_scope("shrink"):
-        pool, pages, lengths, _ = jax.lax.while_loop(
-            lambda carry: carry[-1],
-            cut,
-            (cache.pool, cache.state.pages, lengths, which.any()),
-        )
-    state = dataclasses.replace(cache.state, pages=pages)
-    return LayerCache(pool=pool, state=state), lengths
-
-
 def _step(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> Attended:
-    """One token of every sequence."""
+    """One token of every sequence. Rows are not cut yet: see `cutting`."""
     batch, _, num_heads, head_dim = q.shape
     cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin, host)
     reading = policy.read(cache.state, q[:, 0], chunk, placement)
@@ -313,20 +237,11 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> Atten
     else:
         out = result
     cache = _remember(policy, cache, q, chunk)
-    lengths = placement.lengths
-    if (due := policy.due(lengths, chunk, head_axis)) is not None:
-        # Rows are rewritten once they have been read: left to find that out for itself, the
-        # compiler for GPUs copies the whole pool for one of the two.
-        out, pool = jax.lax.optimization_barrier((out, cache.pool))
-        cache = dataclasses.replace(cache, pool=pool)
-        cache, lengths = _shrink(
-            policy, cache, q, chunk, lengths, active & due, scale=scale, head_axis=head_axis
-        )
     reads = reading.lengths.sum(-1, dtype=jnp.int32) if reading.reads is None else reading.reads
     return Attended(
         out=out.reshape(batch, 1, num_heads, head_dim),
         cache=cache,
-        lengths=lengths,
+        lengths=placement.lengths,
         live=jnp.where(active, placement.lengths.sum(-1, dtype=jnp.int32), 0)[:, None],
         reads=jnp.where(active, reads, 0)[:, None],
     )
@@ -360,8 +275,26 @@ def _token_by_token(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis
             host=host,
             head_axis=head_axis,
         )
-        return (attended.cache, attended.lengths), (
-            attended.out[:, 0],
+        cache, lengths = attended.cache, attended.lengths
+        out = attended.out
+        if (due := policy.due(lengths, one, head_axis)) is not None:
+            # Rows are rewritten once they have been read: left to find that out for itself, the
+            # compiler for GPUs copies the whole pool for one of the two.
+            out, pool = jax.lax.optimization_barrier((out, cache.pool))
+            cache = dataclasses.replace(cache, pool=pool)
+            cache, lengths = cut_layer(
+                policy,
+                cache,
+                None,
+                one,
+                lengths,
+                due & (one.count > 0),
+                scale=scale,
+                dtype=q.dtype,
+                head_axis=head_axis,
+            )
+        return (cache, lengths), (
+            out[:, 0],
             attended.live[:, 0],
             attended.reads[:, 0],
         )

@@ -21,8 +21,10 @@ from dms_jax.cache.host_values import HostRows
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
-from dms_jax.model.cached_attention import LayerCache, attend_cached
+from dms_jax.model.cached_attention import attend_cached
+from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
+from dms_jax.model.partition import LayerCache
 from dms_jax.model.rope import apply_rope, rope_frequencies, rope_tables
 from dms_jax.policies.base import Chunk, Decisions, Policy, PolicyState, Projections
 
@@ -229,7 +231,22 @@ class Transformer(nnx.Module):
         positions = cache.seen[:, None] + jnp.arange(tokens.shape[1], dtype=cache.seen.dtype)
         x = self.embed(tokens)
         cos, sin = rope_tables(self.config, positions, dtype=x.dtype)
-        future = self._future_rope(policy, cos, sin)
+        nothing = jnp.zeros((*tokens.shape, self.config.num_kv_heads, 0), x.dtype)
+        shared = Chunk(  # by all layers
+            k=nothing,
+            v=nothing,
+            decisions=Decisions(),
+            positions=positions,
+            count=counts,
+            page_table=cache.page_table[0],
+            lengths=cache.lengths[0],
+            page_size=cache.page_size,
+            horizon=cache.horizon,
+            ends_prompt=ends_prompt,
+            future=self._future_rope(policy, cos, sin),
+            num_layers=self.config.num_layers,
+        )
+        scale = self.config.head_dim**-0.5
 
         def body(carry, layer, index, policy, rows):
             x, pool, page_state = carry
@@ -242,26 +259,20 @@ class Transformer(nnx.Module):
                 policy,
                 LayerCache(pool, PolicyState(rows=row_state, pages=page_state)),
                 q,
-                Chunk(
+                dataclasses.replace(
+                    shared,
                     k=k,
                     v=projections.v,
                     decisions=Decisions(marks=decisions.marks, importance=decisions.importance),
-                    positions=positions,
-                    count=counts,
                     page_table=page_table,
                     lengths=lengths,
-                    page_size=cache.page_size,
                     queries=queries if policy.remembers else None,
-                    horizon=cache.horizon,
-                    ends_prompt=ends_prompt,
                     layer=index,
-                    future=future,
-                    num_layers=self.config.num_layers,
                 ),
                 cos,
                 sin,
                 prompt=prompt,
-                scale=self.config.head_dim**-0.5,
+                scale=scale,
                 host=host,
             )
             layer_cache = attended.cache
@@ -274,6 +285,19 @@ class Transformer(nnx.Module):
         rows = (cache.page_table, cache.lengths, cache.row_state)
         carry, ((lengths, row_state), live, reads) = self._scan_layers(body, carry, policy, rows)
         x, pool, page_state = carry
+        if tokens.shape[1] == 1 and not policy.parallel(prompt=prompt):
+            state = PolicyState(rows=row_state, pages=page_state)
+            pool, state, lengths = cut_layers(
+                policy,
+                pool,
+                state,
+                shared,
+                cache.page_table,
+                lengths,
+                scale=scale,
+                dtype=x.dtype,
+            )
+            page_state = state.pages
         return CachedPass(
             hidden=self.final_norm(x),
             cache=dataclasses.replace(

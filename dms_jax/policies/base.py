@@ -277,7 +277,7 @@ class Policy:
     def survivors(
         self,
         state: PolicyState,
-        q: Float[Array, "B T H D"],
+        q: Float[Array, "B T H D"] | None,
         rows: Rows,
         chunk: Chunk,
         scale: float,
@@ -287,7 +287,7 @@ class Policy:
 
         Args:
           state: what the policy remembers.
-          q: the chunk's rotated queries.
+          q: the chunk's rotated queries; None after a step.
           rows: what the cache holds, the chunk included.
           chunk: the tokens that came last.
           scale: factor on the dot products.

@@ -1,0 +1,170 @@
+"""Cuts the rows of some sequences back to what their policy keeps: pages behind the cut are free.
+
+After a prompt, and between the tokens of a chunk, a layer cuts its rows itself. After a step that
+ends a pass all layers do, behind the last of them: whether there is anything to do is asked once a
+step then, and not once a layer, which would have the host wait for the device each time.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dms_jax import sharding
+from dms_jax.cache import Pool, compact, load
+from dms_jax.model.partition import LayerCache, partition
+from dms_jax.policies.base import Chunk, Policy, PolicyState, Rows
+
+
+def gather_rows(pool: Pool, page_table: Array, lengths: Array, dtype: Any) -> Rows:
+    """What a layer's rows hold, gathered."""
+    k_pages, v_pages, page_table = pool.readable(page_table, dtype)
+    return Rows(
+        k=load(k_pages, page_table, lengths),
+        v=load(v_pages, page_table, lengths),
+        lengths=lengths,
+    )
+
+
+def cut_layer(
+    policy: Policy,
+    cache: LayerCache,
+    q: Array | None,
+    chunk: Chunk,
+    lengths: Int[Array, "B K"],
+    which: Bool[Array, " B"],
+    *,
+    scale: float,
+    dtype: Any,
+    head_axis: str | None,
+) -> tuple[LayerCache, Int[Array, "B K"]]:
+    """Cuts one layer's rows.
+
+    A loop of one round or none: where no sequence is due nothing is computed, and unlike the
+    branches of a conditional a loop updates the pool in place.
+
+    Args:
+      policy: says which slots stay (`Policy.survivors`).
+      cache: the pool and the layer's policy state.
+      q: rotated queries of the chunk; None after a step.
+      chunk: the tokens that came last.
+      lengths: slots in use.
+      which: sequences to be cut.
+      scale: factor on the dot products.
+      dtype: of keys and values as the policy sees them.
+      head_axis: mesh axis over which the KV heads are split, if any.
+    """
+
+    def cut(carry):
+        pool, pages, lengths, _ = carry
+        state = PolicyState(rows=cache.state.rows, pages=pages)
+        rows = gather_rows(pool, chunk.page_table, lengths, dtype)
+        keep = policy.survivors(state, q, rows, chunk, scale, head_axis)
+        keep = rows.live & (keep | ~which[:, None, None])
+        (pool, pages), lengths = compact((pool, pages), chunk.page_table, keep)
+        return pool, pages, lengths, jnp.zeros_like(which.any())
+
+    with jax.named_scope("cut"):
+        pool, pages, lengths, _ = jax.lax.while_loop(
+            lambda carry: carry[-1],
+            cut,
+            (cache.pool, cache.state.pages, lengths, which.any()),
+        )
+    state = dataclasses.replace(cache.state, pages=pages)
+    return LayerCache(pool=pool, state=state), lengths
+
+
+def cut_layers(
+    policy: Policy,
+    pool: Pool,
+    state: PolicyState,
+    chunk: Chunk,
+    page_table: Int[Array, "L B K M"],
+    lengths: Int[Array, "L B K"],
+    *,
+    scale: float,
+    dtype: Any,
+) -> tuple[Pool, PolicyState, Int[Array, "L B K"]]:
+    """Cuts the rows of all layers that are `due` after a step.
+
+    Args:
+      policy: of all layers.
+      pool: the whole pool.
+      state: per row with a leading axis of layers, per page.
+      chunk: the step's tokens, as far as all layers share them.
+      page_table, lengths: of all layers.
+      scale, dtype: as for `cut_layer`.
+    """
+    layers = jnp.arange(lengths.shape[0])
+
+    def of_layer(layer, page_table, lengths) -> Chunk:
+        return dataclasses.replace(chunk, layer=layer, page_table=page_table, lengths=lengths)
+
+    def due_of(layer, page_table, lengths):
+        return policy.due(lengths, of_layer(layer, page_table, lengths), None)
+
+    due = jax.vmap(due_of)(layers, page_table, lengths)
+    if due is None:
+        return pool, state, lengths
+    due &= chunk.count > 0
+
+    def cut(carry):
+        pool, pages, lengths, _ = carry
+
+        def layer_after_layer(carry, xs):
+            pool, pages = carry
+            layer, page_table, lengths, rows, which = xs
+            cache = LayerCache(pool, PolicyState(rows=rows, pages=pages))
+            cache, lengths = _cut_sharded(
+                policy,
+                cache,
+                of_layer(layer, page_table, lengths),
+                which,
+                scale=scale,
+                dtype=dtype,
+            )
+            return (cache.pool, cache.state.pages), lengths
+
+        (pool, pages), lengths = jax.lax.scan(
+            layer_after_layer, (pool, pages), (layers, page_table, lengths, state.rows, due)
+        )
+        return pool, pages, lengths, jnp.zeros_like(due.any())
+
+    with jax.named_scope("cut_layers"):
+        pool, pages, lengths, _ = jax.lax.while_loop(
+            lambda carry: carry[-1], cut, (pool, state.pages, lengths, due.any())
+        )
+    return pool, dataclasses.replace(state, pages=pages), lengths
+
+
+def _cut_sharded(policy, cache, chunk, which, *, scale, dtype) -> tuple[LayerCache, Array]:
+    """`cut_layer` after a step, shard by shard."""
+
+    def cut(cache, chunk, which, head_axis):
+        return cut_layer(
+            policy,
+            cache,
+            None,
+            chunk,
+            chunk.lengths,
+            which,
+            scale=scale,
+            dtype=dtype,
+            head_axis=head_axis,
+        )
+
+    if not sharding.has_mesh():
+        return cut(cache, chunk, which, None)
+    data, model = sharding.row_axes(*chunk.lengths.shape)
+    arguments = (cache, chunk, which)
+    result = jax.eval_shape(functools.partial(cut, head_axis=None), *arguments)
+    mapped = jax.shard_map(
+        functools.partial(cut, head_axis=model),
+        in_specs=tuple(partition(argument, data, model) for argument in arguments),
+        out_specs=partition(result, data, model),
+        check_vma=False,
+    )
+    return mapped(*arguments)
