@@ -171,23 +171,9 @@ def read_lessons(config: Config, model: dms_jax.LanguageModel) -> Lessons:
         )
     else:
         data = Documents(assets.stories("train"))
-    return Lessons(
-        data,
-        steps=config.steps,
-        batch_size=config.batch_size,
-        sequence_length=length,
-        learning_rate=config.learning_rate,
-        adapter_learning_rate=config.adapter_learning_rate,
-        dmc_learning_rate=config.dmc_learning_rate,
-        dmc_neuron=config.dmc_neuron,
-        dmc_offset=config.dmc_offset,
-        dmc_temperature=config.dmc_temperature,
-        dmc_weight=config.dmc_weight,
-        gqa_learning_rate=config.gqa_learning_rate,
-        weight_decay=config.weight_decay,
-        seed=config.seed,
-        workers=config.workers,
-    )
+    named = {field.name for field in dataclasses.fields(Lessons)} - {"data", "sequence_length"}
+    options = {name: getattr(config, name) for name in named}
+    return Lessons(data, sequence_length=length, **options)
 
 
 def learned_systems(config: Config, model: dms_jax.LanguageModel, tell: Any) -> Iterator[System]:
