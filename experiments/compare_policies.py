@@ -14,21 +14,28 @@ of its own; `--join` makes one table of their folders.
 """
 
 import dataclasses
-import datetime
-import json
+import math
 import pathlib
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import jax
 import tyro
+from comparison.labels import LEARNED, brought, check_labels
 from comparison.lessons import Lessons, grouped, merged, sparsified
 from comparison.measure import Bench, Measured, Questions, Text
 from comparison.page import write_page
+from comparison.runs import (
+    about,
+    check_answers,
+    check_same,
+    join,
+    put,
+    read_report,
+    write,
+    write_rows,
+)
 from comparison.show import picture, show
 from comparison.speed import compare_speed
 from comparison.systems import System, combined, learned, training_free
@@ -40,6 +47,17 @@ from dms_jax import assets
 from dms_jax.data import Documents
 from dms_jax.data.mixture import Mixture, standard_parts
 
+COUNTS = (
+    "sequences",
+    "problems",
+    "steps",
+    "batch_size",
+    "workers",
+    "page_size",
+    "max_new_tokens",
+    "context",
+    "batch",
+)
 SHIPPED = ("stories260k", "reasoner-11m")
 
 
@@ -105,8 +123,11 @@ class Config:
     """Of DMC, each a run of its own."""
     workers: int = 2
     """Processes that make a mixture."""
+    save: pathlib.Path | None = None
+    """Folder for what has learned, each a checkpoint called label@ratio."""
     checkpoints: tuple[str, ...] = ()
-    """More learned systems, as label=directory or label@ratio=directory."""
+    """More learned systems, as label=directory or label@ratio=directory. What --only names of
+    label + Quest, label + KCache and label + float8 runs on them as well."""
 
     tasks: tuple[str, ...] = ()
     """Problems to answer besides: reasoning, retrieval (those of the first curve)."""
@@ -131,16 +152,44 @@ class Config:
     """Folder for quality.json, quality.png and tables.md, or speed.json."""
 
     def __post_init__(self):
-        if not self.ratios or min(self.ratios) <= 1:
-            raise dms_jax.ConfigError("--ratios are numbers above 1, at least one of them.")
-        for name in ("sequences", "problems", "steps", "batch_size", "workers"):
-            if getattr(self, name) < 1:
-                raise dms_jax.ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
-        if unknown := set(self.learn) - {"DMS", "DMC", "GQA"}:
+        for name in ("ratios", "dmc_ratios"):
+            ratios = getattr(self, name)
+            if not all(1 < ratio < math.inf for ratio in ratios) or len(set(ratios)) < len(ratios):
+                raise dms_jax.ConfigError(f"{option(name)} are different numbers above 1.")
+        if not self.ratios:
+            raise dms_jax.ConfigError("--ratios wants at least one.")
+        least = dict(sequence_length=2, length=2)
+        for name in (*COUNTS, *least):
+            if getattr(self, name) < least.get(name, 1):
+                raise dms_jax.ConfigError(f"{option(name)} must be at least {least.get(name, 1)}.")
+        if unknown := set(self.learn) - LEARNED.keys():
             raise dms_jax.ConfigError(f"--learn {' '.join(sorted(unknown))}: DMS, DMC and GQA can.")
+        if self.steps < 4 and self.wants("DMC"):
+            raise dms_jax.ConfigError(
+                "--steps: DMC, which learns in three stages, wants 4 of them."
+            )
         if self.lessons not in ("", "stories", "mixture"):
             raise dms_jax.ConfigError("--lessons are stories or a mixture.")
+        if self.text is not None and not self.text.is_file():
+            raise dms_jax.ConfigError(f"--text {self.text}: there is no such file.")
+        if self.speed and (self.merge or self.join or self.tasks):
+            raise dms_jax.ConfigError("--speed goes without --merge, --join and --tasks.")
         occasions(self.tasks)
+        brought(self.checkpoints)
+
+    def takes(self, label: str) -> bool:
+        """Whether a row, or one that comes with it, is to be measured."""
+        return not self.only or any(one.partition(",")[0] == label for one in self.only)
+
+    def wants(self, label: str) -> bool:
+        """Whether something is to be retrofitted."""
+        chosen = not self.only or not set(self.only).isdisjoint(LEARNED[label])
+        return chosen and label in self.learn
+
+
+def option(name: str) -> str:
+    """A setting as it is written on a command line."""
+    return f"--{name.replace('_', '-')}"
 
 
 def load(config: Config) -> dms_jax.LanguageModel:
@@ -176,28 +225,32 @@ def read_lessons(config: Config, model: dms_jax.LanguageModel) -> Lessons:
     return Lessons(data, sequence_length=length, **options)
 
 
-def learned_systems(config: Config, model: dms_jax.LanguageModel, tell: Any) -> Iterator[System]:
+def learned_systems(config: Config, dense: System, tell: Any) -> Iterator[System]:
     """Trained here, or brought along; each is trained when its turn has come."""
-    lessons = read_lessons(config, model)
-
-    def wanted(label: str) -> bool:
-        own = [one for one in config.only if one.partition(" + ")[0] == label]
-        return label in config.learn and bool(own or not config.only)
-
-    if wanted("DMS"):
-        dms = dms_jax.DMS(window=config.window, source="adapter", shift=config.shift)
-        systems = list(sparsified(model, dms, config.ratios, lessons, tell))
+    lessons = read_lessons(config, dense.model)
+    dms = dms_jax.DMS(window=config.window, source="adapter", shift=config.shift)
+    if config.wants("DMS"):
+        systems = list(sparsified(dense, dms, config.ratios, lessons, tell))
         yield from systems
         for system in systems:
             yield from combined(system)
-    for ratio in config.dmc_ratios if wanted("DMC") else ():
-        yield from merged(model, ratio, lessons, tell)
-    for ratio in config.ratios if wanted("GQA") else ():
-        yield from grouped(model, ratio, lessons, tell)
-    for entry in config.checkpoints:
-        name, _, path = entry.partition("=")
-        label, _, ratio = name.partition("@")
-        yield learned(label, float(ratio or 1), dms_jax.load(path))
+    for ratio in config.dmc_ratios if config.wants("DMC") else ():
+        yield from merged(dense, ratio, lessons, tell)
+    groups = []
+    for ratio in sorted(config.ratios) if config.wants("GQA") else ():
+        for group in grouped(dense, ratio, lessons, tell):
+            groups.append(group)
+            yield group
+    for group in groups[:1]:  # the mildest one has room for more
+        if config.takes("GQA + DMS"):
+            yield from sparsified(group, dms, config.ratios, lessons, tell)
+        for ratio in config.dmc_ratios if config.takes("GQA + DMC") else ():
+            yield from merged(group, ratio, lessons, tell)
+    for label, ratio, path in brought(config.checkpoints):
+        system = learned(label, ratio, dms_jax.load(path))
+        if config.takes(label):
+            yield system
+        yield from (more for more in combined(system) if more.label in config.only)
 
 
 def all_systems(config: Config, model: dms_jax.LanguageModel, tell: Any) -> Iterator[System]:
@@ -207,63 +260,27 @@ def all_systems(config: Config, model: dms_jax.LanguageModel, tell: Any) -> Iter
     yield dataclasses.replace(dense, label="float8", kv_dtype="float8_e4m3")
     for ratio in config.ratios:
         yield from training_free(model, ratio)
-    yield from learned_systems(config, model, tell)
+    yield from learned_systems(config, dense, tell)
 
 
-def write(config: Config, name: str, content: dict[str, Any]) -> None:
-    """Writes a JSON file with where and when it was measured."""
-    config.out.mkdir(parents=True, exist_ok=True)
-    report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "device": f"{jax.devices()[0].device_kind} ({platform.machine()})",
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "config": {
-            field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)
-        },
-    }
-    path = config.out / name
-    part = path.with_name(f"{name}.part")
-    part.write_text(json.dumps(report | content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
-
-
-def read_rows(path: pathlib.Path, tokens: int) -> dict[str, Measured]:
-    """Rows of another run over the same text, by name."""
-    report = json.loads(path.read_text(encoding="utf-8"))
-    if report["tokens"] != tokens:
-        sys.exit(f"{path} was measured on {report['tokens']:,} tokens, not {tokens:,}.")
-    rows = [Measured(**row) for row in report["rows"]]
-    return {row.name: row for row in rows}
-
-
-def write_rows(
-    config: Config, rows: dict[str, Measured], tokens: int, more: dict[str, Any] | None = None
-) -> None:
-    """Writes quality.json."""
-    content = [dataclasses.asdict(row) for row in rows.values()]
-    write(config, "quality.json", {"tokens": tokens} | (more or {}) | {"rows": content})
-
-
-def join(config: Config) -> dict[str, Measured]:
-    """The rows of several runs; of those that have the same name the first that did not fail."""
-    reports = [json.loads((folder / "quality.json").read_text()) for folder in config.join]
-    rows: dict[str, Measured] = {}
-    for folder in config.join:
-        for name, row in read_rows(folder / "quality.json", reports[0]["tokens"]).items():
-            if name not in rows or rows[name].failed is not None:
-                rows[name] = row
-    places = ("command", "date", "device", "versions", "config")
-    runs = [{place: report[place] for place in places} for report in reports]
-    first = {place: reports[0][place] for place in ("date", "device", "versions", "config")}
-    write_rows(config, rows, reports[0]["tokens"], first | {"runs": runs})
-    return rows
+def in_time(systems: Iterator[System], end: float, tell: Any) -> Iterator[System]:
+    """Systems until the time is over: none is trained or measured after that."""
+    for system in systems:
+        if time.monotonic() > end:
+            break
+        yield system
+        if time.monotonic() > end:
+            break
+    else:
+        return
+    tell("The time is over.")
 
 
 def measure(config: Config, tell: Any) -> dict[str, Measured]:
     """Runs the comparison."""
     end = time.monotonic() + 60 * config.deadline_minutes
     model = load(config)
+    check_labels(config, model)
     questions = None
     if config.tasks:
         sampling = dms_jax.Sampling(
@@ -271,22 +288,31 @@ def measure(config: Config, tell: Any) -> dict[str, Measured]:
         )
         questions = Questions(occasions(config.tasks), config.problems, sampling, config.seed)
     bench = Bench(read_text(config, model), page_size=config.page_size, questions=questions)
-    tokens, rows = bench.text.tokens, {}
-    if config.merge and (config.out / "quality.json").exists():
-        rows = read_rows(config.out / "quality.json", tokens)
-    for system in all_systems(config, model, tell):
+    tokens, rows, more = bench.text.tokens, {}, {}
+    path = config.out / "quality.json"
+    if config.merge and path.exists():
+        before, now = read_report(path), about(config)
+        check_same(path, before["config"], now["config"], (before["tokens"], tokens))
+        asked = questions.occasions.values() if questions else ()
+        check_answers(path, before["rows"], (part for each in asked for part in each.parts))
+        rows = {row.name: row for row in before["rows"]}
+        more = {"runs": [*before["runs"], now]}
+    for system in in_time(all_systems(config, model, tell), end, tell):
         if config.only and system.label not in ("dense", *config.only):
             continue
-        if time.monotonic() > end:
-            tell("The time is over.")
-            break
         row = bench.run(system)
         tell(row.summary)
-        rows[row.name] = row
-        write_rows(config, rows, tokens)
+        if len(bench.rows) == 1 and row.failed is not None:
+            raise dms_jax.ConfigError(
+                "dense, with which all others are compared, could not run: " + row.failed
+            )
+        put(rows, row, last=True)
+        write_rows(config, rows, tokens, more)
         if bench.lost:
             tell("The device gave up. Start again with --only for the rows that are left.")
             break
+    if not rows:
+        raise dms_jax.ConfigError("The time was over before the first row; give more of it.")
     return rows
 
 
@@ -299,9 +325,10 @@ def main(config: Config) -> list[Any]:
 
     if config.speed:
         return compare_speed(config, tell, lambda rows: write(config, "speed.json", rows))
-    rows = list((join(config) if config.join else measure(config, tell)).values())
+    model, named = join(config) if config.join else (config.model, measure(config, tell))
+    rows = list(named.values())
     show(console, rows)
-    picture(config.out / "quality.png", rows, title=f"{config.model}: every cache policy")
+    picture(config.out / "quality.png", rows, title=f"{model}: every cache policy")
     write_page(config.out / "tables.md", rows)
     return rows
 
@@ -311,3 +338,7 @@ if __name__ == "__main__":
         main(tyro.cli(Config, description=__doc__))
     except dms_jax.DmsJaxError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(
+            "Stopped. Rows that were measured are on disk; --merge --only adds others to them."
+        )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ class Lessons:
       weight_decay: of all.
       seed: of order and noise.
       workers: processes that make a mixture.
+      save: folder for what was learned, a checkpoint each; None for none.
     """
 
     data: Any
@@ -48,6 +50,7 @@ class Lessons:
     weight_decay: float = 0.0
     seed: int = 0
     workers: int = 2
+    save: pathlib.Path | None = None
 
     @property
     def tokens(self) -> int:
@@ -71,6 +74,12 @@ class Lessons:
             **options,
         )
 
+    def finished(self, label: str, ratio: float, model: dms_jax.LanguageModel) -> System:
+        """A system that has learned, written to disk where that is asked for."""
+        if self.save is not None:
+            dms_jax.save(model, model.policy, self.save / f"{label}@{ratio:g}".replace(" ", ""))
+        return learned(label, ratio, model)
+
     @contextlib.contextmanager
     def open(self) -> Iterator[Any]:
         """The data from its beginning."""
@@ -85,73 +94,83 @@ class Lessons:
 
 
 def sparsified(
-    model: dms_jax.LanguageModel,
+    base: System,
     policy: dms_jax.DMS,
     ratios: tuple[float, ...],
     lessons: Lessons,
     tell: Callable[[str], None],
 ) -> Iterator[System]:
-    """DMS at every ratio, out of one run that ramps through them."""
-    last = max(ratios)
+    """DMS at every ratio beyond that of `base`, out of one run that ramps through them."""
+    label = _label(base, "DMS")
+    aims = {ratio: ratio / base.ratio for ratio in ratios if ratio > base.ratio}
+    if not aims:
+        return
+    *before, last = sorted(aims.values())
     adapter = lessons.adapter_learning_rate
     stage = Stage("ramp", lessons.steps, lessons.learning_rate, last, adapter_learning_rate=adapter)
     reached: dict[float, dms_jax.LanguageModel] = {}
-    tell(f"DMS learns from {lessons.tokens:,} tokens")
+    tell(f"{label} learns from {lessons.tokens:,} tokens")
     with lessons.open() as data:
         reached[last] = dms_jax.retrofit(
-            model,
+            base.model,
             policy,
-            recipe=lessons.recipe(model, (stage,), snapshots=tuple(sorted(ratios)[:-1])),
+            recipe=lessons.recipe(base.model, (stage,), snapshots=tuple(before)),
             data=data,
             seed=lessons.seed,
             on_snapshot=reached.__setitem__,
             progress=False,
         )
-    for ratio in ratios:
-        yield learned("DMS", ratio, reached[ratio])
+    for ratio, aim in aims.items():
+        yield lessons.finished(label, ratio, reached[aim])
 
 
 def merged(
-    model: dms_jax.LanguageModel, ratio: float, lessons: Lessons, tell: Callable[[str], None]
+    base: System, ratio: float, lessons: Lessons, tell: Callable[[str], None]
 ) -> Iterator[System]:
     """DMC at a ratio: a third of the steps for the decay, a quarter upwards, the rest to settle.
 
     Its weights with nothing merged tell what the training and the lost neuron cost by themselves.
+    Nothing where `base` is at that ratio by itself.
     """
+    if ratio <= base.ratio:
+        return
     policy = dms_jax.DMC(
         neuron=lessons.dmc_neuron,
         offset=lessons.dmc_offset,
         temperature=lessons.dmc_temperature,
     )
+    label = _label(base, "DMC")
     decay, ramp = lessons.steps // 3, lessons.steps // 4
     rate = lessons.dmc_learning_rate
     stages = (
         Stage("neuron_decay", decay, 5 * rate / 7),
-        Stage("ramp", ramp, rate, ratio),
+        Stage("ramp", ramp, rate, ratio / base.ratio),
         Stage("train", lessons.steps - decay - ramp, rate, final_learning_rate=rate / 10),
     )
-    tell(f"DMC at {ratio:g} learns from {lessons.tokens:,} tokens")
+    tell(f"{label} at {ratio:g} learns from {lessons.tokens:,} tokens")
     with lessons.open() as data:
         trained = dms_jax.retrofit(
-            model,
+            base.model,
             policy,
-            recipe=lessons.recipe(model, stages, compression_weight=lessons.dmc_weight),
+            recipe=lessons.recipe(base.model, stages, compression_weight=lessons.dmc_weight),
             data=data,
             seed=lessons.seed,
             progress=False,
         )
-    yield learned("DMC", ratio, trained)
+    yield lessons.finished(label, ratio, trained)
     never = dataclasses.replace(policy, offset=NEVER)
-    yield System("DMC, nothing merged", ratio, trained, lambda share: never)
+    yield System(f"{label}, nothing merged", ratio, trained, lambda share: never)
 
 
 def grouped(
-    model: dms_jax.LanguageModel,
+    base: System,
     ratio: float,
     lessons: Lessons,
     tell: Callable[[str], None],
 ) -> Iterator[System]:
     """The model with fewer KV heads, uptrained; nothing where they do not divide."""
+    model = base.model
+    model = base.model
     heads = model.config.num_kv_heads / ratio
     if heads != int(heads) or not 1 <= heads < model.config.num_kv_heads:
         return
@@ -165,4 +184,8 @@ def grouped(
             seed=lessons.seed,
             progress=False,
         )
-    yield learned("GQA", ratio, trained)
+    yield lessons.finished("GQA", ratio, trained)
+
+
+def _label(base: System, name: str) -> str:
+    return name if base.ratio == 1 else f"{base.label} + {name}"

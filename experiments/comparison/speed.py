@@ -7,6 +7,7 @@ are timed; the cut is timed by itself.
 """
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmark_decode import median_seconds, model_of, read_rate, roofline
+from benchmark_decode import SHAPES, median_seconds, model_of, read_rate, roofline
 
 import dms_jax
 from dms_jax.cache import Pool
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter
-from dms_jax.model.caching import entry_bytes
+from dms_jax.model.caching import entry_bytes, layer_page_bytes, tree_bytes
 from dms_jax.policies import POLICIES, Policy
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.h2o import H2O
@@ -139,6 +140,8 @@ def filled_runner(
     num_pages = int(np.ceil((lengths + steps) / PAGE_SIZE).sum())
     if racer.uneven:  # layers that share the pages out beforehand need some to spare
         num_pages = int(1.5 * num_pages)
+    of_layer = layer_page_bytes(model.config, racer.policy, PAGE_SIZE, model.dtype, racer.kv_dtype)
+    check_room(num_pages * float(of_layer.mean()), f"{batch} sequences of {context:,} tokens")
     runner = Runner(
         model,
         racer.policy,
@@ -225,11 +228,61 @@ def time_steps(
     return figures
 
 
+def check(config: Any) -> None:
+    """Refuses what cannot be timed.
+
+    Raises:
+      ConfigError: there is no such shape or label, or a ratio leaves less than the window.
+    """
+    if config.shape not in SHAPES:
+        raise dms_jax.ConfigError(f"--shape {config.shape}: there are {', '.join(SHAPES)}.")
+    for ratio in config.ratios:
+        if ratio != int(ratio):
+            raise dms_jax.ConfigError(f"--ratios {ratio:g}: --speed wants whole numbers.")
+        if config.context // int(ratio) <= WINDOW:
+            raise dms_jax.ConfigError(
+                f"--context {config.context:,} --ratios {ratio:g} leaves "
+                f"{config.context // int(ratio)} tokens, and those in a window of {WINDOW} always "
+                f"stay: give --context at least {int(ratio) * (WINDOW + 1):,}."
+            )
+    known = [racer.label for racer in racers(config.context, int(config.ratios[0]))]
+    if unknown := [label for label in config.only if label not in known]:
+        raise dms_jax.ConfigError(
+            f"--only {', '.join(unknown)}: with --speed there are {', '.join(known)}."
+        )
+
+
+def check_room(size: float, what: str) -> None:
+    """Refuses what a CPU's memory does not hold: its system would end the process without a word.
+
+    A GPU says so itself.
+
+    Raises:
+      CapacityError: it is more than half of the memory.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if jax.default_backend() == "cpu" and size > memory / 2:
+        raise dms_jax.CapacityError(
+            f"{what} take {size / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} in all, of which "
+            "half is taken at most; give a smaller --shape, --batch or --context"
+        )
+
+
 def compare_speed(
     config: Any, tell: Callable[[str], None], write: Callable[[dict[str, Any]], None]
 ) -> list[dict[str, Any]]:
-    """Times every policy at every ratio; rows are written as they come."""
-    model = model_of(config.shape, jnp.bfloat16 if config.shape != "tiny" else jnp.float32)
+    """Times every policy at every ratio; rows are written as they come.
+
+    Raises:
+      ConfigError: a shape, length, ratio or label is not to be had.
+      CapacityError: the weights do not fit a CPU's memory.
+    """
+    check(config)
+    dtype = jnp.bfloat16 if config.shape != "tiny" else jnp.float32
+    shapes = jax.eval_shape(lambda: model_of(config.shape, dtype).transformer)
+    check_room(tree_bytes(shapes), f"the weights of {config.shape}")
+    model = model_of(config.shape, dtype)
+    end = time.monotonic() + 60 * config.deadline_minutes
     rate = read_rate()
     rows: list[dict[str, Any]] = []
     for number, ratio in enumerate(config.ratios):
@@ -238,7 +291,11 @@ def compare_speed(
                 continue
             if config.only and racer.label not in config.only:
                 continue
+            if time.monotonic() > end:
+                tell("The time is over.")
+                return rows
             figures: dict[str, Any]
+            lost = False
             try:
                 figures = time_steps(
                     model, racer, batch=config.batch, context=config.context, rate=rate
@@ -252,8 +309,13 @@ def compare_speed(
             except (jax.errors.JaxRuntimeError, dms_jax.DmsJaxError) as error:
                 figures = {"failed": str(error)[:400]}
                 told = figures["failed"]
+                runtime = isinstance(error, jax.errors.JaxRuntimeError)
+                lost = runtime and "RESOURCE_EXHAUSTED" not in str(error)
             dense = racer.label.startswith("Vanilla")
             rows.append(dict(label=racer.label, ratio=1 if dense else ratio, **figures))
             tell(f"{racer.label} at {rows[-1]['ratio']:g}: {told}")
             write({"read_gb_a_second": rate / 1e9, "rows": rows})
+            if lost:
+                tell("The device gave up. Start again with --only for the rows that are left.")
+                return rows
     return rows

@@ -66,8 +66,13 @@ def test_rows_are_measured_written_and_shown(scripts, tmp_path, capsys):
     merged = compare.main(again)
     assert [row.label for row in merged] == [*rows, "TOVA"]
     assert len(json.loads((tmp_path / "quality.json").read_text())["rows"]) == 5
-    with pytest.raises(SystemExit, match="tokens"):
-        compare.main(dataclasses.replace(again, sequences=1))
+    # What earlier rows were measured with is not lost, and other text is not mixed with theirs.
+    runs = json.loads((tmp_path / "quality.json").read_text())["runs"]
+    assert [run["config"]["only"] for run in runs] == [str(config.only), "('TOVA',)"]
+    for other in (dict(sequences=1), dict(page_size=8), dict(tasks=("retrieval",), length=39)):
+        with pytest.raises(dms_jax.ConfigError, match="was measured with --"):
+            compare.main(dataclasses.replace(again, **other))
+    assert len(json.loads((tmp_path / "quality.json").read_text())["rows"]) == 5
 
 
 def test_runs_that_shared_the_work_are_joined(scripts, tmp_path):
@@ -84,8 +89,16 @@ def test_runs_that_shared_the_work_are_joined(scripts, tmp_path):
     assert "| Knorm at 4 |" in (tmp_path / "whole" / "tables.md").read_text()
     other = dataclasses.replace(config, only=("Knorm",), sequences=1, out=tmp_path / "other")
     compare.main(other)
-    with pytest.raises(SystemExit, match="tokens"):
+    with pytest.raises(dms_jax.ConfigError, match="--sequences 1, not 2"):
         compare.main(dataclasses.replace(config, join=(parts["Knorm"], tmp_path / "other")))
+    with pytest.raises(dms_jax.ConfigError, match=r"nowhere.*cannot be read"):
+        compare.main(dataclasses.replace(config, join=(tmp_path / "nowhere",)))
+    # A table of joined runs goes on being joined, and says what all of them were.
+    again = dataclasses.replace(config, join=(tmp_path / "whole", parts["Knorm"]))
+    compare.main(dataclasses.replace(again, out=tmp_path / "again"))
+    report = json.loads((tmp_path / "again" / "quality.json").read_text())
+    wanted = ["('StreamingLLM',)", "('Knorm',)", "('Knorm',)"]
+    assert [run["config"]["only"] for run in report["runs"]] == wanted
 
 
 def test_nothing_runs_on_a_device_that_gave_up(scripts, tmp_path, monkeypatch):
@@ -104,6 +117,99 @@ def test_nothing_runs_on_a_device_that_gave_up(scripts, tmp_path, monkeypatch):
     dense, tova = compare.main(config)
     assert (dense.label, tova.label) == ("dense", "TOVA")
     assert "misaligned" in tova.failed
+    # The next run's row takes its place, and does not lose its own to a failure.
+    monkeypatch.setattr(dms_jax, "score", score)
+    again = dataclasses.replace(config, only=("TOVA",), merge=True)
+    assert [row.failed for row in compare.main(again)] == [None, None]
+    monkeypatch.setattr(dms_jax, "score", fails)
+    assert [row.failed for row in compare.main(again)] == [None, None]
+
+
+def test_nothing_is_compared_with_a_dense_row_that_failed(scripts, tmp_path, monkeypatch):
+    compare, *_ = scripts
+
+    def fails(*args, **options):
+        raise dms_jax.CapacityError("no room")
+
+    monkeypatch.setattr(dms_jax, "score", fails)
+    config = compare.Config(sequences=1, length=40, learn=(), only=("Knorm",), out=tmp_path)
+    with pytest.raises(dms_jax.ConfigError, match=r"dense.*no room"):
+        compare.main(config)
+    assert not (tmp_path / "quality.json").exists()
+
+
+def test_nothing_is_trained_or_run_once_the_time_is_over(scripts, tmp_path, monkeypatch, capsys):
+    compare, *_ = scripts
+    clock = [0.0]
+    score = dms_jax.score
+
+    def slow(model, sequences, *, policy, **options):
+        clock[0] += 60 * (policy.name == "Vanilla")
+        return score(model, sequences, policy=policy, **options)
+
+    def never(*args, **options):
+        raise AssertionError("training began")
+
+    monkeypatch.setattr(dms_jax, "score", slow)
+    monkeypatch.setattr(dms_jax, "retrofit", never)
+    monkeypatch.setattr(compare.time, "monotonic", lambda: clock[0])
+    config = compare.Config(
+        ratios=(4.0,),
+        sequences=1,
+        length=40,
+        learn=("DMS",),
+        only=("DMS",),
+        deadline_minutes=0.9,
+        out=tmp_path,
+    )
+    assert [row.label for row in compare.main(config)] == ["dense"]
+    assert "The time is over." in capsys.readouterr().out
+    with pytest.raises(dms_jax.ConfigError, match="before the first row"):
+        compare.main(dataclasses.replace(config, deadline_minutes=-1.0))
+
+
+def test_labels_are_those_of_rows(scripts, stories, tmp_path):
+    """What may be asked for comes about, and nothing else may be asked for."""
+    compare, systems, *_ = scripts
+    from comparison.labels import LEARNED
+
+    config = compare.Config(learn=(), only=("Tova",), out=tmp_path)
+    with pytest.raises(dms_jax.ConfigError, match=r"--only Tova.*TOVA"):
+        compare.main(config)
+    with pytest.raises(dms_jax.ConfigError, match="--only GQA: no row"):
+        compare.main(dataclasses.replace(config, only=("GQA",)))
+    for entry in ("DMS", "=somewhere", "DMS@x=somewhere", "DMS@0.5=somewhere"):
+        with pytest.raises(dms_jax.ConfigError, match="label@ratio=directory"):
+            compare.Config(checkpoints=(entry,))
+    twice = dataclasses.replace(config, only=(), checkpoints=("mine@2=a", "mine@2=b"))
+    with pytest.raises(dms_jax.ConfigError, match="another row is called mine"):
+        compare.main(twice)
+    dms = systems.learned("DMS", 4.0, dataclasses.replace(stories, policy=dms_jax.DMS(window=8)))
+    assert {"DMS", *(one.label for one in systems.combined(dms))} == set(LEARNED["DMS"])
+    for name, labels in LEARNED.items():
+        for label in labels:
+            assert dataclasses.replace(config, learn=(name,), only=(label,)).wants(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(ratios=()), "--ratios wants"),
+        (dict(ratios=(2.0, 2.0)), "--ratios are different"),
+        (dict(ratios=(1.0,)), "--ratios are"),
+        (dict(dmc_ratios=(float("inf"),)), "--dmc-ratios"),
+        (dict(length=1), "--length must be at least 2"),
+        (dict(page_size=0), "--page-size"),
+        (dict(batch=0), "--batch must"),
+        (dict(steps=3), "DMC"),
+        (dict(text=pathlib.Path("nowhere.txt")), "nowhere.txt"),
+        (dict(speed=True, merge=True), "--speed goes without"),
+    ],
+)
+def test_settings_are_checked_before_anything_runs(scripts, options, said):
+    compare, *_ = scripts
+    with pytest.raises(dms_jax.ConfigError, match=said):
+        compare.Config(**options)
 
 
 def test_every_system_takes_part_with_the_same_share(scripts, stories):
@@ -187,24 +293,44 @@ def test_answers_are_scored_with_each_budget_of_its_own(scripts, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_learned_systems_come_out_of_the_same_tokens(scripts, stories):
-    *_, lessons, _ = scripts
+def test_learned_systems_come_out_of_the_same_tokens(scripts, stories, tmp_path):
+    _, systems, *_, lessons, _ = scripts
     given = lessons.Lessons(
-        Documents(assets.stories("train")[:40]), steps=8, batch_size=2, sequence_length=32
+        Documents(assets.stories("train")[:40]),
+        steps=8,
+        batch_size=2,
+        sequence_length=32,
+        save=tmp_path,
     )
     told = []
+    dense = systems.learned("dense", 1.0, stories)
     policy = dms_jax.DMS(window=4, source="adapter")
-    ones = list(lessons.sparsified(stories, policy, (4.0, 2.0), given, told.append))
+    ones = list(lessons.sparsified(dense, policy, (4.0, 2.0), given, told.append))
     assert [(one.ratio, one.policy(None)) for one in ones] == [(4.0, policy), (2.0, policy)]
-    (half,) = lessons.grouped(stories, 2.0, given, told.append)
+    (half,) = lessons.grouped(dense, 2.0, given, told.append)
     assert half.model.config.num_kv_heads == stories.config.num_kv_heads // 2
-    assert list(lessons.grouped(stories, 3.0, given, told.append)) == []
-    assert len(told) == 2
+    assert list(lessons.grouped(dense, 3.0, given, told.append)) == []
+    # On top of it the ratios go on from its own.
+    (both,) = lessons.sparsified(half, policy, (4.0, 2.0), given, told.append)
+    merged, as_it_is = lessons.merged(half, 4.0, given, told.append)
+    assert list(lessons.merged(half, 2.0, given, told.append)) == []
+    assert [(one.label, one.ratio) for one in (both, merged, as_it_is)] == [
+        ("GQA + DMS", 4.0),
+        ("GQA + DMC", 4.0),
+        ("GQA + DMC, nothing merged", 4.0),
+    ]
+    assert merged.policy(None).name == "DMC"
+    assert len(told) == 4
     assert all(f"{8 * 2 * 32:,}" in line for line in told)
     # Uptraining moved the weights.
     before = dms_jax.to_grouped_query(stories, stories.config.num_kv_heads // 2)
     kernels = [m.transformer.layers.attention.qkv_proj.kernel[...] for m in (before, half.model)]
     assert np.abs(np.asarray(kernels[0]) - np.asarray(kernels[1])).max() > 1e-5
+    # What was learned is on disk.
+    names = {"DMS@4", "DMS@2", "GQA@2", "GQA+DMS@4", "GQA+DMC@4"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    again = dms_jax.load(tmp_path / "GQA+DMS@4")
+    assert (again.policy, again.config) == (policy, both.model.config)
 
 
 @pytest.mark.parametrize("label", ["DMS (drawn) + Quest", "H2O", "KCache", "SnapKV"])
@@ -223,3 +349,30 @@ def test_speed_is_taken_at_a_length_that_is_set(scripts, tmp_path, label):
     assert ("cut_ms" in row) == (label == "SnapKV")
     data = json.loads((tmp_path / "speed.json").read_text())
     assert data["rows"][0]["cache_bytes"] == row["cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(shape="huge"), "--shape huge: there are .*tiny"),
+        (dict(ratios=(2.5,)), "whole numbers"),
+        (dict(ratios=(4.0,)), "give --context at least 1,028"),
+        (dict(context=256), "leaves 128 tokens"),
+        (dict(only=("SnapKv",)), "--only SnapKv: .*SnapKV"),
+    ],
+)
+def test_speed_says_what_it_cannot_time(scripts, tmp_path, options, said):
+    compare, *_ = scripts
+    fields = dict(shape="tiny", context=640, batch=1, ratios=(2.0,)) | options
+    with pytest.raises(dms_jax.ConfigError, match=said):
+        compare.main(compare.Config(speed=True, out=tmp_path, **fields))
+
+
+def test_a_cpu_is_not_asked_for_more_than_it_has(scripts, tmp_path):
+    compare, *_ = scripts
+    config = compare.Config(
+        speed=True, shape="tiny", batch=10**7, ratios=(2.0,), only=("TOVA",), out=tmp_path
+    )
+    (row,) = compare.main(config)
+    assert "10000000 sequences" in row["failed"]
+    assert "give a smaller" in row["failed"]
