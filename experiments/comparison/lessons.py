@@ -170,9 +170,9 @@ def grouped(
 ) -> Iterator[System]:
     """The model with fewer KV heads, uptrained; nothing where they do not divide."""
     model = base.model
-    model = base.model
     heads = model.config.num_kv_heads / ratio
     if heads != int(heads) or not 1 <= heads < model.config.num_kv_heads:
+        tell(f"GQA at {ratio:g} is left out: {model.config.num_kv_heads} KV heads do not divide")
         return
     tell(f"GQA with {int(heads)} KV heads learns from {lessons.tokens:,} tokens")
     stage = Stage("train", lessons.steps, lessons.gqa_learning_rate, final_learning_rate=0.0)

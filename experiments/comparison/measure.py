@@ -230,9 +230,9 @@ class Bench:
         """Problems whose policy is the same are answered together: one program for all."""
         calls: dict[Policy, list[tuple[str, Share]]] = {}
         for name in questions.occasions:
-            share = Share(1, 1)  # of dense, which is the first to run and tells the lengths
-            if name in self._lengths:
-                share = Share.of(self._lengths[name], system.ratio)
+            # Dense, which has no budget, is the first to run and tells the lengths.
+            lengths = self._lengths.get(name, np.ones(1))
+            share = Share.of(lengths, system.ratio)
             calls.setdefault(system.policy(share), []).append((name, share))
         answers: dict[str, dict[str, Any]] = {}
         for policy, group in calls.items():

@@ -28,17 +28,17 @@ class Share:
     """What a ratio leaves of some sequences.
 
     Attributes:
-      tokens: of a sequence, on average.
+      lengths: tokens of each.
       limit: tokens that a row keeps.
     """
 
-    tokens: float
+    lengths: np.ndarray
     limit: int
 
     @classmethod
     def of(cls, lengths: np.ndarray, ratio: float) -> "Share":
         """The share of sequences of these lengths."""
-        return cls(float(lengths.mean()), limit_for(lengths, lengths.mean() / ratio))
+        return cls(lengths, limit_for(lengths, lengths.mean() / ratio))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +85,8 @@ def _makers(ratio: float) -> dict[str, Callable[[Share], Policy]]:
 
     def random(share: Share) -> Policy:
         recent = share.limit // 2
-        rate = (share.tokens - share.limit) / (share.tokens - recent)
-        return dms_jax.RandomEviction(window=recent, rate=min(max(rate, 0.0), 1.0))
+        gone, old = (np.maximum(share.lengths - size, 0).sum() for size in (share.limit, recent))
+        return dms_jax.RandomEviction(window=recent, rate=float(gone / old))
 
     return {
         "StreamingLLM": lambda share: dms_jax.StreamingLLM(budget=share.limit),

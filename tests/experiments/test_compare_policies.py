@@ -216,7 +216,6 @@ def test_every_system_takes_part_with_the_same_share(scripts, stories):
     _, systems, *_ = scripts
     lengths = np.array([100, 500, 600, 848])  # a mean of 512
     share = systems.Share.of(lengths, 4.0)
-    assert share.tokens == 512
     assert np.minimum(lengths, share.limit).mean() == pytest.approx(128, abs=0.5)
     free = {
         one.label: one.policy(share).for_horizon(share.limit)
@@ -229,6 +228,13 @@ def test_every_system_takes_part_with_the_same_share(scripts, stories):
         own = getattr(policy, "scorer", policy)
         budget = getattr(own, "budget", getattr(own, "top", share.limit))
         assert budget == share.limit, name
+    # What draws at random keeps no more of sequences of unlike lengths than the others do.
+    for ratio in (2.0, 4.0, 8.0):
+        share = systems.Share.of(lengths, ratio)
+        drawn = {one.label: one for one in systems.training_free(stories, ratio)}["RandomEviction"]
+        random = drawn.policy(share)
+        old = np.maximum(lengths - random.window, 0)
+        assert np.mean(lengths - random.rate * old) == pytest.approx(512 / ratio, rel=0.01)
     dms = systems.learned("DMS", 4.0, dataclasses.replace(stories, policy=dms_jax.DMS(window=8)))
     more = {one.label: one for one in systems.combined(dms)}
     assert more["DMS + Quest"].policy(share).over == dms_jax.DMS(window=8)
@@ -320,6 +326,7 @@ def test_learned_systems_come_out_of_the_same_tokens(scripts, stories, tmp_path)
         ("GQA + DMC, nothing merged", 4.0),
     ]
     assert merged.policy(None).name == "DMC"
+    assert "GQA at 3 is left out" in told.pop(2)
     assert len(told) == 4
     assert all(f"{8 * 2 * 32:,}" in line for line in told)
     # Uptraining moved the weights.
