@@ -3,6 +3,7 @@
 from pallas_kernels.decode import DecodePlan, decode_attention, decode_plan
 from pallas_kernels.fetch import fetch_rows
 from pallas_kernels.prefill import prefill_attention
+from pallas_kernels.select import select_largest
 from pallas_kernels.training import retrofit_attention
 from pallas_kernels.update import write_pages
 
@@ -13,5 +14,6 @@ __all__ = [
     "fetch_rows",
     "prefill_attention",
     "retrofit_attention",
+    "select_largest",
     "write_pages",
 ]

@@ -6,14 +6,13 @@ A query head fetches N rows of D numbers; which ones is known only after its sco
 cannot be part of the kernel that reads the keys.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dms_jax.cache import Pool
 from dms_jax.cache.host_values import HostRows
 from dms_jax.policies.base import Policy
-from pallas_kernels import decode_attention
+from pallas_kernels import decode_attention, select_largest
 
 
 def attend_to_fetched(
@@ -52,7 +51,9 @@ def attend_to_fetched(
     assert policy.fetches is not None
     group = scores.shape[1]
     top = min(policy.fetches, scores.shape[-1])
-    best, slots = _largest(scores, top, pool.page_size)  # [R, G, N]
+    slots = select_largest(scores.reshape(num_rows * group, -1), top)
+    slots = slots.reshape(num_rows, group, top)
+    best = jnp.take_along_axis(scores, slots, axis=-1)
     live = best > -jnp.inf
     weights = jnp.exp(jnp.where(live, best - lse[..., None], -jnp.inf))
     if policy.renormalizes:
@@ -70,23 +71,3 @@ def attend_to_fetched(
     out = jnp.einsum("rgn,rgnd->rgd", weights, values.astype(wide)).astype(q.dtype)
     entries = jnp.where(lengths <= top, lengths, (lengths + group * top + 1) // 2)
     return out, entries.sum(-1, dtype=jnp.int32)
-
-
-def _largest(
-    scores: Float[Array, "R G S"], top: int, page_size: int
-) -> tuple[Float[Array, "R G N"], Int[Array, "R G N"]]:
-    """The N largest scores and their slots; of equal ones the first.
-
-    They lie on the N pages with the largest maxima, so that little needs to be sorted (on an H200,
-    of 32768 slots, in a third of the time).
-    """
-    pages = scores.reshape(*scores.shape[:-1], -1, page_size)
-    if top >= pages.shape[-2]:
-        values, slots = jax.lax.top_k(scores, top)
-        return values, slots
-    _, best = jax.lax.top_k(pages.max(-1), top)
-    best = jnp.sort(best, -1)[..., None]  # ascending: the first of equal scores stays the first
-    chosen = jnp.take_along_axis(pages, best, axis=-2).reshape(*scores.shape[:-1], -1)
-    values, at = jax.lax.top_k(chosen, top)
-    page = jnp.take_along_axis(best[..., 0], at // page_size, axis=-1)
-    return values, page * page_size + at % page_size

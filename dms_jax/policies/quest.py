@@ -23,7 +23,7 @@ from typing import Literal, no_type_check
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dms_jax.cache import Pool
 from dms_jax.policies.base import (
@@ -37,6 +37,7 @@ from dms_jax.policies.base import (
     require,
 )
 from dms_jax.policies.selective import SelectiveReading
+from pallas_kernels import select_largest
 
 
 @no_type_check  # jax also builds it of shapes and of partitions
@@ -146,31 +147,22 @@ class Quest(SelectiveReading):
     ) -> Reading:
         """Selects the pages of each query head, or of each group of them."""
         page_table, lengths, page_size = chunk.page_table, placement.lengths, chunk.page_size
-        batch, num_kv_heads, num_pages = page_table.shape
+        batch, _, num_pages = page_table.shape
         floor = 1 if self.force_last_page else 3  # as published
         selected = max(self.budget // page_size, floor)
         if selected >= num_pages:
             return Reading(page_table, lengths)
-        wide = jnp.promote_types(q.dtype, jnp.float32)
-        grouped = q.reshape(batch, num_kv_heads, -1, q.shape[-1]).astype(wide)
-        bounds: PageBounds = state.pages
-        low = bounds.low.at[page_table].get(mode="fill", fill_value=0).astype(wide)
-        high = bounds.high.at[page_table].get(mode="fill", fill_value=0).astype(wide)
-        # max(q * low, q * high) = relu(q) * high - relu(-q) * low, summed over d.
+        score = self._score(state.pages, q, page_table)
         live = -(-lengths // page_size)
         index = jnp.arange(num_pages)
-        is_live = (index < live[..., None])[..., None]
-        score = jnp.einsum(
-            "BKGD,BKMD->BKGM", jax.nn.relu(grouped), jnp.where(is_live, high, 0)
-        ) - jnp.einsum("BKGD,BKMD->BKGM", jax.nn.relu(-grouped), jnp.where(is_live, low, 0))
-        if self.per == "kv_head":
-            score = score.sum(2, keepdims=True)
         if self.force_last_page:
             current = (placement.slots // page_size)[..., None]  # [B, K, 1, 1]
             score = jnp.where(index == current, jnp.inf, score)
+        # Pages that are not live have no bounds: their scores can be anything, NaN too.
         score = jnp.where(index < live[:, :, None, None], score, -jnp.inf)
-        _, best = jax.lax.top_k(score, selected)
-        best = jnp.sort(best, -1)  # the last page, the only partial one, stays last
+        # In ascending order: the last page, the only partial one, stays last.
+        best = select_largest(score.reshape(-1, num_pages), selected)
+        best = best.reshape(*score.shape[:-1], selected)
         table = jnp.take_along_axis(page_table[:, :, None], best, axis=-1)
         partial = lengths - (live - 1) * page_size
         has_last = (best == live[:, :, None, None] - 1).any(-1)
@@ -187,3 +179,24 @@ class Quest(SelectiveReading):
             lengths=lengths.reshape(batch, -1),
             reads=reads,
         )
+
+    def _score(
+        self, bounds: PageBounds, q: Float[Array, "B H D"], page_table: Int[Array, "B K M"]
+    ) -> Float[Array, "B K G M"]:
+        """The bound on attention of each page, summed over a group that chooses together (G = 1).
+
+        sum_d max(q low, q high) = sum_d max(q, 0) high + min(q, 0) low: products of numbers as they
+        are stored, summed in float32 at least.
+        """
+        batch, num_kv_heads, _ = page_table.shape
+        grouped = q.reshape(batch, num_kv_heads, -1, q.shape[-1])
+        signed = jnp.concatenate([jnp.maximum(grouped, 0), jnp.minimum(grouped, 0)], -1)
+        ends = [x.at[page_table].get(mode="clip") for x in (bounds.high, bounds.low)]
+        score = jnp.einsum(
+            "BKGD,BKMD->BKGM",
+            signed,
+            jnp.concatenate(ends, -1),
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),
+        )
+        return score.sum(2, keepdims=True) if self.per == "kv_head" else score

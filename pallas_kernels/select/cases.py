@@ -1,0 +1,48 @@
+"""Named shapes of the selection of the largest scores, shared by tests and benchmarks."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SelectCase:
+    """One problem.
+
+    Attributes:
+      name: how tests and tables call it.
+      rows: R.
+      width: scores of a row, S.
+      count: how many are selected.
+      dtype: of the scores.
+    """
+
+    name: str
+    rows: int
+    width: int
+    count: int
+    dtype: str = "float32"
+
+
+# Small enough for the interpreter.
+CONTRACT: tuple[SelectCase, ...] = (
+    SelectCase("one", 3, 1, 1),
+    SelectCase("two", 5, 2, 1),
+    SelectCase("width7", 3, 7, 3),
+    SelectCase("all", 2, 9, 9),
+    SelectCase("all_but_one", 2, 64, 63),
+    SelectCase("width1000", 4, 1000, 64),
+    SelectCase("width1024", 3, 1024, 1),
+    SelectCase("bfloat16", 3, 300, 20, dtype="bfloat16"),
+    SelectCase("float16", 3, 300, 20, dtype="float16"),
+    SelectCase("whole_block", 2, 32768, 128),
+    SelectCase("a_block_and_one", 2, 32769, 5),
+    SelectCase("three_blocks", 2, 70001, 128),
+    SelectCase("half_a_block", 1, 40000, 16384),
+)
+
+# Measured on a GPU: pages of Quest, slots of KCache, in rows of sequences times query heads.
+BENCHMARK: tuple[SelectCase, ...] = (
+    SelectCase("pages512", 256, 512, 64),
+    SelectCase("pages1024", 256, 1024, 64),
+    SelectCase("slots32768", 256, 32768, 128),
+    SelectCase("slots131072", 256, 131072, 128),
+)
