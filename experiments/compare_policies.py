@@ -241,12 +241,16 @@ def learned_systems(config: Config, dense: System, tell: Any) -> Iterator[System
         for group in grouped(dense, ratio, lessons, tell):
             groups.append(group)
             yield group
+        if groups and not config.takes("GQA"):
+            break  # what goes on top needs no other
     for group in groups[:1]:  # the mildest one has room for more
         if config.takes("GQA + DMS"):
             yield from sparsified(group, dms, config.ratios, lessons, tell)
         for ratio in config.dmc_ratios if config.takes("GQA + DMC") else ():
             yield from merged(group, ratio, lessons, tell)
     for label, ratio, path in brought(config.checkpoints):
+        if config.only and not any(f"{one} + ".startswith(f"{label} + ") for one in config.only):
+            continue
         system = learned(label, ratio, dms_jax.load(path))
         if config.takes(label):
             yield system

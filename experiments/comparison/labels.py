@@ -1,6 +1,7 @@
 """What rows are called: which labels there will be, and that no two systems share one."""
 
 import math
+import pathlib
 from typing import Any
 
 import dms_jax
@@ -18,7 +19,8 @@ def brought(checkpoints: tuple[str, ...]) -> list[tuple[str, float, str]]:
     """Label, ratio and directory of each.
 
     Raises:
-      ConfigError: an entry has no label or directory, or a ratio that is none.
+      ConfigError: an entry has no label or directory, a ratio that is none, or a directory that
+        does not exist.
     """
     parts = []
     for entry in checkpoints:
@@ -34,6 +36,9 @@ def brought(checkpoints: tuple[str, ...]) -> list[tuple[str, float, str]]:
                 f"--checkpoints {entry}: write label=directory, or label@ratio=directory with a "
                 "ratio of at least 1."
             )
+        # Found now, and not when all before it have been measured. Other paths may be hub ids.
+        if not pathlib.Path(path).expanduser().is_dir() and path.count("/") != 1:
+            raise dms_jax.ConfigError(f"--checkpoints {entry}: there is no such directory.")
     return parts
 
 

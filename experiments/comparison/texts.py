@@ -19,9 +19,14 @@ def packed(
     """A file, or held-out stories, end to end and cut into sequences.
 
     Raises:
-      DataError: there is too little of it.
+      DataError: there is too little of it, it is no text, or the model has no tokenizer.
     """
-    documents = assets.stories("valid") if path is None else [path.read_text(encoding="utf-8")]
+    if model.tokenizer is None:
+        raise dms_jax.DataError("the model came without a tokenizer; there is no text for it")
+    try:
+        documents = assets.stories("valid") if path is None else [path.read_text(encoding="utf-8")]
+    except UnicodeDecodeError as error:
+        raise dms_jax.DataError(f"{path} is not text in UTF-8: {error}") from error
     tokens = [token for text in documents for token in model.tokenizer.encode(text)]
     wanted = sequences * length
     if len(tokens) < wanted:

@@ -168,6 +168,42 @@ def test_nothing_is_trained_or_run_once_the_time_is_over(scripts, tmp_path, monk
         compare.main(dataclasses.replace(config, deadline_minutes=-1.0))
 
 
+def test_nothing_is_trained_or_loaded_that_nobody_asked_for(scripts, stories, monkeypatch):
+    compare, systems, *_ = scripts
+    trained, loaded = [], []
+
+    def grouped(base, ratio, lessons, tell):
+        trained.append(f"GQA@{ratio:g}")
+        yield dataclasses.replace(base, label="GQA", ratio=ratio)
+
+    def sparsified(base, policy, ratios, lessons, tell):
+        trained.append(f"{base.label} + DMS")
+        yield from ()
+
+    def load(path):
+        loaded.append(path)
+        return stories
+
+    monkeypatch.setattr(compare, "grouped", grouped)
+    monkeypatch.setattr(compare, "sparsified", sparsified)
+    monkeypatch.setattr(dms_jax, "load", load)
+    dense = systems.System("dense", 1.0, stories, lambda share: dms_jax.Vanilla())
+    fields = dict(ratios=(4.0, 2.0), checkpoints=("mine@2=a/b", "mine too@2=a/c"))
+
+    def of(*only):
+        trained.clear()
+        loaded.clear()
+        config = compare.Config(only=only, **fields)
+        rows = [one.label for one in compare.learned_systems(config, dense, print)]
+        return rows, trained.copy(), loaded.copy()
+
+    assert of("GQA + DMS") == (["GQA"], ["GQA@2", "GQA + DMS"], [])
+    assert of("GQA") == (["GQA", "GQA"], ["GQA@2", "GQA@4"], [])
+    assert of("mine") == (["mine"], [], ["a/b"])
+    assert of("mine + Quest") == (["mine + Quest"], [], ["a/b"])
+    assert of("TOVA") == ([], [], [])
+
+
 def test_labels_are_those_of_rows(scripts, stories, tmp_path):
     """What may be asked for comes about, and nothing else may be asked for."""
     compare, systems, *_ = scripts
@@ -181,7 +217,9 @@ def test_labels_are_those_of_rows(scripts, stories, tmp_path):
     for entry in ("DMS", "=somewhere", "DMS@x=somewhere", "DMS@0.5=somewhere"):
         with pytest.raises(dms_jax.ConfigError, match="label@ratio=directory"):
             compare.Config(checkpoints=(entry,))
-    twice = dataclasses.replace(config, only=(), checkpoints=("mine@2=a", "mine@2=b"))
+    with pytest.raises(dms_jax.ConfigError, match="no such directory"):
+        compare.Config(checkpoints=(f"mine@2={tmp_path}/nowhere",))
+    twice = dataclasses.replace(config, only=(), checkpoints=("mine@2=a/b", "mine@2=a/c"))
     with pytest.raises(dms_jax.ConfigError, match="another row is called mine"):
         compare.main(twice)
     dms = systems.learned("DMS", 4.0, dataclasses.replace(stories, policy=dms_jax.DMS(window=8)))
@@ -256,6 +294,20 @@ def test_solutions_count_and_prompts_do_not(scripts):
     assert text.tokens == sum(len(s) - n for s, n in zip(text.sequences, text.starts, strict=True))
     with pytest.raises(dms_jax.ConfigError, match="reasoning and retrieval"):
         texts.occasions(("chess",))
+
+
+def test_text_that_is_none_is_refused(scripts, stories, tmp_path):
+    *_, texts = scripts
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(128, 256)))
+    sizes = dict(sequences=1, length=4)
+    with pytest.raises(dms_jax.DataError, match="not text in UTF-8"):
+        texts.packed(stories, path, **sizes)
+    path.write_text("Once", encoding="utf-8")
+    with pytest.raises(dms_jax.DataError, match="4 were asked for"):
+        texts.packed(stories, path, **sizes)
+    with pytest.raises(dms_jax.DataError, match="without a tokenizer"):
+        texts.packed(dataclasses.replace(stories, tokenizer=None), None, **sizes)
 
 
 @pytest.mark.slow
