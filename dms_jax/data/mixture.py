@@ -17,6 +17,7 @@ import functools
 import multiprocessing
 import random
 import re
+import signal
 from typing import Any
 
 import numpy as np
@@ -297,6 +298,8 @@ _mixture: Mixture | None = None  # of a worker process
 def _work_on(mixture: Mixture) -> None:
     global _mixture
     _mixture = mixture
+    # A terminal sends Ctrl-C to all; the process that trains ends its step, and then this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _make(step: int) -> Batch:

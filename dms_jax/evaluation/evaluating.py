@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -107,6 +107,8 @@ def evaluate(
         "split": split,
         "start": start,
         "seed": seed,
+        "kv_dtype": kv_dtype,
+        "horizon": horizons,
         "sampling": {
             name: getattr(sampling, name)
             for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
@@ -127,7 +129,7 @@ def _horizons(horizon: int | Sequence[int] | None, tasks: int) -> list[int | Non
     """What was given, for each task."""
     if horizon is None:
         return [None] * tasks
-    given = [horizon] * tasks if isinstance(horizon, int) else list(horizon)
+    given = list(horizon) if isinstance(horizon, Iterable) else [horizon] * tasks
     if len(given) != tasks:
         raise ConfigError(f"evaluate: {len(given)} horizons were given for {tasks} tasks.")
     return [check_count("evaluate: horizon", each) for each in given]

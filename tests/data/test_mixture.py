@@ -1,6 +1,8 @@
 """Mixtures: whole documents, shares, what counts in the loss, batches that depend on the step."""
 
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -106,6 +108,13 @@ def test_worker_processes_give_the_same_batches_and_can_be_put_back(mixture):
             np.testing.assert_array_equal(next(ahead)["tokens"], mixture.batch(step)["tokens"])
         ahead.set_state(place)
         np.testing.assert_array_equal(next(ahead)["tokens"], mixture.batch(4)["tokens"])
+        # Ctrl-C, which a terminal sends to them too, does not take the data from the last step.
+        for process in list(ahead._pool._processes.values()):
+            os.kill(process.pid, signal.SIGINT)
+        for step in range(5, 25):
+            np.testing.assert_array_equal(next(ahead)["tokens"], mixture.batch(step)["tokens"])
+    except KeyboardInterrupt:
+        pytest.fail("a worker was interrupted")
     finally:
         ahead.close()
 

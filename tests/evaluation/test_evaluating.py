@@ -171,10 +171,14 @@ def test_each_task_has_the_share_of_its_own_horizon():
     assert peaks(share, sampling=sampling, horizon=12) == [7] * 4
     with pytest.raises(ConfigError, match="1 horizons were given for 2 tasks"):
         peaks(share, horizon=[12])
+    for horizon in (0, [12, 0]):
+        with pytest.raises(ConfigError, match="evaluate: horizon"):
+            peaks(share, horizon=horizon)
 
 
 def test_a_cache_of_8_bits_takes_half_the_room(vanilla):
     small = run(kv_dtype="float8_e4m3")
+    assert small.settings["kv_dtype"] == "float8_e4m3"
     assert small.cache_bytes.mean() < vanilla.cache_bytes.mean() / 1.9
 
 

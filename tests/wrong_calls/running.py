@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 import dms_jax
+from dms_jax.data.tasks import LinearEquation
+from dms_jax.evaluation import evaluate
 from tests.wrong_calls.case import NAN, Case
 
 
@@ -171,6 +173,22 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "score model": score("dms_jax.load", sequences=[[1, 2]], given=None, error="ConfigError"),
         "score policy": score(
             "Not a cache policy", sequences=[[1, 2]], policy="TOVA", error="ConfigError"
+        ),
+        "score horizon": score(
+            "horizon must be", sequences=[[1, 2]], horizon=0.5, error="ConfigError"
+        ),
+        "score table width": score(
+            "table_width must be", sequences=[[1, 2]], table_width=0, error="ConfigError"
+        ),
+        "evaluate horizon": Case(
+            lambda: evaluate(model, LinearEquation(), horizon=2.5),
+            "ConfigError",
+            ("evaluate: horizon must be", "got 2.5"),
+        ),
+        "evaluate horizons": Case(
+            lambda: evaluate(model, LinearEquation(), horizon=[8, 9]),
+            "ConfigError",
+            ("2 horizons were given for 1 tasks",),
         ),
     }
 
