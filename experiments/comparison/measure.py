@@ -83,7 +83,7 @@ class Measured:
 
     Attributes:
       label, ratio, policy, kv_dtype: what ran on the text, and its nominal ratio.
-      nats, error: negative log-likelihood a token, and its standard error over sequences.
+      nats, error: negative log-likelihood a token, a mean over sequences, and its standard error.
       increase, increase_error: against dense on the same tokens.
       kinds: the increase of each kind of text.
       live, peak: live tokens of a sequence at its end, and at most.

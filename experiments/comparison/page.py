@@ -4,12 +4,12 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 from comparison.measure import Measured
-from comparison.show import answer_cells, in_order, text_cells
+from comparison.show import NOTE, answer_cells, in_order, text_cells
 
 
 def write_page(path: pathlib.Path, rows: Sequence[Measured]) -> None:
     """Writes every row: what the text showed, then the answers."""
-    parts = ["# Every row", "## Text", markdown(rows, text_cells)]
+    parts = ["# Every row", NOTE, "## Text", markdown(rows, text_cells)]
     if any(row.answers for row in rows):
         parts += ["## Answers", markdown(rows, answer_cells)]
     failed = [f"- {row.name}: {row.failed}" for row in rows if row.failed is not None]

@@ -11,6 +11,12 @@ from rich.table import Table
 from comparison.measure import Measured
 
 MARKERS = "osD^v<>PX*hp"
+NOTE = """\
+Averages over sequences, layers and KV heads. reads: entries read by all steps of a
+sequence; where query heads choose for themselves (Quest, KCache), each one's count. kB:
+pages and policy state of a sequence on the device, at its end and at most; values that
+KCache moves to host memory are not among them. ± one standard error over sequences or
+problems; above dense is of the differences, pair by pair."""
 
 
 def in_order(rows: Sequence[Measured]) -> list[Measured]:
@@ -63,13 +69,7 @@ def show(console: Console, rows: Sequence[Measured]) -> None:
     _print(console, "Held-out text, decoded token by token from the paged cache", rows, text_cells)
     if any(row.answers for row in rows):
         _print(console, "Answers", rows, brief_cells)
-    console.print(
-        "Averages over sequences, layers and KV heads. reads: entries read by all steps of a\n"
-        "sequence; where query heads choose for themselves (Quest, KCache), each one's count. kB:\n"
-        "pages and policy state of a sequence, at its end and at most. ± one standard error over\n"
-        "sequences or problems; above dense is of the differences, pair by pair.",
-        highlight=False,
-    )
+    console.print(NOTE, highlight=False)
 
 
 def _print(

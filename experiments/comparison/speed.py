@@ -54,7 +54,7 @@ class Racer:
 
 
 def racers(context: int, ratio: int) -> Iterator[Racer]:
-    """Every policy, with a budget of context / ratio."""
+    """Every policy, with a budget of context / ratio; KCache fetches 128 values at any ratio."""
     budget = context // ratio
     kept = (budget - WINDOW - 1) / (context - WINDOW - 1)
     drawn = dms_jax.RandomEviction(window=WINDOW, rate=1 - kept)
