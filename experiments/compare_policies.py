@@ -31,6 +31,7 @@ from comparison.runs import (
     check_answers,
     check_same,
     join,
+    make_folder,
     put,
     read_report,
     write,
@@ -57,6 +58,14 @@ COUNTS = (
     "max_new_tokens",
     "context",
     "batch",
+)
+RATES = (
+    "learning_rate",
+    "adapter_learning_rate",
+    "dmc_learning_rate",
+    "dmc_weight",
+    "gqa_learning_rate",
+    "weight_decay",
 )
 SHIPPED = ("stories260k", "reasoner-11m")
 
@@ -162,6 +171,12 @@ class Config:
         for name in (*COUNTS, *least):
             if getattr(self, name) < least.get(name, 1):
                 raise dms_jax.ConfigError(f"{option(name)} must be at least {least.get(name, 1)}.")
+        for name in RATES:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise dms_jax.ConfigError(f"{option(name)} must be a number of at least 0.")
+        # Found now, and not when it is their turn to learn.
+        dms_jax.DMS(window=self.window, shift=self.shift)
+        dms_jax.DMC(offset=self.dmc_offset, temperature=self.dmc_temperature)
         if unknown := set(self.learn) - LEARNED.keys():
             raise dms_jax.ConfigError(f"--learn {' '.join(sorted(unknown))}: DMS, DMC and GQA can.")
         if self.steps < 4 and self.wants("DMC"):
@@ -285,6 +300,9 @@ def measure(config: Config, tell: Any) -> dict[str, Measured]:
     end = time.monotonic() + 60 * config.deadline_minutes
     model = load(config)
     check_labels(config, model)
+    for name, folder in (("out", config.out), ("save", config.save)):
+        if folder is not None:
+            make_folder(option(name), folder)
     questions = None
     if config.tasks:
         sampling = dms_jax.Sampling(

@@ -107,16 +107,28 @@ def about(config: Any) -> dict[str, Any]:
     }
 
 
+def make_folder(option: str, path: pathlib.Path) -> None:
+    """Makes a folder that will be written to.
+
+    Raises:
+      ConfigError: that cannot be done.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
+
+
 def write(config: Any, name: str, content: dict[str, Any]) -> None:
     """Writes a JSON file with where and when it was measured.
 
     Raises:
       ConfigError: the folder cannot be written to.
     """
+    make_folder("--out", config.out)
     path = config.out / name
     part = path.with_name(f"{name}.part")
     try:
-        config.out.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(about(config) | content, indent=1) + "\n", encoding="utf-8")
         part.replace(path)
     except OSError as error:
