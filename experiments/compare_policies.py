@@ -29,6 +29,7 @@ from comparison.page import write_page
 from comparison.runs import (
     about,
     check_answers,
+    check_dense,
     check_same,
     join,
     make_folder,
@@ -328,6 +329,8 @@ def measure(config: Config, tell: Any) -> dict[str, Measured]:
             raise dms_jax.ConfigError(
                 "dense, with which all others are compared, could not run: " + row.failed
             )
+        if len(bench.rows) == 1 and rows:
+            check_dense(path, next(iter(rows.values())), row)
         put(rows, row, last=True)
         write_rows(config, rows, tokens, more)
         if bench.lost:

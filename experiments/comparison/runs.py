@@ -18,6 +18,7 @@ from comparison.measure import Measured
 # What was decoded, and from what pages; what was asked, and how the answers were drawn.
 TEXT = ("model", "text", "sequences", "length", "page_size")
 QUESTIONS = ("problems", "temperature", "max_new_tokens", "seed")
+SAME = 1e-3  # nats a token
 PLACES = ("command", "date", "device", "versions", "config")
 
 
@@ -30,6 +31,8 @@ def read_report(path: pathlib.Path) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         rows = [Measured(**row) for row in report["rows"]]
+        if not rows or rows[0].label != "dense" or rows[0].failed is not None:
+            raise ValueError("its first row is not that of dense")
         return {place: report[place] for place in (*PLACES, "tokens")} | {
             "rows": rows,
             "runs": report.get("runs", [{place: report[place] for place in PLACES}]),
@@ -66,6 +69,19 @@ def check_same(
     one, other = tokens
     if one != other:
         raise dms_jax.ConfigError(f"{path} was measured on {one:,} tokens, not {other:,}.")
+
+
+def check_dense(path: pathlib.Path, theirs: Measured, ours: Measured) -> None:
+    """Refuses rows that were compared with another dense: settings name a model, not its weights.
+
+    Raises:
+      ConfigError: its likelihoods are not the same, beyond what a device rounds.
+    """
+    if abs(theirs.nats - ours.nats) > SAME:
+        raise dms_jax.ConfigError(
+            f"{path} has dense at {theirs.nats:.4f} nats a token, not {ours.nats:.4f}: another "
+            "model or text, though they are called the same."
+        )
 
 
 def check_answers(path: pathlib.Path, rows: Iterable[Measured], dense: Iterable[str]) -> None:
@@ -153,6 +169,7 @@ def join(config: Any) -> tuple[str, dict[str, Measured]]:
     for path, report in zip(paths, reports, strict=True):
         tokens = (report["tokens"], first["tokens"])
         check_same(path, report["config"], first["config"], tokens)
+        check_dense(path, report["rows"][0], first["rows"][0])
         for row in report["rows"]:
             put(rows, row, last=False)
         check_answers(path, report["rows"], next(iter(rows.values())).answers)

@@ -50,7 +50,16 @@ def test_rows_are_measured_written_and_shown(scripts, tmp_path, capsys):
     for other in (dict(sequences=1), dict(page_size=8), dict(tasks=("retrieval",), length=39)):
         with pytest.raises(dms_jax.ConfigError, match="was measured with --"):
             compare.main(dataclasses.replace(again, **other))
-    assert len(json.loads((tmp_path / "quality.json").read_text())["rows"]) == 5
+    report = json.loads((tmp_path / "quality.json").read_text())
+    assert len(report["rows"]) == 5
+    # Nor what is called the same and is not.
+    report["rows"][0]["nats"] += 0.01
+    (tmp_path / "quality.json").write_text(json.dumps(report))
+    with pytest.raises(dms_jax.ConfigError, match="has dense at"):
+        compare.main(again)
+    (tmp_path / "quality.json").write_text(json.dumps(report | {"rows": report["rows"][1:]}))
+    with pytest.raises(dms_jax.ConfigError, match="does not hold a comparison"):
+        compare.main(again)
 
 
 def test_runs_that_shared_the_work_are_joined(scripts, tmp_path):
@@ -77,6 +86,10 @@ def test_runs_that_shared_the_work_are_joined(scripts, tmp_path):
     report = json.loads((tmp_path / "again" / "quality.json").read_text())
     wanted = ["('StreamingLLM',)", "('Knorm',)", "('Knorm',)"]
     assert [run["config"]["only"] for run in report["runs"]] == wanted
+    report["rows"][0]["nats"] += 0.01
+    (parts["Knorm"] / "quality.json").write_text(json.dumps(report))
+    with pytest.raises(dms_jax.ConfigError, match="has dense at"):
+        compare.main(again)
 
 
 def test_nothing_runs_on_a_device_that_gave_up(scripts, tmp_path, monkeypatch):
