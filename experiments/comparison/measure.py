@@ -11,7 +11,16 @@ import dms_jax
 from comparison.systems import Share, System
 from dms_jax.data.tasks import Task
 from dms_jax.evaluation import Result, difference, evaluate, mean_over_problems, standard_error
+from dms_jax.generation.memory import out_of_memory
 from dms_jax.policies import Policy
+
+# What a system may come to: the library or a kernel does not serve it, or the device fails.
+FAILURES = (dms_jax.DmsJaxError, jax.errors.JaxRuntimeError, NotImplementedError)
+
+
+def gave_up(error: BaseException) -> bool:
+    """Whether a device failed for good; one that is only too small goes on."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and not out_of_memory(error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,10 +175,9 @@ class Bench:
             fields |= self._decode(system)
             if self.questions is not None:
                 fields["answers"] = self._answer(system, self.questions)
-        except (dms_jax.DmsJaxError, jax.errors.JaxRuntimeError) as error:
+        except FAILURES as error:
             fields["failed"] = str(error)[:500]
-            runtime = isinstance(error, jax.errors.JaxRuntimeError)
-            self.lost = runtime and "RESOURCE_EXHAUSTED" not in str(error)
+            self.lost = gave_up(error)
         row = Measured(label=system.label, ratio=system.ratio, kv_dtype=system.kv_dtype, **fields)
         row = dataclasses.replace(row, seconds=time.perf_counter() - start)
         self.rows.append(row)

@@ -18,6 +18,7 @@ import numpy as np
 from benchmark_decode import SHAPES, median_seconds, model_of, read_rate, roofline
 
 import dms_jax
+from comparison.measure import FAILURES, gave_up
 from dms_jax.cache import Pool
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter
@@ -306,11 +307,10 @@ def compare_speed(
                 )
                 if "cut_ms" in figures:
                     told += f", a cut {figures['cut_ms']:.0f} ms"
-            except (jax.errors.JaxRuntimeError, dms_jax.DmsJaxError) as error:
+            except FAILURES as error:
                 figures = {"failed": str(error)[:400]}
                 told = figures["failed"]
-                runtime = isinstance(error, jax.errors.JaxRuntimeError)
-                lost = runtime and "RESOURCE_EXHAUSTED" not in str(error)
+                lost = gave_up(error)
             dense = racer.label.startswith("Vanilla")
             rows.append(dict(label=racer.label, ratio=1 if dense else ratio, **figures))
             tell(f"{racer.label} at {rows[-1]['ratio']:g}: {told}")

@@ -97,6 +97,8 @@ def test_nothing_runs_on_a_device_that_gave_up(scripts, tmp_path, monkeypatch):
     score = dms_jax.score
 
     def fails(model, sequences, *, policy, **options):
+        if policy.name == "H2O":
+            raise NotImplementedError("the kernel does not serve this")
         if policy.name == "TOVA":
             raise jax.errors.JaxRuntimeError("INTERNAL: CUDA error: misaligned address")
         return score(model, sequences, policy=policy, **options)
@@ -105,6 +107,13 @@ def test_nothing_runs_on_a_device_that_gave_up(scripts, tmp_path, monkeypatch):
     config = compare.Config(
         ratios=(4.0,), sequences=2, length=40, learn=(), only=("TOVA", "Knorm"), out=tmp_path
     )
+    # One that is not served is a row, and others go on.
+    unserved = dataclasses.replace(config, only=("H2O", "Knorm"), out=tmp_path / "unserved")
+    assert {row.label: row.failed for row in compare.main(unserved)} == {
+        "dense": None,
+        "H2O": "the kernel does not serve this",
+        "Knorm": None,
+    }
     dense, tova = compare.main(config)
     assert (dense.label, tova.label) == ("dense", "TOVA")
     assert "misaligned" in tova.failed
