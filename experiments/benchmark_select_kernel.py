@@ -15,7 +15,6 @@ import statistics
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from kernel_timing import (
     CALLS,
@@ -50,12 +49,12 @@ def measure(case: cases.SelectCase, implementation: str, seed: int) -> dict[str,
 
     @jax.jit
     def chain(steps):
-        index = jnp.zeros((case.rows, case.count), jnp.int32)
+        found = []
         for scores in steps:
             # Nothing of a selection is done before its turn.
-            index, scores = jax.lax.optimization_barrier((index, scores))
-            index = select(scores)
-        return index
+            scores, found = jax.lax.optimization_barrier((scores, found))
+            found.append(select(scores))
+        return found
 
     def run():
         jax.block_until_ready(chain(steps))

@@ -6,6 +6,7 @@ A query head fetches N rows of D numbers; which ones is known only after its sco
 cannot be part of the kernel that reads the keys.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -54,6 +55,8 @@ def attend_to_fetched(
     slots = select_largest(scores.reshape(num_rows * group, -1), top)
     slots = slots.reshape(num_rows, group, top)
     best = jnp.take_along_axis(scores, slots, axis=-1)
+    # Looked up once: XLA would do it again for every slot that a slot is compared with.
+    slots, best = jax.lax.optimization_barrier((slots, best))
     live = best > -jnp.inf
     weights = jnp.exp(jnp.where(live, best - lse[..., None], -jnp.inf))
     if policy.renormalizes:

@@ -33,10 +33,11 @@ CONTRACT: tuple[SelectCase, ...] = (
     SelectCase("width1024", 3, 1024, 1),
     SelectCase("bfloat16", 3, 300, 20, dtype="bfloat16"),
     SelectCase("float16", 3, 300, 20, dtype="float16"),
-    SelectCase("whole_block", 2, 32768, 128),
-    SelectCase("a_block_and_one", 2, 32769, 5),
-    SelectCase("three_blocks", 2, 70001, 128),
-    SelectCase("half_a_block", 1, 40000, 16384),
+    SelectCase("longest", 2, 8192, 128),
+    SelectCase("longer", 2, 8193, 5),
+    SelectCase("many_of_longer", 2, 9000, 2048),
+    SelectCase("groups_twice", 1, 70001, 2000),
+    SelectCase("slots65536", 2, 65536, 128),
 )
 
 # Measured on a GPU: pages of Quest, slots of KCache, in rows of sequences times query heads.
