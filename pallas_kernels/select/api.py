@@ -34,7 +34,7 @@ def select_largest(
     """Finds the largest entries of each row.
 
     Args:
-      scores: no NaN, whose place in the order is not defined. 0.0 counts as larger than -0.0.
+      scores: no NaN, whose place in the order is not defined. -0.0 equals 0.0.
       count: how many of each row, static, 1 to S.
       implementation: "triton", "xla", several of them to be tried in order, or None for the best
         one on the platform that the call is lowered for.

@@ -1,8 +1,8 @@
 """The largest scores of each row on NVIDIA GPUs: a bound found by halving, then a prefix sum.
 
-A program holds a row in registers. Floating-point numbers are turned into
-integers of the same order, and what `count` of them reach is searched between the lowest and the
-highest, l <= t <= h, one comparison of the whole row in each round,
+A program holds a row in registers. Floating-point numbers are turned into integers of the same
+order, and what `count` of them reach is searched between the lowest and the highest, l <= t <= h,
+one comparison of the whole row in each round,
 
     m = ceil((l + h) / 2),    l = m  if  sum_s (key_s >= m) >= count  else  h = m - 1,
 
@@ -47,9 +47,9 @@ def why_not(scores, *, count: int) -> str | None:
 
 
 def _ordered(scores: Float[Array, " S"]) -> Int[Array, " S"]:
-    """Integers in the order of the numbers, -0.0 before 0.0; the lowest would be a NaN."""
+    """Integers in the order of the numbers, one for both zeros; the lowest would be a NaN."""
     bits = lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return jnp.where(bits < 0, _LOWEST - bits, bits)
 
 
 def _bound(keys: Int[Array, " S"], count: int) -> Int[Array, ""]:
