@@ -114,13 +114,22 @@ def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
     """What a compiled chunk does with the pool."""
     shapes = arguments(policy, num_layers=3, pool_factor=pool_factor, place=place)
     compiled = programs.decode.lower(*shapes).compile()
-    pool = shapes[1].k_pages
+    pool, lines = shapes[1].k_pages, compiled.as_text().splitlines()
     text = f"bf16[{','.join(map(str, pool.shape))}]"
     # `copy` moves an array, `copy-start` does so while other work goes on.
     copies = [
         line.strip()[:200]
-        for line in compiled.as_text().splitlines()
+        for line in lines
         if text in line and (" copy(" in line or " copy-start(" in line)
+    ]
+    # On a GPU a layer's matrix that is cut out of the stack by a loop over its elements is copied;
+    # otherwise the cut is part of the call that multiplies by it.
+    matrices = [leaf for leaf in jax.tree.leaves(shapes[0].layers) if leaf.ndim > 2]
+    cut = [f"bf16[1,{','.join(map(str, leaf.shape[1:]))}]" for leaf in matrices]
+    weights = [
+        line.strip()[:200]
+        for line in lines
+        if "kind=kLoop" in line and any(each in line.partition(" fusion(")[0] for each in cut)
     ]
     memory = compiled.memory_analysis()
     return dict(
@@ -133,6 +142,7 @@ def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
             if leaf.shape[1:] == (PAGE_SIZE,)
         ),
         copies=copies,
+        copied_weights=weights,
     )
 
 
