@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import functools
 import gc
+import inspect
 import json
 import pathlib
 import shlex
@@ -99,7 +100,7 @@ def using(program: programs.Program, write: str) -> Iterator[list[np.ndarray]]:
 
 def program_of(options: dict[str, Any]) -> programs.Program:
     """The library's step, compiled by itself with these options on a GPU."""
-    step = programs.decode.__wrapped__
+    step = inspect.unwrap(programs.decode)
 
     def decode(*args):  # another function, so that nothing compiled before serves it
         return step(*args)
