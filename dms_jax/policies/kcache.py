@@ -11,7 +11,7 @@ attended densely, and so are the first `first_layers` layers, whose values stay 
 Half of the memory of the other layers moves to the host; none is freed, and every key is read.
 Under grouped queries the fetch grows with the query heads while the reading that it saves does
 not, so the break-even context is H / K times longer than with one KV head a query head
-(`dms_jax.analysis.kcache`).
+(`dms_jax.analysis.host_values`).
 """
 
 import dataclasses

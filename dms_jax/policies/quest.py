@@ -54,7 +54,7 @@ class Quest(SelectiveReading):
     """Reads the pages with the highest bound on attention.
 
     Attributes:
-      budget: tokens read per query head and step, a multiple of the page size in effect.
+      budget: tokens read per query head and step, rounded down to whole pages.
       dense_layers: first layers that read everything.
       force_last_page: always read the page of the current token (the original kernels); False
         lets the bound decide and reads at least 3 pages (the original evaluation code).
