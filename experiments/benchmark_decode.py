@@ -39,7 +39,8 @@ from dms_jax.model.caching import tree_bytes
 from dms_jax.model.rope import apply_rope, rope_tables
 from dms_jax.model.transformer import Transformer
 
-SHAPES: dict[str, dict[str, Any]] = {
+Shape = Literal["llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "tiny"]
+SHAPES: dict[Shape, dict[str, Any]] = {
     "llama-3.1-8b": dict(
         model_type="llama",
         vocab_size=128256,
@@ -88,8 +89,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 class Config:
     """Time decode steps."""
 
-    shapes: tuple[str, ...] = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-8b")
-    """Model shapes, of llama-3.1-8b, llama-3.2-1b, qwen3-8b, tiny."""
+    shapes: tuple[Shape, ...] = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-8b")
+    """Model shapes."""
     batch: int = 32
     """Sequences."""
     context: int = 8192
@@ -114,7 +115,7 @@ class Config:
     """Where the figures go."""
 
 
-def model_of(shape: str, dtype: Any) -> dms_jax.LanguageModel:
+def model_of(shape: Shape, dtype: Any) -> dms_jax.LanguageModel:
     """Returns a model of this shape with random weights, made on the device."""
     config = dms_jax.ModelConfig.from_hf(
         SHAPES[shape]
@@ -328,7 +329,7 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
     return roofline(model, rows * config.context * entry, rate, seconds)
 
 
-def time_transformers(config: Config, shape: str) -> dict:
+def time_transformers(config: Config, shape: Shape) -> dict:
     """Times transformers' own decode step with a cache of the same length."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]

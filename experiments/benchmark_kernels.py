@@ -28,6 +28,7 @@ from kernel_timing import (
     draw_pools,
     environment,
     prepare_output,
+    require_gpu,
     time_chain,
 )
 
@@ -310,6 +311,7 @@ def main() -> None:
     if arguments.picture:
         draw_picture(pathlib.Path(arguments.picture))
         return
+    require_gpu()
     folder = prepare_output(arguments.out)
     report: dict[str, Any] = environment() | {
         "commands": [command_line()],

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
-from kernel_timing import command_line, environment
+from kernel_timing import command_line, environment, require_gpu
 
 from pallas_kernels import prefill_attention
 
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
+    require_gpu()
     seed = int.from_bytes(os.urandom(4), "little")
     rng = np.random.default_rng(seed)
 

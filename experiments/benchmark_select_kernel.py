@@ -9,21 +9,13 @@ first kernel to the end of its last, divided by its selections.
 
 import argparse
 import functools
-import json
-import os
-import statistics
+import itertools
+import pathlib
 from typing import Any
 
 import jax
 import numpy as np
-from kernel_timing import (
-    CALLS,
-    CHAINS,
-    command_line,
-    device_events,
-    environment,
-    prepare_output,
-)
+from kernel_timing import CALLS, measure_all, time_program
 
 from pallas_kernels import select_largest
 from pallas_kernels.select import cases
@@ -39,13 +31,11 @@ def is_right(scores: jax.Array, got: jax.Array, count: int) -> bool:
 
 def measure(case: cases.SelectCase, implementation: str, seed: int) -> dict[str, Any]:
     """Check and time one implementation."""
-    record: dict[str, Any] = {"case": case.name, "implementation": implementation}
-    record |= {"rows": case.rows, "width": case.width, "count": case.count}
     draw = jax.jit(lambda key: jax.random.normal(key, (case.rows, case.width), case.dtype))
     keys = jax.random.split(jax.random.key(seed), CALLS)
     steps = [draw(key) for key in keys]
     select = functools.partial(select_largest, count=case.count, implementation=implementation)
-    record["right"] = is_right(steps[0], jax.jit(select)(steps[0]), case.count)
+    right = is_right(steps[0], jax.jit(select)(steps[0]), case.count)
 
     @jax.jit
     def chain(steps):
@@ -59,38 +49,22 @@ def measure(case: cases.SelectCase, implementation: str, seed: int) -> dict[str,
     def run():
         jax.block_until_ready(chain(steps))
 
-    for _ in range(2):
-        run()
-    chains = [device_events(run) for _ in range(CHAINS)]
-    spans = [one[-1][0] + one[-1][1] - one[0][0] for one in chains]
-    return record | {
-        "select_us": round(statistics.median(spans) / CALLS, 2),
-        "launches": statistics.median(map(len, chains)) / CALLS,
-    }
+    times = time_program(run)
+    sizes = {"rows": case.rows, "width": case.width, "count": case.count}
+    return sizes | {"right": right, "select_us": times.pop("span_us"), **times}
 
 
 def main() -> None:
     """Measure, print, and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", default="experiments/results/kernels")
-    arguments = parser.parse_args()
-    folder = prepare_output(arguments.out)
-    seed = int.from_bytes(os.urandom(4), "little")
-    report: dict[str, Any] = environment() | {
-        "command": command_line(),
-        "seed": seed,
-        "records": [],
-    }
-    for case in cases.BENCHMARK:
-        for implementation in IMPLEMENTATIONS:
-            try:
-                record = measure(case, implementation, seed)
-            except NotImplementedError as reason:  # Which one cannot serve is part of the result.
-                record = {"case": case.name, "implementation": implementation}
-                record["failed"] = str(reason).splitlines()[0][:200]
-            report["records"].append(record)
-            print(record, flush=True)
-            (folder / "select.json").write_text(json.dumps(report, indent=1) + "\n")
+    parser.add_argument("--out", type=pathlib.Path, default="experiments/results/kernels")
+    folder = parser.parse_args().out
+    by_name = {case.name: case for case in cases.BENCHMARK}
+    measure_all(
+        folder / "select.json",
+        itertools.product(by_name, IMPLEMENTATIONS),
+        lambda case, implementation, seed: measure(by_name[case], implementation, seed),
+    )
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ VARIANTS: tuple[tuple[str, dict[str, Any], str], ...] = (
 class Config:
     """Time decode steps under other options."""
 
-    shape: str = "llama-3.1-8b"
-    """Model shape, as of benchmark_decode.py."""
+    shape: benchmark_decode.Shape = "llama-3.1-8b"
+    """Model shape."""
     batch: int = 32
     """Sequences."""
     context: int = 8192

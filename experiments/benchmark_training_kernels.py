@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
-from kernel_timing import command_line, versions
+from kernel_timing import command_line, require_gpu, versions
 
 from pallas_kernels.training import cases, reference, retrofit_attention
 
@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-flex", action="store_true")
     arguments = parser.parse_args()
+    require_gpu()
     seed = int.from_bytes(os.urandom(4), "little")
     report = {
         "command": command_line(),

@@ -10,21 +10,13 @@ its last, divided by its writes.
 
 import argparse
 import functools
-import json
-import os
-import statistics
+import itertools
+import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from kernel_timing import (
-    CALLS,
-    CHAINS,
-    command_line,
-    device_events,
-    environment,
-    prepare_output,
-)
+from kernel_timing import CALLS, measure_all, time_program
 
 from pallas_kernels import write_pages
 from pallas_kernels.update import cases
@@ -81,10 +73,10 @@ def is_right(case: cases.WriteCase, implementation: str, key: jax.Array) -> bool
     return all(bool(x) for x in right)
 
 
-def measure(case: cases.WriteCase, implementation: str, key: jax.Array) -> dict[str, Any]:
+def measure(case: cases.WriteCase, implementation: str, seed: int) -> dict[str, Any]:
     """Check and time one implementation."""
-    record: dict[str, Any] = {"case": case.name, "implementation": implementation}
-    record["right"] = is_right(case, implementation, key)
+    key = jax.random.key(seed)
+    right = is_right(case, implementation, key)
     steps = [draw_rows(case, jax.random.fold_in(key, 2 + i)) for i in range(CALLS)]
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -100,40 +92,21 @@ def measure(case: cases.WriteCase, implementation: str, key: jax.Array) -> dict[
     def run():
         state[0] = jax.block_until_ready(chain(state[0], steps))
 
-    for _ in range(2):
-        run()
-    chains = [device_events(run) for _ in range(CHAINS)]
-    spans = [one[-1][0] + one[-1][1] - one[0][0] for one in chains]
-    busy = [sum(duration for _, duration, _ in one) for one in chains]
-    return record | {
-        "write_us": round(statistics.median(spans) / CALLS, 2),
-        "kernels_us": round(statistics.median(busy) / CALLS, 2),
-        "launches": statistics.median(map(len, chains)) / CALLS,
-    }
+    times = time_program(run)
+    return {"right": right, "write_us": times.pop("span_us"), **times}
 
 
 def main() -> None:
     """Measure, print, and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", default="experiments/results/kernels")
-    arguments = parser.parse_args()
-    folder = prepare_output(arguments.out)
-    seed = int.from_bytes(os.urandom(4), "little")
-    report: dict[str, Any] = environment() | {
-        "command": command_line(),
-        "seed": seed,
-        "records": [],
-    }
-    for case in cases.BENCHMARK:
-        for implementation in IMPLEMENTATIONS:
-            try:
-                record = measure(case, implementation, jax.random.key(seed))
-            except NotImplementedError as reason:  # Which one cannot serve is part of the result.
-                record = {"case": case.name, "implementation": implementation}
-                record["failed"] = str(reason).splitlines()[0][:200]
-            report["records"].append(record)
-            print(record, flush=True)
-            (folder / "write.json").write_text(json.dumps(report, indent=1) + "\n")
+    parser.add_argument("--out", type=pathlib.Path, default="experiments/results/kernels")
+    folder = parser.parse_args().out
+    by_name = {case.name: case for case in cases.BENCHMARK}
+    measure_all(
+        folder / "write.json",
+        itertools.product(by_name, IMPLEMENTATIONS),
+        lambda case, implementation, seed: measure(by_name[case], implementation, seed),
+    )
 
 
 if __name__ == "__main__":

@@ -27,12 +27,10 @@ from comparison.lessons import Lessons, grouped, merged, sparsified
 from comparison.measure import Bench, Measured, Questions, Text
 from comparison.page import write_page
 from comparison.runs import (
-    about,
     check_answers,
     check_dense,
     check_same,
     join,
-    make_folder,
     put,
     read_report,
     write,
@@ -42,6 +40,7 @@ from comparison.show import picture, show
 from comparison.speed import compare_speed
 from comparison.systems import System, combined, learned, training_free
 from comparison.texts import OCCASIONS, occasions, packed, solved
+from reports import make_folder, provenance
 from rich.console import Console
 
 import dms_jax
@@ -314,7 +313,7 @@ def measure(config: Config, tell: Any) -> dict[str, Measured]:
     tokens, rows, more = bench.text.tokens, {}, {}
     path = config.out / "quality.json"
     if config.merge and path.exists():
-        before, now = read_report(path), about(config)
+        before, now = read_report(path), provenance(config)
         check_same(path, before["config"], now["config"], (before["tokens"], tokens))
         asked = questions.occasions.values() if questions else ()
         check_answers(path, before["rows"], (part for each in asked for part in each.parts))

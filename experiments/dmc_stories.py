@@ -9,16 +9,13 @@ recent tokens with as many of them live. Everything in the table is measured.
 """
 
 import dataclasses
-import datetime
 import json
 import pathlib
-import platform
-import shlex
 import sys
 
-import jax
 import tyro
 from quickstart import LENGTH, Bench, Row, held_out
+from reports import make_folder, provenance
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -51,7 +48,7 @@ NEVER = 1e6  # an offset that no neuron reaches
 def main(config: Config) -> list[Row]:
     """Runs all of it and returns the table."""
     console = Console(width=None if sys.stdout.isatty() else 112)
-    config.out.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", config.out)
     base = dms_jax.load(str(assets.path("stories260k")))
     bench = Bench(
         held_out(base, config.sequences),
@@ -80,12 +77,7 @@ def main(config: Config) -> list[Row]:
         window = dms_jax.StreamingLLM(budget=peak)
         bench.run(f"  StreamingLLM {peak}, equal peak", "StreamingLLM", base, window)
     show(console, bench.rows)
-    results = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "device": f"{jax.devices()[0].device_kind} ({platform.machine()})",
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "seed": config.seed,
+    results = provenance(config) | {
         "held_out_tokens": config.sequences * (LENGTH - 1),
         "training_seconds": seconds,
         "recipes": [dataclasses.asdict(recipes.dmc_quickstart(ratio)) for ratio in config.ratios],

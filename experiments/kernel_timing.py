@@ -9,11 +9,12 @@ import glob
 import importlib.metadata
 import itertools
 import json
+import os
 import pathlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,67 @@ def device_events(run: Callable[[], None]) -> list[tuple[float, float, str]]:
             if line.name.startswith("Stream")
             for event in line.events
         )
+
+
+def require_gpu() -> None:
+    """Ends a program that would have nothing to time."""
+    if jax.default_backend() != "gpu":
+        sys.exit(
+            "The times are read off a GPU's own record of what it ran, and jax sees no GPU here "
+            f"(it runs on {jax.default_backend()})."
+        )
+
+
+def time_program(run: Callable[[], None]) -> dict[str, float]:
+    """Time a program of CALLS calls, from its first kernel to the end of its last.
+
+    Args:
+      run: runs it and waits for its end.
+
+    Returns:
+      span_us, kernels_us (the sum of the kernels) and launches of a call, medians of CHAINS runs.
+    """
+    for _ in range(2):
+        run()
+    runs = [device_events(run) for _ in range(CHAINS)]
+    spans = [events[-1][0] + events[-1][1] - events[0][0] for events in runs]
+    busy = [sum(duration for _, duration, _ in events) for events in runs]
+    return {
+        "span_us": round(statistics.median(spans) / CALLS, 2),
+        "kernels_us": round(statistics.median(busy) / CALLS, 2),
+        "launches": statistics.median(map(len, runs)) / CALLS,
+    }
+
+
+def measure_all(
+    path: pathlib.Path,
+    names: Iterable[tuple[str, str]],
+    measure: Callable[[str, str, int], dict[str, Any]],
+) -> None:
+    """Measure, print, and write the report as it grows.
+
+    Args:
+      path: of the report.
+      names: of cases and implementations.
+      measure: of a case and an implementation, with a seed for its data.
+    """
+    require_gpu()
+    prepare_output(str(path.parent))
+    seed = int.from_bytes(os.urandom(4), "little")
+    report: dict[str, Any] = environment() | {
+        "command": command_line(),
+        "seed": seed,
+        "records": [],
+    }
+    for case, implementation in names:
+        record = {"case": case, "implementation": implementation}
+        try:
+            record |= measure(case, implementation, seed)
+        except NotImplementedError as reason:  # Which one cannot serve is part of the result.
+            record["failed"] = str(reason).splitlines()[0][:200]
+        report["records"].append(record)
+        print(record, flush=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def time_chain(chain: Callable[[], jax.Array]) -> Timing:

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from configs.pretrain import Config
+from reports import make_folder
 
 import dms_jax
 from dms_jax import assets
@@ -48,7 +49,7 @@ RESERVE = 10.0
 def main(config: Config) -> int:
     """Trains the model; returns the exit status."""
     began = time.perf_counter()
-    config.out.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", config.out)
     if jax.config.jax_compilation_cache_dir is None:  # the step is compiled once for both uses
         jax.config.update("jax_compilation_cache_dir", str(config.out.absolute() / ".compiled"))
     try:

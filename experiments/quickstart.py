@@ -10,20 +10,17 @@ TOVA, random eviction) and at equal reads (StreamingLLM). Everything in the tabl
 """
 
 import dataclasses
-import datetime
 import itertools
 import json
 import pathlib
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 import tyro
+from reports import make_folder, provenance
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -330,7 +327,7 @@ def main(config: Config) -> list[Row]:
     console = Console()
     if not console.is_terminal:
         console = Console(width=112)
-    config.out.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", config.out)
     base = dms_jax.load(str(assets.path("stories260k")))
     sequences = held_out(base, config.sequences)
 
@@ -388,14 +385,7 @@ def main(config: Config) -> list[Row]:
     show(console, bench.rows)
     figures(config, bench.rows, base, wide, sequences)
     tell_a_story(console, wide, config.page_size)
-    results = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "device": f"{jax.devices()[0].device_kind} ({platform.machine()})",
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "config": {
-            field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)
-        },
+    results = provenance(config) | {
         "held_out_tokens": sequences.shape[0] * (LENGTH - 1),
         "training_seconds": {"wide": wide_seconds, "narrow": narrow_seconds},
         "total_seconds": time.perf_counter() - start,
@@ -412,4 +402,7 @@ def main(config: Config) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except dms_jax.DmsJaxError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

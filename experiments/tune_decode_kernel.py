@@ -12,7 +12,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-from kernel_timing import CALLS, draw_pools, save_settings, time_chain
+from kernel_timing import CALLS, draw_pools, require_gpu, save_settings, time_chain
 
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.decode.plan import make_plan
@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--out", default="pallas_kernels/tuned")
     parser.add_argument("--cases", nargs="*", default=[case.name for case in cases.TUNING])
     arguments = parser.parse_args()
+    require_gpu()
     for name in arguments.cases:
         save_settings(arguments.out, KERNEL, tune(cases.by_name(name)))
 

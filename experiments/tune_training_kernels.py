@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
-from kernel_timing import save_settings
+from kernel_timing import require_gpu, save_settings
 
 from pallas_kernels.prefill import gpu as prompt
 from pallas_kernels.training import gpu_forward, gpu_key_gradient, gpu_query_gradient
@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--out", default="pallas_kernels/tuned")
     parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=list(KERNELS))
     arguments = parser.parse_args()
+    require_gpu()
     for part in arguments.kernels:
         kernel, dims = KERNELS[part]
         for dim in dims:

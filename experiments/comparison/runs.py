@@ -1,16 +1,12 @@
 """Runs on disk, and those that share a table: what they must have in common, which rows stay."""
 
 import dataclasses
-import datetime
 import json
 import pathlib
-import platform
-import shlex
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
+from reports import make_folder, provenance
 
 import dms_jax
 from comparison.measure import Measured
@@ -110,31 +106,6 @@ def put(rows: dict[str, Measured], row: Measured, *, last: bool) -> None:
         rows[row.name] = row
 
 
-def about(config: Any) -> dict[str, Any]:
-    """Where, when and with what settings this run measures."""
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "device": f"{jax.devices()[0].device_kind} ({platform.machine()})",
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "config": {
-            field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)
-        },
-    }
-
-
-def make_folder(option: str, path: pathlib.Path) -> None:
-    """Makes a folder that will be written to.
-
-    Raises:
-      ConfigError: that cannot be done.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
-
-
 def write(config: Any, name: str, content: dict[str, Any]) -> None:
     """Writes a JSON file with where and when it was measured.
 
@@ -145,7 +116,7 @@ def write(config: Any, name: str, content: dict[str, Any]) -> None:
     path = config.out / name
     part = path.with_name(f"{name}.part")
     try:
-        part.write_text(json.dumps(about(config) | content, indent=1) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(provenance(config) | content, indent=1) + "\n", encoding="utf-8")
         part.replace(path)
     except OSError as error:
         raise dms_jax.ConfigError(f"--out {config.out}: {error.strerror}.") from error

@@ -1,23 +1,25 @@
 """The quickstart, with hardly any training: every row, file and figure that it promises."""
 
-import importlib.util
 import json
 import pathlib
 import sys
 
 import pytest
 
+import dms_jax
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def quickstart():
-    path = ROOT / "experiments" / "quickstart.py"
-    spec = importlib.util.spec_from_file_location("quickstart", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["quickstart"] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(ROOT / "experiments"))  # as when it is run
+    try:
+        import quickstart
+
+        yield quickstart
+    finally:
+        sys.path.remove(str(ROOT / "experiments"))
 
 
 @pytest.mark.slow
@@ -82,3 +84,9 @@ def test_verdict_needs_two_standard_errors(quickstart):
     assert "DMS is better by 0.0100" in quickstart.verdict(dms, row(0.020, 0.001))
     assert "DMS is worse by 0.0100" in quickstart.verdict(dms, row(0.000, 0.001))
     assert "no difference" in quickstart.verdict(dms, row(0.012, 0.001))
+
+
+def test_a_folder_that_cannot_be_is_refused(quickstart, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(dms_jax.ConfigError, match=r"--out .*file: "):
+        quickstart.main(quickstart.Config(out=tmp_path / "file"))
