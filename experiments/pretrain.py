@@ -49,10 +49,10 @@ RESERVE = 10.0
 def main(config: Config) -> int:
     """Trains the model; returns the exit status."""
     began = time.perf_counter()
-    make_folder("--out", config.out)
     if jax.config.jax_compilation_cache_dir is None:  # the step is compiled once for both uses
         jax.config.update("jax_compilation_cache_dir", str(config.out.absolute() / ".compiled"))
     try:
+        make_folder("--out", config.out)
         model, mixture = prepare(config)
         held_out = held_out_batches(mixture, config.held_out_sequences)
         evaluate = lambda model: held_out_loss(model, held_out)  # noqa: E731

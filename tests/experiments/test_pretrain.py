@@ -121,6 +121,9 @@ def test_errors_are_told_in_a_line(script, config, tmp_path, capsys):
     missing = dataclasses.replace(config, out=tmp_path, tokenizer=tmp_path)
     assert pretrain.main(missing) == 1
     assert "ConfigError: there is no tokenizer.json" in capsys.readouterr().err
+    (tmp_path / "file").write_text("no folder")
+    assert pretrain.main(dataclasses.replace(config, out=tmp_path / "file")) == 1
+    assert "ConfigError: --out" in capsys.readouterr().err
     wrong = {"held_out_sequences": 0, "workers": -1, "minutes": 0.0}
     for name, value in wrong.items():
         changed = dataclasses.replace(config, out=tmp_path, steps=None, **{name: value})
