@@ -50,7 +50,6 @@ def batches(
     batch_size: int,
     length: int,
     packing: Packing = "concatenate",
-    ignored_tokens: Sequence[int] = (),
     vocab_size: int | None = None,
     shuffle: bool = True,
     seed: int = 0,
@@ -66,7 +65,6 @@ def batches(
       packing: "concatenate" cuts the stream of documents every T tokens; "concatenate_whole"
         does so but starts every sequence with a document; "first_fit" keeps documents apart by
         segment ids.
-      ignored_tokens: positions of these ids are left out of the loss.
       vocab_size: V, to check token ids against; None for no check.
       shuffle: whether documents come in an order drawn from the seed, a new one each epoch.
       seed: of the order.
@@ -99,13 +97,8 @@ def batches(
         raise ConfigError(
             f"packing must be 'concatenate', 'concatenate_whole' or 'first_fit', got {packing!r}"
         )
-    ignored = np.asarray(ignored_tokens, np.int32)
 
-    def finish(sequence: dict[str, np.ndarray]) -> Batch:
-        counts = sequence.pop("valid") & ~np.isin(sequence["tokens"], ignored)
-        return {**sequence, "loss_mask": counts}
-
-    return Batches(iter(packed.map(finish).batch(batch_size, drop_remainder=True)))
+    return Batches(iter(packed.batch(batch_size, drop_remainder=True)))
 
 
 class _Tokens:

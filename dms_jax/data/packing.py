@@ -58,7 +58,7 @@ class _ConcatenateIterator(grain.DatasetIterator):
         tokens = np.concatenate(parts)
         self._rest = tokens[self._length :] if self._carry else tokens[:0]
         tokens = tokens[: self._length]
-        return {"tokens": tokens, "valid": np.ones(self._length, bool)}
+        return {"tokens": tokens, "loss_mask": np.ones(self._length, bool)}
 
     def get_state(self) -> dict[str, Any]:
         return {"parent": self._parent.get_state(), "rest": self._rest.tolist()}
@@ -69,7 +69,7 @@ class _ConcatenateIterator(grain.DatasetIterator):
 
 
 def first_fit(parent: grain.MapDataset, *, length: int, bins: int, seed: int) -> grain.IterDataset:
-    """Token arrays to `{"tokens", "segment_ids", "valid"}`, each [T]; longer documents are cut.
+    """Token arrays to `{"tokens", "segment_ids", "loss_mask"}`, each [T]; longer documents are cut.
 
     Args:
       parent: documents, as int32 arrays.
@@ -93,5 +93,5 @@ def _finish(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {
         "tokens": np.asarray(packed["tokens"], np.int32),
         "segment_ids": segment_ids,
-        "valid": segment_ids > 0,
+        "loss_mask": segment_ids > 0,
     }

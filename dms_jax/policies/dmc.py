@@ -142,6 +142,8 @@ class DMC(Merging):
         assert decisions.logits is not None
         assert decisions.importance is not None
         first = (chunk.positions == 0)[:, None]
+        if self.per == "layer":  # one decision, so one draw
+            noise = jnp.broadcast_to(noise[:, :1], noise.shape)
         noisy = noisy_logits(decisions.logits, noise, self.temperature)
         alpha, numbers, keep = (
             jnp.where(first, 0, form(noisy))

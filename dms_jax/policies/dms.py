@@ -158,6 +158,8 @@ class DMS(DelayedEviction):
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
         """log(1 - alpha) of the token that decides, as a bias on each key."""
         assert chunk.decisions.logits is not None
+        if self.per == "layer":  # one decision, so one draw
+            noise = jnp.broadcast_to(noise[:, :1], noise.shape)
         noisy = noisy_logits(chunk.decisions.logits, noise, self.temperature)
         bias = log_keep(noisy)
         bias = jnp.pad(bias[..., self.shift :], ((0, 0), (0, 0), (0, self.shift)))

@@ -109,9 +109,8 @@ def train(
     Args:
       model: from `dms_jax.initialize` or `dms_jax.load`; it is not changed.
       recipe: stages, sizes and rates (`dms_jax.recipes`). Without a policy it must be on the
-        language modelling loss, and its ramps are steps like others: a retrofit's own recipe
-        (`dataclasses.replace(recipe, loss="language_modeling")`) gives the control, the same
-        tokens without eviction.
+        language modelling loss, and neuron decay and ramps are steps like others. The control
+        of a retrofit, the same tokens without eviction, has `recipe.control(its_policy)`.
       data: texts, conversations, token ids, paths or a source (`dms_jax.data.as_source`), or an
         iterator over batches, resumable if it has `get_state` and `set_state`.
       policy: whose decisions are in force; None for the plain cache.
@@ -161,7 +160,8 @@ def train(
                 trainer.state, place = directory.restore(trainer.abstract_state)
                 _go_to(source, place)
             reports = Reports(on_step, on_snapshot, evaluate, evaluate_every, show=progress)
-            run = Run(trainer, policy, recipe, source, pass_size, directory, reports)
+            ignored = _ignored_tokens(model, recipe)
+            run = Run(trainer, policy, recipe, source, pass_size, ignored, directory, reports)
             run.go(checkpoint_every=checkpoint_every, stop_after=stop_after)
             result = trainer.model()
             if directory is not None:
@@ -231,22 +231,25 @@ def _batches(
 ) -> Iterator[Batch]:
     if hasattr(data, "__next__"):
         return data
-    ignored = ()
-    if recipe.ignore_end_token:
-        ends = set(model.generation.eos_token_ids)
-        if model.tokenizer is not None and model.tokenizer.eos_token_id is not None:
-            ends.add(model.tokenizer.eos_token_id)
-        ignored = tuple(sorted(ends))
     return data_batches(
         data,
         model.tokenizer,
         batch_size=pass_size,
         length=recipe.sequence_length,
         packing=recipe.packing,
-        ignored_tokens=ignored,
         vocab_size=model.config.vocab_size,
         seed=seed,
     )
+
+
+def _ignored_tokens(model: LanguageModel, recipe: Recipe) -> tuple[int, ...]:
+    """Token ids that do not count in the loss."""
+    if not recipe.ignore_end_token:
+        return ()
+    ends = set(model.generation.eos_token_ids)
+    if model.tokenizer is not None and model.tokenizer.eos_token_id is not None:
+        ends.add(model.tokenizer.eos_token_id)
+    return tuple(sorted(ends))
 
 
 def _go_to(source: Any, place: Any) -> None:

@@ -6,6 +6,7 @@ from.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import math
 import signal
@@ -56,6 +57,7 @@ class _Pending:
       tokens: that it passes, padding included.
       data_seconds: that the host waited for its batches.
       metrics: on their way.
+      ended: the time at which the device was done with it, once it is.
     """
 
     step: int
@@ -63,6 +65,7 @@ class _Pending:
     tokens: int
     data_seconds: float
     metrics: dict[str, jax.Array]
+    ended: concurrent.futures.Future[float]
 
 
 class Run:
@@ -75,15 +78,17 @@ class Run:
         recipe: Recipe,
         source: Iterator[Batch],
         pass_size: int,
+        ignored_tokens: tuple[int, ...],
         directory: RunDirectory | None,
         reports: Reports,
     ):
         self._trainer, self._policy, self._recipe = trainer, policy, recipe
         self._source, self._pass_size, self._directory = source, pass_size, directory
-        self._reports = reports
+        self._ignored, self._reports = np.asarray(ignored_tokens, np.int32), reports
         self._pending: collections.deque[_Pending] = collections.deque()
         self._clock = time.perf_counter()
         self._display: Any = None
+        self._watcher = concurrent.futures.ThreadPoolExecutor(1, "steps")
 
     def go(self, *, checkpoint_every: int, stop_after: float | int | None) -> None:
         """Runs the steps that are left.
@@ -102,7 +107,7 @@ class Run:
             compressing=self._policy.trainable,
             enabled=self._reports.show,
         )
-        with self._display, _Interrupts() as interrupts:
+        with self._display, self._watcher, _Interrupts() as interrupts:
             for step in range(start, total):
                 self._one(step)
                 done = step + 1
@@ -133,7 +138,8 @@ class Run:
         waited = time.perf_counter() - began
         metrics = self._trainer.step(drawn, progress)
         tokens = size * recipe.sequence_length
-        self._pending.append(_Pending(step + 1, progress, tokens, waited, metrics))
+        ended = self._watcher.submit(_when_ready, metrics)
+        self._pending.append(_Pending(step + 1, progress, tokens, waited, metrics, ended))
 
     def _draw(self, step: int) -> Batch:
         try:
@@ -151,8 +157,8 @@ class Run:
         if tokens.shape != expected:
             raise DataError(f"a batch must hold tokens {expected}, got {tokens.shape}")
         mask = batch.get("loss_mask")
-        batch["loss_mask"] = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask, bool)
-        return batch | {"tokens": tokens}
+        counts = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask, bool)
+        return batch | {"tokens": tokens, "loss_mask": counts & ~np.isin(tokens, self._ignored)}
 
     def _read(self, *, leave: int = 0, evaluate: bool = False) -> None:
         """Reads, checks and reports steps in flight until `leave` are left.
@@ -174,8 +180,9 @@ class Run:
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         values = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        # Several steps may be read at once: what counts is when each was done.
+        ended = pending.ended.result()
+        seconds, self._clock = ended - self._clock, ended
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             raise TrainingDivergedError(self._diverged(pending.step, values))
         progress, tokens = pending.progress, pending.tokens
@@ -229,6 +236,12 @@ class Run:
         if self._reports.on_snapshot is not None:
             self._reports.on_snapshot(ratio, model)
         self._clock = time.perf_counter()
+
+
+def _when_ready(metrics: dict[str, jax.Array]) -> float:
+    """Waits for a step; returns the time at which the device was done with it."""
+    jax.block_until_ready(metrics)
+    return time.perf_counter()
 
 
 class _Interrupts:

@@ -63,8 +63,8 @@ def token_losses(
       student: hidden states after the final norm, and what makes logits of them.
       teacher: the same of the teacher; None for language modelling alone.
       targets: the token after each position.
-      mask: positions whose distributions are compared.
-      target_mask: positions whose target is real.
+      mask: positions whose distributions over the next token are compared.
+      target_mask: positions whose next token counts.
       direction: of the divergence.
       chunk: positions of a sequence that are unembedded at a time; None chooses.
     """

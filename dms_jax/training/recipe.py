@@ -12,6 +12,7 @@ from dms_jax.training.schedules import Number
 
 Trainable = Literal["auto", "all", "adapter"]
 Loss = Literal["distillation", "language_modeling"]
+DistillationPositions = Literal["targets", "inputs"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -145,6 +146,9 @@ class Recipe:
         adapter alone where the policy has one and all weights where it borrows a neuron.
       loss: "distillation" from the original model, or "language_modeling".
       kl: direction of the distillation, "reverse" = KL(student || teacher).
+      distillation_positions: where the two are compared. The logits at position t are those of
+        token t + 1: "targets" takes the positions whose next token counts, as the language
+        modelling loss does; "inputs" those whose own token counts, as NVIDIA's code does.
       regulariser: of the compression (`dms_jax.training.compression`): "one_sided" leaves a model
         alone that compresses more than the target, "kl" pulls from both sides.
       compression_weight: of the regulariser beside the main loss.
@@ -157,7 +161,8 @@ class Recipe:
       remat: recompute each layer in the backward pass, for memory.
       unroll: write the layers out in place of a loop: faster for small models, slower to compile.
       packing: of documents into sequences (`dms_jax.data.batches`).
-      ignore_end_token: leave the positions of the end token out of the loss.
+      ignore_end_token: the model's end tokens do not count in the loss, wherever the data
+        comes from.
       snapshots: compression ratios at which the model is handed out on the way.
     """
 
@@ -169,6 +174,7 @@ class Recipe:
     trainable: Trainable = "auto"
     loss: Loss = "distillation"
     kl: Literal["reverse", "forward"] = "reverse"
+    distillation_positions: DistillationPositions = "targets"
     regulariser: Regulariser = "one_sided"
     compression_weight: Number = 1.0
     prior: Prior = "global"
@@ -200,6 +206,7 @@ class Recipe:
             "trainable": ("auto", "all", "adapter"),
             "loss": ("distillation", "language_modeling"),
             "kl": ("reverse", "forward"),
+            "distillation_positions": ("targets", "inputs"),
             "regulariser": ("one_sided", "kl"),
             "prior": ("global", "layer"),
             "compute_dtype": ("bfloat16", "float32", None),
@@ -251,10 +258,34 @@ class Recipe:
         return max(stage.compression_ratio for stage in self.stages)
 
     def stages_for(self, policy: Policy) -> tuple[Stage, ...]:
-        """The stages that a policy goes through: one that borrows no neuron has none to decay."""
-        if policy.borrowed_neurons is not None:
+        """The stages that a policy goes through.
+
+        One that learns but borrows no neuron has none to decay. One that learns nothing goes
+        through all of them, decay and ramp as steps like others: `control` takes out what the
+        policy of a retrofit leaves out.
+        """
+        if policy.borrowed_neurons is not None or not policy.trainable:
             return self.stages
         return tuple(stage for stage in self.stages if stage.kind != "neuron_decay")
+
+    def control(self, policy: Policy) -> "Recipe":
+        """The recipe of the control of a retrofit: the same tokens and rates, nothing evicted.
+
+        Args:
+          policy: of the retrofit, whose stages the control goes through with the plain cache, on
+            the language modelling loss: `train(model, recipe=recipe.control(policy), data=...)`.
+        """
+        return dataclasses.replace(
+            self,
+            name=f"{self.name} control",
+            stages=tuple(
+                dataclasses.replace(stage, kind="train", compression_ratio=1.0)
+                for stage in self.stages_for(policy)
+            ),
+            trainable="all",
+            loss="language_modeling",
+            snapshots=(),
+        )
 
     def total_steps(self, policy: Policy) -> int:
         """Optimizer steps of a run."""
@@ -263,7 +294,7 @@ class Recipe:
     def progress(self, step: int, policy: Policy) -> Progress:
         """What optimizer step `step` (from 0) aims at; past the end, what the last one reached.
 
-        A policy that learns nothing goes through the same steps at ratio 1: the control.
+        A policy that learns nothing goes through the same steps at ratio 1.
         """
         ratio = 1.0
         for stage in self.stages_for(policy):
@@ -274,6 +305,8 @@ class Recipe:
         else:
             return Progress(stage, stage.steps, ratio if policy.trainable else 1.0, None)
         if stage.kind == "neuron_decay":
+            if not policy.trainable:
+                return Progress(stage, step, 1.0, None)
             scale = schedules.neuron_scale(step, steps=stage.steps)
             return Progress(stage, step, 1.0, scale)
         if stage.kind == "ramp":

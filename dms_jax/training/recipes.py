@@ -41,6 +41,7 @@ def dms_published(compression_ratio: Number = 8.0) -> Recipe:
         batch_size=8,
         micro_batch_size=1,
         packing="concatenate_whole",
+        distillation_positions="inputs",
         ignore_end_token=True,
     )
 
@@ -63,7 +64,7 @@ _PAPER = {
     "llama-2-7b": _PaperRow(4096, 3e-5, ((math.inf, 3000, 3e-5),), loss="language_modeling"),
     "llama-3.1-8b": _PaperRow(8192, 3e-5, ((math.inf, 2000, 3e-5),), loss="language_modeling"),
     "qwen-r1-1.5b": _PaperRow(8192, 1e-5, ((4, 3000, 1e-5), (8, 3000, 1e-5))),
-    "qwen-r1-7b": _PaperRow(8192, 1e-6, ((4, 3000, 1e-5), (8, 3000, 2e-5))),
+    "qwen-r1-7b": _PaperRow(8192, 1e-6, ((4, 3000, 1e-6), (8, 3000, 2e-5))),
     "qwen-r1-32b": _PaperRow(8192, 1e-6, ((4, 4000, 1e-5),), ramp_batch_size=256),
 }
 
@@ -146,6 +147,7 @@ _DMC_PAPER = {
     "llama-2-13b": _DmcRow(250, 3e-5, 3e-5, "language_modeling"),
     "llama-2-70b": _DmcRow(250, 1.5e-5, 1.5e-5, "language_modeling"),
     # From the DMS paper, table 3, where DMC is a baseline.
+    "llama-2-7b-dms-paper": _DmcRow(2000, 3e-5, 3e-5, "language_modeling"),
     "llama-3.2-1b": _DmcRow(2000, 1e-6, 1e-5, "distillation"),
 }
 
@@ -161,7 +163,8 @@ def dmc_paper(
 
     Args:
       compression_ratio: to reach; the paper went to 2, 3 and 4 (to 2 with 70B).
-      model: llama-2-7b, llama-2-13b, llama-2-70b, or llama-3.2-1b (a baseline of the DMS paper).
+      model: llama-2-7b, llama-2-13b or llama-2-70b; llama-2-7b-dms-paper or llama-3.2-1b for
+        DMC as a baseline of the DMS paper.
       variant: of the paper's ablations: "dmc-c" keeps the heads of a layer alike (the weight of
         that loss is ours, 1), "local_prior" sets the target for each layer, "immediate" for every
         step instead of a ramp (from the second step on). DMC-HardC and uniform weighting are

@@ -24,7 +24,7 @@ from dms_jax.model.transformer import segment_positions
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.training import compression, losses
 from dms_jax.training.parameters import Parameters, Rebuild, cast, decays, is_adapter
-from dms_jax.training.recipe import Recipe
+from dms_jax.training.recipe import DistillationPositions, Recipe
 
 Metrics = dict[str, Array]
 
@@ -64,7 +64,7 @@ class Passes:
 
     Attributes:
       tokens: token ids.
-      loss_mask: positions that count in the loss.
+      loss_mask: tokens that count in the loss, as targets of the position before them.
       segment_ids: documents packed into a sequence, 0 for padding; None where there are none.
     """
 
@@ -74,11 +74,18 @@ class Passes:
 
     @property
     def target_mask(self) -> Bool[Array, "*A B T"]:
-        """Positions whose next token counts and belongs to the same document."""
+        """Positions whose next token counts and belongs to the same document.
+
+        # loss_mask  In: [0, 1, 1, 1], segment_ids [1, 1, 1, 2]  Out: [1, 1, 0, 0]
+        """
         after = jnp.roll(self.loss_mask, -1, axis=-1).at[..., -1].set(False)
         if self.segment_ids is None:
             return after
         return after & (self.segment_ids == jnp.roll(self.segment_ids, -1, axis=-1))
+
+    def distillation_mask(self, positions: DistillationPositions) -> Bool[Array, "*A B T"]:
+        """Positions where student and teacher are compared: see `Recipe`."""
+        return self.target_mask if positions == "targets" else self.loss_mask
 
 
 @struct.dataclass
@@ -146,7 +153,7 @@ def make_gradients(
             (result.hidden, student.unembed),
             teacher,
             targets=jnp.roll(tokens, -1, axis=-1),
-            mask=sequences.loss_mask,
+            mask=sequences.distillation_mask(recipe.distillation_positions),
             target_mask=sequences.target_mask,
             direction=recipe.kl,
         )
@@ -180,8 +187,9 @@ def make_gradients(
             return gradient, parts
 
         wide = jnp.promote_types(jax.tree.leaves(trained)[0].dtype, jnp.float32)
+        compared = passes.distillation_mask(recipe.distillation_positions)
         weights = (
-            1 / jnp.maximum(passes.loss_mask.sum(), 1).astype(wide),
+            1 / jnp.maximum(compared.sum(), 1).astype(wide),
             1 / jnp.maximum(passes.target_mask.sum(), 1).astype(wide),
             jnp.asarray(1 / (num_passes * num_sequences), wide),
         )

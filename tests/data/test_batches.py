@@ -54,11 +54,6 @@ def test_first_fit_keeps_documents_apart():
     }
 
 
-def test_ignored_tokens_do_not_count():
-    (first, *_) = draw(DOCUMENTS, ignored_tokens=(2, 4))
-    assert first["loss_mask"].tolist() == [[True, False, True, False]]
-
-
 def test_each_epoch_has_an_order_of_its_own_drawn_from_the_seed():
     documents = [[i] for i in range(16)]
     options = dict(length=16, shuffle=True, repeat=True)

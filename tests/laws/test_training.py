@@ -56,7 +56,7 @@ def simulate_soft(policy, layer, noise):
 
 def soft_dmc(policy, layer, noise):
     logits, omega = dmc_decisions(policy, layer)
-    alpha, decisions, log_keep = dmc.gate(logits, noise, policy.temperature)
+    alpha, decisions, log_keep = dmc.gate(logits, noise, policy.temperature, policy.per)
     outputs = dmc.soft_attention(
         layer.q,
         layer.k,
@@ -88,9 +88,7 @@ def soft_dms(policy, layer, noise):
     else:
         logits, q, k = dms.from_query_neuron(layer.q, layer.k, layer.cos, layer.sin, **options)
         v = layer.v
-    if policy.per == "layer":
-        logits = np.repeat(logits[:, :1], logits.shape[1], axis=1)
-    _, _, decisions, bias = dms.gate(logits, noise, policy.temperature)
+    _, _, decisions, bias = dms.gate(logits, noise, policy.temperature, policy.per)
     outputs = dms.soft_attention(q, k, v, bias, window=policy.window, shift=policy.shift)
     return outputs, decisions
 
@@ -122,6 +120,10 @@ def test_the_soft_form_is_that_of_the_paper(policy, noisy, record_property):
         # Straight-through: hard numbers forward.
         np.testing.assert_array_equal(np.asarray(got.decisions)[:, row], np.stack(decisions))
     assert largest < 1e-10
+    if policy.per == "layer":  # one decision for all heads, whatever was drawn
+        of_first = np.asarray(got.decisions)[:, :, :1]
+        np.testing.assert_array_equal(got.decisions, of_first.repeat(kv_heads, axis=2))
+        assert 0 < of_first.mean() < 1
     record_property("largest", float(largest))
 
 

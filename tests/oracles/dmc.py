@@ -213,11 +213,14 @@ def fixed_pooling(length: int, kv_heads: int, every: int) -> tuple[np.ndarray, n
     return np.repeat(merge[:, None], kv_heads, axis=1), np.ones((length, kv_heads))
 
 
-def gate(logits, noise, temperature: float = 0.1):
+def gate(logits, noise, temperature: float = 0.1, per: str = "head"):
     """Eq. 8: (alpha, hard decision, log(1 - alpha)) of logits k[n] - c, all [T, K].
 
-    The first token of a sequence has nothing to merge into: its alpha is 0.
+    The first token of a sequence has nothing to merge into: its alpha is 0. per="layer"
+    (DMC-HardC): the logits are the layer's already, and one draw holds for all heads.
     """
+    if per == "layer":
+        noise = np.repeat(np.asarray(noise)[:, :1], noise.shape[1], axis=1)
     noisy = (np.asarray(logits, np.float64) + np.asarray(noise, np.float64)) / temperature
     noisy[0] = -np.inf
     return sigmoid(noisy), (noisy > 0).astype(int), -np.logaddexp(0.0, noisy)

@@ -125,11 +125,14 @@ def decide(logits) -> np.ndarray:
     return (np.asarray(logits) > 0).astype(int)
 
 
-def gate(logits, noise, temperature: float = 0.1):
-    """Training's relaxation: (gate logit, alpha, hard decision, bias).
+def gate(logits, noise, temperature: float = 0.1, per: str = "head"):
+    """Training's relaxation: (gate logit, alpha, hard decision, bias), of logits and noise [T, K].
 
     l = (a + noise) / temperature, alpha = sigmoid(l), hard = 1[alpha > 1/2], bias = log(1 - alpha).
+    per="layer": the decision of KV head 0, its draw included, holds for all.
     """
+    if per == "layer":
+        logits, noise = (np.repeat(np.asarray(x)[:, :1], x.shape[1], 1) for x in (logits, noise))
     gate_logits = (np.asarray(logits, np.float64) + np.asarray(noise, np.float64)) / temperature
     alpha = np.exp(-np.logaddexp(0.0, -gate_logits))
     return gate_logits, alpha, (gate_logits > 0).astype(int), -np.logaddexp(0.0, gate_logits)

@@ -62,25 +62,7 @@ def test_a_policy_that_borrows_no_neuron_skips_its_decay():
     assert recipe.progress(100, ADAPTER).compression_ratio == pytest.approx(2)
 
 
-def test_the_tables_of_the_paper():
-    small = recipes.dms_paper(8, model="qwen-r1-7b")
-    rows = [(s.kind, s.steps, s.learning_rate, s.compression_ratio) for s in small.stages]
-    assert rows == [
-        ("neuron_decay", 2000, 1e-6, 1.0),
-        ("ramp", 9000, 1e-5, 4.0),
-        ("ramp", 12000, 2e-5, 8.0),
-    ]
-    assert (small.beta1, small.beta2, small.weight_decay, small.clip) == (0.9, 0.95, 0.1, 1.0)
-    assert (small.sequence_length, small.batch_size, small.loss) == (8192, 1024, "distillation")
-    assert small.progress(11_000, NEURON).compression_ratio == pytest.approx(4)
-    large = recipes.dms_paper(4, model="qwen-r1-32b")
-    assert [(s.steps, s.batch_size or large.batch_size) for s in large.stages] == [
-        (2000, 1024),
-        (12000, 256),
-    ]
-    llama = recipes.dms_paper(3, model="llama-2-7b")
-    assert llama.loss == "language_modeling"
-    assert [s.steps for s in llama.stages] == [2000, 6000]
+def test_what_the_paper_did_not_do_is_refused():
     with pytest.raises(ConfigError, match="takes qwen-r1-32b to a compression ratio of 4, not 8"):
         recipes.dms_paper(8, model="qwen-r1-32b")
     with pytest.raises(ConfigError, match="has no model 'gpt-2'"):
@@ -94,6 +76,7 @@ def test_the_recipe_of_the_released_code():
     assert (recipe.sequence_length, recipe.batch_size, recipe.kl) == (32768, 8, "reverse")
     assert recipe.trainable == "auto"
     assert recipe.ignore_end_token
+    assert recipe.distillation_positions == "inputs"
 
 
 def test_the_quickstart_takes_105_steps():
@@ -197,10 +180,33 @@ def test_a_stage_that_trains_holds_the_ratio():
 
 def test_a_policy_that_learns_nothing_stays_at_ratio_1():
     recipe = recipe_with(stages=(DECAY, RAMP))
-    assert recipe.total_steps(Vanilla()) == 10
-    for step in (0, 5, 50):
-        assert recipe.progress(step, Vanilla()).compression_ratio == 1
-        assert recipe.progress(step, Vanilla()).target == 0
+    assert recipe.total_steps(Vanilla()) == 15
+    for step in (0, 5, 12, 50):
+        progress = recipe.progress(step, Vanilla())
+        assert (progress.compression_ratio, progress.target) == (1, 0)
+        assert progress.neuron_scale is None
+
+
+@pytest.mark.parametrize("policy", [ADAPTER, NEURON, DMC(), FixedPooling(every=4)], ids=repr)
+@pytest.mark.parametrize(
+    "make", [recipes.dms_published, recipes.dms_paper, recipes.dms_quickstart, recipes.dmc_paper]
+)
+def test_the_control_goes_through_the_steps_of_the_retrofit(policy, make):
+    recipe = make(4)
+    control = recipe.control(policy)
+    total = recipe.total_steps(policy)
+    assert control.total_steps(Vanilla()) == total
+    for step in range(0, total, max(1, total // 50)):
+        own, other = control.progress(step, Vanilla()), recipe.progress(step, policy)
+        assert own.learning_rate == other.learning_rate
+        assert (own.stage.batch_size, own.step) == (other.stage.batch_size, other.step)
+        assert (own.compression_ratio, own.neuron_scale) == (1, None)
+    assert (control.loss, control.trainable) == ("language_modeling", "all")
+    assert (control.batch_size, control.sequence_length, control.ignore_end_token) == (
+        recipe.batch_size,
+        recipe.sequence_length,
+        recipe.ignore_end_token,
+    )
 
 
 def test_pretraining_warms_up_and_falls():

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
+from dms_jax.model.attention import Relaxation
 from dms_jax.policies import Vanilla
 from dms_jax.training import parameters as names
 from dms_jax.training.parameters import add_adapter, parameters, rebuilder
@@ -76,6 +78,42 @@ def test_a_fresh_adapter_starts_at_the_teacher():
                 total -= logits[row, t, passes.tokens[0, row, t + 1]]
                 count += 1
     np.testing.assert_allclose(parts["lm_loss"], total / count, rtol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["targets", "inputs"])
+def test_answers_are_distilled_where_they_are_predicted(positions):
+    """Prompt, answer, end token, padding: the mean divergence against float64, token by token.
+
+    By "targets" the first token of the answer counts and what follows the end token does not.
+    """
+    with jax.enable_x64(True):
+        model = language_model(adapter=True, dtype=jnp.float64)
+        tokens = jnp.asarray(random_tokens(5, 2, LENGTH))
+        segment_ids = np.array([[1] * 5 + [2] * 6 + [0], [1] * 12])
+        mask = np.zeros_like(segment_ids, bool)
+        mask[0, 2:5] = mask[0, 8:11] = mask[1, 7:12] = True
+        passes = Passes(*(jnp.asarray(x)[None] for x in (tokens, mask, segment_ids)))
+        options = recipe(distillation_positions=positions)
+        _, parts = gradients(model, EAGER, options, passes)
+
+        ids = jnp.asarray(segment_ids)
+        own = [
+            jax.nn.log_softmax(model.transformer.unembed(result.hidden))
+            for result in (
+                model.transformer(tokens, EAGER, segment_ids=ids, relaxation=Relaxation()),
+                model.transformer(tokens, Vanilla(), segment_ids=ids),
+            )
+        ]
+    student, teacher = (np.asarray(x) for x in own)
+    divergence = (np.exp(student) * (student - teacher)).sum(-1)
+    wanted = {
+        "targets": [(0, 1), (0, 2), (0, 3), (0, 7), (0, 8), (0, 9)]
+        + [(1, t) for t in (6, 7, 8, 9, 10)],
+        "inputs": [(0, 2), (0, 3), (0, 4), (0, 8), (0, 9), (0, 10)]
+        + [(1, t) for t in (7, 8, 9, 10, 11)],
+    }[positions]
+    expected = np.mean([divergence[place] for place in wanted])
+    np.testing.assert_allclose(parts["distillation_loss"], expected, rtol=1e-9)
 
 
 def test_language_modelling_needs_no_teacher():

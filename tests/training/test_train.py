@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from dms_jax.training import held_out_loss, retrofit, train
 from dms_jax.training.parameters import parameters, rebuilder
 from dms_jax.training.recipe import Stage
 from tests.support.models import VOCABULARY, random_tokens, tiny_config
-from tests.training.tiny import ADAPTER, LENGTH, documents, language_model, recipe
+from tests.training.tiny import ADAPTER, LENGTH, NEURON, documents, language_model, recipe
 
 # Four steps: two of warm-up, two of decay.
 STAGE = Stage("train", 4, 1e-2, warmup_steps=2, final_learning_rate=1e-3)
@@ -158,19 +159,68 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(model, reference, tmp_path):
     assert dms_jax.load(tmp_path / "model").policy == Vanilla()
 
 
-def test_the_control_takes_a_retrofits_steps_without_evicting(model):
-    """Ramp and all: the rates and the tokens of the retrofit, at ratio 1."""
+@pytest.mark.parametrize("policy", [ADAPTER, NEURON], ids=["adapter", "neuron"])
+def test_the_control_sees_the_tokens_of_the_retrofit(model, policy):
+    """Its batches and rates step by step, with nothing evicted."""
     stages = (
         Stage("neuron_decay", 2, 1e-4),
         Stage("ramp", 3, 1e-3, 4.0),
         Stage("train", 1, 1e-3, warmup_steps=1),
     )
-    options = recipe(*stages, loss="language_modeling", weight_decay=0.1, clip=0.5)
-    records = []
-    run(model, recipe=options, on_step=records.append)
-    assert [record["stage"] for record in records] == ["ramp"] * 3 + ["train"]
-    assert {record["target_ratio"] for record in records} == {1}
-    assert {record["compression_ratio"] for record in records} == {1}
+    options = recipe(*stages, weight_decay=0.1, clip=0.5)
+    seen, records = ([], []), ([], [])
+
+    def watched(tokens):
+        for batch in batches(6):
+            tokens.append(batch["tokens"])
+            yield batch
+
+    run(model, policy=policy, recipe=options, data=watched(seen[0]), on_step=records[0].append)
+    control = options.control(policy)
+    run(model, recipe=control, data=watched(seen[1]), on_step=records[1].append)
+    assert len(records[0]) == (6 if policy is NEURON else 4)
+    np.testing.assert_array_equal(seen[1], seen[0])
+    for retrofit, control in zip(*records, strict=True):
+        assert control["learning_rate"] == retrofit["learning_rate"]
+        assert control["tokens"] == retrofit["tokens"]
+        assert (control["target_ratio"], control["compression_ratio"]) == (1, 1)
+
+
+def test_every_step_is_timed_by_itself(model):
+    """The steps that are in flight at the end are read at once, and took their time each."""
+    wait, records = 0.1, []
+
+    def slow():
+        for batch in batches(6):
+            time.sleep(wait)
+            yield batch
+
+    options = recipe(dataclasses.replace(STAGE, steps=6), loss="language_modeling")
+    run(model, recipe=options, data=slow(), on_step=records.append)
+    for record in records:  # a later end of the step before may take a little of a step's time
+        assert record["seconds"] > 0.7 * wait
+        assert record["tokens_per_second"] == record["tokens"] / record["seconds"]
+
+
+def test_end_tokens_are_ignored_wherever_batches_come_from(model):
+    ends = dataclasses.replace(model.generation, eos_token_ids=(7, 11))
+    ending = dataclasses.replace(model, generation=ends)
+    tokens = random_tokens(3, 4, LENGTH)
+    counted = ~np.isin(tokens, (7, 11))
+    assert 0 < counted.mean() < 1
+    options = recipe(dataclasses.replace(STAGE, steps=2, warmup_steps=0), loss="language_modeling")
+    ignoring = dataclasses.replace(options, ignore_end_token=True)
+    losses = {}
+    for name, own, mask in (
+        ("iterator", ignoring, None),
+        ("mask", options, counted),
+        ("all", options, None),
+    ):
+        batch = {"tokens": tokens} | ({} if mask is None else {"loss_mask": mask})
+        records = []
+        run(ending, recipe=own, data=iter([batch, batch]), on_step=records.append)
+        losses[name] = [record["loss"] for record in records]
+    assert losses["iterator"] == losses["mask"] != losses["all"]
 
 
 def test_a_run_is_measured_on_the_way(model, reference):
