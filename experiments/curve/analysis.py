@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from curve.jobs import read_json
-from curve.plan import FURTHER, TRAINING_FREE, VARIANTS, Config, Paths
+from curve.plan import CHOICE_RATIO, FURTHER, TRAINING_FREE, VARIANTS, Config, Paths
 from dms_jax.evaluation import (
     Level,
     Measured,
@@ -103,19 +103,19 @@ class Results:
 
     @property
     def best(self) -> str | None:
-        """The variant with the highest mean accuracy over the tasks at ratio 4.
+        """The variant with the highest mean accuracy at ratio 4 on the validation problems.
 
-        Only those retrofitted with the most seeds stand for election: of a single retrofit the
-        error does not hold what another would have come to, and the best of many is a lucky one.
+        The problems that it is judged on have no say. Only variants retrofitted with the most
+        seeds stand for election: of a single retrofit the error does not hold what another would
+        have come to, and the best of many is a lucky one. None before there was an election.
         """
         known = {}
         for name in self.variants:
-            points = [self.get(name, 4.0, task) for task in self.config.asked]
-            if all(points):
-                known[name] = (
-                    min(len(point.seeds) for point in points if point),
-                    float(np.mean([point.accuracy.value for point in points if point])),
-                )
+            judged = [self.get(name, CHOICE_RATIO, task) for task in self.config.asked]
+            chosen = self.get(name, CHOICE_RATIO, self.config.choice)
+            if chosen and all(judged):
+                seeds = min(len(point.seeds) for point in (chosen, *judged) if point)
+                known[name] = (seeds, chosen.accuracy.value)
         return max(known, key=known.__getitem__) if known else None
 
     def curve(self, system: str, task: str, axis: Axis) -> list[Level]:

@@ -15,7 +15,7 @@ import numpy as np
 
 import dms_jax
 from curve.data import Sequences, read_documents, write_documents
-from curve.plan import FURTHER, VARIANTS, Config, Job, Paths, jobs
+from curve.plan import CHOICE_RATIO, CHOICE_START, FURTHER, VARIANTS, Config, Job, Paths, jobs
 from dms_jax import assets
 from dms_jax.evaluation import evaluate, percent
 from dms_jax.model.language_model import LanguageModel
@@ -179,7 +179,8 @@ class Worker:
         def on_snapshot(ratio: float, model: LanguageModel) -> None:
             if job.index == 0:
                 dms_jax.save(model, variant.policy, self.paths.model(job.system, 0, ratio))
-            for task in self.config.asked:
+            extra = (config.choice,) if ratio == CHOICE_RATIO else ()
+            for task in (*config.asked, *extra):
                 self.measure(model, variant.policy, job.system, f"{ratio:g}", job.index, task)
 
         self.train(job, recipe, variant.policy, on_snapshot=on_snapshot)
@@ -244,19 +245,26 @@ class Worker:
         seed: int,
         task: str,
     ) -> None:
-        """Evaluates one system at one setting on one task, unless that is done."""
+        """Evaluates one system at one setting on one task, unless that is done.
+
+        For `Config.choice` it answers validation problems of the first task, others than those
+        that settings are chosen on.
+        """
         path = self.paths.result(system, setting, seed, task)
         if path.exists():
             return
         self._check_time()
         config = self.config
+        choosing = task == config.choice
+        task = config.asked[0] if choosing else task
         reasoning = task == "reasoning"
         result = evaluate(
             model,
             config.tasks()[task],
             policy=policy,
             problems=config.problems if reasoning else config.retrieval_problems,
-            split=config.split,
+            split="validation" if choosing else config.split,
+            start=CHOICE_START if choosing else 0,
             chains=config.chains if reasoning else 1,
             sampling=dms_jax.Sampling(
                 temperature=config.temperature, max_new_tokens=config.new_tokens(task)
@@ -269,7 +277,7 @@ class Worker:
         write_json(path, {"system": system, "setting": setting, **data})
         score = percent(data["accuracy"])
         peak, seconds = f"peak {data['peak']:.0f}", f"{result.seconds:.1f} s"
-        print(f"  {system} {setting} seed {seed} {task}: {score}, {peak}, {seconds}", flush=True)
+        print(f"  {path.parent.name} {path.stem}: {score}, {peak}, {seconds}", flush=True)
 
     def _vanilla_lengths(self, task: str) -> np.ndarray:
         """The most tokens that a chain of each problem came to hold in the plain cache."""

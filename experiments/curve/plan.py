@@ -6,7 +6,7 @@ anywhere. The layout of the run directory:
     data/SHARD.npz                             self-generated documents
     training/SYSTEM-SEED.json                  log of a training run, thinned out
     models/SYSTEM-SEED-RATIO/                  snapshots, Hugging Face directories
-    results/SYSTEM/SETTING-SEED-TASK.json      one evaluation each
+    results/SYSTEM/SETTING-SEED-TASK.json      one evaluation each; `Config.choice` is a task too
     jobs/NAME.json                             seconds of each job, on one GPU
     locks/NAME                                 process that does a job
     failed/NAME.txt                            why a job failed
@@ -28,6 +28,8 @@ from dms_jax.data.tasks import (
 )
 
 TASKS = ("reasoning", "needle", "tracking")
+CHOICE_RATIO = 4.0  # at which the DMS variants stand for election
+CHOICE_START = 100_000  # first problem they answer for it: those from 0 on chose the recipe
 TRAINING_FREE = ("TOVA", "StreamingLLM", "RandomEviction")
 
 
@@ -99,7 +101,8 @@ class Config:
     split: Split = "test"
     """Of the problems; "validation" to choose settings."""
     asked: tuple[str, ...] = TASKS
-    """Which tasks are asked."""
+    """Which tasks are asked. The DMS variant that the page speaks of is chosen on validation
+    problems of the first."""
     problems: int = 480
     """Reasoning problems, a third of each kind."""
     retrieval_problems: int = 320
@@ -153,6 +156,11 @@ class Config:
             "tracking": (VariableTracking(size=self.tracking_size),),
         }
         return {name: known[name] for name in self.asked}
+
+    @property
+    def choice(self) -> str:
+        """Name, in files and results, of what the DMS variants are chosen by."""
+        return f"choice_{self.asked[0]}"
 
     def new_tokens(self, task: str) -> int:
         """The longest answer to a task (RULER: 128 for needles, 30 words for tracking)."""
@@ -291,12 +299,16 @@ class Paths:
         else:
             settings = ["1"]
         seeds = range(config.seeds) if job.kind == "training_free" else [job.index]
-        return [
+        results = [
             self.result(job.system, setting, seed, task)
             for setting in settings
             for seed in seeds
             for task in config.asked
         ]
+        if job.kind == "retrofit" and CHOICE_RATIO in config.ratios:
+            setting = f"{CHOICE_RATIO:g}"
+            results.append(self.result(job.system, setting, job.index, config.choice))
+        return results
 
     def done(self, job: Job) -> bool:
         return all(path.exists() for path in self.products(job))

@@ -11,6 +11,7 @@ import sys
 import first_curve
 import numpy as np
 import pytest
+from curve import jobs as curve_jobs
 from curve import plan
 from curve.analysis import Results
 from curve.data import Sequences, _first_fit, make_prompts, read_documents
@@ -248,6 +249,41 @@ def test_results_alone_make_data_needless(tmp_path):
     assert worker.did == ["vanilla-0"]
 
 
+def test_a_retrofit_also_answers_the_problems_that_a_variant_is_chosen_by(tmp_path, monkeypatch):
+    """Of the validation split, and none that settings were chosen on."""
+    config = small(tmp_path, split="validation")
+    job = Job("retrofit", "dms-neuron-shift1-w16", 0)
+    names = [path.name for path in Paths(config).products(job)]
+    assert names == ["4-0-needle.json", "4-0-choice_needle.json"]
+    assert not any("choice" in str(path) for path in Paths(config).products(Job("vanilla", "v", 0)))
+    calls = []
+
+    class Asked:
+        seconds = 0.0
+
+        def to_dict(self, **_):
+            return {"accuracy": [0.5, 0.1], "peak": 1.0}
+
+    def evaluate(model, task, **settings):
+        calls.append((task, settings))
+        return Asked()
+
+    def train(self, job, recipe, policy, *, on_snapshot):
+        for ratio in (2.0, 4.0, 8.0):
+            on_snapshot(ratio, self.base)
+
+    monkeypatch.setattr(curve_jobs, "evaluate", evaluate)
+    monkeypatch.setattr(Worker, "train", train)
+    Worker(dataclasses.replace(config, ratios=(2.0, 4.0, 8.0)), deadline=np.inf)._retrofit(job)
+    choosing = [settings for _, settings in calls if settings["start"]]
+    assert len(calls) == 4
+    assert len(choosing) == 1
+    assert choosing[0]["split"] == "validation"
+    assert choosing[0]["start"] > config.problems + config.retrieval_problems
+    assert {task for task, _ in calls} == {config.tasks()["needle"]}
+    assert Paths(config).done(job)
+
+
 # -- the whole ------------------------------------------------------------------------------------
 
 
@@ -284,6 +320,8 @@ def test_a_whole_run_and_a_second_one_that_has_nothing_to_do(tmp_path, capsys):
     for system in ("TOVA", "StreamingLLM"):
         half = results.get(system, 2.0, "needle")
         assert half.peak == pytest.approx(vanilla.peak / 2, rel=0.02)
+    assert results.best == "dms-neuron-shift1-w16"
+    assert len(results.get(results.best, 4.0, config.choice).scores[0]) == 2
     documents = read_documents([Paths(config).data(shard) for shard in range(2)])
     assert len(documents) == 8
     assert all(prompt < len(tokens) <= prompt + 8 for tokens, prompt in documents)

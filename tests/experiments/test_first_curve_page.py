@@ -17,10 +17,20 @@ from curve.plan import Config, Job, Paths
 import dms_jax
 
 
-def write_results(config: Config, levels: dict[tuple[str, float], tuple[float, float]]) -> None:
-    """Results in which a system's first problems are right: {(system, setting): (share, peak)}."""
-    for (system, setting), (share, peak) in levels.items():
-        for task in plan.TASKS:
+def write_results(
+    config: Config,
+    levels: dict[tuple[str, float], tuple[float, float]],
+    choice: dict[str, float] | None = None,
+) -> None:
+    """Results in which a system's first problems are right: {(system, setting): (share, peak)}.
+
+    On the problems that a variant is chosen by, the shares of `choice`; none where it is absent.
+    """
+    tasks = {key: dict.fromkeys(plan.TASKS, level) for key, level in levels.items()}
+    for system, share in (choice or {}).items():
+        tasks[system, 4][config.choice] = (share, 25)
+    for (system, setting), of_task in tasks.items():
+        for task, (share, peak) in of_task.items():
             for seed in range(2):
                 right = (np.arange(100) < 100 * share).astype(float).tolist()
                 data = {
@@ -54,6 +64,7 @@ def test_verdicts_are_tests_on_the_numbers(tmp_path):
             ("StreamingLLM", 2): (0.40, 50),
             ("StreamingLLM", 8): (0.20, 12.5),
         },
+        {"dms-neuron-shift1-w16": 0.70, "dms-adapter-shift1-w16": 0.60},
     )
     ran = {"versions": {"jax": "0.1.2"}, "date": "1999-12-31"}  # elsewhere and earlier
     record = {"seconds": 60.0, "device": "an accelerator", **ran}
@@ -100,11 +111,43 @@ def test_what_cannot_be_reported_or_written_is_told(tmp_path, capsys):
         first_curve.main(Config(out=tmp_path / "file"))
 
 
+def test_the_variant_is_chosen_on_other_problems_than_it_is_judged_on(tmp_path):
+    """The best of several on the test problems is one that was lucky on them."""
+    config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
+    levels = {("vanilla", 1): (0.9, 100), ("dms-neuron-shift1-w16", 4): (0.6, 25)}
+    write_results(
+        config,
+        {**levels, ("dms-adapter-shift0-w16", 4): (0.8, 25)},
+        {"dms-neuron-shift1-w16": 0.7, "dms-adapter-shift0-w16": 0.65},
+    )
+    assert Results(config).best == "dms-neuron-shift1-w16"
+    page.write_pages(config, tmp_path / "pages")
+    text = (tmp_path / "pages" / "README.md").read_text()
+    assert "DMS is `dms-neuron-shift1-w16`; the control is `vanilla`." in text
+    assert "100 reasoning problems of the validation split" in text
+    assert "`dms-neuron-shift1-w16` 70.0 ± 4.6, `dms-adapter-shift0-w16` 65.0 ± 4.8" in text
+    data = json.loads((tmp_path / "pages" / "results.json").read_text())
+    chosen = {p["system"]: p["accuracy"] for p in data["points"] if p["task"] == config.choice}
+    assert chosen == {"dms-neuron-shift1-w16": 0.7, "dms-adapter-shift0-w16": 0.65}
+
+
+def test_nothing_is_chosen_where_only_the_problems_of_the_page_were_answered(tmp_path):
+    config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
+    write_results(config, {("vanilla", 1): (0.9, 100), ("dms-neuron-shift1-w16", 4): (0.6, 25)})
+    assert Results(config).best is None
+    page.write_pages(config, tmp_path / "pages")
+    assert "No DMS variant has been chosen" in (tmp_path / "pages" / "README.md").read_text()
+
+
 def test_the_best_variant_is_one_of_those_with_the_most_seeds(tmp_path):
     config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
-    levels = {("dms-neuron-shift1-w16", 4): (0.6, 25), ("dms-adapter-shift0-w16", 4): (0.7, 25)}
-    write_results(config, {**levels, ("dms-neuron-shift0-w64", 4): (0.9, 25)})
-    for task in plan.TASKS:  # one seed alone
+    shares = {
+        "dms-neuron-shift1-w16": 0.6,
+        "dms-adapter-shift0-w16": 0.7,
+        "dms-neuron-shift0-w64": 0.9,
+    }
+    write_results(config, {(name, 4): (0.5, 25) for name in shares}, shares)
+    for task in (*plan.TASKS, config.choice):  # one seed alone
         Paths(config).result("dms-neuron-shift0-w64", "4", 1, task).unlink()
     assert Results(config).best == "dms-adapter-shift0-w16"
 
