@@ -15,7 +15,17 @@ import numpy as np
 
 import dms_jax
 from curve.data import Sequences, read_documents, write_documents
-from curve.plan import CHOICE_RATIO, CHOICE_START, FURTHER, VARIANTS, Config, Job, Paths, jobs
+from curve.plan import (
+    CHOICE_RATIO,
+    CHOICE_START,
+    LONGEST,
+    VARIANTS,
+    Config,
+    Job,
+    Paths,
+    Variant,
+    jobs,
+)
 from dms_jax import assets
 from dms_jax.evaluation import evaluate, percent
 from dms_jax.model.language_model import LanguageModel
@@ -145,22 +155,30 @@ class Worker:
                 self.measure(self.base, policy, job.system, f"{ratio:g}", seed, task)
 
     def _further(self, job: Job) -> None:
-        config = self.config
-        recipe = self.recipe(
-            FURTHER,
-            (Stage("train", config.total_steps(), config.learning_rate),),
-            trainable="all",
-            loss="language_modeling",
-        )
+        recipe = self.retrofit_recipe(LONGEST).control(LONGEST.policy)
         model = self.train(job, recipe, None)
         for task in self.config.asked:
             self.measure(model, dms_jax.Vanilla(), job.system, "1", job.index, task)
 
     def _retrofit(self, job: Job) -> None:
         config, variant = self.config, VARIANTS[job.system]
+
+        def on_snapshot(ratio: float, model: LanguageModel) -> None:
+            if job.index == 0:
+                dms_jax.save(model, variant.policy, self.paths.model(job.system, 0, ratio))
+            extra = (config.choice,) if ratio == CHOICE_RATIO else ()
+            for task in (*config.asked, *extra):
+                self.measure(model, variant.policy, job.system, f"{ratio:g}", job.index, task)
+
+        recipe = self.retrofit_recipe(variant)
+        self.train(job, recipe, variant.policy, on_snapshot=on_snapshot)
+
+    def retrofit_recipe(self, variant: Variant) -> Recipe:
+        """The borrowed neuron fades where there is one; then one ramp passes through all ratios."""
+        config = self.config
         highest = max(config.ratios)
         steps = round((highest - 1) * config.steps_per_ratio)
-        recipe = self.recipe(
+        return self.recipe(
             variant.name,
             (
                 Stage("neuron_decay", config.decay_steps, config.decay_learning_rate),
@@ -175,15 +193,6 @@ class Worker:
             trainable=variant.trainable,
             snapshots=config.ratios,
         )
-
-        def on_snapshot(ratio: float, model: LanguageModel) -> None:
-            if job.index == 0:
-                dms_jax.save(model, variant.policy, self.paths.model(job.system, 0, ratio))
-            extra = (config.choice,) if ratio == CHOICE_RATIO else ()
-            for task in (*config.asked, *extra):
-                self.measure(model, variant.policy, job.system, f"{ratio:g}", job.index, task)
-
-        self.train(job, recipe, variant.policy, on_snapshot=on_snapshot)
 
     def recipe(self, name: str, stages: tuple[Stage, ...], **changes: Any) -> Recipe:
         """What all runs have in common, with their own stages."""

@@ -8,7 +8,7 @@ from typing import Any
 from curve import figure
 from curve.analysis import Axis, Results
 from curve.jobs import BASE, provenance, read_json, write_text
-from curve.plan import FURTHER, TASKS, TRAINING_FREE, Config, Paths, jobs
+from curve.plan import FURTHER, LONGEST, TASKS, TRAINING_FREE, Config, Paths, jobs
 from dms_jax.evaluation import Measured
 
 RIVALS = ("TOVA", "StreamingLLM")
@@ -292,9 +292,9 @@ def _training(config: Config) -> str:
         f"takes {config.batch_size} sequences of {config.sequence_length} tokens a step, AdamW at "
         f"{config.learning_rate:g} (adapter {config.adapter_learning_rate:g}), "
         f"{config.steps_per_ratio} steps a unit of compression ratio after {config.decay_steps} "
-        "steps in which the borrowed neuron fades (none with an adapter). The control takes as "
-        f"many steps as the longest of them, {config.total_steps():,}, on the language modelling "
-        "loss; a snapshot of DMS at a ratio below the highest has taken fewer.",
+        "steps in which the borrowed neuron fades (none with an adapter). The control takes the "
+        f"steps, rates and tokens of `{LONGEST.name}`, {config.total_steps():,} steps, on the "
+        "language modelling loss; a snapshot of DMS at a ratio below the highest has taken fewer.",
         "",
         "| run | steps | tokens | tokens/s | s | share to evict at the end | distillation loss |",
         "|---|---:|---:|---:|---:|---:|---:|",

@@ -208,6 +208,8 @@ ABLATIONS = (
     *(Variant("adapter", shift, 16, "adapter") for shift in (1, 0)),
 )
 VARIANTS = {variant.name: variant for variant in (*MAIN, *ABLATIONS)}
+# Whose steps the control takes: what borrows no neuron has none to fade, and takes fewer.
+LONGEST = SEEDED[0]
 FURTHER = "further"  # the control: the vanilla model trained on the same tokens, nothing evicted
 
 

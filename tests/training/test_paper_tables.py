@@ -64,9 +64,9 @@ def test_table_2(row):
     reaches_8 = row["rate 4 to 8"] != "-"
     recipe = recipes.dms_paper(8 if reaches_8 else 4, model=row["model"])
     batch = BATCHES[row["batch"]]
+    decay = (number(row["decay steps"]), number(row["decay rate"]), 1, BATCHES[row["decay batch"]])
     expected = [
-        ("neuron_decay", number(row["decay steps"]), number(row["decay rate"]), 1)
-        + (BATCHES[row["decay batch"]],),
+        ("neuron_decay", *decay),
         ("ramp", number(row["steps 1 to 4"]), number(row["rate 1 to 4"]), 4, batch),
     ]
     if reaches_8:

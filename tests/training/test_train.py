@@ -180,10 +180,10 @@ def test_the_control_sees_the_tokens_of_the_retrofit(model, policy):
     run(model, recipe=control, data=watched(seen[1]), on_step=records[1].append)
     assert len(records[0]) == (6 if policy is NEURON else 4)
     np.testing.assert_array_equal(seen[1], seen[0])
-    for retrofit, control in zip(*records, strict=True):
-        assert control["learning_rate"] == retrofit["learning_rate"]
-        assert control["tokens"] == retrofit["tokens"]
-        assert (control["target_ratio"], control["compression_ratio"]) == (1, 1)
+    for compressed, plain in zip(*records, strict=True):
+        assert plain["learning_rate"] == compressed["learning_rate"]
+        assert plain["tokens"] == compressed["tokens"]
+        assert (plain["target_ratio"], plain["compression_ratio"]) == (1, 1)
 
 
 def test_every_step_is_timed_by_itself(model):
