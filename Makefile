@@ -12,11 +12,12 @@ WORKERS ?= 2
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo test lint format lock install clean
+.PHONY: help demo test steady lint format lock install clean
 
 help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
 	@echo "make test     the whole test suite"
+	@echo "make steady   the suite under other seeds, compilers and threads (hours)"
 	@echo "make lint     formatting, lint and types"
 	@echo "make format   rewrite the sources in the house format"
 	@echo "make lock     resolve requirements.lock again (needs uv)"
@@ -29,6 +30,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+steady: $(STAMP)
+	$(RUN) -m tests.steadiness --workers $(WORKERS) $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .

@@ -8,6 +8,10 @@ module is collected. Processes that tests start inherit it.
 - Compiled functions are kept in `.jax_cache` of the checkout and shared by all workers.
 - XLA compiles quickly rather than well; a test that runs for longer than it compiles, or that is
   about what the compiler makes, asks for the fixture `optimized`.
+
+What is set already stays: XLA_FLAGS, JAX_DISABLE_MOST_OPTIMIZATIONS and the rest choose another
+compiler, `--reseed` other seeds and `--cores` other numbers of threads. No verdict may depend on
+them; `tests/steadiness.py` runs the suite under each.
 """
 
 import gc
@@ -17,6 +21,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.support.reseeding import Reseeding
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 FAKE_DEVICES = 8
@@ -28,6 +34,8 @@ QUICK_EMITTER = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
 MOST_MEMORY_MAPS = 20_000
 MEMORY_MAPS = Path("/proc/self/maps")
 
+RESEEDING = pytest.StashKey[Reseeding]()
+
 hypothesis.settings.register_profile(
     "house", derandomize=True, deadline=None, database=None, print_blob=False
 )
@@ -36,6 +44,10 @@ hypothesis.settings.load_profile("house")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run on the NVIDIA GPU of this machine")
+    parser.addoption("--reseed", type=int, default=0, metavar="N", help="draw with other seeds")
+    parser.addoption(
+        "--cores", type=int, metavar="N", help="give each process N cores, and XLA too"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,6 +77,32 @@ def pytest_configure(config: pytest.Config) -> None:
     }
     for name, value in environment.items():
         os.environ.setdefault(name, value)
+    if cores := config.getoption("--cores"):
+        use_cores(cores)
+    if number := config.getoption("--reseed"):
+        config.stash[RESEEDING] = Reseeding(number)
+        config.stash[RESEEDING].install()
+        hypothesis.settings.register_profile("reseeded", derandomize=False)
+        hypothesis.settings.load_profile("reseeded")
+        config.option.hypothesis_seed = number
+
+
+def use_cores(count: int) -> None:
+    """Confine this process, a worker of several, to `count` cores: XLA starts as many threads."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    available = sorted(os.sched_getaffinity(0))
+    if count > len(available):
+        raise pytest.UsageError(f"--cores {count}: this machine has {len(available)}")
+    first = worker * count
+    os.sched_setaffinity(0, {available[(first + i) % len(available)] for i in range(count)})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    reseeding = item.config.stash.get(RESEEDING, None)
+    if reseeding:
+        reseeding.active = item.get_closest_marker("own_seeds") is None
+    return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
