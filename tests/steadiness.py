@@ -3,8 +3,8 @@
     python -m tests.steadiness --workers 28 --out runs/steadiness --variations reseed-1,optimized
     python -m tests.steadiness --variations sse4 -- tests/training -k target
 
-Each variation writes its output and JUnit file into --out; `failures.jsonl` there holds one line for
-each failure: {"variation", "test", "kind", "message"}. What follows `--` goes to pytest. The
+Each variation writes its output and JUnit file into --out; `failures.jsonl` there holds one line
+for each failure: {"variation", "test", "kind", "message"}. What follows `--` goes to pytest. The
 exit status is 1 when anything failed. This takes as long as the suite, once for each variation, so
 continuous integration does not run it.
 """
