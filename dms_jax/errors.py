@@ -1,11 +1,43 @@
 """The errors of this library: every one derives from `DmsJaxError`.
 
-A message says what was wrong, where, and what to do about it.
+A message says what was wrong, where, and what to do about it. It often quotes what strangers wrote
+(names of tensors, what a template says), so it is kept short and printable whatever it quotes.
 """
+
+MAX_MESSAGE = 20_000  # characters
+
+
+def plain(text: object, most: int = 120, *, lines: bool = False) -> str:
+    """`text` for a message: at most so many characters, and no control character left.
+
+    Args:
+        text: whatever is quoted.
+        most: characters; a longer text loses its middle.
+        lines: whether line breaks may stay.
+
+    # most: 20  In: "a" * 50  Out: "aaaaaaaaaa ... aaaaa"
+    """
+    whole = str(text)
+    head, tail = most - most // 4 - 5, most // 4
+    kept = [whole] if len(whole) <= most else [whole[:head], whole[-tail:]]
+    kept = [part if part.isprintable() else _escape(part, lines) for part in kept]
+    if len(kept) == 1 and len(kept[0]) <= most:
+        return kept[0]
+    return f"{kept[0][:head]} ... {kept[-1][-tail:]}"
+
+
+def _escape(text: str, lines: bool) -> str:
+    return "".join(
+        char if char.isprintable() or (lines and char == "\n") else repr(char)[1:-1]
+        for char in text
+    )
 
 
 class DmsJaxError(Exception):
     """Base of every error that this library raises on purpose."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(plain(message, MAX_MESSAGE, lines=True))
 
 
 class CheckpointError(DmsJaxError):

@@ -1,62 +1,147 @@
-"""Render the chat template of a checkpoint, in jinja2's sandbox.
+"""Render the chat template of a checkpoint, in jinja2's sandbox, in a process with limits.
 
 A template is code that came with the checkpoint: it runs where it can neither change what it is
-given nor reach anything outside.
+given nor reach anything outside, and where its time and its memory are bounded. The process is
+started with the first template (`chat_worker.py`), and serves until this one ends.
 """
 
-import datetime
-import functools
+import atexit
 import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dms_jax.errors import DataError
+from dms_jax.errors import DataError, plain
+
+MAX_SECONDS = 10.0  # for one conversation; templates take about a millisecond
+MAX_MEMORY = 2**30  # bytes of the process, where the system can bound them
+_START_SECONDS = 60.0
+_MAX_ANSWER = 2**29  # bytes: what the process may write, with every character escaped
+_PROGRAM = pathlib.Path(__file__).with_name("chat_worker.py")
 
 
 def render_chat(template: str, **variables: Any) -> str:
     """Render `template` with `messages`, `add_generation_prompt` and what else it reads.
 
     Raises:
-        DataError: the template does not compile, or refuses these messages.
+        DataError: the template does not compile, refuses these messages, or takes more time or
+            memory than any conversation needs; or the messages are not JSON data.
     """
-    import jinja2
-
     try:
-        return _compile(template).render(**variables)
-    except jinja2.TemplateError as error:
-        raise DataError(f"the chat template refused the conversation: {error}") from error
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise DataError(f"the chat template failed on the conversation: {error}") from error
+        request = json.dumps({"template": template, "variables": variables}, default=_as_json)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            "a conversation, and what else goes into a chat template, must be texts, numbers, "
+            f"lists and dicts: {plain(error, 200)}"
+        ) from error
+    reply = _ask(request.encode("ascii") + b"\n")
+    if "text" not in reply:
+        raise DataError(f"the chat template failed on the conversation: {reply['error']}")
+    return reply["text"]
 
 
-@functools.lru_cache(maxsize=8)
-def _compile(template: str):
-    import jinja2
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.sandbox
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"got {type(value).__name__}")
 
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's words for training; it prints its body."""
 
-        tags = {"generation"}  # noqa: RUF012
+class _Worker:
+    """The running process."""
 
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
+    def __init__(self):
+        # The search path of this process, so that the same jinja2 is found.
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(_PROGRAM), str(MAX_MEMORY), str(2 * MAX_SECONDS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the program that asks
+        )
+        if self._exchange(b"", _START_SECONDS) != b"ready\n":
+            self.close()
+            raise OSError(f"{sys.executable} did not start {_PROGRAM.name}")
 
-    def raise_exception(message: str):
-        raise jinja2.TemplateError(message)
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """The answer to a request; the process is not to be used again if `spent` is in it."""
+        start = time.monotonic()
+        line = self._exchange(request, MAX_SECONDS)
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        if time.monotonic() - start >= MAX_SECONDS:
+            return {"error": f"it runs for more than {MAX_SECONDS:g} seconds", "spent": True}
+        return {"error": "it ends the process that it runs in", "spent": True}
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template)
+    def _exchange(self, request: bytes, seconds: float) -> bytes:
+        """Write a line and read one; what is read is cut short if the process ends before."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        timer = threading.Timer(seconds, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            stdin.write(request)
+            stdin.flush()
+            return stdout.readline(_MAX_ANSWER)
+        except BrokenPipeError:
+            return b""
+        finally:
+            timer.cancel()
+
+
+_lock = threading.Lock()
+_worker: _Worker | None = None
+
+
+def _ask(request: bytes) -> dict[str, Any]:
+    global _worker
+    with _lock:
+        if _worker is None:
+            try:
+                _worker = _Worker()
+            except OSError as error:
+                raise DataError(
+                    "chat templates run in a process of their own, which cannot be started: "
+                    f"{plain(error, 300)}"
+                ) from error
+        reply: dict[str, Any] = {"spent": True}  # an interrupt leaves half a line in the pipe
+        try:
+            reply = _worker.ask(request)
+        finally:
+            if "spent" in reply:
+                _worker.close()
+                _worker = None
+    return reply
+
+
+def _close() -> None:
+    global _worker
+    if _worker is not None:
+        _worker.close()
+        _worker = None
+
+
+def _forget() -> None:
+    """After a fork the process belongs to the parent."""
+    global _lock, _worker
+    _lock, _worker = threading.Lock(), None
+
+
+atexit.register(_close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -19,18 +19,23 @@ from flax import nnx
 
 from dms_jax import sharding
 from dms_jax.checkpoint import names
-from dms_jax.checkpoint.files import read_json
+from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
 from dms_jax.checkpoint.policy_fields import policy_from_hf
 from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.checkpoint.weights import Weights
 from dms_jax.config import ModelConfig
-from dms_jax.errors import CheckpointError, ConfigError
+from dms_jax.errors import CheckpointError, ConfigError, plain
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Vanilla
 
-# A model's config is a few kB; one list of a hundred layer types is the most there is.
-MAX_CONFIG_BYTES = 2**20
+# Those that a model can be trained and run in; a float8 that is stored means nothing by itself.
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# No checkpoint has more than ten; each takes part in every step of generation.
+MAX_END_TOKENS = 64
+# Beyond so many, a message lists no more tensors: a model of 80 layers that lacks two of each.
+_MOST_PROBLEMS = 160
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 # Repositories often hold the same weights again, in a folder or under this name.
@@ -60,7 +65,9 @@ def load(
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ConfigError(f"mesh must come from dms_jax.make_mesh, got {mesh!r:.80}")
     directory = _directory(path)
-    hf_config = read_json(directory / "config.json", max_bytes=MAX_CONFIG_BYTES)
+    hf_config = read_json(directory, "config.json", max_bytes=MAX_CONFIG_BYTES)
+    if hf_config is None:
+        raise CheckpointError(f"{directory / 'config.json'} does not exist")
     config = ModelConfig.from_hf(hf_config)
     weights = Weights(directory)
     has_adapter = any(names.ADAPTER_MARK in name for name in weights.shapes)
@@ -84,18 +91,24 @@ def _check_dtype(dtype: Any) -> np.dtype | None:
         return None
     try:
         known = jnp.dtype(dtype)
-    except TypeError as error:
-        raise ConfigError(f"dtype {dtype!r:.80} is not known; give e.g. 'bfloat16'") from error
-    if not jnp.issubdtype(known, jnp.floating):
-        raise ConfigError(f"parameters cannot have dtype {known.name}; give a floating one")
+    except Exception as error:  # numpy raises most kinds there are
+        raise ConfigError(
+            f"dtype {plain(repr(dtype), 80)} is not known; give e.g. 'bfloat16'"
+        ) from error
+    if known.name not in _DTYPES:
+        raise ConfigError(
+            f"parameters cannot have dtype {plain(known.name)}; give one of {', '.join(_DTYPES)}"
+        )
     return known
 
 
 def _directory(path: str | pathlib.Path) -> pathlib.Path:
     """The local directory of a checkpoint, fetched from the hub where it names one."""
     if not isinstance(path, str | os.PathLike) or not str(path):
-        raise CheckpointError(f"the path of a checkpoint must be a directory or a hub id: {path!r}")
-    directory = pathlib.Path(path).expanduser()
+        raise CheckpointError(
+            f"the path of a checkpoint must be a directory or a hub id: {plain(repr(path))}"
+        )
+    directory = expanded(path)
     if directory.is_dir():
         return directory
     if directory.exists():
@@ -115,7 +128,7 @@ def _directory(path: str | pathlib.Path) -> pathlib.Path:
     except Exception as error:  # network, authorisation and absence come as many classes
         raise CheckpointError(
             f"there is no directory {path!r} here, and it could not be fetched from the hub: "
-            f"{error}"
+            f"{plain(error, 300)}"
         ) from error
     return pathlib.Path(found)
 
@@ -160,19 +173,24 @@ def _check(config: ModelConfig, weights: Weights, parameters: dict[Any, Any]) ->
                 expected[layout.tensor_name(layer)] = layout.tensor_shape(shape)
     found = {name: shape for name, shape in weights.shapes.items() if not names.is_derived(name)}
     if config.tie_embeddings and names.LM_HEAD in found:
-        shape = found.pop(names.LM_HEAD)
-        if shape == found.get(names.EMBEDDING):
-            _check_tied(weights, shape)
-    problems = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found]
+        expected[names.LM_HEAD] = expected[names.EMBEDDING]
+        if found[names.LM_HEAD] == found.get(names.EMBEDDING) == expected[names.EMBEDDING]:
+            _check_tied(weights, found[names.LM_HEAD])
+
+    def show(name: str) -> str:
+        return f"{plain(name)} {plain(list(found.get(name, expected.get(name, ()))))}"
+
+    problems = [f"missing: {show(name)}" for name in expected if name not in found]
+    problems += [f"unexpected: {show(name)}" for name in found if name not in expected]
     problems += [
-        f"unexpected: {name} {list(found[name])}" for name in found if name not in expected
-    ]
-    problems += [
-        f"mis-shaped: {name} is {list(found[name])}, the config asks for {list(shape)}"
+        f"mis-shaped: {name} is {plain(list(found[name]))}, the config asks for {list(shape)}"
         for name, shape in expected.items()
         if name in found and found[name] != shape
     ]
     if problems:
+        listed = sorted(problems)[:_MOST_PROBLEMS]
+        if len(problems) > len(listed):
+            listed.append(f"and {len(problems) - len(listed)} more")
         hint = ""
         if any(names.ADAPTER_MARK in name for name in found if name not in expected):
             hint = (
@@ -181,7 +199,7 @@ def _check(config: ModelConfig, weights: Weights, parameters: dict[Any, Any]) ->
             )
         raise CheckpointError(
             f"the tensors do not fit config.json ({config.model_type}), {len(problems)} problems:\n"
-            + "\n".join(sorted(problems))
+            + "\n".join(listed)
             + hint
         )
 
@@ -285,18 +303,14 @@ def _generation_defaults(
     directory: pathlib.Path, hf_config: dict[str, Any], tokenizer: Tokenizer | None
 ) -> GenerationDefaults:
     """Ends of a sequence: generation_config.json, else config.json, else the tokenizer."""
-    file = directory / "generation_config.json"
-    fields = read_json(file, max_bytes=MAX_CONFIG_BYTES) if file.is_file() else {}
+    fields = read_json(directory, "generation_config.json", max_bytes=MAX_CONFIG_BYTES) or {}
 
     def ids(name: str) -> tuple[int, ...]:
         for source in (fields, hf_config):
             value = source.get(name)
             if value is None:
                 continue
-            listed = value if isinstance(value, list) else [value]
-            if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
-                raise CheckpointError(f"{name} must be a token id or a list of them")
-            return tuple(listed)
+            return _token_ids(name, value)
         value = getattr(tokenizer, name, None)
         return () if value is None else (value,)
 
@@ -308,3 +322,19 @@ def _generation_defaults(
         bos_token_id=one("bos_token_id"),
         pad_token_id=one("pad_token_id"),
     )
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The ids that a config gives: one or a list. -1 is what old configs write for none."""
+    listed = value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
+        raise CheckpointError(f"{name} must be a token id or a list of them")
+    if any(not -1 <= i < 2**31 for i in listed):
+        raise CheckpointError(f"{name} holds a number that is no token id: they lie in 0 ... 2^31")
+    kept = tuple(dict.fromkeys(i for i in listed if i >= 0))
+    if len(kept) > MAX_END_TOKENS:
+        raise CheckpointError(
+            f"{name} lists {len(kept)} tokens, more than the {MAX_END_TOKENS} that are served; "
+            "keep those that end an answer"
+        )
+    return kept

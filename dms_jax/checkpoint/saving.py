@@ -1,45 +1,33 @@
 """Save a model and its policy as a Hugging Face directory that transformers opens.
 
-Everything is written into a directory beside the target and renamed into place at the end, so that
-a full disk or an interrupt leaves either the old checkpoint or none, never half of one.
+Everything is written into a directory beside the target, which takes its place at the end
+(`replacing.py`), so that a full disk or an interrupt leaves the old checkpoint, never half of one.
 """
 
 import json
 import os
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from dms_jax.checkpoint import names
+from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
 from dms_jax.checkpoint.policy_fields import policy_to_hf
+from dms_jax.checkpoint.replacing import replacement
 from dms_jax.checkpoint.weights import INDEX, SINGLE
-from dms_jax.errors import CheckpointError, ConfigError
+from dms_jax.errors import CheckpointError, ConfigError, plain
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
 MAX_SHARD_BYTES = 5 * 10**9
 
-# What a checkpoint directory may hold for `save` to replace it.
-_OURS = (
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    INDEX,
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.*",
-    "README.md",
-    "LICENSE*",
-)
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def save(
@@ -54,12 +42,15 @@ def save(
     Args:
         model: what to write; tensors keep the dtype of its parameters.
         policy: the cache policy that the model is meant to run with.
-        path: directory to make. A checkpoint that is already there is replaced.
+        path: directory to make; where it is a link, what it leads to. A checkpoint that is already
+            there is replaced: its config, tensors and tokenizer. What stands beside them stays
+            (README, licence), and so do the fields of its generation_config.json that say how to
+            sample.
         max_shard_bytes: tensors beyond this many bytes are split over several files.
 
     Raises:
-        CheckpointError: the path cannot be written, or holds something that is no checkpoint; or
-            a tensor holds NaN.
+        CheckpointError: the path cannot be written, or holds something that is of no checkpoint
+            (tensors that its index does not name are not); or a tensor holds NaN.
         ConfigError: the policy reads an adapter that the model does not have, would use neurons
             that carry decisions, or would take decisions for what they were not trained to be; or
             the family cannot express the model.
@@ -71,8 +62,10 @@ def save(
     if not isinstance(policy, Policy):
         raise ConfigError(f"Not a cache policy: {policy!r:.80}. Use e.g. dms_jax.DMS(window=256).")
     if not isinstance(path, str | os.PathLike) or not str(path):
-        raise CheckpointError(f"the path to write a checkpoint to must be a directory: {path!r}")
-    target = pathlib.Path(path).expanduser().absolute()
+        raise CheckpointError(
+            f"the path to write a checkpoint to must be a directory: {plain(repr(path))}"
+        )
+    target = pathlib.Path(os.path.realpath(expanded(path)))
     if policy.uses_adapter and not model.transformer.has_adapter:
         raise ConfigError(
             f"{policy.name} reads its decisions from an adapter, which this model does not have; "
@@ -91,23 +84,18 @@ def save(
             f"{policy} they would be read as {asked}. Save it with its own policy"
         )
     config = _config(model, policy)
-    _refuse_foreign(target)
-    beside = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        _write_tensors(model, beside, max_shard_bytes)
-        _write_json(beside / "config.json", config)
-        _write_json(beside / "generation_config.json", _generation(model))
-        if model.tokenizer is not None:
-            model.tokenizer.save(beside)
-        _open_permissions(beside)
-        _replace(beside, target)
+        with replacement(target) as directory:
+            _write_json(directory / "config.json", config)
+            before = read_json(target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES)
+            _write_json(
+                directory / "generation_config.json", _sampling(before or {}) | _generation(model)
+            )
+            if model.tokenizer is not None:
+                model.tokenizer.save(directory)
+            _write_tensors(model, directory, max_shard_bytes)
     except OSError as error:
         raise CheckpointError(f"the checkpoint cannot be written to {target}: {error}") from error
-    finally:
-        if beside is not None and beside.exists():
-            shutil.rmtree(beside, ignore_errors=True)
 
 
 def _config(model: LanguageModel, policy: Policy) -> dict[str, Any]:
@@ -115,12 +103,13 @@ def _config(model: LanguageModel, policy: Policy) -> dict[str, Any]:
     fields = transformer.config.to_hf()
     fields["torch_dtype"] = np.dtype(model.dtype).name
     ends = _generation(model)
-    fields |= {
-        name: ends[name]
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        if name in ends
-    }
+    fields |= {name: ends[name] for name in _SPECIAL_IDS if name in ends}
     return fields | policy_to_hf(policy, has_adapter=transformer.has_adapter)
+
+
+def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
+    """What a generation_config.json says besides the special tokens, which are the model's."""
+    return {name: value for name, value in fields.items() if name not in _SPECIAL_IDS}
 
 
 def _generation(model: LanguageModel) -> dict[str, Any]:
@@ -150,6 +139,7 @@ def _tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
 
 def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_bytes: int) -> None:
     """Write `model.safetensors`, or numbered shards and their index."""
+    mode = (directory / "config.json").stat().st_mode & 0o777
     written: list[tuple[pathlib.Path, list[str]]] = []
     shard: dict[str, np.ndarray] = {}
     total = size = 0
@@ -157,7 +147,11 @@ def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_byte
     def flush() -> None:
         nonlocal shard, size
         file = directory / f"shard-{len(written)}"
-        save_file(shard, str(file), metadata={"format": "pt"})
+        try:
+            save_file(shard, str(file), metadata={"format": "pt"})
+        except SafetensorError as error:  # of a system call that failed, too
+            raise OSError(str(error)) from error
+        file.chmod(mode)  # the library's files are private
         written.append((file, list(shard)))
         shard, size = {}, 0
 
@@ -187,45 +181,3 @@ def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_byte
 
 def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _open_permissions(directory: pathlib.Path) -> None:
-    """Give files the permissions that the user's umask asks for, not those of a private file."""
-    umask = os.umask(0)
-    os.umask(umask)
-    directory.chmod(0o777 & ~umask)
-    for file in directory.iterdir():
-        file.chmod(0o666 & ~umask)
-
-
-def _refuse_foreign(target: pathlib.Path) -> None:
-    """Raise if replacing the target would destroy something that is not a checkpoint."""
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise CheckpointError(f"{target} is a file; give a directory to write the checkpoint to")
-    foreign = sorted(
-        entry.name
-        for entry in target.iterdir()
-        if entry.is_dir() or not any(entry.match(pattern) for pattern in _OURS)
-    )
-    if foreign:
-        raise CheckpointError(
-            f"{target} holds more than a checkpoint ({', '.join(foreign[:3])}), which replacing it "
-            "would destroy; give a new directory"
-        )
-
-
-def _replace(beside: pathlib.Path, target: pathlib.Path) -> None:
-    """Rename into place; an old checkpoint steps aside first and comes back on failure."""
-    if not target.exists():
-        beside.rename(target)
-        return
-    old = beside.with_name(beside.name + ".old")
-    target.rename(old)
-    try:
-        beside.rename(target)
-    except BaseException:
-        old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -21,6 +21,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from dms_jax.errors import CheckpointError
 
 SPACE = "\u2581"
+_LONGEST_PIECE = (
+    4096  # characters; the trainer's default is 16, and every way to halve one is tried
+)
 
 
 class PieceType(enum.IntEnum):
@@ -145,6 +148,8 @@ def _parse(data: bytes) -> SentencePieceModel:
         if number == 1:
             piece = dict(_fields(value))
             pieces.append(piece[1].decode("utf-8"))
+            if len(pieces[-1]) > _LONGEST_PIECE:
+                raise ValueError("a piece longer than any trainer makes")
             scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
             types.append(PieceType(piece.get(3, PieceType.NORMAL)))
         elif number == 2:

@@ -13,28 +13,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsInt
 
 import tokenizers
-from tokenizers import (
-    AddedToken,
-    Regex,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import processors
 
-from dms_jax.checkpoint import sentencepiece
+from dms_jax.checkpoint.backends import library_errors, read_backend
 from dms_jax.checkpoint.chat import render_chat
-from dms_jax.checkpoint.files import read_json
-from dms_jax.errors import CheckpointError, DataError
+from dms_jax.checkpoint.files import (
+    MAX_CONFIG_BYTES,
+    MAX_TEMPLATE_BYTES,
+    MAX_TOKENIZER_CONFIG_BYTES,
+    expanded,
+    find,
+    read_json,
+    read_text,
+)
+from dms_jax.errors import CheckpointError, DataError, plain
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
-
-# How Qwen2 and later cut text into words before merging bytes within each.
-_QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 class Tokenizer:
@@ -64,7 +58,8 @@ class Tokenizer:
         for name, text in self.special_tokens.items():
             if backend.token_to_id(text) is None:
                 raise CheckpointError(
-                    f"the tokenizer declares {name} {text!r}, which is not in its vocabulary"
+                    f"the tokenizer declares {name} {plain(repr(text))}, which is not in its "
+                    "vocabulary"
                 )
 
     @classmethod
@@ -74,19 +69,21 @@ class Tokenizer:
         Raises:
             CheckpointError: the files are damaged, or of a kind that is not served.
         """
-        directory = pathlib.Path(directory)
-        config = _read_optional(directory / "tokenizer_config.json")
-        backend = _backend(directory, config)
-        if backend is None:
-            return None
-        special = _special_tokens(directory, config)
-        _apply_sequence_ends(backend, config, special)
+        directory = expanded(directory)
+        config = read_json(directory, "tokenizer_config.json", max_bytes=MAX_TOKENIZER_CONFIG_BYTES)
+        config = {} if config is None else config
+        with library_errors(CheckpointError, "the tokenizer's files cannot be read"):
+            backend = read_backend(directory, config)
+            if backend is None:
+                return None
+            special = _special_tokens(directory, config)
+            _apply_sequence_ends(backend, config, special)
         extra = {
             name: config[name]
             for name in ("tokenizer_class", "add_bos_token", "add_eos_token")
             if name in config
         }
-        if not (directory / "tokenizer.json").is_file():
+        if find(directory, "tokenizer.json") is None:
             # The slow classes would rebuild the tokenizer from the files that we do not write.
             extra["tokenizer_class"] = "PreTrainedTokenizerFast"
         return cls(
@@ -99,7 +96,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the largest id that `encode` can give."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def bos_token_id(self) -> int | None:
@@ -121,10 +118,21 @@ class Tokenizer:
 
         Text made by `apply_chat_template` holds its special tokens already: encode it with
         `add_special_tokens=False`.
+
+        Raises:
+            DataError: it is no text, or one that the tokenizer fails on.
         """
         if not isinstance(text, str):
             raise DataError(f"a text to encode must be a string, got {type(text).__name__}")
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"the text to encode holds half of a surrogate pair ({text[error.start]!r} at "
+                f"place {error.start}), which is no character: it was decoded wrongly"
+            ) from error
+        with library_errors(DataError, "the tokenizer failed on the text"):
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[SupportsInt], skip_special_tokens: bool = True) -> str:
         """Text of `ids`.
@@ -132,12 +140,17 @@ class Tokenizer:
         Raises:
             DataError: they are no token ids.
         """
+        whole = []
         for index in ids:
             if type(index) is not int and (
                 isinstance(index, bool) or not isinstance(index, numbers.Integral)
             ):
                 raise DataError(f"token ids to decode must be whole numbers, got {index!r:.80}")
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+            whole.append(int(index))
+        if whole and not 0 <= min(whole) <= max(whole) < 2**32:
+            raise DataError("token ids to decode must lie in 0 ... 2^32 - 1")
+        with library_errors(DataError, "the tokenizer failed on the token ids"):
+            return self.backend.decode(whole, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -159,6 +172,8 @@ class Tokenizer:
         if isinstance(template, Mapping):
             wanted = "tool_use" if variables.get("tools") and "tool_use" in template else "default"
             template = template.get(wanted)
+        if template is not None and not isinstance(template, str):
+            raise DataError(f"a chat template must be a text, got {type(template).__name__}")
         if template is None:
             raise DataError(
                 "this checkpoint has no chat template: write the prompt as plain text, or set "
@@ -173,9 +188,15 @@ class Tokenizer:
         )
 
     def save(self, directory: str | pathlib.Path) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json` into an existing directory."""
+        """Write `tokenizer.json` and `tokenizer_config.json` into an existing directory.
+
+        Raises:
+            CheckpointError: the tokenizer cannot be written down.
+            OSError: the files cannot be written.
+        """
         directory = pathlib.Path(directory)
-        self.backend.save(str(directory / "tokenizer.json"))
+        with library_errors(CheckpointError, "the tokenizer cannot be written as JSON"):
+            vocabulary = self.backend.to_str(pretty=True)
         config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._extra | self.special_tokens
         config["clean_up_tokenization_spaces"] = False
         if isinstance(self.chat_template, Mapping):
@@ -184,104 +205,23 @@ class Tokenizer:
         elif self.chat_template is not None:
             config["chat_template"] = self.chat_template
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        for name, content in (("tokenizer.json", vocabulary), ("tokenizer_config.json", text)):
+            try:
+                data = content.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise CheckpointError(
+                    f"{name} cannot be written: the tokenizer or its chat template holds half of "
+                    "a surrogate pair, which is no character"
+                ) from error
+            (directory / name).write_bytes(data)
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.backend.token_to_id(text)
 
 
-def _read_optional(path: pathlib.Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
-def _backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer | None:
-    fast, pieces = directory / "tokenizer.json", directory / "tokenizer.model"
-    vocabulary, merges = directory / "vocab.json", directory / "merges.txt"
-    if fast.is_file():
-        try:
-            return tokenizers.Tokenizer.from_file(str(fast))
-        except Exception as error:  # the library raises nothing more precise
-            raise CheckpointError(f"{fast.name} cannot be read as a tokenizer: {error}") from error
-    if pieces.is_file():
-        model = sentencepiece.parse(pieces.read_bytes())
-        backend = sentencepiece.build(model)
-        for name, index in (("bos_token", model.begin_id), ("eos_token", model.end_id)):
-            if 0 <= index < len(model.pieces):
-                config.setdefault(name, model.pieces[index])
-        config.setdefault("unk_token", model.pieces[model.unknown_id])
-        config.setdefault("add_bos_token", model.begin_id >= 0)
-    elif vocabulary.is_file() and merges.is_file():
-        backend = _byte_level(vocabulary, merges, _words(directory, config))
-    else:
-        return None
-    _add_declared_tokens(backend, config)
-    return backend
-
-
-def _words(directory: pathlib.Path, config: Mapping[str, Any]) -> str:
-    """Which way of cutting text into words goes with a vocabulary: "qwen" or "gpt2"."""
-    name = config.get("tokenizer_class")
-    if name is None:
-        name = _read_optional(directory / "config.json").get("model_type")
-    words = {"qwen2": "qwen", "qwen3": "qwen", "gpt2": "gpt2"}
-    stem = str(name).removesuffix("Fast").removesuffix("Tokenizer").lower()
-    if stem not in words:
-        raise CheckpointError(
-            f"vocab.json and merges.txt of tokenizer_class {name!r} are not served (served: "
-            "Qwen2Tokenizer, GPT2Tokenizer); add a tokenizer.json"
-        )
-    return words[stem]
-
-
-def _byte_level(vocabulary: pathlib.Path, merges: pathlib.Path, words: str) -> tokenizers.Tokenizer:
-    try:
-        model = models.BPE.from_file(str(vocabulary), str(merges))
-    except Exception as error:  # the library raises nothing more precise
-        raise CheckpointError(
-            f"{vocabulary.name} and {merges.name} cannot be read as a tokenizer: {error}"
-        ) from error
-    backend = tokenizers.Tokenizer(model)
-    if words == "qwen":
-        backend.normalizer = normalizers.NFC()
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    else:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    return backend
-
-
-def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Add `added_tokens_decoder`, whose keys are ids, and check that each gets its id."""
-    declared = config.get("added_tokens_decoder") or {}
-    try:
-        declared = sorted((int(index), dict(token)) for index, token in declared.items())
-        for index, token in declared:
-            flags = {
-                name: bool(token.get(name, False))
-                for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
-            }
-            added = AddedToken(token["content"], **flags)
-            (backend.add_special_tokens if flags["special"] else backend.add_tokens)([added])
-            if backend.token_to_id(token["content"]) != index:
-                raise CheckpointError(
-                    f"the token {token['content']!r} should have id {index} but the vocabulary "
-                    f"gives it {backend.token_to_id(token['content'])}; add a tokenizer.json"
-                )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "tokenizer_config.json: added_tokens_decoder is not a table of id to token"
-        ) from error
-
-
 def _special_tokens(directory: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
-    fallback = _read_optional(directory / "special_tokens_map.json")
+    fallback = read_json(directory, "special_tokens_map.json", max_bytes=MAX_CONFIG_BYTES) or {}
     special = {}
     for name in _SPECIAL:
         token = config.get(name)
@@ -326,15 +266,26 @@ def _apply_sequence_ends(
 def _chat_template(
     directory: pathlib.Path, config: Mapping[str, Any]
 ) -> str | dict[str, str] | None:
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if template is None or isinstance(template, str):
+    template = read_text(directory, "chat_template.jinja", max_bytes=MAX_TEMPLATE_BYTES)
+    if template is not None:
         return template
-    try:
-        return {str(entry["name"]): str(entry["template"]) for entry in template}
-    except (KeyError, TypeError) as error:
+    template = config.get("chat_template")
+    if template is None:
+        return None
+    if isinstance(template, str):
+        named = {"default": template}
+    else:
+        try:
+            named = {entry["name"]: entry["template"] for entry in template}
+        except (KeyError, TypeError):
+            named = {}
+    if not named or not all(isinstance(x, str) for x in (*named, *named.values())):
         raise CheckpointError(
             "tokenizer_config.json: chat_template must be a text or a list of named texts"
-        ) from error
+        )
+    if sum(map(len, named.values())) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(
+            f"tokenizer_config.json: the chat_template is longer than {MAX_TEMPLATE_BYTES} "
+            "characters: it is not what its name says"
+        )
+    return template if isinstance(template, str) else named

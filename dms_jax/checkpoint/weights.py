@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from dms_jax.checkpoint.files import inside, read_json
-from dms_jax.errors import CheckpointError
+from dms_jax.checkpoint.files import MAX_INDEX_BYTES, find, read_json
+from dms_jax.errors import CheckpointError, plain
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -50,7 +50,9 @@ class Weights:
                 return handle.get_tensor(name)
             return handle.get_slice(name)[index]
         except Exception as error:  # the library raises nothing more precise
-            raise CheckpointError(f"{path.name}: tensor {name} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{path.name}: tensor {plain(name)} cannot be read: {plain(error, 300)}"
+            ) from error
 
     def _open(self, path: pathlib.Path) -> None:
         try:
@@ -58,37 +60,53 @@ class Weights:
             names = list(handle.keys())
         except Exception as error:  # the library raises nothing more precise
             raise CheckpointError(
-                f"{path} is not a whole safetensors file ({error}): download or copy it again"
+                f"{path} is not a whole safetensors file ({plain(error, 300)}): download or copy "
+                "it again"
             ) from error
         for name in names:
             if name in self._files:
                 raise CheckpointError(
-                    f"tensor {name} is in both {self._files[name][0].name} and {path.name}"
+                    f"tensor {plain(name)} is in both {self._files[name][0].name} and {path.name}"
                 )
             header = handle.get_slice(name)
             dtype = _DTYPES.get(header.get_dtype())
             if dtype is None:
                 raise CheckpointError(
-                    f"{path.name}: tensor {name} holds {header.get_dtype()} numbers, which are "
-                    f"not served (served: {', '.join(_DTYPES)}); load the unquantized weights"
+                    f"{path.name}: tensor {plain(name)} holds {header.get_dtype()} numbers, which "
+                    f"are not served (served: {', '.join(_DTYPES)}); load the unquantized weights"
                 )
             self._files[name] = (path, handle)
             self.shapes[name] = tuple(header.get_shape())
             self.dtypes[name] = dtype
 
 
+def shard_names(directory: pathlib.Path) -> list[str] | None:
+    """Names of the files that the index of a checkpoint accounts for; None without an index.
+
+    Raises:
+        CheckpointError: the index is damaged, or names what is no file of the checkpoint.
+    """
+    index = read_json(directory, INDEX, max_bytes=MAX_INDEX_BYTES)
+    if index is None:
+        return None
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{directory / INDEX} has no weight_map of tensor to file")
+    for value in weight_map.values():
+        if not isinstance(value, str) or not value:
+            raise CheckpointError(f"{INDEX}: a file name must be a text, got {plain(repr(value))}")
+    return sorted(set(weight_map.values()))
+
+
 def _shards(directory: pathlib.Path) -> list[pathlib.Path]:
     """Files that hold the tensors."""
-    if (directory / SINGLE).exists() or (directory / SINGLE).is_symlink():
-        names = [SINGLE]
-    elif (directory / INDEX).is_file():
-        weight_map = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{directory / INDEX} has no weight_map of tensor to file")
-        names = sorted(set(_texts(weight_map.values())))
-    else:
+    single = find(directory, SINGLE)
+    if single is not None:
+        return [single]
+    names = shard_names(directory)
+    if names is None:
         others = sorted(
-            file.name
+            plain(file.name)
             for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")
             for file in directory.glob(pattern)
         )
@@ -98,20 +116,11 @@ def _shards(directory: pathlib.Path) -> list[pathlib.Path]:
             else ""
         )
         raise CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}{hint}")
-    files = [inside(directory, name) for name in names]
-    absent = [file.name for file in files if not file.is_file()]
+    files = {name: find(directory, name) for name in names}
+    absent = [plain(name) for name, file in files.items() if file is None]
     if absent:
         raise CheckpointError(
-            f"{directory} lacks {len(absent)} of {len(files)} files of tensors: {', '.join(absent)}"
+            f"{directory} lacks {len(absent)} of {len(files)} files of tensors: "
+            f"{', '.join(absent[:20])}{' ...' if len(absent) > 20 else ''}"
         )
-    return files
-
-
-def _texts(values) -> list[str]:
-    values = list(values)
-    for value in values:
-        if not isinstance(value, str):
-            raise CheckpointError(
-                f"{INDEX}: a file name must be a text, got {type(value).__name__}"
-            )
-    return values
+    return [file for file in files.values() if file is not None]

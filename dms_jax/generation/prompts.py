@@ -81,11 +81,15 @@ def encode_prompt(
                     f"{name} is an empty string; give at least one character, or, to start from "
                     "nothing, a list of the one token that begins a sequence."
                 )
-            tokens = tokenizer.encode(prompt, add_special_tokens=not continuing)
+            text, special = prompt, not continuing
         else:
             _check_messages(prompt, name)
             text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True)
-            tokens = tokenizer.encode(text, add_special_tokens=False)
+            special = False
+        try:
+            tokens = tokenizer.encode(text, add_special_tokens=special)
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from error
     else:
         tokens = _ids(prompt, name)
     if not tokens:

@@ -22,6 +22,8 @@ from jaxtyping import Array, Float
 from dms_jax.policies.base import PolicyState, is_finite, is_static_int, require
 from dms_jax.policies.scored import Scorer
 
+FURTHEST = 2**17  # positions: beyond the context of most models
+
 
 @no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
@@ -38,7 +40,7 @@ class ExpectedAttention(Scorer):
 
     Attributes:
       budget, compression_ratio, interval: see `Scorer`.
-      future: positions to come over which rotations are averaged.
+      future: positions to come over which rotations are averaged, at most `FURTHEST`.
       sinks: first tokens that always stay, and whose queries do not count.
       covariance: whether to use second moments.
       value_norm: whether to weigh by the norm of the value.
@@ -58,6 +60,11 @@ class ExpectedAttention(Scorer):
         require(
             is_static_int(self.future, least=1),
             f"ExpectedAttention: future must be a whole number of at least 1, got {self.future!r}.",
+        )
+        require(
+            self.future <= FURTHEST,
+            f"ExpectedAttention: a future of more than {FURTHEST:,} positions is longer than any "
+            "answer; give a nearer one.",
         )
         require(
             is_static_int(self.sinks),

@@ -20,6 +20,8 @@ from jaxtyping import Array, Float
 from dms_jax.policies.base import PolicyState, is_static_int, require
 from dms_jax.policies.scored import Scorer
 
+WIDEST_KERNEL = 255  # tokens: the paper's are 5 to 63, and every place costs a pass over the scores
+
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(Scorer):
@@ -28,7 +30,7 @@ class SnapKV(Scorer):
     Attributes:
       budget, compression_ratio, interval: see `Scorer`.
       window: queries that vote; their tokens stay.
-      kernel: tokens over which the votes are averaged, an odd number.
+      kernel: tokens over which the votes are averaged, an odd number up to `WIDEST_KERNEL`.
     """
 
     window: int = 64
@@ -45,6 +47,11 @@ class SnapKV(Scorer):
         require(
             is_static_int(self.kernel, least=1) and self.kernel % 2 == 1,
             f"SnapKV: kernel must be an odd number of at least 1, got {self.kernel!r}.",
+        )
+        require(
+            self.kernel <= WIDEST_KERNEL,
+            f"SnapKV: a kernel of more than {WIDEST_KERNEL} tokens blurs away what was voted for; "
+            "give a smaller one.",
         )
         super().__post_init__()
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from dms_jax import assets, sharding
-from dms_jax.checkpoint import load, save, saving
+from dms_jax.checkpoint import load, save
 from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.policies import DMS, TOVA, Vanilla
 from tests.checkpoint.support import GOLDEN, copy, tensors
@@ -162,44 +162,6 @@ def test_where_nothing_can_be_written(stories, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be written"):
         save(stories, stories.policy, tmp_path / "file" / "below")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-@pytest.mark.parametrize("there_before", [False, True])
-@pytest.mark.parametrize("step", ["save_file", "_write_json", "_replace"])
-def test_interrupted_in_the_middle(stories, tmp_path, monkeypatch, error, there_before, step):
-    if there_before:
-        save(stories, TOVA(budget=64), tmp_path / "out")
-
-    def interrupt(*arguments, **options):
-        raise error("stop")
-
-    monkeypatch.setattr(saving, step, interrupt)
-    with pytest.raises(CheckpointError if error is OSError else error):
-        save(stories, stories.policy, tmp_path / "out")
-    left = [entry.name for entry in tmp_path.iterdir()]
-    assert left == (["out"] if there_before else [])
-    if there_before:
-        assert load(tmp_path / "out").policy == TOVA(budget=64)
-
-
-def test_the_old_checkpoint_comes_back_if_the_new_cannot_take_its_place(
-    stories, tmp_path, monkeypatch
-):
-    save(stories, TOVA(budget=64), tmp_path / "out")
-    rename = type(tmp_path).rename
-
-    def fail_on_the_new(self, target):
-        if self.name.startswith(".out.") and not self.name.endswith(".old"):
-            raise OSError("no space")
-        return rename(self, target)
-
-    monkeypatch.setattr(type(tmp_path), "rename", fail_on_the_new)
-    with pytest.raises(CheckpointError, match="no space"):
-        save(stories, stories.policy, tmp_path / "out")
-    monkeypatch.undo()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
-    assert load(tmp_path / "out").policy == TOVA(budget=64)
 
 
 def test_permissions_are_those_of_the_umask(stories, tmp_path):

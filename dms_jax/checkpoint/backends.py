@@ -1,0 +1,162 @@
+"""The `tokenizers.Tokenizer` of a Hugging Face directory, built from whichever files it has.
+
+In order of preference: `tokenizer.json`; a sentencepiece `tokenizer.model`; `vocab.json` with
+`merges.txt` (byte-level byte-pair encoding, GPT-2's or Qwen's way of cutting text into words).
+"""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from dms_jax.checkpoint import sentencepiece
+from dms_jax.checkpoint.files import (
+    MAX_CONFIG_BYTES,
+    MAX_VOCABULARY_BYTES,
+    read,
+    read_json,
+    read_text,
+)
+from dms_jax.errors import CheckpointError, DmsJaxError, plain
+
+# How Qwen2 and later cut text into words before merging bytes within each.
+_QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@contextlib.contextmanager
+def library_errors(kind: type[DmsJaxError], what: str) -> Iterator[None]:
+    """Turn what the tokenizers library raises into an error of ours.
+
+    It raises nothing more precise than `Exception`, and where its Rust code panics, a
+    `PanicException`, which is none.
+    """
+    try:
+        yield
+    except DmsJaxError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {plain(error, 300)}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: the tokenizers library failed: {plain(error, 300)}") from error
+
+
+def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer | None:
+    """The tokenizer that a directory holds; None where it holds none.
+
+    What only a sentencepiece model says (its special tokens) is added to `config`.
+
+    Raises:
+        CheckpointError: the files are damaged, or of a kind that is not served.
+    """
+    fast = read(directory, "tokenizer.json", max_bytes=MAX_VOCABULARY_BYTES)
+    if fast is not None:
+        with library_errors(CheckpointError, "tokenizer.json cannot be read as a tokenizer"):
+            backend = tokenizers.Tokenizer.from_buffer(fast)
+            # Before anything is encoded: padding to 10^18 tokens would end the process.
+            backend.no_padding()
+            backend.no_truncation()
+            return backend
+    pieces = read(directory, "tokenizer.model", max_bytes=MAX_VOCABULARY_BYTES)
+    vocabulary = read_json(directory, "vocab.json", max_bytes=MAX_VOCABULARY_BYTES)
+    merges = read_text(directory, "merges.txt", max_bytes=MAX_VOCABULARY_BYTES)
+    if pieces is not None:
+        model = sentencepiece.parse(pieces)
+        with library_errors(CheckpointError, "tokenizer.model cannot be read as a tokenizer"):
+            backend = sentencepiece.build(model)
+        for name, index in (("bos_token", model.begin_id), ("eos_token", model.end_id)):
+            if 0 <= index < len(model.pieces):
+                config.setdefault(name, model.pieces[index])
+        config.setdefault("unk_token", model.pieces[model.unknown_id])
+        config.setdefault("add_bos_token", model.begin_id >= 0)
+    elif vocabulary is not None and merges is not None:
+        backend = _byte_level(vocabulary, merges, _words(directory, config))
+    else:
+        return None
+    _add_declared_tokens(backend, config)
+    return backend
+
+
+def _words(directory: pathlib.Path, config: Mapping[str, Any]) -> str:
+    """Which way of cutting text into words goes with a vocabulary: "qwen" or "gpt2"."""
+    name = config.get("tokenizer_class")
+    if name is None:
+        fields = read_json(directory, "config.json", max_bytes=MAX_CONFIG_BYTES) or {}
+        name = fields.get("model_type")
+    words = {"qwen2": "qwen", "qwen3": "qwen", "gpt2": "gpt2"}
+    stem = str(name).removesuffix("Fast").removesuffix("Tokenizer").lower()
+    if stem not in words:
+        raise CheckpointError(
+            f"vocab.json and merges.txt of tokenizer_class {plain(repr(name))} are not served "
+            "(served: Qwen2Tokenizer, GPT2Tokenizer); add a tokenizer.json"
+        )
+    return words[stem]
+
+
+def _byte_level(vocabulary: dict[str, Any], merges: str, words: str) -> tokenizers.Tokenizer:
+    pairs = []
+    for number, line in enumerate(merges.removesuffix("\n").split("\n"), start=1):
+        if line.startswith("#version"):
+            continue
+        pair = tuple(line.removesuffix("\r").split(" "))
+        if len(pair) != 2:
+            raise CheckpointError(
+                f"vocab.json and merges.txt cannot be read as a tokenizer: line {number} of "
+                "merges.txt is no pair"
+            )
+        pairs.append(pair)
+    with library_errors(CheckpointError, "vocab.json and merges.txt cannot be read as a tokenizer"):
+        model = models.BPE(vocab=vocabulary, merges=pairs)
+    backend = tokenizers.Tokenizer(model)
+    if words == "qwen":
+        backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    return backend
+
+
+def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Add `added_tokens_decoder`, whose keys are ids, and check that each gets its id."""
+    declared = config.get("added_tokens_decoder") or {}
+    try:
+        declared = sorted((int(index), dict(token)) for index, token in declared.items())
+        for index, token in declared:
+            flags = {
+                name: bool(token.get(name, False))
+                for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+            }
+            added = AddedToken(token["content"], **flags)
+            (backend.add_special_tokens if flags["special"] else backend.add_tokens)([added])
+            if backend.token_to_id(token["content"]) != index:
+                raise CheckpointError(
+                    f"the token {plain(repr(token['content']))} should have id {index} but the "
+                    f"vocabulary gives it {backend.token_to_id(token['content'])}; add a "
+                    "tokenizer.json"
+                )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            "tokenizer_config.json: added_tokens_decoder is not a table of id to token"
+        ) from error

@@ -1,0 +1,230 @@
+"""Put a new checkpoint in the place of an old one, and lose nothing that is not its own.
+
+    out/                      the old checkpoint
+    .out.saving-k3x9/new/     the new one while it is written; then the old one, to be removed
+    .out.saving-k3x9/old/     the old one for a moment, where the two cannot be exchanged
+
+On Linux the two directories are exchanged in one step (renameat2), so that there is a whole
+checkpoint at `out` whenever one looks. Elsewhere, and on file systems that cannot do it, two
+renames follow each other: a process killed between them leaves none at `out`, and the next save
+brings the old one back. Every save holds a lock on the directory that it writes into, which ends
+with its process; what nobody holds is the litter of a save that was killed, and the next one
+removes it.
+"""
+
+import contextlib
+import ctypes
+import fnmatch
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from dms_jax.checkpoint.weights import INDEX, SINGLE, shard_names
+from dms_jax.errors import CheckpointError, plain
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: litter stays there
+    fcntl = None
+
+# What a checkpoint consists of, besides the tensors that an index names. Others would come to
+# stand beside a tokenizer that they do not fit.
+_LAYOUT = {
+    "config.json",
+    "generation_config.json",
+    SINGLE,
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+}
+# What stands beside it and stays, whatever the case of the letters.
+_DOCUMENTS = ("*.md", "readme*", "licen[cs]e*", "notice*", "copying*", ".gitattributes")
+
+
+@contextlib.contextmanager
+def replacement(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A directory to write a checkpoint into, which takes the place of `target` at the end.
+
+    If the block raises, or the place cannot be taken, `target` is what it was.
+
+    Raises:
+        CheckpointError: the target holds what is not of a checkpoint.
+        OSError: something cannot be written.
+    """
+    _remove_litter(target)
+    own, documents = _survey(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _stage(target) as stage:
+        new = stage / "new"
+        new.mkdir()
+        yield new
+        for name in documents:
+            _carry(target / name, new / name)
+        _flush(new)
+        old = _swap(new, target)
+        if old is not None:
+            for entry in old.iterdir():
+                if entry.name not in own | documents | _LAYOUT:  # came in the meantime
+                    entry.rename(target / entry.name)
+
+
+def _survey(target: pathlib.Path) -> tuple[set[str], set[str]]:
+    """Names of the files of a checkpoint, and of the documents beside it.
+
+    Raises:
+        CheckpointError: there is something else, which a replacement would destroy.
+    """
+    if not os.path.lexists(target):
+        return set(), set()
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file; give a directory to write the checkpoint to")
+    shards = {name for name in shard_names(target) or () if name.endswith(".safetensors")}
+    own, documents, tensors, others = set(), set(), [], []
+    for entry in sorted(target.iterdir()):
+        name = entry.name
+        if entry.is_dir() and not entry.is_symlink():
+            others.append(name)
+        elif name in _LAYOUT | shards:
+            own.add(name)
+        elif any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _DOCUMENTS):
+            documents.add(name)
+        else:
+            (tensors if name.endswith(".safetensors") else others).append(name)
+    if tensors:
+        raise CheckpointError(
+            f"{target} holds tensors that no index of it accounts for ({_some(tensors)}), which "
+            "replacing it would destroy; give a new directory"
+        )
+    if others:
+        raise CheckpointError(
+            f"{target} holds more than a checkpoint ({_some(others)}), which replacing it would "
+            "destroy; give a new directory"
+        )
+    if own and "config.json" not in own:
+        raise CheckpointError(
+            f"{target} holds {_some(sorted(own))} and no config.json, so it is no checkpoint that "
+            "can be replaced; give a new directory"
+        )
+    return own, documents
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(plain(name, 60) for name in names[:3]) + (" ..." if len(names) > 3 else "")
+
+
+def _carry(source: pathlib.Path, target: pathlib.Path) -> None:
+    """The same file in another directory; a link stays one, and is not read."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except (OSError, NotImplementedError):  # a file system without hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _flush(directory: pathlib.Path) -> None:
+    """Wait until a directory and its files are on the disk: some disks are full only then."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
+        return
+    files = [file for file in directory.iterdir() if file.is_file() and not file.is_symlink()]
+    for path in (*files, directory):
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def _swap(new: pathlib.Path, target: pathlib.Path) -> pathlib.Path | None:
+    """Put `new` in the place of `target`; returns where the old one is now."""
+    if not os.path.lexists(target):
+        new.rename(target)
+        return None
+    if _exchange(new, target):
+        return new
+    old = new.with_name("old")
+    target.rename(old)
+    try:
+        new.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    return old
+
+
+def _exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
+    """Exchange two directories in one step; False if that cannot be done here."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):  # a C library without it
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+
+
+@contextlib.contextmanager
+def _stage(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A directory beside the target, locked for as long as it is there."""
+    while True:
+        stage = pathlib.Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
+        try:
+            with _lock(stage) as mine:
+                if (
+                    mine is not False and stage.exists()
+                ):  # else another save took it for litter just now
+                    yield stage
+                    return
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+
+
+def _prefix(target: pathlib.Path) -> str:
+    return f".{target.name}.saving-"
+
+
+def _remove_litter(target: pathlib.Path) -> None:
+    """Remove what saves to this target left that were killed; bring back what they put aside."""
+    if not target.parent.is_dir():
+        return
+    for stage in list(target.parent.iterdir()):
+        if not stage.name.startswith(_prefix(target)) or stage.is_symlink() or not stage.is_dir():
+            continue
+        with _lock(stage) as mine:
+            if not mine:
+                continue
+            old = stage / "old"
+            if old.is_dir() and not os.path.lexists(target):
+                old.rename(target)
+            shutil.rmtree(stage, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(directory: pathlib.Path) -> Iterator[bool | None]:
+    """Hold a directory; False if another process does, None if it cannot be known.
+
+    The system lets go when a process ends, however it ends.
+    """
+    number, mine = None, None
+    if fcntl is not None:
+        with contextlib.suppress(OSError):  # a file system without locks, or somebody else's
+            number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                mine = True
+            except BlockingIOError:
+                mine = False
+    try:
+        yield mine
+    finally:
+        if number is not None:
+            os.close(number)

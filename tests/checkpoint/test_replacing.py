@@ -1,0 +1,252 @@
+"""Saving over what is there: only a checkpoint's own files go, and never half of one is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dms_jax import assets
+from dms_jax.checkpoint import load, replacing, save
+from dms_jax.errors import CheckpointError
+from dms_jax.policies import TOVA, Vanilla
+
+
+@pytest.fixture(scope="module")
+def stories():
+    return load(assets.path("stories260k"))
+
+
+@pytest.fixture
+def out(stories, tmp_path):
+    """A checkpoint to save over."""
+    save(stories, TOVA(budget=64), tmp_path / "out")
+    return tmp_path / "out"
+
+
+def names(directory) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["my_lora.safetensors", "adapter_model.safetensors", "model-00001-of-00002.safetensors"]
+)
+@pytest.mark.parametrize("in_checkpoint", [False, True])
+def test_foreign_tensors_are_refused(stories, tmp_path, name, in_checkpoint):
+    models = tmp_path / "models"
+    if in_checkpoint:
+        save(stories, Vanilla(), models)
+    else:
+        models.mkdir()
+        (models / "README.md").write_text("mine")
+        (models / "LICENSE").write_text("mine")
+    (models / name).write_text("precious")
+    before = names(models)
+    with pytest.raises(CheckpointError, match=f"tensors that no index.*{name}"):
+        save(stories, stories.policy, models)
+    assert names(models) == before
+    assert (models / name).read_text() == "precious"
+    assert names(tmp_path) == ["models"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_without_a_config_it_is_no_checkpoint(stories, tmp_path, name):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / name).write_text("precious")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        save(stories, stories.policy, tmp_path / "models")
+    assert (tmp_path / "models" / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["notes", "thesis.tex", "pytorch_model.bin"])
+def test_other_things_are_refused(stories, out, name):
+    (out / name).mkdir() if name == "notes" else (out / name).write_text("precious")
+    with pytest.raises(CheckpointError, match="holds more than a checkpoint"):
+        save(stories, stories.policy, out)
+    assert (out / name).exists()
+    assert load(out).policy == TOVA(budget=64)
+
+
+def test_an_index_cannot_have_documents_removed(stories, tmp_path):
+    save(stories, Vanilla(), tmp_path / "out", max_shard_bytes=300_000)
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] |= {"a": "thesis.tex", "b": "LICENSE", "c": "../outside.safetensors"}
+    index.write_text(json.dumps(content))
+    (tmp_path / "out" / "LICENSE").write_text("kept")
+    (tmp_path / "outside.safetensors").write_text("kept")
+    (tmp_path / "out" / "thesis.tex").write_text("kept")
+    with pytest.raises(CheckpointError, match=r"thesis\.tex"):
+        save(stories, stories.policy, tmp_path / "out")
+    (tmp_path / "out" / "thesis.tex").unlink()
+    save(stories, stories.policy, tmp_path / "out")
+    assert (tmp_path / "out" / "LICENSE").read_text() == "kept"
+    assert (tmp_path / "outside.safetensors").read_text() == "kept"
+
+
+def test_documents_and_sampling_are_carried_over(stories, out, tmp_path):
+    (tmp_path / "secret").write_text("key")
+    for name in ("README.md", "LICENSE", "Licence.txt", "NOTICE", "USE_POLICY.md"):
+        (out / name).write_text(name)
+    (out / "readme.html").symlink_to("../secret")
+    (out / "generation_config.json").write_text(
+        '{"eos_token_id": 9, "pad_token_id": 3, "temperature": 0.6, "top_p": 0.9, '
+        '"do_sample": true}'
+    )
+    (out / "chat_template.jinja").write_text("of the old tokenizer")
+    save(stories, stories.policy, out)
+    for name in ("README.md", "LICENSE", "Licence.txt", "NOTICE", "USE_POLICY.md"):
+        assert (out / name).read_text() == name
+    assert os.readlink(out / "readme.html") == "../secret"  # not published
+    assert json.loads((out / "generation_config.json").read_text()) == {
+        "bos_token_id": 1,
+        "eos_token_id": [1, 2],
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "do_sample": True,
+    }
+    assert not (out / "chat_template.jinja").exists()
+    assert names(tmp_path) == ["out", "secret"]
+
+
+def test_documents_are_carried_where_there_are_no_hard_links(stories, out, monkeypatch):
+    def refuse(*arguments, **options):
+        raise PermissionError("no links here")
+
+    (out / "README.md").write_text("kept")
+    monkeypatch.setattr(os, "link", refuse)
+    save(stories, stories.policy, out)
+    assert (out / "README.md").read_text() == "kept"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_link_is_followed_not_replaced(stories, tmp_path, there):
+    if there:
+        save(stories, TOVA(budget=64), tmp_path / "disk" / "real")
+    else:
+        (tmp_path / "disk").mkdir()
+    (tmp_path / "current").symlink_to("disk/real")
+    save(stories, stories.policy, tmp_path / "current")
+    assert os.readlink(tmp_path / "current") == "disk/real"
+    assert load(tmp_path / "disk" / "real").policy == Vanilla()
+    assert names(tmp_path) == ["current", "disk"]
+    assert names(tmp_path / "disk") == ["real"]
+
+
+def test_links_in_a_circle_are_no_target(stories, tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(CheckpointError, match="give a directory"):
+        save(stories, stories.policy, tmp_path / "a")
+    assert names(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "~nobody-of-this-name/x"])
+def test_what_is_no_path(stories, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="is no path"):
+        save(stories, stories.policy, path)
+    with pytest.raises(CheckpointError, match="is no path"):
+        load(path)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="renameat2 is Linux's")
+def test_the_two_are_exchanged_in_one_step(stories, out, monkeypatch):
+    rename, moved = os.rename, []
+
+    def record(source, target, **options):
+        moved.append(os.path.basename(source))
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", record)
+    save(stories, stories.policy, out)
+    assert moved == ["shard-0"]  # to model.safetensors, before the exchange
+    assert load(out).policy == Vanilla()
+
+
+def test_where_they_cannot_be_exchanged(stories, out, tmp_path, monkeypatch):
+    monkeypatch.setattr(replacing, "_exchange", lambda one, other: False)
+    save(stories, stories.policy, out)
+    assert load(out).policy == Vanilla()
+    assert names(tmp_path) == ["out"]
+    rename, renames = os.rename, []
+
+    def fail_on_the_new(source, target, **options):
+        renames.append(os.path.basename(source))
+        if renames[-1] == "new":
+            raise OSError("no space")
+        return rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", fail_on_the_new)
+    with pytest.raises(CheckpointError, match="no space"):
+        save(stories, TOVA(budget=64), out)
+    monkeypatch.undo()
+    assert renames[-3:] == ["out", "new", "old"]
+    assert names(tmp_path) == ["out"]
+    assert load(out).policy == Vanilla()
+
+
+def test_what_comes_while_it_is_written_is_kept(stories, out, monkeypatch):
+    swap = replacing._swap
+
+    def late(new, target):
+        (target / "my_lora.safetensors").write_text("precious")
+        return swap(new, target)
+
+    monkeypatch.setattr(replacing, "_swap", late)
+    save(stories, stories.policy, out)
+    assert (out / "my_lora.safetensors").read_text() == "precious"
+    assert load(out).policy == Vanilla()
+
+
+_KILLED = """
+import os, signal, sys
+from dms_jax import assets
+from dms_jax.checkpoint import load, replacing, save
+from dms_jax.policies import TOVA
+
+model = load(assets.path("stories260k"))
+
+def die(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+where, target = sys.argv[1:]
+if where == "between the renames":
+    replacing._exchange = lambda one, other: False
+    rename = os.rename
+    os.rename = lambda source, *rest, **options: (
+        die() if os.path.basename(source) == "new" else rename(source, *rest, **options)
+    )
+else:
+    setattr(replacing, where, die)
+save(model, TOVA(budget=8), target)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["_flush", "_swap", "between the renames"])
+def test_the_litter_of_a_killed_save_is_removed_by_the_next(stories, out, tmp_path, where):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", _KILLED, where, str(out)], env=environment)
+    assert done.returncode == -signal.SIGKILL
+    assert len(names(tmp_path)) == (1 if where == "between the renames" else 2)
+    if where == "between the renames":
+        assert names(tmp_path)[0].startswith(".out.saving-")
+        (out.parent / names(tmp_path)[0] / "old" / "LICENSE").write_text("kept")
+    (tmp_path / ".out.saving-link").symlink_to(tmp_path)  # not ours
+    save(stories, stories.policy, out)
+    assert names(tmp_path) == [".out.saving-link", "out"]
+    assert load(out).policy == Vanilla()
+    assert (out / "LICENSE").exists() == (where == "between the renames")
+
+
+def test_what_another_save_is_writing_is_left_alone(stories, out, tmp_path):
+    with replacing.replacement(out) as directory:
+        (directory / "config.json").write_text("{}")
+        # The lock is the open file's: this process meets its own.
+        save(stories, stories.policy, out)
+        assert (directory / "config.json").exists()
+    assert (out / "config.json").read_text() == "{}"
+    assert names(tmp_path) == ["out"]

@@ -1,0 +1,409 @@
+"""Checkpoint directories that a stranger made: links, pipes, devices, sizes, and what files say."""
+
+import json
+import os
+import shutil
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from dms_jax import assets
+from dms_jax.checkpoint import Tokenizer, files, load, save
+from dms_jax.errors import CheckpointError, ConfigError, DataError, DmsJaxError
+from dms_jax.generation import generate
+from dms_jax.policies import Vanilla
+from tests.checkpoint.support import copy, edit_config, rewrite, tensors
+
+# Every file that loading may read.
+READ = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved") / "stories"
+    save(load(assets.path("stories260k")), Vanilla(), directory)
+    return directory
+
+
+@pytest.fixture
+def stories(saved, tmp_path):
+    """A whole checkpoint, to be changed."""
+    return shutil.copytree(saved, tmp_path / "stories")
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return copy("families/llama31", tmp_path / "llama")
+
+
+def make_way(directory, name):
+    """A place for this file, with nothing that is read in its stead."""
+    if name == "model.safetensors.index.json":
+        (directory / "model.safetensors").unlink()
+    if name in ("tokenizer.model", "vocab.json", "merges.txt"):
+        (directory / "tokenizer.json").unlink()
+    (directory / name).unlink(missing_ok=True)
+    return directory / name
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("kind", ["device", "pipe", "secret", "absolute", "circle", "nothing"])
+def test_what_is_not_a_file_of_the_checkpoint(stories, tmp_path, name, kind):
+    (tmp_path / "secret").write_text("-----BEGIN PRIVATE KEY-----")
+    file = make_way(stories, name)
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        target = {
+            "device": "/dev/zero",
+            "secret": "../secret",
+            "absolute": str(tmp_path / "secret"),
+            "circle": name,
+            "nothing": "absent",
+        }[kind]
+        file.symlink_to(target)
+    with pytest.raises(CheckpointError) as refusal:
+        load(stories)
+    says = {"pipe": "is a pipe", "circle": "in a circle", "nothing": "that is not there"}
+    assert says.get(kind, "a link that leaves the checkpoint directory") in str(refusal.value)
+    assert name in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_directory_in_the_place_of_a_file(stories, name):
+    make_way(stories, name).mkdir()
+    with pytest.raises(CheckpointError, match="is a directory, not a file"):
+        load(stories)
+
+
+def hub_cache(directory, tmp_path):
+    """The directory as huggingface_hub lays it out: (repository, snapshot)."""
+    repository = tmp_path / "hub" / "models--owner--name"
+    snapshot = repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for file in directory.iterdir():
+        file.rename(repository / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(os.path.join("..", "..", "blobs", file.name))
+    return repository, snapshot
+
+
+def test_a_hub_cache_whose_models_share_files(stories, tmp_path):
+    repository, snapshot = hub_cache(stories, tmp_path)
+    shared = tmp_path / "hub" / "blobs"
+    (shared / "ab").mkdir(parents=True)
+    blob = repository / "blobs" / "model.safetensors"
+    blob.rename(shared / "ab" / "abcd")
+    blob.symlink_to(os.path.join("..", "..", "blobs", "ab", "abcd"))
+    with pytest.raises(CheckpointError, match="link that leaves"):
+        load(snapshot)
+    (shared / ".huggingface-shared-blobs").write_text("1\n")
+    assert load(snapshot).tokenizer is not None
+
+
+@pytest.mark.parametrize("which", ["own", "shared"])
+def test_blobs_that_are_a_link_themselves(stories, tmp_path, which):
+    repository, snapshot = hub_cache(stories, tmp_path)
+    assert load(snapshot).tokenizer is not None
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".huggingface-shared-blobs").write_text("1\n")
+    (repository / "blobs" / "config.json").rename(tmp_path / "home" / "config.json")
+    if which == "own":
+        (repository / "blobs").rename(repository / "other")
+        (repository / "blobs").symlink_to(tmp_path / "home")
+    else:
+        (tmp_path / "hub" / "blobs").symlink_to(tmp_path / "home")
+        (repository / "blobs" / "config.json").symlink_to("../../blobs/config.json")
+    with pytest.raises(CheckpointError, match="link that leaves"):
+        load(snapshot)
+
+
+@pytest.mark.parametrize("name", [name for name in READ if name != "model.safetensors"])
+def test_files_beyond_all_measure(stories, name):
+    with make_way(stories, name).open("wb") as file:
+        file.truncate(files.MAX_VOCABULARY_BYTES + 1)
+    with pytest.raises(CheckpointError, match=f"{name} has .* bytes, more than the"):
+        load(stories)
+
+
+def test_a_file_that_does_not_know_its_size(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("x" * 100)
+    status = os.stat_result((0o100644, *[0] * 9))
+    monkeypatch.setattr(os, "fstat", lambda number: status)
+    with pytest.raises(CheckpointError, match="has 51 bytes, more than the 50"):
+        files.read(tmp_path, "config.json", max_bytes=50)
+
+
+def test_a_template_in_a_config_is_bounded_too(stories):
+    (stories / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x" * 2_000_000}))
+    with pytest.raises(CheckpointError, match="chat_template is longer"):
+        load(stories)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "merges.txt"])
+def test_text_that_is_not_utf8(stories, name):
+    if name == "merges.txt":
+        make_way(stories, "vocab.json").write_text("{}")
+    (stories / name).write_bytes(b"\xff\xfe{{ 1 }}")
+    with pytest.raises(CheckpointError, match=f"{name} is not text in UTF-8"):
+        load(stories)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", r'{"model_type": "llama", "x": "\ud800"}'),
+        ("generation_config.json", r'{"\udc00": 1}'),
+        ("tokenizer_config.json", r'{"chat_template": "a\uD83D"}'),
+        ("special_tokens_map.json", r'{"eos_token": "\udfff\ud800"}'),
+    ],
+)
+def test_half_a_character_in_a_file(stories, name, content):
+    (stories / name).write_text(content)
+    with pytest.raises(CheckpointError, match="half of a surrogate pair"):
+        load(stories)
+    (stories / name).write_text(r'{"x": "\ud83d\ude00 \\ud800"}')  # a whole one, and none
+    if name != "config.json":
+        load(stories)
+
+
+def test_half_a_character_in_a_text(stories):
+    model = load(stories)
+    with pytest.raises(DataError, match=r"half of a surrogate pair \('\\ud83d' at place 3\)"):
+        model.tokenizer.encode("abc\ud83d")
+    model.tokenizer.chat_template = "{{ messages[0].content }}\ud800"
+    assert model.tokenizer.apply_chat_template([{"role": "user", "content": "é"}]) == "é\ud800"
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json.*half of a surrogate pair"):
+        save(model, Vanilla(), stories)
+    assert load(stories).tokenizer.chat_template is None
+
+
+@pytest.mark.parametrize("prompt", ["b\udfff", [{"role": "user", "content": "b\udfff"}]])
+def test_half_a_character_in_a_prompt(stories, prompt):
+    model = load(stories)
+    model.tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(DataError, match=r"Prompt 1: .*half of a surrogate pair \('\\udfff'"):
+        generate(model, ["a", prompt])
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [1, 2**70]])
+def test_ids_that_no_tokenizer_has(stories, ids):
+    with pytest.raises(DataError, match="token ids to decode must lie in"):
+        load(stories).tokenizer.decode(ids)
+
+
+_PADDING = {
+    "strategy": {"Fixed": 10**18},
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "x",
+}
+_TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "stage"),
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "load"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}, "encode"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, "load"),
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "encode"),
+        (
+            "normalizer",
+            {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"},
+            "encode",
+        ),
+        (
+            "post_processor",
+            _TEMPLATE | {"single": [{"SpecialToken": {"id": "x", "type_id": 0}}]},
+            "load",
+        ),
+        (
+            "post_processor",
+            _TEMPLATE | {"single": [{"Sequence": {"id": "B", "type_id": 0}}]},
+            "load",
+        ),
+        ("model", {"type": "Unigram", "unk_id": None, "vocab": []}, "encode"),
+        ("continuing_subword_prefix", "é", "load"),
+        ("padding", _PADDING, None),  # dropped before anything is encoded
+    ],
+)
+def test_tokenizers_on_which_the_library_panics(stories, field, value, stage):
+    file = stories / "tokenizer.json"
+    content = json.loads(file.read_text())
+    (content["model"] if field == "continuing_subword_prefix" else content)[field] = value
+    file.write_text(json.dumps(content))
+    declared = {} if field == "model" else {"add_bos_token": True, "bos_token": "<s>"}
+    (stories / "tokenizer_config.json").write_text(json.dumps(declared))
+    if stage == "load":
+        with pytest.raises(CheckpointError, match="tokenizer"):
+            Tokenizer.from_directory(stories)
+        return
+    tokenizer = Tokenizer.from_directory(stories)
+    if stage == "encode":
+        with pytest.raises(DataError, match="the tokenizer failed on the text"):
+            tokenizer.encode("a" * 40 + "b")
+    else:
+        assert len(tokenizer.encode("a")) < 5
+
+
+def test_a_panic_while_decoding_or_writing(stories, tmp_path, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    class Broken:
+        def __getattr__(self, name):
+            def panic(*arguments, **options):
+                raise PanicException("index out of bounds")
+
+            return panic
+
+    tokenizer = Tokenizer.from_directory(stories)
+    tokenizer.backend = Broken()
+    with pytest.raises(DataError, match="library failed: index out of bounds"):
+        tokenizer.decode([1])
+    with pytest.raises(CheckpointError, match="library failed: index out of bounds"):
+        tokenizer.save(tmp_path)
+
+
+def test_an_interrupt_while_encoding_stays_one(stories):
+    class Interrupted:
+        def encode(self, *arguments, **options):
+            raise KeyboardInterrupt
+
+    tokenizer = Tokenizer.from_directory(stories)
+    tokenizer.backend = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("a")
+
+
+def test_a_tokenizer_without_words(tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_directory(tmp_path).vocab_size == 0
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id", "pad_token_id"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (2**31, "no token id"),
+        (2**40, "no token id"),
+        (10**400, "no token id"),
+        (-2, "no token id"),
+        ([1, 2**70], "no token id"),
+        (list(range(5000)), "lists 5000 tokens, more than the 64"),
+        (True, "must be a token id"),
+        ([[1]], "must be a token id"),
+    ],
+)
+def test_ends_that_are_no_token_ids(llama, name, value, message):
+    (llama / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(CheckpointError, match=f"{name} .*{message}"):
+        load(llama)
+
+
+def test_ends_as_old_configs_write_them(llama):
+    (llama / "generation_config.json").write_text('{"eos_token_id": [2, 2, 7], "pad_token_id": -1}')
+    defaults = load(llama).generation
+    assert (defaults.eos_token_ids, defaults.pad_token_id) == ((2, 7), None)
+
+
+@pytest.mark.parametrize("shape", [(61, 12), (3,), (), (60, 16)])
+def test_a_tied_head_of_another_shape(tmp_path, shape):
+    directory = copy("families/llama32_tied", tmp_path / "tied")
+    content = tensors(directory)
+    content["lm_head.weight"] = np.zeros(shape, np.float32)
+    rewrite(directory, content)
+    with pytest.raises(CheckpointError, match=r"mis-shaped: lm_head\.weight is"):
+        load(directory)
+    content["model.embed_tokens.weight"] = content["lm_head.weight"]
+    rewrite(directory, content)
+    with pytest.raises(CheckpointError, match=r"mis-shaped: model\.embed_tokens\.weight is"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float8_e4m3fn", "float8_e5m2", jnp.float8_e4m3fn, "float4_e2m1fn", "longdouble", "complex64"],
+)
+def test_dtypes_that_no_model_runs_in(llama, dtype):
+    with pytest.raises(ConfigError, match="give one of float16, bfloat16, float32, float64"):
+        load(llama, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [["x"], {}, object(), "V99999999999999999999", "\x1b[31m", b"\0"])
+def test_what_is_no_dtype(llama, dtype):
+    with pytest.raises(ConfigError, match="dtype") as refusal:
+        load(llama, dtype=dtype)
+    assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "SnapKV", "kernel": 10**9 + 1}, "kernel"),
+        ({"name": "ExpectedAttention", "future": 10**9}, "future"),
+        ({"name": "\x1b]0;title\x07" + "x" * 900_000}, "Unknown cache policy"),
+        ({"name": "TOVA", "\x1b[2J" * 1000: 1}, "no option"),
+    ],
+)
+def test_policies_of_a_config_are_bounded(llama, fields, message):
+    edit_config(llama, cache_policy=fields)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        load(llama)
+    assert_can_be_shown(refusal.value)
+
+
+def assert_can_be_shown(error: DmsJaxError) -> None:
+    message = str(error)
+    assert len(message) <= 20_000
+    assert message.replace("\n", "").isprintable()
+    message.encode("utf-8")
+
+
+def test_names_of_tensors_do_not_write_to_the_terminal(llama):
+    content = tensors(llama)
+    for number in range(500):
+        content[f"\x1b[31m{number}\n\u202e" + "x" * 19_000] = np.zeros(1, np.float32)
+    rewrite(llama, content)
+    with pytest.raises(CheckpointError, match="500 problems") as refusal:
+        load(llama)
+    assert_can_be_shown(refusal.value)
+    assert "and 340 more" in str(refusal.value)
+    assert "\\x1b[31m" in str(refusal.value)
+
+
+def test_a_shape_of_many_dimensions(llama):
+    name = "x" * 30
+    header = json.dumps({name: {"dtype": "F32", "shape": [1] * 10**6, "data_offsets": [0, 4]}})
+    data = struct.pack("<Q", len(header)) + header.encode() + b"\0" * 4
+    (llama / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"unexpected: x+ ") as refusal:
+        load(llama)
+    assert_can_be_shown(refusal.value)
+
+
+def test_messages_are_short_and_printable_whatever_they_quote():
+    for text in ("\x1b[31m" * 10**6, "\ud800", "a\r\nb\tc\0", "\u202e", "x" * 10**7):
+        assert_can_be_shown(CheckpointError(text))
+    assert str(CheckpointError("a\nb")) == "a\nb"
+    assert str(CheckpointError("begin" + "x" * 10**6 + "what to do")).endswith("what to do")
+    assert str(ConfigError()) == ""
