@@ -12,7 +12,7 @@ from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.result import Result
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.calls import carrying
-from dms_jax.generation.checks import check_count
+from dms_jax.generation.checks import MOST_ON_DEVICE, check_count
 from dms_jax.generation.prompts import check_call, check_model, encode_prompt
 from dms_jax.generation.requests import Completion, finished, make_requests
 from dms_jax.model.language_model import LanguageModel
@@ -137,7 +137,7 @@ def _horizons(horizon: int | Sequence[int] | None, tasks: int) -> list[int | Non
     given = list(horizon) if isinstance(horizon, Iterable) else [horizon] * tasks
     if len(given) != tasks:
         raise ConfigError(f"evaluate: {len(given)} horizons were given for {tasks} tasks.")
-    return [check_count("evaluate: horizon", each) for each in given]
+    return [check_count("evaluate: horizon", each, most=MOST_ON_DEVICE) for each in given]
 
 
 def _seeds(seed: int, problems: int, chains: int) -> list[int]:

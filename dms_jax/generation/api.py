@@ -10,7 +10,7 @@ from jaxtyping import Float
 from dms_jax.cache.accounting import Meter, Usage
 from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.generation.calls import carrying
-from dms_jax.generation.checks import check_count
+from dms_jax.generation.checks import MOST_ON_DEVICE, check_count
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.prompts import check_call, check_list, check_model, encode_prompt
 from dms_jax.generation.requests import Completion, OnTokens, Prompt, make_requests
@@ -206,7 +206,7 @@ def score(
         )
     horizons = [len(sequence) for sequence in tokens]
     if horizon is not None:
-        horizons = [check_count("horizon", horizon)] * len(tokens)
+        horizons = [check_count("horizon", horizon, most=MOST_ON_DEVICE)] * len(tokens)
     scores: list[Score] = []
     num_lanes = min(check_count("num_lanes", num_lanes), len(tokens))
     engine = Engine(

@@ -16,7 +16,7 @@ import numpy as np
 
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation.calls import carrying, unless_busy
-from dms_jax.generation.checks import check_count
+from dms_jax.generation.checks import MOST_ON_DEVICE, check_count
 from dms_jax.generation.memory import out_of_memory, pool_pages
 from dms_jax.generation.programs import Steps, bucket, request_keys
 from dms_jax.generation.prompts import check_call, check_list, check_model, encode_prompt
@@ -55,7 +55,7 @@ class Engine:
         the free memory.
       max_tokens: the longest sequence expected, for sizing the pool; the model's positions if None.
       page_size: slots a page.
-      chunk: decode steps per compiled program.
+      chunk: decode steps per compiled program; no more than `max_tokens` make sense.
       prefill_chunk: prompt tokens of a sequence per compiled program.
       prefill_tokens: prompt tokens of all sequences together per compiled program.
       table_width: pages a row in the compiled shapes; None lets them grow by powers of two.
@@ -63,7 +63,8 @@ class Engine:
 
     Raises:
       ConfigError: an argument or the policy does not fit.
-      CapacityError: the memory does not hold a single sequence's first page per row.
+      CapacityError: the memory does not hold a single sequence's first page per row, or what so
+        many lanes take beside their pages.
     """
 
     def __init__(
@@ -82,18 +83,23 @@ class Engine:
         kv_dtype: str | None = None,
     ):
         check_model(model)
-        check_count("num_lanes", num_lanes)
-        check_count("page_size", page_size)
-        check_count("chunk", chunk)
-        check_count("prefill_chunk", prefill_chunk)
-        check_count("prefill_tokens", prefill_tokens)
+        for name, value in (
+            ("num_lanes", num_lanes),
+            ("page_size", page_size),
+            ("chunk", chunk),
+            ("prefill_chunk", prefill_chunk),
+            ("prefill_tokens", prefill_tokens),
+        ):
+            check_count(name, value, most=MOST_ON_DEVICE)
         if max_tokens is not None:
             check_count("max_tokens", max_tokens)
         if table_width is not None:
             check_count("table_width", table_width)
         self.model, self.policy = model, model.resolve_policy(policy)
-        self.chunk, self.prefill_chunk, self.prefill_tokens = chunk, prefill_chunk, prefill_tokens
         positions = model.config.max_position_embeddings
+        max_tokens = min(max_tokens or positions, positions)
+        self.chunk = min(chunk, bucket(max_tokens))  # no answer has more steps
+        self.prefill_chunk, self.prefill_tokens = prefill_chunk, prefill_tokens
         self.runner = Runner(
             model,
             self.policy,
@@ -102,7 +108,7 @@ class Engine:
                 model,
                 self.policy,
                 num_lanes=num_lanes,
-                max_tokens=min(max_tokens or positions, positions),
+                max_tokens=max_tokens,
                 page_size=page_size,
                 memory=memory,
                 kv_dtype=kv_dtype,
