@@ -4,6 +4,7 @@ from dms_jax import policies
 from dms_jax.checkpoint import load, save
 from dms_jax.config import ModelConfig
 from dms_jax.errors import (
+    BusyError,
     CapacityError,
     CheckpointError,
     ConfigError,
@@ -50,6 +51,7 @@ __all__ = [
     "H2O",
     "TOVA",
     "AdaKV",
+    "BusyError",
     "CapacityError",
     "CheckpointError",
     "ConfigError",

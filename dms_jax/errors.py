@@ -2,7 +2,18 @@
 
 A message says what was wrong, where, and what to do about it. It often quotes what strangers wrote
 (names of tensors, what a template says), so it is kept short and printable whatever it quotes.
+
+Whatever leaves `generate`, `score` or `evaluate` once they run (one of these errors, an interrupt,
+an error of a callback) has what was finished by then as its attribute `finished`:
+
+    try:
+        completions = dict(enumerate(dms_jax.generate(model, prompts).completions))
+    except (dms_jax.CapacityError, KeyboardInterrupt) as error:
+        completions = error.finished  # {index of the prompt: its completion}
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 MAX_MESSAGE = 20_000  # characters
 
@@ -34,7 +45,13 @@ def _escape(text: str, lines: bool) -> str:
 
 
 class DmsJaxError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Base of every error that this library raises on purpose.
+
+    Attributes:
+      finished: what was done by then, by its place in the call: completions, or scores of `score`.
+    """
+
+    finished: Mapping[int, Any] = {}
 
     def __init__(self, message: object = ""):
         super().__init__(plain(message, MAX_MESSAGE, lines=True))
@@ -50,6 +67,10 @@ class ConfigError(DmsJaxError):
 
 class CapacityError(DmsJaxError):
     """A request does not fit: the page pool, the model's positions, or the device's memory."""
+
+
+class BusyError(DmsJaxError):
+    """An engine or a conversation was called while it was answering another call."""
 
 
 class DataError(DmsJaxError):

@@ -34,7 +34,7 @@ import dms_jax
 from dms_jax.cache import Pool
 from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.sampling import Filter
+from dms_jax.generation.sampling import Sampling
 from dms_jax.model.caching import tree_bytes
 from dms_jax.model.rope import apply_rope, rope_tables
 from dms_jax.model.transformer import Transformer
@@ -223,7 +223,7 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
             tokens,
             remaining,
             keys,
-            Filter(temperature=0.0),
+            Sampling(temperature=0).filter,
             num_steps=config.chunk,
             end_tokens=(),
         )

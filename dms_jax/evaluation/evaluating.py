@@ -11,9 +11,10 @@ from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.result import Result
 from dms_jax.generation import Engine, Sampling
-from dms_jax.generation.checks import check_count
+from dms_jax.generation.calls import carrying
+from dms_jax.generation.checks import MOST_ON_DEVICE, check_count
 from dms_jax.generation.prompts import check_call, check_model, encode_prompt
-from dms_jax.generation.requests import Completion, make_requests
+from dms_jax.generation.requests import Completion, finished, make_requests
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
@@ -64,6 +65,9 @@ def evaluate(
       ConfigError: an argument or the policy does not fit, or a task has too few problems.
       DataError: a prompt leaves no room for an answer.
       CapacityError: the memory does not hold a single sequence.
+
+    What interrupts it, KeyboardInterrupt too, carries the completions that had ended:
+    `error.finished` is {i * chains + chain: Completion} of problem i.
     """
     check_model(model)
     tasks = (task,) if isinstance(task, Task) else tuple(task)
@@ -114,7 +118,8 @@ def evaluate(
             for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
         },
     }
-    return _scored(settings, tasks, given, completions, chains, seconds)
+    with carrying(lambda: dict(enumerate(completions))):
+        return _scored(settings, tasks, given, completions, chains, seconds)
 
 
 @functools.lru_cache(maxsize=8)  # many systems answer the same problems
@@ -132,7 +137,7 @@ def _horizons(horizon: int | Sequence[int] | None, tasks: int) -> list[int | Non
     given = list(horizon) if isinstance(horizon, Iterable) else [horizon] * tasks
     if len(given) != tasks:
         raise ConfigError(f"evaluate: {len(given)} horizons were given for {tasks} tasks.")
-    return [check_count("evaluate: horizon", each) for each in given]
+    return [check_count("evaluate: horizon", each, most=MOST_ON_DEVICE) for each in given]
 
 
 def _seeds(seed: int, problems: int, chains: int) -> list[int]:
@@ -177,8 +182,10 @@ def _answer(
         kv_dtype=kv_dtype,
     )
     completions = []
-    for first in range(0, len(requests), lanes):
-        completions += engine.serve(requests[first : first + lanes], sampling)
+    with carrying(lambda: finished(requests, sampling)):
+        engine.check_room(requests, sampling)
+        for first in range(0, len(requests), lanes):
+            completions += engine.serve(requests[first : first + lanes], sampling)
     return completions
 
 

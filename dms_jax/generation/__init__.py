@@ -1,7 +1,8 @@
 """Generation: sampling, the engine, conversations, scoring, and estimates."""
 
 from dms_jax.devices import Device
-from dms_jax.generation.api import Conversation, Generation, Score, generate, score
+from dms_jax.generation.api import Generation, Score, generate, score
+from dms_jax.generation.conversation import Conversation
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.memory import Estimate, estimate
 from dms_jax.generation.requests import Completion, Update

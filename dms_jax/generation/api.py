@@ -1,4 +1,4 @@
-"""`generate`, conversations, and scoring through the cache."""
+"""`generate`, and scoring through the cache."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,24 +9,11 @@ from jaxtyping import Float
 
 from dms_jax.cache.accounting import Meter, Usage
 from dms_jax.errors import CapacityError, CheckpointError, DataError
-from dms_jax.generation.checks import check_count
+from dms_jax.generation.calls import carrying
+from dms_jax.generation.checks import MOST_ON_DEVICE, check_count
 from dms_jax.generation.engine import Engine
-from dms_jax.generation.prompts import (
-    check_call,
-    check_list,
-    check_model,
-    encode_prompt,
-    is_chat,
-    text_after_answer,
-)
-from dms_jax.generation.requests import (
-    Completion,
-    OnTokens,
-    Prompt,
-    Turn,
-    make_request,
-    make_requests,
-)
+from dms_jax.generation.prompts import check_call, check_list, check_model, encode_prompt
+from dms_jax.generation.requests import Completion, OnTokens, Prompt, make_requests
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
@@ -125,7 +112,12 @@ def generate(
     Raises:
       DataError: a prompt is empty, outside the vocabulary, or beyond the model's positions.
       ConfigError: the policy or an option does not fit.
-      CapacityError: the memory does not hold a single sequence.
+      CapacityError: the memory does not hold a single sequence. Where that is known beforehand
+        nothing runs: of prompts that the policy reads whole, and of answers that nothing ends
+        early under a policy that drops no token.
+
+    What interrupts it, KeyboardInterrupt and an error of `on_tokens` too, carries the completions
+    that had ended: `error.finished` is {index of the prompt: Completion}.
     """
     check_model(model)
     check_list(prompts)
@@ -146,108 +138,6 @@ def generate(
         kv_dtype=kv_dtype,
     )
     return Generation(engine.serve(requests, sampling, on_tokens))
-
-
-class Conversation:
-    """Turns that share one cache: nothing of the past is recomputed.
-
-    Args:
-      model: from `load` or `retrofit`.
-      policy: the checkpoint's own if None.
-      memory: bytes for the cache; None for what `max_tokens` can need, within the free memory.
-      max_tokens: of all turns together; the model's positions if None.
-      page_size, chunk, prefill_chunk, kv_dtype: as for `generate`.
-
-    Attributes:
-      turns: the completions so far.
-    """
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        policy: Policy | None = None,
-        *,
-        memory: float | int | None = None,
-        max_tokens: int | None = None,
-        page_size: int = 64,
-        chunk: int = 32,
-        prefill_chunk: int = 512,
-        kv_dtype: str | None = None,
-    ):
-        self._engine = Engine(
-            model,
-            policy,
-            num_lanes=1,
-            memory=memory,
-            max_tokens=max_tokens,
-            page_size=page_size,
-            chunk=chunk,
-            prefill_chunk=prefill_chunk,
-            kv_dtype=kv_dtype,
-        )
-        self._past: list[Turn] = []  # what is in the cache
-        self._before: list[int] = []  # the last answer's newest token is not in the cache yet
-        self._messages: list[Any] | None = []  # None once a turn was not chat messages
-        self.turns: list[Completion] = []
-
-    def say(
-        self,
-        prompt: Prompt,
-        *,
-        sampling: Sampling | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        """Appends a prompt to the conversation and returns the answer.
-
-        Text of a later turn is encoded without the beginning-of-sequence token; chat messages of a
-        later turn are the new ones alone. The usage is that of this turn, over a cache that holds
-        all turns. A turn that fails or is interrupted leaves the conversation as it was; the next
-        one recomputes its past.
-
-        Raises:
-          DataError: the prompt is malformed, or the conversation outgrows the model's positions.
-          CapacityError: or its memory.
-        """
-        sampling = check_call(sampling, on_tokens)
-        engine = self._engine
-        tokens = self._encode(prompt)
-        past = sum(len(turn.tokens) for turn in self._past)
-        (seed,) = sampling.seeds(1)
-        request = make_request(
-            engine.model.config, tokens, sampling, seed=seed, before=self._before, seen=past
-        )
-        if int(engine.runner.seen[0]) != past:
-            engine.replay(self._past)
-        (completion,) = engine.serve([request], sampling, on_tokens, keep=True)
-        self._past += [
-            Turn(self._before + tokens, True, request.horizon),
-            Turn(completion.tokens[:-1], False, request.horizon),
-        ]
-        self._before = completion.tokens[-1:]
-        self._remember(prompt)
-        self.turns.append(completion)
-        return completion
-
-    def _remember(self, prompt: Prompt) -> None:
-        if self._messages is None or not is_chat(prompt):
-            self._messages = None
-            return
-        answered = [{"role": "assistant", "content": turn.text} for turn in self.turns[-1:]]
-        self._messages = [*self._messages, *answered, *prompt]
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        model = self._engine.model
-        if not self.turns or not is_chat(prompt):
-            return encode_prompt(model, prompt, continuing=bool(self.turns))
-        if self._messages is None:
-            raise DataError(
-                "The conversation began with plain text or token ids, which chat messages cannot "
-                "follow; go on as it began, or start a new one."
-            )
-        text = text_after_answer(model, self._messages, prompt)
-        tokens = model.tokenizer.encode(text, add_special_tokens=False)
-        # The answer's end token stands in the template as well as in what was generated.
-        return tokens[1:] if self._before == tokens[:1] else tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,6 +188,9 @@ def score(
     Raises:
       DataError: a sequence is too short, too long, or outside the vocabulary.
       CapacityError: the memory does not hold `num_lanes` sequences to their end.
+
+    What interrupts it, KeyboardInterrupt too, carries the scores of earlier ones: `error.finished`
+    is {index of the sequence: Score}.
     """
     check_model(model)
     check_list(sequences, "sequences")
@@ -313,7 +206,7 @@ def score(
         )
     horizons = [len(sequence) for sequence in tokens]
     if horizon is not None:
-        horizons = [check_count("horizon", horizon)] * len(tokens)
+        horizons = [check_count("horizon", horizon, most=MOST_ON_DEVICE)] * len(tokens)
     scores: list[Score] = []
     num_lanes = min(check_count("num_lanes", num_lanes), len(tokens))
     engine = Engine(
@@ -327,9 +220,10 @@ def score(
         table_width=table_width,
         kv_dtype=kv_dtype,
     )
-    for start in range(0, len(tokens), num_lanes):
-        some = slice(start, start + num_lanes)
-        scores.extend(_score_batch(engine, tokens[some], horizons[some]))
+    with carrying(lambda: dict(enumerate(scores))):
+        for start in range(0, len(tokens), num_lanes):
+            some = slice(start, start + num_lanes)
+            scores.extend(_score_batch(engine, tokens[some], horizons[some]))
     return scores
 
 

@@ -2,14 +2,21 @@
 
 import math
 import numbers
+import sys
 from typing import Any, TypeGuard
 
 from dms_jax.errors import ConfigError
 
+MOST = 2**63 - 1  # of a number that only bounds something, such as `sys.maxsize`
+MOST_ON_DEVICE = 2**31 - 1  # of a number that shapes arrays or is an element of one
+
 
 def show(value: Any) -> str:
     """A value for a message, in few characters whatever it is."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        text = f"a number of {value.bit_length()} bits" if is_whole(value) else "numbers too long"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -22,14 +29,16 @@ def _is_real(value: Any) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def check_count(name: str, value: Any, *, least: int = 1) -> int:
-    """Returns a whole number of at least `least`.
+def check_count(name: str, value: Any, *, least: int = 1, most: int = MOST) -> int:
+    """Returns a whole number from `least` to `most`.
 
     Raises:
       ConfigError: it is something else.
     """
     if not is_whole(value) or value < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, got {show(value)}.")
+    if value > most:
+        raise ConfigError(f"{name} must be at most {most:,}, got {show(value)}.")
     return int(value)
 
 
@@ -49,7 +58,7 @@ def check_real(
     """
     if not (
         _is_real(value)
-        and math.isfinite(value)
+        and abs(value) <= sys.float_info.max  # also of integers that no float holds
         and (least < value if open_below else least <= value)
         and value <= most
     ):

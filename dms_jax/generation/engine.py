@@ -8,12 +8,15 @@ can tell.
 """
 
 import collections
+import threading
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from dms_jax.errors import CapacityError, ConfigError
-from dms_jax.generation.checks import check_count
+from dms_jax.generation.calls import carrying, unless_busy
+from dms_jax.generation.checks import MOST_ON_DEVICE, check_count
 from dms_jax.generation.memory import out_of_memory, pool_pages
 from dms_jax.generation.programs import Steps, bucket, request_keys
 from dms_jax.generation.prompts import check_call, check_list, check_model, encode_prompt
@@ -26,9 +29,11 @@ from dms_jax.generation.requests import (
     Update,
     check_finite,
     completion_of,
+    finished,
     make_requests,
     settle,
 )
+from dms_jax.generation.room import Room
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
 from dms_jax.generation.text import TextTracker
@@ -39,6 +44,9 @@ from dms_jax.policies import Policy
 class Engine:
     """A model, a policy and a pool, ready to serve requests.
 
+    It serves one call at a time: a second one, from another thread or from inside a callback,
+    raises BusyError and disturbs nothing. Threads that generate side by side have an engine each.
+
     Args:
       model: what to run.
       policy: the checkpoint's own if None.
@@ -47,7 +55,7 @@ class Engine:
         the free memory.
       max_tokens: the longest sequence expected, for sizing the pool; the model's positions if None.
       page_size: slots a page.
-      chunk: decode steps per compiled program.
+      chunk: decode steps per compiled program; no more than `max_tokens` make sense.
       prefill_chunk: prompt tokens of a sequence per compiled program.
       prefill_tokens: prompt tokens of all sequences together per compiled program.
       table_width: pages a row in the compiled shapes; None lets them grow by powers of two.
@@ -55,7 +63,8 @@ class Engine:
 
     Raises:
       ConfigError: an argument or the policy does not fit.
-      CapacityError: the memory does not hold a single sequence's first page per row.
+      CapacityError: the memory does not hold a single sequence's first page per row, or what so
+        many lanes take beside their pages.
     """
 
     def __init__(
@@ -74,18 +83,23 @@ class Engine:
         kv_dtype: str | None = None,
     ):
         check_model(model)
-        check_count("num_lanes", num_lanes)
-        check_count("page_size", page_size)
-        check_count("chunk", chunk)
-        check_count("prefill_chunk", prefill_chunk)
-        check_count("prefill_tokens", prefill_tokens)
+        for name, value in (
+            ("num_lanes", num_lanes),
+            ("page_size", page_size),
+            ("chunk", chunk),
+            ("prefill_chunk", prefill_chunk),
+            ("prefill_tokens", prefill_tokens),
+        ):
+            check_count(name, value, most=MOST_ON_DEVICE)
         if max_tokens is not None:
             check_count("max_tokens", max_tokens)
         if table_width is not None:
             check_count("table_width", table_width)
         self.model, self.policy = model, model.resolve_policy(policy)
-        self.chunk, self.prefill_chunk, self.prefill_tokens = chunk, prefill_chunk, prefill_tokens
         positions = model.config.max_position_embeddings
+        max_tokens = min(max_tokens or positions, positions)
+        self.chunk = min(chunk, bucket(max_tokens))  # no answer has more steps
+        self.prefill_chunk, self.prefill_tokens = prefill_chunk, prefill_tokens
         self.runner = Runner(
             model,
             self.policy,
@@ -94,7 +108,7 @@ class Engine:
                 model,
                 self.policy,
                 num_lanes=num_lanes,
-                max_tokens=min(max_tokens or positions, positions),
+                max_tokens=max_tokens,
                 page_size=page_size,
                 memory=memory,
                 kv_dtype=kv_dtype,
@@ -103,6 +117,8 @@ class Engine:
             table_width=table_width,
             kv_dtype=kv_dtype,
         )
+        self._room = Room(self.runner, self.chunk, prefill_chunk)
+        self._lock = threading.Lock()
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
         self._keys = np.zeros((num_lanes, *request_keys([0], [0]).shape[1:]), np.uint32)
         self._newest = np.zeros(num_lanes, np.int32)
@@ -137,9 +153,12 @@ class Engine:
     ) -> list[Completion]:
         """Runs requests to their end; `keep` leaves them in the cache (a conversation).
 
-        Whatever stops it, an interrupt too, leaves an empty cache that serves again.
+        Whatever stops it, an interrupt too, leaves an engine that serves again, and carries the
+        completions of the requests that had ended, by their index: `error.finished`.
 
         Raises:
+          BusyError: it is serving another call, in another thread or around this one.
+          CapacityError: a request does not fit. What is known at the start is refused then.
           ConfigError: there are stop strings and no tokenizer to see them with.
         """
         if sampling.stop_strings and self.model.tokenizer is None:
@@ -147,6 +166,32 @@ class Engine:
                 "Sampling: stop strings are looked for in text, and this model came without a "
                 "tokenizer: leave them out, or end at a token (generation.eos_token_ids)."
             )
+        done = carrying(lambda: finished(requests, sampling))
+        with done, unless_busy(self._lock, "The engine"):
+            self.check_room(requests, sampling)
+            self._run(requests, sampling, on_tokens, keep=keep)
+            completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
+        return completions
+
+    def check_room(self, requests: list[Request], sampling: Sampling) -> None:
+        """Refuses requests that are known not to fit before any of them has run.
+
+        Raises:
+          CapacityError: one never fits, whatever the model will say; see `Room.check`.
+        """
+        self.runner.recover()
+        self.runner.allow(max((request.horizon for request in requests), default=1))
+        endless = not (self.model.generation.eos_token_ids or sampling.stop_strings)
+        self._room.check(requests, endless=endless)
+
+    def _run(
+        self,
+        requests: list[Request],
+        sampling: Sampling,
+        on_tokens: OnTokens | None,
+        *,
+        keep: bool,
+    ) -> None:
         tracker = TextTracker(
             self.model.tokenizer,
             sampling.stop_strings,
@@ -156,27 +201,24 @@ class Engine:
         # A stop string is seen between chunks; a conversation must not cache tokens beyond it.
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
         waiting, self._running = collections.deque(requests), {}
-        self.runner.allow(max((request.horizon for request in requests), default=1))
         try:
-            while waiting or self._running:
-                self._admit(waiting, sampling)
-                self._report(tracker, on_tokens, keep=keep)
-                if self._running:
-                    self._decode_chunk(waiting, sampling, num_steps)
+            with self.runner.working():
+                while waiting or self._running:
+                    self._admit(waiting, sampling)
                     self._report(tracker, on_tokens, keep=keep)
-        except BaseException as error:  # a donated cache may be gone
-            self._running = {}
-            self.runner.restart()
-            if out_of_memory(error):
-                raise CapacityError(
-                    "The device ran out of memory while generating. Give the cache less "
-                    "(memory=), or use fewer lanes or a smaller prefill_chunk."
-                ) from error
-            raise
-        return [completion_of(request, logprobs=sampling.logprobs) for request in requests]
+                    if self._running:
+                        self._decode_chunk(waiting, sampling, num_steps)
+                        self._report(tracker, on_tokens, keep=keep)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise CapacityError(
+                "The device ran out of memory while generating. Give the cache less (memory=), or "
+                "use fewer lanes or a smaller prefill_chunk."
+            ) from error
 
     def replay(self, turns: Sequence[Turn]) -> None:
-        """Recomputes a conversation into lane 0.
+        """Starts over with a conversation in lane 0.
 
         Raises:
           CapacityError: the pool does not hold them.
@@ -184,17 +226,18 @@ class Engine:
         runner = self.runner
         runner.restart()
         extra = np.zeros(len(runner.seen), np.int64)
-        for turn in turns:
-            runner.expect({0: turn.horizon})
-            for start in range(0, len(turn.tokens), self.prefill_chunk):
-                end = start + self.prefill_chunk
-                part = np.asarray(turn.tokens[start:end], np.int32)
-                extra[0] = len(part)
-                runner.reserve(extra, prompt=turn.prompt)
-                width = min(self.prefill_chunk, max(8, bucket(len(part))))
-                ends = [0] if turn.prompt and end >= len(turn.tokens) else []
-                runner.extend({0: part}, width=width, prompt=turn.prompt, ends_prompt=ends)
-                runner.trim()
+        with runner.working():
+            for turn in turns:
+                runner.expect({0: turn.horizon})
+                for start in range(0, len(turn.tokens), self.prefill_chunk):
+                    end = start + self.prefill_chunk
+                    part = np.asarray(turn.tokens[start:end], np.int32)
+                    extra[0] = len(part)
+                    runner.reserve(extra, prompt=turn.prompt)
+                    width = min(self.prefill_chunk, max(8, bucket(len(part))))
+                    ends = [0] if turn.prompt and end >= len(turn.tokens) else []
+                    runner.extend({0: part}, width=width, prompt=turn.prompt, ends_prompt=ends)
+                    runner.trim()
 
     def _admit(self, waiting: collections.deque[Request], sampling: Sampling) -> None:
         """Moves requests into free lanes and prefills them."""
@@ -203,13 +246,13 @@ class Engine:
             extra[:, lane] = min(self.chunk, request.remaining)
         prompts: dict[int, list[int]] = {}
         answers: dict[int, list[int]] = {}
-        placed = self._place_all(waiting, extra)
+        placed = self._room.place_all(waiting, self._running, extra)
         while waiting:
             request = waiting[0]
-            lane = placed.popleft() if placed else self._place(request, extra)
+            lane = placed.popleft() if placed else self._room.place(request, self._running, extra)
             if lane is None:
                 if not self._running:
-                    raise self._too_small(request, "the first chunk")
+                    raise self._room.too_small(request, "the first chunk")
                 break
             self._running[lane] = waiting.popleft()
             # A request that was put back recomputes its answer as an answer, where that makes a
@@ -233,39 +276,6 @@ class Engine:
         for lane in prompts:
             if lane in self._running:
                 self._newest[lane] = self._running[lane].generated[-1]
-
-    def _place_all(
-        self, waiting: collections.deque[Request], extra: np.ndarray
-    ) -> collections.deque[int]:
-        """Lanes for the first requests that wait, if all those that find one fit together.
-
-        As `_place` would choose one by one, but the pool is asked once.
-        """
-        lanes = self.runner.free_lanes(self._running)[: len(waiting)]
-        together = extra.copy()
-        for lane, request in zip(lanes, waiting, strict=False):
-            together[:, lane] = self._needed(request)
-        if not self.runner.fits(together, prompt=True):
-            return collections.deque()
-        extra[:] = together
-        return collections.deque(lanes)
-
-    def _needed(self, request: Request) -> np.ndarray:
-        """Slots [L, K] that the first chunks of a request can take."""
-        steps = min(self.chunk, request.remaining)
-        first = min(len(request.before) + len(request.prompt), self.prefill_chunk)
-        needed = np.full_like(self.runner.lengths[:, 0], first + steps)
-        return needed if request.slots is None else np.maximum(needed, request.slots + steps)
-
-    def _place(self, request: Request, extra: np.ndarray) -> int | None:
-        """A free lane where the next chunks of a request fit; `extra` then holds what they need."""
-        needed = self._needed(request)
-        for lane in self.runner.open_lanes(self._running):
-            extra[:, lane] = needed
-            if self.runner.fits(extra, prompt=True):
-                return lane
-            extra[:, lane] = 0
-        return None
 
     def _prefill(
         self,
@@ -324,7 +334,7 @@ class Engine:
         while not self.runner.fits(extra, prompt=prompt):
             youngest = next(reversed(self._running))
             if len(self._running) == 1:
-                raise self._too_small(self._running[youngest], "the sequence to its end")
+                raise self._room.too_small(self._running[youngest], "the sequence to its end")
             request = self._running.pop(youngest)
             request.slots = self.runner.lengths[:, youngest].copy()
             waiting.appendleft(request)
@@ -332,18 +342,6 @@ class Engine:
             extra[youngest] = 0
         self.runner.reserve(extra, prompt=prompt)
         return len(self._running) == before
-
-    def _too_small(self, request: Request, what: str) -> CapacityError:
-        runner = self.runner
-        pages = runner.allocator.pages_per_shard
-        tokens = request.seen + len(request.before) + len(request.prompt) + len(request.generated)
-        return CapacityError(
-            f"The cache cannot hold {what} of prompt {request.index} ({tokens} tokens so far) "
-            f"even alone: it has {pages} pages of {runner.page_size} tokens"
-            f"{' on each device' if runner.num_shards > 1 else ''} for {runner.lengths[:, 0].size} "
-            "rows (layers x KV heads). Give it more memory (memory=), a smaller chunk or "
-            "page_size, a shorter prompt, fewer max_new_tokens, or a policy that keeps less."
-        )
 
     def _decode_chunk(
         self, waiting: collections.deque[Request], sampling: Sampling, num_steps: int
@@ -391,14 +389,14 @@ class Engine:
         """Updates texts, streams news, and lets finished requests go."""
         self.runner.trim()
         held, on_host = self.runner.cache_bytes(), self.runner.host_bytes()
-        finished = []
+        finished_lanes, updates = [], []
         for lane, request in self._running.items():
             if len(request.generated) == request.reported_tokens:
                 continue
             text = tracker.update(request)
             done = request.finish_reason is not None
             if done:
-                finished.append(lane)
+                finished_lanes.append(lane)
                 settle(
                     request,
                     cached=int(self.runner.seen[lane]),
@@ -408,9 +406,11 @@ class Engine:
                 )
             news = request.generated[request.reported_tokens :]
             request.reported_tokens = len(request.generated)
-            if on_tokens is not None:
-                on_tokens(Update(index=request.index, tokens=news, text=text, finished=done))
-        for lane in finished:
+            updates.append(Update(index=request.index, tokens=news, text=text, finished=done))
+        for lane in finished_lanes:
             del self._running[lane]
-        if finished and not keep:
-            self.runner.clear(finished)
+        if finished_lanes and not keep:
+            self.runner.clear(finished_lanes)
+        if on_tokens is not None:  # last: a callback that raises loses nothing that has ended
+            for update in updates:
+                on_tokens(update)

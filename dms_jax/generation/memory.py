@@ -19,7 +19,7 @@ from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES, Device
 from dms_jax.errors import CapacityError, ConfigError
-from dms_jax.generation.checks import check_count, check_real, show
+from dms_jax.generation.checks import MOST_ON_DEVICE, check_count, check_real, show
 from dms_jax.model.caching import entry_bytes, layer_page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
@@ -146,7 +146,7 @@ def _check_estimate(
         head_dim=config.head_dim,
     )
     check_count("estimate: tokens", tokens)
-    check_count("estimate: page_size", page_size)
+    check_count("estimate: page_size", page_size, most=MOST_ON_DEVICE)
     if batch is not None:
         check_count("estimate: batch", batch)
     check_real("estimate: compression_ratio", compression_ratio, 1)
@@ -245,6 +245,13 @@ def pool_pages(
     slots = max_tokens if limit is None else min(limit, max_tokens)
     needed = num_lanes * rows * _few_sizes(math.ceil(slots / page_size))
     free, total = (shards * size for size in _device_memory(model))
+    beside = num_lanes * lane_bytes(config, max_tokens, page_size)
+    if beside > free:
+        raise CapacityError(
+            f"{num_lanes:,} sequences at a time take {beside:,} bytes beside their pages (logits, "
+            f"lengths, page tables), and the device has {free:,.0f} to spare. Use fewer lanes: the "
+            "requests beyond them wait."
+        )
     if memory is not None:
         memory = check_real("memory", memory, 0, open_below=True, hint=" bytes")
         if memory > total:
@@ -252,7 +259,8 @@ def pool_pages(
                 f"memory={memory:,.0f} bytes were asked for the cache, and the device has "
                 f"{total:,.0f}. Ask for less, or leave memory out to take what is free."
             )
-    affordable = int(((free if memory is None else memory) - state) // bytes_per_page)
+    room = free - beside if memory is None else memory
+    affordable = int((room - state) // bytes_per_page)
     pages = min(needed, affordable)
     pages -= pages % shards
     if pages < rows:
@@ -260,11 +268,21 @@ def pool_pages(
             f"The cache of a sequence takes at least {rows * bytes_per_page + state:,} bytes: "
             f"{rows} rows (layers x KV heads) of one page of {page_size} tokens"
             + (f", and {state:,} bytes of state for {num_lanes} sequences" if state else "")
-            + f". There are {free if memory is None else memory:,.0f} bytes. Give it more memory, "
+            + f". There are {room:,.0f} bytes. Give it more memory, "
             "a smaller page_size or fewer sequences at a time"
             + (", or the policy a smaller window." if state > rows * bytes_per_page else ".")
         )
     return pages
+
+
+def lane_bytes(config: ModelConfig, max_tokens: int, page_size: int) -> int:
+    """Bytes that a place for a sequence takes beside its pages and the policy's state, at least.
+
+    Logits as they are drawn from (as computed, filtered, sorted) in float32, and for each row its
+    length, its reserve and its part of the page table on the host.
+    """
+    rows = config.num_layers * config.num_kv_heads
+    return 3 * 4 * config.vocab_size + rows * (8 + 4 + 4 * math.ceil(max_tokens / page_size))
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -188,6 +188,15 @@ def completion_of(request: Request, *, logprobs: bool) -> Completion:
     )
 
 
+def finished(requests: Sequence[Request], sampling: Sampling) -> dict[int, Completion]:
+    """What became of the requests that have ended, by their index."""
+    return {
+        request.index: completion_of(request, logprobs=sampling.logprobs)
+        for request in requests
+        if request.usage is not None
+    }
+
+
 def check_finite(request: Request, logprobs: float | np.ndarray) -> None:
     """Raises CheckpointError if the model computed NaN."""
     if not np.isfinite(logprobs).all():

@@ -5,8 +5,9 @@ decode steps is one compiled program with a fixed trip count, and what comes bac
 tokens and the rows' lengths.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Any
 
 import jax
@@ -48,6 +49,7 @@ class Runner:
       lengths: Int[L, B, K] on the host, the slots in use per row after the last call.
       seen: Int[B] on the host, the tokens each lane has seen.
       num_shards: devices that hold pages of their own.
+      dirty: whether something may be left of work that did not end well; see `working`.
 
     The compiled shapes of the page table grow by powers of two, or are `table_width` from the
     start: one program in place of a few, where the kernels read no more than the lengths say.
@@ -86,8 +88,32 @@ class Runner:
         self._state_bytes = state_bytes(config, policy, model.dtype)
         self.restart()
 
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Programs run inside. Unless that ends well, the cache starts over empty.
+
+        `dirty` stands from before the first of them until after the last, and while the cache
+        starts over. So whatever interrupts either, the next call finds it and starts over first.
+        """
+        self.recover()
+        self.dirty = True
+        try:
+            yield
+        except BaseException:
+            # Without room for a new cache the error inside goes first; the next call asks again.
+            with contextlib.suppress(CapacityError):
+                self.restart()
+            raise
+        self.dirty = False
+
+    def recover(self) -> None:
+        """Starts over if something may be left of work that did not end well."""
+        if self.dirty:
+            self.restart()
+
     def restart(self) -> None:
         """Starts over with an empty cache."""
+        self.dirty = True
         num_lanes, num_pages = self._shape
         config = self.model.config
         if self.cache is not None:  # free the old pool first: there may be no room for two
@@ -147,6 +173,7 @@ class Runner:
             )
         self.lengths = np.zeros((config.num_layers, num_lanes, config.num_kv_heads), np.int64)
         self.seen = np.zeros(num_lanes, np.int64)
+        self.dirty = False
 
     # -- memory -----------------------------------------------------------------------------------
 

@@ -1,16 +1,21 @@
 """Choosing the next token: temperature, top-k, top-p, min-p, and seeds that ignore the batch."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from dms_jax.errors import ConfigError
 from dms_jax.generation.checks import check_count, check_real, is_whole, show
+
+# Below it a device may compute with zero, also where it multiplies by the inverse of a number.
+_SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class Switches(NamedTuple):
@@ -23,22 +28,24 @@ class Switches(NamedTuple):
 
 @struct.dataclass
 class Filter:
-    """The part of `Sampling` that shapes the distribution.
+    """The part of `Sampling` that shapes the distribution, in numbers that float32 holds.
 
     Compiled code depends on which filters are on and on `top_k`; the other values are its data, so
     that another temperature compiles nothing.
+
+    Attributes:
+      temperature: a number of float32 whose inverse is one too, whatever was asked.
+      top_k: see `Sampling`.
+      top_p: see `Sampling`; off where float32 makes one of it.
+      log_min_p: logarithm of `min_p`, which float32 holds where it does not hold `min_p`.
+      switches: which filters are on.
     """
 
-    temperature: Any = 1.0
-    top_k: int = struct.field(pytree_node=False, default=0)
-    top_p: Any = 1.0
-    min_p: Any = 0.0
-    switches: Switches | None = struct.field(pytree_node=False, default=None)
-
-    def __post_init__(self):
-        if self.switches is None:  # else rebuilt from its parts, which may be traced
-            switches = Switches(self.temperature == 0, self.top_p < 1, self.min_p > 0)
-            object.__setattr__(self, "switches", switches)
+    temperature: Any
+    top_p: Any
+    log_min_p: Any
+    top_k: int = struct.field(pytree_node=False)
+    switches: Switches = struct.field(pytree_node=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +130,17 @@ class Sampling:
     @property
     def filter(self) -> Filter:
         """What shapes the distribution."""
+        temperature, top_p, min_p = map(float, (self.temperature, self.top_p, self.min_p))
         return Filter(
-            temperature=float(self.temperature),
+            temperature=min(max(temperature, _SMALLEST), 1 / _SMALLEST),
+            top_p=top_p,
+            log_min_p=math.log(min_p) if min_p > 0 else -math.inf,
             top_k=int(self.top_k),
-            top_p=float(self.top_p),
-            min_p=float(self.min_p),
+            switches=Switches(
+                greedy=temperature == 0,
+                top_p=bool(np.float32(top_p) < 1),
+                min_p=min_p > 0,
+            ),
         )
 
 
@@ -149,7 +162,6 @@ def sample(
       (tokens, their log-probability under the unfiltered distribution).
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    assert rule.switches is not None
     if rule.switches.greedy:
         tokens = jnp.argmax(logits, -1)
     else:
@@ -168,16 +180,16 @@ def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B 
     if 0 < rule.top_k < logits.shape[-1]:
         smallest = jax.lax.top_k(logits, rule.top_k)[0][:, -1:]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    assert rule.switches is not None
     if rule.switches.top_p:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered, axis=-1)
-        # A token stays if those before it do not reach top_p yet; the first always does.
+        # A token stays if those before it do not reach top_p yet; the first always does, also where
+        # top_p is so small that it is computed with as zero.
         before = jnp.cumsum(probabilities, -1) - probabilities
-        last = jnp.sum(before < rule.top_p, -1, keepdims=True) - 1
+        last = jnp.maximum(jnp.sum(before < rule.top_p, -1, keepdims=True), 1) - 1
         smallest = jnp.take_along_axis(ordered, last, axis=-1)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     if rule.switches.min_p:
-        floor = logits.max(-1, keepdims=True) + jnp.log(rule.min_p)
+        floor = logits.max(-1, keepdims=True) + rule.log_min_p
         logits = jnp.where(logits < floor, -jnp.inf, logits)
     return logits

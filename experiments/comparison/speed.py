@@ -22,7 +22,7 @@ import dms_jax
 from comparison.measure import FAILURES, gave_up
 from dms_jax.cache import Pool
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.sampling import Filter
+from dms_jax.generation.sampling import Sampling
 from dms_jax.model.caching import entry_bytes, layer_page_bytes, tree_bytes
 from dms_jax.policies import POLICIES, Policy
 from dms_jax.policies.delayed_eviction import DelayedEviction
@@ -203,7 +203,7 @@ def time_steps(
             tokens,
             np.full(batch, 10**6, np.int32),
             keys,
-            Filter(temperature=0.0),
+            Sampling(temperature=0).filter,
             num_steps=CHUNK,
             end_tokens=(),
         )

@@ -185,7 +185,8 @@ def test_an_answer_that_ended_is_not_ended_twice(chatting):
     )
     conversation = dms_jax.Conversation(dataclasses.replace(chatting, generation=generation))
     conversation.say(user("A cat"), sampling=SHORT)  # whatever comes first ends it
-    conversation._before = [chatting.tokenizer.eos_token_id]
+    ended = (chatting.tokenizer.eos_token_id,)
+    conversation._said = dataclasses.replace(conversation._said, before=ended)
     second = conversation.say(user("sat"), sampling=SHORT)
     more = chatting.tokenizer.encode("</s>[user] sat[assistant] ", False)
     assert second.usage.prompt_tokens == len(more)

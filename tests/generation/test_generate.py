@@ -205,3 +205,21 @@ def test_an_adapter_model_without_a_tokenizer():
         np.testing.assert_allclose(out.logprobs[row], steps.max(-1), atol=1e-4)
         assert tokens == steps.argmax(-1).tolist()
     assert out.usage.compression_ratio > 1.05
+
+
+def test_numbers_that_only_bound_something_may_be_as_large_as_they_like():
+    """The largest that are taken: a chunk is no longer than what it could be used for."""
+    given, most = prompts([5]), 2**31 - 1
+    model = model_for("vanilla", ends=False)
+    expected = engine_for("vanilla").generate(given, sampling=GREEDY)
+    out = dms_jax.generate(
+        model, given, sampling=GREEDY, chunk=most, prefill_chunk=most, page_size=16
+    )
+    assert out.tokens == [expected[0].tokens]
+    engine = Engine(model, num_lanes=1, max_tokens=2**62, chunk=most, prefill_tokens=most)
+    assert engine.chunk == model.config.max_position_embeddings
+    (scored,) = dms_jax.score(model, prompts([13]), chunk=most, horizon=most, num_lanes=2**62)
+    assert len(scored.logprobs) == 12
+    unbounded = dataclasses.replace(GREEDY, max_new_tokens=2**62, top_k=2**62)
+    (completion,) = dms_jax.generate(model, prompts([505]), sampling=unbounded).completions
+    assert len(completion.tokens) == 7

@@ -1,6 +1,7 @@
 """What a cache needs: by hand for a large model, against the real bytes for a small one."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import nnx
 import dms_jax
 from dms_jax.config import ModelConfig, Rope
 from dms_jax.errors import CapacityError, ConfigError
-from dms_jax.generation import Device, Engine
+from dms_jax.generation import Device, Engine, memory
 from dms_jax.generation.memory import out_of_memory, pool_pages
 from tests.generation.support import POLICIES, model_for, prompts
 
@@ -215,3 +216,21 @@ def test_running_out_of_memory_while_it_runs(monkeypatch):
         patch.setattr(engine.runner, "extend", refuse)
         with pytest.raises(CapacityError, match="ran out of memory while generating"):
             engine.generate(prompts([5]))
+
+
+def test_lanes_are_counted_beside_their_pages(monkeypatch):
+    """What is free holds the lanes first, then pages; nothing is allotted that has no room."""
+    model, free = model_for("vanilla"), 20_000_000
+    monkeypatch.setattr(memory, "_device_memory", lambda model: (free, 10 * free))
+    beside = memory.lane_bytes(model.config, 64, 16)
+    logits, rows = 3 * 4 * model.config.vocab_size, 20
+    assert beside == logits + rows * (8 + 4 + 4 * 4)
+    sized = functools.partial(pool_pages, model, POLICIES["vanilla"], max_tokens=64, page_size=16)
+    page = 2 * 16 * model.config.head_dim * 4
+    most = free // beside
+    assert sized(num_lanes=2, memory=None) == 2 * rows * 4
+    lanes = most // 2
+    assert sized(num_lanes=lanes, memory=None) == (free - lanes * beside) // page
+    for given in (None, 5_000_000):
+        with pytest.raises(CapacityError, match=f"{most + 1:,} sequences at a time .* fewer lanes"):
+            sized(num_lanes=most + 1, memory=given)

@@ -9,27 +9,33 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine
-from dms_jax.generation.sampling import Filter, filter_logits, sample
+from dms_jax.generation.sampling import Sampling, filter_logits, sample
 from tests.generation.support import GREEDY, SHAPE, engine_for, log_softmax, model_for, prompts
 
 RULES = {
-    "plain": Filter(),
-    "cold": Filter(temperature=0.5),
-    "hot": Filter(temperature=1.7),
-    "top-k": Filter(top_k=3),
-    "top-k of more than there are": Filter(top_k=99),
-    "top-p": Filter(top_p=0.6),
-    "top-p of next to nothing": Filter(top_p=1e-6),
-    "min-p": Filter(min_p=0.2),
-    "min-p of one": Filter(min_p=1.0),
-    "all": Filter(temperature=1.3, top_k=6, top_p=0.85, min_p=0.05),
+    "plain": Sampling(),
+    "cold": Sampling(temperature=0.5),
+    "hot": Sampling(temperature=1.7),
+    "top-k": Sampling(top_k=3),
+    "top-k of more than there are": Sampling(top_k=99),
+    "top-p": Sampling(top_p=0.6),
+    "top-p of next to nothing": Sampling(top_p=1e-6),
+    "top-p below the normal numbers of float32": Sampling(top_p=1e-40),
+    "top-p that float32 makes zero": Sampling(top_p=1e-300),
+    "top-p that float32 makes one": Sampling(top_p=1 - 1e-10),
+    "min-p": Sampling(min_p=0.2),
+    "min-p of one": Sampling(min_p=1.0),
+    "min-p that float32 makes one": Sampling(min_p=1 - 1e-10),
+    "min-p that float32 makes zero": Sampling(min_p=1e-300),
+    "hotter than float32": Sampling(temperature=1e300),
+    "all": Sampling(temperature=1.3, top_k=6, top_p=0.85, min_p=0.05),
 }
 # Bound on the chi-square of 20,000 draws: at 11 degrees of freedom it is exceeded once in 10,000
 # seeds, and the seeds here are fixed.
 CHI_SQUARE = 37.4
 
 
-def oracle(logits: np.ndarray, rule: Filter) -> np.ndarray:
+def oracle(logits: np.ndarray, rule: Sampling) -> np.ndarray:
     """Probabilities of one row in float64, token by token in order of their likelihood."""
     logits = np.asarray(logits, np.float64) / rule.temperature
     order = np.argsort(-logits, kind="stable")
@@ -61,7 +67,8 @@ def example(seed: int, size: int = 12) -> np.ndarray:
 def test_filters_keep_what_the_oracle_keeps(name):
     rule = RULES[name]
     logits = np.stack([example(seed) for seed in range(64)])
-    filtered = np.asarray(filter_logits(jnp.asarray(logits / rule.temperature), rule), np.float64)
+    cooled = jnp.asarray((logits / np.float64(rule.temperature)).astype(np.float32))
+    filtered = np.asarray(filter_logits(cooled, rule.filter), np.float64)
     expected = np.stack([oracle(row, rule) for row in logits])
     np.testing.assert_array_equal(np.isfinite(filtered), expected > 0)
     np.testing.assert_allclose(np.exp(log_softmax(filtered)), expected, atol=1e-6)
@@ -69,8 +76,12 @@ def test_filters_keep_what_the_oracle_keeps(name):
 
 def test_tokens_of_equal_likelihood_share_a_fate():
     logits = jnp.log(jnp.array([[0.3, 0.2, 0.2, 0.2, 0.1]]))
-    assert np.isfinite(filter_logits(logits, Filter(top_k=2))).tolist() == [[True] * 4 + [False]]
-    assert np.isfinite(filter_logits(logits, Filter(top_p=0.4))).tolist() == [[True] * 4 + [False]]
+    assert np.isfinite(filter_logits(logits, Sampling(top_k=2).filter)).tolist() == [
+        [True] * 4 + [False]
+    ]
+    assert np.isfinite(filter_logits(logits, Sampling(top_p=0.4).filter)).tolist() == [
+        [True] * 4 + [False]
+    ]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -79,7 +90,7 @@ def test_draws_follow_the_filtered_distribution(name):
     logits = example(3)
     keys = jnp.broadcast_to(jax.random.key(7), (draws,))
     tokens, logprobs = sample(
-        jnp.broadcast_to(logits, (draws, len(logits))), keys, jnp.arange(draws), rule
+        jnp.broadcast_to(logits, (draws, len(logits))), keys, jnp.arange(draws), rule.filter
     )
     counts = np.bincount(np.asarray(tokens), minlength=len(logits))
     expected = draws * oracle(logits, rule)
@@ -92,13 +103,41 @@ def test_draws_follow_the_filtered_distribution(name):
 
 def test_no_temperature_is_too_small():
     logits = jnp.array([[3.0, 80.0, 79.9, -1e30]])
-    for temperature in (1e-3, 1e-30, 1e-45):
+    for temperature in (1e-3, 1e-30, 1e-39, 1e-45, 1e-46, 1e-300):
         for extra in ({}, {"top_p": 0.9}, {"min_p": 0.1}):
-            rule = Filter(temperature=temperature, **extra)
+            rule = Sampling(temperature=temperature, **extra).filter
             tokens, _ = sample(
                 logits, jax.random.split(jax.random.key(0), 1), jnp.zeros(1, int), rule
             )
             assert tokens.tolist() == [1]
+
+
+def test_the_smallest_temperature_still_draws_among_equals():
+    """Zero takes the first; anything above it, also what float32 makes zero, takes any."""
+    logits = jnp.broadcast_to(jnp.array([3.0, 80.0, -jnp.inf, 80.0, 79.99]), (64, 5))
+    keys = jax.random.split(jax.random.key(0), 64)
+    drawn = {
+        temperature: set(
+            np.asarray(
+                sample(logits, keys, jnp.arange(64), Sampling(temperature=temperature).filter)[0]
+            )
+        )
+        for temperature in (0, 1e-300, 1e-46, 1e-40, 1e-30, 1e300)
+    }
+    few, all_but_the_impossible = {1, 3}, {0, 1, 3, 4}
+    assert drawn.pop(0) == {1}
+    assert drawn.pop(1e300) == all_but_the_impossible
+    assert drawn == dict.fromkeys(drawn, few)
+
+
+@pytest.mark.parametrize("name", ["top_p", "min_p"])
+@pytest.mark.parametrize("share", [1e-300, 1e-46, 1e-44, 1e-40, 1e-38, 1e-30])
+def test_no_share_is_too_small(name, share):
+    """Against float64, for tokens that differ by factors far outside float32."""
+    logits = np.array([[-700.0, -600.0, -110.0, -95.0, -80.0, -60.0, 0.0]], np.float32)
+    rule = Sampling(**{name: share})
+    kept = np.isfinite(np.asarray(filter_logits(jnp.asarray(logits), rule.filter)))
+    assert kept[0].tolist() == (oracle(logits[0], rule) > 0).tolist()
 
 
 SAMPLED = dms_jax.Sampling(temperature=1.2, top_p=0.95, max_new_tokens=12, seed=5, logprobs=True)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax.config import ModelConfig
 from dms_jax.generation import programs
-from dms_jax.generation.sampling import Filter
+from dms_jax.generation.sampling import Sampling
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import (
@@ -94,7 +94,7 @@ def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
         arrays = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays
         )
-    return (*arrays, policy, Filter(temperature=0), 8, ())
+    return (*arrays, policy, Sampling(temperature=0).filter, 8, ())
 
 
 def on_tpu() -> NamedSharding:

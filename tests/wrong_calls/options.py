@@ -17,6 +17,8 @@ def sampling_cases() -> dict[str, Case]:
     number, whole = "must be a finite number", "must be a whole number"
     return {
         "temperature below zero": case(("temperature", number, "-1"), temperature=-1),
+        "temperature beyond floats": case(("temperature", number), temperature=10**400),
+        "seed of 5001 digits": case(("a seed must be", "16610 bits"), seed=10**5000),
         "temperature nan": case(("temperature", number, "nan"), temperature=NAN),
         "temperature infinite": case(("temperature", number, "inf"), temperature=float("inf")),
         "temperature text": case(("temperature", number, "'hot'"), temperature="hot"),

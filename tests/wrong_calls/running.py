@@ -107,6 +107,17 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             sampling=big,
         ),
         "chunk zero": case("ConfigError", "chunk must be a whole number", "got 0", chunk=0),
+        "memory beyond floats": case("ConfigError", "memory must be", memory=10**400),
+        "chunk huge": case("ConfigError", "chunk must be at most 2,147,483,647", chunk=10**30),
+        "page_size huge": case("ConfigError", "page_size must be at most", page_size=10**30),
+        "page_size large": case("CapacityError", "a smaller page_size", page_size=2**31 - 1),
+        "page_size of 5001 digits": case(
+            "ConfigError", "page_size must be at most", "16610 bits", page_size=10**5000
+        ),
+        "prefill_chunk huge": case("ConfigError", "prefill_chunk must be", prefill_chunk=10**30),
+        "ids of 5001 digits": case(
+            "DataError", "Prompt 0 holds a number of 16610 bits", prompts=[[10**5000]]
+        ),
         "chunk fraction": case("ConfigError", "chunk must be", "2.5", chunk=2.5),
         "chunk none": case("ConfigError", "chunk must be", "None", chunk=None),
         "page_size zero": case("ConfigError", "page_size must be", "got 0", page_size=0),
@@ -133,6 +144,20 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
     return {
         "engine model": engine("ConfigError", "dms_jax.load", given=3),
         "engine lanes": engine("ConfigError", "num_lanes must be", num_lanes=0),
+        "engine lanes millions": engine("CapacityError", "Use fewer lanes", num_lanes=10**8),
+        "engine lanes millions, little memory": engine(
+            "CapacityError", "Use fewer lanes", num_lanes=10**8, memory=10**7
+        ),
+        "engine lanes huge": engine("ConfigError", "num_lanes must be at most", num_lanes=10**30),
+        "engine lanes far below zero": engine(
+            "ConfigError", "num_lanes must be", "16610 bits", num_lanes=-(10**5000)
+        ),
+        "engine prefill_tokens huge": engine(
+            "ConfigError", "prefill_tokens must be at most", prefill_tokens=10**30
+        ),
+        "conversation chunk huge": Case(
+            lambda: dms_jax.Conversation(model, chunk=10**30), "ConfigError", ("chunk must be",)
+        ),
         "engine lanes fraction": engine("ConfigError", "num_lanes must be", num_lanes=1.5),
         "engine max_tokens": engine("ConfigError", "max_tokens must be", max_tokens=0),
         "engine max_tokens below zero": engine("ConfigError", "max_tokens must be", max_tokens=-8),
@@ -173,6 +198,17 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "score model": score("dms_jax.load", sequences=[[1, 2]], given=None, error="ConfigError"),
         "score policy": score(
             "Not a cache policy", sequences=[[1, 2]], policy="TOVA", error="ConfigError"
+        ),
+        "score horizon huge": score(
+            "horizon must be at most", sequences=[[1, 2]], horizon=10**30, error="ConfigError"
+        ),
+        "score chunk huge": score(
+            "chunk must be at most", sequences=[[1, 2]], chunk=10**30, error="ConfigError"
+        ),
+        "evaluate horizon huge": Case(
+            lambda: evaluate(model, LinearEquation(), horizon=10**30),
+            "ConfigError",
+            ("evaluate: horizon must be at most",),
         ),
         "score horizon": score(
             "horizon must be", sequences=[[1, 2]], horizon=0.5, error="ConfigError"

@@ -1,0 +1,145 @@
+"""Conversations: turns that share one cache."""
+
+import dataclasses
+import threading
+from typing import Any
+
+from dms_jax.errors import DataError
+from dms_jax.generation.calls import unless_busy
+from dms_jax.generation.engine import Engine
+from dms_jax.generation.prompts import check_call, encode_prompt, is_chat, text_after_answer
+from dms_jax.generation.requests import Completion, OnTokens, Prompt, Turn, make_request
+from dms_jax.generation.sampling import Sampling
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class _Said:
+    """What a conversation has come to. A turn replaces it whole, so that none is half there.
+
+    Attributes:
+      past: what is in the cache.
+      before: the last answer's newest token, which is not in the cache yet.
+      messages: without the last answer; None once a turn was not chat messages.
+      turns: the completions.
+    """
+
+    past: tuple[Turn, ...] = ()
+    before: tuple[int, ...] = ()
+    messages: tuple[Any, ...] | None = ()
+    turns: tuple[Completion, ...] = ()
+
+    def with_turn(
+        self, prompt: Prompt, tokens: list[int], horizon: int, completion: Completion
+    ) -> "_Said":
+        """The conversation after a turn."""
+        messages = None
+        if self.messages is not None and is_chat(prompt):
+            answered = [{"role": "assistant", "content": turn.text} for turn in self.turns[-1:]]
+            messages = (*self.messages, *answered, *prompt)
+        return _Said(
+            past=(
+                *self.past,
+                Turn([*self.before, *tokens], True, horizon),
+                Turn(completion.tokens[:-1], False, horizon),
+            ),
+            before=tuple(completion.tokens[-1:]),
+            messages=messages,
+            turns=(*self.turns, completion),
+        )
+
+
+class Conversation:
+    """Turns that share one cache: nothing of the past is recomputed.
+
+    Args:
+      model: from `load` or `retrofit`.
+      policy: the checkpoint's own if None.
+      memory: bytes for the cache; None for what `max_tokens` can need, within the free memory.
+      max_tokens: of all turns together; the model's positions if None.
+      page_size, chunk, prefill_chunk, kv_dtype: as for `generate`.
+
+    It answers one call of `say` at a time: a second one, from another thread or from inside a
+    callback, raises BusyError and changes nothing.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        policy: Policy | None = None,
+        *,
+        memory: float | int | None = None,
+        max_tokens: int | None = None,
+        page_size: int = 64,
+        chunk: int = 32,
+        prefill_chunk: int = 512,
+        kv_dtype: str | None = None,
+    ):
+        self._engine = Engine(
+            model,
+            policy,
+            num_lanes=1,
+            memory=memory,
+            max_tokens=max_tokens,
+            page_size=page_size,
+            chunk=chunk,
+            prefill_chunk=prefill_chunk,
+            kv_dtype=kv_dtype,
+        )
+        self._lock = threading.Lock()
+        self._said = _Said()
+
+    @property
+    def turns(self) -> list[Completion]:
+        """The completions so far."""
+        return list(self._said.turns)
+
+    def say(
+        self,
+        prompt: Prompt,
+        *,
+        sampling: Sampling | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """Appends a prompt to the conversation and returns the answer.
+
+        Text of a later turn is encoded without the beginning-of-sequence token; chat messages of a
+        later turn are the new ones alone. The usage is that of this turn, over a cache that holds
+        all turns. A turn that fails or is interrupted leaves the conversation as it was; the next
+        one recomputes its past.
+
+        Raises:
+          DataError: the prompt is malformed, or the conversation outgrows the model's positions.
+          CapacityError: or its memory.
+          BusyError: another turn is being answered.
+        """
+        sampling = check_call(sampling, on_tokens)
+        with unless_busy(self._lock, "The conversation"):
+            engine, said = self._engine, self._said
+            tokens = self._encode(prompt)
+            past = sum(len(turn.tokens) for turn in said.past)
+            (seed,) = sampling.seeds(1)
+            request = make_request(
+                engine.model.config, tokens, sampling, seed=seed, before=said.before, seen=past
+            )
+            if engine.runner.dirty or int(engine.runner.seen[0]) != past:
+                engine.replay(said.past)
+            (completion,) = engine.serve([request], sampling, on_tokens, keep=True)
+            # An interrupt up to here leaves more in the cache than was said: it is recomputed.
+            self._said = said.with_turn(prompt, tokens, request.horizon, completion)
+        return completion
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        model, said = self._engine.model, self._said
+        if not said.turns or not is_chat(prompt):
+            return encode_prompt(model, prompt, continuing=bool(said.turns))
+        if said.messages is None:
+            raise DataError(
+                "The conversation began with plain text or token ids, which chat messages cannot "
+                "follow; go on as it began, or start a new one."
+            )
+        text = text_after_answer(model, said.messages, prompt)
+        tokens = model.tokenizer.encode(text, add_special_tokens=False)
+        # The answer's end token stands in the template as well as in what was generated.
+        return tokens[1:] if list(said.before) == tokens[:1] else tokens

@@ -1,0 +1,327 @@
+"""Calls that end early carry what is done; calls that meet are told so; neither harms the other."""
+
+import dataclasses
+import threading
+import types
+
+import pytest
+
+import dms_jax
+from dms_jax.errors import BusyError, CapacityError
+from dms_jax.evaluation import evaluate
+from dms_jax.generation import Engine, Generation
+from dms_jax.generation.calls import carrying
+from dms_jax.generation.runner import Runner
+from tests.evaluation.test_evaluating import Continue
+from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
+
+SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
+TALK = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
+PAGES = 3  # of sixteen tokens: what the small engines below hold of one row
+
+
+def small_engine(policy=None, *, ends: bool = False, lanes: int = 1) -> Engine:
+    model = model_for("vanilla", ends=ends)
+    rows = model.config.num_layers * model.config.num_kv_heads
+    memory = PAGES * rows * 2 * 16 * model.config.head_dim * 4
+    return Engine(model, policy, memory=memory, max_tokens=64, **(SHAPE | {"num_lanes": lanes}))
+
+
+class Enough(Exception):
+    pass
+
+
+# -- what is done is carried -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [Enough, KeyboardInterrupt, SystemExit])
+def test_an_interrupt_carries_the_completions_that_had_ended(error):
+    given = prompts()
+    expected = engine_for("vanilla").generate(given, sampling=GREEDY)
+
+    def interrupt(update):
+        if update.finished and update.index == 1:  # beside the first, while two wait
+            raise error("enough")
+
+    with pytest.raises(error, match="enough") as caught:
+        engine_for("vanilla").generate(given, sampling=GREEDY, on_tokens=interrupt)
+    done = caught.value.finished
+    assert done == dict(enumerate(expected[:2]))
+    with pytest.raises(error) as caught:
+        dms_jax.generate(
+            model_for("vanilla", ends=False), given, sampling=GREEDY, on_tokens=interrupt
+        )
+    assert {0, 1} <= set(caught.value.finished)
+
+
+def test_a_callback_that_raises_loses_nothing_of_its_chunk():
+    """Three answers end in the same chunk, and the first of their updates is interrupted."""
+    given = prompts((5, 5, 5))
+    engine = Engine(model_for("vanilla", ends=False), max_tokens=64, **(SHAPE | {"num_lanes": 3}))
+    expected = engine.generate(given, sampling=SHORT)
+
+    def interrupt(update):
+        if update.finished:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        engine.generate(given, sampling=SHORT, on_tokens=interrupt)
+    assert caught.value.finished == dict(enumerate(expected))
+
+
+def test_a_second_interrupt_carries_them_too(monkeypatch):
+    given = prompts((5, 13, 9))
+    expected = engine_for("vanilla").generate(given, sampling=SHORT)
+    engine = Engine(model_for("vanilla", ends=False), max_tokens=64, **SHAPE)
+
+    def interrupt(update):
+        if update.index == 2:
+            raise KeyboardInterrupt("the first")
+
+    def again(self):
+        raise KeyboardInterrupt("the second")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "restart", again)
+        with pytest.raises(KeyboardInterrupt, match="the second") as caught:
+            engine.generate(given, sampling=SHORT, on_tokens=interrupt)
+    assert caught.value.finished == dict(enumerate(expected[:2]))
+
+
+def test_running_out_of_memory_carries_them():
+    """DMS decides as it goes, so nobody knows beforehand that the last one does not fit."""
+    given = [*prompts((5, 9, 13)), prompts((200,))[0]]
+    engine = small_engine(POLICIES["dms"])
+    expected = engine.generate(given[:3], sampling=SHORT)
+    with pytest.raises(CapacityError, match=r"cannot hold .* of prompt 3") as caught:
+        engine.generate(given, sampling=SHORT)
+    assert caught.value.finished == dict(enumerate(expected))
+    assert Generation(list(caught.value.finished.values())).usage.new_tokens == 27
+    assert engine.generate(given[:3], sampling=SHORT) == expected
+
+
+def test_an_error_that_takes_no_attributes_passes_as_it_is():
+    class Closed(Exception):
+        def __setattr__(self, name, value):
+            if name == "finished":
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    with pytest.raises(Closed), carrying(lambda: {0: "done"}):
+        raise Closed
+    assert CapacityError("nothing ran").finished == {}
+
+
+def test_scores_of_earlier_sequences_are_carried(monkeypatch):
+    given, follow, calls = prompts((13, 13, 13)), Runner.follow, []
+    model = model_for("vanilla", ends=False)
+    expected = dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
+
+    def third(self, *arguments):
+        calls.append(1)
+        if len(calls) > 4:  # two chunks each
+            raise KeyboardInterrupt
+        return follow(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "follow", third)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
+    done = caught.value.finished
+    assert sorted(done) == [0, 1]
+    assert [done[i].logprobs.tolist() for i in done] == [e.logprobs.tolist() for e in expected[:2]]
+
+
+def evaluated(task=None):
+    return evaluate(
+        model_for("vanilla"),
+        task or Continue(),
+        problems=3,
+        chains=2,
+        lanes=2,
+        sampling=dms_jax.Sampling(temperature=0.7, max_new_tokens=9),
+        page_size=16,
+        chunk=8,
+    )
+
+
+def test_an_evaluation_carries_the_answers_of_earlier_waves(monkeypatch):
+    whole, serve, waves = evaluated(), Engine.serve, []
+
+    def third(self, *arguments):
+        waves.append(1)
+        if len(waves) == 3:
+            raise KeyboardInterrupt
+        return serve(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "serve", third)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            evaluated()
+    texts = {index: done.text for index, done in caught.value.finished.items()}
+    assert texts == {index: whole.completions[index // 2][index % 2] for index in range(4)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Unjust(Continue):
+    name = "unjust"
+
+    def score(self, problem, completion):
+        raise Enough
+
+
+def test_an_evaluation_carries_the_answers_that_could_not_be_judged():
+    with pytest.raises(Enough) as caught:
+        evaluated(Unjust())
+    assert sorted(caught.value.finished) == list(range(6))
+
+
+# -- what is known is refused ------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[int]:
+    """Programs over prompts that ran."""
+    calls, extend = [], Runner.extend
+
+    def counted(self, tokens, **options):
+        calls.append(len(tokens))
+        return extend(self, tokens, **options)
+
+    monkeypatch.setattr(Runner, "extend", counted)
+    return calls
+
+
+READ_WHOLE = {
+    "vanilla": dms_jax.Vanilla(),
+    "quest": dms_jax.Quest(budget=16, dense_layers=1),
+    "kcache": dms_jax.KCache(top=4, values="device"),
+    "cut afterwards": dms_jax.SnapKV(budget=16, window=4, interval=8),
+}
+
+
+@pytest.mark.parametrize("policy", READ_WHOLE.values(), ids=READ_WHOLE)
+def test_a_prompt_that_cannot_fit_is_refused_before_anything_runs(policy, ran):
+    engine = small_engine(policy, ends=True)
+    given = [*prompts((5, 9)), prompts((60,))[0]]
+    with pytest.raises(CapacityError, match=r"cannot hold the prompt of prompt 2 \(60 tokens"):
+        engine.generate(given, sampling=SHORT)
+    assert ran == []
+    assert len(engine.generate(given[:2], sampling=SHORT)) == 2
+
+
+def test_a_first_chunk_that_cannot_fit_is_refused_before_anything_runs(ran):
+    """Under any policy: here one that says nothing of how much it keeps."""
+    model = model_for("dms", ends=True)
+    engine = small_engine(POLICIES["dms"], ends=True)
+    engine = Engine(
+        model,
+        memory=PAGES * engine.runner.lengths[:, 0].size * engine.runner._page_bytes,
+        max_tokens=64,
+        **(SHAPE | {"num_lanes": 1, "prefill_chunk": 64}),
+    )
+    with pytest.raises(CapacityError, match="cannot hold the first chunk of prompt 1"):
+        engine.generate([*prompts((5,)), prompts((60,))[0]], sampling=SHORT)
+    assert ran == []
+
+
+def test_an_answer_that_cannot_fit_is_refused_where_nothing_ends_it_early(ran):
+    given, long = prompts((5, 30)), dataclasses.replace(GREEDY, max_new_tokens=20)
+    exact = dataclasses.replace(GREEDY, max_new_tokens=PAGES * 16 - 30 + 1)
+    with pytest.raises(CapacityError, match="the sequence to its end of prompt 1"):
+        small_engine().generate(given, sampling=long)
+    assert ran == []
+    (completion,) = small_engine().generate(given[1:], sampling=exact)  # to the last slot
+    assert len(completion.tokens) == 19
+    # An end token or a stop string may come first, so it is tried.
+    stop = dataclasses.replace(long, stop=completion.text[:4])
+    assert small_engine().generate(given[1:], sampling=stop)[0].finish_reason == "stop"
+    ran.clear()
+    with pytest.raises(CapacityError):
+        small_engine(ends=True).generate(given, sampling=dataclasses.replace(long, seed=1))
+    assert ran
+
+
+def test_an_evaluation_refuses_before_its_first_wave(ran):
+    """Of the problems of three waves the second prompt is the longest."""
+    task, model = Continue(), model_for("vanilla")
+    lengths = [len(model.tokenizer.encode(each.prompt)) for each in task.problems("test", 3)]
+    assert lengths[0] < max(lengths)
+    rows = model.config.num_layers * model.config.num_kv_heads
+    slots = max(lengths) - 1
+    options = dict(sampling=dataclasses.replace(SHORT, max_new_tokens=1), page_size=1)
+    memory = slots * rows * 2 * model.config.head_dim * 4
+    with pytest.raises(CapacityError, match="cannot hold the prompt"):
+        evaluate(model, task, problems=3, lanes=1, memory=memory, **options)
+    assert ran == []
+
+
+# -- calls that meet ---------------------------------------------------------------------------
+
+
+def test_a_call_from_inside_a_callback_is_refused_and_harms_nothing():
+    given, engine = prompts(), engine_for("quest")
+    expected, refused = engine.generate(given, sampling=GREEDY), []
+
+    def call_again(update):
+        with pytest.raises(BusyError, match="The engine is busy"):
+            engine.generate(given[:1], sampling=GREEDY)
+        refused.append(update)
+
+    assert engine.generate(given, sampling=GREEDY, on_tokens=call_again) == expected
+    assert len(refused) > len(given)
+
+    def let_through(update):
+        engine.generate(given[:1], sampling=GREEDY)
+
+    with pytest.raises(BusyError):
+        engine.generate(given, sampling=GREEDY, on_tokens=let_through)
+    assert engine.generate(given, sampling=GREEDY) == expected
+
+
+def test_a_turn_from_inside_a_turn_is_refused_and_harms_nothing():
+    turns = prompts((9, 4))
+    undisturbed = dms_jax.Conversation(model_for("dms", ends=False), **TALK)
+    expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]
+    conversation = dms_jax.Conversation(model_for("dms", ends=False), **TALK)
+
+    def say_again(update):
+        with pytest.raises(BusyError, match="The conversation is busy"):
+            conversation.say([5, 6], sampling=SHORT)
+
+    for turn in turns:
+        conversation.say(turn, sampling=SHORT, on_tokens=say_again)
+    assert conversation.turns == expected
+
+
+def test_threads_are_refused_or_answered_rightly():
+    """Eight threads over one engine, then each with one of its own."""
+    given = [prompts((5, 13)), prompts((9, 30)), prompts((1, 4)), prompts((13, 2))]
+    engine = Engine(model_for("vanilla", ends=False), max_tokens=64, **SHAPE)
+    expected = [engine.generate(each, sampling=SHORT) for each in given]
+    results = types.SimpleNamespace(right=0, busy=0, wrong=[])
+    together = threading.Barrier(8)
+
+    def call(index):
+        together.wait()
+        for turn in range(index, index + 4):
+            which = turn % len(given)
+            try:
+                answer = engine.generate(given[which], sampling=SHORT)
+            except BusyError:
+                results.busy += 1
+            except BaseException as error:
+                results.wrong.append(error)
+            else:
+                results.right += answer == expected[which]
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not results.wrong
+    assert results.right + results.busy == 32
+    assert results.right >= 1
+    assert results.busy >= 1
+    assert engine.generate(given[0], sampling=SHORT) == expected[0]

@@ -1,0 +1,224 @@
+"""A second Ctrl-C, at every line of the cleaning after the first: the next answers are right.
+
+CPython lets a signal in after calls and where loops turn back. The tests raise at every line of
+this library that runs while an interrupt passes, which is more often. One place is left out: a line
+that releases a lock is reached as a line, and never by a signal, before it has done so.
+"""
+
+import dataclasses
+import itertools
+import linecache
+import sys
+from pathlib import Path
+
+import pytest
+
+import dms_jax
+from dms_jax.errors import CapacityError
+from dms_jax.generation import Completion, Engine
+from dms_jax.generation.runner import Runner
+from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts
+
+LIBRARY = str(Path(dms_jax.__file__).parent)
+SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
+TALK = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
+CASES = {name: POLICIES[name] for name in ("vanilla", "dms", "quest")} | {
+    "kcache": dms_jax.KCache(top=4, first_layers=1)
+}
+
+
+def every_case(*names: str):
+    return pytest.mark.parametrize("policy", [CASES[name] for name in names], ids=names)
+
+
+class Strike:
+    """Raises KeyboardInterrupt at the n-th different line that the library runs from now on."""
+
+    def __init__(self, nth: int):
+        self.nth, self.before = nth, sys.gettrace()
+        self.lines: set[tuple[str, int]] = set()
+
+    def arm(self) -> None:
+        """Begins to count, in the frames that are open too."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(LIBRARY):
+                frame.f_trace = self
+            frame = frame.f_back
+        sys.settrace(self)
+
+    def __call__(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(LIBRARY):
+            return None
+        place = (frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and "unless_busy(" not in linecache.getline(*place):
+            self.lines.add(place)
+            if len(self.lines) == self.nth:
+                sys.settrace(self.before)
+                raise KeyboardInterrupt("the second")
+        return self
+
+    def disarm(self) -> bool:
+        """Whether it struck."""
+        sys.settrace(self.before)
+        return len(self.lines) >= self.nth
+
+
+def interrupted(call, nth: int) -> bool:
+    """Makes a call whose second update is interrupted, and its cleaning again at the n-th line.
+
+    Returns whether there were so many lines.
+    """
+    strike, updates = Strike(nth), []
+
+    def interrupt(update):
+        updates.append(update)
+        if len(updates) == 2:
+            strike.arm()
+            raise KeyboardInterrupt("the first")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(interrupt)
+    finally:
+        struck = strike.disarm()
+    return struck
+
+
+def same(left: Completion, right: Completion) -> bool:
+    """Whether the tokens and what they cost are: greedy answers to other prompts may be alike."""
+    usages = [(usage.kv_reads, usage.live_tokens) for usage in (left.usage, right.usage)]
+    return left.tokens == right.tokens and usages[0] == pytest.approx(usages[1])
+
+
+def model():
+    return model_for("vanilla", ends=False)
+
+
+@pytest.mark.slow
+@every_case(*CASES)
+def test_answers_after_an_interrupted_cleaning(policy):
+    given = prompts((5, 9, 13))
+    expected = Engine(model(), policy, max_tokens=64, **SHAPE).generate(given, sampling=SHORT)
+    engine = Engine(model(), policy, max_tokens=64, **SHAPE)
+    for nth in itertools.count(1):
+        struck = interrupted(
+            lambda listen: engine.generate(given, sampling=SHORT, on_tokens=listen), nth
+        )
+        assert engine.generate(given, sampling=SHORT) == expected, nth
+        assert engine.runner.allocator.pages_in_use == 0
+        if not struck:
+            break
+    assert nth > 40  # there is that much to clean
+
+
+@pytest.mark.slow
+@every_case("dms", "kcache")
+def test_a_conversation_after_an_interrupted_cleaning(policy, monkeypatch):
+    """Interrupted before its new turn has reached the cache, which then looks like its past."""
+    turns = prompts((9, 4))
+    undisturbed = dms_jax.Conversation(model(), policy, **TALK)
+    expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]
+    for nth in itertools.count(1):
+        conversation = dms_jax.Conversation(model(), policy, **TALK)
+        conversation.say(turns[0], sampling=SHORT)
+        strike = Strike(nth)
+
+        def interrupt(*arguments, strike=strike, **options):
+            strike.arm()
+            raise KeyboardInterrupt("the first")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Runner, "extend", interrupt)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    conversation.say([5, 6], sampling=SHORT)
+            finally:
+                struck = strike.disarm()
+        assert conversation.turns == expected[:1]
+        assert same(conversation.say(turns[1], sampling=SHORT), expected[1]), nth
+        if not struck:
+            break
+    assert nth > 40
+
+
+@pytest.mark.slow
+def test_starting_over_before_the_next_call_may_be_interrupted_too():
+    """And again, at every line of it: the cache is not taken for whole until it is."""
+    given = prompts((5, 13))
+    engine = Engine(model(), CASES["kcache"], max_tokens=64, **SHAPE)
+    expected = engine.generate(given, sampling=SHORT)
+    for nth in itertools.count(1):
+        interrupted(lambda listen: engine.generate(given, sampling=SHORT, on_tokens=listen), 8)
+        assert engine.runner.dirty
+        strike = Strike(nth)
+        restart = engine.runner.restart
+
+        def restart_struck(strike=strike, restart=restart):
+            strike.arm()
+            try:
+                restart()
+            finally:
+                strike.disarm()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.runner, "restart", restart_struck)
+            try:
+                first = engine.generate(given, sampling=SHORT)
+            except KeyboardInterrupt:
+                first = None
+        assert first in (None, expected)
+        assert engine.generate(given, sampling=SHORT) == expected, nth
+        if first is not None:
+            break
+    assert nth > 30
+
+
+def test_a_turn_is_there_or_not():
+    """Interrupts at the lines that note down a turn, after its answer."""
+    turns = prompts((9, 4))
+    undisturbed = dms_jax.Conversation(model(), **TALK)
+    expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]
+    for nth in itertools.count(1):
+        conversation = dms_jax.Conversation(model(), **TALK)
+        strike = Strike(nth)
+
+        def last(update, strike=strike):
+            if update.finished:
+                strike.arm()
+
+        try:
+            conversation.say(turns[0], sampling=SHORT, on_tokens=last)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            struck = strike.disarm()
+        if not conversation.turns:
+            conversation.say(turns[0], sampling=SHORT)
+        assert len(conversation.turns) == 1
+        assert same(conversation.turns[0], expected[0]), nth
+        assert same(conversation.say(turns[1], sampling=SHORT), expected[1]), nth
+        if not struck:
+            break
+    assert nth > 10
+
+
+def test_no_room_for_a_new_cache_does_not_hide_what_went_wrong(monkeypatch):
+    given = prompts((5, 13))
+    engine = Engine(model(), max_tokens=64, **SHAPE)
+    expected = engine.generate(given, sampling=SHORT)
+
+    def refuse(self):
+        self.dirty = True
+        raise CapacityError("no room for a cache")
+
+    def interrupt(update):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "restart", refuse)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(given, sampling=SHORT, on_tokens=interrupt)
+        with pytest.raises(CapacityError, match="no room for a cache"):
+            engine.generate(given, sampling=SHORT)
+    assert engine.generate(given, sampling=SHORT) == expected
