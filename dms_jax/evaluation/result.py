@@ -26,6 +26,8 @@ class Result:
       tasks: their names; `task_of[i]` says which one problem i belongs to.
       scores: of each chain, 0 to 1.
       answers: what each chain answered; None for nothing.
+      answer_scores: of that answer alone. A completion may name the right one beside another
+        (RULER's score finds it anywhere), but a vote is for a single one.
       prompt_tokens: of each problem.
       new_tokens: generated, end tokens included.
       reads, peak, live: tokens of each chain: read by all its decode steps, live at most, live at
@@ -41,6 +43,7 @@ class Result:
     task_of: Int[np.ndarray, " problems"]
     scores: Chains
     answers: tuple[tuple[str | None, ...], ...]
+    answer_scores: Chains
     prompt_tokens: Int[np.ndarray, " problems"]
     new_tokens: Int[np.ndarray, "problems chains"]
     reads: Chains
@@ -65,7 +68,7 @@ class Result:
         """The same over the first `chains` chains of each problem."""
         winners = [majority(answers[:chains]) for answers in self.answers]
         scores = [
-            0.0 if winner is None else self.scores[problem, winner]
+            0.0 if winner is None else self.answer_scores[problem, winner]
             for problem, winner in enumerate(winners)
         ]
         return mean_over_problems(np.asarray(scores, np.float64)[:, None])

@@ -123,6 +123,7 @@ def made_up() -> Result:
         task_of=np.zeros(2, np.int64),
         scores=np.array([[0.0, 1, 1], [1, 0, 0]]),
         answers=(("3", "5", "5"), ("2", None, "4")),
+        answer_scores=np.array([[0.0, 1, 1], [1, 0, 0]]),
         prompt_tokens=np.array([10, 20]),
         new_tokens=np.array([[5, 5, 5], [9, 9, 9]]),
         reads=100 * ones,
@@ -133,6 +134,28 @@ def made_up() -> Result:
         completions=(("a", "b", "c"), ("d", "e", "f")),
         seconds=1.0,
     )
+
+
+def test_a_vote_has_the_score_of_the_answer_that_won():
+    """Of Needle, whose score finds the number anywhere: the first chain says two."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Two(Continue):
+        name = "two"
+
+        def answer(self, completion: str) -> str | None:
+            return "wrong"
+
+        def score(self, problem: Problem, completion: str) -> float:
+            return 1.0 if completion != "wrong" else 0.0
+
+    result = evaluate(
+        stories(), Two(), problems=2, chains=2, sampling=SAMPLING, page_size=16, chunk=8
+    )
+    assert result.accuracy.value == 1
+    assert result.voted.value == 0
+    data = result.to_dict()
+    assert (data["accuracy"][0], data["voted"][0]) == (1, 0)
 
 
 def test_figures_by_hand():
