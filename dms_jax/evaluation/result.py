@@ -120,9 +120,9 @@ class Result:
             **self.settings,
             "problems": len(self.scores),
             "chains": chains,
-            "accuracy": _figure(self.accuracy),
-            "voted": _figure(self.voted),
-            "best": _figure(self.best),
+            "accuracy": self.accuracy.to_list(),
+            "voted": self.voted.to_list(),
+            "best": self.best.to_list(),
             "reads": self.reads_per_problem,
             "peak": self.peak_per_problem,
             "live": float(self.live.sum(1).mean()),
@@ -137,9 +137,9 @@ class Result:
             parts = {name: self.of_task(name) for name in self.tasks}
             data["tasks"] = {
                 name: {
-                    "accuracy": _figure(part.accuracy),
-                    "voted": _figure(part.voted),
-                    "best": _figure(part.best),
+                    "accuracy": part.accuracy.to_list(),
+                    "voted": part.voted.to_list(),
+                    "best": part.best.to_list(),
                     "ended": float(part.ended.mean()),
                     "new_tokens": float(part.new_tokens.mean()),
                 }
@@ -160,10 +160,6 @@ class Result:
                 )
             ]
         return data
-
-
-def _figure(measured: Measured) -> list[float]:
-    return [measured.value, measured.error]
 
 
 def summary_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -191,9 +187,11 @@ def summary_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def percent(figure: Sequence[float]) -> str:
+def percent(figure: Sequence[float | None]) -> str:
     """A figure and its error in percent.
 
-    # In: [0.5, 0.021]  Out: "50.0 ± 2.1"
+    # In: [0.5, 0.021]  Out: "50.0 ± 2.1"       [0.5, None]  "50.0 ± unknown"
     """
-    return f"{100 * figure[0]:.1f} ± {100 * figure[1]:.1f}"
+    value, error = figure
+    assert value is not None
+    return f"{100 * value:.1f} ± {'unknown' if error is None else f'{100 * error:.1f}'}"

@@ -158,6 +158,13 @@ def test_a_vote_has_the_score_of_the_answer_that_won():
     assert (data["accuracy"][0], data["voted"][0]) == (1, 0)
 
 
+def test_what_one_problem_says_has_no_known_error():
+    result = run(problems=1)
+    data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert data["accuracy"] == [result.accuracy.value, None]
+    assert "± unknown" in summary_table([{"label": "one", **data}])
+
+
 def test_figures_by_hand():
     result = made_up()
     assert result.accuracy.value == pytest.approx(0.5)
