@@ -225,6 +225,7 @@ def _scored(
         new_tokens=of_usage("new_tokens", np.int64),
         reads=of_usage("kv_reads"),
         peak=of_usage("peak_tokens"),
+        held=of_usage("peak_held_tokens"),
         live=of_usage("live_tokens"),
         cache_bytes=of_usage("peak_cache_bytes", np.int64),
         ended=np.asarray([done.finish_reason == "end" for done in completions]).reshape(

@@ -1,8 +1,9 @@
 """What an evaluation measured: scores, votes, and what the cache was used for.
 
 The two budgets are those of the DMS paper: **KV reads**, the entries attended to, summed over the
-decode steps, and **peak tokens**, the most live entries; both averaged over layers and KV heads and
-summed over the W chains of a problem, which run side by side.
+decode steps, and **peak tokens**, the most live entries after any token; both averaged over layers
+and KV heads and summed over the W chains of a problem, which run side by side. A prompt that is
+read in one pass holds more than that for a moment: **held** is the most entries held at once.
 """
 
 import dataclasses
@@ -30,8 +31,9 @@ class Result:
         (RULER's score finds it anywhere), but a vote is for a single one.
       prompt_tokens: of each problem.
       new_tokens: generated, end tokens included.
-      reads, peak, live: tokens of each chain: read by all its decode steps, live at most, live at
-        its end; averages over layers and KV heads.
+      reads, peak, held, live: tokens of each chain: read by all its decode steps, live at most,
+        held at once at most (`Usage.peak_held_tokens`), live at its end; averages over layers and
+        KV heads.
       cache_bytes: of each chain's pages and state at their highest.
       ended: whether a chain ended by an end token, not by its length.
       completions: the texts.
@@ -48,6 +50,7 @@ class Result:
     new_tokens: Int[np.ndarray, "problems chains"]
     reads: Chains
     peak: Chains
+    held: Chains
     live: Chains
     cache_bytes: Int[np.ndarray, "problems chains"]
     ended: Bool[np.ndarray, "problems chains"]
@@ -125,6 +128,7 @@ class Result:
             "best": self.best.to_list(),
             "reads": self.reads_per_problem,
             "peak": self.peak_per_problem,
+            "held": float(self.held.sum(1).mean()),
             "live": float(self.live.sum(1).mean()),
             "compression_ratio": self.compression_ratio,
             "cache_bytes": float(self.cache_bytes.sum(1).mean()),

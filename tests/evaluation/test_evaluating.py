@@ -65,6 +65,7 @@ def test_scores_and_usage_are_those_of_generation(vanilla):
         assert vanilla.scores[index, chain] == Continue().score(problems[index], alone.text)
         assert vanilla.reads[index, chain] == alone.usage.kv_reads
         assert vanilla.peak[index, chain] == alone.usage.peak_tokens
+        assert vanilla.held[index, chain] == alone.usage.peak_held_tokens
         assert vanilla.new_tokens[index, chain] == alone.usage.new_tokens
 
 
@@ -128,6 +129,7 @@ def made_up() -> Result:
         new_tokens=np.array([[5, 5, 5], [9, 9, 9]]),
         reads=100 * ones,
         peak=np.array([[1.0, 2, 3], [4, 5, 6]]),
+        held=np.array([[2.0, 2, 3], [5, 5, 6]]),
         live=np.array([[7.0, 7, 7], [14, 14, 14]]),
         cache_bytes=np.full((2, 3), 8),
         ended=np.array([[True, True, False], [True, True, True]]),
