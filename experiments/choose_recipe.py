@@ -176,17 +176,14 @@ def main(config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-def differences(rows: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
+def differences(rows: list[dict[str, Any]]) -> list[dict[str, list[float | None]]]:
     """What each trial has above each other, paired by problem: accuracy and its standard error."""
     scores = {row["trial"]: np.asarray([row["per_problem"]["scores"]], np.float64) for row in rows}
     pairs = {
         name: {other: difference(own, scores[other]) for other in scores if other != name}
         for name, own in scores.items()
     }
-    return [
-        {other: [float(gap.value), float(gap.error)] for other, gap in above.items()}
-        for above in pairs.values()
-    ]
+    return [{other: gap.to_list() for other, gap in above.items()} for above in pairs.values()]
 
 
 def show(rows: list[dict[str, Any]]) -> None:

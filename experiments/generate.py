@@ -117,7 +117,7 @@ def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
     )
     for name in ("#", "ended by"):
         table.add_column(name)
-    for name in ("prompt", "new", "KV reads", "peak", "live", "ratio", "cache kB"):
+    for name in ("prompt", "new", "KV reads", "peak", "held", "live", "ratio", "cache kB"):
         table.add_column(name, justify="right")
 
     def row(label: str, reason: str, usage: Any) -> None:
@@ -128,6 +128,7 @@ def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
             f"{usage.new_tokens:,}",
             f"{usage.kv_reads:,.0f}",
             f"{usage.peak_tokens:,.0f}",
+            f"{usage.peak_held_tokens:,.0f}",
             f"{usage.live_tokens:,.0f}",
             f"{usage.compression_ratio:.2f}",
             f"{usage.cache_bytes / 1e3:,.0f}",

@@ -18,10 +18,13 @@ class Usage:
     Attributes:
       prompt_tokens, new_tokens: how many were processed and generated.
       kv_reads: key-value entries read by the decode steps, summed over steps and averaged over
-        (layer, KV head), the reads that selection costs (Quest) included. A row that each query
-        head reads separately counts once per query head.
-      peak_tokens: the most live entries at any step, prompt included, averaged over (layer, KV
-        head).
+        (layer, KV head), the reads that selection costs (Quest) included, and those of a row that
+        is judged anew to be cut (SnapKV and its like). A row that each query head reads separately
+        counts once per query head.
+      peak_tokens: the most live entries right after any token, of the prompt too, averaged over
+        (layer, KV head): the papers' peak, that of tokens processed one after another.
+      peak_held_tokens: the most entries that were held at once. A chunk of a prompt that is read
+        in one pass is held whole, beside what came before, until what it evicts is gone.
       live_tokens: live entries at the end, averaged likewise; after a cut (SnapKV and its like), if
         one came with the last token.
       compression_ratio: tokens seen over live entries, both at the end.
@@ -35,6 +38,7 @@ class Usage:
     new_tokens: int
     kv_reads: float
     peak_tokens: float
+    peak_held_tokens: float
     live_tokens: float
     compression_ratio: float
     cache_bytes: int
@@ -49,14 +53,25 @@ class Meter:
     rows: int
     reads: int = 0
     peak: int = 0
+    held: int = 0
     live: int = 0
     peak_bytes: int = 0
 
-    def add(self, live: Sequence[int] | Int[np.ndarray, " n"], reads: Sequence[int] = ()) -> None:
-        """Counts tokens by the live entries right after each, and what decode steps read."""
+    def add(
+        self,
+        live: Sequence[int] | Int[np.ndarray, " n"],
+        reads: Sequence[int] = (),
+        *,
+        held: int = 0,
+    ) -> None:
+        """Counts tokens by the live entries right after each, and what decode steps read.
+
+        `held` is what was there at once while they were processed, if that was more.
+        """
         if len(live):
             self.live = int(live[-1])
             self.peak = max(self.peak, int(np.max(live)))
+        self.held = max(self.held, self.peak, held)
         self.reads += sum(reads)
 
     def settle(self, live: int) -> None:
@@ -79,6 +94,7 @@ class Meter:
             new_tokens=new_tokens,
             kv_reads=self.reads / self.rows,
             peak_tokens=self.peak / self.rows,
+            peak_held_tokens=self.held / self.rows,
             live_tokens=live,
             compression_ratio=seen / live if live else 1.0,
             cache_bytes=cache_bytes,

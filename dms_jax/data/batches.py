@@ -84,15 +84,15 @@ def batches(
     dataset = grain.MapDataset.source(documents).seed(seed % 2**32)
     dataset = dataset.shuffle() if shuffle else dataset
     dataset = dataset.repeat() if repeat else dataset
+    # The only document that holds anything may come first in one epoch and last in the next.
+    stream = packings.NotEmpty(
+        dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)),
+        patience=2 * len(documents),
+    )
     if packing == "first_fit":
-        packed = packings.first_fit(dataset, length=length, bins=_OPEN_SEQUENCES, seed=seed)
+        packed = packings.first_fit(stream, length=length, bins=_OPEN_SEQUENCES, seed=seed)
     elif packing in ("concatenate", "concatenate_whole"):
-        packed = packings.Concatenate(
-            dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)),
-            length=length,
-            carry=packing == "concatenate",
-            patience=len(documents),
-        )
+        packed = packings.Concatenate(stream, length=length, carry=packing == "concatenate")
     else:
         raise ConfigError(
             f"packing must be 'concatenate', 'concatenate_whole' or 'first_fit', got {packing!r}"

@@ -133,6 +133,15 @@ def standard_parts(slips: float = 0.0) -> tuple[Part, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Document:
+    """A document of a part: its token ids, of which the first `prompt` are the prompt's."""
+
+    part: str
+    ids: list[int]
+    prompt: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Mixture:
     """Batches of a mixture; the tokenizer has a begin and an end token.
 
@@ -184,16 +193,17 @@ class Mixture:
         shape = (self.batch_size, self.length)
         tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         counts = np.zeros(shape, bool)
-        spent = {part.name: 0.0 for part in self.parts}
-        waiting: collections.deque[tuple[list[int], int]] = collections.deque()
+        placed = {part.name: 0 for part in self.parts}
+        waiting: list[_Document] = []
         for row in range(self.batch_size):
+            last = row == self.batch_size - 1
             filled = segment = 0
-            while document := self._next(rng, waiting, spent, self.length - filled):
-                ids, prompt = document
-                end, segment = filled + len(ids), segment + 1
-                tokens[row, filled:end] = ids
+            while document := self._next(rng, waiting, placed, self.length - filled, last=last):
+                end, segment = filled + len(document.ids), segment + 1
+                tokens[row, filled:end] = document.ids
                 segments[row, filled:end] = segment
-                counts[row, filled + prompt : end] = True
+                counts[row, filled + document.prompt : end] = True
+                placed[document.part] += len(document.ids)
                 filled = end
             prose = self._prose(rng, self.length - filled)
             if len(prose):
@@ -203,26 +213,35 @@ class Mixture:
         return {"tokens": tokens, "segment_ids": segments, "loss_mask": counts}
 
     def _next(
-        self, rng: random.Random, waiting: Any, spent: dict[str, float], room: int
-    ) -> tuple[list[int], int] | None:
+        self,
+        rng: random.Random,
+        waiting: "list[_Document]",
+        placed: dict[str, int],
+        room: int,
+        *,
+        last: bool,
+    ) -> "_Document | None":
         """The next document that fits; None once a sequence is nearly full.
 
         A document that does not fit waits for the next sequence. The part that is furthest behind
-        its share comes next.
+        its share comes next. What waits counts as its part's, but in the last sequence, where it
+        is dropped: a part's share is of the tokens that are in the batch.
         """
-        for index, (ids, prompt) in enumerate(waiting):
-            if len(ids) <= room:
-                del waiting[index]
-                return ids, prompt
+        for index, document in enumerate(waiting):
+            if len(document.ids) <= room:
+                return waiting.pop(index)
         for _ in range(8 if room < self.length else 100):
-            part = min(self.parts, key=lambda part: spent[part.name] / part.share)
+            taken = dict(placed)
+            for document in [] if last else waiting:
+                taken[document.part] += len(document.ids)
+            part = min(self.parts, key=lambda part: taken[part.name] / part.share)
             ids, prompt = self.document(part, rng)
-            if len(ids) > self.length:
-                continue
-            spent[part.name] += len(ids)
+            document = _Document(part.name, ids, prompt)
             if len(ids) <= room:
-                return ids, prompt
-            waiting.append((ids, prompt))
+                return document
+            if len(ids) > self.length or last:
+                continue
+            waiting.append(document)
             if len(waiting) >= 4:
                 return None
         return None

@@ -22,6 +22,41 @@ import numpy as np
 from dms_jax.errors import DataError
 
 
+class NotEmpty(grain.IterDataset):
+    """The documents that hold a token.
+
+    Args:
+      parent: documents, as int32 arrays.
+      patience: documents in a row without a token after which the data is given up as empty.
+    """
+
+    def __init__(self, parent: grain.IterDataset, *, patience: int):
+        super().__init__(parent)
+        self._patience = patience
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _NotEmptyIterator(iter(self._parent), self._patience)
+
+
+class _NotEmptyIterator(grain.DatasetIterator):
+    def __init__(self, parent: grain.DatasetIterator, patience: int):
+        super().__init__(parent)
+        self._patience = patience
+
+    def __next__(self) -> np.ndarray:
+        for _ in range(self._patience + 1):
+            document = next(self._parent)
+            if len(document):
+                return document
+        raise DataError("the documents hold no token to train on")
+
+    def get_state(self) -> dict[str, Any]:
+        return self._parent.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state)
+
+
 class Concatenate(grain.IterDataset):
     """Token arrays of any length to arrays [T].
 
@@ -29,30 +64,26 @@ class Concatenate(grain.IterDataset):
       parent: documents, as int32 arrays.
       length: T.
       carry: whether the rest of a document goes into the next sequence.
-      patience: documents in a row without a token after which the data is given up as empty.
     """
 
-    def __init__(self, parent: grain.IterDataset, *, length: int, carry: bool, patience: int):
+    def __init__(self, parent: grain.IterDataset, *, length: int, carry: bool):
         super().__init__(parent)
-        self._options = (length, carry, patience)
+        self._options = (length, carry)
 
     def __iter__(self) -> grain.DatasetIterator:
         return _ConcatenateIterator(iter(self._parent), *self._options)
 
 
 class _ConcatenateIterator(grain.DatasetIterator):
-    def __init__(self, parent: grain.DatasetIterator, length: int, carry: bool, patience: int):
+    def __init__(self, parent: grain.DatasetIterator, length: int, carry: bool):
         super().__init__(parent)
-        self._length, self._carry, self._patience = length, carry, patience
+        self._length, self._carry = length, carry
         self._rest = np.zeros(0, np.int32)
 
     def __next__(self) -> dict[str, np.ndarray]:
-        parts, total, empty = [self._rest], len(self._rest), 0
+        parts, total = [self._rest], len(self._rest)
         while total < self._length:
             document = next(self._parent)
-            empty = 0 if len(document) else empty + 1
-            if empty > self._patience:
-                raise DataError("the documents hold no token to train on")
             parts.append(document)
             total += len(document)
         tokens = np.concatenate(parts)
@@ -68,7 +99,7 @@ class _ConcatenateIterator(grain.DatasetIterator):
         self._rest = np.asarray(state["rest"], np.int32)
 
 
-def first_fit(parent: grain.MapDataset, *, length: int, bins: int, seed: int) -> grain.IterDataset:
+def first_fit(parent: grain.IterDataset, *, length: int, bins: int, seed: int) -> grain.IterDataset:
     """Token arrays to `{"tokens", "segment_ids", "loss_mask"}`, each [T]; longer documents are cut.
 
     Args:
@@ -78,9 +109,8 @@ def first_fit(parent: grain.MapDataset, *, length: int, bins: int, seed: int) ->
       seed: of the order in which they are given out.
     """
     documents = parent.map(lambda tokens: {"tokens": tokens[:length]})
-    documents = documents.filter(lambda document: len(document["tokens"]) > 0)
     packed = grain.experimental.FirstFitPackIterDataset(
-        documents.to_iter_dataset(),
+        documents,
         length_struct={"tokens": length},
         num_packing_bins=bins,
         seed=seed,

@@ -205,12 +205,16 @@ def _scored(
     seconds: float,
 ) -> Result:
     count = len(problems)
-    scores, answers, texts = np.zeros((count, chains)), [], []
+    scores, answer_scores = np.zeros((count, chains)), np.zeros((count, chains))
+    answers, texts = [], []
     for index, problem in enumerate(problems):
         task = tasks[index % len(tasks)]
         own = [done.text for done in completions[index * chains : (index + 1) * chains]]
         scores[index] = [task.score(problem, text) for text in own]
         answers.append(tuple(task.answer(text) for text in own))
+        answer_scores[index] = [
+            0.0 if answer is None else task.score_answer(problem, answer) for answer in answers[-1]
+        ]
         texts.append(tuple(own))
 
     def of_usage(name: str, dtype: type = np.float64) -> np.ndarray:
@@ -223,10 +227,12 @@ def _scored(
         task_of=np.arange(count) % len(tasks),
         scores=scores,
         answers=tuple(answers),
+        answer_scores=answer_scores,
         prompt_tokens=of_usage("prompt_tokens", np.int64)[:, 0],
         new_tokens=of_usage("new_tokens", np.int64),
         reads=of_usage("kv_reads"),
         peak=of_usage("peak_tokens"),
+        held=of_usage("peak_held_tokens"),
         live=of_usage("live_tokens"),
         cache_bytes=of_usage("peak_cache_bytes", np.int64),
         ended=np.asarray([done.finish_reason == "end" for done in completions]).reshape(

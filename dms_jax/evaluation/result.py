@@ -1,8 +1,9 @@
 """What an evaluation measured: scores, votes, and what the cache was used for.
 
 The two budgets are those of the DMS paper: **KV reads**, the entries attended to, summed over the
-decode steps, and **peak tokens**, the most live entries; both averaged over layers and KV heads and
-summed over the W chains of a problem, which run side by side.
+decode steps, and **peak tokens**, the most live entries after any token; both averaged over layers
+and KV heads and summed over the W chains of a problem, which run side by side. A prompt that is
+read in one pass holds more than that for a moment: **held** is the most entries held at once.
 """
 
 import dataclasses
@@ -26,10 +27,13 @@ class Result:
       tasks: their names; `task_of[i]` says which one problem i belongs to.
       scores: of each chain, 0 to 1.
       answers: what each chain answered; None for nothing.
+      answer_scores: of that answer alone. A completion may name the right one beside another
+        (RULER's score finds it anywhere), but a vote is for a single one.
       prompt_tokens: of each problem.
       new_tokens: generated, end tokens included.
-      reads, peak, live: tokens of each chain: read by all its decode steps, live at most, live at
-        its end; averages over layers and KV heads.
+      reads, peak, held, live: tokens of each chain: read by all its decode steps, live at most,
+        held at once at most (`Usage.peak_held_tokens`), live at its end; averages over layers and
+        KV heads.
       cache_bytes: of each chain's pages and state at their highest.
       ended: whether a chain ended by an end token, not by its length.
       completions: the texts.
@@ -41,10 +45,12 @@ class Result:
     task_of: Int[np.ndarray, " problems"]
     scores: Chains
     answers: tuple[tuple[str | None, ...], ...]
+    answer_scores: Chains
     prompt_tokens: Int[np.ndarray, " problems"]
     new_tokens: Int[np.ndarray, "problems chains"]
     reads: Chains
     peak: Chains
+    held: Chains
     live: Chains
     cache_bytes: Int[np.ndarray, "problems chains"]
     ended: Bool[np.ndarray, "problems chains"]
@@ -65,7 +71,7 @@ class Result:
         """The same over the first `chains` chains of each problem."""
         winners = [majority(answers[:chains]) for answers in self.answers]
         scores = [
-            0.0 if winner is None else self.scores[problem, winner]
+            0.0 if winner is None else self.answer_scores[problem, winner]
             for problem, winner in enumerate(winners)
         ]
         return mean_over_problems(np.asarray(scores, np.float64)[:, None])
@@ -117,11 +123,12 @@ class Result:
             **self.settings,
             "problems": len(self.scores),
             "chains": chains,
-            "accuracy": _figure(self.accuracy),
-            "voted": _figure(self.voted),
-            "best": _figure(self.best),
+            "accuracy": self.accuracy.to_list(),
+            "voted": self.voted.to_list(),
+            "best": self.best.to_list(),
             "reads": self.reads_per_problem,
             "peak": self.peak_per_problem,
+            "held": float(self.held.sum(1).mean()),
             "live": float(self.live.sum(1).mean()),
             "compression_ratio": self.compression_ratio,
             "cache_bytes": float(self.cache_bytes.sum(1).mean()),
@@ -134,9 +141,9 @@ class Result:
             parts = {name: self.of_task(name) for name in self.tasks}
             data["tasks"] = {
                 name: {
-                    "accuracy": _figure(part.accuracy),
-                    "voted": _figure(part.voted),
-                    "best": _figure(part.best),
+                    "accuracy": part.accuracy.to_list(),
+                    "voted": part.voted.to_list(),
+                    "best": part.best.to_list(),
                     "ended": float(part.ended.mean()),
                     "new_tokens": float(part.new_tokens.mean()),
                 }
@@ -157,10 +164,6 @@ class Result:
                 )
             ]
         return data
-
-
-def _figure(measured: Measured) -> list[float]:
-    return [measured.value, measured.error]
 
 
 def summary_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -188,9 +191,11 @@ def summary_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def percent(figure: Sequence[float]) -> str:
+def percent(figure: Sequence[float | None]) -> str:
     """A figure and its error in percent.
 
-    # In: [0.5, 0.021]  Out: "50.0 ± 2.1"
+    # In: [0.5, 0.021]  Out: "50.0 ± 2.1"       [0.5, None]  "50.0 ± unknown"
     """
-    return f"{100 * figure[0]:.1f} ± {100 * figure[1]:.1f}"
+    value, error = figure
+    assert value is not None
+    return f"{100 * value:.1f} ± {'unknown' if error is None else f'{100 * error:.1f}'}"

@@ -5,11 +5,15 @@ problems has the standard error of the problems' means,
 
     SE = s / sqrt(n)        s: standard deviation over the n problems, with n - 1
 
+Of a single problem it is not known: NaN, which is beyond no threshold; None in JSON.
+
 Several seeds answer the same problems. Their mean has an error from the choice of problems and one
 from the seeds, and the sum of both, a little too large since one holds part of the other, is what
 is reported:
 
     SE^2 = SE_problems(mean over seeds)^2 + s_seeds^2 / seeds
+
+With one seed the second term is left out: the error is that of the problems alone.
 
 Two systems that answered the same problems are compared problem by problem: the differences are the
 observations, and what made a problem hard for both drops out.
@@ -28,7 +32,7 @@ from dms_jax.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A figure and its standard error."""
+    """A figure and its standard error; NaN where that is not known."""
 
     value: float | int
     error: float | int
@@ -37,14 +41,19 @@ class Measured:
         """Whether the figure is above a threshold by more than some standard errors."""
         return self.value - threshold > errors * self.error
 
+    def to_list(self) -> list[float | None]:
+        """[value, error] as JSON data; None for an error that is not known."""
+        return [float(self.value), None if math.isnan(self.error) else float(self.error)]
+
     def __str__(self) -> str:
-        return f"{self.value:.3f} ± {self.error:.3f}"
+        known = not math.isnan(self.error)
+        return f"{self.value:.3f} ± {f'{self.error:.3f}' if known else 'unknown'}"
 
 
 def standard_error(values: Float[np.ndarray, " observations"]) -> float:
-    """Standard error of the mean of independent observations; 0 where there is but one."""
+    """Standard error of the mean of independent observations; NaN where there is but one."""
     count = len(values)
-    return float(values.std(ddof=1) / math.sqrt(count)) if count > 1 else 0.0
+    return float(values.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
 
 
 def mean_over_problems(values: Float[np.ndarray, "problems chains"]) -> Measured:
@@ -82,8 +91,8 @@ def _error(observations: Float[np.ndarray, " problems"], seed_variance: float) -
 
 
 def _seed_variance(values: Float[np.ndarray, "seeds problems"]) -> float:
-    """Variance of the mean over seeds, as far as the seeds differ."""
-    return standard_error(values.mean(1)) ** 2
+    """Variance of the mean over seeds, as far as there are several that differ."""
+    return standard_error(values.mean(1)) ** 2 if len(values) > 1 else 0.0
 
 
 def majority(answers: Sequence[str | None]) -> int | None:

@@ -70,6 +70,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
         new_tokens=total("new_tokens"),
         kv_reads=total("kv_reads"),
         peak_tokens=total("peak_tokens"),
+        peak_held_tokens=total("peak_held_tokens"),
         live_tokens=live,
         compression_ratio=seen / live if live else 1.0,
         cache_bytes=total("cache_bytes"),

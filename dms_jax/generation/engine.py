@@ -310,7 +310,7 @@ class Engine:
             extended = runner.extend(parts, width=width, prompt=prompt, ends_prompt=ends)
             for lane, part in parts.items():
                 done[lane] += len(part)
-                self._running[lane].meter.add(extended.live[lane])
+                self._running[lane].meter.add(extended.live[lane], held=extended.held[lane])
             self._note_bytes()
             runner.trim()
             drawing = [

@@ -22,6 +22,7 @@ from dms_jax.generation import programs
 from dms_jax.generation.memory import out_of_memory
 from dms_jax.generation.programs import Steps, bucket
 from dms_jax.generation.sampling import Filter
+from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import layer_page_bytes, page_bytes, state_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
@@ -35,11 +36,13 @@ class Extended:
       hidden: on the device, [b, E], of each place's last token.
       lanes: Int[b], the lane of each place; beyond the last lane for nobody.
       live: lane -> live slots (a total over its L * K rows) right after each of its tokens.
+      held: lane -> entries that were there at once (likewise) in one pass; 0 token by token.
     """
 
     hidden: Array
     lanes: np.ndarray
     live: dict[int, np.ndarray]
+    held: dict[int, int]
 
 
 class Runner:
@@ -293,6 +296,13 @@ class Runner:
             if lane in tokens:
                 counts[row] = len(tokens[lane])
                 batch[row, : counts[row]] = tokens[lane]
+        held = dict.fromkeys(tokens, 0)
+        if in_one_pass(self.policy, width, prompt=prompt):
+            rows_a_lane = self.lengths[:, 0].size
+            held = {
+                lane: int(self.lengths[:, lane].sum()) + rows_a_lane * len(own)
+                for lane, own in tokens.items()
+            }
         table = self._table()
         rows = None if self._lanes_stay else slots
         if rows is not None:
@@ -320,6 +330,7 @@ class Runner:
                 for row, lane in enumerate(slots.tolist())
                 if lane in tokens
             },
+            held=held,
         )
 
     def first_tokens(

@@ -37,6 +37,14 @@ class Attended:
     reads: Int[Array, "B T"]
 
 
+def in_one_pass(policy: Policy, num_tokens: int, *, prompt: bool) -> bool:
+    """Whether a compiled chunk of so many tokens attends in one pass, not token by token.
+
+    A prompt that is read whole (Quest) stays so in chunks of one token.
+    """
+    return policy.parallel(prompt=prompt) and (num_tokens > 1 or not policy.parallel(prompt=False))
+
+
 def attend_cached(
     policy: Policy,
     cache: LayerCache,
@@ -94,9 +102,7 @@ def _attend(
 ) -> Attended:
     num_tokens = q.shape[1]
     options: dict[str, Any] = dict(scale=scale, host=host, head_axis=head_axis)
-    # A prompt that is read whole (Quest) stays so in chunks of one token.
-    in_one_pass = policy.parallel(prompt=prompt)
-    if in_one_pass and (num_tokens > 1 or not policy.parallel(prompt=False)):
+    if in_one_pass(policy, num_tokens, prompt=prompt):
         attended = _parallel(policy, cache, q, chunk, cos, sin, **options)
     elif num_tokens == 1:
         attended = _step(policy, cache, q, chunk, cos, sin, **options)
@@ -276,19 +282,21 @@ def _token_by_token(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis
             head_axis=head_axis,
         )
         cache, lengths = attended.cache, attended.lengths
-        out = attended.out
+        out, reads = attended.out, attended.reads[:, 0]
         if (due := policy.due(lengths, one, head_axis)) is not None:
             # Rows are rewritten once they have been read: left to find that out for itself, the
             # compiler for GPUs copies the whole pool for one of the two.
             out, pool = jax.lax.optimization_barrier((out, cache.pool))
             cache = dataclasses.replace(cache, pool=pool)
+            due &= one.count > 0
+            reads += jnp.where(due, lengths.sum(-1, dtype=jnp.int32), 0)  # again, to be judged
             cache, lengths = cut_layer(
                 policy,
                 cache,
                 None,
                 one,
                 lengths,
-                due & (one.count > 0),
+                due,
                 scale=scale,
                 dtype=q.dtype,
                 head_axis=head_axis,
@@ -296,7 +304,7 @@ def _token_by_token(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis
         return (cache, lengths), (
             out[:, 0],
             attended.live[:, 0],
-            attended.reads[:, 0],
+            reads,
         )
 
     def tokens_first(x, axis=1):

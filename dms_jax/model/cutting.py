@@ -87,8 +87,11 @@ def cut_layers(
     *,
     scale: float,
     dtype: Any,
-) -> tuple[Pool, PolicyState, Int[Array, "L B K"]]:
+) -> tuple[Pool, PolicyState, Int[Array, "L B K"], Int[Array, " B"]]:
     """Cuts the rows of all layers that are `due` after a step.
+
+    The last of what it returns is how many entries were read again to be judged: all that the rows
+    of a cut held.
 
     Args:
       policy: of all layers.
@@ -108,8 +111,9 @@ def cut_layers(
 
     due = jax.vmap(due_of)(layers, page_table, lengths)
     if due is None:
-        return pool, state, lengths
+        return pool, state, lengths, jnp.zeros_like(chunk.count)
     due &= chunk.count > 0
+    reads = jnp.where(due, lengths.sum(-1), 0).sum(0, dtype=jnp.int32)
 
     def cut(carry):
         pool, pages, lengths, _ = carry
@@ -137,7 +141,7 @@ def cut_layers(
         pool, pages, lengths, _ = jax.lax.while_loop(
             lambda carry: carry[-1], cut, (pool, state.pages, lengths, due.any())
         )
-    return pool, dataclasses.replace(state, pages=pages), lengths
+    return pool, dataclasses.replace(state, pages=pages), lengths, reads
 
 
 def _cut_sharded(policy, cache, chunk, which, *, scale, dtype) -> tuple[LayerCache, Array]:

@@ -285,9 +285,10 @@ class Transformer(nnx.Module):
         rows = (cache.page_table, cache.lengths, cache.row_state)
         carry, ((lengths, row_state), live, reads) = self._scan_layers(body, carry, policy, rows)
         x, pool, page_state = carry
+        live, reads = live.sum(0, dtype=jnp.int32), reads.sum(0, dtype=jnp.int32)
         if tokens.shape[1] == 1 and not policy.parallel(prompt=prompt):
             state = PolicyState(rows=row_state, pages=page_state)
-            pool, state, lengths = cut_layers(
+            pool, state, lengths, read_again = cut_layers(
                 policy,
                 pool,
                 state,
@@ -297,7 +298,7 @@ class Transformer(nnx.Module):
                 scale=scale,
                 dtype=x.dtype,
             )
-            page_state = state.pages
+            page_state, reads = state.pages, reads + read_again[:, None]
         return CachedPass(
             hidden=self.final_norm(x),
             cache=dataclasses.replace(
@@ -308,8 +309,8 @@ class Transformer(nnx.Module):
                 row_state=row_state,
                 page_state=page_state,
             ),
-            live=live.sum(0, dtype=jnp.int32),
-            reads=reads.sum(0, dtype=jnp.int32),
+            live=live,
+            reads=reads,
         )
 
     def _future_rope(

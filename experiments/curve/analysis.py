@@ -58,13 +58,13 @@ class Point:
         return Level(getattr(self, axis), self.scores)
 
     def to_dict(self) -> dict[str, Any]:
-        accuracy = self.accuracy
+        value, error = self.accuracy.to_list()
         by_seed = self.scores.mean(1).tolist()
         data = {key: value for key, value in vars(self).items() if key != "scores"}
         return {
             **data,
-            "accuracy": accuracy.value,
-            "error": accuracy.error,
+            "accuracy": value,
+            "error": error,
             "accuracy_by_seed": by_seed,
             "problems": self.scores.shape[1],
         }

@@ -25,16 +25,22 @@ from dms_jax.model.language_model import LanguageModel
 Prompts = list[list[int]]
 _FIRST = 1 << 60  # far from the numbers that pretraining draws problems by
 _AT_A_TIME = 500
+_MISSES = 1000  # prompts that do not fit, until it is given up
 _LEAST_ROOM = 128  # tokens for a completion
 _CHARACTERS_A_TOKEN = 2.5
 
 
 def make_prompts(tokenizer: Any, room: int, count: int, seed: str) -> Prompts:
-    """Draws prompts of up to `room` tokens; every part of the mixture has its share of tokens."""
+    """Draws prompts of up to `room` tokens; every part of the mixture has its share of tokens.
+
+    Raises:
+      DataError: hardly any prompt is that short.
+    """
     rng = random.Random(f"prompts {seed}")
     parts = standard_parts()
     spent = {part.name: 0.0 for part in parts}
     prompts: Prompts = []
+    missed = 0  # in a row
 
     def share(part: Part) -> float:
         return spent[part.name] / part.share
@@ -45,7 +51,13 @@ def make_prompts(tokenizer: Any, room: int, count: int, seed: str) -> Prompts:
         problem = task.problem("train", _FIRST + rng.getrandbits(48))
         ids = tokenizer.encode(problem.prompt)
         spent[part.name] += len(ids) + len(problem.solution) / _CHARACTERS_A_TOKEN
-        if len(ids) <= room:
+        missed = 0 if len(ids) <= room else missed + 1
+        if missed > _MISSES:
+            raise dms_jax.DataError(
+                f"{missed} prompts in a row are longer than the {room} tokens that the model has "
+                "room for beside an answer; take a model with more positions"
+            )
+        if not missed:
             prompts.append(ids)
     return prompts
 

@@ -9,7 +9,7 @@ from curve import figure
 from curve.analysis import Axis, Results
 from curve.jobs import BASE, provenance, read_json, write_text
 from curve.plan import FURTHER, LONGEST, TASKS, TRAINING_FREE, Config, Paths, jobs
-from dms_jax.evaluation import Measured
+from dms_jax.evaluation import Measured, percent
 
 RIVALS = ("TOVA", "StreamingLLM")
 MARGIN = 0.02  # of the control, within which DMS at ratio 4 is to stay
@@ -111,13 +111,21 @@ def _provenance(records: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _pair(measured: Measured | None) -> list[float] | None:
-    return None if measured is None else [float(measured.value), float(measured.error)]
+# A figure and its standard error, which of a single problem is not known.
+Pair = list[float | None]
 
 
-def _points(pair: list[float] | None) -> str:
+def _pair(measured: Measured | None) -> Pair | None:
+    return None if measured is None else measured.to_list()
+
+
+def _points(pair: Pair | None) -> str:
     """A difference in points of accuracy, with its standard error."""
-    return "-" if pair is None else f"{100 * pair[0]:+.1f} ± {100 * pair[1]:.1f}"
+    if pair is None:
+        return "-"
+    value, error = pair
+    assert value is not None
+    return f"{100 * value:+.1f} ± {'unknown' if error is None else f'{100 * error:.1f}'}"
 
 
 def _head(config: Config, data: dict[str, Any]) -> str:
@@ -155,7 +163,7 @@ def _verdicts(data: dict[str, Any]) -> str:
     elected = [point for point in data["points"] if point["task"] == f"choice_{name}"]
     seeds = max(len(point["seeds"]) for point in elected)
     figures = ", ".join(
-        f"`{point['system']}` {100 * point['accuracy']:.1f} ± {100 * point['error']:.1f}"
+        f"`{point['system']}` {percent([point['accuracy'], point['error']])}"
         for point in sorted(elected, key=lambda point: point["accuracy"], reverse=True)
         if len(point["seeds"]) == seeds
     )
@@ -179,11 +187,13 @@ def _verdicts(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _within(task: str, pair: list[float] | None, control: str) -> str:
+def _within(task: str, pair: Pair | None, control: str) -> str:
     claim = f"DMS at ratio 4 within {100 * MARGIN:.0f} points of {control} on {task}"
     if pair is None:
         return f"{claim}: **not measured**."
     value, error = pair
+    if value is None or error is None:
+        return f"{claim}: **not to be told from a single problem** ({_points(pair)})."
     if value - 2 * error > -MARGIN:
         verdict = "holds"
     elif value > -MARGIN:
@@ -195,8 +205,12 @@ def _within(task: str, pair: list[float] | None, control: str) -> str:
     return f"{claim}: **{verdict}** ({_points(pair)})."
 
 
-def _above(ratio: str, rival: str, table: dict[str, list[float] | None]) -> str:
-    measured = {task: pair for task, pair in table.items() if pair is not None}
+def _above(ratio: str, rival: str, table: dict[str, Pair | None]) -> str:
+    measured: dict[str, tuple[float, float]] = {}
+    for task, pair in table.items():
+        value, error = pair or (None, None)
+        if value is not None and error is not None:
+            measured[task] = value, error
     won = [task for task, (value, error) in measured.items() if value > 2 * error]
     lost = [task for task, (value, error) in measured.items() if value < -2 * error]
     unknown = len(TASKS) - len(measured)
@@ -222,10 +236,9 @@ def _tables(results: Results) -> str:
         lines.append("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
         for system in ("vanilla", FURTHER, *results.variants, *TRAINING_FREE):
             for point in results.of(system, task):
-                accuracy = point.accuracy
                 lines.append(
                     f"| {system} | {point.setting:g} | {len(point.seeds)} | "
-                    f"{100 * accuracy.value:.1f} ± {100 * accuracy.error:.1f} | "
+                    f"{percent(point.accuracy.to_list())} | "
                     f"{100 * point.voted:.1f} | {point.peak:,.0f} | {point.reads:,.0f} | "
                     f"{point.ratio:.2f} | {point.new_tokens:,.0f} | {point.ended:.0%} |"
                 )

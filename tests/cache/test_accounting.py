@@ -19,6 +19,19 @@ def test_figures_are_averages_over_rows():
     assert (usage.prompt_tokens, usage.new_tokens) == (3, 4)
 
 
+def test_what_is_held_at_once_is_told_beside_what_is_live():
+    """Two rows; two chunks of three tokens in one pass, of which one stays live each time."""
+    meter = Meter(rows=2)
+    meter.add([2, 2, 2], held=6)
+    meter.add([4, 4, 4], held=8)
+    meter.add([6, 6], [6, 6])
+    usage = meter.usage(prompt_tokens=6, new_tokens=3, seen=8, cache_bytes=0)
+    assert (usage.peak_tokens, usage.peak_held_tokens) == (3.0, 4.0)
+    meter.add([10], [10])  # live tokens are held
+    usage = meter.usage(prompt_tokens=6, new_tokens=4, seen=9, cache_bytes=0)
+    assert usage.peak_tokens == usage.peak_held_tokens == 5.0
+
+
 def test_a_plain_cache_reads_t_entries_at_step_t():
     meter = Meter(rows=6)
     meter.add([6 * step for step in range(1, 11)], [6 * step for step in range(1, 11)])

@@ -54,6 +54,23 @@ def test_first_fit_keeps_documents_apart():
     }
 
 
+@pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", "first_fit"])
+def test_documents_without_a_token_never_end_in_waiting(packing):
+    options = dict(packing=packing, shuffle=True, seed=3)
+    for empty in ([[], []], np.zeros((3, 0), np.int32)):
+        with pytest.raises(DataError, match="hold no token"):
+            draw(empty, 1, repeat=True, **options)
+        assert draw(empty, 1, repeat=False, **options) == []
+    # One that holds something is found, wherever the shuffles of two epochs put it.
+    for seed in range(2):
+        lone = [*[[]] * 9, [1, 2, 3, 4]]
+        drawn = draw(lone, 4, repeat=True, shuffle=True, packing=packing, seed=seed)
+        assert all(batch["tokens"].tolist() == [[1, 2, 3, 4]] for batch in drawn)
+    assert draw([[1], []], None, packing=packing, batch_size=2) == []  # not even one batch
+    with pytest.raises(DataError, match="generator"):
+        batches((document for document in DOCUMENTS), batch_size=1, length=4)
+
+
 def test_each_epoch_has_an_order_of_its_own_drawn_from_the_seed():
     documents = [[i] for i in range(16)]
     options = dict(length=16, shuffle=True, repeat=True)

@@ -88,6 +88,31 @@ def test_parts_get_their_shares(tokenizer):
     assert total > 0.75 * 16 * 2048  # the rest is prose
 
 
+def test_a_part_is_not_charged_for_a_document_that_the_batch_drops(tokenizer):
+    """Documents of 7 and of 2 tokens, equal shares, one sequence of 20.
+
+    7, four times 2, then the first part is behind again and nothing of it fits: prose, and not
+    more of the second part as if it were the one behind.
+    """
+
+    class Sized(Mixture):
+        def document(self, part, rng):
+            return {"linear": [5] * 7, "tracking": [6] * 2}[part.name], 1
+
+        def _prose(self, rng, room):
+            return np.zeros(0, np.int32)
+
+    one = Sized(tokenizer, (LINEAR, TRACKING), batch_size=1, length=20)
+    assert one.batch(0)["tokens"][0].tolist() == [5] * 7 + [6] * 8 + [0] * 5
+    # In an earlier sequence it waits for the next one, and counts until then.
+    two = Sized(tokenizer, (LINEAR, TRACKING), batch_size=2, length=20)
+    first, second = two.batch(0)["tokens"].tolist()
+    assert first == [5] * 7 + [6] * 12 + [0]
+    assert second[:7] == [5] * 7
+    spent = [first.count(token) + second.count(token) for token in (5, 6)]
+    assert abs(spent[0] - spent[1]) <= 7
+
+
 def test_a_batch_depends_on_seed_split_and_step_alone(tokenizer, mixture):
     again = Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512)
     first = mixture.batch(7)

@@ -4,6 +4,8 @@ import dataclasses
 import re
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from dms_jax.data import tasks
 from dms_jax.errors import ConfigError
@@ -207,6 +209,69 @@ def test_the_last_final_answer_counts_whatever_its_form():
     task = tasks.LinearEquation()
     assert task.answer("The final answer is 3\nthe final answer is -07 or so") == "-7"
     assert task.answer("The answer is 3") is None
+
+
+BEFORE = ("", "The final answer is ", "the final answer is -", " ", "ABCDE ")
+NUMBERS = (
+    "nan",
+    "inf",
+    "-inf",
+    "1e999999999",
+    "0x1F",
+    "1_000",
+    "-",
+    "--3",
+    "\u0663\u0664",
+    "\u00b2",
+)
+HOSTILE = st.one_of(
+    st.text(st.characters(exclude_categories=())),  # control characters and lone surrogates too
+    st.sampled_from(NUMBERS),
+    st.integers(1, 20_000).map(lambda count: "9" * count),
+    st.text("0123456789\u0663\uff14-", max_size=9),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@example(before="The final answer is ", text="7" * 4301)
+@example(before="The final answer is -", text="0" * 10**6)
+@example(before="", text="\ud800\x00\x1b[31m")
+@given(before=st.sampled_from(BEFORE), text=HOSTILE)
+def test_judging_never_raises(before, text):
+    completion = before + text
+    for task in (REASONING[0], REASONING[2], REASONING[3], *RETRIEVAL):
+        problem = task.problem("test", 0)
+        answer = task.answer(completion)
+        assert answer is None or isinstance(answer, str)
+        assert 0 <= task.score(problem, completion) <= 1
+        if answer is not None:
+            assert 0 <= task.score_answer(problem, answer) <= 1
+            if isinstance(task, tasks.Reasoning):
+                assert task.score_answer(problem, answer) == task.score(problem, completion)
+
+
+@given(st.integers(-(10**30), 10**30), st.integers(0, 3), st.sampled_from("0\u0660\uff10"))
+def test_an_answer_is_the_number_in_its_normal_form(number, zeros, zero):
+    """The digits of any script, as `int` reads them."""
+    digits = "".join(chr(ord(zero) + int(digit)) for digit in str(abs(number)))
+    text = f"{'-' if number < 0 else ''}{zero * zeros}{digits}"
+    answer = tasks.LinearEquation().answer(f"The final answer is {text}")
+    assert answer == str(int(text)) == str(number)
+
+
+def test_the_score_of_an_answer_is_not_that_of_what_stands_beside_it():
+    needle = tasks.Needle(size=20)
+    problem = needle.problem("test", 0)
+    right = problem.answers[0]
+    text = f" 1111111, or {right}"
+    assert needle.score(problem, text) == 1  # RULER's: it is there
+    assert needle.score_answer(problem, needle.answer(text)) == 0
+    assert needle.score_answer(problem, right) == 1
+    assert needle.score_answer(problem, right + "0") == 0
+    tracking = tasks.VariableTracking(size=5)
+    problem = tracking.problem("test", 0)
+    assert tracking.score_answer(problem, tracking.answer(" ".join(problem.answers))) == 1
+    assert tracking.score_answer(problem, f"AAAAA {problem.answers[0]}") == pytest.approx(1 / 5)
 
 
 def test_a_fitted_haystack_is_the_largest_that_fits():

@@ -65,6 +65,7 @@ def test_scores_and_usage_are_those_of_generation(vanilla):
         assert vanilla.scores[index, chain] == Continue().score(problems[index], alone.text)
         assert vanilla.reads[index, chain] == alone.usage.kv_reads
         assert vanilla.peak[index, chain] == alone.usage.peak_tokens
+        assert vanilla.held[index, chain] == alone.usage.peak_held_tokens
         assert vanilla.new_tokens[index, chain] == alone.usage.new_tokens
 
 
@@ -123,16 +124,47 @@ def made_up() -> Result:
         task_of=np.zeros(2, np.int64),
         scores=np.array([[0.0, 1, 1], [1, 0, 0]]),
         answers=(("3", "5", "5"), ("2", None, "4")),
+        answer_scores=np.array([[0.0, 1, 1], [1, 0, 0]]),
         prompt_tokens=np.array([10, 20]),
         new_tokens=np.array([[5, 5, 5], [9, 9, 9]]),
         reads=100 * ones,
         peak=np.array([[1.0, 2, 3], [4, 5, 6]]),
+        held=np.array([[2.0, 2, 3], [5, 5, 6]]),
         live=np.array([[7.0, 7, 7], [14, 14, 14]]),
         cache_bytes=np.full((2, 3), 8),
         ended=np.array([[True, True, False], [True, True, True]]),
         completions=(("a", "b", "c"), ("d", "e", "f")),
         seconds=1.0,
     )
+
+
+def test_a_vote_has_the_score_of_the_answer_that_won():
+    """Of Needle, whose score finds the number anywhere: the first chain says two."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Two(Continue):
+        name = "two"
+
+        def answer(self, completion: str) -> str | None:
+            return "wrong"
+
+        def score(self, problem: Problem, completion: str) -> float:
+            return 1.0 if completion != "wrong" else 0.0
+
+    result = evaluate(
+        stories(), Two(), problems=2, chains=2, sampling=SAMPLING, page_size=16, chunk=8
+    )
+    assert result.accuracy.value == 1
+    assert result.voted.value == 0
+    data = result.to_dict()
+    assert (data["accuracy"][0], data["voted"][0]) == (1, 0)
+
+
+def test_what_one_problem_says_has_no_known_error():
+    result = run(problems=1)
+    data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert data["accuracy"] == [result.accuracy.value, None]
+    assert "± unknown" in summary_table([{"label": "one", **data}])
 
 
 def test_figures_by_hand():

@@ -1,5 +1,6 @@
 """Means, errors, votes and frontiers on cases worked out by hand."""
 
+import json
 import math
 
 import numpy as np
@@ -17,6 +18,7 @@ from dms_jax.evaluation import (
     majority,
     mean_over_problems,
     mean_over_seeds,
+    percent,
     standard_error,
 )
 
@@ -27,7 +29,22 @@ def test_the_error_is_that_of_problems_not_of_chains():
     measured = mean_over_problems(scores)
     assert measured.value == 0.5
     assert measured.error == pytest.approx(0.5 / math.sqrt(3))
-    assert standard_error(np.array([3.0])) == 0
+
+
+def test_the_error_of_a_single_problem_is_not_known():
+    """It is not 0, which would put any figure beyond any threshold."""
+    assert math.isnan(standard_error(np.array([3.0])))
+    alone = mean_over_problems(np.array([[1.0, 0.5]]))
+    assert alone.value == 0.75
+    seeds = mean_over_seeds(np.array([[0.5], [1.0]]))
+    gap = difference(np.array([[1.0]]), np.array([[0.25]]))
+    for measured in (alone, seeds, gap):
+        assert math.isnan(measured.error)
+        assert not measured.beyond()
+        assert not measured.beyond(-9)
+        assert str(measured) == "0.750 ± unknown"
+        assert json.loads(json.dumps(measured.to_list())) == [0.75, None]
+        assert percent(measured.to_list()) == "75.0 ± unknown"
 
 
 def test_seeds_add_their_own_error():
@@ -37,6 +54,8 @@ def test_seeds_add_their_own_error():
     measured = mean_over_seeds(values)
     assert measured.value == 0.5
     assert measured.error == pytest.approx(math.sqrt(1 / 12 + 1 / 36))
+    # One seed: what it has of its own is not known and is left out.
+    assert mean_over_seeds(values[:1]).error == pytest.approx(math.sqrt(1 / 9))
 
 
 def test_a_paired_difference_drops_what_problems_have_in_common():

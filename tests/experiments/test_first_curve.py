@@ -96,6 +96,12 @@ def test_prompts_are_those_of_a_seed_and_fit():
     assert all(ids[0] == tokenizer.bos_token_id for ids in prompts)
 
 
+def test_prompts_that_never_fit_are_not_drawn_for_ever():
+    tokenizer = dms_jax.load(MODEL).tokenizer
+    with pytest.raises(dms_jax.DataError, match="longer than the 3 tokens"):
+        make_prompts(tokenizer, 3, 1, "0 0")
+
+
 def test_first_fit():
     assert _first_fit([3, 2, 1, 2], 4) == [[0, 2], [1, 3]]
     assert _first_fit([3, 3, 3, 1], 4, open_rows=2) == [[0], [1, 3], [2]]

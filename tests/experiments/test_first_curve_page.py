@@ -165,6 +165,8 @@ def test_a_rival_that_was_not_measured_is_neither_beaten_nor_unbeaten():
         text = page._above("8", "TOVA", dict(zip(plan.TASKS, pairs, strict=True)))
         assert verdict in text
     assert "**not measured on enough tasks**" in page._above("8", "TOVA", {"needle": lost})
+    single = page._above("8", "TOVA", {task: [0.5, None] for task in plan.TASKS})
+    assert "**not measured on enough tasks** (reasoning +50.0 ± unknown, " in single
 
 
 def test_the_command_names_every_setting():
@@ -205,6 +207,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(changes, message):
         ([-0.025, 0.005], "**does not hold on the mean"),
         ([-0.08, 0.005], "**does not hold**"),
         (None, "**not measured**"),
+        ([0.5, None], "**not to be told from a single problem** (+50.0 ± unknown)"),
     ],
 )
 def test_the_margin_of_two_points(pair, verdict):

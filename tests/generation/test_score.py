@@ -63,6 +63,27 @@ def test_scores_are_those_of_one_pass(name):
             assert usage.kv_reads == pytest.approx(live.sum())
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_prompt_in_one_pass_is_held_whole(name):
+    """In chunks of 16, the first before anything is evicted; scoring goes token by token."""
+    model, (prompt,) = model_for(name), prompts([40])
+    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=1)
+    (done,) = dms_jax.generate(
+        model, [prompt], sampling=sampling, prefill_chunk=16, **SHAPE
+    ).completions
+    (live,) = live_entries(name, [[*prompt, 0]])
+    usage = done.usage
+    assert usage.peak_tokens == pytest.approx(live.max())
+    one_pass = POLICIES[name].parallel(prompt=True)
+    held = max((live[start - 1] if start else 0) + min(16, 40 - start) for start in (0, 16, 32))
+    assert usage.peak_held_tokens == pytest.approx(
+        max(held, live.max()) if one_pass else live.max()
+    )
+    assert one_pass == (name != "tova")
+    (scored,) = dms_jax.score(model, [prompt], **SHAPE)
+    assert scored.usage.peak_held_tokens == scored.usage.peak_tokens
+
+
 def test_arrays_and_text_are_scored_as_lists_are():
     model = model_for("vanilla")
     rows = np.array(prompts([12, 12]))

@@ -16,7 +16,7 @@ from dms_jax.policies.scored import Scored
 from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.victims import VictimEviction
 from tests.laws.row import Row
-from tests.laws.simulations import live_totals, read_totals, simulate
+from tests.laws.simulations import live_totals, read_again, read_totals, simulate
 from tests.oracles import transformer
 
 TOLERANCE = 1e-10
@@ -99,7 +99,8 @@ class Expected:
     def check_usage(self, usage: Usage) -> None:
         rows = self.config.num_layers * self.config.num_kv_heads
         live = live_totals(self.run)
-        reads = read_totals(self.run, self.page_size)[self.first_read :]
+        reads = read_totals(self.run, self.page_size)
+        reads = (reads + read_again(self.row, self.run, self.prompt_length))[self.first_read :]
         policy = self.row.policy
         left = left_in(self.row, self.run, self.prompt_length)
         pages = sum(-(-slots // self.page_size) for slots in left)

@@ -77,6 +77,22 @@ def read_totals(one: transformer.Pass, page_size: int) -> np.ndarray:
     return sum(totals)
 
 
+def read_again(row: Row, one: transformer.Pass, prompt_length: int) -> np.ndarray:
+    """[T]: entries that each token of an answer reads once more, where its layer is then cut.
+
+    To judge what stays, all that the rows of the layer hold is looked at.
+    """
+    totals = [np.zeros(len(one.traces[0].live), int)]
+    if row.cuts != "always":
+        return totals[0]
+    for trace in one.traces:
+        live = trace.live_counts.sum(axis=1)
+        kept = np.array([sum(map(len, step)) for step in trace.kept])
+        answer = np.arange(len(live)) >= prompt_length
+        totals.append(np.where(answer & (kept < live), live, 0))
+    return sum(totals)
+
+
 @dataclasses.dataclass
 class Difference:
     """Collects the largest difference of a test, and shows where it was."""

@@ -24,6 +24,7 @@ from tests.laws.simulations import (
     expected,
     live_totals,
     peak_slots,
+    read_again,
     read_totals,
 )
 from tests.laws.table import ROWS, SPLIT_INVARIANT, simulate_vanilla
@@ -68,7 +69,7 @@ def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
     for sequence, one in enumerate(passes):
         difference.update(out.logits[sequence], one.logits)
         np.testing.assert_array_equal(out.live[sequence], live_totals(one))
-        reads = read_totals(one, row.page_size)
+        reads = read_totals(one, row.page_size) + read_again(row, one, int(prompts[sequence]))
         np.testing.assert_array_equal(out.reads[sequence], reads)
     assert difference.largest < TOLERANCE
     return difference.largest

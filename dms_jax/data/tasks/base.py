@@ -60,11 +60,22 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def answer(self, completion: str) -> str | None:
-        """What a completion answers, in a normal form to count votes by; None for nothing."""
+        """What a completion answers, in a normal form to count votes by; None for nothing.
+
+        A completion is whatever a model wrote; judging it never raises.
+        """
 
     @abc.abstractmethod
     def score(self, problem: Problem, completion: str) -> float:
         """The exact score of a completion, from 0 to 1."""
+
+    def score_answer(self, problem: Problem, answer: str) -> float:
+        """The score of what `answer` found in a completion, and of nothing else that stands there.
+
+        A vote is worth the score of the answer it chose. By default an answer is judged as a
+        completion that says nothing else.
+        """
+        return self.score(problem, answer)
 
     def problem(self, split: Split, index: int) -> Problem:
         """Returns problem `index` of a split: always the same one.

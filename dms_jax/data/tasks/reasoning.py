@@ -12,6 +12,7 @@ import abc
 import dataclasses
 import random
 import re
+import unicodedata
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -61,10 +62,20 @@ class Reasoning(Task):
 
     def answer(self, completion: str) -> str | None:
         found = _ANSWER.findall(completion)
-        return str(int(found[-1])) if found else None
+        return _whole_number(found[-1]) if found else None
 
     def score(self, problem: Problem, completion: str) -> float:
         return float(self.answer(completion) == problem.answers[0])
+
+    def score_answer(self, problem: Problem, answer: str) -> float:
+        return float(answer == problem.answers[0])
+
+
+def _whole_number(text: str) -> str:
+    """As `str(int(text))`, of any length and of the digits of any script: "-007" is "-7"."""
+    digits = "".join(str(unicodedata.decimal(digit)) for digit in text.removeprefix("-"))
+    value = digits.lstrip("0") or "0"
+    return f"-{value}" if text.startswith("-") and value != "0" else value
 
 
 def _positive(**sizes: int) -> None:

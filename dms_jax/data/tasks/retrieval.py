@@ -139,6 +139,9 @@ class Needle(Retrieval):
         found = re.search(r"\d+", completion)
         return found.group() if found else None
 
+    def score_answer(self, problem: Problem, answer: str) -> float:
+        return float(answer in problem.answers)
+
 
 @dataclasses.dataclass(frozen=True)
 class VariableTracking(Retrieval):
@@ -190,6 +193,10 @@ class VariableTracking(Retrieval):
     def answer(self, completion: str) -> str | None:
         found = sorted(set(re.findall(r"[A-Z]{5}", completion)))
         return " ".join(found) if found else None
+
+    def score_answer(self, problem: Problem, answer: str) -> float:
+        found = set(answer.split())
+        return sum(name in found for name in problem.answers) / len(problem.answers)
 
 
 def _inserted(sentences: list[str], extra: list[tuple[int, str]]) -> list[str]:
