@@ -15,6 +15,11 @@ from jaxtyping import Int
 class Usage:
     """Cache use of one request (appendix of the DMS paper: the two budgets of figure 3).
 
+    The figures count what the decisions of this very run led to, to the token. Another run of the
+    same tokens in another batch, or another computation of them, may round a decision that is
+    close to its threshold the other way, and then its figures differ by the tokens of that one and
+    of what follows from it: seldom in float32, often in bfloat16.
+
     Attributes:
       prompt_tokens, new_tokens: how many were processed and generated.
       kv_reads: key-value entries read by the decode steps, summed over steps and averaged over
