@@ -222,14 +222,22 @@ def test_a_progress_bar_is_shown_in_80_columns(model, capsys):
 
 
 def test_a_retrofit_reaches_its_target(model):
-    """A fresh adapter learns to evict about as much as it is told to."""
-    options = recipe(
-        Stage("ramp", 40, 0.0, 2.0, adapter_learning_rate=1e-2), trainable="adapter", batch_size=4
+    """A fresh adapter learns to evict about as much as it is told to: half of the tokens.
+
+    The target stays for as long as it took to come, and weighs enough that distillation cannot
+    hold it off. Over eight seeds of weights, data and noise the share is 0.539, deviation 0.018
+    (0.519 to 0.577), and that of hard decisions 0.564, deviation 0.040: bars at five of them.
+    """
+    stages = (
+        Stage("ramp", 30, 0.0, 2.0, adapter_learning_rate=3e-2),
+        Stage("train", 30, 0.0, adapter_learning_rate=1e-2),
     )
+    options = recipe(*stages, trainable="adapter", batch_size=4, compression_weight=10.0)
     records = []
     result = run(model, ADAPTER, recipe=options, on_step=records.append)
     assert records[0]["evicted"] < 0.05
-    assert np.mean([record["evicted"] for record in records[-5:]]) > 0.4
-    tokens = jnp.asarray(random_tokens(5, 4, LENGTH))
+    assert records[-1]["target"] == 0.5
+    assert 0.45 < np.mean([record["evicted"] for record in records[-10:]]) < 0.63
+    tokens = jnp.asarray(random_tokens(5, 8, LENGTH))
     hard = result.transformer(tokens, ADAPTER).decisions
-    assert 0.3 < hard.mean() < 0.95
+    assert 0.36 < hard.mean() < 0.77
