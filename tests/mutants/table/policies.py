@@ -1,0 +1,247 @@
+"""Mistakes in `dms_jax/policies`.
+
+Not here, because they change nothing: H2O's mean over the group as a sum (it ranks alike), and
+KeyDiff's anchor without the division by the length (it is normalised afterwards).
+"""
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "dms_jax/policies/"
+STEPS = "tests/laws/test_prompt_and_steps.py::test_steps_alone"
+CHUNKS = "tests/laws/test_prompt_and_steps.py::test_ragged_chunks_of_a_prompt_then_steps"
+MERGING = "tests/policies/test_merging.py"
+OBSERVING = "tests/policies/test_observing.py"
+DELAYED = "tests/policies/test_delayed_eviction.py"
+
+MUTANTS = [
+    Mutant(
+        "policies: DMC's sums at inference in the model's type",
+        FOLDER + "merging.py",
+        """        wide = jnp.promote_types(dtype, jnp.float32)
+        entries =""",
+        """        wide = dtype
+        entries =""",
+        (MERGING, f"{STEPS}[DMC-window=None-offset=0.2-G=8-page=16]"),
+    ),
+    Mutant(
+        "policies: H2O's sums in the model's type",
+        FOLDER + "h2o.py",
+        """        wide = jnp.promote_types(dtype, jnp.float32)
+""",
+        """        wide = dtype
+""",
+        (OBSERVING, f"{STEPS}[H2O-budget=8-G=2-page=5]"),
+    ),
+    Mutant(
+        "policies: AdaKV without its safeguard",
+        FOLDER + "allocation.py",
+        "worth = jnp.where(highest(worth, safe) & (worth > -jnp.inf), jnp.inf, worth)",
+        "del safe",
+        (
+            f"{STEPS}[AdaKV-alpha=0.5-of SnapKV-budget=9-interval=4-window=3-G=2-page=4]",
+            f"{STEPS}[AdaKV-of PyramidKV-beta=4-of KeyDiff-budget=8-interval=3-G=4-page=5]",
+        ),
+    ),
+    Mutant(
+        "policies: PyramidKV with every layer high but the last",
+        FOLDER + "allocation.py",
+        "fall = -(-chunk.layer * (high - low) // (chunk.num_layers - 1))",
+        "fall = jnp.where(chunk.layer == chunk.num_layers - 1, high - low, 0)",
+        (f"{STEPS}[PyramidKV-beta=3-of SnapKV-budget=8-interval=3-window=3-G=2-page=3]",),
+    ),
+    Mutant(
+        "policies: PyramidKV's budgets rounded up",
+        FOLDER + "allocation.py",
+        "fall = -(-chunk.layer * (high - low) // (chunk.num_layers - 1))",
+        "fall = chunk.layer * (high - low) // (chunk.num_layers - 1)",
+        (f"{STEPS}[PyramidKV-beta=3-of SnapKV-budget=8-interval=3-window=3-G=2-page=3]",),
+    ),
+    Mutant(
+        "policies: of equal scores the earlier token stays",
+        FOLDER + "budget.py",
+        """    ascending = jnp.argsort(scores, axis=-1, stable=True)
+    rank = jnp.argsort(ascending, axis=-1)
+    return rank >= scores.shape[-1] - count[..., None]""",
+        """    descending = jnp.argsort(-scores, axis=-1, stable=True)
+    rank = jnp.argsort(descending, axis=-1)
+    return rank < count[..., None]""",
+        ("tests/oracles/test_kvpress.py", f"{STEPS}[Knorm-budget=6-interval=None-G=4-page=3]"),
+    ),
+    Mutant(
+        "policies: a share that is whole is rounded below itself",
+        FOLDER + "budget.py",
+        "share = jnp.floor(chunk.horizon / self.compression_ratio * (1 + 1e-6))",
+        "share = jnp.floor(chunk.horizon / self.compression_ratio)",
+        ("tests/generation/test_budgets.py",),
+    ),
+    Mutant(
+        "policies: attention weights without the maximum taken off",
+        FOLDER + "victims.py",
+        "weights = jnp.exp(scores - jnp.maximum(scores.max(-1, keepdims=True), -1e30))",
+        "weights = jnp.exp(scores)",
+        (OBSERVING, f"{CHUNKS}[(13, 1, 22)-TOVA-budget=7-prefill=dense_then_evict-G=2-page=3]"),
+    ),
+    Mutant(
+        "policies: attention weights of a dense prompt in the model's type",
+        FOLDER + "victims.py",
+        "    wide = jnp.promote_types(q.dtype, jnp.float32)\n    batch",
+        "    wide = q.dtype\n    batch",
+        (OBSERVING, f"{CHUNKS}[(13, 1, 22)-TOVA-budget=7-prefill=dense_then_evict-G=2-page=3]"),
+    ),
+    Mutant(
+        "policies: H2O counts the queries of padding",
+        FOLDER + "h2o.py",
+        "at = jnp.where(chunk.valid[:, 0], chunk.positions, -1)",
+        "at = chunk.positions",
+        (f"{CHUNKS}[(13, 1, 22)-H2O-budget=9-prefill=dense_then_evict-G=2-page=4]",),
+    ),
+    Mutant(
+        "policies: H2O adds a page's former owner's sums",
+        FOLDER + "h2o.py",
+        "sums=_put(received.sums, chunk.page_table, placement.slots, 0),",
+        "sums=received.sums,",
+        (f"{OBSERVING}::test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner",),
+    ),
+    Mutant(
+        "policies: H2O's recent tokens are the smaller half",
+        FOLDER + "h2o.py",
+        "recent = budget - budget // 2",
+        "recent = budget // 2",
+        (f"{STEPS}[H2O-budget=7-G=4-page=4]",),
+    ),
+    Mutant(
+        "policies: the newest token of a cut is one too late",
+        FOLDER + "victims.py",
+        "newest = chunk.first + last\n",
+        "newest = chunk.first + chunk.count\n",
+        (f"{CHUNKS}[(13, 1, 22)-H2O-budget=9-prefill=dense_then_evict-G=2-page=4]",),
+    ),
+    Mutant(
+        "policies: SnapKV's ring loses its oldest query",
+        FOLDER + "snapkv.py",
+        "keep = (index < last) & (index >= last - self.window)",
+        "keep = (index < last) & (index > last - self.window)",
+        (f"{CHUNKS}[(13, 1, 22)-SnapKV-budget=9-interval=4-window=3-G=2-page=4]",),
+    ),
+    Mutant(
+        "policies: ExpectedAttention counts the sinks before a chunk",
+        FOLDER + "expected_attention.py",
+        "before = jnp.maximum(chunk.first - self.sinks, 0)",
+        "before = jnp.maximum(chunk.first, 0)",
+        (
+            f"{CHUNKS}[(13, 1, 22)-ExpectedAttention-budget=9-interval=4-future=16-epsilon=0.01-"
+            "G=2-page=4]",
+        ),
+    ),
+    Mutant(
+        "policies: ExpectedAttention's moments in the model's type",
+        FOLDER + "expected_attention.py",
+        "        wide = jnp.promote_types(dtype, jnp.float32)\n        spread",
+        "        wide = dtype\n        spread",
+        (
+            "tests/oracles/test_kvpress.py",
+            f"{CHUNKS}[(13, 1, 22)-ExpectedAttention-budget=9-interval=4-future=16-epsilon=0.01-"
+            "G=2-page=4]",
+        ),
+    ),
+    Mutant(
+        "policies: KeyDiff's mean in the model's type",
+        FOLDER + "keydiff.py",
+        "wide = jnp.promote_types(rows.k.dtype, jnp.float32)",
+        "wide = rows.k.dtype",
+        ("tests/oracles/test_kvpress.py", f"{STEPS}[KeyDiff-budget=8-interval=4-G=2-page=3]"),
+    ),
+    Mutant(
+        "policies: DMS's logits in the model's type",
+        FOLDER + "dms.py",
+        "raw = raw.astype(jnp.promote_types(raw.dtype, jnp.float32))",
+        "pass",
+        ("tests/policies/test_dms.py", "tests/model/test_parity.py"),
+    ),
+    Mutant(
+        "policies: DMC's decisions and importance in the model's type",
+        FOLDER + "dmc.py",
+        "wide = jnp.promote_types(k.dtype, jnp.float32)",
+        "wide = k.dtype",
+        (MERGING,),
+    ),
+    Mutant(
+        "policies: the first token of a DMC sequence merges into nothing",
+        FOLDER + "dmc.py",
+        "marks=(logits > 0) & (projections.positions > 0)[:, None],",
+        "marks=logits > 0,",
+        (f"{MERGING}::test_decisions_and_importance_are_the_neurons",),
+    ),
+    Mutant(
+        "policies: a merged window keeps entries of the segment before",
+        FOLDER + "merging.py",
+        "kept = jnp.where(after[..., None] > 0, 0, kept)",
+        "kept = jnp.where(after[..., None] > 1, 0, kept)",
+        (f"{MERGING}::test_means_do_not_depend_on_the_chunks",),
+    ),
+    Mutant(
+        "policies: the candidate that leaves the window comes one token late",
+        FOLDER + "delayed_eviction.py",
+        "has_candidate = (chunk.first[:, None] + index >= size)[:, None]",
+        "has_candidate = (chunk.first[:, None] + index > size)[:, None]",
+        (f"{DELAYED}::test_slots_lengths_and_sight_are_those_of_the_ring",),
+    ),
+    Mutant(
+        "policies: rows are cut one token late",
+        FOLDER + "scored.py",
+        "return total >= heads * (",
+        "return total > heads * (",
+        (f"{STEPS}[KeyDiff-budget=8-interval=4-G=2-page=3]",),
+    ),
+    Mutant(
+        "policies: rows over a mesh are cut when a device's own are full",
+        FOLDER + "scored.py",
+        "total, heads = jax.lax.psum((total, heads), head_axis)",
+        "del head_axis",
+        (
+            "tests/laws/test_sharding.py::test_generate[AdaKV-alpha=0.4-of SnapKV-budget=6-"
+            "interval=3-window=3-G=2-page=3]",
+        ),
+    ),
+    Mutant(
+        "policies: random selection draws the same at every cut",
+        FOLDER + "random_selection.py",
+        "when = mix(newest.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[:, None, None]",
+        "when = mix(0 * newest.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[:, None, None]",
+        (
+            "tests/policies/test_policies.py",
+            f"{STEPS}[RandomSelection-budget=8-interval=5-seed=3-G=2-page=4]",
+        ),
+    ),
+    Mutant(
+        "policies: random draws are the same in every layer",
+        FOLDER + "draws.py",
+        "mix(layer.astype(jnp.uint32) + 1)",
+        "mix(0 * layer.astype(jnp.uint32) + 1)",
+        (f"{DELAYED}::test_random_eviction_draws_by_layer_head_and_position_alone",),
+    ),
+    Mutant(
+        "policies: Quest's bounds cover slots that are not in use",
+        FOLDER + "quest.py",
+        "live = (slot < placement.lengths[..., None, None])[..., None]",
+        "live = (slot <= placement.lengths[..., None, None])[..., None]",
+        (f"{OBSERVING}::test_quest_bounds_are_those_of_the_keys_on_each_page",),
+    ),
+    Mutant(
+        "policies: Quest's scores summed in the model's type",
+        FOLDER + "quest.py",
+        "preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),",
+        "preferred_element_type=q.dtype,",
+        (OBSERVING, f"{STEPS}[Quest-budget=8-dense_layers=1-G=2-page=4]"),
+    ),
+    Mutant(
+        "policies: PyramidKV's longest row is that of a middle layer",
+        FOLDER + "allocation.py",
+        "return 2 * (limit - self.cut_interval) + self.cut_interval",
+        "return limit",
+        (
+            "tests/generation/test_budgets.py",
+            "tests/laws/test_memory.py::test_the_pool_is_as_large_as_the_accounting_says",
+        ),
+    ),
+]
