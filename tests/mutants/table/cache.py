@@ -68,7 +68,9 @@ MUTANTS = [
         FOLDER + "accounting.py",
         "peak_cache_bytes=max(self.peak_bytes, cache_bytes),",
         "peak_cache_bytes=self.peak_bytes,",
-        ("tests/cache/test_accounting.py", "tests/generation/test_generate.py"),
+        (
+            "tests/cache/test_accounting.py::test_the_peak_is_never_less_than_what_is_held_at_the_end",
+        ),
     ),
     Mutant(
         "cache: of two values for one slot the older is read",

@@ -12,7 +12,7 @@ MUTANTS = [
         FOLDER + "statistics.py",
         "seeds = _seed_variance(left) + _seed_variance(right)",
         "seeds = _seed_variance(left)",
-        (STATISTICS,),
+        (f"{STATISTICS}::test_both_sides_seeds_add_to_the_error_of_a_difference",),
     ),
     Mutant(
         "evaluation: chains count as problems in an error",

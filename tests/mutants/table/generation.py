@@ -1,7 +1,8 @@
 """Mistakes in `dms_jax/generation`.
 
-Not here, because it changes nothing: min-p's floor taken before top-k and top-p, which never remove
-the most likely token.
+Not here, because they change nothing: min-p's floor taken before top-k and top-p, which never
+remove the most likely token; and a nucleus that goes on where the mass is reached exactly, which the
+rounding of a softmax decides.
 """
 
 from tests.mutants.mutant import Mutant
@@ -20,11 +21,11 @@ MUTANTS = [
         (f"{SAMPLING}::test_draws_follow_the_filtered_distribution",),
     ),
     Mutant(
-        "generation: the nucleus takes a token after the mass is reached",
+        "generation: the nucleus leaves out the token that reaches the mass",
         FOLDER + "sampling.py",
-        "last = jnp.sum(before < rule.top_p, -1, keepdims=True) - 1",
-        "last = jnp.sum(before <= rule.top_p, -1, keepdims=True) - 1",
-        (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps", SAMPLING),
+        "before = jnp.cumsum(probabilities, -1) - probabilities",
+        "before = jnp.cumsum(probabilities, -1)",
+        (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
     ),
     Mutant(
         "generation: the nucleus is that of all tokens, top-k or not",
@@ -45,7 +46,7 @@ MUTANTS = [
         FOLDER + "sampling.py",
         "logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))",
         "pass",
-        (SAMPLING,),
+        (f"{SAMPLING}::test_half_precision_logits_are_sampled_in_float32",),
     ),
     Mutant(
         "generation: copies of a prompt draw alike",

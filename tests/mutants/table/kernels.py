@@ -7,7 +7,7 @@ TRAINING = "pallas_kernels/training/"
 PLAN = "tests/pallas_kernels/decode/test_plan.py"
 PREFILL = "tests/pallas_kernels/prefill/test_prefill.py"
 VISITS = f"{PREFILL}::test_the_plan_visits_what_is_seen_and_nothing_else"
-KERNELS = "tests/pallas_kernels/training/test_kernels.py"
+TILES = "tests/pallas_kernels/training/test_tiles.py"
 
 MUTANTS = [
     Mutant(
@@ -67,63 +67,69 @@ MUTANTS = [
         TRAINING + "gpu_tiles.py",
         "far_end = lax.div(jnp.maximum(q0 - window, 0), jnp.int32(block))",
         "far_end = ceil_div(jnp.maximum(q0 - window, 0), block)",
-        (KERNELS,),
+        (f"{TILES}::test_zones_on_a_gpu_hold_the_distances_that_they_promise",),
     ),
     Mutant(
         "kernels: a near tile holds a distance beyond the window",
         TRAINING + "gpu_tiles.py",
         "boundary_end = ceil_div(jnp.maximum(q0 + rows - 1 - window, 0), block)",
         "boundary_end = lax.div(jnp.maximum(q0 + rows - 1 - window, 0), jnp.int32(block))",
-        (KERNELS,),
+        (f"{TILES}::test_zones_on_a_gpu_hold_the_distances_that_they_promise",),
     ),
     Mutant(
         "kernels: the diagonal tile of a key block larger than the queries is left out",
         TRAINING + "gpu_tiles.py",
         "end = ceil_div(q0 + rows, block)",
         "end = lax.div(q0 + rows, jnp.int32(block))",
-        (KERNELS,),
+        (f"{TILES}::test_zones_on_a_gpu_hold_the_distances_that_they_promise",),
     ),
     Mutant(
         "kernels: a ring of tiles counts keys without their values",
         TRAINING + "gpu_tiles.py",
         "streamed = 2 * ring.stages * ring.block * (row + 4)",
         "streamed = ring.stages * ring.block * (row + 4)",
-        (KERNELS,),
+        (f"{TILES}::test_a_ring_fits_beside_what_stays",),
     ),
     Mutant(
         "kernels: documents that touch in one block do not meet",
         TRAINING + "gpu_tiles.py",
         "return (low[0] <= high[1]) & (low[1] <= high[0])",
         "return (low[0] < high[1]) & (low[1] < high[0])",
-        (KERNELS,),
+        (f"{TILES}::test_blocks_of_one_document_meet",),
     ),
     Mutant(
         "kernels: a far block on TPU holds a distance of the window",
         TRAINING + "tpu_blocks.py",
         "far = below & (q0 - (k0 + problem.keys - 1) > problem.window)",
         "far = below & (q0 - (k0 + problem.keys - 1) >= problem.window)",
-        (KERNELS,),
+        (
+            f"{TILES}::test_zones_on_a_tpu_hold_the_distances_that_they_promise",
+            f"{TILES}::test_a_zone_on_a_tpu_is_plain_where_it_can_be",
+        ),
     ),
     Mutant(
         "kernels: a near block on TPU holds a distance beyond the window",
         TRAINING + "tpu_blocks.py",
         "near = below & (q0 + problem.query - 1 - k0 <= problem.window)",
         "near = below & (q0 - k0 <= problem.window)",
-        (KERNELS,),
+        (
+            f"{TILES}::test_zones_on_a_tpu_hold_the_distances_that_they_promise",
+            f"{TILES}::test_a_zone_on_a_tpu_is_plain_where_it_can_be",
+        ),
     ),
     Mutant(
         "kernels: a key block's last query block on TPU is one too early",
         TRAINING + "tpu_blocks.py",
         "last = meet.shape[1] - 1 - jnp.argmax(meet[:, ::-1], axis=1)",
         "last = jnp.maximum(meet.shape[1] - 2 - jnp.argmax(meet[:, ::-1], axis=1), 0)",
-        (KERNELS,),
+        (f"{TILES}::test_bounds_on_a_tpu_reach_every_block_of_a_document",),
     ),
     Mutant(
         "kernels: blocks on TPU of more scores than fit",
         TRAINING + "tpu_blocks.py",
         "wide = max(1, D * dtype.itemsize // 256)",
         "wide = 1",
-        (KERNELS,),
+        (f"{TILES}::test_blocks_on_a_tpu_stay_within_their_memory",),
     ),
     Mutant(
         "kernels: an evicted key is hidden one query early",

@@ -10,6 +10,8 @@ FOLDER = "dms_jax/policies/"
 STEPS = "tests/laws/test_prompt_and_steps.py::test_steps_alone"
 CHUNKS = "tests/laws/test_prompt_and_steps.py::test_ragged_chunks_of_a_prompt_then_steps"
 MERGING = "tests/policies/test_merging.py"
+FLOAT32 = "tests/policies/test_float32_sums.py"
+ALLOCATION = "tests/policies/test_allocation.py"
 OBSERVING = "tests/policies/test_observing.py"
 DELAYED = "tests/policies/test_delayed_eviction.py"
 
@@ -21,7 +23,7 @@ MUTANTS = [
         entries =""",
         """        wide = dtype
         entries =""",
-        (MERGING, f"{STEPS}[DMC-window=None-offset=0.2-G=8-page=16]"),
+        (f"{FLOAT32}::test_400_merged_tokens_are_their_mean",),
     ),
     Mutant(
         "policies: H2O's sums in the model's type",
@@ -30,31 +32,28 @@ MUTANTS = [
 """,
         """        wide = dtype
 """,
-        (OBSERVING, f"{STEPS}[H2O-budget=8-G=2-page=5]"),
+        (f"{FLOAT32}::test_h2o_adds_up_600_queries",),
     ),
     Mutant(
         "policies: AdaKV without its safeguard",
         FOLDER + "allocation.py",
         "worth = jnp.where(highest(worth, safe) & (worth > -jnp.inf), jnp.inf, worth)",
         "del safe",
-        (
-            f"{STEPS}[AdaKV-alpha=0.5-of SnapKV-budget=9-interval=4-window=3-G=2-page=4]",
-            f"{STEPS}[AdaKV-of PyramidKV-beta=4-of KeyDiff-budget=8-interval=3-G=4-page=5]",
-        ),
+        (f"{ALLOCATION}::test_heads_compete_after_each_had_its_share",),
     ),
     Mutant(
         "policies: PyramidKV with every layer high but the last",
         FOLDER + "allocation.py",
         "fall = -(-chunk.layer * (high - low) // (chunk.num_layers - 1))",
         "fall = jnp.where(chunk.layer == chunk.num_layers - 1, high - low, 0)",
-        (f"{STEPS}[PyramidKV-beta=3-of SnapKV-budget=8-interval=3-window=3-G=2-page=3]",),
+        (f"{ALLOCATION}::test_a_pyramid_by_hand",),
     ),
     Mutant(
         "policies: PyramidKV's budgets rounded up",
         FOLDER + "allocation.py",
         "fall = -(-chunk.layer * (high - low) // (chunk.num_layers - 1))",
         "fall = chunk.layer * (high - low) // (chunk.num_layers - 1)",
-        (f"{STEPS}[PyramidKV-beta=3-of SnapKV-budget=8-interval=3-window=3-G=2-page=3]",),
+        (f"{ALLOCATION}::test_a_pyramid_by_hand",),
     ),
     Mutant(
         "policies: of equal scores the earlier token stays",
@@ -65,35 +64,35 @@ MUTANTS = [
         """    descending = jnp.argsort(-scores, axis=-1, stable=True)
     rank = jnp.argsort(descending, axis=-1)
     return rank < count[..., None]""",
-        ("tests/oracles/test_kvpress.py", f"{STEPS}[Knorm-budget=6-interval=None-G=4-page=3]"),
+        (f"{ALLOCATION}::test_of_equal_scores_the_later_stays",),
     ),
     Mutant(
         "policies: a share that is whole is rounded below itself",
         FOLDER + "budget.py",
         "share = jnp.floor(chunk.horizon / self.compression_ratio * (1 + 1e-6))",
         "share = jnp.floor(chunk.horizon / self.compression_ratio)",
-        ("tests/generation/test_budgets.py",),
+        (f"{ALLOCATION}::test_a_share_is_rounded_down_and_whole_ones_stay_whole",),
     ),
     Mutant(
         "policies: attention weights without the maximum taken off",
         FOLDER + "victims.py",
         "weights = jnp.exp(scores - jnp.maximum(scores.max(-1, keepdims=True), -1e30))",
         "weights = jnp.exp(scores)",
-        (OBSERVING, f"{CHUNKS}[(13, 1, 22)-TOVA-budget=7-prefill=dense_then_evict-G=2-page=3]"),
+        (f"{FLOAT32}::test_the_weights_of_a_query",),
     ),
     Mutant(
         "policies: attention weights of a dense prompt in the model's type",
         FOLDER + "victims.py",
         "    wide = jnp.promote_types(q.dtype, jnp.float32)\n    batch",
         "    wide = q.dtype\n    batch",
-        (OBSERVING, f"{CHUNKS}[(13, 1, 22)-TOVA-budget=7-prefill=dense_then_evict-G=2-page=3]"),
+        (f"{FLOAT32}::test_the_weights_of_a_query",),
     ),
     Mutant(
         "policies: H2O counts the queries of padding",
         FOLDER + "h2o.py",
         "at = jnp.where(chunk.valid[:, 0], chunk.positions, -1)",
         "at = chunk.positions",
-        (f"{CHUNKS}[(13, 1, 22)-H2O-budget=9-prefill=dense_then_evict-G=2-page=4]",),
+        (f"{FLOAT32}::test_h2o_adds_up_a_dense_prompt_without_its_padding",),
     ),
     Mutant(
         "policies: H2O adds a page's former owner's sums",
@@ -138,32 +137,28 @@ MUTANTS = [
         FOLDER + "expected_attention.py",
         "        wide = jnp.promote_types(dtype, jnp.float32)\n        spread",
         "        wide = dtype\n        spread",
-        (
-            "tests/oracles/test_kvpress.py",
-            f"{CHUNKS}[(13, 1, 22)-ExpectedAttention-budget=9-interval=4-future=16-epsilon=0.01-"
-            "G=2-page=4]",
-        ),
+        (f"{FLOAT32}::test_expected_attention_learns_the_moments_of_500_queries",),
     ),
     Mutant(
         "policies: KeyDiff's mean in the model's type",
         FOLDER + "keydiff.py",
         "wide = jnp.promote_types(rows.k.dtype, jnp.float32)",
         "wide = rows.k.dtype",
-        ("tests/oracles/test_kvpress.py", f"{STEPS}[KeyDiff-budget=8-interval=4-G=2-page=3]"),
+        (f"{FLOAT32}::test_keydiff_tells_keys_apart_that_are_alike",),
     ),
     Mutant(
         "policies: DMS's logits in the model's type",
         FOLDER + "dms.py",
         "raw = raw.astype(jnp.promote_types(raw.dtype, jnp.float32))",
         "pass",
-        ("tests/policies/test_dms.py", "tests/model/test_parity.py"),
+        (f"{FLOAT32}::test_dms_decides_by_the_exact_logit",),
     ),
     Mutant(
         "policies: DMC's decisions and importance in the model's type",
         FOLDER + "dmc.py",
         "wide = jnp.promote_types(k.dtype, jnp.float32)",
         "wide = k.dtype",
-        (MERGING,),
+        (f"{FLOAT32}::test_dmc_weighs_by_the_exact_mean_of_the_group",),
     ),
     Mutant(
         "policies: the first token of a DMC sequence merges into nothing",
@@ -208,10 +203,7 @@ MUTANTS = [
         FOLDER + "random_selection.py",
         "when = mix(newest.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[:, None, None]",
         "when = mix(0 * newest.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[:, None, None]",
-        (
-            "tests/policies/test_policies.py",
-            f"{STEPS}[RandomSelection-budget=8-interval=5-seed=3-G=2-page=4]",
-        ),
+        (f"{ALLOCATION}::test_random_selection_draws_anew_for_layers_heads_and_cuts",),
     ),
     Mutant(
         "policies: random draws are the same in every layer",
@@ -232,16 +224,13 @@ MUTANTS = [
         FOLDER + "quest.py",
         "preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),",
         "preferred_element_type=q.dtype,",
-        (OBSERVING, f"{STEPS}[Quest-budget=8-dense_layers=1-G=2-page=4]"),
+        (f"{FLOAT32}::test_quest_tells_bounds_apart_that_half_precision_does_not",),
     ),
     Mutant(
         "policies: PyramidKV's longest row is that of a middle layer",
         FOLDER + "allocation.py",
         "return 2 * (limit - self.cut_interval) + self.cut_interval",
         "return limit",
-        (
-            "tests/generation/test_budgets.py",
-            "tests/laws/test_memory.py::test_the_pool_is_as_large_as_the_accounting_says",
-        ),
+        (f"{ALLOCATION}::test_a_pyramid_by_hand",),
     ),
 ]

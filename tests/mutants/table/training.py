@@ -4,9 +4,9 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/training/"
 STEP = "tests/training/test_step.py"
+COUNTS = "tests/training/test_what_counts.py"
 TRAIN = "tests/training/test_train.py"
 RETROFIT = "tests/training/test_retrofit.py"
-REPORTS = f"{RETROFIT}::test_a_run_reports_every_step"
 
 MUTANTS = [
     Mutant(
@@ -14,63 +14,65 @@ MUTANTS = [
         FOLDER + "step.py",
         "original = rebuild(jax.lax.stop_gradient(current | constants.teacher))",
         "original = rebuild(jax.lax.stop_gradient(current))",
-        (STEP, REPORTS),
+        (f"{COUNTS}::test_the_teacher_stays_and_the_mean_is_over_what_counts",),
     ),
     Mutant(
         "training: distillation is divided by all tokens",
         FOLDER + "step.py",
         "1 / jnp.maximum(passes.loss_mask.sum(), 1).astype(wide),",
         "jnp.asarray(1 / passes.loss_mask.size, wide),",
-        (STEP, REPORTS),
+        (f"{COUNTS}::test_the_teacher_stays_and_the_mean_is_over_what_counts",),
     ),
     Mutant(
         "training: compression shares count padding",
         FOLDER + "step.py",
         "result.decisions, None if segment_ids is None else segment_ids > 0",
         "result.decisions, None",
-        (STEP, "tests/training/test_compression.py"),
+        (f"{STEP}::test_padding_changes_nothing",),
     ),
     Mutant(
         "training: the last position's target is the first token",
         FOLDER + "step.py",
         "after = jnp.roll(self.loss_mask, -1, axis=-1).at[..., -1].set(False)",
         "after = jnp.roll(self.loss_mask, -1, axis=-1)",
-        (STEP, f"{TRAIN}::test_a_run_is_adamw_on_the_language_modelling_loss"),
+        (f"{COUNTS}::test_the_last_token_of_a_sequence_predicts_nothing",),
     ),
     Mutant(
         "training: Adam keeps its moments after the neurons are zeroed",
         FOLDER + "trainer.py",
         "self.state = self._start(self.state.step, arrays)",
         "self.state = TrainState(self.state.step, arrays, self.state.optimizer)",
-        (f"{RETROFIT}::test_the_borrowed_neuron_decays_and_starts_from_nothing",),
+        (f"{COUNTS}::test_the_first_step_after_the_decay_is_adams_first",),
     ),
     Mutant(
         "training: every pass of a step has the same noise",
         FOLDER + "step.py",
         "own_key = None if key is None else jax.random.fold_in(key, index)",
         "own_key = key",
-        (STEP, REPORTS),
+        (f"{STEP}::test_passes_of_a_step_have_noise_of_their_own",),
     ),
     Mutant(
         "training: every step has the same noise",
         FOLDER + "step.py",
         "key = jax.random.fold_in(control.key, state.step)",
         "key = jax.random.fold_in(control.key, 0)",
-        (STEP, REPORTS),
+        (f"{COUNTS}::test_every_step_has_noise_of_its_own_drawn_from_the_seed",),
     ),
     Mutant(
         "training: the adapter is cast for the passes",
         FOLDER + "parameters.py",
         "return {name: x if is_adapter(name) else x.astype(dtype) for name, x in arrays.items()}",
         "return {name: x.astype(dtype) for name, x in arrays.items()}",
-        (STEP, "tests/training/test_parameters.py"),
+        ("tests/training/test_parameters.py::test_passes_are_narrow_but_for_the_adapter",),
     ),
     Mutant(
         "training: the first token of a DMC document counts as merged",
         "dms_jax/policies/dmc.py",
         "first = (chunk.positions == 0)[:, None]",
         "first = (chunk.positions < 0)[:, None]",
-        ("tests/policies/test_merging.py",),
+        (
+            "tests/policies/test_merging.py::test_the_soft_form_of_a_document_is_that_of_the_document_alone",
+        ),
     ),
     Mutant(
         "training: the held-out loss is the mean of its batches",
@@ -78,7 +80,7 @@ MUTANTS = [
         "total, count = np.sum(jax.device_get(sums), axis=0) if sums else (0.0, 0.0)",
         """total, count = np.sum(jax.device_get(sums), axis=0) if sums else (0.0, 0.0)
             total = np.mean([float(a / b) for a, b in sums]) * count if count else total""",
-        (f"{TRAIN}::test_the_held_out_loss_is_that_of_each_part",),
+        (f"{COUNTS}::test_the_held_out_loss_is_a_mean_over_tokens",),
     ),
     Mutant(
         "training: weight decay pulls at the old, clipped gradient alone",
@@ -124,7 +126,9 @@ MUTANTS = [
         FOLDER + "parameters.py",
         "dtype = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)",
         "dtype = transformer.embedding[...].dtype",
-        ("tests/training/test_parameters.py",),
+        (
+            "tests/training/test_parameters.py::test_a_grafted_adapter_decides_nothing_and_shares_the_rest",
+        ),
     ),
     Mutant(
         "training: visible keys count those of the documents before",
