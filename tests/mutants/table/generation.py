@@ -1,8 +1,8 @@
 """Mistakes in `dms_jax/generation`.
 
 Not here, because they change nothing: min-p's floor taken before top-k and top-p, which never
-remove the most likely token; and a nucleus that goes on where the mass is reached exactly, which the
-rounding of a softmax decides.
+remove the most likely token; and a nucleus that goes on where the mass is reached exactly, which
+the rounding of a softmax decides.
 """
 
 from tests.mutants.mutant import Mutant
