@@ -19,8 +19,8 @@ MUTANTS = [
     Mutant(
         "training: distillation is divided by all tokens",
         FOLDER + "step.py",
-        "1 / jnp.maximum(passes.loss_mask.sum(), 1).astype(wide),",
-        "jnp.asarray(1 / passes.loss_mask.size, wide),",
+        "1 / jnp.maximum(compared.sum(), 1).astype(wide),",
+        "jnp.asarray(1 / compared.size, wide),",
         (f"{COUNTS}::test_the_teacher_stays_and_the_mean_is_over_what_counts",),
     ),
     Mutant(
