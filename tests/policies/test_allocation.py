@@ -3,9 +3,11 @@
 import fractions
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from dms_jax.policies import AdaKV, Knorm, PyramidKV, RandomSelection, SnapKV
 from dms_jax.policies.base import Chunk, Decisions
@@ -87,6 +89,22 @@ def test_a_pyramid_by_hand():
     # 10 tokens: low 10 // 3 = 3, high 17, and 14 / 3 a layer: 17, 12.33, 7.67, 3.
     assert budgets(PyramidKV(Knorm(budget=10), beta=3), 4) == [17, 12, 7, 3]
     assert budgets(PyramidKV(Knorm(budget=10), beta=3), 1) == [10]
+
+
+@pytest.mark.parametrize(("last", "due"), [(2, False), (3, True)])
+def test_the_rows_of_a_layer_are_due_together_wherever_they_are(last, due):
+    """Lengths 9, 2, 2 and 2 or 3 on four devices: 3.75 or 4 on average, of 3 + 1."""
+    policy, lengths = Knorm(budget=3, interval=1), jnp.asarray([[9, 2, 2, last]])
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
+    of_devices = jax.shard_map(
+        lambda lengths: policy.due(lengths, chunk_of(), "heads"),
+        mesh=mesh,
+        in_specs=PartitionSpec(None, "heads"),
+        out_specs=PartitionSpec("heads"),
+        check_vma=False,
+    )
+    assert of_devices(lengths).tolist() == [due] * 4
+    assert policy.due(lengths, chunk_of(), None).tolist() == [due]
 
 
 def test_random_selection_draws_anew_for_layers_heads_and_cuts():

@@ -47,7 +47,7 @@ MUTANTS = [
         FOLDER + "quantization.py",
         "scales = jnp.ldexp(jnp.ones((), jnp.float32), jnp.maximum(exponent, _LEAST_EXPONENT))",
         "scales = jnp.ldexp(jnp.ones((), jnp.float32), exponent)",
-        ("tests/cache/test_quantization.py",),
+        ("tests/cache/test_quantization.py::test_numbers_by_hand",),
     ),
     Mutant(
         "cache: a number of exactly 448 takes a scale of two",

@@ -193,10 +193,7 @@ MUTANTS = [
         FOLDER + "scored.py",
         "total, heads = jax.lax.psum((total, heads), head_axis)",
         "del head_axis",
-        (
-            "tests/laws/test_sharding.py::test_generate[AdaKV-alpha=0.4-of SnapKV-budget=6-"
-            "interval=3-window=3-G=2-page=3]",
-        ),
+        (f"{ALLOCATION}::test_the_rows_of_a_layer_are_due_together_wherever_they_are",),
     ),
     Mutant(
         "policies: random selection draws the same at every cut",
