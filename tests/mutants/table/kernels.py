@@ -1,4 +1,8 @@
-"""Mistakes in the plans of `pallas_kernels`: decode, training, prefill."""
+"""Mistakes in the plans of `pallas_kernels`: decode, training, prefill.
+
+Not here, because it changes nothing: Hopper's plan counting starts beyond the last row among those
+that an edge has passed. They are all the number of tiles, which no edge of a program reaches.
+"""
 
 from tests.mutants.mutant import Mutant
 
@@ -46,13 +50,6 @@ MUTANTS = [
         DECODE + "mosaic_plan.py",
         "real = column + chunk * _CHUNK < rows",
         "real = column + chunk * _CHUNK <= rows",
-        (f"{PLAN}::test_the_kernel_makes_the_same_plan_in_the_interpreter",),
-    ),
-    Mutant(
-        "kernels: Hopper's plan meets starts beyond the line",
-        DECODE + "mosaic_plan.py",
-        "            met &= column + chunk * _CHUNK <= rows\n",
-        "",
         (f"{PLAN}::test_the_kernel_makes_the_same_plan_in_the_interpreter",),
     ),
     Mutant(
