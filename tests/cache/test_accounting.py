@@ -45,3 +45,10 @@ def test_nothing_seen_is_nothing_compressed():
     usage = Meter(rows=2).usage(prompt_tokens=0, new_tokens=0, seen=0, cache_bytes=0)
     assert usage.compression_ratio == 1.0
     assert usage.peak_tokens == 0.0
+
+
+def test_the_peak_is_never_less_than_what_is_held_at_the_end():
+    """A conversation's turn may begin with more than any of its chunks reserves."""
+    meter = Meter(rows=2, peak_bytes=300)
+    usage = meter.usage(prompt_tokens=1, new_tokens=1, seen=1, cache_bytes=700)
+    assert (usage.cache_bytes, usage.peak_cache_bytes) == (700, 700)

@@ -74,6 +74,17 @@ def test_a_paired_difference_drops_what_problems_have_in_common():
         difference(left, right[:, :2])
 
 
+def test_both_sides_seeds_add_to_the_error_of_a_difference():
+    """Seed means 1 and 0 against 0.75 and 0.25: variances of the means 0.25 and 0.0625."""
+    left, right = np.array([[1.0, 1], [0, 0]]), np.array([[1.0, 0.5], [0.5, 0]])
+    # Means over seeds 0.5, 0.5 and 0.75, 0.25: gaps -0.25 and 0.25, error 0.25.
+    there, back = difference(left, right), difference(right, left)
+    assert (there.value, back.value) == (0, 0)
+    want = math.sqrt(0.25**2 + 0.25 + 0.0625)
+    assert there.error == pytest.approx(want)
+    assert back.error == pytest.approx(want)
+
+
 def test_beyond_counts_errors_above_a_threshold():
     assert Measured(0.5, 0.2).beyond()
     assert not Measured(0.5, 0.25).beyond()

@@ -140,6 +140,21 @@ def test_no_share_is_too_small(name, share):
     assert kept[0].tolist() == (oracle(logits[0], rule) > 0).tolist()
 
 
+def test_half_precision_logits_are_sampled_in_float32():
+    """4000 tokens: in bfloat16 their mass is not one, and a log-probability has two digits."""
+    draws, rule = 400, Sampling(top_p=0.9)
+    logits = jnp.asarray(example(4, size=4000), jnp.bfloat16)
+    wide = np.asarray(logits, np.float64)
+    keys = jnp.broadcast_to(jax.random.key(1), (draws,))
+    tokens, logprobs = sample(
+        jnp.broadcast_to(logits, (draws, 4000)), keys, jnp.arange(draws), rule.filter
+    )
+    np.testing.assert_allclose(logprobs, log_softmax(wide)[np.asarray(tokens)], atol=1e-4)
+    # Equal logits share a fate: none below the last one of the nucleus is drawn.
+    least = wide[oracle(wide, rule) > 0].min()
+    assert (wide[np.asarray(tokens)] >= least - 1e-9).all()
+
+
 SAMPLED = dms_jax.Sampling(temperature=1.2, top_p=0.95, max_new_tokens=12, seed=5, logprobs=True)
 
 

@@ -7,6 +7,7 @@ import pytest
 from dms_jax.policies import DMC, Vanilla
 from dms_jax.training.parameters import (
     add_adapter,
+    cast,
     parameters,
     rebuilder,
     zero_borrowed_neurons,
@@ -85,3 +86,16 @@ def test_policies_that_borrow_nothing_have_nothing_to_zero():
     before = parameters(random_model(tiny_config(), dtype=jnp.float32))
     zeroed = zero_borrowed_neurons(before, ADAPTER)
     assert all(np.array_equal(zeroed[name], before[name]) for name in before)
+
+
+def test_passes_are_narrow_but_for_the_adapter():
+    """Its logits are compared with a threshold."""
+    arrays = parameters(random_model(tiny_config(), adapter=True, dtype=jnp.float32))
+    narrow = cast(arrays, jnp.bfloat16)
+    for name, array in arrays.items():
+        adapter = "adapter" in name
+        assert narrow[name].dtype == (jnp.float32 if adapter else jnp.bfloat16), name
+        if adapter:
+            assert narrow[name] is array
+    assert any("adapter" in name for name in arrays)
+    assert cast(arrays, None) is arrays

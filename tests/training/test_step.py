@@ -59,6 +59,34 @@ def test_neither_accumulation_nor_rematerialisation_nor_unrolling_changes_gradie
             )
 
 
+def test_padding_changes_nothing():
+    """A document of 7 tokens and 5 of padding: every loss, share and gradient is the document's."""
+    with jax.enable_x64(True):
+        model = language_model(adapter=True, dtype=jnp.float64)
+        tokens = jnp.asarray(random_tokens(1, 2, LENGTH))[None]
+        real = jnp.broadcast_to(jnp.arange(LENGTH) < 7, tokens.shape)
+        alone = Passes(tokens[..., :7], real[..., :7])
+        padded = Passes(tokens, real, real.astype(jnp.int32))
+        want, parts = gradients(model, EAGER, recipe(), alone)
+        assert 0.1 < parts["evicted"] < 0.8
+        found, same = gradients(model, EAGER, recipe(), padded)
+        for name in parts:
+            np.testing.assert_allclose(same[name], parts[name], rtol=1e-10, err_msg=name)
+        for name in want:
+            np.testing.assert_allclose(found[name], want[name], rtol=1e-8, atol=1e-12, err_msg=name)
+
+
+def test_passes_of_a_step_have_noise_of_their_own():
+    """The same tokens twice: with the same noise the mean over both were that of the first."""
+    model = language_model(adapter=True)
+    one = ragged_passes((1, 4))
+    two = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
+    key = jax.random.key(3)
+    _, first = gradients(model, EAGER, recipe(), one, key)
+    _, both = gradients(model, EAGER, recipe(), two, key)
+    assert abs(both["distillation_loss"] / first["distillation_loss"] - 1) > 1e-3
+
+
 def test_a_fresh_adapter_starts_at_the_teacher():
     """All decisions say keep: no divergence, the language-modelling loss of the dense model."""
     model = language_model()

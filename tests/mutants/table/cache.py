@@ -1,0 +1,89 @@
+"""Mistakes in `dms_jax/cache`."""
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "dms_jax/cache/"
+PAGES = "tests/cache/test_pages.py"
+HOST = "tests/cache/test_host_values.py::test_what_programs_leave_is_what_the_next_one_reads"
+
+MUTANTS = [
+    Mutant(
+        "cache: pages that were given back stay in the table",
+        FOLDER + "pages.py",
+        "        table[rows, columns] = self.no_page\n",
+        "",
+        (PAGES,),
+    ),
+    Mutant(
+        "cache: a row that has more pages than it asks for loses count of them",
+        FOLDER + "pages.py",
+        "target = np.maximum(self.pages_for(slots), self.reserved).astype(np.int32)",
+        "target = self.pages_for(slots).astype(np.int32)",
+        (PAGES,),
+    ),
+    Mutant(
+        "cache: free pages are those of the emptiest shard",
+        FOLDER + "pages.py",
+        "return min(len(free) for free in self._free)",
+        "return max(len(free) for free in self._free)",
+        (PAGES,),
+    ),
+    Mutant(
+        "cache: what lies beyond a row's length is read too",
+        FOLDER + "pool.py",
+        "live = jnp.arange(rows.shape[2]) < lengths[..., None]\n    return",
+        "live = jnp.arange(rows.shape[2]) <= lengths[..., None]\n    return",
+        ("tests/cache/test_pool.py",),
+    ),
+    Mutant(
+        "cache: a page of kept slots that is not full stays behind",
+        FOLDER + "pool.py",
+        "num_pages = -(-lengths.max(initial=0) // page_size)",
+        "num_pages = lengths.max(initial=0) // page_size",
+        ("tests/cache/test_pool.py::test_kept_slots_close_ranks_in_their_order",),
+    ),
+    Mutant(
+        "cache: scales of next to nothing round to zero",
+        FOLDER + "quantization.py",
+        "scales = jnp.ldexp(jnp.ones((), jnp.float32), jnp.maximum(exponent, _LEAST_EXPONENT))",
+        "scales = jnp.ldexp(jnp.ones((), jnp.float32), exponent)",
+        ("tests/cache/test_quantization.py::test_numbers_by_hand",),
+    ),
+    Mutant(
+        "cache: a number of exactly 448 takes a scale of two",
+        FOLDER + "quantization.py",
+        "exponent = exponent - 9 + (mantissa > _LARGEST / 2**9)",
+        "exponent = exponent - 9 + (mantissa >= _LARGEST / 2**9)",
+        ("tests/cache/test_quantization.py::test_numbers_by_hand",),
+    ),
+    Mutant(
+        "cache: the peak is what is live at the end of a chunk",
+        FOLDER + "accounting.py",
+        "self.peak = max(self.peak, int(np.max(live)))",
+        "self.peak = max(self.peak, int(live[-1]))",
+        ("tests/cache/test_accounting.py",),
+    ),
+    Mutant(
+        "cache: the highest bytes are those of the chunks alone",
+        FOLDER + "accounting.py",
+        "peak_cache_bytes=max(self.peak_bytes, cache_bytes),",
+        "peak_cache_bytes=self.peak_bytes,",
+        (
+            "tests/cache/test_accounting.py::test_the_peak_is_never_less_than_what_is_held_at_the_end",
+        ),
+    ),
+    Mutant(
+        "cache: of two values for one slot the older is read",
+        FOLDER + "host_values.py",
+        "last = jnp.where(slots[..., None] == own[:, :, None], index, 0).max(-1)",
+        "last = (slots[..., None] == own[:, :, None]).argmax(-1) + 1",
+        (HOST,),
+    ),
+    Mutant(
+        "cache: values of the first layers' pages are written to the host's",
+        FOLDER + "host_values.py",
+        "flat = (page - self.first_page) * page_size + offset",
+        "flat = page * page_size + offset",
+        (HOST,),
+    ),
+]

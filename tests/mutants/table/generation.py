@@ -1,0 +1,112 @@
+"""Mistakes in `dms_jax/generation`.
+
+Not here, because they change nothing: min-p's floor taken before top-k and top-p, which never
+remove the most likely token; and a nucleus that goes on where the mass is reached exactly, which
+the rounding of a softmax decides; and a row's slots bounded by its limit where it holds more, since
+what is reserved is never taken back by asking for less.
+"""
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "dms_jax/generation/"
+SAMPLING = "tests/generation/test_sampling.py"
+MEMORY = "tests/generation/test_memory.py"
+GENERATE = "tests/generation/test_generate.py"
+
+MUTANTS = [
+    Mutant(
+        "generation: every position draws the same number",
+        FOLDER + "sampling.py",
+        "keys = jax.vmap(jax.random.fold_in)(keys, positions)",
+        "pass",
+        (f"{SAMPLING}::test_draws_follow_the_filtered_distribution",),
+    ),
+    Mutant(
+        "generation: the nucleus leaves out the token that reaches the mass",
+        FOLDER + "sampling.py",
+        "before = jnp.cumsum(probabilities, -1) - probabilities",
+        "before = jnp.cumsum(probabilities, -1)",
+        (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
+    ),
+    Mutant(
+        "generation: the nucleus is that of all tokens, top-k or not",
+        FOLDER + "sampling.py",
+        "logits = jnp.where(logits < smallest, -jnp.inf, logits)\n    assert",
+        "kept = jnp.where(logits < smallest, -jnp.inf, logits)\n    assert",
+        (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
+    ),
+    Mutant(
+        "generation: log-probabilities at the draw's temperature",
+        FOLDER + "sampling.py",
+        "logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)",
+        "logprobs = (chosen - jax.nn.logsumexp(logits, axis=-1)) / rule.temperature",
+        (f"{SAMPLING}::test_draws_follow_the_filtered_distribution",),
+    ),
+    Mutant(
+        "generation: logits are filtered in the model's type",
+        FOLDER + "sampling.py",
+        "logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))",
+        "pass",
+        (f"{SAMPLING}::test_half_precision_logits_are_sampled_in_float32",),
+    ),
+    Mutant(
+        "generation: copies of a prompt draw alike",
+        FOLDER + "requests.py",
+        "copies[seed, *tokens] += 1",
+        "copies[seed, *tokens] += 0",
+        (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
+    ),
+    Mutant(
+        "generation: copies are told apart whatever their seeds",
+        FOLDER + "requests.py",
+        """        copy = copies[seed, *tokens]
+        requests.append(make_request(config, tokens, sampling, index=index, seed=seed, copy=copy))
+        copies[seed, *tokens] += 1""",
+        """        copy = copies[0, *tokens]
+        requests.append(make_request(config, tokens, sampling, index=index, seed=seed, copy=copy))
+        copies[0, *tokens] += 1""",
+        (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
+    ),
+    Mutant(
+        "generation: an answer takes the position after the last",
+        FOLDER + "requests.py",
+        "max_new_tokens=min(sampling.max_new_tokens, room),",
+        "max_new_tokens=min(sampling.max_new_tokens, room + 1),",
+        (f"{GENERATE}::test_ends_at_an_end_token_and_at_the_last_position",),
+    ),
+    Mutant(
+        "generation: the newest token counts as cached",
+        FOLDER + "requests.py",
+        "seen = request.seen + prompt_tokens + len(request.generated) - 1",
+        "seen = request.seen + prompt_tokens + len(request.generated)",
+        (f"{GENERATE}::test_usage_of_a_plain_cache_is_counted_by_hand",),
+    ),
+    Mutant(
+        "generation: the reads of selection leave out the pages' bounds",
+        FOLDER + "memory.py",
+        "selected = budget * readers + live / page_size",
+        "selected = budget * readers",
+        (f"{MEMORY}::test_what_other_policies_keep_and_read",),
+    ),
+    Mutant(
+        "generation: tied embeddings are not read",
+        FOLDER + "memory.py",
+        "embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size",
+        "embedding = config.vocab_size * config.hidden_size",
+        (f"{MEMORY}::test_tied_embeddings_are_read_whole",),
+    ),
+    Mutant(
+        "generation: the pool of a policy that cuts has no room for a prompt",
+        FOLDER + "memory.py",
+        "limit = None if policy.shrinks else policy.for_horizon(max_tokens).slot_limit(page_size)",
+        "limit = policy.for_horizon(max_tokens).slot_limit(page_size)",
+        ("tests/generation/test_budgets.py::test_a_prompt_that_is_cut_gives_its_pages_back",),
+    ),
+    Mutant(
+        "generation: a lane that is emptied keeps what its policy remembers",
+        FOLDER + "programs.py",
+        "row_state=jax.tree.map(lambda old, new: reset(old, new[None]), cache.row_state, fresh),",
+        "row_state=cache.row_state,",
+        (f"{GENERATE}::test_answers_are_the_argmax_of_the_logits[tova]",),
+    ),
+]

@@ -1,0 +1,166 @@
+"""Mistakes in the plans of `pallas_kernels`: decode, training, prefill.
+
+Not here, because it changes nothing: Hopper's plan counting starts beyond the last row among those
+that an edge has passed. They are all the number of tiles, which no edge of a program reaches.
+"""
+
+from tests.mutants.mutant import Mutant
+
+DECODE = "pallas_kernels/decode/"
+TRAINING = "pallas_kernels/training/"
+PLAN = "tests/pallas_kernels/decode/test_plan.py"
+PREFILL = "tests/pallas_kernels/prefill/test_prefill.py"
+VISITS = f"{PREFILL}::test_the_plan_visits_what_is_seen_and_nothing_else"
+TILES = "tests/pallas_kernels/training/test_tiles.py"
+
+MUTANTS = [
+    Mutant(
+        "kernels: an empty row has no tile to write its result",
+        DECODE + "plan.py",
+        "tiles = jnp.maximum(1, (lengths + (tile - 1)) // tile)",
+        "tiles = (lengths + (tile - 1)) // tile",
+        (f"{PLAN}::test_programs_share_the_line_evenly",),
+    ),
+    Mutant(
+        "kernels: a row's last tile belongs to the next row",
+        DECODE + "plan.py",
+        "edge_rows = jnp.sum(ends <= edge[..., None], axis=-1, dtype=jnp.int32)",
+        "edge_rows = jnp.sum(ends < edge[..., None], axis=-1, dtype=jnp.int32)",
+        (f"{PLAN}::test_programs_share_the_line_evenly",),
+    ),
+    Mutant(
+        "kernels: the longer stretches come last",
+        DECODE + "plan.py",
+        "return program * share + jnp.minimum(program, total - share * programs)",
+        "longer = total - share * programs\n"
+        "    return program * share + jnp.maximum(0, program - (programs - longer))",
+        (f"{PLAN}::test_programs_share_the_line_evenly",),
+    ),
+    Mutant(
+        "kernels: program times total overflows",
+        DECODE + "plan.py",
+        """    share = total // programs
+    return program * share + jnp.minimum(program, total - share * programs)""",
+        """    share = jnp.int32(program) * jnp.int32(total) // programs
+    return share""",
+        (f"{PLAN}::test_long_lines_do_not_overflow",),
+    ),
+    Mutant(
+        "kernels: Hopper's plan counts rows that are not there",
+        DECODE + "mosaic_plan.py",
+        "real = column + chunk * _CHUNK < rows",
+        "real = column + chunk * _CHUNK <= rows",
+        (f"{PLAN}::test_the_kernel_makes_the_same_plan_in_the_interpreter",),
+    ),
+    Mutant(
+        "kernels: Hopper's plan forgets the chunks of rows before",
+        DECODE + "mosaic_plan.py",
+        "return before + _sum_rows(tiles, real)",
+        "return _sum_rows(tiles, real)",
+        (f"{PLAN}::test_the_kernel_makes_the_same_plan_in_the_interpreter",),
+    ),
+    Mutant(
+        "kernels: a far tile holds a distance within the window",
+        TRAINING + "gpu_tiles.py",
+        "far_end = lax.div(jnp.maximum(q0 - window, 0), jnp.int32(block))",
+        "far_end = ceil_div(jnp.maximum(q0 - window, 0), block)",
+        (f"{TILES}::test_zones_on_a_gpu_hold_the_distances_that_they_promise",),
+    ),
+    Mutant(
+        "kernels: a near tile holds a distance beyond the window",
+        TRAINING + "gpu_tiles.py",
+        "boundary_end = ceil_div(jnp.maximum(q0 + rows - 1 - window, 0), block)",
+        "boundary_end = lax.div(jnp.maximum(q0 + rows - 1 - window, 0), jnp.int32(block))",
+        (f"{TILES}::test_zones_on_a_gpu_hold_the_distances_that_they_promise",),
+    ),
+    Mutant(
+        "kernels: the diagonal tile of a key block larger than the queries is left out",
+        TRAINING + "gpu_tiles.py",
+        "end = ceil_div(q0 + rows, block)",
+        "end = lax.div(q0 + rows, jnp.int32(block))",
+        (f"{TILES}::test_zones_on_a_gpu_hold_the_distances_that_they_promise",),
+    ),
+    Mutant(
+        "kernels: a ring of tiles counts keys without their values",
+        TRAINING + "gpu_tiles.py",
+        "streamed = 2 * ring.stages * ring.block * (row + 4)",
+        "streamed = ring.stages * ring.block * (row + 4)",
+        (f"{TILES}::test_a_ring_fits_beside_what_stays",),
+    ),
+    Mutant(
+        "kernels: documents that touch in one block do not meet",
+        TRAINING + "gpu_tiles.py",
+        "return (low[0] <= high[1]) & (low[1] <= high[0])",
+        "return (low[0] < high[1]) & (low[1] < high[0])",
+        (f"{TILES}::test_blocks_of_one_document_meet",),
+    ),
+    Mutant(
+        "kernels: a far block on TPU holds a distance of the window",
+        TRAINING + "tpu_blocks.py",
+        "far = below & (q0 - (k0 + problem.keys - 1) > problem.window)",
+        "far = below & (q0 - (k0 + problem.keys - 1) >= problem.window)",
+        (
+            f"{TILES}::test_zones_on_a_tpu_hold_the_distances_that_they_promise",
+            f"{TILES}::test_a_zone_on_a_tpu_is_plain_where_it_can_be",
+        ),
+    ),
+    Mutant(
+        "kernels: a near block on TPU holds a distance beyond the window",
+        TRAINING + "tpu_blocks.py",
+        "near = below & (q0 + problem.query - 1 - k0 <= problem.window)",
+        "near = below & (q0 - k0 <= problem.window)",
+        (
+            f"{TILES}::test_zones_on_a_tpu_hold_the_distances_that_they_promise",
+            f"{TILES}::test_a_zone_on_a_tpu_is_plain_where_it_can_be",
+        ),
+    ),
+    Mutant(
+        "kernels: a key block's last query block on TPU is one too early",
+        TRAINING + "tpu_blocks.py",
+        "last = meet.shape[1] - 1 - jnp.argmax(meet[:, ::-1], axis=1)",
+        "last = jnp.maximum(meet.shape[1] - 2 - jnp.argmax(meet[:, ::-1], axis=1), 0)",
+        (f"{TILES}::test_bounds_on_a_tpu_reach_every_block_of_a_document",),
+    ),
+    Mutant(
+        "kernels: blocks on TPU of more scores than fit",
+        TRAINING + "tpu_blocks.py",
+        "wide = max(1, D * dtype.itemsize // 256)",
+        "wide = 1",
+        (f"{TILES}::test_blocks_on_a_tpu_stay_within_their_memory",),
+    ),
+    Mutant(
+        "kernels: an evicted key is hidden one query early",
+        "pallas_kernels/prefill/tiles.py",
+        "chunk_until = jnp.where(evicted, position + window, ALWAYS)",
+        "chunk_until = jnp.where(evicted, position + window - 1, ALWAYS)",
+        (VISITS,),
+    ),
+    Mutant(
+        "kernels: a tile is whole for its first query alone",
+        "pallas_kernels/prefill/tiles.py",
+        "full = (by_tile(until).min(-1) >= real_last) & (by_tile(since).max(-1) <= first)",
+        "full = (by_tile(until).min(-1) >= first) & (by_tile(since).max(-1) <= first)",
+        (VISITS,),
+    ),
+    Mutant(
+        "kernels: queries of padding visit tiles",
+        "pallas_kernels/prefill/tiles.py",
+        " & (real_last >= first)\n",
+        "\n",
+        (VISITS,),
+    ),
+    Mutant(
+        "kernels: a tail's slots beyond the row are zeroed one late",
+        "pallas_kernels/prefill/tiles.py",
+        "return jnp.where((slots < lengths[..., None])[..., None], rows, 0)",
+        "return jnp.where((slots <= lengths[..., None])[..., None], rows, 0)",
+        (VISITS,),
+    ),
+    Mutant(
+        "kernels: a list by counting puts whole tiles where partial ones belong",
+        "pallas_kernels/prefill/tiles.py",
+        "before = jnp.where(position < first, count[0] <= position, count[1] <= position - first)",
+        "before = jnp.where(position <= first, count[0] <= position, count[1] <= position - first)",
+        (VISITS,),
+    ),
+]

@@ -1,0 +1,233 @@
+"""Mistakes in `dms_jax/policies`.
+
+Not here, because they change nothing: H2O's mean over the group as a sum (it ranks alike), and
+KeyDiff's anchor without the division by the length (it is normalised afterwards).
+"""
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "dms_jax/policies/"
+STEPS = "tests/laws/test_prompt_and_steps.py::test_steps_alone"
+CHUNKS = "tests/laws/test_prompt_and_steps.py::test_ragged_chunks_of_a_prompt_then_steps"
+MERGING = "tests/policies/test_merging.py"
+FLOAT32 = "tests/policies/test_float32_sums.py"
+ALLOCATION = "tests/policies/test_allocation.py"
+OBSERVING = "tests/policies/test_observing.py"
+DELAYED = "tests/policies/test_delayed_eviction.py"
+
+MUTANTS = [
+    Mutant(
+        "policies: DMC's sums at inference in the model's type",
+        FOLDER + "merging.py",
+        """        wide = jnp.promote_types(dtype, jnp.float32)
+        entries =""",
+        """        wide = dtype
+        entries =""",
+        (f"{FLOAT32}::test_400_merged_tokens_are_their_mean",),
+    ),
+    Mutant(
+        "policies: H2O's sums in the model's type",
+        FOLDER + "h2o.py",
+        """        wide = jnp.promote_types(dtype, jnp.float32)
+""",
+        """        wide = dtype
+""",
+        (f"{FLOAT32}::test_h2o_adds_up_600_queries",),
+    ),
+    Mutant(
+        "policies: AdaKV without its safeguard",
+        FOLDER + "allocation.py",
+        "worth = jnp.where(highest(worth, safe) & (worth > -jnp.inf), jnp.inf, worth)",
+        "del safe",
+        (f"{ALLOCATION}::test_heads_compete_after_each_had_its_share",),
+    ),
+    Mutant(
+        "policies: PyramidKV with every layer high but the last",
+        FOLDER + "allocation.py",
+        "fall = -(-chunk.layer * (high - low) // (chunk.num_layers - 1))",
+        "fall = jnp.where(chunk.layer == chunk.num_layers - 1, high - low, 0)",
+        (f"{ALLOCATION}::test_a_pyramid_by_hand",),
+    ),
+    Mutant(
+        "policies: PyramidKV's budgets rounded up",
+        FOLDER + "allocation.py",
+        "fall = -(-chunk.layer * (high - low) // (chunk.num_layers - 1))",
+        "fall = chunk.layer * (high - low) // (chunk.num_layers - 1)",
+        (f"{ALLOCATION}::test_a_pyramid_by_hand",),
+    ),
+    Mutant(
+        "policies: of equal scores the earlier token stays",
+        FOLDER + "budget.py",
+        """    ascending = jnp.argsort(scores, axis=-1, stable=True)
+    rank = jnp.argsort(ascending, axis=-1)
+    return rank >= scores.shape[-1] - count[..., None]""",
+        """    descending = jnp.argsort(-scores, axis=-1, stable=True)
+    rank = jnp.argsort(descending, axis=-1)
+    return rank < count[..., None]""",
+        (f"{ALLOCATION}::test_of_equal_scores_the_later_stays",),
+    ),
+    Mutant(
+        "policies: a share that is whole is rounded below itself",
+        FOLDER + "budget.py",
+        "share = jnp.floor(chunk.horizon / self.compression_ratio * (1 + 1e-6))",
+        "share = jnp.floor(chunk.horizon / self.compression_ratio)",
+        (f"{ALLOCATION}::test_a_share_is_rounded_down_and_whole_ones_stay_whole",),
+    ),
+    Mutant(
+        "policies: attention weights without the maximum taken off",
+        FOLDER + "victims.py",
+        "weights = jnp.exp(scores - jnp.maximum(scores.max(-1, keepdims=True), -1e30))",
+        "weights = jnp.exp(scores)",
+        (f"{FLOAT32}::test_the_weights_of_a_query",),
+    ),
+    Mutant(
+        "policies: attention weights of a dense prompt in the model's type",
+        FOLDER + "victims.py",
+        "    wide = jnp.promote_types(q.dtype, jnp.float32)\n    batch",
+        "    wide = q.dtype\n    batch",
+        (f"{FLOAT32}::test_the_weights_of_a_query",),
+    ),
+    Mutant(
+        "policies: H2O counts the queries of padding",
+        FOLDER + "h2o.py",
+        "at = jnp.where(chunk.valid[:, 0], chunk.positions, -1)",
+        "at = chunk.positions",
+        (f"{FLOAT32}::test_h2o_adds_up_a_dense_prompt_without_its_padding",),
+    ),
+    Mutant(
+        "policies: H2O adds a page's former owner's sums",
+        FOLDER + "h2o.py",
+        "sums=_put(received.sums, chunk.page_table, placement.slots, 0),",
+        "sums=received.sums,",
+        (f"{OBSERVING}::test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner",),
+    ),
+    Mutant(
+        "policies: H2O's recent tokens are the smaller half",
+        FOLDER + "h2o.py",
+        "recent = budget - budget // 2",
+        "recent = budget // 2",
+        (f"{STEPS}[H2O-budget=7-G=4-page=4]",),
+    ),
+    Mutant(
+        "policies: the newest token of a cut is one too late",
+        FOLDER + "victims.py",
+        "newest = chunk.first + last\n",
+        "newest = chunk.first + chunk.count\n",
+        (f"{CHUNKS}[(13, 1, 22)-H2O-budget=9-prefill=dense_then_evict-G=2-page=4]",),
+    ),
+    Mutant(
+        "policies: SnapKV's ring loses its oldest query",
+        FOLDER + "snapkv.py",
+        "keep = (index < last) & (index >= last - self.window)",
+        "keep = (index < last) & (index > last - self.window)",
+        (f"{CHUNKS}[(13, 1, 22)-SnapKV-budget=9-interval=4-window=3-G=2-page=4]",),
+    ),
+    Mutant(
+        "policies: ExpectedAttention counts the sinks before a chunk",
+        FOLDER + "expected_attention.py",
+        "before = jnp.maximum(chunk.first - self.sinks, 0)",
+        "before = jnp.maximum(chunk.first, 0)",
+        (
+            f"{CHUNKS}[(13, 1, 22)-ExpectedAttention-budget=9-interval=4-future=16-epsilon=0.01-"
+            "G=2-page=4]",
+        ),
+    ),
+    Mutant(
+        "policies: ExpectedAttention's moments in the model's type",
+        FOLDER + "expected_attention.py",
+        "        wide = jnp.promote_types(dtype, jnp.float32)\n        spread",
+        "        wide = dtype\n        spread",
+        (f"{FLOAT32}::test_expected_attention_learns_the_moments_of_500_queries",),
+    ),
+    Mutant(
+        "policies: KeyDiff's mean in the model's type",
+        FOLDER + "keydiff.py",
+        "wide = jnp.promote_types(rows.k.dtype, jnp.float32)",
+        "wide = rows.k.dtype",
+        (f"{FLOAT32}::test_keydiff_tells_keys_apart_that_are_alike",),
+    ),
+    Mutant(
+        "policies: DMS's logits in the model's type",
+        FOLDER + "dms.py",
+        "raw = raw.astype(jnp.promote_types(raw.dtype, jnp.float32))",
+        "pass",
+        (f"{FLOAT32}::test_dms_decides_by_the_exact_logit",),
+    ),
+    Mutant(
+        "policies: DMC's decisions and importance in the model's type",
+        FOLDER + "dmc.py",
+        "wide = jnp.promote_types(k.dtype, jnp.float32)",
+        "wide = k.dtype",
+        (f"{FLOAT32}::test_dmc_weighs_by_the_exact_mean_of_the_group",),
+    ),
+    Mutant(
+        "policies: the first token of a DMC sequence merges into nothing",
+        FOLDER + "dmc.py",
+        "marks=(logits > 0) & (projections.positions > 0)[:, None],",
+        "marks=logits > 0,",
+        (f"{MERGING}::test_decisions_and_importance_are_the_neurons",),
+    ),
+    Mutant(
+        "policies: a merged window keeps entries of the segment before",
+        FOLDER + "merging.py",
+        "kept = jnp.where(after[..., None] > 0, 0, kept)",
+        "kept = jnp.where(after[..., None] > 1, 0, kept)",
+        (f"{MERGING}::test_means_do_not_depend_on_the_chunks",),
+    ),
+    Mutant(
+        "policies: the candidate that leaves the window comes one token late",
+        FOLDER + "delayed_eviction.py",
+        "has_candidate = (chunk.first[:, None] + index >= size)[:, None]",
+        "has_candidate = (chunk.first[:, None] + index > size)[:, None]",
+        (f"{DELAYED}::test_slots_lengths_and_sight_are_those_of_the_ring",),
+    ),
+    Mutant(
+        "policies: rows are cut one token late",
+        FOLDER + "scored.py",
+        "return total >= heads * (",
+        "return total > heads * (",
+        (f"{STEPS}[KeyDiff-budget=8-interval=4-G=2-page=3]",),
+    ),
+    Mutant(
+        "policies: rows over a mesh are cut when a device's own are full",
+        FOLDER + "scored.py",
+        "total, heads = jax.lax.psum((total, heads), head_axis)",
+        "del head_axis",
+        (f"{ALLOCATION}::test_the_rows_of_a_layer_are_due_together_wherever_they_are",),
+    ),
+    Mutant(
+        "policies: random selection draws the same at every cut",
+        FOLDER + "random_selection.py",
+        "when = mix(newest.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[:, None, None]",
+        "when = mix(0 * newest.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[:, None, None]",
+        (f"{ALLOCATION}::test_random_selection_draws_anew_for_layers_heads_and_cuts",),
+    ),
+    Mutant(
+        "policies: random draws are the same in every layer",
+        FOLDER + "draws.py",
+        "mix(layer.astype(jnp.uint32) + 1)",
+        "mix(0 * layer.astype(jnp.uint32) + 1)",
+        (f"{DELAYED}::test_random_eviction_draws_by_layer_head_and_position_alone",),
+    ),
+    Mutant(
+        "policies: Quest's bounds cover slots that are not in use",
+        FOLDER + "quest.py",
+        "live = (slot < placement.lengths[..., None, None])[..., None]",
+        "live = (slot <= placement.lengths[..., None, None])[..., None]",
+        (f"{OBSERVING}::test_quest_bounds_are_those_of_the_keys_on_each_page",),
+    ),
+    Mutant(
+        "policies: Quest's scores summed in the model's type",
+        FOLDER + "quest.py",
+        "preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),",
+        "preferred_element_type=q.dtype,",
+        (f"{FLOAT32}::test_quest_tells_bounds_apart_that_half_precision_does_not",),
+    ),
+    Mutant(
+        "policies: PyramidKV's longest row is that of a middle layer",
+        FOLDER + "allocation.py",
+        "return 2 * (limit - self.cut_interval) + self.cut_interval",
+        "return limit",
+        (f"{ALLOCATION}::test_a_pyramid_by_hand",),
+    ),
+]

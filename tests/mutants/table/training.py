@@ -1,0 +1,140 @@
+"""Mistakes in `dms_jax/training`."""
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "dms_jax/training/"
+STEP = "tests/training/test_step.py"
+COUNTS = "tests/training/test_what_counts.py"
+TRAIN = "tests/training/test_train.py"
+RETROFIT = "tests/training/test_retrofit.py"
+
+MUTANTS = [
+    Mutant(
+        "training: the teacher is the moving student",
+        FOLDER + "step.py",
+        "original = rebuild(jax.lax.stop_gradient(current | constants.teacher))",
+        "original = rebuild(jax.lax.stop_gradient(current))",
+        (f"{COUNTS}::test_the_teacher_stays_and_the_mean_is_over_what_counts",),
+    ),
+    Mutant(
+        "training: distillation is divided by all tokens",
+        FOLDER + "step.py",
+        "1 / jnp.maximum(compared.sum(), 1).astype(wide),",
+        "jnp.asarray(1 / compared.size, wide),",
+        (f"{COUNTS}::test_the_teacher_stays_and_the_mean_is_over_what_counts",),
+    ),
+    Mutant(
+        "training: compression shares count padding",
+        FOLDER + "step.py",
+        "result.decisions, None if segment_ids is None else segment_ids > 0",
+        "result.decisions, None",
+        (f"{STEP}::test_padding_changes_nothing",),
+    ),
+    Mutant(
+        "training: the last position's target is the first token",
+        FOLDER + "step.py",
+        "after = jnp.roll(self.loss_mask, -1, axis=-1).at[..., -1].set(False)",
+        "after = jnp.roll(self.loss_mask, -1, axis=-1)",
+        (f"{COUNTS}::test_the_last_token_of_a_sequence_predicts_nothing",),
+    ),
+    Mutant(
+        "training: Adam keeps its moments after the neurons are zeroed",
+        FOLDER + "trainer.py",
+        "self.state = self._start(self.state.step, arrays)",
+        "self.state = TrainState(self.state.step, arrays, self.state.optimizer)",
+        (f"{COUNTS}::test_the_first_step_after_the_decay_is_adams_first",),
+    ),
+    Mutant(
+        "training: every pass of a step has the same noise",
+        FOLDER + "step.py",
+        "own_key = None if key is None else jax.random.fold_in(key, index)",
+        "own_key = key",
+        (f"{STEP}::test_passes_of_a_step_have_noise_of_their_own",),
+    ),
+    Mutant(
+        "training: every step has the same noise",
+        FOLDER + "step.py",
+        "key = jax.random.fold_in(control.key, state.step)",
+        "key = jax.random.fold_in(control.key, 0)",
+        (f"{COUNTS}::test_every_step_has_noise_of_its_own_drawn_from_the_seed",),
+    ),
+    Mutant(
+        "training: the adapter is cast for the passes",
+        FOLDER + "parameters.py",
+        "return {name: x if is_adapter(name) else x.astype(dtype) for name, x in arrays.items()}",
+        "return {name: x.astype(dtype) for name, x in arrays.items()}",
+        ("tests/training/test_parameters.py::test_passes_are_narrow_but_for_the_adapter",),
+    ),
+    Mutant(
+        "training: the first token of a DMC document counts as merged",
+        "dms_jax/policies/dmc.py",
+        "first = (chunk.positions == 0)[:, None]",
+        "first = (chunk.positions < 0)[:, None]",
+        (
+            "tests/policies/test_merging.py::test_the_soft_form_of_a_document_is_that_of_the_document_alone",
+        ),
+    ),
+    Mutant(
+        "training: the held-out loss is the mean of its batches",
+        FOLDER + "held_out.py",
+        "total, count = np.sum(jax.device_get(sums), axis=0) if sums else (0.0, 0.0)",
+        """total, count = np.sum(jax.device_get(sums), axis=0) if sums else (0.0, 0.0)
+            total = np.mean([float(a / b) for a, b in sums]) * count if count else total""",
+        (f"{COUNTS}::test_the_held_out_loss_is_a_mean_over_tokens",),
+    ),
+    Mutant(
+        "training: weight decay pulls at the old, clipped gradient alone",
+        FOLDER + "step.py",
+        """        optax.scale_by_adam(recipe.beta1, recipe.beta2, recipe.epsilon),
+        optax.add_decayed_weights(recipe.weight_decay, mask=_decay_mask),
+""",
+        """        optax.add_decayed_weights(recipe.weight_decay, mask=_decay_mask),
+        optax.scale_by_adam(recipe.beta1, recipe.beta2, recipe.epsilon),
+""",
+        (f"{TRAIN}::test_a_run_is_adamw_on_the_language_modelling_loss",),
+    ),
+    Mutant(
+        "training: the neurons are zeroed before their last step of decay",
+        FOLDER + "loop.py",
+        "before = recipe.progress(step - 1, policy) if step else None",
+        "before = recipe.progress(step, policy) if step else None",
+        (f"{RETROFIT}::test_the_borrowed_neuron_decays_and_starts_from_nothing",),
+    ),
+    Mutant(
+        "training: a snapshot is taken a step late",
+        FOLDER + "loop.py",
+        "if self._recipe.progress(done, self._policy).compression_ratio >= ratio - 1e-9:",
+        "if self._recipe.progress(done - 1, self._policy).compression_ratio >= ratio - 1e-9:",
+        (f"{RETROFIT}::test_snapshots_are_the_models_on_the_way",),
+    ),
+    Mutant(
+        "training: the warm-up starts at no rate at all",
+        FOLDER + "schedules.py",
+        "return peak * (step + 1) / warmup_steps",
+        "return peak * step / warmup_steps",
+        ("tests/training/test_recipes.py::test_the_learning_rate_follows_optax",),
+    ),
+    Mutant(
+        "training: the spread of heads pulls the layer's mean along",
+        FOLDER + "compression.py",
+        "middle = jax.lax.stop_gradient(jnp.mean(shares, axis=-1, keepdims=True))",
+        "middle = jnp.mean(shares, axis=-1, keepdims=True)",
+        ("tests/training/test_compression.py::test_the_spread_moves_heads_and_not_the_mean",),
+    ),
+    Mutant(
+        "training: a grafted adapter takes the model's type",
+        FOLDER + "parameters.py",
+        "dtype = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)",
+        "dtype = transformer.embedding[...].dtype",
+        (
+            "tests/training/test_parameters.py::test_a_grafted_adapter_decides_nothing_and_shares_the_rest",
+        ),
+    ),
+    Mutant(
+        "training: visible keys count those of the documents before",
+        FOLDER + "step.py",
+        "segment_positions(tokens, ids) + 1",
+        "segment_positions(tokens, None) + 1",
+        ("tests/training/test_throughput.py::test_visible_keys_are_those_of_the_document",),
+    ),
+]

@@ -1,0 +1,31 @@
+"""Every mutant can still be planted, and names tests that are there."""
+
+import pytest
+
+from tests.mutants.mutant import Mutant
+from tests.mutants.planting import ROOT
+from tests.mutants.table import MUTANTS
+
+
+def test_names_are_unique():
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names) > 40
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_it_can_be_planted(mutant):
+    """Change the table together with the code, or drop what has no place any more."""
+    text = (ROOT / mutant.file).read_text(encoding="utf-8")
+    compile(mutant.plant(text), mutant.file, "exec")
+    for test in mutant.tests:
+        path, *names = test.split("::")
+        source = (ROOT / path).read_text(encoding="utf-8")
+        for name in names:
+            assert f"def {name.split('[')[0]}(" in source, f"{path} has no {name}"
+
+
+def test_what_cannot_be_planted_says_why():
+    mutant = Mutant("a", "b.py", "x", "y", ())
+    assert mutant.plant("1 x 2") == "1 y 2"
+    with pytest.raises(ValueError, match=r"occurs 2 times in b\.py"):
+        mutant.plant("x x")

@@ -1,0 +1,149 @@
+"""The plans of the training kernels, score by score: zones, blocks that meet, what fits."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.training import gpu_tiles, tpu_blocks
+
+WINDOWS = [0, 1, 63, 64, 65, 100, 191, 300, 10**6]
+
+
+def distances(q0, rows, k0, keys):
+    return (q0 + np.arange(rows))[:, None] - (k0 + np.arange(keys))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("rows", "block"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_zones_on_a_gpu_hold_the_distances_that_they_promise(rows, block, window):
+    for q0 in range(0, 512, rows):
+        for first in (0, 1):
+            zones = gpu_tiles.key_zones(jnp.int32(q0), rows, window, block, jnp.int32(first))
+            far, boundary, near, end = map(int, zones)
+            assert first <= far <= boundary <= near <= max(end, first)
+            for tile in range(first, 2 * 512 // block):
+                away = distances(q0, rows, tile * block, block)
+                if tile < far:
+                    assert (away > window).all()
+                elif tile < near:
+                    assert (away >= 0).all()
+                    if tile >= boundary:
+                        assert (away <= window).all()
+                # What is visible is visited, and nothing else.
+                assert (away >= 0).any() == (tile < end)
+
+
+def sorted_segments(random, batch, length):
+    """Documents in order, as packed: 1, 1, 1, 2, 2, 3, ..."""
+    return np.cumsum(random.random((batch, length)) < 0.015, axis=1) + 1
+
+
+def meeting(segments, rows, columns):
+    """Which blocks hold tokens of one document, pair by pair: [B, R, C]."""
+    batch, length = segments.shape
+    shared = np.zeros((batch, length // rows, length // columns), bool)
+    for b, i, j in np.ndindex(shared.shape):
+        own = segments[b, i * rows : (i + 1) * rows]
+        other = segments[b, j * columns : (j + 1) * columns]
+        shared[b, i, j] = bool(set(own.tolist()) & set(other.tolist()))
+    return shared
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (64, 128), (128, 64)])
+def test_blocks_of_one_document_meet(rows, columns):
+    random = np.random.default_rng(rows + 2 * columns)
+    segments = sorted_segments(random, 3, 1024)
+    found = gpu_tiles.segment_overlap(jnp.asarray(segments, jnp.int32), rows, columns)
+    np.testing.assert_array_equal(found, meeting(segments, rows, columns))
+    # With padding, 0, at the end blocks may seem to meet that do not; never the other way round.
+    segments[:, 900:] = 0
+    found = gpu_tiles.segment_overlap(jnp.asarray(segments, jnp.int32), rows, columns)
+    assert (np.asarray(found) >= meeting(segments, rows, columns)).all()
+
+
+def gpu_problem(**changes):
+    options = dict(B=1, T=256, H=4, K=2, D=128, window=16, scale=1.0, packed=False, interpret=True)
+    return gpu_tiles.Problem(**(options | {"dtype": jnp.dtype("bfloat16")} | changes))
+
+
+def test_a_ring_fits_beside_what_stays():
+    """227 KB less 8 KB: two stages of 128 keys and values of 256 bytes, and 4 for each token."""
+    room = 219 * 1024 - 2 * 2 * 128 * (256 + 4)
+    ring = gpu_tiles.Ring(block=128, stages=2)
+    assert gpu_tiles.fits(ring, gpu_problem(), room // 256)
+    assert not gpu_tiles.fits(ring, gpu_problem(), room // 256 + 1)
+    wide = gpu_problem(D=256)  # 2 * 3 * 128 * 516 bytes are more than there are
+    assert not gpu_tiles.fits(gpu_tiles.Ring(block=128, stages=3), wide, 0)
+    assert gpu_tiles.fits(gpu_tiles.Ring(block=64, stages=3), wide, 0)
+
+
+def tpu_problem(T=1024, H=8, K=2, D=128, window=100, dtype="bfloat16", packed=False):
+    return tpu_blocks.Problem.make(1, T, H, K, D, window, 1.0, dtype, packed, False)
+
+
+def zone_of(problem, query, key, monkeypatch):
+    """With what options the body of a visible block is called; it must be once."""
+    calls = []
+    monkeypatch.setattr(tpu_blocks.pl, "when", lambda holds: lambda body: body() if holds else None)
+    block = np.int32(query), np.int32(key)
+    tpu_blocks.by_zone(problem, *block, np.True_, lambda **kind: calls.append(kind))
+    (kind,) = calls
+    return kind
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_zones_on_a_tpu_hold_the_distances_that_they_promise(window, dtype, monkeypatch):
+    """Beside the mixed ones, whose body masks every score."""
+    problem = tpu_problem(window=window, dtype=dtype)
+    kinds = set()
+    for query, key in np.ndindex(problem.T // problem.query, problem.T // problem.keys):
+        kind = zone_of(problem, query, key, monkeypatch)
+        away = distances(query * problem.query, problem.query, key * problem.keys, problem.keys)
+        if not kind["masked"]:
+            assert (away >= 0).all()
+            assert (away > problem.window if kind["bias"] else away <= problem.window).all()
+        kinds.add(tuple(kind.values()))
+    assert (True, True) in kinds  # the diagonal
+    assert ((True, False) in kinds) == (window <= 300)
+    assert ((False, False) in kinds) == (window >= 10**6)
+
+
+def test_a_zone_on_a_tpu_is_plain_where_it_can_be(monkeypatch):
+    """Tiles next to the border of the window, where one token decides."""
+
+    def zone(window):  # of queries 512 to 639 and keys 0 to 255
+        problem = tpu_problem(window=window, dtype="float32")
+        assert (problem.query, problem.keys) == (128, 256)
+        return zone_of(problem, 4, 0, monkeypatch)
+
+    assert zone(639) == dict(bias=False, masked=False)
+    assert zone(638) == dict(bias=True, masked=True)
+    assert zone(512 - 255) == dict(bias=True, masked=True)
+    assert zone(512 - 255 - 1) == dict(bias=True, masked=False)
+
+
+def test_bounds_on_a_tpu_reach_every_block_of_a_document():
+    problem = tpu_problem(dtype="float32", packed=True)
+    random = np.random.default_rng(7)
+    segments = sorted_segments(random, 1, problem.T)
+    first, last = tpu_blocks.segment_bounds(problem, jnp.asarray(segments, jnp.int32))
+    meet = meeting(segments, problem.query, problem.keys)
+    np.testing.assert_array_equal(first, meet.argmax(2))
+    blocks = np.arange(meet.shape[1])[:, None]
+    np.testing.assert_array_equal(last, np.where(meet, blocks, -1).max(1))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+def test_blocks_on_a_tpu_stay_within_their_memory(group, D, dtype):
+    """Queries of a block in 256 KB, its scores in 1 MB; in half of that beside float32 keys."""
+    problem = tpu_problem(T=900, H=2 * group, D=D, dtype=dtype)
+    assert problem.T == 1024
+    assert problem.T % problem.query == problem.T % problem.keys == 0
+    size = jnp.dtype(dtype).itemsize
+    if problem.query > 128:  # the least that there is
+        assert problem.rows * D * size <= 256 * 1024
+    if problem.keys > 128:
+        assert problem.rows * problem.keys * 4 <= 2**20 * 2 // size

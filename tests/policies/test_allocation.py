@@ -1,0 +1,122 @@
+"""Budgets: shares in whole tokens, and how allocations spend them over heads and layers."""
+
+import fractions
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from dms_jax.policies import AdaKV, Knorm, PyramidKV, RandomSelection, SnapKV
+from dms_jax.policies.base import Chunk, Decisions
+from dms_jax.policies.budget import highest
+
+NOTHING = -np.inf
+
+
+def chunk_of(*, horizon=(1,), layer=0, num_layers=1) -> Chunk:
+    batch = len(horizon)
+    return Chunk(
+        k=jnp.zeros((batch, 1, 1, 2)),
+        v=jnp.zeros((batch, 1, 1, 2)),
+        decisions=Decisions(),
+        positions=jnp.zeros((batch, 1), jnp.int32),
+        count=jnp.ones(batch, jnp.int32),
+        page_table=jnp.zeros((batch, 1, 1), jnp.int32),
+        lengths=jnp.zeros((batch, 1), jnp.int32),
+        page_size=4,
+        horizon=jnp.asarray(horizon, jnp.int32),
+        layer=jnp.asarray(layer),
+        num_layers=num_layers,
+    )
+
+
+@pytest.mark.parametrize("ratio", [1, 1.1, 1.6, 2.4, 3, 3.3, 7.7])
+def test_a_share_is_rounded_down_and_whole_ones_stay_whole(ratio):
+    """In a program as on the host, and as in fractions."""
+    policy, horizons = Knorm(compression_ratio=ratio), range(1, 4097)
+    want = [max(1, math.floor(h / fractions.Fraction(str(ratio)))) for h in horizons]
+    assert policy.budget_of(chunk_of(horizon=horizons))[:, 0].tolist() == want
+    assert [policy.for_horizon(h).budget for h in horizons] == want
+
+
+def test_of_equal_scores_the_later_stays():
+    scores = jnp.asarray([[[3.0, 1, 3, 2], [5, 5, 5, 5]]])
+    kept = highest(scores, jnp.asarray([[1]]))
+    np.testing.assert_array_equal(kept, [[[0, 0, 1, 0], [0, 0, 0, 1]]])
+    kept = highest(scores, jnp.asarray([[3, 2]]))
+    np.testing.assert_array_equal(kept, [[[1, 0, 1, 1], [0, 0, 1, 1]]])
+
+
+@pytest.mark.parametrize(
+    ("alpha", "kept"),
+    [
+        (0.0, [[1, 1, 1, 1], [0, 0, 0, 0]]),
+        (0.5, [[1, 1, 1, 0], [0, 1, 0, 0]]),
+        (1.0, [[1, 1, 0, 0], [0, 1, 0, 1]]),
+    ],
+)
+def test_heads_compete_after_each_had_its_share(alpha, kept):
+    """Two tokens a head: the first head's are all worth more than the second's."""
+    worth = jnp.asarray([[[9.0, 8, 7, 6], [1, 5, 2, 3]]])
+    found = AdaKV(SnapKV(), alpha=alpha).select(worth, jnp.asarray([[2]]), None)
+    np.testing.assert_array_equal(found[0], kept)
+
+
+def test_a_head_that_holds_less_than_its_share_takes_nothing_else():
+    worth = jnp.asarray([[[9.0, 8, 7, 6], [1, NOTHING, NOTHING, NOTHING]]])
+    found = AdaKV(SnapKV(), alpha=1.0).select(worth, jnp.asarray([[2]]), None)
+    np.testing.assert_array_equal(found[0], [[1, 1, 1, 0], [1, 0, 0, 0]])
+
+
+def budgets(policy, num_layers):
+    return [
+        int(policy.layer_budget(chunk_of(layer=layer, num_layers=num_layers))[0, 0])
+        for layer in range(num_layers)
+    ]
+
+
+def test_a_pyramid_by_hand():
+    """64 tokens of which 8 always stay: from 110 beside them down to 2, by 108 / 11 a layer."""
+    policy = PyramidKV(SnapKV(budget=64, window=8, interval=16), beta=20)
+    want = [118, 108, 98, 88, 78, 68, 59, 49, 39, 29, 19, 10]
+    assert budgets(policy, 12) == want
+    assert np.mean(want) <= 64
+    assert policy.slot_limit(4) >= want[0] + 16  # what the longest row comes to before its cut
+    assert policy.mean_slot_limit(4) == 64 + 16
+    # 10 tokens: low 10 // 3 = 3, high 17, and 14 / 3 a layer: 17, 12.33, 7.67, 3.
+    assert budgets(PyramidKV(Knorm(budget=10), beta=3), 4) == [17, 12, 7, 3]
+    assert budgets(PyramidKV(Knorm(budget=10), beta=3), 1) == [10]
+
+
+@pytest.mark.parametrize(("last", "due"), [(2, False), (3, True)])
+def test_the_rows_of_a_layer_are_due_together_wherever_they_are(last, due):
+    """Lengths 9, 2, 2 and 2 or 3 on four devices: 3.75 or 4 on average, of 3 + 1."""
+    policy, lengths = Knorm(budget=3, interval=1), jnp.asarray([[9, 2, 2, last]])
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
+    of_devices = jax.shard_map(
+        lambda lengths: policy.due(lengths, chunk_of(), "heads"),
+        mesh=mesh,
+        in_specs=PartitionSpec(None, "heads"),
+        out_specs=PartitionSpec("heads"),
+        check_vma=False,
+    )
+    assert of_devices(lengths).tolist() == [due] * 4
+    assert policy.due(lengths, chunk_of(), None).tolist() == [due]
+
+
+def test_random_selection_draws_anew_for_layers_heads_and_cuts():
+    """Independent uniform numbers: of mean 1/2, uncorrelated to within 4 / sqrt(n)."""
+    policy, slots = RandomSelection(seed=3), 4000
+
+    def draw(policy=policy, layer=0, newest=100):
+        drawn = policy.draw(jnp.asarray(layer), jnp.arange(2), jnp.asarray([newest]), slots)
+        return np.asarray(drawn[0])
+
+    rows = [*draw(), *draw(layer=1), *draw(newest=101), *draw(RandomSelection(seed=4))]
+    correlations = np.corrcoef(rows) - np.eye(len(rows))
+    assert np.abs(correlations).max() < 4 / math.sqrt(slots)
+    assert np.abs(np.mean(rows, axis=1) - 0.5).max() < 4 * math.sqrt(1 / 12 / slots)
+    np.testing.assert_array_equal(draw(), draw())

@@ -1,0 +1,218 @@
+"""Sums, weights and decisions of half-precision models: taken in float32, against NumPy's float64.
+
+The laws run in float64, where a sum in the model's own type is as good as any.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.policies import DMC, DMS, H2O, ExpectedAttention, KeyDiff, Quest, SnapKV, Vanilla
+from dms_jax.policies.base import Chunk, Decisions, PolicyState, Projections, Rows
+from dms_jax.policies.quest import PageBounds
+from dms_jax.policies.victims import query_weights
+from tests.oracles import dmc, scored
+
+HALF = jnp.bfloat16
+
+
+def chunk_of(k, *, first=0, count=None, slots=None, **fields) -> Chunk:
+    """Tokens of one sequence and one KV head, whose row has one page."""
+    num_tokens = k.shape[1]
+    return Chunk(
+        k=k,
+        v=k,
+        decisions=fields.pop("decisions", Decisions()),
+        positions=jnp.asarray(first) + jnp.arange(num_tokens, dtype=jnp.int32)[None],
+        count=jnp.asarray([num_tokens if count is None else count], jnp.int32),
+        page_table=jnp.zeros((1, 1, 1), jnp.int32),
+        lengths=jnp.full((1, 1), first, jnp.int32),
+        page_size=slots or num_tokens,
+        **fields,
+    )
+
+
+def halves(random, *shape, scale=1.0):
+    """Numbers that bfloat16 holds, in both types."""
+    array = jnp.asarray(scale * random.normal(size=shape), HALF)
+    return array, np.asarray(array, np.float64)
+
+
+def softmax(x):
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("width", [1, 16])
+def test_400_merged_tokens_are_their_mean(width):
+    """DMC at inference, one token or 16 at a time: what is stored is the mean, rounded once."""
+    random = np.random.default_rng(0)
+    k = jnp.asarray(random.uniform(0.5, 1.5, (400 // width, 1, width, 1, 4)), HALF)
+    omega = jnp.asarray(random.uniform(0.2, 1, (400 // width, 1, 1, width)), jnp.float32)
+    policy = DMC(window=None)
+
+    def step(rows, xs):
+        index, k, omega = xs
+        marks = index * width + jnp.arange(width) > 0
+        chunk = chunk_of(k, decisions=Decisions(marks=marks[None, None], importance=omega))
+        state, chunk = policy.transform(PolicyState(rows=rows), chunk)
+        return state.rows, chunk.k
+
+    rows = policy.init_rows(1, 1, 4, jnp.dtype(HALF))
+    _, found = jax.lax.scan(step, rows, (jnp.arange(len(k)), k, omega))
+    alpha = np.ones(400)
+    alpha[0] = 0
+    want = dmc.pool(
+        np.asarray(k, np.float64).reshape(400, 4), alpha, np.asarray(omega).reshape(-1), None
+    )
+    np.testing.assert_allclose(np.asarray(found, np.float64).reshape(400, 4), want, rtol=2**-8)
+
+
+def test_h2o_adds_up_600_queries():
+    policy = H2O(budget=8)
+    state = PolicyState(rows=(), pages=policy.init_pages(1, 4, 2, jnp.dtype(HALF)))
+    given = jnp.asarray([0.5, 0.3, 0.199, 0.001], HALF)
+    chunk = chunk_of(jnp.zeros((1, 1, 1, 2), HALF), slots=4)
+
+    def step(state, _):
+        return policy.learn(state, given[None, None, None], chunk), None
+
+    state, _ = jax.lax.scan(step, state, length=600)
+    np.testing.assert_allclose(state.pages.sums[0], 600 * np.asarray(given, np.float64), rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [300, 230])
+def test_h2o_adds_up_a_dense_prompt_without_its_padding(count):
+    """Column sums of the causal weights of `count` queries, averaged over the group."""
+    random = np.random.default_rng(1)
+    policy = H2O(budget=8, prefill="dense_then_evict")
+    k, wide_k = halves(random, 1, 300, 1, 4)
+    q, wide_q = halves(random, 1, 300, 2, 4)
+    chunk = chunk_of(k, count=count)
+    state = PolicyState(
+        rows=policy.init_rows(1, 1, 4, jnp.dtype(HALF)),
+        pages=policy.init_pages(1, 300, 4, jnp.dtype(HALF)),
+    )
+    state, placement = policy.write(state, chunk)
+    held = jnp.where(jnp.arange(300)[:, None] < count, k[0, :, 0], 0)[None, None]
+    rows = Rows(k=held, v=held, lengths=placement.lengths)
+    state = policy.observe_prompt(state, q, lambda: rows, chunk, 0.5)
+    logits = 0.5 * np.einsum("thd,sd->hts", wide_q[0, :count], wide_k[0, :count, 0])
+    logits = np.where(np.tri(count, dtype=bool), logits, -np.inf)
+    sums = np.asarray(state.pages.sums)[0]
+    np.testing.assert_allclose(sums[:count], softmax(logits).mean(0).sum(0), rtol=1e-4)
+    assert not sums[count:].any()
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_the_weights_of_a_query(size):
+    """However large the logits are: those of 30 reach a thousand."""
+    random = np.random.default_rng(2)
+    q, wide_q = halves(random, 1, 2, 4, scale=size)
+    k, wide_k = halves(random, 1, 1, 9, 4, scale=size)
+    rows = Rows(k=k, v=k, lengths=jnp.asarray([[7]], jnp.int32))
+    found = query_weights(q, rows, 0.5)
+    want = softmax(0.5 * np.einsum("hd,sd->hs", wide_q[0], wide_k[0, 0, :7]))
+    np.testing.assert_allclose(found[0, 0, :, :7], want, rtol=1e-4, atol=1e-12)
+    assert not np.asarray(found)[..., 7:].any()
+
+
+def shown(q, k, **fields) -> Projections:
+    positions = jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32)[None]
+    options = dict(v=k, adapter_logits=None, positions=positions, layer=jnp.asarray(0))
+    return Projections(q=q, k=k, **(options | fields))
+
+
+@pytest.mark.parametrize("source", ["query_neuron", "adapter"])
+def test_dms_decides_by_the_exact_logit(source):
+    """100 raw - 5 of every number near 0.05: bfloat16 has 5.00 and 5.03 and nothing between."""
+    near = jnp.asarray(0.05, HALF).view(jnp.uint16) + jnp.arange(-20, 20, dtype=jnp.uint16)
+    raw = near.view(HALF)
+    q = jnp.zeros((1, 40, 2, 4), HALF).at[0, :, 0, -1].set(raw)
+    projections = shown(q, q[:, :, :1], adapter_logits=raw[None, None])
+    decisions = DMS(source=source).decide(projections)
+    logits = 100 * np.asarray(raw, np.float64) - 5
+    np.testing.assert_array_equal(decisions.marks[0, 0], logits > 0)
+    np.testing.assert_allclose(decisions.logits[0, 0], logits, rtol=1e-5, atol=1e-6)
+
+
+def test_dmc_weighs_by_the_exact_mean_of_the_group():
+    random = np.random.default_rng(3)
+    q, wide_q = halves(random, 1, 50, 6, 4)
+    k, wide_k = halves(random, 1, 50, 2, 4)
+    decisions = DMC(offset=0.3).decide(shown(q, k))
+    want = dmc.importance_weights(wide_q[0], 2, offset=0.3)
+    np.testing.assert_allclose(decisions.importance[0].T, want, rtol=1e-5)
+    np.testing.assert_allclose(
+        decisions.logits[0].T, dmc.merge_logits(wide_k[0], offset=0.3), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_expected_attention_learns_the_moments_of_500_queries():
+    """Token by token: mean and covariance of all but the first `sinks`."""
+    random = np.random.default_rng(4)
+    policy = ExpectedAttention(budget=64, sinks=3)
+    q, _ = halves(random, 500, 1, 1, 1, 4)
+    q = (q + 2).astype(HALF)
+    rows = policy.init_row_state(1, 1, 1, 4, jnp.dtype(HALF))
+
+    def step(rows, xs):
+        position, q = xs
+        chunk = dataclasses.replace(chunk_of(q), positions=position[None, None], queries=q)
+        return policy.remember(PolicyState(rows=rows), q, chunk).rows, None
+
+    rows, _ = jax.lax.scan(step, rows, (jnp.arange(500, dtype=jnp.int32), q))
+    past = np.asarray(q, np.float64).reshape(500, 4)[3:]
+    np.testing.assert_allclose(rows.mean[0, 0, 0], past.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(
+        rows.spread[0, 0, 0] / len(past), np.cov(past.T, bias=True), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_keydiff_tells_keys_apart_that_are_alike():
+    """Directions that differ by a hundredth: cosines near one, in float32."""
+    random = np.random.default_rng(5)
+    keys = jnp.asarray(1 + 0.02 * random.normal(size=(1, 1, 40, 8)), HALF)
+    rows = Rows(k=keys, v=keys, lengths=jnp.asarray([[40]], jnp.int32))
+    found = KeyDiff(budget=8).worth(None, rows, None, 1.0, None)
+    wide = np.asarray(keys, np.float64)[0, 0][:, None]
+    want = scored.keydiff(wide)(39, [list(range(40))])[0]
+    np.testing.assert_allclose(found[0, 0], want, atol=1e-6)
+
+
+def test_snapkv_votes_with_exact_weights():
+    random = np.random.default_rng(6)
+    policy = SnapKV(budget=16, window=4, kernel=3)
+    q, wide_q = halves(random, 1, 40, 2, 4)
+    k, wide_k = halves(random, 1, 40, 1, 4)
+    chunk = chunk_of(k)
+    state = PolicyState(rows=policy.init_row_state(1, 1, 2, 4, jnp.dtype(HALF)))
+    state = policy.remember(state, q, chunk)
+    rows = Rows(
+        k=jnp.swapaxes(k, 1, 2), v=jnp.swapaxes(k, 1, 2), lengths=jnp.asarray([[40]], jnp.int32)
+    )
+    found = policy.worth(state, rows, chunk, 0.5, None)
+    want = scored.snapkv(wide_q[0], wide_k[0], 4, 3)(39, [list(range(40))])[0]
+    np.testing.assert_allclose(found[0, 0], want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("best", [0, 1])
+def test_quest_tells_bounds_apart_that_half_precision_does_not(best):
+    """Sums of 256 and 256.5 over eight dims: both are 256 in bfloat16."""
+    policy = Quest(budget=4, dense_layers=0)  # the current page, and one that is chosen
+    high = np.full((4, 8), 32.0)
+    high[best, 0] = 32.5
+    high[2:] = -1
+    bounds = PageBounds(low=jnp.asarray(high - 1, HALF), high=jnp.asarray(high, HALF))
+    chunk = dataclasses.replace(
+        chunk_of(jnp.zeros((1, 1, 1, 8), HALF)),
+        page_table=jnp.arange(4, dtype=jnp.int32)[None, None],
+        lengths=jnp.asarray([[7]], jnp.int32),
+        page_size=2,
+    )
+    placement = Vanilla().write(PolicyState(), chunk)[1]
+    reading = policy.read(PolicyState(pages=bounds), jnp.ones((1, 1, 8), HALF), chunk, placement)
+    assert reading.page_table.tolist() == [[[best, 3]]]

@@ -1,0 +1,147 @@
+"""Which tokens a loss is of, whom the student is compared with, and when noise and moments are new.
+
+Through what a run reports and the models on its way, whose logits NumPy compares.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.policies import DMS, Vanilla
+from dms_jax.training import held_out_loss, retrofit, train
+from dms_jax.training.parameters import parameters
+from dms_jax.training.recipe import Stage
+from tests.support.models import random_tokens
+from tests.training.tiny import EAGER, LENGTH, NEURON, language_model, recipe
+
+# Nothing is ever evicted: the student is a plain model.
+PLAIN = DMS(window=3, source="adapter", alpha_offset=1e6)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return language_model()
+
+
+def log_softmax(model, tokens):
+    """Of the plain cache, [B, T, V]."""
+    hidden = model.transformer(jnp.asarray(tokens), Vanilla()).hidden
+    return np.asarray(jax.nn.log_softmax(model.transformer.unembed(hidden)), np.float64)
+
+
+def likelihoods(model, tokens):
+    """Of tokens 1, 2, ... of each sequence, [B, T - 1]."""
+    logits = log_softmax(model, tokens)[:, :-1]
+    return np.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+def run(model, policy, options, batch, **more):
+    """Every step on one batch: the records, and the model after each step."""
+    records, models = [], []
+
+    def evaluate(model):
+        models.append(model)
+        return {}
+
+    retrofit(
+        model,
+        policy,
+        recipe=options,
+        data=itertools.repeat(batch),
+        on_step=records.append,
+        evaluate=evaluate,
+        evaluate_every=1,
+        progress=False,
+        **more,
+    )
+    return records, models
+
+
+def test_the_teacher_stays_and_the_mean_is_over_what_counts(model):
+    """Weights fade by a fifth in each step; half of the sequences do not count.
+
+    A sequence of one token repeated has the same distribution at every position, so that it does
+    not matter which of them are compared.
+    """
+    tokens = np.repeat(np.array([[3], [7], [11], [19]], np.int32), LENGTH, axis=1)
+    mask = np.repeat(np.array([[True], [True], [False], [False]]), LENGTH, axis=1)
+    options = recipe(
+        Stage("ramp", 3, 0.1, 4.0, adapter_learning_rate=1e-9), weight_decay=2.0, unroll=True
+    )
+    records, models = run(model, PLAIN, options, {"tokens": tokens, "loss_mask": mask})
+    teacher = log_softmax(model, tokens)
+    assert np.ptp(teacher, axis=1).max() < 1e-4
+    assert abs(records[0]["distillation_loss"]) < 1e-6
+    for record, student in zip(records[1:], models, strict=False):
+        student = log_softmax(student, tokens)
+        divergence = (np.exp(student) * (student - teacher)).sum(-1)[:, 0]
+        assert divergence.min() > 0.01
+        assert record["distillation_loss"] == pytest.approx(divergence[:2].mean(), rel=1e-3)
+        assert record["evicted"] == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_last_token_of_a_sequence_predicts_nothing(model, packed):
+    """Above all not the first one of the same document."""
+    tokens = random_tokens(5, 4, LENGTH)
+    batch = {"tokens": tokens} | ({"segment_ids": np.ones_like(tokens)} if packed else {})
+    records = []
+    options = recipe(Stage("train", 1, 1e-3), loss="language_modeling")
+    train(model, recipe=options, data=iter([batch]), on_step=records.append, progress=False)
+    want = -likelihoods(model, tokens).mean()
+    assert records[0]["lm_loss"] == pytest.approx(want, rel=1e-5)
+
+
+def test_the_held_out_loss_is_a_mean_over_tokens(model):
+    """Batches of 4 x 11 targets and of 4 x 2."""
+    few = np.zeros((4, LENGTH), bool)
+    few[:, 4:6] = True
+    batches = [{"tokens": random_tokens(seed, 4, LENGTH)} for seed in (1, 2)]
+    batches[1]["loss_mask"] = few
+    all_targets, some = (-likelihoods(model, batch["tokens"]) for batch in batches)
+    some = some[:, 3:5]  # those that predict tokens 4 and 5
+    want = (all_targets.sum() + some.sum()) / (all_targets.size + some.size)
+    assert abs(want - (all_targets.mean() + some.mean()) / 2) > 1e-3
+    found = held_out_loss(model, {"both": batches}, compute_dtype=None)["both"]
+    assert found == pytest.approx(want, rel=1e-5)
+
+
+def test_every_step_has_noise_of_its_own_drawn_from_the_seed(model):
+    """One batch, and weights that stand still."""
+    options = recipe(Stage("ramp", 4, 1e-30, 1.0001), weight_decay=0.0)
+    batch = {"tokens": random_tokens(6, 4, LENGTH)}
+    grafted = language_model(adapter=True)
+    losses = [
+        [record["distillation_loss"] for record in run(grafted, EAGER, options, batch, seed=s)[0]]
+        for s in (0, 0, 1)
+    ]
+    assert losses[0] == losses[1]
+    assert len(set(losses[0] + losses[2])) == 8
+
+
+def test_the_first_step_after_the_decay_is_adams_first(model):
+    """Its length is the rate for every weight: g / sqrt(g^2), nothing of what came before."""
+    rate = 1e-3
+    options = recipe(
+        Stage("neuron_decay", 2, rate), Stage("ramp", 2, rate, 4.0), weight_decay=0.0, clip=1e9
+    )
+    batch = {"tokens": random_tokens(7, 4, LENGTH)}
+    _, models = run(model, NEURON, options, batch)
+    arrays = [parameters(each.transformer) for each in models]
+
+    def lengths(step):
+        """Of a step, in rates; without the matrix whose borrowed neurons are zeroed between."""
+        return np.concatenate(
+            [
+                np.abs(np.asarray(arrays[step][name] - arrays[step - 1][name])).ravel() / rate
+                for name in arrays[0]
+                if "qkv_proj" not in name
+            ]
+        )
+
+    first, second = lengths(2), lengths(3)
+    assert np.mean(np.abs(first - 1) < 0.01) > 0.95
+    assert np.mean(np.abs(second - 1) < 0.01) < 0.5
