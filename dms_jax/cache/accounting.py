@@ -29,7 +29,8 @@ class Usage:
       peak_tokens: the most live entries right after any token, of the prompt too, averaged over
         (layer, KV head): the papers' peak, that of tokens processed one after another.
       peak_held_tokens: the most entries that were held at once. A chunk of a prompt that is read
-        in one pass is held whole, beside what came before, until what it evicts is gone.
+        in one pass is held whole, beside what came before, until what it evicts is gone; so it
+        depends on the size of the chunks, and on recomputing what was put back.
       live_tokens: live entries at the end, averaged likewise; after a cut (SnapKV and its like), if
         one came with the last token.
       compression_ratio: tokens seen over live entries, both at the end.
