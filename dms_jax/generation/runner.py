@@ -6,13 +6,12 @@ tokens and the rows' lengths.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Container, Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Int, UInt32
 
 from dms_jax import sharding
 from dms_jax.cache import PageAllocator
@@ -20,29 +19,13 @@ from dms_jax.cache.host_values import HostRows, HostValues, Tail
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
 from dms_jax.generation.memory import out_of_memory
+from dms_jax.generation.placing import Extended, place
 from dms_jax.generation.programs import Steps, bucket
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import layer_page_bytes, page_bytes, state_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
-
-
-@dataclasses.dataclass(frozen=True)
-class Extended:
-    """What a chunk of given tokens leaves.
-
-    Attributes:
-      hidden: on the device, [b, E], of each place's last token.
-      lanes: Int[b], the lane of each place; beyond the last lane for nobody.
-      live: lane -> live slots (a total over its L * K rows) right after each of its tokens.
-      held: lane -> entries that were there at once (likewise) in one pass; 0 token by token.
-    """
-
-    hidden: Array
-    lanes: np.ndarray
-    live: dict[int, np.ndarray]
-    held: dict[int, int]
 
 
 class Runner:
@@ -281,21 +264,14 @@ class Runner:
           prompt: whether they belong to a prompt.
           ends_prompt: lanes whose prompt they complete.
         """
-        lanes = np.asarray(sorted(tokens), np.int32)
         num_lanes = len(self.seen)
-        if self._lanes_stay:
-            slots = np.arange(num_lanes, dtype=np.int32)  # lanes stay put
-        else:
-            size = min(bucket(len(lanes)), num_lanes)
-            slots = np.full(size, num_lanes, np.int32)  # out of range: nobody
-            slots[: len(lanes)] = lanes
-        batch = np.zeros((len(slots), width), np.int32)
-        counts = np.zeros(len(slots), np.int32)
-        ends = np.array([lane in ends_prompt for lane in slots.tolist()])
-        for row, lane in enumerate(slots.tolist()):
-            if lane in tokens:
-                counts[row] = len(tokens[lane])
-                batch[row, : counts[row]] = tokens[lane]
+        placed = place(
+            tokens,
+            num_lanes=num_lanes,
+            width=width,
+            stay=self._lanes_stay,
+            ends_prompt=ends_prompt,
+        )
         held = dict.fromkeys(tokens, 0)
         if in_one_pass(self.policy, width, prompt=prompt):
             rows_a_lane = self.lengths[:, 0].size
@@ -304,9 +280,9 @@ class Runner:
                 for lane, own in tokens.items()
             }
         table = self._table()
-        rows = None if self._lanes_stay else slots
+        rows = None if self._lanes_stay else placed.lanes
         if rows is not None:
-            table = table[:, np.minimum(slots, num_lanes - 1)]
+            table = table[:, np.minimum(placed.lanes, num_lanes - 1)]
         with use_mesh(self.model.mesh):
             self.cache, hidden, live, tail = programs.extend(
                 self.model.transformer,
@@ -314,9 +290,9 @@ class Runner:
                 self._host_rows,
                 table,
                 rows,
-                batch,
-                counts,
-                ends,
+                placed.tokens,
+                placed.counts,
+                placed.ends,
                 self.policy,
                 prompt,
             )
@@ -324,10 +300,10 @@ class Runner:
         live = np.asarray(live)
         return Extended(
             hidden=hidden,
-            lanes=slots,
+            lanes=placed.lanes,
             live={
-                lane: live[row, : counts[row]]
-                for row, lane in enumerate(slots.tolist())
+                lane: live[row, : placed.counts[row]]
+                for row, lane in enumerate(placed.lanes.tolist())
                 if lane in tokens
             },
             held=held,
