@@ -115,6 +115,32 @@ def test_tasks_take_turns():
     assert data["tasks"]["other"]["accuracy"][0] == both.of_task("other").accuracy.value
 
 
+ASKED: list[tuple[str, str, int]] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked(Continue):
+    """Notes what it is asked for."""
+
+    name: str = "asked"
+
+    def problem(self, split, index):
+        ASKED.append((self.name, split, index))
+        return super().problem(split, index)
+
+
+def test_problems_of_several_tasks_are_the_first_of_each():
+    """From where they start, none left out and none twice."""
+    ASKED.clear()
+    tasks = [Asked("a"), Asked("b"), Asked("c")]
+    short = dms_jax.Sampling(max_new_tokens=1)
+    options = dict(sampling=short, page_size=16, chunk=8, split="validation")
+    evaluate(stories(), tasks, problems=7, start=10, **options)
+    want = [("a", 10), ("b", 10), ("c", 10), ("a", 11), ("b", 11), ("c", 11), ("a", 12)]
+    asked = [(name, index) for name, split, index in ASKED if split == "validation"]
+    assert asked == want
+
+
 def made_up() -> Result:
     """Two problems of three chains, by hand."""
     ones = np.ones((2, 3))

@@ -61,6 +61,6 @@ MUTANTS = [
         FOLDER + "evaluating.py",
         "tasks[index % len(tasks)].problem(split, start + index // len(tasks))",
         "tasks[index % len(tasks)].problem(split, start + index)",
-        (f"{EVALUATING}::test_tasks_take_turns",),
+        (f"{EVALUATING}::test_problems_of_several_tasks_are_the_first_of_each",),
     ),
 ]

@@ -1,7 +1,8 @@
 """Mistakes in the plans of `pallas_kernels`: decode, training, prefill.
 
-Not here, because it changes nothing: Hopper's plan counting starts beyond the last row among those
-that an edge has passed. They are all the number of tiles, which no edge of a program reaches.
+Not here, because they change nothing: Hopper's plan counting starts beyond the last row among those
+that an edge has passed (they are all the number of tiles, which no edge of a program reaches), and
+prefill's visits without asking whether a tile has queries (its last would come before its first).
 """
 
 from tests.mutants.mutant import Mutant
@@ -145,8 +146,8 @@ MUTANTS = [
     Mutant(
         "kernels: queries of padding visit tiles",
         "pallas_kernels/prefill/tiles.py",
-        " & (real_last >= first)\n",
-        "\n",
+        "real_last = jnp.minimum(first + rows, counts[:, None, None, None]) - 1",
+        "real_last = first + rows - 1 + 0 * counts[:, None, None, None]",
         (VISITS,),
     ),
     Mutant(
