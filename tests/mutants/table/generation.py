@@ -29,10 +29,10 @@ MUTANTS = [
         (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
     ),
     Mutant(
-        "generation: the nucleus is that of all tokens, top-k or not",
+        "generation: top-k is left out beside top-p",
         FOLDER + "sampling.py",
-        "logits = jnp.where(logits < smallest, -jnp.inf, logits)\n    assert",
-        "kept = jnp.where(logits < smallest, -jnp.inf, logits)\n    assert",
+        "if 0 < rule.top_k < logits.shape[-1]:",
+        "if 0 < rule.top_k < logits.shape[-1] and not rule.switches.top_p:",
         (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
     ),
     Mutant(
