@@ -94,6 +94,11 @@ def generate(
 ) -> Generation:
     """Completes prompts from a paged cache that holds only what the policy keeps.
 
+    What is drawn for a request does not depend on the rest of the batch, nor on memory, lanes and
+    chunks. The logits do, by the rounding of sums: in float64 and float32 by too little for any
+    answer to have differed so far, in bfloat16 enough to change one where two next tokens are
+    nearly as likely (see `sampling`). `load(..., dtype="float32")` where that matters.
+
     Args:
       model: from `load` or `retrofit`.
       prompts: strings, lists of token ids, or lists of chat messages; any lengths.

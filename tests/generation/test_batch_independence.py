@@ -1,0 +1,85 @@
+"""What an answer owes to its neighbours: nothing in float32 and float64, and in bfloat16 no more
+than the order in which products are summed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.generation import Engine, Sampling
+from dms_jax.generation.programs import Program
+from dms_jax.model.language_model import LanguageModel
+from pallas_kernels import prefill_attention
+from tests.support.models import random_model, random_tokens, tiny_config
+
+LENGTHS = (11, 3, 20, 7, 20)
+PROMPTS = [random_tokens(index, length).tolist() for index, length in enumerate(LENGTHS)]
+# Lanes, and how the requests are cut into pages, prompt chunks and steps.
+ARRANGEMENTS = (
+    dict(num_lanes=5, page_size=4, chunk=5, prefill_chunk=32),
+    dict(num_lanes=2, page_size=16, chunk=16, prefill_chunk=8),
+)
+
+
+def answers(model: LanguageModel, sampling: Sampling, **options) -> list:
+    return Engine(model, max_tokens=48, **options).generate(PROMPTS, sampling=sampling)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("policy", [dms_jax.Vanilla(), dms_jax.DMS(window=3, source="adapter")])
+def test_neither_answers_nor_draws_depend_on_the_batch(policy, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        transformer = random_model(tiny_config(), adapter=True, dtype=jnp.dtype(dtype))
+        model = LanguageModel(transformer, policy=policy)
+        for temperature in (0.0, 0.9):
+            options = dict(temperature=temperature, max_new_tokens=20, logprobs=True)
+            alone = []
+            engine = Engine(model, num_lanes=1, max_tokens=48, page_size=8, chunk=8)
+            for index, prompt in enumerate(PROMPTS):
+                sampling = Sampling(seed=index, **options)
+                alone += engine.generate([prompt], sampling=sampling)
+            for arrangement in ARRANGEMENTS:
+                sampling = Sampling(seed=range(len(PROMPTS)), **options)
+                together = answers(model, sampling, **arrangement)
+                for left, right in zip(alone, together, strict=True):
+                    assert left.tokens == right.tokens
+                    tolerance = 1e-4 if dtype == "float32" else 1e-10
+                    np.testing.assert_allclose(left.logprobs, right.logprobs, atol=tolerance)
+
+
+@pytest.mark.usefixtures("optimized")
+def test_what_is_rounded_to_bfloat16_does_not_depend_on_how_many_prompts_there_are():
+    """XLA may keep more bits of what it fuses: of one prompt's weights it did, of four's not."""
+    length, window, slots, dim = 128, 16, 64, 64
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads = (8, 2, 2)
+    q, k, v = (
+        jnp.broadcast_to(
+            jax.random.normal(key, (length, n, dim), jnp.bfloat16), (4, length, n, dim)
+        )
+        for key, n in zip(keys, heads, strict=True)
+    )
+
+    @Program
+    def attend(q, k, v):
+        batch = len(q)
+        pages = jnp.zeros((1, slots, dim), q.dtype)
+        rows = (batch, heads[1])
+        return prefill_attention(
+            q,
+            k,
+            v,
+            jnp.zeros((*rows, length), bool),
+            jnp.full(batch, length),
+            pages,
+            pages,
+            jnp.zeros((*rows, 1), jnp.int32),
+            jnp.zeros(rows, jnp.int32),
+            jnp.zeros((*rows, slots), jnp.int32),
+            window=window,
+            scale=dim**-0.5,
+        )
+
+    one, four = attend(q[:1], k[:1], v[:1]), attend(q, k, v)
+    assert (np.asarray(one[0]) == np.asarray(four)).all()
