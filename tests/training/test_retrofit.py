@@ -224,20 +224,23 @@ def test_a_progress_bar_is_shown_in_80_columns(model, capsys):
 def test_a_retrofit_reaches_its_target(model):
     """A fresh adapter learns to evict about as much as it is told to: half of the tokens.
 
-    The target stays for as long as it took to come, and weighs enough that distillation cannot
-    hold it off. Over eight seeds of weights, data and noise the share is 0.539, deviation 0.018
-    (0.519 to 0.577), and that of hard decisions 0.564, deviation 0.040: bars at five of them.
+    Decisions are softer than the paper's, so that gradients reach them within few steps, and the
+    target stays for as long as it took to come and weighs more than distillation. Over ten seeds of
+    weights, data and noise, small and large, the share is 0.551, deviation 0.029, and that of hard
+    decisions 0.542, deviation 0.033. The bars are five deviations away.
     """
+    policy = dataclasses.replace(ADAPTER, temperature=1.0)
     stages = (
         Stage("ramp", 30, 0.0, 2.0, adapter_learning_rate=3e-2),
         Stage("train", 30, 0.0, adapter_learning_rate=1e-2),
     )
-    options = recipe(*stages, trainable="adapter", batch_size=4, compression_weight=10.0)
+    options = recipe(*stages, trainable="adapter", batch_size=4, compression_weight=30.0)
     records = []
-    result = run(model, ADAPTER, recipe=options, on_step=records.append)
+    result = run(model, policy, recipe=options, on_step=records.append)
+    # sigmoid(-5) of the 2 x 2 x 4 x 12 noisy decisions say evict: about one, and ten at the most.
     assert records[0]["evicted"] < 0.05
     assert records[-1]["target"] == 0.5
-    assert 0.45 < np.mean([record["evicted"] for record in records[-10:]]) < 0.63
+    assert 0.4 < np.mean([record["evicted"] for record in records[-10:]]) < 0.7
     tokens = jnp.asarray(random_tokens(5, 8, LENGTH))
-    hard = result.transformer(tokens, ADAPTER).decisions
-    assert 0.36 < hard.mean() < 0.77
+    hard = result.transformer(tokens, policy).decisions
+    assert 0.37 < hard.mean() < 0.71

@@ -197,8 +197,10 @@ def test_every_step_is_timed_by_itself(model):
 
     options = recipe(dataclasses.replace(STAGE, steps=6), loss="language_modeling")
     run(model, recipe=options, data=slow(), on_step=records.append)
-    for record in records:  # a later end of the step before may take a little of a step's time
-        assert record["seconds"] > 0.7 * wait
+    # A busy machine may see the end of a step late, which takes from the next: of one, not of most.
+    assert np.median([record["seconds"] for record in records]) > 0.7 * wait
+    for record in records:  # those read at once would have a hundredth of it
+        assert record["seconds"] > 0.1 * wait
         assert record["tokens_per_second"] == record["tokens"] / record["seconds"]
 
 
