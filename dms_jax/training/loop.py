@@ -156,8 +156,13 @@ class Run:
         expected = (self._pass_size, self._recipe.sequence_length)
         if tokens.shape != expected:
             raise DataError(f"a batch must hold tokens {expected}, got {tokens.shape}")
-        mask = batch.get("loss_mask")
-        counts = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask, bool)
+        for name in ("loss_mask", "segment_ids"):
+            if np.shape(batch.get(name, tokens)) != expected:
+                raise DataError(
+                    f"the {name} of a batch must have the shape of its tokens, {expected}, got "
+                    f"{np.shape(batch[name])}"
+                )
+        counts = np.asarray(batch.get("loss_mask", np.ones(expected)), bool)
         return batch | {"tokens": tokens, "loss_mask": counts & ~np.isin(tokens, self._ignored)}
 
     def _read(self, *, leave: int = 0, evaluate: bool = False) -> None:

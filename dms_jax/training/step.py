@@ -73,19 +73,26 @@ class Passes:
     segment_ids: Int[Array, "*A B T"] | None = None
 
     @property
+    def counts(self) -> Bool[Array, "*A B T"]:
+        """Tokens of documents that count; padding does not, whatever the mask says."""
+        if self.segment_ids is None:
+            return self.loss_mask
+        return self.loss_mask & (self.segment_ids > 0)
+
+    @property
     def target_mask(self) -> Bool[Array, "*A B T"]:
         """Positions whose next token counts and belongs to the same document.
 
         # loss_mask  In: [0, 1, 1, 1], segment_ids [1, 1, 1, 2]  Out: [1, 1, 0, 0]
         """
-        after = jnp.roll(self.loss_mask, -1, axis=-1).at[..., -1].set(False)
+        after = jnp.roll(self.counts, -1, axis=-1).at[..., -1].set(False)
         if self.segment_ids is None:
             return after
         return after & (self.segment_ids == jnp.roll(self.segment_ids, -1, axis=-1))
 
     def distillation_mask(self, positions: DistillationPositions) -> Bool[Array, "*A B T"]:
         """Positions where student and teacher are compared: see `Recipe`."""
-        return self.target_mask if positions == "targets" else self.loss_mask
+        return self.target_mask if positions == "targets" else self.counts
 
 
 @struct.dataclass

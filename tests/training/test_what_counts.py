@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dms_jax.errors import DataError
 from dms_jax.policies import DMS, Vanilla
 from dms_jax.training import held_out_loss, retrofit, train
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
+from dms_jax.training.step import Passes
 from tests.support.models import random_tokens
 from tests.training.tiny import EAGER, LENGTH, NEURON, language_model, recipe
 
@@ -145,3 +147,35 @@ def test_the_first_step_after_the_decay_is_adams_first(model):
     first, second = lengths(2), lengths(3)
     assert np.mean(np.abs(first - 1) < 0.01) > 0.95
     assert np.mean(np.abs(second - 1) < 0.01) < 0.5
+
+
+@pytest.mark.parametrize("positions", ["targets", "inputs"])
+def test_padding_does_not_count(positions):
+    """Segment 0 is no document, with a mask that says nothing of it and without one."""
+    shape = (2, LENGTH)
+    tokens, segments = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32)
+    passes = Passes(tokens, jnp.ones(shape, bool), segments.at[:, :5].set(1))
+    assert passes.target_mask.sum() == 2 * 4
+    compared = passes.distillation_mask(positions)
+    assert compared.sum() == 2 * (4 if positions == "targets" else 5)
+
+
+def test_batches_with_padding_need_no_mask(model):
+    tokens = random_tokens(5, 4, LENGTH)
+    segments = np.zeros_like(tokens)
+    segments[:, :5] = 1
+    records = []
+    options = recipe(Stage("train", 1, 1e-3), loss="language_modeling")
+    batch = {"tokens": tokens, "segment_ids": segments}
+    train(model, recipe=options, data=iter([batch]), on_step=records.append, progress=False)
+    want = -likelihoods(model, tokens)[:, :4].mean()
+    assert records[0]["lm_loss"] == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "segment_ids"])
+@pytest.mark.parametrize("shape", [(4, LENGTH + 1), (4, 1), (LENGTH,)])
+def test_masks_and_segments_have_the_shape_of_the_tokens(model, name, shape):
+    batch = {"tokens": random_tokens(5, 4, LENGTH), name: np.ones(shape, np.int32)}
+    options = recipe(Stage("train", 1, 1e-3), loss="language_modeling")
+    with pytest.raises(DataError, match=rf"{name} .*\(4, {LENGTH}\)"):
+        train(model, recipe=options, data=iter([batch]), progress=False)

@@ -33,8 +33,8 @@ MUTANTS = [
     Mutant(
         "training: the last position's target is the first token",
         FOLDER + "step.py",
-        "after = jnp.roll(self.loss_mask, -1, axis=-1).at[..., -1].set(False)",
-        "after = jnp.roll(self.loss_mask, -1, axis=-1)",
+        "after = jnp.roll(self.counts, -1, axis=-1).at[..., -1].set(False)",
+        "after = jnp.roll(self.counts, -1, axis=-1)",
         (f"{COUNTS}::test_the_last_token_of_a_sequence_predicts_nothing",),
     ),
     Mutant(
