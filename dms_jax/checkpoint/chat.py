@@ -81,6 +81,11 @@ class _Worker:
             return {"error": f"it runs for more than {MAX_SECONDS:g} seconds", "spent": True}
         return {"error": "it ends the process that it runs in", "spent": True}
 
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone: something else than a request ended it."""
+        return self._process.poll() is not None
+
     def close(self) -> None:
         """End the process."""
         self._process.kill()
@@ -111,6 +116,8 @@ _worker: _Worker | None = None
 def _ask(request: bytes) -> dict[str, Any]:
     global _worker
     with _lock:
+        if _worker is not None and _worker.ended:
+            _close()
         if _worker is None:
             try:
                 _worker = _Worker()

@@ -70,6 +70,8 @@ def replacement(target: pathlib.Path) -> Iterator[pathlib.Path]:
         yield new
         for name in documents:
             _carry(target / name, new / name)
+        if target.is_dir():  # as private, or as shared, as it was
+            shutil.copymode(target, new)
         _flush(new)
         old = _swap(new, target)
         if old is not None:

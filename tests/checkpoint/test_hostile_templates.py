@@ -204,13 +204,25 @@ def test_messages_are_json_data():
             render_chat("", messages=[wrong])
 
 
-def test_a_process_that_dies_is_replaced():
+def test_a_process_that_dies_at_a_request_is_replaced(monkeypatch):
     assert render("{{ 1 }}") == "1"
     assert chat._worker is not None
+    monkeypatch.setattr(chat._Worker, "ended", False)
     os.kill(chat._worker._process.pid, signal.SIGKILL)
     with pytest.raises(DataError, match="it ends the process that it runs in"):
         render("{{ 2 }}")
     assert render("{{ 3 }}") == "3"
+
+
+def test_what_was_ended_between_two_answers_is_no_fault_of_the_next():
+    """By the system when memory is short, say."""
+    assert render("{{ 1 }}") == "1"
+    worker = chat._worker
+    assert worker is not None
+    worker._process.kill()
+    worker._process.wait()
+    assert render("{{ 2 }}") == "2"
+    assert chat._worker is not worker
 
 
 def test_an_interrupted_answer_is_not_the_next_ones(monkeypatch):

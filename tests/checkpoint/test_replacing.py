@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 
@@ -109,6 +110,14 @@ def test_documents_and_sampling_are_carried_over(stories, out, tmp_path):
     }
     assert not (out / "chat_template.jinja").exists()
     assert names(tmp_path) == ["out", "secret"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no permissions")
+@pytest.mark.parametrize("mode", [0o700, 0o2770])
+def test_a_directory_keeps_its_permissions(stories, out, mode):
+    out.chmod(mode)
+    save(stories, stories.policy, out)
+    assert stat.S_IMODE(out.stat().st_mode) == mode
 
 
 def test_documents_are_carried_where_there_are_no_hard_links(stories, out, monkeypatch):
