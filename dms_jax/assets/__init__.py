@@ -2,7 +2,7 @@
 
 - `path("stories260k")`: a Hugging Face directory of a Llama with 260,032 parameters (MIT).
 - `path("reasoner-11m")`: one with 10,818,880 that works problems out step by step (Apache-2.0).
-- `path("reasoner-11m-dms")`: the same retrofitted with DMS, for a cache 6 to 9 times smaller.
+- `path("reasoner-11m-dms")`: the same retrofitted with DMS, for a cache 6 to 8 times smaller.
 - `stories("train")`, `stories("valid")`, `stories("more")`: disjoint parts of TinyStories
   (CDLA-Sharing-1.0).
 - `books("train")`, ...: three disjoint parts of two public-domain novels.
