@@ -135,6 +135,10 @@ class Run:
         size = progress.stage.batch_size or recipe.batch_size
         began = time.perf_counter()
         drawn = [self._draw(step) for _ in range(size // self._pass_size)]
+        if any(batch.keys() != drawn[0].keys() for batch in drawn):
+            raise DataError(
+                f"of the batches of step {step + 1}, some have segment_ids, others none"
+            )
         waited = time.perf_counter() - began
         metrics = self._trainer.step(drawn, progress)
         tokens = size * recipe.sequence_length

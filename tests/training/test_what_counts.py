@@ -179,3 +179,13 @@ def test_masks_and_segments_have_the_shape_of_the_tokens(model, name, shape):
     options = recipe(Stage("train", 1, 1e-3), loss="language_modeling")
     with pytest.raises(DataError, match=rf"{name} .*\(4, {LENGTH}\)"):
         train(model, recipe=options, data=iter([batch]), progress=False)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_segments_are_in_all_passes_of_a_step_or_in_none(model, first):
+    """Those of the second pass were left out where the first had none."""
+    tokens = random_tokens(5, 2, LENGTH)
+    batches = [{"tokens": tokens}, {"tokens": tokens, "segment_ids": np.ones_like(tokens)}]
+    options = recipe(Stage("train", 1, 1e-3), loss="language_modeling", micro_batch_size=2)
+    with pytest.raises(DataError, match="step 1, some have segment_ids"):
+        train(model, recipe=options, data=reversed(batches) if first else iter(batches))
