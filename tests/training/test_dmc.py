@@ -35,7 +35,7 @@ def run(tmp_path_factory):
     model = retrofit(
         language_model(),
         MERGING,
-        recipe=recipe(*STAGES, packing="first_fit", compression_weight=30.0),
+        recipe=recipe(*STAGES, packing="first_fit", compression_weight=100.0),
         data=documents(),
         out=out,
         on_step=records.append,
@@ -50,8 +50,9 @@ def test_the_stages_come_in_order(run):
         ["neuron_decay"] * 4 + ["ramp"] * 30 + ["train"] * 6
     )
     assert all(record["evicted"] == 0 for record in records[:4])
-    # Rows of zeros: every logit starts at -2, and noise merges about one token in eight.
-    assert 0.05 < records[4]["evicted"] < 0.2
+    # Rows of zeros: every logit starts at -2, and noise merges about one token in eight: 0.119 of
+    # the 192 decisions, deviation 0.023. The bars are more than four deviations away.
+    assert 0.02 < records[4]["evicted"] < 0.22
     assert records[-1]["target_ratio"] == 3
     rates = [record["learning_rate"] for record in records[34:]]
     assert rates == sorted(rates, reverse=True)
@@ -59,6 +60,7 @@ def test_the_stages_come_in_order(run):
 
 
 def test_it_learns_to_merge(run):
+    """Over seven seeds of weights, data and noise the share is 0.632, deviation 0.030."""
     _, records, _ = run
     merged = [record["evicted"] for record in records]
     assert np.mean(merged[-6:]) > 0.45
@@ -73,6 +75,7 @@ def test_what_is_saved_runs_from_the_cache_as_in_one_pass(run):
     want = np.take_along_axis(np.asarray(logits)[:, :-1], tokens[:, 1:, None], -1)[..., 0]
     for row, result in enumerate(score(loaded, tokens.tolist(), page_size=4)):
         np.testing.assert_allclose(result.logprobs, want[row], atol=1e-4)
+        # Over seven seeds 3.1 at the least, 3.8 in the mean, deviation 0.6; 1 at the start.
         assert result.usage.compression_ratio > 1.3
 
 
