@@ -17,6 +17,7 @@ import ctypes
 import fnmatch
 import os
 import pathlib
+import re
 import shutil
 import sys
 import tempfile
@@ -90,6 +91,11 @@ def _survey(target: pathlib.Path) -> tuple[set[str], set[str]]:
         return set(), set()
     if not target.is_dir():
         raise CheckpointError(f"{target} is a file; give a directory to write the checkpoint to")
+    if target.samefile("."):
+        raise CheckpointError(
+            f"{target} is the current directory, which a new one cannot take the place of; save "
+            "to a directory in it, or from outside it"
+        )
     shards = {name for name in shard_names(target) or () if name.endswith(".safetensors")}
     own, documents, tensors, others = set(), set(), [], []
     for entry in sorted(target.iterdir()):
@@ -199,7 +205,7 @@ def _remove_litter(target: pathlib.Path) -> None:
     if not target.parent.is_dir():
         return
     for stage in list(target.parent.iterdir()):
-        if not stage.name.startswith(_prefix(target)) or stage.is_symlink() or not stage.is_dir():
+        if not _is_stage(stage, target):
             continue
         with _lock(stage) as mine:
             if not mine:
@@ -208,6 +214,14 @@ def _remove_litter(target: pathlib.Path) -> None:
             if old.is_dir() and not os.path.lexists(target):
                 old.rename(target)
             shutil.rmtree(stage, ignore_errors=True)
+
+
+def _is_stage(path: pathlib.Path, target: pathlib.Path) -> bool:
+    """Whether a directory is one that `_stage` made for this target, by its name and contents."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    made = re.fullmatch(re.escape(_prefix(target)) + "[a-z0-9_]{8}", path.name)
+    return made is not None and {entry.name for entry in path.iterdir()} <= {"new", "old"}
 
 
 @contextlib.contextmanager

@@ -272,8 +272,8 @@ class Recipe:
         """The recipe of the control of a retrofit: the same tokens and rates, nothing evicted.
 
         Args:
-          policy: of the retrofit, whose stages the control goes through with the plain cache, on
-            the language modelling loss: `train(model, recipe=recipe.control(policy), data=...)`.
+          policy: of the retrofit, whose stages the control goes through with the plain cache, all
+            weights trained on the language modelling loss: `train(model, recipe=recipe.control(policy), data=...)`.
         """
         return dataclasses.replace(
             self,

@@ -44,6 +44,8 @@ def test_what_programs_leave_is_what_the_next_one_reads(dtype):
             for layer in range(LAYERS):
                 v = random.normal(size=(BATCH, 1, HEADS, HEAD_DIM)).astype(dtype)
                 slots = random.integers(0, 4, (BATCH, HEADS, 1)).astype(np.int32)
+                if program < 2:  # every slot in turn, whatever is drawn later
+                    slots[:] = (5 * program + step) % 4
                 slots = np.where(active[:, None, None], slots, -1)
                 positions = (seen + np.minimum(step, [4, 2]))[:, None].astype(np.int32)
                 if not active[1]:  # an idle lane's position stays beyond what it took

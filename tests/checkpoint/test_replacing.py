@@ -259,3 +259,20 @@ def test_what_another_save_is_writing_is_left_alone(stories, out, tmp_path):
         assert (directory / "config.json").exists()
     assert (out / "config.json").read_text() == "{}"
     assert names(tmp_path) == ["out"]
+
+
+def test_folders_that_only_look_like_litter_are_left_alone(stories, out, tmp_path):
+    names_of_others = (".out.saving-mine", ".out.saving-abcd1234", ".out.saving-x.saving-abcd1234")
+    for name, inside in zip(names_of_others, ("new", "notes", "old"), strict=True):
+        (tmp_path / name / inside).mkdir(parents=True)
+    save(stories, stories.policy, out)
+    assert names(tmp_path) == sorted([*names_of_others, "out"])
+
+
+def test_the_current_directory_is_refused(stories, out, monkeypatch):
+    save(stories, stories.policy, out)
+    monkeypatch.chdir(out)
+    for target in (".", out):
+        with pytest.raises(CheckpointError, match="is the current directory"):
+            save(stories, stories.policy, target)
+    assert load(out).policy == Vanilla()
