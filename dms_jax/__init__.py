@@ -1,8 +1,11 @@
 """Generate with a small KV cache: DMS and its peers in JAX, Flax and Pallas."""
 
+import importlib.metadata
+
 from dms_jax import policies
 from dms_jax.checkpoint import load, save
 from dms_jax.config import ModelConfig
+from dms_jax.devices import Device
 from dms_jax.errors import (
     BusyError,
     CapacityError,
@@ -12,6 +15,7 @@ from dms_jax.errors import (
     DmsJaxError,
     TrainingDivergedError,
 )
+from dms_jax.evaluation import evaluate
 from dms_jax.generation import (
     Conversation,
     Engine,
@@ -34,6 +38,7 @@ from dms_jax.policies import (
     KCache,
     KeyDiff,
     Knorm,
+    Policy,
     PyramidKV,
     Quest,
     RandomEviction,
@@ -43,7 +48,12 @@ from dms_jax.policies import (
     Vanilla,
 )
 from dms_jax.sharding import make_mesh
-from dms_jax.training import recipes, retrofit, train
+from dms_jax.training import Recipe, recipes, retrofit, train
+
+try:
+    __version__ = importlib.metadata.version("dms-jax")
+except importlib.metadata.PackageNotFoundError:  # a checkout on the path, which nobody installed
+    __version__ = "0+checkout"
 
 __all__ = [
     "DMC",
@@ -57,6 +67,7 @@ __all__ = [
     "ConfigError",
     "Conversation",
     "DataError",
+    "Device",
     "DmsJaxError",
     "Engine",
     "ExpectedAttention",
@@ -66,16 +77,20 @@ __all__ = [
     "Knorm",
     "LanguageModel",
     "ModelConfig",
+    "Policy",
     "PyramidKV",
     "Quest",
     "RandomEviction",
     "RandomSelection",
+    "Recipe",
     "Sampling",
     "SnapKV",
     "StreamingLLM",
     "TrainingDivergedError",
     "Vanilla",
+    "__version__",
     "estimate",
+    "evaluate",
     "generate",
     "initialize",
     "load",

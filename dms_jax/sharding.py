@@ -9,8 +9,13 @@ Two mesh axes: `data` (sequences; in training also a shard of every parameter, F
 (heads, feed-forward, vocabulary). Attention is split by KV head: queries, keys and values are one
 matrix, grouped by KV head, so where the axis does not divide the KV heads that matrix and the
 attention over it are replicated, query heads included.
+
+Caches, and all that attention over them takes and returns, are split as their fields declare: the
+class of a state names the logical axes of each array, beside the field that holds it (`axes`), and
+`partition` reads them there. What declares none is refused.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -39,6 +44,15 @@ TRAINING_RULES: Rules = {
 }
 # A decode step must not gather parameters: nothing of them lives on `data`.
 DECODING_RULES: Rules = TRAINING_RULES | {"embed": None}
+# Rows never cross devices, and each device holds the pages of its own rows.
+CACHE_RULES: Mapping[str, tuple[str, ...]] = {
+    "layers": (),
+    "sequences": (DATA,),
+    "tokens": (),
+    "heads": (MODEL,),
+    "kv_heads": (MODEL,),
+    "pages": (DATA, MODEL),
+}
 
 
 def make_mesh(data: int = 1, model: int = 1, *, devices: Any = None) -> jax.sharding.Mesh:
@@ -115,3 +129,73 @@ def has_mesh() -> bool:
     """
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and math.prod(mesh.shape.values()) > 1 and not mesh.manual_axes
+
+
+def axes(*names: str) -> dict[str, tuple[str, ...]]:
+    """Declares the first logical axes of a field's arrays; those behind them are not split.
+
+        ring: Int[Array, "B K W"] = struct.field(metadata=axes("sequences", "kv_heads"))
+
+    Raises:
+      ConfigError: no table knows such an axis.
+    """
+    if unknown := [name for name in names if name not in CACHE_RULES]:
+        raise ConfigError(
+            f"Unknown axis {unknown[0]!r}; the axes of caches are {', '.join(CACHE_RULES)}."
+        )
+    return {"axes": names}
+
+
+def declared_axes(tree: Any) -> Any:
+    """Returns, in place of each array, the axes that the innermost field around it declares.
+
+    Tuples, lists and dicts declare nothing themselves: the field that holds them speaks for them.
+
+    Raises:
+      ConfigError: a field declares no axes, or more than its array has.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return jax.tree.unflatten(structure, [_axes_at(tree, path, leaf) for path, leaf in leaves])
+
+
+def _axes_at(tree: Any, path: tuple, leaf: Any) -> tuple[str, ...]:
+    holder, names = "An array outside any state", None
+    for key in path:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            if dataclasses.is_dataclass(tree):
+                (field,) = (field for field in dataclasses.fields(tree) if field.name == key.name)
+                holder, names = f"{type(tree).__name__}.{field.name}", field.metadata.get("axes")
+            tree = getattr(tree, key.name)
+        elif isinstance(key, jax.tree_util.SequenceKey):
+            tree = tree[key.idx]
+        elif isinstance(key, jax.tree_util.DictKey):
+            tree = tree[key.key]
+        else:
+            break
+    if names is None:
+        raise ConfigError(
+            f"{holder} declares no axes, so nobody knows how to split it over devices. Declare "
+            'them beside the field: flax.struct.field(metadata=dms_jax.sharding.axes("sequences", '
+            '"kv_heads")), or "pages" for what belongs to pages.'
+        )
+    if len(names) > len(leaf.shape):
+        raise ConfigError(
+            f"{holder} declares the axes {', '.join(names)}, and has the shape {leaf.shape}."
+        )
+    return names
+
+
+def cache_spec(names: tuple[str, ...], data: str | None, model: str | None) -> PartitionSpec:
+    """Returns the partition of an array with these axes, given `row_axes`."""
+    return PartitionSpec(
+        *(tuple(axis for axis in CACHE_RULES[name] if axis in (data, model)) for name in names)
+    )
+
+
+def partition(tree: Any, data: str | None, model: str | None) -> Any:
+    """Returns the partition of every array of a state, given `row_axes`.
+
+    Raises:
+      ConfigError: see `declared_axes`.
+    """
+    return jax.tree.map(lambda _, names: cache_spec(names, data, model), tree, declared_axes(tree))

@@ -19,6 +19,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dms_jax.sharding import axes
 from pallas_kernels import fetch_rows
 
 
@@ -33,9 +34,11 @@ class Tail:
       start: the position of the first of them in each sequence.
     """
 
-    values: Float[Array, "L B K C D"]
-    slots: Int[Array, "L B K C"]
-    start: Int[Array, " B"]
+    values: Float[Array, "L B K C D"] = struct.field(
+        metadata=axes("layers", "sequences", "kv_heads")
+    )
+    slots: Int[Array, "L B K C"] = struct.field(metadata=axes("layers", "sequences", "kv_heads"))
+    start: Int[Array, " B"] = struct.field(metadata=axes("sequences"))
 
     @classmethod
     def empty(

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dms_jax.cache.host_values import HostRows, Tail
 from dms_jax.cache.quantization import dequantize, is_quantized, quantize, snap
+from dms_jax.sharding import axes
 from pallas_kernels import write_pages
 
 
@@ -30,10 +31,10 @@ from pallas_kernels import write_pages
 class Pool:
     """Keys (rotated) and values of every row, by page."""
 
-    k_pages: Float[Array, "N P D"]
-    v_pages: Float[Array, "NV P D"]
-    k_scales: Float[Array, "N P"] | None = None
-    v_scales: Float[Array, "N P"] | None = None
+    k_pages: Float[Array, "N P D"] = struct.field(metadata=axes("pages"))
+    v_pages: Float[Array, "NV P D"] = struct.field(metadata=axes("pages"))
+    k_scales: Float[Array, "N P"] | None = struct.field(default=None, metadata=axes("pages"))
+    v_scales: Float[Array, "N P"] | None = struct.field(default=None, metadata=axes("pages"))
     tail: Tail | None = None
 
     @property
@@ -177,15 +178,18 @@ class Cache:
       seen: tokens each sequence has seen, which is the position of its next one.
       horizon: tokens each sequence can come to, its prompt and its longest answer; for policies
         whose budget is a share of that.
-      row_state: what the policy remembers per row, leaves [L, B, K, ...].
-      page_state: what the policy remembers per page, leaves [N, ...].
+      row_state: what the policy remembers per row, leaves [L, B, K, ...]; the axes behind L are
+        those of `PolicyState.rows`.
+      page_state: what the policy remembers per page, leaves [N, ...], as `PolicyState.pages`.
     """
 
     pool: Pool
-    page_table: Int[Array, "L B K M"]
-    lengths: Int[Array, "L B K"]
-    seen: Int[Array, " B"]
-    horizon: Int[Array, " B"]
+    page_table: Int[Array, "L B K M"] = struct.field(
+        metadata=axes("layers", "sequences", "kv_heads")
+    )
+    lengths: Int[Array, "L B K"] = struct.field(metadata=axes("layers", "sequences", "kv_heads"))
+    seen: Int[Array, " B"] = struct.field(metadata=axes("sequences"))
+    horizon: Int[Array, " B"] = struct.field(metadata=axes("sequences"))
     row_state: Any = ()
     page_state: Any = ()
 

@@ -1,6 +1,6 @@
 """Attention of one layer over the paged cache: write, read, observe, and cut after a prompt.
 
-The whole of it runs inside `shard_map` (see `partition`).
+The whole of it runs inside `shard_map`.
 """
 
 import dataclasses
@@ -16,9 +16,10 @@ from dms_jax import sharding
 from dms_jax.cache.host_values import HostRows
 from dms_jax.model.cutting import cut_layer, gather_rows
 from dms_jax.model.fetching import attend_to_fetched
-from dms_jax.model.partition import LayerCache, partition
+from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.rope import apply_rope
 from dms_jax.policies.base import Chunk, Placement, Policy
+from dms_jax.sharding import axes, cache_spec, partition
 from pallas_kernels import decode_attention, prefill_attention
 
 
@@ -30,11 +31,11 @@ class Attended:
     `live` and `reads` are totals over the layer's KV heads, for each token of the chunk.
     """
 
-    out: Float[Array, "B T H D"]
+    out: Float[Array, "B T H D"] = struct.field(metadata=axes("sequences", "tokens", "heads"))
     cache: LayerCache
-    lengths: Int[Array, "B K"]
-    live: Int[Array, "B T"]
-    reads: Int[Array, "B T"]
+    lengths: Int[Array, "B K"] = struct.field(metadata=axes("sequences", "kv_heads"))
+    live: Int[Array, "B T"] = struct.field(metadata=axes("sequences"))
+    reads: Int[Array, "B T"] = struct.field(metadata=axes("sequences"))
 
 
 def in_one_pass(policy: Policy, num_tokens: int, *, prompt: bool) -> bool:
@@ -76,12 +77,19 @@ def attend_cached(
     if not sharding.has_mesh():
         return attend(*arguments, head_axis=None)
     data, model = sharding.row_axes(*chunk.lengths.shape)
-    spec = functools.partial(partition, data=data, model=model)
+    heads = cache_spec(("sequences", "tokens", "heads"), data, model)
+    angles = cache_spec(("sequences",), data, model)
     result = jax.eval_shape(functools.partial(attend, head_axis=None), *arguments)
     mapped = jax.shard_map(
         functools.partial(attend, head_axis=model),
-        in_specs=tuple(spec(argument) for argument in arguments),
-        out_specs=spec(result),
+        in_specs=(
+            partition(cache, data, model),
+            heads,
+            partition(chunk, data, model),
+            angles,
+            angles,
+        ),
+        out_specs=partition(result, data, model),
         check_vma=False,
     )
     return mapped(*arguments)

@@ -14,7 +14,7 @@ from dms_jax import sharding
 from dms_jax.cache import Cache, Pool
 from dms_jax.cache.quantization import is_quantized, storage_dtype
 from dms_jax.config import ModelConfig
-from dms_jax.policies.base import Policy
+from dms_jax.policies.base import Policy, PolicyState
 
 
 def init_cache(
@@ -41,11 +41,16 @@ def init_cache(
       dtype: of keys, values and the policy's state.
       kv_dtype: "float8_e4m3" for keys and values in 8 bits, with a scale a slot.
       value_pages: first pages whose values are on the device; None for all.
+
+    Raises:
+      ConfigError: the policy's state does not declare its axes (`sharding.axes`).
     """
     pages = (num_pages, page_size, config.head_dim)
     stored = storage_dtype(kv_dtype, dtype)
     rows = (config.num_layers, num_sequences, config.num_kv_heads)
     row_state = init_row_state(config, policy, num_sequences, dtype)
+    page_state = policy.init_pages(num_pages, page_size, config.head_dim, dtype)
+    sharding.declared_axes(PolicyState(rows=row_state, pages=page_state))
     return Cache(
         pool=Pool(
             k_pages=jnp.zeros(pages, stored),
@@ -62,7 +67,7 @@ def init_cache(
         row_state=jax.tree.map(
             lambda x: jnp.broadcast_to(x, (config.num_layers, *x.shape)), row_state
         ),
-        page_state=policy.init_pages(num_pages, page_size, config.head_dim, dtype),
+        page_state=page_state,
     )
 
 
@@ -80,17 +85,13 @@ def init_row_state(config: ModelConfig, policy: Policy, num_sequences: int, dtyp
 def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
     """Returns the partition of every array of a cache under the mesh of the context."""
     data, model = sharding.row_axes(cache.seen.shape[0], num_kv_heads)
-    pool = PartitionSpec(tuple(axis for axis in (data, model) if axis))
-    rows = PartitionSpec(None, data, model)
+    state = PolicyState(rows=cache.row_state, pages=cache.page_state)
+    state = sharding.partition(state, data, model)
+    rest = dataclasses.replace(cache, row_state=(), page_state=())
     return dataclasses.replace(
-        cache,
-        pool=jax.tree.map(lambda _: pool, cache.pool),
-        page_table=rows,
-        lengths=rows,
-        seen=PartitionSpec(data),
-        horizon=PartitionSpec(data),
-        row_state=jax.tree.map(lambda _: rows, cache.row_state),
-        page_state=jax.tree.map(lambda _: pool, cache.page_state),
+        sharding.partition(rest, data, model),
+        row_state=jax.tree.map(lambda spec: PartitionSpec(None, *spec), state.rows),
+        page_state=state.pages,
     )
 
 

@@ -15,8 +15,9 @@ from jaxtyping import Array, Bool, Int
 
 from dms_jax import sharding
 from dms_jax.cache import Pool, compact, load
-from dms_jax.model.partition import LayerCache, partition
+from dms_jax.model.layer_cache import LayerCache
 from dms_jax.policies.base import Chunk, Policy, PolicyState, Rows
+from dms_jax.sharding import cache_spec, partition
 
 
 def gather_rows(pool: Pool, page_table: Array, lengths: Array, dtype: Any) -> Rows:
@@ -163,12 +164,15 @@ def _cut_sharded(policy, cache, chunk, which, *, scale, dtype) -> tuple[LayerCac
     if not sharding.has_mesh():
         return cut(cache, chunk, which, None)
     data, model = sharding.row_axes(*chunk.lengths.shape)
-    arguments = (cache, chunk, which)
-    result = jax.eval_shape(functools.partial(cut, head_axis=None), *arguments)
+    cache_specs = partition(cache, data, model)
     mapped = jax.shard_map(
         functools.partial(cut, head_axis=model),
-        in_specs=tuple(partition(argument, data, model) for argument in arguments),
-        out_specs=partition(result, data, model),
+        in_specs=(
+            cache_specs,
+            partition(chunk, data, model),
+            cache_spec(("sequences",), data, model),
+        ),
+        out_specs=(cache_specs, cache_spec(("sequences", "kv_heads"), data, model)),
         check_vma=False,
     )
-    return mapped(*arguments)
+    return mapped(cache, chunk, which)

@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +20,8 @@ from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, Vanilla
+
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # warnings name the line that called into it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +106,7 @@ class LanguageModel:
         warnings.warn(
             f"This checkpoint was not retrofitted for {policy.name}: the decisions will be "
             "whatever its neurons happen to say, and attention loses them.",
-            stacklevel=4,
+            skip_file_prefixes=(PACKAGE,),
         )
 
     def logits(

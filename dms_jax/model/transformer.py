@@ -23,8 +23,8 @@ from dms_jax.errors import ConfigError
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
 from dms_jax.model.cached_attention import attend_cached
 from dms_jax.model.cutting import cut_layers
+from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
-from dms_jax.model.partition import LayerCache
 from dms_jax.model.rope import apply_rope, rope_frequencies, rope_tables
 from dms_jax.policies.base import Chunk, Decisions, Policy, PolicyState, Projections
 

@@ -13,6 +13,9 @@ and pure functions on arrays. What it must remember is a pytree, carried beside 
 * `state.rows`: leaves [B, K, ...], one entry per row (DMS's ring, DMC's sums, TOVA's victim);
 * `state.pages`: leaves [N, ...], addressed by page number (Quest's bounds, H2O's scores).
 
+A state of several arrays is a dataclass whose fields declare the axes that meshes split: `ROWS`,
+`PAGES` (`policies/values.py`), or others of `sharding.axes`. What declares none is refused.
+
 Slots. A row (one layer, sequence and KV head) is a list of `length` slots; slot s lives on the
 row's page s // P at offset s % P. A policy speaks of slots and never of the pool. Keys are stored
 rotated, so the order of slots means nothing to attention.

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from dms_jax.policies.base import PolicyState, is_finite, is_static_int, require
 from dms_jax.policies.scored import Scorer
+from dms_jax.policies.values import ROWS
 
 FURTHEST = 2**17  # positions: beyond the context of most models
 
@@ -30,8 +31,8 @@ FURTHEST = 2**17  # positions: beyond the context of most models
 class QueryStatistics:
     """Mean of the unrotated queries so far, and the sum of products of their deviations."""
 
-    mean: Float[Array, "B K G D"]
-    spread: Float[Array, "B K G D D"] | None
+    mean: Float[Array, "B K G D"] = struct.field(metadata=ROWS)
+    spread: Float[Array, "B K G D D"] | None = struct.field(metadata=ROWS)
 
 
 @dataclasses.dataclass(frozen=True)

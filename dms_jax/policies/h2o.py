@@ -24,6 +24,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Shaped
 
 from dms_jax.policies.base import NOT_STORED, Chunk, Placement, PolicyState, Rows
+from dms_jax.policies.values import PAGES
 from dms_jax.policies.victims import VictimEviction
 
 BLOCK = 64  # queries of a prompt that are summed at a time
@@ -34,8 +35,8 @@ BLOCK = 64  # queries of a prompt that are summed at a time
 class Received:
     """What the token in each slot has received, and its position."""
 
-    sums: Float[Array, "N P"]
-    positions: Int[Array, "N P"]
+    sums: Float[Array, "N P"] = struct.field(metadata=PAGES)
+    positions: Int[Array, "N P"] = struct.field(metadata=PAGES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 
 from dms_jax.policies.base import Chunk, PolicyState, hard_marks
 from dms_jax.policies.delayed_eviction import DelayedEviction, Ring
+from dms_jax.policies.values import ROWS
 
 
 def segment_sums(values: Any, alpha: Float[Array, "B T K"], window: int | None) -> Any:
@@ -105,8 +106,8 @@ class MergeState:
         for each of the last window - 1 tokens, zero for those outside the open segment.
     """
 
-    ring: Ring
-    sums: Float[Array, "*rows n sums"]
+    ring: Ring = struct.field(metadata=ROWS)
+    sums: Float[Array, "*rows n sums"] = struct.field(metadata=ROWS)
 
 
 @dataclasses.dataclass(frozen=True)

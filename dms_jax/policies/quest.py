@@ -37,6 +37,7 @@ from dms_jax.policies.base import (
     require,
 )
 from dms_jax.policies.selective import SelectiveReading
+from dms_jax.policies.values import PAGES
 from pallas_kernels import select_largest
 
 
@@ -45,8 +46,8 @@ from pallas_kernels import select_largest
 class PageBounds:
     """Elementwise minimum and maximum of the keys of each page."""
 
-    low: Float[Array, "N D"]
-    high: Float[Array, "N D"]
+    low: Float[Array, "N D"] = struct.field(metadata=PAGES)
+    high: Float[Array, "N D"] = struct.field(metadata=PAGES)
 
 
 @dataclasses.dataclass(frozen=True)

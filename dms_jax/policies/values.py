@@ -10,8 +10,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dms_jax.sharding import axes
+
 FOREVER = 2**30  # later than any query: int32, with room for sums
 NOT_STORED = -1  # the slot of a token that is gone before the end of its chunk
+
+# The axes over which arrays are split, declared beside each field.
+SEQUENCES = axes("sequences")
+ROWS = axes("sequences", "kv_heads")
+PAGES = axes("pages")
 
 
 @struct.dataclass
@@ -37,9 +44,9 @@ class Decisions:
       importance: importance weight of each token (DMC's omega), or None.
     """
 
-    logits: Float[Array, "B K T"] | None = None
-    marks: Bool[Array, "B K T"] | None = None
-    importance: Float[Array, "B K T"] | None = None
+    logits: Float[Array, "B K T"] | None = struct.field(default=None, metadata=ROWS)
+    marks: Bool[Array, "B K T"] | None = struct.field(default=None, metadata=ROWS)
+    importance: Float[Array, "B K T"] | None = struct.field(default=None, metadata=ROWS)
 
 
 @no_type_check  # jax also builds it of shapes and of partitions
@@ -58,19 +65,23 @@ class Chunk:
       future: mean cos and sin of the `Policy.future_positions` positions after each token.
     """
 
-    k: Float[Array, "B T K D"]
-    v: Float[Array, "B T K D"]
+    k: Float[Array, "B T K D"] = struct.field(metadata=axes("sequences", "tokens", "kv_heads"))
+    v: Float[Array, "B T K D"] = struct.field(metadata=axes("sequences", "tokens", "kv_heads"))
     decisions: Decisions
-    positions: Int[Array, "B T"]
-    count: Int[Array, " B"]
-    page_table: Int[Array, "B K M"]
-    lengths: Int[Array, "B K"]
+    positions: Int[Array, "B T"] = struct.field(metadata=SEQUENCES)
+    count: Int[Array, " B"] = struct.field(metadata=SEQUENCES)
+    page_table: Int[Array, "B K M"] = struct.field(metadata=ROWS)
+    lengths: Int[Array, "B K"] = struct.field(metadata=ROWS)
     page_size: int = struct.field(pytree_node=False)
-    queries: Float[Array, "B T H D"] | None = None
-    horizon: Int[Array, " B"] | None = None
-    ends_prompt: Bool[Array, " B"] | None = None
-    layer: Int[Array, ""] | None = None
-    future: tuple[Float[Array, "B T half"], Float[Array, "B T half"]] | None = None
+    queries: Float[Array, "B T H D"] | None = struct.field(
+        default=None, metadata=axes("sequences", "tokens", "heads")
+    )
+    horizon: Int[Array, " B"] | None = struct.field(default=None, metadata=SEQUENCES)
+    ends_prompt: Bool[Array, " B"] | None = struct.field(default=None, metadata=SEQUENCES)
+    layer: Int[Array, ""] | None = struct.field(default=None, metadata=axes())
+    future: tuple[Float[Array, "B T half"], Float[Array, "B T half"]] | None = struct.field(
+        default=None, metadata=SEQUENCES
+    )
     num_layers: int = struct.field(pytree_node=False, default=1)
 
     @property
@@ -154,10 +165,13 @@ class Relaxed:
 
 @struct.dataclass
 class PolicyState:
-    """What a policy remembers, beside the cache: leaves [B, K, ...] and leaves [N, ...]."""
+    """What a policy remembers, beside the cache: leaves [B, K, ...] and leaves [N, ...].
 
-    rows: Any = ()
-    pages: Any = ()
+    A state that is a dataclass declares the axes of its own fields.
+    """
+
+    rows: Any = struct.field(default=(), metadata=ROWS)
+    pages: Any = struct.field(default=(), metadata=PAGES)
 
 
 def row_shape(chunk: Chunk) -> tuple[int, int, int]:

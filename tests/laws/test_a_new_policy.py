@@ -1,13 +1,18 @@
-"""The policy that CONTRIBUTING.md adds, as it stands there, under the laws."""
+"""The policy that CONTRIBUTING.md adds, as it stands there, under the laws.
 
+The last test follows the page to its end in a copy of the tree, and runs what the page says to run.
+"""
+
+import functools
 import importlib.util
 import json
 import re
+import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from dms_jax import policies
@@ -17,6 +22,7 @@ from tests.laws.row import Row, model_for
 from tests.laws.serving import check_completion
 from tests.laws.simulations import LENGTHS, WIDTH, weights_of
 from tests.laws.test_prompt_and_steps import check_run
+from tests.mutants.planting import copy_tree, run_tests
 from tests.oracles import scored
 from tests.support.cached_runs import ragged_parts
 from tests.support.models import random_tokens
@@ -25,11 +31,24 @@ PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 MOST_LINES = 40
 
 
+def block_with(text: str) -> str:
+    """The one block of the page that holds the text, without the margin of the list around it."""
+    fenced = r"^ *```\w*\n(.*?)^ *```$"
+    blocks = re.findall(fenced, PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in map(textwrap.dedent, blocks) if text in f"\n{block}"]
+    return block
+
+
 @pytest.fixture(scope="module")
 def source() -> str:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    (block,) = [block for block in blocks if "class SinkDistance" in block]
-    return block
+    return block_with("class SinkDistance")
+
+
+@functools.cache
+def oracle():
+    names = dict(vars(scored))
+    exec(block_with("def sink_distance"), names)
+    return names["sink_distance"]
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +66,10 @@ def simulate(policy, layer, prompt_length, page_size):
     del page_size
     _, k, _ = layer.rotated
 
-    def worth(t, held):
-        scores = []
-        for head, ids in enumerate(held):
-            unit = k[ids, head] / np.linalg.norm(k[ids, head], axis=-1, keepdims=True)
-            scores.append(np.append(np.inf, -unit[1:] @ unit[0]))
-        return scores
-
     return scored.simulate(
         *layer.rotated,
         prompt_length,
-        worth=worth,
+        worth=oracle()(k),
         budget=policy.budget,
         interval=policy.interval,
         alpha=None,
@@ -108,3 +120,43 @@ def test_it_works_inside_the_allocations_and_travels(kind, monkeypatch):
     assert after_prompt.sum(1).tolist() == [2 * 17, 2 * 1]  # 1 + 16 and 1 + 0 of them a head
     assert after_prompt[0, 0] != after_prompt[0, 1]
     assert jax.config.jax_enable_x64
+
+
+def insert(path: Path, after: str, text: str) -> None:
+    """Puts lines behind the one line of a file that reads `after`, with the indent of the next."""
+    lines = path.read_text().splitlines(keepends=True)
+    (place,) = [index for index, line in enumerate(lines, 1) if line.strip() == after]
+    margin = re.match(" *", lines[place]).group()
+    lines[place:place] = textwrap.indent(text, margin)
+    path.write_text("".join(lines))
+
+
+@pytest.mark.slow
+def test_the_page_leads_to_the_end(source, tmp_path):
+    """About 30 seconds."""
+    copy_tree(tmp_path)
+    package, laws = tmp_path / "dms_jax", tmp_path / "tests" / "laws"
+    with (tmp_path / "tests" / "oracles" / "scored.py").open("a") as file:
+        file.write("\n\n" + block_with("def sink_distance"))
+    (package / "policies" / "sink_distance.py").write_text(source)
+
+    own_module = "from dms_jax.policies.sink_distance import SinkDistance\n"
+    registry = package / "policies" / "__init__.py"
+    insert(registry, "from dms_jax.policies.base import Policy", own_module)
+    insert(registry, "for policy in (", "SinkDistance,\n")
+    insert(registry, "__all__ = [", '"SinkDistance",\n')
+    insert(package / "__init__.py", "from dms_jax.policies import (", "SinkDistance,\n")
+    insert(package / "__init__.py", "__all__ = [", '"SinkDistance",\n')
+
+    contract = tmp_path / "tests" / "policies" / "test_policies.py"
+    instance = block_with("\nSinkDistance(")
+    for path in (contract, laws / "scored_rows.py"):
+        insert(path, "from dms_jax.policies import (", "SinkDistance,\n")
+    insert(contract, "CHANGED = [", instance)
+    insert(laws / "scored_rows.py", "match scorer:", block_with("case SinkDistance"))
+    insert(laws / "scored_rows.py", "return [", block_with("make(SinkDistance"))
+
+    _, _, _, *tests = shlex.split(block_with('-k "test_policies or every_policy'))
+    assert tests[:2] == ["-n", "0"]
+    verdict, output = run_tests(tmp_path, tests[2:], timeout=600)
+    assert verdict == "survived", output

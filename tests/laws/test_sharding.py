@@ -5,11 +5,14 @@ divide by four, or only heads where the sequences do not divide by two. Everythi
 the simulation, which the other laws compare one device with, and logits with one device directly.
 """
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
+from flax import struct
+from jaxtyping import Array, Int
 
 import dms_jax
 from dms_jax.generation import Engine, Sampling, score
@@ -30,7 +33,7 @@ from dms_jax.policies import (
     StreamingLLM,
     Vanilla,
 )
-from dms_jax.sharding import DECODING_RULES
+from dms_jax.sharding import DECODING_RULES, axes
 from dms_jax.training.parameters import parameters, rebuilder, shardings
 from tests.laws import scored_rows
 from tests.laws.combined_rows import (
@@ -136,6 +139,44 @@ def test_logits(row, num_kv_heads, record_property):
     largest = float(np.abs(got - want).max())
     assert largest < TOLERANCE
     record_property("largest", float(largest))
+
+
+@struct.dataclass
+class Ledger:
+    """A row state whose field is called as the cache calls its own."""
+
+    pages: Int[Array, "*rows W"] = struct.field(metadata=axes("sequences", "kv_heads"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bookkeeping(StreamingLLM):
+    """StreamingLLM, with its ring in `pages`."""
+
+    def init_rows(self, num_sequences, num_kv_heads, head_dim, dtype):
+        ring = super().init_rows(num_sequences, num_kv_heads, head_dim, dtype)
+        return Ledger(pages=ring)
+
+    def ring_of(self, rows):
+        return rows.pages
+
+    def with_ring(self, rows, ring):
+        return dataclasses.replace(rows, pages=ring)
+
+
+def test_a_state_is_split_as_it_declares_whatever_its_fields_are_called():
+    """As many sequences as devices: split as a pool is, each device would have one of them."""
+    row = Row(Bookkeeping(budget=6, sinks=2), simulate_streaming, 2, 8)
+    model = on_mesh(row, 4)
+    engine = Engine(model, num_lanes=8, max_tokens=16, page_size=8, chunk=8, prefill_chunk=8)
+    ring = engine.runner.cache.row_state.pages
+    assert ring.sharding.spec == jax.sharding.PartitionSpec(None, "data", "model")
+    prompts = PROMPTS + [prompt[::-1] for prompt in PROMPTS]
+    completions = engine.generate(
+        prompts, sampling=Sampling(temperature=0, max_new_tokens=8, logprobs=True)
+    )
+    weights = oracle_weights(transformer_of(4))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        check_completion(row, weights, model.config, prompt, completion, row.page_size)
 
 
 @every_row

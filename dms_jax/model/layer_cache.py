@@ -1,0 +1,17 @@
+"""What a layer sees of the cache: the whole pool, its own rows, and what its policy remembers."""
+
+from typing import no_type_check
+
+from flax import struct
+
+from dms_jax.cache import Pool
+from dms_jax.policies.base import PolicyState
+
+
+@no_type_check  # jax also builds it of shapes and of partitions
+@struct.dataclass
+class LayerCache:
+    """The pool, and the state of one layer's rows."""
+
+    pool: Pool
+    state: PolicyState

@@ -1,0 +1,138 @@
+"""What an installed dms_jax offers: names, version, types, and warnings that name the caller."""
+
+import ast
+import importlib
+import importlib.metadata
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import dms_jax
+from tests.test_architecture import ROOT, python_files
+
+NAME = re.compile(r"\bdms_jax(?:\.[A-Za-z_]+)+")
+
+# Runs where no import hook of the tests stands between the packages and their caller.
+CALLER = """
+import warnings
+
+import dms_jax
+from dms_jax import assets
+
+model = dms_jax.load(assets.path("stories260k"))
+policy = dms_jax.DMS(window=8)
+sampling = dms_jax.Sampling(max_new_tokens=1)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model.logits([[1, 2]], policy=policy)  # warns
+    dms_jax.generate(model, [[1, 2]], policy=policy, sampling=sampling)  # warns
+    dms_jax.score(model, [[1, 2]], policy=policy)  # warns
+    model.resolve_policy(policy)  # warns
+for one in caught:
+    print(one.filename, one.lineno)
+"""
+
+
+def names_in_text(path: Path) -> set[str]:
+    """The dotted names of dms_jax that its messages and docstrings give to a reader."""
+    strings = (
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    return {name for text in strings for name in NAME.findall(text)}
+
+
+def test_what_messages_name_is_there():
+    names = {name for path in python_files("dms_jax") for name in names_in_text(path)}
+    assert "dms_jax.DMS" in names
+    missing = []
+    for name in sorted(names):
+        try:
+            pkgutil.resolve_name(name)
+        except (AttributeError, ImportError):
+            missing.append(name)
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("evaluate", "evaluation"),
+        ("Recipe", "training"),
+        ("Policy", "policies"),
+        ("Device", "devices"),
+    ],
+)
+def test_what_users_need_is_exported(name, home):
+    assert name in dms_jax.__all__
+    assert getattr(dms_jax, name) is getattr(importlib.import_module(f"dms_jax.{home}"), name)
+
+
+def test_all_names_what_is_there_once():
+    assert all(hasattr(dms_jax, name) for name in dms_jax.__all__)
+    assert len(set(dms_jax.__all__)) == len(dms_jax.__all__)
+
+
+def test_the_version_is_that_of_the_package():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert dms_jax.__version__ == importlib.metadata.version("dms-jax") == declared
+
+
+def test_a_checkout_that_is_not_installed_has_a_version_too():
+    script = """
+import importlib.metadata
+
+real = importlib.metadata.distribution
+
+
+def without_us(name):
+    if name == "dms-jax":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+
+
+importlib.metadata.distribution = without_us
+import dms_jax
+
+print(dms_jax.__version__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.strip() == "0+checkout", done.stderr[-2000:]
+
+
+def test_the_wheel_holds_both_packages_and_says_that_they_are_typed(tmp_path):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
+        "dms_jax",
+        "pallas_kernels",
+    }
+    for package in ("dms_jax", "pallas_kernels"):
+        assert f"{package}/py.typed" in names
+
+
+def test_warnings_blame_the_line_of_the_caller(tmp_path):
+    script = tmp_path / "caller.py"
+    script.write_text(CALLER)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    blamed = {(name, int(line)) for name, line in map(str.split, done.stdout.splitlines())}
+    lines = [number for number, line in enumerate(CALLER.splitlines(), 1) if "# warns" in line]
+    assert blamed == {(str(script), line) for line in lines}

@@ -1,0 +1,117 @@
+"""Axes are declared beside the fields of a state, and what declares none is refused."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import struct
+from jax.sharding import PartitionSpec
+
+from dms_jax import sharding
+from dms_jax.errors import ConfigError
+from dms_jax.model.caching import cache_specs, init_cache
+from dms_jax.policies import POLICIES, Quest, Vanilla
+from dms_jax.policies.base import PolicyState
+from dms_jax.sharding import axes, declared_axes, partition
+from tests.support.models import tiny_config
+
+
+@struct.dataclass
+class Silent:
+    """Declares the axes of one of its fields alone."""
+
+    ring: Any = struct.field(metadata=axes("sequences", "kv_heads"))
+    notes: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Careless(Vanilla):
+    """Remembers what no mesh could split, per row or per page."""
+
+    per_row: bool = True
+
+    def init_rows(self, num_sequences, num_kv_heads, head_dim, dtype):
+        shape = (num_sequences, num_kv_heads)
+        return Silent(ring=jnp.zeros(shape), notes=jnp.zeros(shape) if self.per_row else None)
+
+    def init_pages(self, num_pages, page_size, head_dim, dtype):
+        return () if self.per_row else Silent(ring=None, notes=jnp.zeros(num_pages))
+
+
+def cache_of(policy, num_sequences=4):
+    return init_cache(
+        tiny_config(num_heads=8, num_kv_heads=4),
+        policy,
+        num_sequences=num_sequences,
+        num_pages=16,
+        page_size=4,
+        dtype=jnp.dtype(jnp.float32),
+        kv_dtype="float8_e4m3",
+    )
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+def test_a_state_that_declares_nothing_is_refused_by_class_and_field(per_row):
+    with pytest.raises(ConfigError, match=r"^Silent\.notes declares no axes"):
+        cache_of(Careless(per_row=per_row))
+
+
+def test_a_declaration_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match="'pagse'; the axes of caches are layers, sequences"):
+        axes("pagse")
+    with pytest.raises(ConfigError, match=r"Silent.ring .* sequences, kv_heads, .* shape \(3,\)"):
+        declared_axes(Silent(ring=jnp.zeros(3)))
+    with pytest.raises(ConfigError, match="outside any state"):
+        declared_axes(jnp.zeros(3))
+
+
+class Pair(NamedTuple):
+    low: Any
+    pages: Any
+
+
+def test_the_innermost_declaration_counts_and_containers_make_none():
+    @struct.dataclass
+    class Outer:
+        inner: Any = struct.field(metadata=axes("pages"))
+        plain: Any = struct.field(metadata=axes("pages"))
+        whole: Any = struct.field(metadata=axes())
+
+    array = jnp.zeros((2, 2))
+    plain = {"pages": [array], "pair": Pair(array, None)}
+    tree = Outer(inner=(Silent(ring=array),), plain=plain, whole=array)
+    split = partition(tree, "data", None)
+    assert split.inner[0].ring == PartitionSpec("data", None)
+    assert split.inner[0].notes is None
+    assert split.plain["pages"] == [PartitionSpec("data")]
+    assert split.plain["pair"] == Pair(PartitionSpec("data"), None)
+    assert split.whole == PartitionSpec()
+    assert partition(tree, "data", "model").plain["pages"] == [PartitionSpec(("data", "model"))]
+    assert partition(tree, None, None).plain["pages"] == [PartitionSpec(None)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_cache_is_split_by_rows_and_pages(name):
+    policy = POLICIES[name]()
+    cache = jax.eval_shape(lambda: cache_of(policy))
+    with jax.set_mesh(sharding.make_mesh(2, 4)):
+        specs = cache_specs(cache, num_kv_heads=4)
+    rows = PartitionSpec(None, "data", "model")
+    pages = PartitionSpec(("data", "model"))
+    assert specs.page_table == specs.lengths == rows
+    assert specs.seen == specs.horizon == PartitionSpec("data")
+    assert all(spec == rows for spec in jax.tree.leaves(specs.row_state))
+    assert all(spec == pages for spec in jax.tree.leaves((specs.pool, specs.page_state)))
+    assert jax.tree.structure(specs) == jax.tree.structure(cache)
+
+
+def test_policies_declare_their_states_field_by_field():
+    state = PolicyState(
+        rows=POLICIES["DMC"]().init_rows(1, 1, 4, jnp.dtype(jnp.float32)),
+        pages=Quest().init_pages(3, 2, 4, jnp.dtype(jnp.float32)),
+    )
+    declared = declared_axes(state)
+    assert declared.rows.ring == declared.rows.sums == ("sequences", "kv_heads")
+    assert declared.pages.low == declared.pages.high == ("pages",)
