@@ -8,13 +8,18 @@ paper, arXiv 2506.05345):
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dms_jax.policies.base import Chunk, Policy, is_finite, is_static_int, require
+from dms_jax.checks import Range, Ratio
+from dms_jax.policies.base import Chunk, Policy
 
 LONGEST = 2**23  # tokens: no sequence has more, and times heads or layers they fit in int32
+
+Tokens = Annotated[int, Range(1, LONGEST), "use Vanilla() to keep everything"]
+BudgetRatio = Annotated[Ratio | None, "None is for a budget in tokens"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,25 +32,8 @@ class BudgetedPolicy(Policy):
         each request instead.
     """
 
-    budget: int = 1024
-    compression_ratio: float | int | None = None
-
-    def __post_init__(self):
-        require(
-            is_static_int(self.budget, least=1),
-            f"{self.name}: budget must be a whole number of at least 1, got {self.budget!r}.",
-        )
-        require(
-            self.budget <= LONGEST,
-            f"{self.name}: a budget of {self.budget:,} tokens is more than any sequence has; give "
-            f"at most {LONGEST:,}, or Vanilla() to keep everything.",
-        )
-        ratio = self.compression_ratio
-        require(
-            ratio is None or (is_finite(ratio) and ratio >= 1),
-            f"{self.name}: compression_ratio must be a number of at least 1, or None for a budget "
-            f"in tokens, got {ratio!r:.80}.",
-        )
+    budget: Tokens = 1024
+    compression_ratio: BudgetRatio = None
 
     @property
     def least_budget(self) -> int:

@@ -17,7 +17,8 @@ not, so the break-even context is H / K times longer than with one KV head a que
 import dataclasses
 from typing import Literal
 
-from dms_jax.policies.base import Policy, is_static_int, require
+from dms_jax.checks import Count, Whole
+from dms_jax.policies.base import Policy
 from dms_jax.policies.selective import SelectiveReading
 
 
@@ -34,29 +35,10 @@ class KCache(SelectiveReading):
       over: the policy that decides what the cache holds.
     """
 
-    top: int = 128
-    first_layers: int = 2
+    top: Count = 128
+    first_layers: Whole = 2
     renormalize: bool = False
     values: Literal["host", "device"] = "host"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            is_static_int(self.top, least=1),
-            f"KCache: top must be a whole number of at least 1, got {self.top!r}.",
-        )
-        require(
-            is_static_int(self.first_layers),
-            f"KCache: first_layers must be a whole number >= 0, got {self.first_layers!r}.",
-        )
-        require(
-            isinstance(self.renormalize, bool),
-            f"KCache: renormalize must be True or False, got {self.renormalize!r}.",
-        )
-        require(
-            self.values in ("host", "device"),
-            f"KCache: values must be 'host' or 'device', got {self.values!r}.",
-        )
 
     def device_value_layers(self, num_layers: int) -> int:
         """The first layers, or all."""

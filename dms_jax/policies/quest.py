@@ -26,16 +26,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dms_jax.cache import Pool
-from dms_jax.policies.base import (
-    NOT_STORED,
-    Chunk,
-    Placement,
-    Policy,
-    PolicyState,
-    Reading,
-    is_static_int,
-    require,
-)
+from dms_jax.checks import Count, Whole, require
+from dms_jax.policies.base import NOT_STORED, Chunk, Placement, Policy, PolicyState, Reading
 from dms_jax.policies.selective import SelectiveReading
 from pallas_kernels import select_largest
 
@@ -62,25 +54,10 @@ class Quest(SelectiveReading):
       over: the policy that decides what the cache holds.
     """
 
-    budget: int = 1024
-    dense_layers: int = 2
+    budget: Count = 1024
+    dense_layers: Whole = 2
     force_last_page: bool = True
     per: Literal["query_head", "kv_head"] = "query_head"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            is_static_int(self.budget, least=1),
-            f"Quest: budget must be a whole number of at least 1, got {self.budget!r}.",
-        )
-        require(
-            is_static_int(self.dense_layers),
-            f"Quest: dense_layers must be a whole number >= 0, got {self.dense_layers!r}.",
-        )
-        require(
-            self.per in ("query_head", "kv_head"),
-            f"Quest: per must be 'query_head' or 'kv_head', got {self.per!r}.",
-        )
 
     def check_page_size(self, page_size: int) -> None:
         """A budget below one page could not be kept.

@@ -8,7 +8,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from dms_jax.policies.base import Decisions, Projections, is_static_int, require
+from dms_jax.checks import Count, Whole, require
+from dms_jax.policies.base import Decisions, Projections
 from dms_jax.policies.delayed_eviction import DelayedEviction
 
 
@@ -21,16 +22,11 @@ class StreamingLLM(DelayedEviction):
       sinks: first tokens that are never evicted.
     """
 
-    budget: int = 1024
-    sinks: int = 4
+    budget: Count = 1024
+    sinks: Whole = 4
 
     def __post_init__(self):
-        for name in ("budget", "sinks"):
-            value = getattr(self, name)
-            require(
-                is_static_int(value),
-                f"StreamingLLM: {name} must be a whole number >= 0, got {value!r}.",
-            )
+        super().__post_init__()
         require(
             self.budget > self.sinks,
             f"StreamingLLM: a budget of {self.budget} tokens holds nothing beside {self.sinks} "
