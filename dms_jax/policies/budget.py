@@ -51,11 +51,12 @@ class BudgetedPolicy(Policy):
 
     def for_horizon(self, tokens: int) -> Policy:
         """The same with a budget in tokens, which no shorter sequence exceeds."""
+        policy = super().for_horizon(tokens)
         if self.compression_ratio is None:
-            return self
+            return policy
         share = math.floor(tokens / self.compression_ratio * (1 + 1e-6))
-        budget = max(share, self.least_budget)
-        return dataclasses.replace(self, budget=budget, compression_ratio=None)
+        budget = min(max(share, self.least_budget), LONGEST)
+        return dataclasses.replace(policy, budget=budget, compression_ratio=None)
 
 
 def highest(scores: Float[Array, "B K S"], count: Int[Array, "B #K"]) -> Bool[Array, "B K S"]:

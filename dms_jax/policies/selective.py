@@ -32,10 +32,10 @@ class SelectiveReading(Policy):
 
     def __post_init__(self):
         require(
-            isinstance(self.over, Vanilla | DelayedEviction),
+            isinstance(self.over, Vanilla | DelayedEviction) and self.over.parallel(prompt=True),
             f"{self.name}: over={show(self.over)} decides by attention, which is not known for "
             "what is not read; give a policy whose tokens decide for themselves (Vanilla, DMS, "
-            "DMC, StreamingLLM, RandomEviction).",
+            "DMC, StreamingLLM with a budget in tokens, RandomEviction).",
         )
         super().__post_init__()
 
