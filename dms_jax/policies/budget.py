@@ -44,19 +44,28 @@ class BudgetedPolicy(Policy):
         """The budget of each sequence."""
         if self.compression_ratio is None:
             return jnp.full((chunk.lengths.shape[0], 1), self.budget, jnp.int32)
-        assert chunk.horizon is not None
-        # float32 holds every length; a quotient that is whole must not be rounded below it.
-        share = jnp.floor(chunk.horizon / self.compression_ratio * (1 + 1e-6))
-        return jnp.maximum(share.astype(jnp.int32), self.least_budget)[:, None]
+        return jnp.maximum(shares(chunk, self.compression_ratio), self.least_budget)
 
     def for_horizon(self, tokens: int) -> Policy:
         """The same with a budget in tokens, which no shorter sequence exceeds."""
         policy = super().for_horizon(tokens)
         if self.compression_ratio is None:
             return policy
-        share = math.floor(tokens / self.compression_ratio * (1 + 1e-6))
-        budget = min(max(share, self.least_budget), LONGEST)
+        budget = min(max(share(tokens, self.compression_ratio), self.least_budget), LONGEST)
         return dataclasses.replace(policy, budget=budget, compression_ratio=None)
+
+
+def shares(chunk: Chunk, compression_ratio: float | int) -> Int[Array, "B 1"]:
+    """The share of each sequence in what it can come to."""
+    assert chunk.horizon is not None
+    # float32 holds every length; a quotient that is whole must not be rounded below it.
+    tokens = jnp.floor(chunk.horizon / compression_ratio * (1 + 1e-6))
+    return tokens.astype(jnp.int32)[:, None]
+
+
+def share(tokens: int, compression_ratio: float | int) -> int:
+    """The share in so many tokens."""
+    return math.floor(tokens / compression_ratio * (1 + 1e-6))
 
 
 def highest(scores: Float[Array, "B K S"], count: Int[Array, "B #K"]) -> Bool[Array, "B K S"]:
