@@ -12,28 +12,27 @@ both versions read it.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
+from dms_jax.checks import CountOnDevice, NotNegative, Number, Options, Positive, Range, check, show
 from dms_jax.config_checks import (
     ARCHITECTURES,
     FAMILIES,
     MAX_LAYERS,
     SERVED,
-    check_boolean,
-    check_number,
-    check_size,
     family_of,
     refuse_sliding_window,
     refuse_unserved,
-    show,
 )
 from dms_jax.errors import ConfigError
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+Layers = Annotated[int, Range(1, MAX_LAYERS)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rope:
+class Rope(Options):
     """The rotary position embedding: base, and how its frequencies are scaled.
 
     Attributes:
@@ -54,50 +53,35 @@ class Rope:
         ConfigError: a parameter is missing, not a finite positive number, or inconsistent.
     """
 
-    theta: float = 10_000.0
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    theta: Annotated[Number, Range(1, above=True)] = 10_000.0
+    kind: RopeKind = "default"
+    factor: Positive = 1.0
+    original_max_position_embeddings: CountOnDevice | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None
+    mscale: NotNegative | None = None  # transformers treats 0 as "not given"
+    mscale_all_dim: NotNegative | None = None
     truncate: bool = True
 
     def __post_init__(self):
-        if self.kind not in ROPE_KINDS:
-            raise ConfigError(
-                f"rotary scaling {show(self.kind)} is not served; served: {', '.join(ROPE_KINDS)}"
-            )
-        for name in ("theta", "factor", "beta_fast", "beta_slow"):
-            check_number(getattr(self, name), f"rope.{name}")
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            value = getattr(self, name)
-            if value is not None:
-                # transformers treats 0 in mscale as "not given".
-                check_number(value, f"rope.{name}", zero=name != "attention_factor")
-        if self.theta <= 1:
-            raise ConfigError(f"rope.theta must be above 1, got {self.theta}")
-        if not isinstance(self.truncate, bool):
-            raise ConfigError(f"rope.truncate must be a boolean, got {show(self.truncate)}")
+        super().__post_init__()
         if self.kind in ("llama3", "yarn"):
-            check_size(
-                self.original_max_position_embeddings, "rope.original_max_position_embeddings"
-            )
+            original = self.original_max_position_embeddings
+            check("Rope: original_max_position_embeddings", original, CountOnDevice)
         if self.kind == "llama3":
-            low = check_number(self.low_freq_factor, "rope.low_freq_factor")
-            high = check_number(self.high_freq_factor, "rope.high_freq_factor")
+            low = check("Rope: low_freq_factor", self.low_freq_factor, Positive)
+            high = check("Rope: high_freq_factor", self.high_freq_factor, Positive)
             if high <= low:
                 raise ConfigError(
-                    f"rope.high_freq_factor ({high}) must be above rope.low_freq_factor ({low})"
+                    f"Rope: high_freq_factor ({high}) must be above low_freq_factor ({low})"
                 )
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Options):
     """Shape and switches of a decoder-only transformer. Hashable: it can be a static argument.
 
     Attributes:
@@ -122,15 +106,15 @@ class ModelConfig:
         ConfigError: a field has the wrong type or range, or the fields contradict each other.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
+    vocab_size: CountOnDevice
+    hidden_size: CountOnDevice
+    intermediate_size: CountOnDevice
+    num_layers: Layers
+    num_heads: CountOnDevice
+    num_kv_heads: CountOnDevice
+    head_dim: CountOnDevice
+    max_position_embeddings: CountOnDevice
+    rms_norm_eps: Positive = 1e-6
     rope: Rope = Rope()
     qkv_bias: bool = False
     output_bias: bool = False
@@ -140,22 +124,7 @@ class ModelConfig:
     model_type: str = "llama"
 
     def __post_init__(self):
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
-            check_size(getattr(self, name), name)
-        check_size(self.num_layers, "num_layers", most=MAX_LAYERS)
-        check_number(self.rms_norm_eps, "rms_norm_eps")
-        for name in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "tie_embeddings"):
-            check_boolean(getattr(self, name), name)
-        if not isinstance(self.rope, Rope):
-            raise ConfigError(f"rope must be a Rope, got {show(self.rope)}")
+        super().__post_init__()
         if self.model_type not in FAMILIES:
             raise ConfigError(f"model_type {show(self.model_type)} is not served; served: {SERVED}")
         if self.num_heads % self.num_kv_heads:
@@ -189,11 +158,9 @@ class ModelConfig:
             value = config.get(name)
             return default if value is None else value
 
-        hidden_size = check_size(config.get("hidden_size"), "hidden_size")
-        num_heads = check_size(config.get("num_attention_heads"), "num_attention_heads")
-        num_layers = check_size(
-            config.get("num_hidden_layers"), "num_hidden_layers", most=MAX_LAYERS
-        )
+        hidden_size = check("hidden_size", config.get("hidden_size"), CountOnDevice)
+        num_heads = check("num_attention_heads", config.get("num_attention_heads"), CountOnDevice)
+        num_layers = check("num_hidden_layers", config.get("num_hidden_layers"), Layers)
         head_dim = given("head_dim", defaults["head_dim"])
         if head_dim is None:
             if hidden_size % num_heads:
@@ -202,35 +169,36 @@ class ModelConfig:
                     f"({num_heads}) and the config gives no head_dim"
                 )
             head_dim = hidden_size // num_heads
-        max_positions = check_size(
-            given("max_position_embeddings", defaults["max_position_embeddings"]),
+        max_positions = check(
             "max_position_embeddings",
+            given("max_position_embeddings", defaults["max_position_embeddings"]),
+            CountOnDevice,
         )
         refuse_sliding_window(config, family, num_layers, max_positions)
         kv_heads = given("num_key_value_heads", defaults["num_key_value_heads"])
-        attention_bias = family in ("llama", "qwen3") and check_boolean(
-            given("attention_bias", False), "attention_bias"
+        attention_bias = family in ("llama", "qwen3") and check(
+            "attention_bias", given("attention_bias", False), bool
         )
         return cls(
-            vocab_size=check_size(config.get("vocab_size"), "vocab_size"),
+            vocab_size=check("vocab_size", config.get("vocab_size"), CountOnDevice),
             hidden_size=hidden_size,
-            intermediate_size=check_size(config.get("intermediate_size"), "intermediate_size"),
+            intermediate_size=check(
+                "intermediate_size", config.get("intermediate_size"), CountOnDevice
+            ),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=check_size(
-                num_heads if kv_heads is None else kv_heads, "num_key_value_heads"
+            num_kv_heads=check(
+                "num_key_value_heads", num_heads if kv_heads is None else kv_heads, CountOnDevice
             ),
-            head_dim=check_size(head_dim, "head_dim"),
+            head_dim=check("head_dim", head_dim, CountOnDevice),
             max_position_embeddings=max_positions,
-            rms_norm_eps=check_number(given("rms_norm_eps", 1e-6), "rms_norm_eps"),
+            rms_norm_eps=check("rms_norm_eps", given("rms_norm_eps", 1e-6), Positive),
             rope=_rope_from_hf(config, max_positions),
             qkv_bias=family == "qwen2" or attention_bias,
             output_bias=attention_bias,
-            mlp_bias=family == "llama" and check_boolean(given("mlp_bias", False), "mlp_bias"),
+            mlp_bias=family == "llama" and check("mlp_bias", given("mlp_bias", False), bool),
             qk_norm=family == "qwen3",
-            tie_embeddings=check_boolean(
-                given("tie_word_embeddings", False), "tie_word_embeddings"
-            ),
+            tie_embeddings=check("tie_word_embeddings", given("tie_word_embeddings", False), bool),
             model_type=family,
         )
 
@@ -312,44 +280,49 @@ def _one_rope(
     if fields.get("mrope_section") is not None:
         raise ConfigError(f"multimodal rotary positions (mrope_section in {where}) are not served")
     theta = given("rope_theta", config.get("rope_theta"))
-    theta = check_number(10_000.0 if theta is None else theta, "rope_theta")
+    theta = check("rope_theta", 10_000.0 if theta is None else theta, Positive)
     if kind == "default":
         return Rope(theta=theta)
     factor = given("factor")
     if kind == "linear":
-        return Rope(theta=theta, kind=kind, factor=check_number(factor, f"{where}.factor"))
+        return Rope(theta=theta, kind=kind, factor=check(f"{where}.factor", factor, Positive))
 
     # A value beside the rotary fields wins over one among them, as in transformers 5.
     original = config.get("original_max_position_embeddings")
     original = given("original_max_position_embeddings") if original is None else original
-    original = check_size(
-        max_positions if original is None else original,
+    original = check(
         f"{where}.original_max_position_embeddings",
+        max_positions if original is None else original,
+        CountOnDevice,
     )
     if kind == "llama3":
         return Rope(
             theta=theta,
             kind=kind,
-            factor=check_number(factor, f"{where}.factor"),
+            factor=check(f"{where}.factor", factor, Positive),
             original_max_position_embeddings=original,
-            low_freq_factor=check_number(given("low_freq_factor"), f"{where}.low_freq_factor"),
-            high_freq_factor=check_number(given("high_freq_factor"), f"{where}.high_freq_factor"),
+            low_freq_factor=check(f"{where}.low_freq_factor", given("low_freq_factor"), Positive),
+            high_freq_factor=check(
+                f"{where}.high_freq_factor", given("high_freq_factor"), Positive
+            ),
         )
     optional = {}
     for name in ("attention_factor", "mscale", "mscale_all_dim"):
         if given(name) is not None:
-            optional[name] = check_number(
-                given(name), f"{where}.{name}", zero=name != "attention_factor"
+            optional[name] = check(
+                f"{where}.{name}",
+                given(name),
+                Positive if name == "attention_factor" else NotNegative,
             )
     factor = max_positions / original if factor is None else factor
     return Rope(
         theta=theta,
         kind=kind,
-        factor=check_number(factor, f"{where}.factor"),
+        factor=check(f"{where}.factor", factor, Positive),
         original_max_position_embeddings=original,
-        beta_fast=check_number(given("beta_fast") or 32.0, f"{where}.beta_fast"),
-        beta_slow=check_number(given("beta_slow") or 1.0, f"{where}.beta_slow"),
-        truncate=check_boolean(given("truncate", True), f"{where}.truncate"),
+        beta_fast=check(f"{where}.beta_fast", given("beta_fast") or 32.0, Positive),
+        beta_slow=check(f"{where}.beta_slow", given("beta_slow") or 1.0, Positive),
+        truncate=check(f"{where}.truncate", given("truncate", True), bool),
         **optional,
     )
 

@@ -1,13 +1,12 @@
-"""Checks behind `dms_jax.config`: what is malformed, and what is not served, each said by name."""
+"""Checks behind `dms_jax.config`: which families are served, and what of them is not, by name."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from dms_jax.checks import CountOnDevice, check, show
 from dms_jax.errors import ConfigError
 
 MAX_LAYERS = 10_000
-_MAX_SIZE = 2**31 - 1
 
 # What transformers assumes where a config is silent.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -24,45 +23,6 @@ ARCHITECTURES = {
     "Qwen3ForCausalLMDMS": "qwen3",
 }
 SERVED = "Llama 2/3/3.1/3.2, Qwen2/2.5, Qwen3, and Mistral without a sliding window"
-
-
-def show(value: Any) -> str:
-    """Print a value for a message, in few characters whatever it is."""
-    if isinstance(value, int) and value.bit_length() > 200:
-        return "an integer of more than 60 digits"  # printing it could itself fail
-    text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def check_size(value: Any, name: str, *, most: int = _MAX_SIZE) -> int:
-    """Return a whole number between 1 and `most`, or say what is wrong with it."""
-    if value is None:
-        raise ConfigError(f"the model config has no {name}")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be an integer, got {show(value)}")
-    if not 1 <= value <= most:
-        raise ConfigError(f"{name} must be between 1 and {most}, got {show(value)}")
-    return value
-
-
-def check_number(value: Any, name: str, *, zero: bool = False) -> float:
-    """Return a finite positive number (0 too where asked), or say what is wrong with it."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name} must be a number, got {show(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        raise ConfigError(f"{name} must be finite and positive, got {show(value)}")
-    return number
-
-
-def check_boolean(value: Any, name: str) -> bool:
-    """Return a boolean, or say what is there instead."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be true or false, got {show(value)}")
-    return value
 
 
 def family_of(config: Mapping[str, Any]) -> str:
@@ -133,12 +93,12 @@ def refuse_sliding_window(
         return
     window = config.get("sliding_window", 4096)  # transformers' default when the key is absent
     if family in ("qwen2", "qwen3"):
-        if not check_boolean(config.get("use_sliding_window", False), "use_sliding_window"):
+        if not check("use_sliding_window", config.get("use_sliding_window", False), bool):
             return
         first = config.get("max_window_layers", 28)
         if layer_types is not None or (isinstance(first, int) and first >= num_layers):
             return
-    if window is not None and check_size(window, "sliding_window") < max_positions:
+    if window is not None and check("sliding_window", window, CountOnDevice) < max_positions:
         raise ConfigError(
             f"sliding-window attention (sliding_window {window} below max_position_embeddings "
             f"{max_positions}) is not served; if the model was trained without a window, set "

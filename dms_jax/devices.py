@@ -2,9 +2,11 @@
 
 import dataclasses
 
+from dms_jax.checks import Options, Positive
+
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class Device(Options):
     """What an accelerator offers, from its data sheet.
 
     Attributes:
@@ -13,9 +15,9 @@ class Device:
       peak: bfloat16 operations a second.
     """
 
-    memory: float | int
-    bandwidth: float | int
-    peak: float | int
+    memory: Positive
+    bandwidth: Positive
+    peak: Positive
 
 
 DEVICES = {

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from dms_jax.checks import Count, check
 from dms_jax.errors import ConfigError
 
 DATA = "data"
@@ -61,8 +62,7 @@ def make_mesh(data: int = 1, model: int = 1, *, devices: Any = None) -> jax.shar
     Raises:
       ConfigError: there are not so many.
     """
-    if not all(isinstance(size, int) and size >= 1 for size in (data, model)):
-        raise ConfigError(f"A mesh has at least 1 device each way, got {data!r} x {model!r}.")
+    data, model = check("make_mesh: data", data, Count), check("make_mesh: model", model, Count)
     available = jax.devices() if devices is None else list(devices)
     if data * model > len(available):
         raise ConfigError(

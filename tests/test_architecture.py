@@ -18,6 +18,7 @@ HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
 # `pallas_kernels`; modules on one line know nothing of each other.
 IMPORT_ORDER = """
 errors
+checks
 assets config_checks devices
 config sharding
 cache

@@ -19,6 +19,7 @@ prompt's values leave while the next layer is computed, which hides them where (
 
 import dataclasses
 
+from dms_jax.checks import Count, Positive, check
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.policies import KCache
@@ -55,8 +56,7 @@ def step_traffic(config: ModelConfig, policy: KCache, *, tokens: int, batch: int
     Raises:
       ConfigError: a number is not positive.
     """
-    if tokens < 1 or batch < 1:
-        raise ConfigError(f"tokens and batch must be at least 1, got {tokens} and {batch}.")
+    tokens, batch = check("tokens", tokens, Count), check("batch", batch, Count)
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     first = min(policy.first_layers, config.num_layers)
     others = config.num_layers - first
@@ -91,8 +91,8 @@ def break_even(
     Raises:
       ConfigError: a bandwidth is not positive.
     """
-    if device_bandwidth <= 0 or link_bandwidth <= 0:
-        raise ConfigError("bandwidths must be positive")
+    device_bandwidth = check("device_bandwidth", device_bandwidth, Positive)
+    link_bandwidth = check("link_bandwidth", link_bandwidth, Positive)
     return config.group_size * (device_bandwidth / link_bandwidth + 1)
 
 

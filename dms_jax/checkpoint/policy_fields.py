@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dms_jax import policies
+from dms_jax.checks import check
 from dms_jax.errors import ConfigError
 from dms_jax.policies import DMS, Policy, Vanilla
 
@@ -83,12 +84,7 @@ def _dms_from_hf(config: Mapping[str, Any], has_adapter: bool) -> DMS:
         value = config.get(name)
         if value is None:
             continue
-        accepted = (int, float) if kind is float else kind
-        if isinstance(value, bool) or not isinstance(value, accepted):
-            raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
-        options[field] = kind(value)
+        options[field] = check(name, value, kind)
     separate = config.get("dms_separate_alpha")
-    separate = has_adapter if separate is None else separate
-    if not isinstance(separate, bool):
-        raise ConfigError(f"dms_separate_alpha must be true or false, got {separate!r:.80}")
+    separate = has_adapter if separate is None else check("dms_separate_alpha", separate, bool)
     return DMS(source="adapter" if separate else "query_neuron", **options)

@@ -22,8 +22,9 @@ from dms_jax.checkpoint.policy_fields import policy_to_hf
 from dms_jax.checkpoint.replacing import replacement
 from dms_jax.checkpoint.weights import INDEX, SINGLE
 from dms_jax.errors import CheckpointError, ConfigError, plain
-from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
+from dms_jax.policies.base import check_adapter, check_policy
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -55,22 +56,14 @@ def save(
             that carry decisions, or would take decisions for what they were not trained to be; or
             the family cannot express the model.
     """
-    if not isinstance(model, LanguageModel):
-        raise ConfigError(
-            f"the model must come from dms_jax.load or dms_jax.retrofit, got {model!r:.80}"
-        )
-    if not isinstance(policy, Policy):
-        raise ConfigError(f"Not a cache policy: {policy!r:.80}. Use e.g. dms_jax.DMS(window=256).")
+    check_model(model)
+    check_policy(policy)
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise CheckpointError(
             f"the path to write a checkpoint to must be a directory: {plain(repr(path))}"
         )
     target = pathlib.Path(os.path.realpath(expanded(path)))
-    if policy.uses_adapter and not model.transformer.has_adapter:
-        raise ConfigError(
-            f"{policy.name} reads its decisions from an adapter, which this model does not have; "
-            "retrofit the model with it first, or save with the policy that it has"
-        )
+    check_adapter(policy, has_adapter=model.transformer.has_adapter)
     if model.policy.borrowed_neurons not in (None, policy.borrowed_neurons):
         raise ConfigError(
             f"this model was made for {model.policy}, whose decisions live in neurons that must "

@@ -7,7 +7,6 @@ sequence begins with one; the chat template is in the former or in `chat_templat
 """
 
 import json
-import numbers
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsInt
@@ -26,6 +25,7 @@ from dms_jax.checkpoint.files import (
     read_json,
     read_text,
 )
+from dms_jax.checks import is_whole
 from dms_jax.errors import CheckpointError, DataError, plain
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -142,9 +142,7 @@ class Tokenizer:
         """
         whole = []
         for index in ids:
-            if type(index) is not int and (
-                isinstance(index, bool) or not isinstance(index, numbers.Integral)
-            ):
+            if type(index) is not int and not is_whole(index):
                 raise DataError(f"token ids to decode must be whole numbers, got {index!r:.80}")
             whole.append(int(index))
         if whole and not 0 <= min(whole) <= max(whole) < 2**32:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dms_jax.checks import Count, check
 from dms_jax.data.sources import Source, as_source
-from dms_jax.errors import ConfigError, DataError
+from dms_jax.errors import DataError
 
 Packing = Literal["concatenate", "concatenate_whole", "first_fit"]
 Batch = dict[str, np.ndarray]
@@ -78,8 +79,9 @@ def batches(
 
     from dms_jax.data import packing as packings
 
-    if batch_size < 1 or length < 1:
-        raise ConfigError(f"batch_size and length must be positive, got {batch_size}, {length}")
+    batch_size, length = check("batch_size", batch_size, Count), check("length", length, Count)
+    seed = check("seed", seed, int)
+    check("packing", packing, Packing)
     documents = _Tokens(as_source(data), tokenizer, vocab_size)
     dataset = grain.MapDataset.source(documents).seed(seed % 2**32)
     dataset = dataset.shuffle() if shuffle else dataset
@@ -91,13 +93,8 @@ def batches(
     )
     if packing == "first_fit":
         packed = packings.first_fit(stream, length=length, bins=_OPEN_SEQUENCES, seed=seed)
-    elif packing in ("concatenate", "concatenate_whole"):
-        packed = packings.Concatenate(stream, length=length, carry=packing == "concatenate")
     else:
-        raise ConfigError(
-            f"packing must be 'concatenate', 'concatenate_whole' or 'first_fit', got {packing!r}"
-        )
-
+        packed = packings.Concatenate(stream, length=length, carry=packing == "concatenate")
     return Batches(iter(packed.batch(batch_size, drop_remainder=True)))
 
 

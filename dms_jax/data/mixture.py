@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from dms_jax import assets
+from dms_jax.checks import Count, Options, Positive, require
 from dms_jax.data.batches import Batch
 from dms_jax.data.tasks import (
     Arithmetic,
@@ -39,7 +40,7 @@ _LEAST_FILLING = 16  # tokens of prose that are worth a segment
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Part(Options):
     """Tasks that share a place in a mixture.
 
     Attributes:
@@ -49,12 +50,12 @@ class Part:
     """
 
     name: str
-    share: float
+    share: Positive
     tasks: tuple[Task, ...]
 
     def __post_init__(self):
-        if not self.share > 0 or not self.tasks:
-            raise ConfigError(f"part {self.name!r} needs a share above 0 and at least one task")
+        super().__post_init__()
+        require(bool(self.tasks), f"Part: part {self.name!r} needs at least one task")
 
 
 def standard_parts(slips: float = 0.0) -> tuple[Part, ...]:
@@ -142,7 +143,7 @@ class _Document:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
+class Mixture(Options):
     """Batches of a mixture; the tokenizer has a begin and an end token.
 
     Attributes:
@@ -156,16 +157,16 @@ class Mixture:
 
     tokenizer: Any
     parts: tuple[Part, ...] = dataclasses.field(default_factory=standard_parts)
-    batch_size: int = 32
-    length: int = 2048
+    batch_size: Count = 32
+    length: Count = 2048
     split: Split = "train"
     seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         if self.tokenizer.bos_token_id is None or self.tokenizer.eos_token_id is None:
             raise ConfigError("a mixture needs a tokenizer with a begin and an end token")
-        if self.batch_size < 1 or self.length < 1 or not self.parts:
-            raise ConfigError("a mixture needs parts, a batch_size and a length of at least 1")
+        require(bool(self.parts), "a mixture needs parts")
 
     def only(self, name: str) -> "Mixture":
         """The mixture of one part alone.

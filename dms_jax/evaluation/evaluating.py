@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from dms_jax.checks import Count, CountOnDevice, Whole, check
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.result import Result
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.calls import carrying
-from dms_jax.generation.checks import MOST_ON_DEVICE, check_count
-from dms_jax.generation.prompts import check_call, check_model, encode_prompt
+from dms_jax.generation.prompts import check_call, encode_prompt
 from dms_jax.generation.requests import Completion, finished, make_requests
-from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
 # A policy that runs prompts token by token takes as long for many sequences as for one: all that
@@ -76,10 +76,9 @@ def evaluate(
     names = tuple(each.name for each in tasks)
     if len(set(names)) < len(names):
         raise ConfigError(f"evaluate tells tasks apart by their names, got {', '.join(names)}.")
-    for name, value in (("problems", problems), ("chains", chains), ("lanes", lanes)):
-        check_count(f"evaluate: {name}", value)
-    for name, value in (("start", start), ("seed", seed)):
-        check_count(f"evaluate: {name}", value, least=0)
+    problems = check("evaluate: problems", problems, Count)
+    chains, lanes = check("evaluate: chains", chains, Count), check("evaluate: lanes", lanes, Count)
+    start, seed = check("evaluate: start", start, Whole), check("evaluate: seed", seed, Whole)
     if problems < len(tasks):
         raise ConfigError(f"evaluate: {problems} problems are too few for {len(tasks)} tasks.")
     if model.tokenizer is None:
@@ -137,7 +136,7 @@ def _horizons(horizon: int | Sequence[int] | None, tasks: int) -> list[int | Non
     given = list(horizon) if isinstance(horizon, Iterable) else [horizon] * tasks
     if len(given) != tasks:
         raise ConfigError(f"evaluate: {len(given)} horizons were given for {tasks} tasks.")
-    return [check_count("evaluate: horizon", each, most=MOST_ON_DEVICE) for each in given]
+    return [check("evaluate: horizon", each, CountOnDevice) for each in given]
 
 
 def _seeds(seed: int, problems: int, chains: int) -> list[int]:

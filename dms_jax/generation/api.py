@@ -8,14 +8,14 @@ import numpy as np
 from jaxtyping import Float
 
 from dms_jax.cache.accounting import Meter, Usage
+from dms_jax.checks import Count, CountOnDevice, check
 from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.generation.calls import carrying
-from dms_jax.generation.checks import MOST_ON_DEVICE, check_count
 from dms_jax.generation.engine import Engine
-from dms_jax.generation.prompts import check_call, check_list, check_model, encode_prompt
+from dms_jax.generation.prompts import check_call, check_list, encode_prompt
 from dms_jax.generation.requests import Completion, OnTokens, Prompt, make_requests
 from dms_jax.generation.sampling import Sampling
-from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
 MAX_LANES = 256
@@ -212,9 +212,9 @@ def score(
         )
     horizons = [len(sequence) for sequence in tokens]
     if horizon is not None:
-        horizons = [check_count("horizon", horizon, most=MOST_ON_DEVICE)] * len(tokens)
+        horizons = [check("horizon", horizon, CountOnDevice)] * len(tokens)
     scores: list[Score] = []
-    num_lanes = min(check_count("num_lanes", num_lanes), len(tokens))
+    num_lanes = min(check("num_lanes", num_lanes, Count), len(tokens))
     engine = Engine(
         model,
         policy,

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from dms_jax.checks import Count, CountOnDevice, check
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation.calls import carrying, unless_busy
-from dms_jax.generation.checks import MOST_ON_DEVICE, check_count
 from dms_jax.generation.memory import out_of_memory, pool_pages
 from dms_jax.generation.programs import Steps, bucket, request_keys
-from dms_jax.generation.prompts import check_call, check_list, check_model, encode_prompt
+from dms_jax.generation.prompts import check_call, check_list, encode_prompt
 from dms_jax.generation.requests import (
     Completion,
     OnTokens,
@@ -37,7 +37,7 @@ from dms_jax.generation.room import Room
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
 from dms_jax.generation.text import TextTracker
-from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
 
@@ -83,18 +83,13 @@ class Engine:
         kv_dtype: str | None = None,
     ):
         check_model(model)
-        for name, value in (
-            ("num_lanes", num_lanes),
-            ("page_size", page_size),
-            ("chunk", chunk),
-            ("prefill_chunk", prefill_chunk),
-            ("prefill_tokens", prefill_tokens),
-        ):
-            check_count(name, value, most=MOST_ON_DEVICE)
-        if max_tokens is not None:
-            check_count("max_tokens", max_tokens)
-        if table_width is not None:
-            check_count("table_width", table_width)
+        num_lanes = check("num_lanes", num_lanes, CountOnDevice)
+        page_size = check("page_size", page_size, CountOnDevice)
+        chunk = check("chunk", chunk, CountOnDevice)
+        prefill_chunk = check("prefill_chunk", prefill_chunk, CountOnDevice)
+        prefill_tokens = check("prefill_tokens", prefill_tokens, CountOnDevice)
+        max_tokens = check("max_tokens", max_tokens, Count | None)
+        table_width = check("table_width", table_width, Count | None)
         self.model, self.policy = model, model.resolve_policy(policy)
         positions = model.config.max_position_embeddings
         max_tokens = min(max_tokens or positions, positions)

@@ -9,21 +9,22 @@ import dataclasses
 import math
 import os
 import pathlib
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dms_jax import sharding
+from dms_jax.checks import Count, CountOnDevice, Positive, Ratio, check, show
 from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES, Device
 from dms_jax.errors import CapacityError, ConfigError
-from dms_jax.generation.checks import MOST_ON_DEVICE, check_count, check_real, show
 from dms_jax.model.caching import entry_bytes, layer_page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import FixedPooling, Policy, Quest, RandomEviction, Vanilla
+from dms_jax.policies.base import check_policy
 from dms_jax.policies.selective import SelectiveReading
 
 
@@ -76,7 +77,11 @@ def estimate(
       CapacityError: the weights, or `batch` sequences beside them, do not fit the device.
     """
     policy = Vanilla() if policy is None else policy
-    device = _check_estimate(config, policy, tokens, compression_ratio, device, batch, page_size)
+    tokens = check("estimate: tokens", tokens, Count)
+    page_size = check("estimate: page_size", page_size, CountOnDevice)
+    batch = check("estimate: batch", batch, Count | None)
+    compression_ratio = check("estimate: compression_ratio", compression_ratio, Ratio)
+    device = _check_estimate(config, policy, compression_ratio, device)
     try:
         dtype = jnp.dtype(dtype)
     except TypeError as error:
@@ -123,33 +128,17 @@ def estimate(
 
 
 def _check_estimate(
-    config: Any,
-    policy: Any,
-    tokens: Any,
-    compression_ratio: Any,
-    device: Any,
-    batch: Any,
-    page_size: Any,
+    config: Any, policy: Any, compression_ratio: float | int, device: Any
 ) -> Device:
     """Raises ConfigError for an argument that does not fit; returns the device."""
-    if not isinstance(config, ModelConfig):
-        raise ConfigError(
-            f"estimate wants a ModelConfig (load(...).config, or ModelConfig.from_hf of a "
-            f"config.json), got {show(config)}."
-        )
-    if not isinstance(policy, Policy):
-        raise ConfigError(f"Not a cache policy: {show(policy)}. Use e.g. dms_jax.DMS(window=256).")
+    check("estimate: config", config, ModelConfig)
+    check_policy(policy)
     policy.validate(
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
-    check_count("estimate: tokens", tokens)
-    check_count("estimate: page_size", page_size, most=MOST_ON_DEVICE)
-    if batch is not None:
-        check_count("estimate: batch", batch)
-    check_real("estimate: compression_ratio", compression_ratio, 1)
     if compression_ratio > 1 and not policy.learned:
         raise ConfigError(
             f"{policy.name} compresses by its own options, not by a ratio: leave "
@@ -162,11 +151,7 @@ def _check_estimate(
                 "with dms_jax.generation.Device."
             )
         device = DEVICES[device]
-    if not isinstance(device, Device):
-        raise ConfigError(f"device must be a name or a Device, got {show(device)}.")
-    for name in ("memory", "bandwidth", "peak"):
-        check_real(f"Device: {name}", getattr(device, name), 0, open_below=True)
-    return device
+    return check("estimate: device", device, Device)
 
 
 def expected_live_tokens(
@@ -253,7 +238,7 @@ def pool_pages(
             "requests beyond them wait."
         )
     if memory is not None:
-        memory = check_real("memory", memory, 0, open_below=True, hint=" bytes")
+        memory = float(check("memory", memory, Annotated[Positive, "give bytes"]))
         if memory > total:
             raise CapacityError(
                 f"memory={memory:,.0f} bytes were asked for the cache, and the device has "

@@ -6,8 +6,8 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 
+from dms_jax.checks import check, is_whole, show
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.generation.checks import is_whole, show
 from dms_jax.generation.requests import OnTokens
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import LanguageModel, check_tokens
@@ -15,19 +15,9 @@ from dms_jax.model.language_model import LanguageModel, check_tokens
 _ANSWER = "(the answer that stands here)"  # where a chat template puts an answer's text
 
 
-def check_model(model: LanguageModel) -> None:
-    """Raises ConfigError for what is no model (a path, most often)."""
-    if not isinstance(model, LanguageModel):
-        raise ConfigError(
-            f"The model must come from dms_jax.load or dms_jax.retrofit, got {show(model)}."
-        )
-
-
 def check_call(sampling: Sampling | None, on_tokens: OnTokens | None) -> Sampling:
     """Returns the sampling to use; ConfigError if an argument is of another kind."""
-    sampling = Sampling() if sampling is None else sampling
-    if not isinstance(sampling, Sampling):
-        raise ConfigError(f"sampling must be a dms_jax.Sampling, got {show(sampling)}.")
+    sampling = Sampling() if sampling is None else check("sampling", sampling, Sampling)
     if on_tokens is not None and not callable(on_tokens):
         raise ConfigError(
             f"on_tokens must be a function that takes an Update, got {show(on_tokens)}."

@@ -9,7 +9,7 @@ next tokens are nearly as likely the answer goes another way from there: PLACEHO
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
+from dms_jax.checks import Count, Number, Options, Range, Seed, Share, Whole, show
 from dms_jax.errors import ConfigError
-from dms_jax.generation.checks import check_count, check_real, is_whole, show
 
 # Below it a device may compute with zero, also where it multiplies by the inverse of a number.
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -55,7 +55,7 @@ class Filter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class Sampling(Options):
     """How tokens are drawn and when generation ends.
 
     Attributes:
@@ -75,45 +75,19 @@ class Sampling:
         filters).
     """
 
-    temperature: float | int = 1.0
-    top_k: int = 0
-    top_p: float | int = 1.0
-    min_p: float | int = 0.0
-    max_new_tokens: int = 256
+    temperature: Annotated[Number, Range(0), "0 is greedy"] = 1.0
+    top_k: Whole = 0
+    top_p: Annotated[Number, Range(0, 1, above=True)] = 1.0
+    min_p: Share = 0.0
+    max_new_tokens: Count = 256
     stop: Sequence[str] | str = ()
-    seed: int | Sequence[int] = 0
+    seed: Seed | Sequence[Seed] = 0
     logprobs: bool = False
 
     def __post_init__(self):
-        check_real("Sampling: temperature", self.temperature, 0, hint=" (0 is greedy)")
-        check_count("Sampling: top_k", self.top_k, least=0)
-        check_real("Sampling: top_p", self.top_p, 0, 1, open_below=True)
-        check_real("Sampling: min_p", self.min_p, 0, 1)
-        check_count("Sampling: max_new_tokens", self.max_new_tokens)
-        if not isinstance(self.logprobs, bool):
-            raise ConfigError(
-                f"Sampling: logprobs must be True or False, got {show(self.logprobs)}."
-            )
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, list | tuple) or not all(
-            isinstance(text, str) and text for text in stop
-        ):
-            raise ConfigError(
-                f"Sampling: stop must be a string or a list of strings, none of them empty, got "
-                f"{show(self.stop)}."
-            )
-        seeds = [self.seed] if is_whole(self.seed) else self.seed
-        if isinstance(seeds, str) or not isinstance(seeds, Sequence):
-            raise ConfigError(
-                "Sampling: seed must be a whole number, or one for each prompt, got "
-                f"{show(self.seed)}."
-            )
-        for seed in seeds:
-            if not is_whole(seed) or not 0 <= seed < 2**32:
-                raise ConfigError(
-                    "Sampling: a seed must be a whole number from 0 to 2**32 - 1, got "
-                    f"{show(seed)}."
-                )
+        super().__post_init__()
+        if not all(self.stop_strings):
+            raise ConfigError(f"Sampling: no text of stop may be empty, got {show(self.stop)}.")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -132,8 +106,8 @@ class Sampling:
                     f"Sampling: {len(self.seed)} seeds for {count} prompts; give one seed, or one "
                     "for each prompt."
                 )
-            return [int(seed) for seed in self.seed]
-        return [int(self.seed)] * count
+            return list(self.seed)
+        return [self.seed] * count
 
     @property
     def filter(self) -> Filter:

@@ -222,6 +222,7 @@ def _step(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> Atten
                 q[:, 0],
                 reading.page_table,
                 lengths,
+                reading.fetches,
                 scale=scale,
                 host=host,
                 layer=chunk.layer,

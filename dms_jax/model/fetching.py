@@ -22,6 +22,7 @@ def attend_to_fetched(
     q: Float[Array, "B H D"],
     page_table: Int[Array, "B K M"],
     lengths: Int[Array, "B K"],
+    fetches: Int[Array, "B 1"] | None,
     *,
     scale: float,
     host: HostRows | None,
@@ -30,7 +31,8 @@ def attend_to_fetched(
     """Attention of single queries, and the entries that it read.
 
     An entry is a key and its value: reading a key alone, or fetching a value, is half of one,
-    rounded up by row. Rows that hold no more than N tokens are read once, like any other.
+    rounded up by row. Rows that hold no more than N tokens are read once, like any other. N is the
+    policy's, or that of each sequence where `fetches` is given.
     """
     batch, num_kv_heads, _ = page_table.shape
     num_rows, head_dim = batch * num_kv_heads, q.shape[-1]
@@ -58,6 +60,11 @@ def attend_to_fetched(
     # Looked up once: XLA would do it again for every slot that a slot is compared with.
     slots, best = jax.lax.optimization_barrier((slots, best))
     live = best > -jnp.inf
+    count: int | Int[Array, "B 1"] = top
+    if fetches is not None:
+        count = fetches
+        rank = jnp.argsort(jnp.argsort(-best, axis=-1, stable=True), axis=-1)
+        live &= rank < jnp.repeat(fetches, num_kv_heads, axis=0)[..., None]
     weights = jnp.exp(jnp.where(live, best - lse[..., None], -jnp.inf))
     if policy.renormalizes:
         total = weights.sum(-1, keepdims=True)
@@ -72,5 +79,5 @@ def attend_to_fetched(
     values = jnp.where(live[..., None], values.reshape(num_rows, group, top, head_dim), 0)
     wide = scores.dtype
     out = jnp.einsum("rgn,rgnd->rgd", weights, values.astype(wide)).astype(q.dtype)
-    entries = jnp.where(lengths <= top, lengths, (lengths + group * top + 1) // 2)
+    entries = jnp.where(lengths <= count, lengths, (lengths + group * count + 1) // 2)
     return out, entries.sum(-1, dtype=jnp.int32)

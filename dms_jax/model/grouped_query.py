@@ -21,8 +21,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dms_jax import sharding
+from dms_jax.checks import Count, check
 from dms_jax.errors import ConfigError
-from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.model.transformer import Transformer
 
 
@@ -40,17 +41,16 @@ def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
       ConfigError: K' does not divide K or is not below it, or the model carries decisions per KV
         head, which have no average.
     """
-    if not isinstance(model, LanguageModel):
-        raise ConfigError(f"to_grouped_query wants a model from dms_jax.load, got {model!r:.80}")
+    check_model(model)
+    num_kv_heads = check("to_grouped_query: num_kv_heads", num_kv_heads, Count)
     config, transformer = model.config, model.transformer
     old = config.num_kv_heads
-    whole = isinstance(num_kv_heads, int) and not isinstance(num_kv_heads, bool)
-    if not whole or not 1 <= num_kv_heads < old or old % num_kv_heads:
+    if num_kv_heads >= old or old % num_kv_heads:
         smaller = [str(size) for size in range(1, old) if old % size == 0]
         raise ConfigError(
             f"to_grouped_query: the model has {old} KV heads, which become "
             f"{' or '.join(smaller) if smaller else 'no fewer'} by averaging equal groups; "
-            f"{num_kv_heads!r} were asked for."
+            f"{num_kv_heads} were asked for."
         )
     if model.policy.learned or transformer.has_adapter:
         raise ConfigError(

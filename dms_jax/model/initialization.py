@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dms_jax.checks import Whole, check, show
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
@@ -31,14 +32,12 @@ def initialize(
       ConfigError: the seed or the dtype is no such thing, or the tokenizer has more tokens than
         the model.
     """
-    if not isinstance(config, ModelConfig):
-        raise ConfigError(f"initialize wants a ModelConfig, got {config!r:.80}")
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ConfigError(f"seed must be a whole number >= 0, got {seed!r}")
+    check("initialize: config", config, ModelConfig)
+    seed = check("initialize: seed", seed, Whole)
     try:
         dtype = jnp.dtype(dtype)
     except TypeError as error:
-        raise ConfigError(f"dtype {dtype!r:.80} is not known; give e.g. 'float32'") from error
+        raise ConfigError(f"dtype {show(dtype)} is not known; give e.g. 'float32'") from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(f"parameters cannot have dtype {dtype.name}; give a floating one")
     generation = GenerationDefaults()

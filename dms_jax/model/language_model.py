@@ -15,11 +15,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dms_jax import sharding
+from dms_jax.checks import show
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, Vanilla
+from dms_jax.policies.base import check_adapter, check_policy
 
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # warnings name the line that called into it
 
@@ -68,8 +70,7 @@ class LanguageModel:
           ConfigError: if the model cannot run it, or was trained for one that excludes it.
         """
         policy = self.policy if policy is None else policy
-        if not isinstance(policy, Policy):
-            raise ConfigError(f"Not a cache policy: {policy!r}. Use e.g. dms_jax.DMS(window=256).")
+        check_policy(policy)
         config = self.config
         policy.validate(
             num_layers=config.num_layers,
@@ -77,11 +78,7 @@ class LanguageModel:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
         )
-        if policy.uses_adapter and not self.transformer.has_adapter:
-            raise ConfigError(
-                f"{policy.name} reads its decisions from an adapter, which this model does not "
-                "have. Retrofit the model first, or load a checkpoint with adapter tensors."
-            )
+        check_adapter(policy, has_adapter=self.transformer.has_adapter)
         trained, asked = self.policy.trained_decisions, policy.trained_decisions
         if trained is not None and asked is not None and trained != asked:
             raise ConfigError(
@@ -198,6 +195,15 @@ def whole_numbers(name: str, values: Any) -> np.ndarray:
     if array.dtype.kind not in "iu":
         raise DataError(f"{name} must be integers, got an array of {array.dtype}.")
     return array
+
+
+def check_model(model: Any) -> None:
+    """Raises ConfigError for what is no model (a path, most often)."""
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(
+            "The model must come from dms_jax.load, dms_jax.initialize or dms_jax.retrofit, got "
+            f"{show(model)}."
+        )
 
 
 def check_tokens(tokens: Int[np.ndarray, "*shape"], config: ModelConfig) -> None:

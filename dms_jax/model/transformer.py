@@ -19,14 +19,20 @@ from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
 from dms_jax.config import ModelConfig
-from dms_jax.errors import ConfigError
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
 from dms_jax.model.cached_attention import attend_cached
 from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
 from dms_jax.model.rope import apply_rope, rope_frequencies, rope_tables
-from dms_jax.policies.base import Chunk, Decisions, Policy, PolicyState, Projections
+from dms_jax.policies.base import (
+    Chunk,
+    Decisions,
+    Policy,
+    PolicyState,
+    Projections,
+    check_adapter,
+)
 
 
 class Layer(nnx.Module):
@@ -49,11 +55,8 @@ class Layer(nnx.Module):
         """What the layer's tokens show to a policy."""
         logits = None
         if policy.uses_adapter:
-            if self.adapter is None:
-                raise ConfigError(
-                    f"{policy.name} reads its decisions from an adapter, which this model does "
-                    "not have. Retrofit the model first, or load a checkpoint with adapter tensors."
-                )
+            check_adapter(policy, has_adapter=self.adapter is not None)
+            assert self.adapter is not None
             logits = self.adapter(x)
         q, k, v = self.attention.project(self.attention_norm(x))
         return Projections(q=q, k=k, v=v, adapter_logits=logits, positions=positions, layer=index)

@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dms_jax.policies.base import Chunk, Policy, PolicyState, is_finite, is_static_int, require
+from dms_jax.checks import Count, Share, require, show
+from dms_jax.policies.base import Chunk, Policy, PolicyState
 from dms_jax.policies.budget import highest
 from dms_jax.policies.scored import Scored
 from dms_jax.policies.snapkv import SnapKV
@@ -45,9 +46,10 @@ class Allocation(Scored):
     def __post_init__(self):
         require(
             isinstance(self.scorer, Scored),
-            f"{self.name}: scorer={self.scorer!r:.80} does not score what rows hold; give SnapKV, "
+            f"{self.name}: scorer={show(self.scorer)} does not score what rows hold; give SnapKV, "
             "Knorm, KeyDiff, ExpectedAttention, RandomSelection, or another allocation of one.",
         )
+        super().__post_init__()
 
     @property
     def _scored(self) -> Scored:
@@ -129,14 +131,7 @@ class AdaKV(Allocation):
       alpha: share of the budget that every head has for itself.
     """
 
-    alpha: float = 0.2
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            is_finite(self.alpha) and 0 <= self.alpha <= 1,
-            f"AdaKV: alpha must be a number in [0, 1], got {self.alpha!r}.",
-        )
+    alpha: Share = 0.2
 
     def select(self, worth, budget, head_axis) -> Bool[Array, "B K S"]:
         """The best of all heads together, after each head's own."""
@@ -162,14 +157,7 @@ class PyramidKV(Allocation):
       beta: the last layer has the beta-th part of the budget; higher is steeper.
     """
 
-    beta: int = 20
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            is_static_int(self.beta, least=1),
-            f"PyramidKV: beta must be a whole number of at least 1, got {self.beta!r}.",
-        )
+    beta: Count = 20
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
         """Linear in the layer's number."""

@@ -35,7 +35,6 @@ slots close ranks in their order, and the pages behind them are given back. `obs
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -43,6 +42,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.cache import Pool
+from dms_jax.checks import Options, check_names, show
 from dms_jax.errors import ConfigError
 from dms_jax.policies.values import (
     FOREVER,
@@ -61,7 +61,7 @@ from dms_jax.policies.values import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(Options):
     """Base of all cache policies: appends everything, reads everything, learns nothing.
 
     Subclasses override what differs. The class attributes say what the library must prepare.
@@ -319,34 +319,27 @@ class Policy:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Policy":
-        """Builds the policy from `to_dict` data without its name; ConfigError names what is odd."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(map(str, set(fields) - known)):
-            raise ConfigError(
-                f"{cls.__name__} has no option {', '.join(unknown)}; it has "
-                f"{', '.join(sorted(known)) or 'none'}."
-            )
+        """Builds the policy from `to_dict` data without its name."""
+        check_names(cls.__name__, fields, [field.name for field in dataclasses.fields(cls)])
         return cls(**fields)
+
+
+def check_policy(policy: Any) -> None:
+    """Raises ConfigError for what is no policy (the name of one, most often)."""
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"Not a cache policy: {show(policy)}. Use e.g. dms_jax.DMS(window=256).")
+
+
+def check_adapter(policy: Policy, *, has_adapter: bool) -> None:
+    """Raises ConfigError for a policy that reads an adapter on a model without one."""
+    if policy.uses_adapter and not has_adapter:
+        raise ConfigError(
+            f"{policy.name} reads its decisions from an adapter, which this model does not have. "
+            "Retrofit the model first, or load a checkpoint with adapter tensors."
+        )
 
 
 def hard_marks(decisions: Decisions) -> Bool[Array, "B K T"]:
     """The hard decisions of a policy that makes them."""
     assert decisions.marks is not None
     return decisions.marks
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ConfigError(message) unless the condition holds."""
-    if not condition:
-        raise ConfigError(message)
-
-
-def is_static_int(value: Any, least: int = 0) -> bool:
-    """Whether the value is a plain integer (a bool is not) of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_finite(value: Any) -> bool:
-    """Whether the value is a plain number that a float can hold (a bool is not)."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return plain and abs(value) <= sys.float_info.max

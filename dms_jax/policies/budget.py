@@ -8,13 +8,18 @@ paper, arXiv 2506.05345):
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dms_jax.policies.base import Chunk, Policy, is_finite, is_static_int, require
+from dms_jax.checks import Range, Ratio
+from dms_jax.policies.base import Chunk, Policy
 
 LONGEST = 2**23  # tokens: no sequence has more, and times heads or layers they fit in int32
+
+Tokens = Annotated[int, Range(1, LONGEST), "use Vanilla() to keep everything"]
+BudgetRatio = Annotated[Ratio | None, "None is for a budget in tokens"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,25 +32,8 @@ class BudgetedPolicy(Policy):
         each request instead.
     """
 
-    budget: int = 1024
-    compression_ratio: float | int | None = None
-
-    def __post_init__(self):
-        require(
-            is_static_int(self.budget, least=1),
-            f"{self.name}: budget must be a whole number of at least 1, got {self.budget!r}.",
-        )
-        require(
-            self.budget <= LONGEST,
-            f"{self.name}: a budget of {self.budget:,} tokens is more than any sequence has; give "
-            f"at most {LONGEST:,}, or Vanilla() to keep everything.",
-        )
-        ratio = self.compression_ratio
-        require(
-            ratio is None or (is_finite(ratio) and ratio >= 1),
-            f"{self.name}: compression_ratio must be a number of at least 1, or None for a budget "
-            f"in tokens, got {ratio!r:.80}.",
-        )
+    budget: Tokens = 1024
+    compression_ratio: BudgetRatio = None
 
     @property
     def least_budget(self) -> int:
@@ -56,18 +44,28 @@ class BudgetedPolicy(Policy):
         """The budget of each sequence."""
         if self.compression_ratio is None:
             return jnp.full((chunk.lengths.shape[0], 1), self.budget, jnp.int32)
-        assert chunk.horizon is not None
-        # float32 holds every length; a quotient that is whole must not be rounded below it.
-        share = jnp.floor(chunk.horizon / self.compression_ratio * (1 + 1e-6))
-        return jnp.maximum(share.astype(jnp.int32), self.least_budget)[:, None]
+        return jnp.maximum(shares(chunk, self.compression_ratio), self.least_budget)
 
     def for_horizon(self, tokens: int) -> Policy:
         """The same with a budget in tokens, which no shorter sequence exceeds."""
+        policy = super().for_horizon(tokens)
         if self.compression_ratio is None:
-            return self
-        share = math.floor(tokens / self.compression_ratio * (1 + 1e-6))
-        budget = max(share, self.least_budget)
-        return dataclasses.replace(self, budget=budget, compression_ratio=None)
+            return policy
+        budget = min(max(share(tokens, self.compression_ratio), self.least_budget), LONGEST)
+        return dataclasses.replace(policy, budget=budget, compression_ratio=None)
+
+
+def shares(chunk: Chunk, compression_ratio: float | int) -> Int[Array, "B 1"]:
+    """The share of each sequence in what it can come to."""
+    assert chunk.horizon is not None
+    # float32 holds every length; a quotient that is whole must not be rounded below it.
+    tokens = jnp.floor(chunk.horizon / compression_ratio * (1 + 1e-6))
+    return tokens.astype(jnp.int32)[:, None]
+
+
+def share(tokens: int, compression_ratio: float | int) -> int:
+    """The share in so many tokens."""
+    return math.floor(tokens / compression_ratio * (1 + 1e-6))
 
 
 def highest(scores: Float[Array, "B K S"], count: Int[Array, "B #K"]) -> Bool[Array, "B K S"]:

@@ -19,21 +19,14 @@ DMC-immediate are matters of the recipe (`dms_jax.recipes.dmc_paper`).
 """
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dms_jax.policies.base import (
-    Chunk,
-    Decisions,
-    Projections,
-    Relaxed,
-    is_finite,
-    is_static_int,
-    require,
-)
+from dms_jax.checks import Count, NotNegative, Positive
+from dms_jax.policies.base import Chunk, Decisions, Projections, Relaxed
 from dms_jax.policies.merging import Merging, partial_means
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
 
@@ -55,37 +48,15 @@ class DMC(Merging):
       temperature: tau of the relaxation.
     """
 
-    window: int | None = 12
+    window: Annotated[Count | None, "give None to merge without one"] = 12
     neuron: Literal["first", "last"] = "last"
     per: Literal["head", "layer"] = "head"
     importance: Literal["learned", "uniform"] = "learned"
     offset: float = 5.0
-    epsilon: float = 2.0**-7
-    temperature: float = 0.1
+    epsilon: NotNegative = 2.0**-7
+    temperature: Positive = 0.1
 
     learned = True
-
-    def __post_init__(self):
-        require(
-            self.window is None or is_static_int(self.window, least=1),
-            f"DMC: window must be a whole number >= 1, or None to merge without one, got "
-            f"{self.window!r}.",
-        )
-        for name, choices in (
-            ("neuron", ("first", "last")),
-            ("per", ("head", "layer")),
-            ("importance", ("learned", "uniform")),
-        ):
-            value = getattr(self, name)
-            require(
-                value in choices,
-                f"DMC: {name} must be {choices[0]!r} or {choices[1]!r}, got {value!r}.",
-            )
-        for name in ("offset", "epsilon", "temperature"):
-            value = getattr(self, name)
-            require(is_finite(value), f"DMC: {name} must be a finite number, got {value!r}.")
-        require(self.epsilon >= 0, f"DMC: epsilon must be >= 0, got {self.epsilon!r}.")
-        require(self.temperature > 0, f"DMC: temperature must be positive, got {self.temperature}.")
 
     @property
     def borrowed_neurons(self) -> str:

@@ -26,16 +26,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dms_jax.checks import Positive, Seed, Whole, require
 from dms_jax.policies import draws
-from dms_jax.policies.base import (
-    Chunk,
-    Decisions,
-    Projections,
-    Relaxed,
-    is_finite,
-    is_static_int,
-    require,
-)
+from dms_jax.policies.base import Chunk, Decisions, Projections, Relaxed
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
 
@@ -56,48 +49,26 @@ class DMS(DelayedEviction):
       seed: of the draws, which depend besides on layer, KV head and position alone.
     """
 
-    window: int = 512
+    window: Whole = 512
     source: Literal["query_neuron", "adapter"] = "query_neuron"
-    shift: int = 1
+    shift: Whole = 1
     per: Literal["head", "layer"] = "head"
     alpha_scale: float = 100.0
     alpha_offset: float = 5.0
-    temperature: float = 0.1
+    temperature: Positive = 0.1
     decisions: Literal["threshold", "bernoulli"] = "threshold"
-    seed: int = 0
+    seed: Seed = 0
 
     trainable = True
     learned = True
 
     def __post_init__(self):
+        super().__post_init__()
         require(
-            is_static_int(self.window),
-            f"DMS: window must be a whole number >= 0, got {self.window!r}.",
-        )
-        require(
-            is_static_int(self.shift) and self.shift <= self.window + 1,
+            self.shift <= self.window + 1,
             f"DMS: shift must lie between 0 and window + 1 = {self.window + 1}, got "
-            f"{self.shift!r}: a later decision would come after the key has left the window.",
+            f"{self.shift}: a later decision would come after the key has left the window.",
         )
-        require(
-            self.source in ("query_neuron", "adapter"),
-            f"DMS: source must be 'query_neuron' or 'adapter', got {self.source!r}.",
-        )
-        require(
-            self.per in ("head", "layer"), f"DMS: per must be 'head' or 'layer', got {self.per!r}."
-        )
-        for name in ("alpha_scale", "alpha_offset", "temperature"):
-            value = getattr(self, name)
-            require(is_finite(value), f"DMS: {name} must be a finite number, got {value!r}.")
-        require(
-            self.decisions in ("threshold", "bernoulli"),
-            f"DMS: decisions must be 'threshold' or 'bernoulli', got {self.decisions!r}.",
-        )
-        require(
-            is_static_int(self.seed) and self.seed < 2**32,
-            f"DMS: seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}.",
-        )
-        require(self.temperature > 0, f"DMS: temperature must be positive, got {self.temperature}.")
 
     @property
     def uses_adapter(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

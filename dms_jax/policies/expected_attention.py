@@ -12,14 +12,15 @@ along for every query head, in at least float32: d numbers and d * d (none witho
 """
 
 import dataclasses
-from typing import no_type_check
+from typing import Annotated, no_type_check
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from dms_jax.policies.base import PolicyState, is_finite, is_static_int, require
+from dms_jax.checks import NotNegative, Range, Whole
+from dms_jax.policies.base import PolicyState
 from dms_jax.policies.scored import Scorer
 from dms_jax.policies.values import ROWS
 
@@ -48,39 +49,14 @@ class ExpectedAttention(Scorer):
       epsilon: added to the expected weights before that (1e-2 is common with AdaKV).
     """
 
-    future: int = 512
-    sinks: int = 4
+    future: Annotated[int, Range(1, FURTHEST)] = 512
+    sinks: Whole = 4
     covariance: bool = True
     value_norm: bool = True
-    epsilon: float = 0.0
+    epsilon: NotNegative = 0.0
 
     remembers = True
     protected_by = "sinks"
-
-    def __post_init__(self):
-        require(
-            is_static_int(self.future, least=1),
-            f"ExpectedAttention: future must be a whole number of at least 1, got {self.future!r}.",
-        )
-        require(
-            self.future <= FURTHEST,
-            f"ExpectedAttention: a future of more than {FURTHEST:,} positions is longer than any "
-            "answer; give a nearer one.",
-        )
-        require(
-            is_static_int(self.sinks),
-            f"ExpectedAttention: sinks must be a whole number >= 0, got {self.sinks!r}.",
-        )
-        require(
-            is_finite(self.epsilon) and self.epsilon >= 0,
-            f"ExpectedAttention: epsilon must be a number >= 0, got {self.epsilon!r}.",
-        )
-        for name in ("covariance", "value_norm"):
-            require(
-                isinstance(getattr(self, name), bool),
-                f"ExpectedAttention: {name} must be True or False, got {getattr(self, name)!r}.",
-            )
-        super().__post_init__()
 
     @property
     def protected(self) -> int:

@@ -13,15 +13,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dms_jax.policies.base import (
-    Chunk,
-    Decisions,
-    Projections,
-    Relaxed,
-    hard_marks,
-    is_static_int,
-    require,
-)
+from dms_jax.checks import Count
+from dms_jax.policies.base import Chunk, Decisions, Projections, Relaxed, hard_marks
 from dms_jax.policies.merging import Merging, partial_means
 
 
@@ -33,13 +26,7 @@ class FixedPooling(Merging):
       every: tokens a slot, which is the compression ratio.
     """
 
-    every: int = 4
-
-    def __post_init__(self):
-        require(
-            is_static_int(self.every, least=1),
-            f"FixedPooling: every must be a whole number >= 1, got {self.every!r}.",
-        )
+    every: Count = 4
 
     @property
     def merge_window(self) -> int | None:

@@ -16,14 +16,15 @@ a second pass over the scores, in blocks of queries: memory is linear in the pro
 """
 
 import dataclasses
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
-from dms_jax.policies.base import NOT_STORED, Chunk, Placement, PolicyState, Rows
+from dms_jax.policies.base import Chunk, Placement, PolicyState, Rows
+from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import PAGES
 from dms_jax.policies.victims import VictimEviction
 
@@ -63,8 +64,8 @@ class H2O(VictimEviction):
         received: Received = state.pages
         positions = jnp.broadcast_to(chunk.positions[:, None], placement.slots.shape)
         received = Received(
-            sums=_put(received.sums, chunk.page_table, placement.slots, 0),
-            positions=_put(received.positions, chunk.page_table, placement.slots, positions),
+            sums=put_slots(received.sums, chunk.page_table, placement.slots, 0),
+            positions=put_slots(received.positions, chunk.page_table, placement.slots, positions),
         )
         return dataclasses.replace(state, pages=received), placement
 
@@ -76,14 +77,14 @@ class H2O(VictimEviction):
         """The sums; recent tokens are beyond price."""
         del weights, head_axis
         recent = budget - budget // 2
-        positions = _of_rows(state.pages.positions, page_table)
+        positions = slot_values(state.pages.positions, page_table)
         is_recent = positions > (newest[:, None] - recent)[..., None]
-        return jnp.where(is_recent, jnp.inf, _of_rows(state.pages.sums, page_table))
+        return jnp.where(is_recent, jnp.inf, slot_values(state.pages.sums, page_table))
 
     def observe_prompt(self, state: PolicyState, q, rows, chunk: Chunk, scale) -> PolicyState:
         """Adds the weights of all queries of the chunk."""
         held: Rows = rows()
-        positions = _of_rows(state.pages.positions, chunk.page_table)
+        positions = slot_values(state.pages.positions, chunk.page_table)
         batch, num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = held.k.shape[1]
         wide = state.pages.sums.dtype
@@ -108,37 +109,6 @@ class H2O(VictimEviction):
         starts = jnp.arange(0, grouped.shape[1], size)
         sums, _ = jax.lax.scan(add_block, jnp.zeros(positions.shape, wide), starts)
         return _add(state, sums, chunk)
-
-
-def _of_rows(pages: Array, page_table: Int[Array, "B K M"]) -> Array:
-    """[N, P] by page -> [B, K, S] by slot; whatever was there beyond a row's length."""
-    rows = pages.at[page_table].get(mode="fill", fill_value=0)
-    return rows.reshape(*page_table.shape[:2], -1)
-
-
-def _put(
-    pages: Shaped[Array, "N P"],
-    page_table: Int[Array, "B K M"],
-    slots: Int[Array, "B K T"],
-    values: Any,
-) -> Shaped[Array, "N P"]:
-    """Writes numbers into slots, whole pages at a time.
-
-    A scatter of single numbers would want another layout of the whole array.
-    """
-    num_pages, size = pages.shape
-    if slots.shape[-1] == 1:
-        page = jnp.take_along_axis(page_table, jnp.maximum(slots, 0) // size, axis=-1)[..., 0]
-        row = pages.at[page].get(mode="fill", fill_value=0)
-        row = jnp.where(jnp.arange(size) == slots % size, values, row)
-        page = jnp.where(slots[..., 0] == NOT_STORED, num_pages, page)  # out of range: dropped
-        return pages.at[page].set(row, mode="drop")
-    rows = _of_rows(pages, page_table)
-    batch, num_kv_heads, num_slots = rows.shape
-    at = jnp.arange(batch)[:, None, None], jnp.arange(num_kv_heads)[None, :, None]
-    target = jnp.where(slots == NOT_STORED, num_slots, slots)
-    rows = rows.at[(*at, target)].set(values, mode="drop")
-    return pages.at[page_table].set(rows.reshape(*page_table.shape, size), mode="drop")
 
 
 def _add(state: PolicyState, weights: Float[Array, "B K S"], chunk: Chunk) -> PolicyState:

@@ -17,7 +17,11 @@ not, so the break-even context is H / K times longer than with one KV head a que
 import dataclasses
 from typing import Literal
 
-from dms_jax.policies.base import Policy, is_static_int, require
+import jax.numpy as jnp
+
+from dms_jax.checks import Count, Whole, require
+from dms_jax.policies.base import Chunk, Placement, Policy, Reading
+from dms_jax.policies.budget import LONGEST, BudgetRatio, share, shares
 from dms_jax.policies.selective import SelectiveReading
 
 
@@ -27,6 +31,8 @@ class KCache(SelectiveReading):
 
     Attributes:
       top: N, values fetched per query head and step.
+      compression_ratio: if given, N is (prompt + longest answer) / compression_ratio of each
+        request instead. The values are then on the device: from the host comes a fixed number.
       first_layers: first layers whose values stay on the device and are all read.
       renormalize: whether the weights of the fetched values are scaled to sum to one.
       values: where those of the other layers live. "device" saves no memory; it is for a mesh of
@@ -34,28 +40,18 @@ class KCache(SelectiveReading):
       over: the policy that decides what the cache holds.
     """
 
-    top: int = 128
-    first_layers: int = 2
+    top: Count = 128
+    compression_ratio: BudgetRatio = None
+    first_layers: Whole = 2
     renormalize: bool = False
     values: Literal["host", "device"] = "host"
 
     def __post_init__(self):
         super().__post_init__()
         require(
-            is_static_int(self.top, least=1),
-            f"KCache: top must be a whole number of at least 1, got {self.top!r}.",
-        )
-        require(
-            is_static_int(self.first_layers),
-            f"KCache: first_layers must be a whole number >= 0, got {self.first_layers!r}.",
-        )
-        require(
-            isinstance(self.renormalize, bool),
-            f"KCache: renormalize must be True or False, got {self.renormalize!r}.",
-        )
-        require(
-            self.values in ("host", "device"),
-            f"KCache: values must be 'host' or 'device', got {self.values!r}.",
+            self.compression_ratio is None or self.values == "device",
+            "KCache: with a compression_ratio every request fetches another number of values, and "
+            "from host memory comes a fixed one; give top, or values='device'.",
         )
 
     def device_value_layers(self, num_layers: int) -> int:
@@ -69,8 +65,24 @@ class KCache(SelectiveReading):
 
     @property
     def fetches(self) -> int:
-        """N."""
-        return self.top
+        """N; at most as many as there are, where it is a share."""
+        return self.top if self.compression_ratio is None else LONGEST
+
+    def read(self, state, q, chunk: Chunk, placement: Placement) -> Reading:
+        """Every key, and the number of values where sequences differ in it."""
+        reading = super().read(state, q, chunk, placement)
+        if self.compression_ratio is None:
+            return reading
+        fetches = jnp.maximum(shares(chunk, self.compression_ratio), 1)
+        return dataclasses.replace(reading, fetches=fetches)
+
+    def for_horizon(self, tokens: int) -> Policy:
+        """The same with a number of values, which no shorter sequence exceeds."""
+        policy = super().for_horizon(tokens)
+        if self.compression_ratio is None:
+            return policy
+        top = max(share(tokens, self.compression_ratio), 1)
+        return dataclasses.replace(policy, top=top, compression_ratio=None)
 
     @property
     def renormalizes(self) -> bool:

@@ -26,16 +26,9 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dms_jax.cache import Pool
-from dms_jax.policies.base import (
-    NOT_STORED,
-    Chunk,
-    Placement,
-    Policy,
-    PolicyState,
-    Reading,
-    is_static_int,
-    require,
-)
+from dms_jax.checks import Whole, require
+from dms_jax.policies.base import NOT_STORED, Chunk, Placement, Policy, PolicyState, Reading
+from dms_jax.policies.budget import LONGEST, BudgetedPolicy
 from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.values import PAGES
 from pallas_kernels import select_largest
@@ -51,11 +44,14 @@ class PageBounds:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quest(SelectiveReading):
+class Quest(BudgetedPolicy, SelectiveReading):
     """Reads the pages with the highest bound on attention.
 
     Attributes:
       budget: tokens read per query head and step, rounded down to whole pages.
+      compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio of
+        each request instead, and one page at least; pages are then ranked, which costs more than
+        to find a fixed number of them.
       dense_layers: first layers that read everything.
       force_last_page: always read the page of the current token (the original kernels); False
         lets the bound decide and reads at least 3 pages (the original evaluation code).
@@ -63,25 +59,9 @@ class Quest(SelectiveReading):
       over: the policy that decides what the cache holds.
     """
 
-    budget: int = 1024
-    dense_layers: int = 2
+    dense_layers: Whole = 2
     force_last_page: bool = True
     per: Literal["query_head", "kv_head"] = "query_head"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            is_static_int(self.budget, least=1),
-            f"Quest: budget must be a whole number of at least 1, got {self.budget!r}.",
-        )
-        require(
-            is_static_int(self.dense_layers),
-            f"Quest: dense_layers must be a whole number >= 0, got {self.dense_layers!r}.",
-        )
-        require(
-            self.per in ("query_head", "kv_head"),
-            f"Quest: per must be 'query_head' or 'kv_head', got {self.per!r}.",
-        )
 
     def check_page_size(self, page_size: int) -> None:
         """A budget below one page could not be kept.
@@ -90,7 +70,7 @@ class Quest(SelectiveReading):
           ConfigError: it is.
         """
         require(
-            self.budget >= page_size,
+            self.compression_ratio is not None or self.budget >= page_size,
             f"Quest: a budget of {self.budget} tokens is less than one page of {page_size}; raise "
             "the budget, or make pages smaller (page_size=16 as published).",
         )
@@ -103,7 +83,7 @@ class Quest(SelectiveReading):
     def groups(self, num_layers: int) -> tuple[tuple[int, int, Policy], ...]:
         """The first layers keep bounds like the rest, but read everything."""
         dense = min(self.dense_layers, num_layers)
-        everything = dataclasses.replace(self, budget=2**30)
+        everything = dataclasses.replace(self, budget=LONGEST, compression_ratio=None)
         runs = ((0, dense, everything), (dense, num_layers, self))
         return tuple(run for run in runs if run[0] < run[1])
 
@@ -150,9 +130,11 @@ class Quest(SelectiveReading):
         page_table, lengths, page_size = chunk.page_table, placement.lengths, chunk.page_size
         batch, _, num_pages = page_table.shape
         floor = 1 if self.force_last_page else 3  # as published
-        selected = max(self.budget // page_size, floor)
-        if selected >= num_pages:
+        shared = self.compression_ratio is None  # one number of pages for all sequences
+        selected = max(self.budget // page_size, floor) if shared else num_pages
+        if shared and selected >= num_pages:
             return Reading(page_table, lengths)
+        count = jnp.maximum(self.budget_of(chunk)[..., None] // page_size, floor)  # [B, 1, 1]
         score = self._score(state.pages, q, page_table)
         live = -(-lengths // page_size)
         index = jnp.arange(num_pages)
@@ -162,17 +144,21 @@ class Quest(SelectiveReading):
         # Pages that are not live have no bounds: their scores can be anything, NaN too.
         score = jnp.where(index < live[:, :, None, None], score, -jnp.inf)
         # In ascending order: the last page, the only partial one, stays last.
-        best = select_largest(score.reshape(-1, num_pages), selected)
-        best = best.reshape(*score.shape[:-1], selected)
+        if shared:
+            best = select_largest(score.reshape(-1, num_pages), selected)
+            best = best.reshape(*score.shape[:-1], selected)
+        else:
+            best = _first_largest(score, count[..., None])
         table = jnp.take_along_axis(page_table[:, :, None], best, axis=-1)
         partial = lengths - (live - 1) * page_size
-        has_last = (best == live[:, :, None, None] - 1).any(-1)
+        last = best == live[:, :, None, None] - 1
+        has_last = (last & (jnp.arange(selected) < count[..., None])).any(-1)
         chosen = jnp.where(
-            has_last, (selected - 1) * page_size + partial[..., None], selected * page_size
+            has_last, (count - 1) * page_size + partial[..., None], count * page_size
         )
         # With fewer live pages than selected ones the first `live` of them are the live ones, and
         # there is nothing to choose: the group reads its row once and no bounds.
-        all_live = live <= selected
+        all_live = live <= count[..., 0]
         reads = jnp.where(all_live, lengths, chosen.sum(-1) + live).sum(-1, dtype=jnp.int32)
         lengths = jnp.where(all_live[..., None], lengths[..., None], chosen)
         return Reading(
@@ -201,3 +187,15 @@ class Quest(SelectiveReading):
             preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),
         )
         return score.sum(2, keepdims=True) if self.per == "kv_head" else score
+
+
+def _first_largest(
+    score: Float[Array, "B K G M"], count: Int[Array, "B 1 1 1"]
+) -> Int[Array, "B K G M"]:
+    """The pages with the `count` highest scores, in ascending order, and then the others.
+
+    # score: [3, 1, 3, 2]  count: 2  Out: [0, 2, 1, 3]
+    """
+    best_first = jnp.argsort(-score, axis=-1, stable=True)
+    rank = jnp.argsort(best_first, axis=-1)
+    return jnp.argsort(rank >= count, axis=-1, stable=True).astype(jnp.int32)

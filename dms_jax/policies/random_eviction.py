@@ -8,8 +8,9 @@ import dataclasses
 
 import numpy as np
 
+from dms_jax.checks import NotNegative, Seed, Share, Whole
 from dms_jax.policies import draws
-from dms_jax.policies.base import Decisions, Projections, is_finite, is_static_int, require
+from dms_jax.policies.base import Decisions, Projections
 from dms_jax.policies.delayed_eviction import DelayedEviction
 
 _OF_RATES = np.uint32(0x5BD1E995)  # sets the draw of a head's rate apart from those of its tokens
@@ -27,28 +28,10 @@ class RandomEviction(DelayedEviction):
       seed: of the draws.
     """
 
-    window: int = 256
-    rate: float = 0.5
-    spread: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self):
-        require(
-            is_static_int(self.window),
-            f"RandomEviction: window must be a whole number >= 0, got {self.window!r}.",
-        )
-        require(
-            is_finite(self.rate) and 0 <= self.rate <= 1,
-            f"RandomEviction: rate must be a number in [0, 1], got {self.rate!r}.",
-        )
-        require(
-            is_finite(self.spread) and self.spread >= 0,
-            f"RandomEviction: spread must be a number >= 0, got {self.spread!r}.",
-        )
-        require(
-            is_static_int(self.seed) and self.seed < 2**32,
-            f"RandomEviction: seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}.",
-        )
+    window: Whole = 256
+    rate: Share = 0.5
+    spread: NotNegative = 0.0
+    seed: Seed = 0
 
     @property
     def visible_window(self) -> int:

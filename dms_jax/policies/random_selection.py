@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dms_jax.policies.base import is_static_int, require
+from dms_jax.checks import Seed
 from dms_jax.policies.draws import mix, uniform
 from dms_jax.policies.scored import Scorer
 
@@ -25,14 +25,7 @@ class RandomSelection(Scorer):
       seed: of the draws.
     """
 
-    seed: int = 0
-
-    def __post_init__(self):
-        require(
-            is_static_int(self.seed) and self.seed < 2**32,
-            f"RandomSelection: seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}.",
-        )
-        super().__post_init__()
+    seed: Seed = 0
 
     def draw(
         self, layer: Int[Array, ""], heads: Int[Array, " K"], newest: Int[Array, " B"], slots: int

@@ -10,14 +10,19 @@ most recent tokens, and the pages behind the cut are given back.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dms_jax.policies.base import Chunk, Policy, PolicyState, Rows, is_static_int, require
+from dms_jax.checks import Range, require
+from dms_jax.policies.base import Chunk, Policy, PolicyState, Rows
 from dms_jax.policies.budget import LONGEST, BudgetedPolicy, highest
+
+Interval = Annotated[
+    Annotated[int, Range(1, LONGEST)] | None, "give None to cut after the prompt alone"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,22 +114,12 @@ class Scorer(BudgetedPolicy, Scored):
         to cut after the prompt alone.
     """
 
-    interval: int | None = 512
+    interval: Interval = 512
 
     protected_by: ClassVar[str] = "by rule"  # the field that says how many
 
     def __post_init__(self):
         super().__post_init__()
-        require(
-            self.interval is None or is_static_int(self.interval, least=1),
-            f"{self.name}: interval must be a whole number of at least 1, or None to cut after the "
-            f"prompt alone, got {self.interval!r}.",
-        )
-        require(
-            self.interval is None or self.interval <= LONGEST,
-            f"{self.name}: an interval of {self.interval or 0:,} tokens is more than any answer "
-            "has; give None to cut after the prompt alone.",
-        )
         require(
             self.budget > self.protected,
             f"{self.name}: a budget of {self.budget} tokens holds nothing beside the "

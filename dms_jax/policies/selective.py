@@ -12,7 +12,8 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float
 
-from dms_jax.policies.base import Chunk, Decisions, Placement, Policy, PolicyState, require
+from dms_jax.checks import require, show
+from dms_jax.policies.base import Chunk, Decisions, Placement, Policy, PolicyState
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.vanilla import Vanilla
 
@@ -31,11 +32,12 @@ class SelectiveReading(Policy):
 
     def __post_init__(self):
         require(
-            isinstance(self.over, Vanilla | DelayedEviction),
-            f"{self.name}: over={self.over!r:.80} decides by attention, which is not known for "
+            isinstance(self.over, Vanilla | DelayedEviction) and self.over.parallel(prompt=True),
+            f"{self.name}: over={show(self.over)} decides by attention, which is not known for "
             "what is not read; give a policy whose tokens decide for themselves (Vanilla, DMS, "
-            "DMC, StreamingLLM, RandomEviction).",
+            "DMC, StreamingLLM with a budget in tokens, RandomEviction).",
         )
+        super().__post_init__()
 
     def parallel(self, *, prompt: bool) -> bool:
         """The prompt is dense."""

@@ -12,12 +12,14 @@ window * group / 2 tokens of a row.
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dms_jax.policies.base import PolicyState, is_static_int, require
+from dms_jax.checks import Count, Range, require
+from dms_jax.policies.base import PolicyState
 from dms_jax.policies.scored import Scorer
 
 WIDEST_KERNEL = 255  # tokens: the paper's are 5 to 63, and every place costs a pass over the scores
@@ -33,27 +35,15 @@ class SnapKV(Scorer):
       kernel: tokens over which the votes are averaged, an odd number up to `WIDEST_KERNEL`.
     """
 
-    window: int = 64
-    kernel: int = 5
+    window: Count = 64
+    kernel: Annotated[int, Range(1, WIDEST_KERNEL)] = 5
 
     remembers = True
     protected_by = "window"
 
     def __post_init__(self):
-        require(
-            is_static_int(self.window, least=1),
-            f"SnapKV: window must be a whole number of at least 1, got {self.window!r}.",
-        )
-        require(
-            is_static_int(self.kernel, least=1) and self.kernel % 2 == 1,
-            f"SnapKV: kernel must be an odd number of at least 1, got {self.kernel!r}.",
-        )
-        require(
-            self.kernel <= WIDEST_KERNEL,
-            f"SnapKV: a kernel of more than {WIDEST_KERNEL} tokens blurs away what was voted for; "
-            "give a smaller one.",
-        )
         super().__post_init__()
+        require(self.kernel % 2 == 1, f"SnapKV: kernel must be an odd number, got {self.kernel}.")
 
     @property
     def protected(self) -> int:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dms_jax.policies.base import require
 from dms_jax.policies.victims import VictimEviction
 
 
@@ -30,12 +29,6 @@ class TOVA(VictimEviction):
     """
 
     per: Literal["layer", "head"] = "layer"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            self.per in ("layer", "head"), f"TOVA: per must be 'layer' or 'head', got {self.per!r}."
-        )
 
     def worth(self, state, weights, page_table, newest, budget, head_axis) -> Float[Array, "B K S"]:
         """The mean weight."""

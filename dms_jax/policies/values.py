@@ -124,12 +124,14 @@ class Reading:
 
     `page_table` and `lengths` have one row per KV head ([B, K, M]; its G query heads share it) or
     one per query head ([B, H, M]). `reads` counts the key-value entries that this costs, where it
-    is not the sum of the lengths (Quest: besides, one entry a page for its two bounds).
+    is not the sum of the lengths (Quest: besides, one entry a page for its two bounds). `fetches`
+    is how many values each query head of a sequence fetches, where sequences differ in it.
     """
 
     page_table: Int[Array, "B X M"]
     lengths: Int[Array, "B X"]
     reads: Int[Array, " B"] | None = None
+    fetches: Int[Array, "B 1"] | None = None
 
 
 @no_type_check  # jax also builds it of shapes and of partitions

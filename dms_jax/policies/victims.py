@@ -26,13 +26,11 @@ from dms_jax.policies.base import (
     Placement,
     PolicyState,
     Rows,
-    require,
     row_shape,
     slot_shape,
 )
 from dms_jax.policies.budget import BudgetedPolicy, highest
 
-PREFILLS = ("evict_past_budget", "dense_then_evict")
 Prefill = Literal["evict_past_budget", "dense_then_evict"]
 
 
@@ -50,14 +48,6 @@ class VictimEviction(BudgetedPolicy):
     prefill: Prefill = "evict_past_budget"
 
     observes = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            self.prefill in PREFILLS,
-            f"{self.name}: prefill must be 'evict_past_budget' or 'dense_then_evict', got "
-            f"{self.prefill!r}.",
-        )
 
     @property
     def shrinks(self) -> bool:

@@ -15,13 +15,15 @@ import jax
 
 from dms_jax import sharding
 from dms_jax.checkpoint import save
+from dms_jax.checks import Count, Positive, Whole, check
 from dms_jax.data import batches as data_batches
 from dms_jax.data.batches import Batch
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.model.language_model import LanguageModel, use_mesh
+from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.policies import Policy, Vanilla
+from dms_jax.policies.base import check_policy
 from dms_jax.training.loop import Evaluate, OnSnapshot, OnStep, Reports, Run
-from dms_jax.training.recipe import Recipe, is_number
+from dms_jax.training.recipe import Recipe
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.trainer import Trainer
 
@@ -138,7 +140,9 @@ def train(
     """
     policy = Vanilla() if policy is None else policy
     _check(model, policy, recipe)
-    _check_numbers(checkpoint_every, evaluate_every, seed, stop_after)
+    checkpoint_every = check("checkpoint_every", checkpoint_every, Count)
+    evaluate_every = check("evaluate_every", evaluate_every, Count)
+    seed, stop_after = check("seed", seed, Whole), check("stop_after", stop_after, Positive | None)
     if mesh is None:
         context = jax.sharding.get_mesh()
         mesh = model.mesh if context.empty else context
@@ -172,26 +176,11 @@ def train(
             directory.close()
 
 
-def _check_numbers(checkpoint_every: Any, evaluate_every: Any, seed: Any, stop_after: Any) -> None:
-    counts = {"checkpoint_every": checkpoint_every, "evaluate_every": evaluate_every, "seed": seed}
-    for name, value in counts.items():
-        least = 0 if name == "seed" else 1
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
-    if stop_after is not None and not (is_number(stop_after) and stop_after > 0):
-        raise ConfigError(f"stop_after must be seconds above 0, or None, got {stop_after!r}")
-
-
 def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
     """Raises ConfigError for what can be known to fail before anything is done."""
-    if not isinstance(model, LanguageModel):
-        raise ConfigError(
-            f"the model must come from dms_jax.load or dms_jax.initialize, got {model!r:.80}"
-        )
-    if not isinstance(policy, Policy):
-        raise ConfigError(f"Not a cache policy: {policy!r:.80}. Use e.g. dms_jax.DMS(window=256).")
-    if not isinstance(recipe, Recipe):
-        raise ConfigError(f"recipe must be a Recipe of dms_jax.recipes, got {recipe!r}")
+    check_model(model)
+    check_policy(policy)
+    check("recipe", recipe, Recipe)
     if not policy.trainable and policy != Vanilla():
         raise ConfigError(
             f"{policy.name} has no trainable form: train with the plain cache (policy=None) and "

@@ -1,39 +1,31 @@
 """What a training run is made of: stages, what a step aims at, and the recipe of a whole run."""
 
 import dataclasses
-import math
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from dms_jax.errors import ConfigError
+from dms_jax.checks import (
+    Count,
+    NotNegative,
+    Number,
+    Options,
+    Positive,
+    Range,
+    Ratio,
+    Whole,
+    require,
+)
 from dms_jax.policies import Policy
 from dms_jax.training import schedules
 from dms_jax.training.compression import Prior, Regulariser
-from dms_jax.training.schedules import Number
 
 Trainable = Literal["auto", "all", "adapter"]
 Loss = Literal["distillation", "language_modeling"]
 DistillationPositions = Literal["targets", "inputs"]
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ConfigError(message) unless the condition holds."""
-    if not condition:
-        raise ConfigError(f"recipe: {message}")
-
-
-def is_number(value: Any) -> bool:
-    """Whether the value is a plain, finite number."""
-    real = isinstance(value, Number) and not isinstance(value, bool)
-    return real and math.isfinite(value)
-
-
-def is_count(value: Any) -> bool:
-    """Whether the value is a whole number of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+Decay = Annotated[Number, Range(0, 1, below=True)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(Options):
     """A run of optimizer steps with one objective.
 
     Attributes:
@@ -51,40 +43,24 @@ class Stage:
     """
 
     kind: Literal["neuron_decay", "ramp", "train"]
-    steps: int
-    learning_rate: Number
-    compression_ratio: Number = 1.0
-    adapter_learning_rate: Number | None = None
-    batch_size: int | None = None
-    warmup_steps: int = 0
-    final_learning_rate: Number | None = None
+    steps: Count
+    learning_rate: NotNegative
+    compression_ratio: Ratio = 1.0
+    adapter_learning_rate: NotNegative | None = None
+    batch_size: Count | None = None
+    warmup_steps: Whole = 0
+    final_learning_rate: NotNegative | None = None
 
     def __post_init__(self):
-        kinds = ("neuron_decay", "ramp", "train")
-        require(self.kind in kinds, f"unknown kind of stage {self.kind!r}")
-        require(is_count(self.steps), f"a stage needs steps >= 1, got {self.steps!r}")
-        for rate in (self.learning_rate, self.adapter_learning_rate, self.final_learning_rate):
-            require(
-                rate is None or (is_number(rate) and rate >= 0),
-                f"learning rates must be >= 0, got {rate!r}",
-            )
-        require(self.learning_rate is not None, "a stage needs a learning_rate")
-        warmup = self.warmup_steps
+        super().__post_init__()
         require(
-            warmup == 0 or (is_count(warmup) and warmup <= self.steps),
-            f"warmup_steps must lie between 0 and the stage's {self.steps} steps, got {warmup!r}",
-        )
-        require(
-            is_number(self.compression_ratio) and self.compression_ratio >= 1,
-            f"compression_ratio must be a number >= 1, got {self.compression_ratio!r}",
+            self.warmup_steps <= self.steps,
+            f"Stage: warmup_steps must lie between 0 and the stage's {self.steps} steps, got "
+            f"{self.warmup_steps}",
         )
         require(
             self.kind == "ramp" or self.compression_ratio == 1,
-            f"only a ramp has a compression_ratio to go to, not a stage {self.kind!r}",
-        )
-        require(
-            self.batch_size is None or is_count(self.batch_size),
-            f"batch_size must be >= 1, got {self.batch_size!r}",
+            f"Stage: only a ramp has a compression_ratio to go to, not a stage {self.kind!r}",
         )
 
 
@@ -132,7 +108,7 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class Recipe(Options):
     """A training run, but for the model, the policy and the data.
 
     Attributes:
@@ -168,22 +144,22 @@ class Recipe:
 
     name: str
     stages: tuple[Stage, ...]
-    sequence_length: int
-    batch_size: int
-    micro_batch_size: int | None = None
+    sequence_length: Count
+    batch_size: Count
+    micro_batch_size: Count | None = None
     trainable: Trainable = "auto"
     loss: Loss = "distillation"
     kl: Literal["reverse", "forward"] = "reverse"
     distillation_positions: DistillationPositions = "targets"
     regulariser: Regulariser = "one_sided"
-    compression_weight: Number = 1.0
+    compression_weight: NotNegative = 1.0
     prior: Prior = "global"
-    head_balance: Number = 0.0
-    beta1: Number = 0.9
-    beta2: Number = 0.95
-    epsilon: Number = 1e-8
-    weight_decay: Number = 0.0
-    clip: Number = 1.0
+    head_balance: NotNegative = 0.0
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    clip: Positive = 1.0
     compute_dtype: Literal["bfloat16", "float32"] | None = "bfloat16"
     remat: bool = True
     unroll: bool = False
@@ -192,47 +168,20 @@ class Recipe:
     snapshots: tuple[Number, ...] = ()
 
     def __post_init__(self):
-        require(bool(self.stages), "there is no stage")
-        require(
-            all(isinstance(stage, Stage) for stage in self.stages), "stages must be Stage objects"
-        )
-        for name in ("sequence_length", "batch_size"):
-            value = getattr(self, name)
-            require(is_count(value), f"{name} must be a whole number >= 1, got {value!r}")
-        micro = self.micro_batch_size
-        require(micro is None or is_count(micro), f"micro_batch_size must be >= 1, got {micro!r}")
+        super().__post_init__()
+        require(bool(self.stages), "Recipe: there is no stage")
         self.pass_size(1)
-        choices = {
-            "trainable": ("auto", "all", "adapter"),
-            "loss": ("distillation", "language_modeling"),
-            "kl": ("reverse", "forward"),
-            "distillation_positions": ("targets", "inputs"),
-            "regulariser": ("one_sided", "kl"),
-            "prior": ("global", "layer"),
-            "compute_dtype": ("bfloat16", "float32", None),
-            "packing": ("concatenate", "concatenate_whole", "first_fit"),
-        }
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            require(value in allowed, f"{name} must be one of {allowed}, got {value!r}")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            require(is_number(value) and 0 <= value < 1, f"{name} must lie in [0, 1): {value!r}")
-        for name in ("epsilon", "clip"):
-            value = getattr(self, name)
-            require(is_number(value) and value > 0, f"{name} must be positive, got {value!r}")
-        for name in ("weight_decay", "compression_weight", "head_balance"):
-            value = getattr(self, name)
-            require(is_number(value) and value >= 0, f"{name} must be >= 0, got {value!r}")
         kinds = [stage.kind for stage in self.stages]
-        require("neuron_decay" not in kinds[1:], "only the first stage may decay the neuron")
-        require(kinds != ["neuron_decay"], "nothing comes after the decay of the neuron")
+        require(
+            "neuron_decay" not in kinds[1:], "Recipe: only the first stage may decay the neuron"
+        )
+        require(kinds != ["neuron_decay"], "Recipe: nothing comes after the decay of the neuron")
         ratios = [stage.compression_ratio for stage in self.stages if stage.kind == "ramp"]
-        require(ratios == sorted(ratios), f"the compression ratio may not fall: {ratios}")
+        require(ratios == sorted(ratios), f"Recipe: the compression ratio may not fall: {ratios}")
         highest = self.compression_ratio
         require(
-            all(is_number(ratio) and 1 < ratio <= highest for ratio in self.snapshots),
-            f"snapshots must lie above 1 and up to {highest}, got {self.snapshots}",
+            all(1 < ratio <= highest for ratio in self.snapshots),
+            f"Recipe: snapshots must lie above 1 and up to {highest}, got {self.snapshots}",
         )
 
     def pass_size(self, data_shards: int) -> int:
@@ -247,7 +196,7 @@ class Recipe:
             batch = stage.batch_size or self.batch_size
             require(
                 batch % size == 0 and size % data_shards == 0,
-                f"a batch of {batch} does not divide into passes of {size} sequences over "
+                f"Recipe: a batch of {batch} does not divide into passes of {size} sequences over "
                 f"{data_shards} shards of data; set batch_size and micro_batch_size to suit",
             )
         return size
@@ -273,7 +222,8 @@ class Recipe:
 
         Args:
           policy: of the retrofit, whose stages the control goes through with the plain cache, all
-            weights trained on the language modelling loss: `train(model, recipe=recipe.control(policy), data=...)`.
+            weights trained on the language modelling loss:
+            `train(model, recipe=recipe.control(policy), data=...)`.
         """
         return dataclasses.replace(
             self,

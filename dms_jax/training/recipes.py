@@ -11,17 +11,16 @@ tables 2 to 4 (all weights, a borrowed neuron); the DMC paper; measured recipes 
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from dms_jax.training.recipe import Loss, Recipe, Stage, is_count, is_number, require
-from dms_jax.training.schedules import Number
+from dms_jax.checks import Count, Number, Range, Whole, check, require
+from dms_jax.training.recipe import Loss, Recipe, Stage
 
 
 def _ramp_steps(compression_ratio: Number, steps_per_ratio: int) -> int:
-    require(
-        is_number(compression_ratio) and compression_ratio > 1,
-        f"compression_ratio must be a number above 1, got {compression_ratio!r}",
-    )
+    above_one = Annotated[Number, Range(1, above=True)]
+    compression_ratio = check("recipes: compression_ratio", compression_ratio, above_one)
+    steps_per_ratio = check("recipes: steps_per_ratio", steps_per_ratio, Count)
     return max(1, round((compression_ratio - 1) * steps_per_ratio))
 
 
@@ -81,7 +80,8 @@ def dms_paper(compression_ratio: Number = 4.0, *, model: str = "text") -> Recipe
       ConfigError: there is no such row, or it does not go to this ratio.
     """
     require(
-        model in _PAPER, f"the paper has no model {model!r}; there are {', '.join(sorted(_PAPER))}"
+        model in _PAPER,
+        f"recipes: the paper has no model {model!r}; there are {', '.join(sorted(_PAPER))}",
     )
     row = _PAPER[model]
     _ramp_steps(compression_ratio, 1)
@@ -95,7 +95,8 @@ def dms_paper(compression_ratio: Number = 4.0, *, model: str = "text") -> Recipe
             reached = end
     require(
         reached == compression_ratio,
-        f"the paper takes {model} to a compression ratio of {reached:g}, not {compression_ratio:g}",
+        f"recipes: the paper takes {model} to a compression ratio of {reached:g}, not "
+        f"{compression_ratio:g}",
     )
     return Recipe(
         name=f"dms_paper {model}",
@@ -176,10 +177,10 @@ def dmc_paper(
     """
     require(
         model in _DMC_PAPER,
-        f"the paper has no model {model!r}; there are {', '.join(sorted(_DMC_PAPER))}",
+        f"recipes: the paper has no model {model!r}; there are {', '.join(sorted(_DMC_PAPER))}",
     )
     variants = ("dmc", "dmc-c", "local_prior", "immediate")
-    require(variant in variants, f"variant must be one of {variants}, got {variant!r}")
+    require(variant in variants, f"recipes: variant must be one of {variants}, got {variant!r}")
     row = _DMC_PAPER[model]
     rate, steps = row.learning_rate, _ramp_steps(compression_ratio, steps_per_ratio)
     if variant == "immediate":
@@ -257,11 +258,10 @@ def pretraining(
     Raises:
       ConfigError: a number is out of range.
     """
-    require(is_count(steps), f"pretraining takes steps >= 1, got {steps!r}")
-    require(
-        is_number(decay_share) and 0 < decay_share <= 1,
-        f"decay_share must lie above 0 and up to 1, got {decay_share!r}",
-    )
+    steps = check("pretraining: steps", steps, Count)
+    warmup_steps = check("pretraining: warmup_steps", warmup_steps, Whole)
+    above_nothing = Annotated[float, Range(0, 1, above=True)]
+    decay_share = check("pretraining: decay_share", decay_share, above_nothing)
     warmup = min(warmup_steps, steps // 10)
     held = steps - max(1, round(decay_share * steps))
     if held <= warmup:

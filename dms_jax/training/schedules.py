@@ -11,7 +11,7 @@ go from 1 to 16 in 510 steps (34 a unit); the paper takes 100 steps a unit.
 
 import math
 
-Number = int | float
+from dms_jax.checks import Number
 
 
 def compression_ratio(step: int, *, start: Number, end: Number, steps: int) -> Number:

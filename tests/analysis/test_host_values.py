@@ -68,5 +68,5 @@ def test_numbers_that_make_no_sense_are_refused():
         step_traffic(LLAMA_3_8B, KCache(top=128), tokens=128)
     with pytest.raises(ConfigError, match="at least 1"):
         step_traffic(LLAMA_3_8B, KCache(), tokens=0)
-    with pytest.raises(ConfigError, match="positive"):
+    with pytest.raises(ConfigError, match="above 0"):
         break_even(LLAMA_3_8B, device_bandwidth=0.0, link_bandwidth=1.0)

@@ -158,7 +158,7 @@ def test_bad_data_is_named_with_its_place(tmp_path):
 
 
 def test_bad_sizes_are_refused():
-    with pytest.raises(ConfigError, match="must be positive"):
+    with pytest.raises(ConfigError, match="at least 1"):
         batches([[1]], batch_size=0, length=4)
-    with pytest.raises(ConfigError, match="must be positive"):
+    with pytest.raises(ConfigError, match="at least 1"):
         batches([[1]], batch_size=1, length=0)

@@ -290,13 +290,13 @@ def test_a_fitted_haystack_is_the_largest_that_fits():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tasks.LinearEquation(constant=0), "constant must be a whole number >= 1"),
+        (lambda: tasks.LinearEquation(constant=0), "constant must be a whole number of at least 1"),
         (lambda: tasks.Arithmetic(operations=(5, 2)), r"operations must be \(low, high\)"),
         (lambda: tasks.WordChain(steps=(1, 90)), "people are too many"),
         (lambda: tasks.LinearEquation(slips=0.1), "without slips"),
-        (lambda: tasks.VariableTracking(chains=0), "chains must be a whole number >= 1"),
-        (lambda: tasks.VariableTracking(hops=-1), "hops must be a whole number >= 0"),
-        (lambda: tasks.Needle(needles=True), "needles must be a whole number >= 1"),
+        (lambda: tasks.VariableTracking(chains=0), "chains must be a whole number of at least 1"),
+        (lambda: tasks.VariableTracking(hops=-1), "hops must be a whole number of at least 0"),
+        (lambda: tasks.Needle(needles=True), "needles must be a whole number of at least 1"),
         (lambda: tasks.Needle(size=10**7).problem("test", 0), "longer than the text"),
     ],
 )

@@ -17,15 +17,26 @@ KINDS = {
     "tova": functools.partial(dms_jax.TOVA),
     "h2o": functools.partial(dms_jax.H2O, prefill="dense_then_evict"),
     "snapkv": functools.partial(dms_jax.SnapKV, window=4, interval=5),
+    "streaming": functools.partial(dms_jax.StreamingLLM, sinks=2),
+}
+READS = {
+    "quest": functools.partial(dms_jax.Quest, dense_layers=1),
+    "quest-kv_head": functools.partial(dms_jax.Quest, dense_layers=0, per="kv_head"),
+    "kcache": lambda budget=None, compression_ratio=None: dms_jax.KCache(
+        values="device",
+        **(dict(top=budget) if budget else dict(compression_ratio=compression_ratio)),
+    ),
+    "quest-bound": functools.partial(dms_jax.Quest, force_last_page=False),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+every_share = pytest.mark.parametrize("kind", (KINDS | READS).values(), ids=KINDS | READS)
 
 
 def answer(policy, prompts):
     return dms_jax.generate(stories(), prompts, policy=policy, sampling=SAMPLING, **SHARED)
 
 
-@every_kind
+@every_share
 def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
     ratio = 2.5
     together = answer(kind(compression_ratio=ratio), PROMPTS)
@@ -53,7 +64,7 @@ def test_a_share_fits_the_pool_that_was_sized_for_it(kind):
     assert made.usage.live_tokens <= (24 + 48) // 4 + 5
 
 
-@every_kind
+@every_share
 def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
     def converse(interrupted):
         chat = dms_jax.Conversation(stories(), kind(compression_ratio=2), max_tokens=128, **SHARED)
@@ -70,6 +81,34 @@ def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
     assert plain.tokens == again.tokens
     np.testing.assert_allclose(plain.logprobs, again.logprobs, atol=1e-4)
     assert plain.usage.live_tokens == again.usage.live_tokens
+
+
+def test_a_window_that_grows_with_the_turns_keeps_the_sinks_and_the_most_recent():
+    """The second turn has a longer share: nothing leaves before that is full."""
+    policy = dms_jax.StreamingLLM(compression_ratio=2, sinks=2)
+    chat = dms_jax.Conversation(stories(), policy, max_tokens=128, **SHARED)
+    first = chat.say(PROMPTS[0], sampling=SAMPLING)
+    assert first.usage.live_tokens == (24 + 16) // 2
+    second = chat.say(PROMPTS[1], sampling=SAMPLING)
+    assert second.usage.live_tokens == (24 + 16 + 7 + 16) // 2
+
+
+def test_a_share_needs_a_policy_whose_tokens_come_in_one_pass_to_select_from():
+    over = dms_jax.StreamingLLM(compression_ratio=2)
+    with pytest.raises(dms_jax.ConfigError, match="StreamingLLM with a budget in tokens"):
+        dms_jax.Quest(over=over)
+    rows = dms_jax.Quest(compression_ratio=4, over=dms_jax.StreamingLLM(budget=16))
+    assert rows.for_horizon(100) == dms_jax.Quest(budget=25, over=dms_jax.StreamingLLM(budget=16))
+
+
+def test_what_comes_from_the_host_is_a_fixed_number():
+    with pytest.raises(dms_jax.ConfigError, match="give top, or values='device'"):
+        dms_jax.KCache(compression_ratio=4)
+    share = dms_jax.KCache(compression_ratio=4, values="device", over=dms_jax.DMS(window=3))
+    assert share.for_horizon(64) == dms_jax.KCache(
+        top=16, values="device", over=dms_jax.DMS(window=3)
+    )
+    assert dms_jax.KCache().for_horizon(64) == dms_jax.KCache()
 
 
 def test_scores_have_the_share_of_the_whole_sequence():

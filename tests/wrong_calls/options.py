@@ -18,7 +18,7 @@ def sampling_cases() -> dict[str, Case]:
     return {
         "temperature below zero": case(("temperature", number, "-1"), temperature=-1),
         "temperature beyond floats": case(("temperature", number), temperature=10**400),
-        "seed of 5001 digits": case(("a seed must be", "16610 bits"), seed=10**5000),
+        "seed of 5001 digits": case(("seed must be", "16610 bits"), seed=10**5000),
         "temperature nan": case(("temperature", number, "nan"), temperature=NAN),
         "temperature infinite": case(("temperature", number, "inf"), temperature=float("inf")),
         "temperature text": case(("temperature", number, "'hot'"), temperature="hot"),
@@ -31,12 +31,12 @@ def sampling_cases() -> dict[str, Case]:
         "max_new_tokens zero": case(("max_new_tokens", "at least 1", "got 0"), max_new_tokens=0),
         "max_new_tokens fraction": case(("max_new_tokens", whole), max_new_tokens=2.5),
         "max_new_tokens none": case(("max_new_tokens", whole, "None"), max_new_tokens=None),
-        "stop empty": case(("stop", "none of them empty"), stop=["a", ""]),
-        "stop empty text": case(("stop", "none of them empty"), stop=""),
-        "stop ids": case(("stop", "list of strings"), stop=[13]),
-        "stop none": case(("stop", "list of strings", "None"), stop=None),
-        "seed below zero": case(("seed", "0 to 2**32 - 1"), seed=-1),
-        "seed too large": case(("seed", "0 to 2**32 - 1"), seed=2**32),
+        "stop empty": case(("stop", "empty"), stop=["a", ""]),
+        "stop empty text": case(("stop", "empty"), stop=""),
+        "stop ids": case(("stop", "a sequence, each a text"), stop=[13]),
+        "stop none": case(("stop", "a sequence, each a text", "None"), stop=None),
+        "seed below zero": case(("seed", "at most 2**32 - 1"), seed=-1),
+        "seed too large": case(("seed", "at most 2**32 - 1"), seed=2**32),
         "seed text": case(("seed", "whole number"), seed="7"),
         "seed fraction": case(("seed", "whole number"), seed=0.5),
         "seeds fraction": case(("seed", "whole number"), seed=[1, 0.5]),
@@ -91,7 +91,7 @@ def policy_cases() -> dict[str, Case]:
             dms_jax.H2O, "compression_ratio", compression_ratio=10**400
         ),
         "h2o budget beyond any sequence": case(
-            dms_jax.H2O, "1,000,000,000,000", "Vanilla() to keep everything", budget=10**12
+            dms_jax.H2O, "1000000000000", "Vanilla() to keep everything", budget=10**12
         ),
         "knorm interval beyond any answer": case(
             dms_jax.Knorm, "interval", "None to cut after the prompt alone", interval=10**12
@@ -105,7 +105,7 @@ def policy_cases() -> dict[str, Case]:
             dms_jax.ExpectedAttention, "4 that always stay (sinks)", budget=3
         ),
         "expected attention future": case(dms_jax.ExpectedAttention, "future", "0", future=0),
-        "adakv alpha": case(dms_jax.AdaKV, "alpha", "[0, 1]", alpha=2),
+        "adakv alpha": case(dms_jax.AdaKV, "alpha", "of at least 0 and at most 1", alpha=2),
         "adakv without a scorer": case(
             dms_jax.AdaKV, "scorer", "does not score", "give SnapKV", scorer=dms_jax.DMS()
         ),
@@ -152,7 +152,7 @@ def policy_cases() -> dict[str, Case]:
         "policy with an unknown option": Case(
             lambda: policies.from_dict(extra),
             "ConfigError",
-            ("bugdet", "budget, compression_ratio, per"),
+            ("bugdet", "did you mean budget?", "budget, compression_ratio, per"),
         ),
     }
 
@@ -161,11 +161,11 @@ def task_cases() -> dict[str, Case]:
     def case(kind: type, *says: str, **fields) -> Case:
         return Case(lambda: kind(**fields), "ConfigError", says)
 
-    pair, whole = "must be (low, high)", "must be a whole number >= "
+    pair, whole = "a pair, each a whole number", "must be a whole number of at least "
     return {
         "task steps number": case(tasks.WordChain, "steps", pair, "3", steps=3),
         "task steps alone": case(tasks.WordChain, "steps", pair, "(3,)", steps=(3,)),
-        "task steps list": case(tasks.WordChain, "steps", pair, steps=[3, 4]),
+        "task steps falling": case(tasks.WordChain, "steps", "(low, high)", steps=(4, 3)),
         "task operations fraction": case(tasks.Arithmetic, "operations", pair, operations=(1.5, 2)),
         "task slips text": case(tasks.Arithmetic, "slips", "'often'", slips="often"),
         "task slips nan": case(tasks.Arithmetic, "slips", "nan", slips=NAN),
@@ -200,7 +200,7 @@ def estimate_cases(config: ModelConfig) -> dict[str, Case]:
         "estimate ratio of vanilla": case("Vanilla", compression_ratio=8),
         "estimate device": case("'b300'", "h200", device="b300"),
         "estimate device none": case("device", "None", device=None),
-        "estimate device of nothing": case("bandwidth", device=Device(1e9, 0, 1e9)),
+        "device of nothing": Case(lambda: Device(1e9, 0, 1e9), "ConfigError", ("bandwidth",)),
         "estimate dtype": case("dtype", "'wide'", dtype="wide"),
         "estimate config": case("ModelConfig", given={"num_layers": 3}),
         "estimate policy": case("Not a cache policy", policy="DMS"),

@@ -15,6 +15,7 @@ import hashlib
 import random
 from typing import Any, ClassVar, Literal
 
+from dms_jax.checks import Options
 from dms_jax.errors import ConfigError
 
 Split = Literal["train", "validation", "test"]
@@ -43,7 +44,7 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task(abc.ABC):
+class Task(Options, abc.ABC):
     """A family of problems of one difficulty and length.
 
     Attributes:

@@ -14,13 +14,15 @@ import random
 import re
 import unicodedata
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from dms_jax.checks import Count, Number, Range
 from dms_jax.data.tasks.base import Problem, Task
 from dms_jax.data.tasks.words import NAMES, THINGS
 from dms_jax.errors import ConfigError
 
 _ANSWER = re.compile(r"[Tt]he final answer is (-?\d+)")
+Slips = Annotated[Number, Range(0, 1, below=True)]
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -35,11 +37,7 @@ class Reasoning(Task):
         fail at random, and votes over them help.
     """
 
-    slips: float = dataclasses.field(default=0.0, kw_only=True)
-
-    def __post_init__(self):
-        if not isinstance(self.slips, int | float) or not 0 <= self.slips < 1:
-            raise ConfigError(f"slips must lie in [0, 1), got {self.slips!r}")
+    slips: Slips = dataclasses.field(default=0.0, kw_only=True)
 
     @abc.abstractmethod
     def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:
@@ -78,15 +76,8 @@ def _whole_number(text: str) -> str:
     return f"-{value}" if text.startswith("-") and value != "0" else value
 
 
-def _positive(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
-
-
 def _range(name: str, pair: tuple[int, int], least: int) -> None:
-    whole = isinstance(pair, tuple) and all(type(value) is int for value in pair)
-    if not (whole and len(pair) == 2 and least <= pair[0] <= pair[1]):
+    if not (len(pair) == 2 and least <= pair[0] <= pair[1]):
         raise ConfigError(
             f"{name} must be (low, high), whole numbers with {least} <= low <= high, got {pair!r}"
         )
@@ -106,15 +97,14 @@ class LinearEquation(Reasoning):
 
     name: ClassVar[str] = "linear"
 
-    coefficient: int = 60
-    constant: int = 3000
-    solution: int = 99
+    coefficient: Count = 60
+    constant: Count = 3000
+    solution: Count = 99
 
     def __post_init__(self):
         super().__post_init__()
         if self.slips:
             raise ConfigError("linear equations are worked without slips; leave slips at 0")
-        _positive(coefficient=self.coefficient, constant=self.constant, solution=self.solution)
 
     def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:
         x = rng.choice(_LETTERS)
@@ -192,13 +182,12 @@ class Arithmetic(Reasoning):
     name: ClassVar[str] = "arithmetic"
 
     operations: tuple[int, int] = (4, 12)
-    numbers: int = 99
-    largest: int = 999
+    numbers: Count = 99
+    largest: Count = 999
 
     def __post_init__(self):
         super().__post_init__()
         _range("operations", self.operations, 1)
-        _positive(numbers=self.numbers, largest=self.largest)
 
     def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:
         tree = self._tree(rng, rng.randint(*self.operations))
@@ -280,15 +269,12 @@ class WordChain(Reasoning):
 
     steps: tuple[int, int] = (3, 12)
     distractors: tuple[int, int] = (0, 6)
-    largest: int = 199
+    largest: Annotated[int, Range(2), "a comparison needs room"] = 199
 
     def __post_init__(self):
         super().__post_init__()
         _range("steps", self.steps, 1)
         _range("distractors", self.distractors, 0)
-        _positive(largest=self.largest)
-        if self.largest < 2:
-            raise ConfigError("largest must leave room for a comparison; give 2 or more")
         most = self.steps[1] + 1 + self.distractors[1]
         if most > len(NAMES):
             raise ConfigError(f"{most} people are too many: there are {len(NAMES)} names")

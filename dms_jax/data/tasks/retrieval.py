@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from dms_jax import assets
+from dms_jax.checks import Count, Whole
 from dms_jax.data.tasks.base import Problem, Task, split_of
 from dms_jax.data.tasks.words import ADJECTIVES, NOUNS
 from dms_jax.errors import ConfigError
@@ -39,19 +40,11 @@ class Retrieval(Task):
       size: length of the haystack: words of an essay, or repetitions of the noise.
     """
 
-    size: int = 600
-
-    def __post_init__(self):
-        _whole("size", self.size, 1)
+    size: Count = 600
 
     def score(self, problem: Problem, completion: str) -> float:
         text = completion.strip().lower()
         return sum(answer.lower() in text for answer in problem.answers) / len(problem.answers)
-
-
-def _whole(name: str, value: int, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 
 def fitted[Sized: "Retrieval"](
@@ -95,13 +88,7 @@ class Needle(Retrieval):
     name: ClassVar[str] = "needle"
 
     haystack: Literal["essay", "noise"] = "essay"
-    needles: int = 1
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.haystack not in ("essay", "noise"):
-            raise ConfigError(f"haystack must be 'essay' or 'noise', got {self.haystack!r}")
-        _whole("needles", self.needles, 1)
+    needles: Count = 1
 
     def draw(self, rng: random.Random) -> Problem:
         keys: dict[str, int] = {}
@@ -154,14 +141,9 @@ class VariableTracking(Retrieval):
 
     name: ClassVar[str] = "tracking"
 
-    size: int = 30
-    chains: int = 1
-    hops: int = 4
-
-    def __post_init__(self):
-        super().__post_init__()
-        _whole("chains", self.chains, 1)
-        _whole("hops", self.hops, 0)
+    size: Count = 30
+    chains: Count = 1
+    hops: Whole = 4
 
     def draw(self, rng: random.Random) -> Problem:
         count = self.hops + 1

@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(
         "policies: H2O adds a page's former owner's sums",
         FOLDER + "h2o.py",
-        "sums=_put(received.sums, chunk.page_table, placement.slots, 0),",
+        "sums=put_slots(received.sums, chunk.page_table, placement.slots, 0),",
         "sums=received.sums,",
         (f"{OBSERVING}::test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner",),
     ),

@@ -1,0 +1,237 @@
+"""One way to check an argument: its kind is an annotation, and what comes back is plain Python.
+
+    check("tokens", np.int64(5), Count)     # 5
+    check("rate", 1.5, Share)               # ConfigError: rate must be a finite number of at least
+                                            # 0 and at most 1, got 1.5.
+
+A kind is `int`, `float`, `bool`, `str` or another class; a `Literal`; `Sequence[kind]`,
+`tuple[kind, ...]` or `tuple[kind, kind]`; a union of those; or one of them in `Annotated`, with a
+`Range`, and with a text that says what else the caller can do.
+
+A whole number is any `numbers.Integral`, a number any finite `numbers.Real`, of NumPy and JAX too,
+and an array is what it holds. A bool is neither. `float | int` keeps whole numbers whole.
+
+A frozen dataclass that a caller fills in inherits from `Options`, which checks every field by its
+annotation. What the fields must be together, the class says itself, with `require`.
+"""
+
+import collections.abc
+import dataclasses
+import difflib
+import functools
+import math
+import numbers
+import sys
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, TypeGuard, Union, overload
+
+from dms_jax.errors import ConfigError, plain
+
+MOST = 2**63 - 1  # of any whole number
+LARGEST = sys.float_info.max  # of any number
+MOST_ON_DEVICE = 2**31 - 1  # of a number that shapes arrays or is an element of one
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers from `least` to `most`.
+
+    Attributes:
+      least, most: the ends.
+      above, below: whether the least, or the most, is itself outside.
+    """
+
+    least: float | int = -math.inf
+    most: float | int = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float | int) -> bool:
+        reaches = self.least < value if self.above else self.least <= value
+        return reaches and (value < self.most if self.below else value <= self.most)
+
+    def __str__(self) -> str:
+        ends = []
+        if self.least > -math.inf:
+            ends.append(f"{'above' if self.above else 'of at least'} {_bound(self.least)}")
+        if self.most < math.inf:
+            ends.append(f"{'below' if self.below else 'at most'} {_bound(self.most)}")
+        return " and ".join(ends)
+
+
+Whole = Annotated[int, Range(0)]
+Count = Annotated[int, Range(1)]
+CountOnDevice = Annotated[int, Range(1, MOST_ON_DEVICE)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+Number = float | int
+Positive = Annotated[Number, Range(0, above=True)]
+NotNegative = Annotated[Number, Range(0)]
+Share = Annotated[Number, Range(0, 1)]
+Ratio = Annotated[Number, Range(1)]  # of compression
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError(message) unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether a value is an integer of any kind; a bool is not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def show(value: Any) -> str:
+    """A value for a message, in few characters whatever it is."""
+    try:
+        return plain(repr(value), 80)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"a number of {value.bit_length()} bits" if is_whole(value) else "numbers too long"
+
+
+@overload
+def check[T](name: str, value: Any, kind: type[T]) -> T: ...
+@overload
+def check(name: str, value: Any, kind: Any) -> Any: ...
+def check(name: str, value: Any, kind: Any) -> Any:
+    """Returns the value in plain Python.
+
+    Args:
+      name: of the argument, for the message.
+      value: what was given.
+      kind: what it may be; see the module.
+
+    Raises:
+      ConfigError: it is something else.
+    """
+    fit = _fit(value, kind)
+    if fit is _UNFIT:
+        raise ConfigError(
+            f"{name} must be {_describe(kind, value)}, got {show(value)}{_advice(kind)}."
+        )
+    return fit
+
+
+def check_names(what: str, given: Iterable[Any], known: Sequence[str]) -> None:
+    """Raises ConfigError for options that are not known, with the one that may have been meant."""
+    if unknown := sorted(map(str, set(given) - set(known))):
+        meant = difflib.get_close_matches(unknown[0], known, 1)
+        guess = f" (did you mean {meant[0]}?)" if meant else ""
+        raise ConfigError(
+            f"{what} has no option {', '.join(unknown)}{guess}; it has "
+            f"{', '.join(sorted(known)) or 'none'}."
+        )
+
+
+class Options:
+    """Base of frozen dataclasses of options: an unknown name and a misfit are answered by name.
+
+    The fields hold plain Python afterwards, so that equal options are equal as dataclasses, as
+    JSON and as static arguments of `jit`, whatever they were given as.
+    """
+
+    def __new__(cls, *values: Any, **options: Any):
+        """Looks at the names; Python's own error would be none of ours."""
+        del values
+        check_names(cls.__name__, options, list(_kinds(cls)))
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        for name, kind in _kinds(type(self)).items():
+            value = check(f"{type(self).__name__}: {name}", getattr(self, name), kind)
+            object.__setattr__(self, name, value)
+
+
+@functools.cache
+def _kinds(options: type) -> dict[str, Any]:
+    """The fields of a dataclass with their annotations."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(options)}
+
+
+# -- kinds ----------------------------------------------------------------------------------------
+
+_UNFIT = object()
+_NOUNS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "a text"}
+
+
+def _fit(value: Any, kind: Any) -> Any:
+    """The value in plain Python, or _UNFIT."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        fit = _fit(value, arguments[0])
+        limits = [each for each in arguments[1:] if isinstance(each, Range)]
+        is_number = isinstance(fit, int | float)
+        return fit if not is_number or all(fit in limit for limit in limits) else _UNFIT
+    if origin in (Union, types.UnionType):
+        kinds = sorted(arguments, key=lambda each: each is float)  # 4 is whole where it may be
+        return next((fit for each in kinds if (fit := _fit(value, each)) is not _UNFIT), _UNFIT)
+    if kind is Any:
+        return value
+    value = _unwrapped(value)
+    if origin is Literal:
+        allowed = any(type(value) is type(each) and value == each for each in arguments)
+        return value if allowed else _UNFIT
+    if origin in (tuple, collections.abc.Sequence):
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            return _UNFIT
+        fits = tuple(_fit(each, arguments[0]) for each in value)
+        short = _is_pair(kind) and len(fits) != 2
+        return _UNFIT if short or _UNFIT in fits else fits
+    if kind is int:
+        return int(value) if is_whole(value) and abs(value) <= MOST else _UNFIT
+    if kind is float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            return _UNFIT
+        real: Any = value  # Python promises no order of `Real` and float
+        return float(real) if -LARGEST <= real <= LARGEST else _UNFIT  # which NaN is not
+    return value if isinstance(value, kind) else _UNFIT
+
+
+def _is_pair(kind: Any) -> bool:
+    return typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind)
+
+
+def _unwrapped(value: Any) -> Any:
+    """What a scalar of NumPy, or an array of NumPy or JAX, holds."""
+    if not (hasattr(value, "tolist") and hasattr(value, "ndim")):
+        return value
+    try:
+        return value.tolist()
+    except TypeError:  # jax is tracing it: it has no value yet
+        return value
+
+
+def _describe(kind: Any, value: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        limits = [str(each) for each in arguments[1:] if isinstance(each, Range)]
+        return " ".join([_describe(arguments[0], value), *limits])
+    if origin in (Union, types.UnionType):
+        kinds = [each for each in arguments if not (each is int and float in arguments)]
+        return " or ".join(_describe(each, value) for each in kinds)
+    if origin is Literal:
+        shown = [repr(each) for each in arguments]
+        return " or ".join([", ".join(shown[:-1]), shown[-1]]) if shown[1:] else shown[0]
+    if origin in (tuple, collections.abc.Sequence):
+        noun = "a pair" if _is_pair(kind) else "a sequence"
+        return f"{noun}, each {_describe(arguments[0], value)}"
+    if kind is types.NoneType:
+        return "None"
+    if kind is int and is_whole(value) and abs(value) > MOST:
+        return "a whole number in 64 bits"
+    return _NOUNS.get(kind) or f"a {kind.__name__}"
+
+
+def _advice(kind: Any) -> str:
+    """The text of an annotation."""
+    texts = [each for each in getattr(kind, "__metadata__", ()) if isinstance(each, str)]
+    return "".join(f"; {each}" for each in texts)
+
+
+def _bound(value: float | int) -> str:
+    if isinstance(value, int) and value >= MOST_ON_DEVICE and (value + 1).bit_count() == 1:
+        return f"2**{value.bit_length()} - 1"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

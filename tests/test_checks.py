@@ -1,0 +1,187 @@
+"""One way to check an argument: what passes, as what it comes back, and what a refusal says."""
+
+import dataclasses
+import fractions
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax import Sampling, policies
+from dms_jax.checks import (
+    Count,
+    Number,
+    Options,
+    Range,
+    Ratio,
+    Seed,
+    Share,
+    Whole,
+    check,
+)
+from dms_jax.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "plain"),
+    [
+        (5, Count, 5),
+        (np.int64(5), Count, 5),
+        (np.uint8(0), Whole, 0),
+        (np.asarray(7), Count, 7),
+        (jnp.asarray(7), Count, 7),
+        (4, float, 4.0),
+        (np.float32(0.5), Share, 0.5),
+        (jnp.bfloat16(0.5), Share, 0.5),
+        (fractions.Fraction(1, 4), Share, 0.25),
+        (np.int32(4), Ratio, 4),
+        (np.float64(4), Ratio, 4.0),
+        (None, Count | None, None),
+        (np.bool_(True), bool, True),
+        ("head", Literal["head", "layer"], "head"),
+        ([np.int64(1), 2], Sequence[Seed], (1, 2)),
+        (np.asarray([3, 4]), tuple[Count, Count], (3, 4)),
+        (2**32 - 1, Seed, 2**32 - 1),
+    ],
+)
+def test_what_fits_comes_back_in_plain_python(value, kind, plain):
+    answer = check("x", value, kind)
+    assert answer == plain
+    assert type(answer) is type(plain)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "says"),
+    [
+        (0, Count, "a whole number of at least 1, got 0"),
+        (True, Count, "a whole number of at least 1, got True"),
+        (np.bool_(True), Whole, "a whole number"),
+        (5.0, Count, "a whole number of at least 1, got 5.0"),
+        (np.float64(5), Count, "a whole number"),
+        (np.asarray([5]), Count, "a whole number"),
+        ("5", Count, "got '5'"),
+        (None, Count, "got None"),
+        (10**30, Count, "a whole number in 64 bits"),
+        pytest.param(10**5000, Count, "16610 bits", id="beyond printing"),
+        (-1, Seed, r"of at least 0 and at most 2\*\*32 - 1"),
+        (2**32, Seed, r"of at least 0 and at most 2\*\*32 - 1"),
+        (float("nan"), Share, "a finite number of at least 0 and at most 1, got nan"),
+        (float("inf"), Number, "a finite number, got inf"),
+        (10**400, Number, "a finite number"),
+        (True, Number, "a finite number"),
+        (1.5, Share, "at most 1, got 1.5"),
+        (1, Annotated[Number, Range(1, above=True)], "a finite number above 1, got 1"),
+        (1, Annotated[Number, Range(0, 1, below=True)], "of at least 0 and below 1, got 1"),
+        (0, Annotated[Count | None, "give None for all"], "or None, got 0; give None for all"),
+        (1, bool, "True or False, got 1"),
+        ("middle", Literal["first", "last"], "'first' or 'last', got 'middle'"),
+        (["first"], Literal["first", "last"], r"got \['first'\]"),
+        (np.asarray([1, 2]), Literal[1, 2], "got array"),
+        ("text", Sequence[str] | None, "a sequence, each a text or None, got 'text'"),
+        ((1, 2, 3), tuple[Count, Count], "a pair, each a whole number"),
+        (3, Sampling, "a Sampling, got 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(value, kind, says):
+    with pytest.raises(ConfigError, match=f"^x must be .*{says}"):
+        check("x", value, kind)
+
+
+def test_a_number_that_jax_is_tracing_has_no_value_to_check():
+    with pytest.raises(ConfigError, match="x must be a whole number"):
+        jax.jit(lambda x: check("x", x, Count))(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cutting(Options):
+    width: Count = 3
+    rate: Share = 0.5
+    per: Literal["head", "layer"] = "head"
+
+
+def test_options_are_plain_whatever_they_were_given_as():
+    plain: Any = Cutting(width=7, rate=0.25)
+    others: Any = ((np.int64(7), np.float32(0.25)), (jnp.asarray(7), np.asarray(0.25)))
+    for width, rate in others:
+        given: Any = Cutting(width=width, rate=rate)
+        assert (given, hash(given)) == (plain, hash(plain))
+        assert json.dumps(dataclasses.asdict(given)) == json.dumps(dataclasses.asdict(plain))
+    traces = []
+
+    def traced(options, x):
+        traces.append(options)
+        return x
+
+    compiled = jax.jit(traced, static_argnums=0)
+    compiled(plain, 1)
+    compiled(given, 1)
+    assert len(traces) == 1
+
+
+def test_options_say_whose_field_is_wrong():
+    with pytest.raises(ConfigError, match=r"^Cutting: rate must be .* got 2\.$"):
+        Cutting(rate=2)
+    with pytest.raises(ConfigError, match=r"^Cutting: width must be"):
+        dataclasses.replace(Cutting(), width=0)
+
+
+def test_a_name_that_is_not_known_is_answered_with_the_nearest():
+    unknown: Any = {"widht": 3}
+    says = r"Cutting has no option widht \(did you mean width\?\); it has per, rate, width\."
+    with pytest.raises(ConfigError, match=says):
+        Cutting(**unknown)
+    with pytest.raises(ConfigError, match=says):
+        dataclasses.replace(Cutting(), **unknown)
+    with pytest.raises(ConfigError, match=r"DMS has no option windw \(did you mean window\?\)"):
+        policies.from_dict({"name": "DMS", "windw": 3})
+    with pytest.raises(ConfigError, match="Vanilla has no option budget; it has none"):
+        policies.from_dict({"name": "Vanilla", "budget": 3})
+
+
+AS_A_USER = """
+import json
+import numpy as np
+import jax.numpy as jnp
+import dms_jax
+import dms_jax.assets
+from dms_jax.data.tasks import WordChain
+
+pairs = [
+    (dms_jax.DMS(window=np.int64(256), temperature=np.float32(0.5)),
+     dms_jax.DMS(window=256, temperature=0.5)),
+    (dms_jax.TOVA(compression_ratio=np.float32(4)), dms_jax.TOVA(compression_ratio=4.0)),
+    (dms_jax.AdaKV(dms_jax.SnapKV(budget=jnp.asarray(99))),
+     dms_jax.AdaKV(dms_jax.SnapKV(budget=99))),
+    (dms_jax.Sampling(max_new_tokens=np.int64(5), seed=np.arange(3), stop=["a"]),
+     dms_jax.Sampling(max_new_tokens=5, seed=(0, 1, 2), stop=("a",))),
+    (dms_jax.recipes.dms_published(np.float64(8)), dms_jax.recipes.dms_published(8)),
+    (WordChain(steps=[np.int64(3), 4]), WordChain(steps=(3, 4))),
+]
+for given, plain in pairs:
+    assert given == plain and hash(given) == hash(plain), (given, plain)
+for policy, _ in pairs[:3]:
+    assert dms_jax.policies.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+config = dms_jax.load(dms_jax.assets.path("stories260k")).config
+assert dms_jax.estimate(config, tokens=np.int64(64)) == dms_jax.estimate(config, tokens=64)
+model = dms_jax.initialize(config, seed=np.int64(3))
+generated = dms_jax.generate(model, [[1, 2]], sampling=pairs[3][0].__class__(max_new_tokens=2),
+                             page_size=np.int32(16), chunk=np.int8(2))
+assert len(generated.tokens[0]) == 2
+"""
+
+
+def test_users_give_numbers_of_any_kind():
+    """In a process of its own: the tests check annotations at run time, users' programs do not."""
+    done = subprocess.run(
+        [sys.executable, "-c", AS_A_USER], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
