@@ -149,12 +149,13 @@ def test_the_page_leads_to_the_end(source, tmp_path):
     insert(package / "__init__.py", "__all__ = [", '"SinkDistance",\n')
 
     contract = tmp_path / "tests" / "policies" / "test_policies.py"
-    instance = block_with("\nSinkDistance(")
+    instance = block_with("\nSinkDistance(").rstrip() + ",\n"
     for path in (contract, laws / "scored_rows.py"):
         insert(path, "from dms_jax.policies import (", "SinkDistance,\n")
     insert(contract, "CHANGED = [", instance)
     insert(laws / "scored_rows.py", "match scorer:", block_with("case SinkDistance"))
-    insert(laws / "scored_rows.py", "return [", block_with("make(SinkDistance"))
+    row = block_with("make(SinkDistance").rstrip() + ",\n"
+    insert(laws / "scored_rows.py", "return [", row)
 
     _, _, _, *tests = shlex.split(block_with('-k "test_policies or every_policy'))
     assert tests[:2] == ["-n", "0"]
