@@ -25,8 +25,8 @@ help:
 	@echo "make clean    remove .venv and the caches"
 
 demo: $(STAMP)
-	$(RUN) experiments/quickstart.py $(ARGS)
-	$(RUN) experiments/solve.py
+	$(RUN) -m experiments.demos.quickstart $(ARGS)
+	$(RUN) -m experiments.demos.solve
 
 test: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

@@ -1,7 +1,7 @@
 """Let a model answer the problems of a task from a small cache, and score the answers.
 
-    python experiments/evaluate.py --task reasoning --chains 16
-    python experiments/evaluate.py --model path/to/model --task needle --task-options size=600 \
+    python -m experiments.evaluate --task reasoning --chains 16
+    python -m experiments.evaluate --model path/to/model --task needle --task-options size=600 \
         --policy TOVA --options budget=128 --out runs/needle.json
 
 Problems are made from seeds; those of the test split are never trained on.
@@ -18,11 +18,11 @@ from importlib import metadata
 from typing import Any, Literal
 
 import jax
-from options import read_policy, read_tasks
 
 import dms_jax
 from dms_jax import assets
 from dms_jax.evaluation import Result, evaluate, summary_table
+from experiments.shared.options import read_policy, read_tasks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Complete prompts from a small cache, as they are written, with what each of them used.
 
-python experiments/generate.py "Once upon a time"
-python experiments/generate.py --policy TOVA --options budget=64 --temperature 0 "Lily and Tom"
-python experiments/generate.py --model path/to/checkpoint --chat --samples 4 "Prove that ..."
-python experiments/generate.py --file prompts.txt --options '{"budget": 64}' --policy TOVA
+python -m experiments.generate "Once upon a time"
+python -m experiments.generate --policy TOVA --options budget=64 --temperature 0 "Lily and Tom"
+python -m experiments.generate --model path/to/checkpoint --chat --samples 4 "Prove that ..."
+python -m experiments.generate --file prompts.txt --options '{"budget": 64}' --policy TOVA
 """
 
 import collections
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import tyro
-from options import read_policy
 from rich.console import Console
 from rich.table import Table
 
 import dms_jax
 from dms_jax import assets
 from dms_jax.generation import Generation, Update
+from experiments.shared.options import read_policy
 
 SHIPPED = "stories260k"
 

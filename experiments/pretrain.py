@@ -1,8 +1,8 @@
 """Train a small Llama-shaped model from scratch on reasoning, retrieval and prose.
 
-    python experiments/pretrain.py --out runs/reasoner --minutes 9
-    python experiments/pretrain.py --out runs/again --steps 16000
-    python experiments/pretrain.py --help
+    python -m experiments.pretrain --out runs/reasoner --minutes 9
+    python -m experiments.pretrain --out runs/again --steps 16000
+    python -m experiments.pretrain --help
 
 Data are made from seeds while the model trains (`dms_jax.data.mixture`); nothing repeats. With
 --minutes the number of steps is chosen by timing some beforehand and written to out/plan.json and
@@ -30,8 +30,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from configs.pretrain import Config
-from reports import make_folder
 
 import dms_jax
 from dms_jax import assets
@@ -39,6 +37,8 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.data.batches import Batch
 from dms_jax.data.mixture import Mixture, MixtureBatches, standard_parts
 from dms_jax.training import held_out_loss
+from experiments.configs.pretrain import Config
+from experiments.shared.reports import make_folder
 
 # Steps that are timed: the first of them compiles, and the last ones count.
 TIMED_STEPS, COUNTED_STEPS = 80, 40
@@ -240,7 +240,7 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
 def command(config: Config, steps: int) -> str:
     """How to repeat a run anywhere."""
     default = Config()
-    words = ["python", "experiments/pretrain.py", "--steps", str(steps)]
+    words = ["python", "-m", "experiments.pretrain", "--steps", str(steps)]
     for field in dataclasses.fields(Config):
         value = getattr(config, field.name)
         skipped = ("out", "minutes", "steps", "stop_after_minutes", "workers")

@@ -2,9 +2,9 @@
 
 Starts from a named set of options, each of which can be changed:
 
-    python experiments/retrofit.py stories260k --compression-ratio 4 --out runs/small
-    python experiments/retrofit.py custom --model path/to/model --data train.jsonl --out runs/mine
-    python experiments/retrofit.py custom --help
+    python -m experiments.retrofit stories260k --compression-ratio 4 --out runs/small
+    python -m experiments.retrofit custom --model path/to/model --data train.jsonl --out runs/mine
+    python -m experiments.retrofit custom --help
 
 Started again with the same options it goes on from the latest checkpoint. The result, in out/model,
 is a Hugging Face directory whose config.json names the policy: `dms_jax.load` runs it as it is.
@@ -13,9 +13,9 @@ is a Hugging Face directory whose config.json names the policy: `dms_jax.load` r
 import sys
 
 import tyro
-from configs.retrofit import PRESETS, Config
 
 import dms_jax
+from experiments.configs.retrofit import PRESETS, Config
 
 
 def main(config: Config) -> int:

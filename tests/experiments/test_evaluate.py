@@ -7,7 +7,8 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, WordChain
-from experiments import evaluate, options
+from experiments import evaluate
+from experiments.shared import options
 
 MODEL = str(assets.path("stories260k"))
 

@@ -9,30 +9,18 @@ import sys
 import pytest
 
 import dms_jax
+from experiments import retrofit
+from experiments.configs import retrofit as configs
 
-EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
-
-
-@pytest.fixture(scope="module")
-def script():
-    """The script as a module; it finds its presets beside itself."""
-    sys.path.insert(0, str(EXPERIMENTS))
-    try:
-        import configs.retrofit
-        import retrofit
-
-        yield retrofit, configs.retrofit
-    finally:
-        sys.path.remove(str(EXPERIMENTS))
+CHECKOUT = pathlib.Path(__file__).parents[2]
 
 
-def test_a_small_run_is_written_and_loads(script, tmp_path, capsys):
-    main, configs = script
+def test_a_small_run_is_written_and_loads(tmp_path, capsys):
     _, config = configs.PRESETS["stories260k"]
     config = dataclasses.replace(
         config, out=tmp_path, compression_ratio=1.2, sequence_length=32, batch_size=2, window=8
     )
-    assert main.main(config) == 0
+    assert retrofit.main(config) == 0
     assert "3 steps to ratio 1.2" in capsys.readouterr().out
     model = dms_jax.load(tmp_path / "model")
     assert model.policy == dms_jax.DMS(window=8, source="adapter")
@@ -51,14 +39,12 @@ def test_a_small_run_is_written_and_loads(script, tmp_path, capsys):
         (dict(window=8, source="query_neuron"), dms_jax.DMS(window=8, source="query_neuron")),
     ],
 )
-def test_policies_by_name(script, options, policy):
-    _, configs = script
+def test_policies_by_name(options, policy):
     config = configs.Config(model="", data=(), out=pathlib.Path("out"))
     assert dataclasses.replace(config, **options).make_policy() == policy
 
 
-def test_presets_make_recipes(script):
-    _, configs = script
+def test_presets_make_recipes():
     recipes = {name: config.make_recipe() for name, (_, config) in configs.PRESETS.items()}
     assert recipes["qwen3-8b"].pass_size(8) == 8
     assert recipes["llama-3.2-1b"].stages[-1].steps == 9000
@@ -75,27 +61,25 @@ def test_presets_make_recipes(script):
     assert {stage.final_learning_rate for stage in local.stages} == {None}
 
 
-def test_errors_are_told_in_a_line(script, tmp_path, capsys):
-    main, configs = script
+def test_errors_are_told_in_a_line(tmp_path, capsys):
     _, custom = configs.PRESETS["custom"]
-    assert main.main(custom) == 1
+    assert retrofit.main(custom) == 1
     assert capsys.readouterr().err == "ConfigError: give --model and --data\n"
     missing = dataclasses.replace(
         configs.PRESETS["stories260k"][1], data=(tmp_path / "none.txt",), out=tmp_path / "run"
     )
-    assert main.main(missing) == 1
+    assert retrofit.main(missing) == 1
     assert "DataError" in capsys.readouterr().err
 
 
-def test_help_explains_every_option(script):
-    _, configs = script
+def test_help_explains_every_option():
     done = subprocess.run(
-        [sys.executable, EXPERIMENTS / "retrofit.py", "custom", "--help"],
+        [sys.executable, "-m", "experiments.retrofit", "custom", "--help"],
         capture_output=True,
         text=True,
         check=True,
-        cwd=EXPERIMENTS.parent,
-        env={**os.environ, "PYTHONPATH": str(EXPERIMENTS.parent), "COLUMNS": "200"},
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "COLUMNS": "200"},
     )
     for field in dataclasses.fields(configs.Config):
         assert f"--{field.name.replace('_', '-')}" in done.stdout
