@@ -124,11 +124,10 @@ def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> t
     inner = policy.over if isinstance(policy, SelectiveReading) else policy
     if isinstance(inner, DelayedEviction):
         size = inner.visible_window + 1
-        position = np.arange(context - size, context)
-        slots = lengths[..., None] - size + np.arange(size)[np.argsort(position % size)]
+        slots = jnp.asarray(np.maximum(lengths[..., None] - size + np.arange(size), 0), jnp.int32)
         rate = 1.0 if isinstance(inner, dms_jax.StreamingLLM) else getattr(inner, "rate", 0.0)
-        marked = random.random(slots.shape) < rate
-        rows = inner.with_ring(rows, jnp.asarray(2 * np.maximum(slots, 0) + marked, jnp.int32))
+        evicted = jnp.asarray(random.random(slots.shape) < rate)
+        rows = inner.rows_at(rows, slots, evicted, context)
     if isinstance(inner, VictimEviction):
         rows = jnp.asarray(random.integers(0, lengths), jnp.int32)
     if isinstance(inner, H2O):
