@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 
 import dms_jax
@@ -46,6 +45,7 @@ from experiments.reproduction.comparison.show import picture, show
 from experiments.reproduction.comparison.speed import compare_speed
 from experiments.reproduction.comparison.systems import System, combined, learned, training_free
 from experiments.reproduction.comparison.texts import OCCASIONS, occasions, packed, solved
+from experiments.shared.command_line import run
 from experiments.shared.reports import make_folder, provenance
 
 COUNTS = (
@@ -157,7 +157,7 @@ class Config:
     """Sequences of --speed."""
     seed: int = 0
     """Of training, and of the answers."""
-    out: pathlib.Path = pathlib.Path("experiments/results/compare_policies")
+    out: pathlib.Path = pathlib.Path("runs/compare")
     """Folder for quality.json, quality.png and tables.md, or speed.json."""
 
     def __post_init__(self):
@@ -358,11 +358,11 @@ def main(config: Config) -> list[Any]:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except dms_jax.DmsJaxError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(
-            "Stopped. Rows that were measured are on disk; --merge --only adds others to them."
+    sys.exit(
+        run(
+            main,
+            Config,
+            description=__doc__,
+            interrupted="Stopped. Rows that were measured are on disk; --merge --only adds others.",
         )
+    )

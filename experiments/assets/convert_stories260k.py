@@ -15,15 +15,17 @@ rows of wq and wk are put in another order; scores, being sums over dims, stay t
 import dataclasses
 import json
 import pathlib
-import shutil
 import struct
+import sys
 
 import numpy as np
-import tyro
 from safetensors.numpy import save_file
 
+import dms_jax
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.config import ModelConfig
+from experiments.shared.command_line import run
+from experiments.shared.reports import make_folder, read_file
 
 CARD = """# stories260K
 
@@ -40,7 +42,7 @@ enough for every test.
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class Config:
     """Files to read and the directory to write."""
 
     weights: pathlib.Path
@@ -49,13 +51,15 @@ class Arguments:
     """sentencepiece model."""
     license: pathlib.Path
     """Licence text to put beside the result."""
-    out: pathlib.Path
+    out: pathlib.Path = pathlib.Path("runs/stories260k-converted")
     """Directory to write."""
 
 
 def read(path: pathlib.Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
     """Read a v0 `.bin`: the config, and tensors under Hugging Face's names."""
-    data = path.read_bytes()
+    data = read_file("--weights", path)
+    if len(data) < 28:
+        raise dms_jax.CheckpointError(f"{path} is no llama2.c checkpoint: it has {len(data)} bytes")
     width, hidden, layers, heads, kv_heads, vocab, length = struct.unpack_from("<7i", data)
     tied, vocab = vocab > 0, abs(vocab)
     head_dim = width // heads
@@ -90,7 +94,9 @@ def read(path: pathlib.Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
     if not tied:
         tensors["lm_head.weight"] = take(vocab, width)
     if position != len(values):
-        raise SystemExit(f"{path} has {len(values)} floats where its header asks for {position}")
+        raise dms_jax.CheckpointError(
+            f"{path} has {len(values)} floats where its header asks for {position}"
+        )
     for name, stack in stacked.items():
         for layer in range(layers):
             tensors[f"model.layers.{layer}.{name}.weight"] = stack[layer]
@@ -109,25 +115,25 @@ def read(path: pathlib.Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
     return config, tensors
 
 
-def main(arguments: Arguments) -> None:
+def main(config: Config) -> None:
     """Write the Hugging Face directory."""
-    config, tensors = read(arguments.weights)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", config.out)
+    shape, tensors = read(config.weights)
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    save_file(contiguous, arguments.out / "model.safetensors", metadata={"format": "pt"})
+    save_file(contiguous, config.out / "model.safetensors", metadata={"format": "pt"})
 
     ends = {"bos_token_id": 1, "eos_token_id": 2}
-    write_json(arguments.out / "config.json", config.to_hf() | {"torch_dtype": "float32"} | ends)
+    write_json(config.out / "config.json", shape.to_hf() | {"torch_dtype": "float32"} | ends)
     # A story ends where the next begins, so the model's end token in practice is the first one.
-    write_json(arguments.out / "generation_config.json", ends | {"eos_token_id": [1, 2]})
+    write_json(config.out / "generation_config.json", ends | {"eos_token_id": [1, 2]})
 
-    shutil.copy(arguments.tokenizer, arguments.out / "tokenizer.model")
-    tokenizer = Tokenizer.from_directory(arguments.out)
-    (arguments.out / "tokenizer.model").unlink()
+    (config.out / "tokenizer.model").write_bytes(read_file("--tokenizer", config.tokenizer))
+    tokenizer = Tokenizer.from_directory(config.out)
+    (config.out / "tokenizer.model").unlink()
     assert tokenizer is not None
-    tokenizer.save(arguments.out)
-    shutil.copyfile(arguments.license, arguments.out / "LICENSE")
-    (arguments.out / "README.md").write_text(CARD, encoding="utf-8")
+    tokenizer.save(config.out)
+    (config.out / "LICENSE").write_bytes(read_file("--license", config.license))
+    (config.out / "README.md").write_text(CARD, encoding="utf-8")
 
 
 def write_json(path: pathlib.Path, content: dict) -> None:
@@ -135,4 +141,4 @@ def write_json(path: pathlib.Path, content: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    sys.exit(run(main, Config, description=__doc__))

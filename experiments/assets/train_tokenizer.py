@@ -1,6 +1,6 @@
 """Train the tokenizer of the shipped reasoning model: 2048 pieces, byte-level.
 
-    python -m experiments.assets.train_tokenizer --out runs/tokenizer
+    python -m experiments.assets.train_tokenizer
 
 Byte-pair encoding over bytes, so that any text can be written: the 256 bytes, `<s>`, `</s>`, and
 merges learned from the texts that the model is trained on (worked problems, the wording of the
@@ -10,6 +10,7 @@ random names and numbers of the retrieval tasks are left out of the training tex
 
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Iterator
 
 import tokenizers
@@ -18,13 +19,15 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, VariableTracking, WordChain
+from experiments.shared.command_line import run
+from experiments.shared.reports import make_folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Settings."""
 
-    out: pathlib.Path
+    out: pathlib.Path = pathlib.Path("runs/tokenizer")
     """Directory to write tokenizer.json and tokenizer_config.json to."""
     vocab_size: int = 2048
     """Pieces, special ones and bytes included."""
@@ -76,8 +79,8 @@ def train(config: Config) -> Tokenizer:
 
 def main(config: Config) -> None:
     """Trains, writes, and shows what a text costs."""
+    make_folder("--out", config.out)
     tokenizer = train(config)
-    config.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(config.out)
     print(f"{tokenizer.vocab_size} pieces in {config.out}")
     for task in (LinearEquation(), Arithmetic(), WordChain(), Needle(), VariableTracking()):
@@ -88,6 +91,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(Config, description=__doc__))
+    sys.exit(run(main, Config, description=__doc__))

@@ -4,18 +4,19 @@ Every implementation is checked against float32 attention on fresh random data b
 Rates count the bytes of live keys and values, once. cuDNN reads the same number of tokens laid out
 densely; where rows differ in length it reads the longest for all, so such cases have no cuDNN row.
 
-The other kernels have scripts of their own: `benchmark_write_kernel.py`,
-`benchmark_prefill_kernel.py`, `benchmark_training_kernels.py`.
+The other kernels have scripts of their own: `write_kernel.py`, `select_kernel.py`,
+`prefill_kernel.py`, `training_kernels.py`.
 
     python -m experiments.benchmarks.decode_kernel --out experiments/results/kernels
     python -m experiments.benchmarks.decode_kernel --picture experiments/results/kernels
 """
 
-import argparse
+import dataclasses
 import functools
 import json
 import pathlib
 import statistics
+import sys
 from typing import Any
 
 import jax
@@ -25,13 +26,15 @@ import numpy as np
 from experiments.benchmarks.kernel_timing import (
     CALLS,
     ROTATED_BYTES,
+    check_names,
     command_line,
     draw_pools,
     environment,
-    prepare_output,
     require_gpu,
     time_chain,
 )
+from experiments.shared.command_line import run
+from experiments.shared.reports import make_folder, read_file
 from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases
 
@@ -256,14 +259,13 @@ def measure(case, seed, only) -> list[dict]:
     return records
 
 
-def draw_picture(folder: pathlib.Path) -> None:
-    """Draw the rates of a committed report as bars, with the pure-read rate as a line."""
+def draw_picture(report: dict[str, Any], path: pathlib.Path) -> None:
+    """Draw the rates of a report as bars, with the pure-read rate as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    report = json.loads((folder / "decode.json").read_text())
     records = [r for r in report["records"] if "period_us" in r]
     names = list(dict.fromkeys(r["case"] for r in records))
     contenders = list(dict.fromkeys(r["implementation"] for r in records))
@@ -284,7 +286,7 @@ def draw_picture(folder: pathlib.Path) -> None:
     axes.set_xlabel("live keys and values read, TB/s (start to start, gaps included)")
     axes.set_title(f"Decode attention on {report['device']}, jax {report['jax']}", fontsize=10)
     figure.legend(fontsize=8, loc="outside right upper")
-    figure.savefig(folder / "decode.png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def read_rate() -> float:
@@ -298,36 +300,49 @@ def read_rate() -> float:
     return values.nbytes / timing.period / 1e6
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time decode attention."""
+
+    out: pathlib.Path = pathlib.Path("runs/kernels")
+    """Folder for decode.json and decode.png."""
+    cases: tuple[str, ...] = tuple(case.name for case in cases.BENCHMARK)
+    """Cases to time."""
+    only: tuple[str, ...] = ()
+    """Implementations to time; all unless given."""
+    extend: bool = False
+    """Keep the other records of a report that is there."""
+    seed: int = 0
+    """Of the data."""
+    picture: pathlib.Path | None = None
+    """A folder with decode.json: time nothing, draw it into --out."""
+
+
+def main(config: Config) -> None:
     """Measure, print, and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default="experiments/results/kernels")
-    parser.add_argument("--cases", nargs="*", default=[case.name for case in cases.BENCHMARK])
-    parser.add_argument("--only", nargs="*", help="implementations; all without")
-    parser.add_argument("--extend", action="store_true", help="keep the report's other records")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--picture", metavar="FOLDER", help="only draw a written report")
-    arguments = parser.parse_args()
-    if arguments.picture:
-        draw_picture(pathlib.Path(arguments.picture))
+    check_names("--cases", config.cases, (case.name for case in cases.BENCHMARK))
+    if config.picture is None:
+        require_gpu()
+    make_folder("--out", config.out)
+    if config.picture is not None:
+        source = read_file("--picture", config.picture / "decode.json")
+        draw_picture(json.loads(source), config.out / "decode.png")
         return
-    require_gpu()
-    folder = prepare_output(arguments.out)
     report: dict[str, Any] = environment() | {
         "commands": [command_line()],
         "read_terabytes_per_second": round(read_rate(), 3),
         "records": [],
     }
-    path = folder / "decode.json"
-    if arguments.extend and path.exists():
+    path = config.out / "decode.json"
+    if config.extend and path.exists():
         before = json.loads(path.read_text())
         report["records"] = before["records"]
         report["commands"] = before["commands"] + report["commands"]
         report = before | report
     print(f"pure read {report['read_terabytes_per_second']} TB/s", flush=True)
     order = {case.name: i for i, case in enumerate(cases.BENCHMARK)}
-    for name in arguments.cases:
-        records = measure(cases.by_name(name), arguments.seed, arguments.only)
+    for name in config.cases:
+        records = measure(cases.by_name(name), config.seed, list(config.only) or None)
         measured = {(record["case"], record["implementation"]) for record in records}
         report["records"] = records + [
             record
@@ -339,4 +354,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, Config, description=__doc__))

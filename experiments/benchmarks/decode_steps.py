@@ -18,7 +18,6 @@ import json
 import math
 import multiprocessing
 import pathlib
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +37,8 @@ from dms_jax.model.caching import tree_bytes
 from dms_jax.model.rope import apply_rope, rope_tables
 from dms_jax.model.transformer import Transformer
 from experiments.benchmarks.kernel_timing import versions
+from experiments.shared.command_line import command, run
+from experiments.shared.reports import make_place
 
 Shape = Literal["llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "tiny"]
 SHAPES: dict[Shape, dict[str, Any]] = {
@@ -111,7 +112,7 @@ class Config:
     """Of weights and cache."""
     profile: pathlib.Path | None = None
     """Write a profiler trace of the last program of each row here."""
-    out: pathlib.Path = pathlib.Path("experiments/results/decode/decode_steps.json")
+    out: pathlib.Path = pathlib.Path("runs/decode/decode_steps.json")
     """Where the figures go."""
 
 
@@ -188,10 +189,9 @@ def filled_runner(
     row_state = cache.row_state
     if ratio != 1:
         size = policy.visible_window + 1
-        position = np.arange(config.context - size, config.context)
-        slots = lengths[..., None] - size + np.arange(size)[np.argsort(position % size)]
-        marked = jax.random.uniform(jax.random.key(1), slots.shape) < policy.rate
-        row_state = 2 * jnp.asarray(slots, jnp.int32) + marked
+        slots = jnp.asarray(lengths[..., None] - size + np.arange(size), jnp.int32)
+        evicted = jax.random.uniform(jax.random.key(1), slots.shape) < policy.rate
+        row_state = policy.rows_at(row_state, slots, evicted, config.context)
     runner.cache = dataclasses.replace(
         cache,
         pool=Pool(k_pages=fill(cache.k_pages, 1), v_pages=fill(cache.v_pages, 2)),
@@ -369,6 +369,7 @@ def time_transformers(config: Config, shape: Shape) -> dict:
 
 def main(config: Config) -> None:
     """Times everything and writes the figures."""
+    make_place("--out", config.out)
     torch_rows = []
     if config.transformers:  # in a process of its own, before jax takes the memory
         spawn = multiprocessing.get_context("spawn")
@@ -383,7 +384,7 @@ def main(config: Config) -> None:
         read_rate=rate,
         date=datetime.date.today().isoformat(),
         versions=versions(),
-        command=shlex.join(["python", *sys.argv]),
+        command=command(),
         config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
         rows=[],
     )
@@ -395,7 +396,6 @@ def main(config: Config) -> None:
             for key, value in figures.items()
         }
         print(shape, name, shown, flush=True)
-        config.out.parent.mkdir(parents=True, exist_ok=True)
         config.out.write_text(json.dumps(results, indent=1) + "\n")
 
     for shape in config.shapes:
@@ -413,6 +413,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(Config, description=__doc__))
+    sys.exit(run(main, Config, description=__doc__))

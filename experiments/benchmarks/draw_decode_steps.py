@@ -1,29 +1,46 @@
 """Draw the measured decode steps of `decode_steps.py`, each beside its own roofline.
 
-python -m experiments.benchmarks.draw_decode_steps --folder experiments/results/decode
+python -m experiments.benchmarks.draw_decode_steps
 """
 
-import argparse
+import dataclasses
 import json
 import pathlib
+import sys
+
+import dms_jax
+from experiments.shared.command_line import run
+from experiments.shared.reports import make_place
 
 FILES = ("decode_steps.json", "decode_steps_other_shapes.json")
 # transformers takes many times as long: its bar ends at the edge, its number says how long it is.
 WIDEST_MS = 19.0
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Draw measured decode steps."""
+
+    folder: pathlib.Path = pathlib.Path("experiments/results/decode")
+    """Where the reports are."""
+    out: pathlib.Path = pathlib.Path("runs/decode/decode_steps.png")
+    """The picture."""
+
+
+def main(config: Config) -> None:
     """Draw every row of the reports that a folder has."""
+    make_place("--out", config.out)
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=pathlib.Path, default="experiments/results/decode")
-    folder = parser.parse_args().folder
-    paths = [folder / name for name in FILES]
+    paths = [config.folder / name for name in FILES]
     reports = [json.loads(path.read_text()) for path in paths if path.exists()]
+    if not reports:
+        raise dms_jax.ConfigError(
+            f"--folder {config.folder}: there is no {' and no '.join(FILES)}."
+        )
     rows = [row for report in reports for row in report["rows"]]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     figure, axes = plt.subplots(
@@ -60,14 +77,14 @@ def main() -> None:
     axes[-1, 0].set_xlabel(
         "ms a step; the narrow bar is the time to read weights and live cache once"
     )
-    config = reports[0]["config"]
+    told = reports[0]["config"]
     figure.suptitle(
-        f"Decode steps on {reports[0]['device']}: batch {config['batch']}, context "
-        f"{config['context']}, {config['dtype']}, jax {reports[0]['versions']['jax']}",
+        f"Decode steps on {reports[0]['device']}: batch {told['batch']}, context "
+        f"{told['context']}, {told['dtype']}, jax {reports[0]['versions']['jax']}",
         fontsize=10,
     )
-    figure.savefig(folder / "decode_steps.png", dpi=110)
+    figure.savefig(config.out, dpi=110)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, Config, description=__doc__))

@@ -18,8 +18,8 @@ prompt's values to the host hide behind its computation.
     python -m experiments.benchmarks.host_values --out experiments/results/kcache
 """
 
-import argparse
 import ctypes
+import dataclasses
 import functools
 import json
 import pathlib
@@ -46,6 +46,9 @@ from experiments.benchmarks.host_value_parts import (
     measure_top,
     seconds,
 )
+from experiments.benchmarks.kernel_timing import check_names, require_gpu
+from experiments.shared.command_line import run
+from experiments.shared.reports import make_folder
 
 
 def pinned() -> jax.sharding.Sharding:
@@ -337,17 +340,26 @@ def break_evens(report: dict) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--way", choices=WAYS, help="one way, printed as JSON")
-    parser.add_argument("--out", default="experiments/results/kcache")
-    parser.add_argument("--limit", type=float, default=45, help="seconds a way may take")
-    options = parser.parse_args()
-    if options.way:
-        print(json.dumps(WAYS[options.way]()))
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time fetches of values from host memory."""
+
+    out: pathlib.Path = pathlib.Path("runs/kcache")
+    """Folder for host_values.json."""
+    way: str | None = None
+    """One way in this process, printed as JSON."""
+    limit: float = 45.0
+    """Seconds that a way may take."""
+
+
+def main(config: Config) -> None:
+    """Times every way in a process of its own; writes the figures as they come."""
+    if config.way is not None:
+        check_names("--way", [config.way], WAYS)
+        require_gpu()
+        print(json.dumps(WAYS[config.way]()))
         return
-    folder = pathlib.Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", config.out)
     report = {
         "shapes": dict(
             heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, context=CONTEXT, layers=LAYERS
@@ -362,7 +374,7 @@ def main() -> None:
                 [sys.executable, "-m", "experiments.benchmarks.host_values", "--way", way],
                 capture_output=True,
                 text=True,
-                timeout=options.limit,
+                timeout=config.limit,
             )
             lines = done.stdout.strip().splitlines()
             report[way] = (
@@ -371,14 +383,14 @@ def main() -> None:
                 else {"failed": done.returncode, "says": done.stderr.strip()[-1200:]}
             )
         except subprocess.TimeoutExpired:
-            report[way] = {"failed": f"took more than {options.limit} s"}
+            report[way] = {"failed": f"took more than {config.limit} s"}
         print(
             f"{way} ({time.perf_counter() - started:.0f} s): {json.dumps(report[way])}", flush=True
         )
-        (folder / "host_values.json").write_text(json.dumps(report, indent=1) + "\n")
+        (config.out / "host_values.json").write_text(json.dumps(report, indent=1) + "\n")
     report["break-even S / N"] = break_evens(report)
-    (folder / "host_values.json").write_text(json.dumps(report, indent=1) + "\n")
+    (config.out / "host_values.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, Config, description=__doc__))

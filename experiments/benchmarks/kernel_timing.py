@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,6 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import dms_jax
+from experiments.shared.command_line import command
+from experiments.shared.reports import make_folder
 from pallas_kernels import tuned
 from pallas_kernels.decode.cases import DecodeCase
 
@@ -64,9 +66,13 @@ def device_events(run: Callable[[], None]) -> list[tuple[float, float, str]]:
 
 
 def require_gpu() -> None:
-    """Ends a program that would have nothing to time."""
+    """Refuses to run where there is nothing to time.
+
+    Raises:
+      ConfigError: jax sees no GPU.
+    """
     if jax.default_backend() != "gpu":
-        sys.exit(
+        raise dms_jax.ConfigError(
             "The times are read off a GPU's own record of what it ran, and jax sees no GPU here "
             f"(it runs on {jax.default_backend()})."
         )
@@ -106,7 +112,7 @@ def measure_all(
       measure: of a case and an implementation, with a seed for its data.
     """
     require_gpu()
-    prepare_output(str(path.parent))
+    make_folder("--out", path.parent)
     seed = int.from_bytes(os.urandom(4), "little")
     report: dict[str, Any] = environment() | {
         "command": command_line(),
@@ -201,23 +207,22 @@ def environment() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """Write how this program was called, without the place of its results."""
-    arguments = sys.argv[1:]
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        del arguments[at : at + 2]
-    script = pathlib.Path(sys.argv[0]).stem
-    return " ".join(["python", "-m", f"experiments.benchmarks.{script}", *arguments])
+    """How this program was called, without the place of its results."""
+    return command(without=("--out",))
 
 
-def prepare_output(folder: str) -> pathlib.Path:
-    """Make the folder of results."""
-    path = pathlib.Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses names that there are none of.
+
+    Raises:
+      ConfigError: there are some.
+    """
+    known = list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise dms_jax.ConfigError(f"{option} {' '.join(unknown)}: there are {', '.join(known)}.")
 
 
-def save_settings(folder: str, kernel: str, entry: dict) -> None:
+def save_settings(folder: pathlib.Path, kernel: str, entry: dict) -> None:
     """Put an entry into this device's file of settings, in the place of one for the same shapes.
 
     Args:
@@ -225,7 +230,8 @@ def save_settings(folder: str, kernel: str, entry: dict) -> None:
       kernel: "operation/implementation".
       entry: see `pallas_kernels.tuned`.
     """
-    path = prepare_output(folder) / tuned.file_name(jax.devices()[0].device_kind)
+    make_folder("--out", folder)
+    path = folder / tuned.file_name(jax.devices()[0].device_kind)
     report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"kernels": {}}
     entries = {json.dumps(e["when"]): e for e in report["kernels"].get(kernel, [])}
     entries[json.dumps(entry["when"])] = entry | {"command": command_line()}

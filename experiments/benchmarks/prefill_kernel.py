@@ -8,11 +8,12 @@ counted in. The output is checked against the float32 XLA reference in the same 
     python -m experiments.benchmarks.prefill_kernel --out experiments/results/training_kernels
 """
 
-import argparse
+import dataclasses
 import json
 import os
 import pathlib
 import statistics
+import sys
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -23,6 +24,8 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.benchmarks.kernel_timing import command_line, environment, require_gpu
+from experiments.shared.command_line import run
+from experiments.shared.reports import make_folder
 from pallas_kernels import prefill_attention
 
 CHUNK, PAST, HEADS, KV_HEADS, DIM, PAGE, WINDOW = 2048, 30720, 32, 8, 128, 64, 512
@@ -63,7 +66,7 @@ def draw(rng: np.random.Generator, ratio: int, past: int, chunk: int) -> dict:
     }
 
 
-def run(implementation: str):
+def attention(implementation: str):
     def attend(arrays):
         return prefill_attention(
             **arrays, window=WINDOW, scale=DIM**-0.5, implementation=implementation
@@ -75,17 +78,25 @@ def run(implementation: str):
 def check(rng: np.random.Generator, ratio: int) -> float:
     arrays = draw(rng, ratio, past=1500, chunk=600)
     exact = {n: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for n, x in arrays.items()}
-    wanted = run("xla")(jax.device_put(exact, jax.devices("cpu")[0]))
-    got, wanted = (np.asarray(x, np.float64) for x in (run("mosaic_gpu")(arrays), wanted))
+    wanted = attention("xla")(jax.device_put(exact, jax.devices("cpu")[0]))
+    got, wanted = (np.asarray(x, np.float64) for x in (attention("mosaic_gpu")(arrays), wanted))
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--rounds", type=int, default=9)
-    arguments = parser.parse_args()
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time prompt attention."""
+
+    out: pathlib.Path = pathlib.Path("runs/training_kernels")
+    """Folder for prefill_kernel.json."""
+    rounds: int = 9
+    """Timed rounds; the median counts."""
+
+
+def main(config: Config) -> None:
+    """Checks, measures, prints, and writes the report."""
     require_gpu()
+    make_folder("--out", config.out)
     seed = int.from_bytes(os.urandom(4), "little")
     rng = np.random.default_rng(seed)
 
@@ -98,7 +109,7 @@ def main() -> None:
         errors[f"ratio_{ratio}"] = check(rng, ratio)
         arrays = draw(rng, ratio, PAST, CHUNK)
         live[f"ratio_{ratio}"] = int(np.asarray(arrays["past_lengths"]).mean())
-        contenders[f"ratio_{ratio}"] = (run("mosaic_gpu").lower(arrays).compile(), arrays)
+        contenders[f"ratio_{ratio}"] = (attention("mosaic_gpu").lower(arrays).compile(), arrays)
     dense = tuple(
         jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
         for shape in ((1, CHUNK, HEADS, DIM), *[(1, PAST + CHUNK, KV_HEADS, DIM)] * 2)
@@ -107,7 +118,7 @@ def main() -> None:
     contenders["cudnn_dense"] = (jax.jit(cudnn).lower(dense).compile(), dense)
     times = {name: [] for name in contenders}
     kernels = {name: {} for name in contenders}
-    for _ in range(arguments.rounds):
+    for _ in range(config.rounds):
         for name, (function, arrays) in contenders.items():
             timer = profiler.Cupti(finalize=False).measure(function, aggregate=False)
             launches: Any = timer(arrays)[1]
@@ -128,10 +139,9 @@ def main() -> None:
             for name, entries in kernels.items()
         },
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "prefill_kernel.json").write_text(json.dumps(report, indent=1))
+    (config.out / "prefill_kernel.json").write_text(json.dumps(report, indent=1))
     print(json.dumps({k: v for k, v in report.items() if k != "kernels"}, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, Config, description=__doc__))

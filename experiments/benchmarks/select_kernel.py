@@ -7,16 +7,18 @@ first kernel to the end of its last, divided by its selections.
     python -m experiments.benchmarks.select_kernel --out experiments/results/kernels
 """
 
-import argparse
+import dataclasses
 import functools
 import itertools
 import pathlib
+import sys
 from typing import Any
 
 import jax
 import numpy as np
 
 from experiments.benchmarks.kernel_timing import CALLS, measure_all, time_program
+from experiments.shared.command_line import run
 from pallas_kernels import select_largest
 from pallas_kernels.select import cases
 
@@ -54,18 +56,23 @@ def measure(case: cases.SelectCase, implementation: str, seed: int) -> dict[str,
     return sizes | {"right": right, "select_us": times.pop("span_us"), **times}
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time selections."""
+
+    out: pathlib.Path = pathlib.Path("runs/kernels")
+    """Folder for select.json."""
+
+
+def main(config: Config) -> None:
     """Measure, print, and write the report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, default="experiments/results/kernels")
-    folder = parser.parse_args().out
     by_name = {case.name: case for case in cases.BENCHMARK}
     measure_all(
-        folder / "select.json",
+        config.out / "select.json",
         itertools.product(by_name, IMPLEMENTATIONS),
         lambda case, implementation, seed: measure(by_name[case], implementation, seed),
     )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, Config, description=__doc__))

@@ -15,7 +15,6 @@ import gc
 import inspect
 import json
 import pathlib
-import shlex
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -23,13 +22,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from dms_jax.cache import pool
 from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
 from experiments.benchmarks import decode_steps
 from experiments.benchmarks.kernel_timing import versions
+from experiments.shared.command_line import command, run
+from experiments.shared.reports import make_place
 
 NO_ASYNC = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -74,7 +74,7 @@ class Config:
     """How often each variant is timed."""
     dtype: str = "bfloat16"
     """Of weights and cache."""
-    out: pathlib.Path = pathlib.Path("experiments/results/decode/step_options.json")
+    out: pathlib.Path = pathlib.Path("runs/decode/step_options.json")
     """Where the figures go."""
 
 
@@ -115,6 +115,7 @@ def program_of(options: dict[str, Any]) -> programs.Program:
 
 def main(config: Config) -> list[dict[str, Any]]:
     """Times every variant at every ratio, writes the figures as they come, and returns them."""
+    make_place("--out", config.out)
     steps = decode_steps.Config(
         shapes=(config.shape,),
         batch=config.batch,
@@ -130,7 +131,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         device=jax.devices()[0].device_kind,
         versions=versions(),
         date=datetime.date.today().isoformat(),
-        command=shlex.join(["python", *sys.argv]),
+        command=command(),
         read_rate=rate,
         rows=rows,
     )
@@ -156,10 +157,9 @@ def main(config: Config) -> list[dict[str, Any]]:
                     f"{row['same_tokens']:.0%} of the tokens the same",
                     flush=True,
                 )
-                config.out.parent.mkdir(parents=True, exist_ok=True)
                 config.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return rows
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    sys.exit(run(main, Config, description=__doc__))

@@ -8,7 +8,6 @@ beside them with device events. The memory of forward and backward is read from 
     python -m experiments.benchmarks.training_kernels --out experiments/results/training_kernels
 """
 
-import argparse
 import dataclasses
 import datetime
 import json
@@ -16,6 +15,7 @@ import math
 import os
 import pathlib
 import statistics
+import sys
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -25,7 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.benchmarks.kernel_timing import command_line, require_gpu, versions
+from experiments.benchmarks.kernel_timing import check_names, command_line, require_gpu, versions
+from experiments.shared.command_line import run
+from experiments.shared.reports import make_folder
 from pallas_kernels.training import cases, reference, retrofit_attention
 
 MEMORY_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -244,15 +246,27 @@ def draw_picture(report: dict, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--cases", nargs="*", default=[case.name for case in cases.SPEED])
-    parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument("--no-flex", action="store_true")
-    arguments = parser.parse_args()
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time training attention."""
+
+    out: pathlib.Path = pathlib.Path("runs/training_kernels")
+    """Folder for training_kernels.json and the figure."""
+    rounds: int = 9
+    """Timed rounds; the median counts."""
+    cases: tuple[str, ...] = tuple(case.name for case in cases.SPEED)
+    """Cases to time."""
+    memory: bool = True
+    """Also read the memory of compiled programs, and draw the figure."""
+    flex: bool = True
+    """Also time FlexAttention, where PyTorch is installed."""
+
+
+def main(config: Config) -> None:
+    """Checks, measures, prints, and writes the report."""
+    check_names("--cases", config.cases, (case.name for case in cases.SPEED))
     require_gpu()
+    make_folder("--out", config.out)
     seed = int.from_bytes(os.urandom(4), "little")
     report = {
         "command": command_line(),
@@ -266,18 +280,17 @@ def main() -> None:
         "speed": [],
         "memory": [],
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    target = arguments.out / "training_kernels.json"
+    target = config.out / "training_kernels.json"
     key = jax.random.key(seed)
     for case in cases.SPEED:
-        if case.name not in arguments.cases:
+        if case.name not in config.cases:
             continue
         key, check_key, data_key = jax.random.split(key, 3)
         errors = check(case, check_key)
         arrays, segments = draw(case, data_key)
         operands = tuple(arrays[name] for name in ("q", "k", "v", "bias", "do"))
-        times = measure(contenders(case, segments), operands, arguments.rounds)
-        if case in cases.BARS and not arguments.no_flex:
+        times = measure(contenders(case, segments), operands, config.rounds)
+        if case in cases.BARS and config.flex:
             times |= measure_flex(case) or {}
         for name, entry in times.items():
             part = name.split(".")[1]
@@ -298,13 +311,13 @@ def main() -> None:
             "  times faster:", {name: round(value, 3) for name, value in ratios.items()}, flush=True
         )
         target.write_text(json.dumps(report, indent=1))
-    if not arguments.no_memory:
+    if config.memory:
         for length in MEMORY_LENGTHS:
             report["memory"].append(memory_of(length))
             print(report["memory"][-1], flush=True)
         target.write_text(json.dumps(report, indent=1))
-        draw_picture(report, arguments.out / "training_kernels.png")
+        draw_picture(report, config.out / "training_kernels.png")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, Config, description=__doc__))

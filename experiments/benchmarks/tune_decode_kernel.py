@@ -6,20 +6,24 @@ is compiled and timed; the shortest period wins.
     python -m experiments.benchmarks.tune_decode_kernel --out pallas_kernels/tuned
 """
 
-import argparse
 import concurrent.futures
+import dataclasses
 import itertools
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
 
 from experiments.benchmarks.kernel_timing import (
     CALLS,
+    check_names,
     draw_pools,
     require_gpu,
     save_settings,
     time_chain,
 )
+from experiments.shared.command_line import run
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.decode.plan import make_plan
 from pallas_kernels.dispatch import target_gpu
@@ -123,16 +127,23 @@ def tune(case) -> dict:
     }
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tune the decode kernel."""
+
+    out: pathlib.Path = pathlib.Path("runs/tuned")
+    """Folder of the device's file; the library looks in pallas_kernels/tuned."""
+    cases: tuple[str, ...] = tuple(case.name for case in cases.TUNING)
+    """Cases to tune for."""
+
+
+def main(config: Config) -> None:
     """Tune every shape and write the device's file, keeping other kernels' entries."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default="pallas_kernels/tuned")
-    parser.add_argument("--cases", nargs="*", default=[case.name for case in cases.TUNING])
-    arguments = parser.parse_args()
+    check_names("--cases", config.cases, (case.name for case in cases.TUNING))
     require_gpu()
-    for name in arguments.cases:
-        save_settings(arguments.out, KERNEL, tune(cases.by_name(name)))
+    for name in config.cases:
+        save_settings(config.out, KERNEL, tune(cases.by_name(name)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, Config, description=__doc__))

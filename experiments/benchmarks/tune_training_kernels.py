@@ -6,12 +6,14 @@ is compiled, compared with the others' results, and timed by the profiler; the f
     python -m experiments.benchmarks.tune_training_kernels --out pallas_kernels/tuned
 """
 
-import argparse
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import os
+import pathlib
 import statistics
+import sys
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -21,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.benchmarks.kernel_timing import require_gpu, save_settings
+from experiments.benchmarks.kernel_timing import check_names, require_gpu, save_settings
+from experiments.shared.command_line import run
 from pallas_kernels.prefill import gpu as prompt
 from pallas_kernels.training import gpu_forward, gpu_key_gradient, gpu_query_gradient
 from pallas_kernels.training.gpu_tiles import TILE, Problem, Ring, fits
@@ -137,18 +140,25 @@ def tune(part: str, dim: int) -> dict:
     return {"when": when, "use": vars(rings[ranking[0]]), "tried": tried}
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tune the kernels of training and prompts."""
+
+    out: pathlib.Path = pathlib.Path("runs/tuned")
+    """Folder of the device's file; the library looks in pallas_kernels/tuned."""
+    kernels: tuple[str, ...] = tuple(KERNELS)
+    """Kernels to tune: forward, query_gradient, key_gradient, prompt."""
+
+
+def main(config: Config) -> None:
     """Tune every kernel and write the device's file, keeping other kernels' entries."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default="pallas_kernels/tuned")
-    parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=list(KERNELS))
-    arguments = parser.parse_args()
+    check_names("--kernels", config.kernels, KERNELS)
     require_gpu()
-    for part in arguments.kernels:
+    for part in config.kernels:
         kernel, dims = KERNELS[part]
         for dim in dims:
-            save_settings(arguments.out, kernel, tune(part, dim))
+            save_settings(config.out, kernel, tune(part, dim))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, Config, description=__doc__))

@@ -8,16 +8,18 @@ its last, divided by its writes.
     python -m experiments.benchmarks.write_kernel --out experiments/results/kernels
 """
 
-import argparse
+import dataclasses
 import functools
 import itertools
 import pathlib
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from experiments.benchmarks.kernel_timing import CALLS, measure_all, time_program
+from experiments.shared.command_line import run
 from pallas_kernels import write_pages
 from pallas_kernels.update import cases
 
@@ -96,18 +98,23 @@ def measure(case: cases.WriteCase, implementation: str, seed: int) -> dict[str, 
     return {"right": right, "write_us": times.pop("span_us"), **times}
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time writes."""
+
+    out: pathlib.Path = pathlib.Path("runs/kernels")
+    """Folder for write.json."""
+
+
+def main(config: Config) -> None:
     """Measure, print, and write the report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, default="experiments/results/kernels")
-    folder = parser.parse_args().out
     by_name = {case.name: case for case in cases.BENCHMARK}
     measure_all(
-        folder / "write.json",
+        config.out / "write.json",
         itertools.product(by_name, IMPLEMENTATIONS),
         lambda case, implementation, seed: measure(by_name[case], implementation, seed),
     )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, Config, description=__doc__))

@@ -6,20 +6,18 @@ of TinyStories. Then held-out text goes token by token through the paged cache: 
 several ratios, and beside each DMS row what needs no training, at equal live tokens (StreamingLLM,
 TOVA, random eviction) and at equal reads (StreamingLLM). Everything in the table is measured.
 
-    python -m experiments.demos.quickstart --help
+    python -m experiments.demo --only quickstart
 """
 
 import dataclasses
 import itertools
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import tyro
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -137,7 +135,9 @@ def held_out(model: dms_jax.LanguageModel, count: int) -> np.ndarray:
     stream = [token for story in assets.stories("valid") for token in model.tokenizer.encode(story)]
     available = len(stream) // LENGTH
     if not 1 <= count <= available:
-        sys.exit(f"--sequences: the held-out text makes 1 to {available} sequences, not {count}.")
+        raise dms_jax.ConfigError(
+            f"--sequences: the held-out text makes 1 to {available} sequences, not {count}."
+        )
     return np.asarray(stream[: count * LENGTH], np.int32).reshape(count, LENGTH)
 
 
@@ -399,10 +399,3 @@ def main(config: Config) -> list[Row]:
         highlight=False,
     )
     return bench.rows
-
-
-if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except dms_jax.DmsJaxError as error:
-        sys.exit(f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
 """A small reasoning model works out problems, dense and with a learned small cache, side by side.
 
-    python -m experiments.demos.solve
+    python -m experiments.demo --only solve
 
 The shipped model of 11 million parameters and the one retrofitted from it with DMS (by
 `experiments/reproduction/first_curve.py`) get the same problems: equations, nested arithmetic,
@@ -11,7 +11,6 @@ table counts what was right and what the cache held and read.
 
 import dataclasses
 import pathlib
-import sys
 import textwrap
 
 from rich.box import SIMPLE
@@ -111,12 +110,3 @@ def _table(results: dict[str, Result]) -> Table:
             f"{dense.peak_per_problem / result.peak_per_problem:.1f}x",
         )
     return table
-
-
-if __name__ == "__main__":
-    import tyro
-
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except dms_jax.DmsJaxError as error:
-        sys.exit(f"{type(error).__name__}: {error}")

@@ -30,6 +30,7 @@ from experiments.reproduction.curve.jobs import Worker, provenance, read_json, w
 from experiments.reproduction.curve.plan import Config as Plan
 from experiments.reproduction.curve.plan import Job, Paths, Variant
 from experiments.reproduction.first_curve import count_gpus, environment, gpu_of, stop
+from experiments.shared.command_line import FAILED, run, status_of
 
 VARIANT = Variant("adapter", 0, 16)
 BASE = "base"  # the model that no trial has touched, measured like them
@@ -126,12 +127,7 @@ class Config:
                 raise dms_jax.ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.shards < 2:
             raise dms_jax.ConfigError("one shard is held out, so that at least two are needed")
-        for shard in range(self.shards):
-            if not Paths(self.plan()).data(shard).exists():
-                raise dms_jax.ConfigError(
-                    f"{self.out} has no documents of shard {shard}; write them first: python "
-                    f"-m experiments.reproduction.first_curve --only data --out {self.out}"
-                )
+        self.plan()  # checks what it has in common with this
 
     def plan(self) -> Plan:
         """The same in words of the first curve."""
@@ -146,8 +142,23 @@ class Config:
         )
 
 
-def main(config: Config) -> list[dict[str, Any]]:
+def check_documents(config: Config) -> None:
+    """Refuses to begin without the documents of every shard.
+
+    Raises:
+      ConfigError: some are not there.
+    """
+    for shard in range(config.shards):
+        if not Paths(config.plan()).data(shard).exists():
+            raise dms_jax.ConfigError(
+                f"--out {config.out} has no documents of shard {shard}; write them first: python "
+                f"-m experiments.reproduction.first_curve --only data --out {config.out}"
+            )
+
+
+def main(config: Config) -> list[dict[str, Any]] | int:
     """Runs the trials that are left in processes of their own, and prints and writes all."""
+    check_documents(config)
     folder = config.out / "recipes"
     names = dict.fromkeys((BASE, *(config.trials or TRIALS)))
     left = [name for name in names if not (folder / f"{name}.json").exists()]
@@ -167,7 +178,8 @@ def main(config: Config) -> list[dict[str, Any]]:
     finally:
         stop(workers)
     if failed:
-        sys.exit(f"{failed} of {len(workers)} workers failed")
+        print(f"{failed} of {len(workers)} workers failed", file=sys.stderr)
+        return FAILED
     rows = [read_json(path) for path in sorted(folder.glob("*.json"))]
     rows.sort(key=lambda row: -row["accuracy"][0])
     show(rows)
@@ -201,13 +213,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def entry(config: Config) -> None:
-    """Entry of a process."""
-    try:
-        work(config)
-    except dms_jax.DmsJaxError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(1)  # the first process says so
+    """Entry of a process; the first one says that all were interrupted."""
+    sys.exit(status_of(lambda: work(config), interrupted=""))
 
 
 def work(config: Config) -> None:
@@ -306,11 +313,5 @@ def _divergence(before: jax.Array, after: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 if __name__ == "__main__":
-    import tyro
-
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except dms_jax.DmsJaxError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    except KeyboardInterrupt:
-        sys.exit("Stopped; the same command goes on from here.")
+    stopped = "Stopped; the same command goes on from here."
+    sys.exit(run(main, Config, description=__doc__, interrupted=stopped))

@@ -13,7 +13,6 @@ import json
 import pathlib
 import sys
 
-import tyro
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +21,7 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.training import recipes
 from experiments.demos.quickstart import LENGTH, Bench, Row, held_out
+from experiments.shared.command_line import run
 from experiments.shared.reports import make_folder, provenance
 
 
@@ -106,7 +106,4 @@ def show(console: Console, rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except dms_jax.DmsJaxError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    sys.exit(run(main, Config, description=__doc__))

@@ -32,6 +32,8 @@ from experiments.reproduction.curve.jobs import (
 )
 from experiments.reproduction.curve.page import write_pages
 from experiments.reproduction.curve.plan import Config, Paths, jobs
+from experiments.shared.command_line import FAILED, run
+from experiments.shared.reports import make_folder
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 _PART_BYTES = 15_000_000
@@ -39,14 +41,10 @@ _GRACE_SECONDS = 40  # after the deadline, to end what was begun
 
 
 def main(config: Config) -> int:
-    """Does what is left of the plan and writes the page; returns how many jobs failed."""
+    """Does what is left of the plan and writes the page; 1 if a job failed."""
     start = time.time()
     if config.only != "report":
-        try:
-            config.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            text = f"{config.out} cannot be the run directory: {error.strerror}"
-            raise dms_jax.ConfigError(text) from None
+        make_folder("--out", config.out)
         check_settings(config)
         for leftover in ("locks", "failed"):  # of a run that was cut off
             shutil.rmtree(config.out / leftover, ignore_errors=True)
@@ -60,17 +58,18 @@ def main(config: Config) -> int:
     for failure in failures:
         print(f"failed: {failure}\n{failure.read_text().strip().splitlines()[-1]}")
     if config.only == "data":
-        return len(failures)
+        return FAILED if failures else 0
     if not any(paths.root.glob("results/vanilla/*")):
-        print(f"{config.out} holds no results yet; first_curve --out {config.out} makes them.")
-        return 1
+        raise dms_jax.ConfigError(
+            f"{config.out} holds no results yet; the same command without --only makes them."
+        )
     pages = config.pages or config.out
     write_pages(config, pages)
     if config.pack is not None:
         pack(config, config.pack)
     left = sum(not paths.done(job) for job in jobs(config))
     print(f"{left} jobs are left; the page is {pages / 'README.md'}; {time.time() - start:.0f} s")
-    return len(failures)
+    return FAILED if failures else 0
 
 
 def _run_workers(config: Config, deadline: float) -> None:
@@ -201,11 +200,5 @@ def split(path: pathlib.Path, size: int) -> None:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    try:
-        sys.exit(main(tyro.cli(Config, description=__doc__)))
-    except dms_jax.DmsJaxError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    except KeyboardInterrupt:
-        sys.exit("Stopped; the same command goes on from here.")
+    stopped = "Stopped; the same command goes on from here."
+    sys.exit(run(main, Config, description=__doc__, interrupted=stopped))

@@ -6,8 +6,9 @@ import struct
 import numpy as np
 import pytest
 
+from dms_jax import CheckpointError
 from dms_jax.checkpoint import load
-from experiments.assets.convert_stories260k import Arguments, main, read
+from experiments.assets.convert_stories260k import Config, main, read
 from tests.checkpoint.support import GOLDEN
 
 WIDTH, HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB, LENGTH = 24, 20, 2, 4, 2, 512, 9
@@ -82,7 +83,7 @@ def test_logits_are_those_of_llama2c(arrays, tmp_path, tied):
     shutil.copy(GOLDEN / "tokenizers" / "stories260k" / "tokenizer.model", tmp_path)
     out = tmp_path / "out"
     main(
-        Arguments(
+        Config(
             weights=tmp_path / "model.bin",
             tokenizer=tmp_path / "tokenizer.model",
             license=tmp_path / "LICENSE",
@@ -102,5 +103,5 @@ def test_a_file_that_does_not_fit_its_header(arrays, tmp_path):
     write(tmp_path / "model.bin", arrays, tied=True)
     with (tmp_path / "model.bin").open("ab") as file:
         file.write(b"\0" * 8)
-    with pytest.raises(SystemExit, match="floats where its header asks for"):
+    with pytest.raises(CheckpointError, match="floats where its header asks for"):
         read(tmp_path / "model.bin")

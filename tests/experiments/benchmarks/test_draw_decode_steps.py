@@ -1,11 +1,11 @@
 """The picture of measured decode steps."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from experiments.benchmarks import draw_decode_steps
 
 ROOT = Path(__file__).resolve().parents[3]
 MEASURED = ROOT / "experiments" / "results" / "decode"
@@ -18,8 +18,9 @@ def test_every_report_of_a_folder_is_drawn(shapes, tmp_path):
     assert len({row["shape"] for report in reports for row in report["rows"]}) == shapes
     for name, report in zip(names, reports, strict=True):
         (tmp_path / name).write_text(json.dumps(report))
-    command = [sys.executable, "-m", "experiments.benchmarks.draw_decode_steps"]
-    subprocess.run([*command, "--folder", str(tmp_path)], cwd=ROOT, check=True)
+    draw_decode_steps.main(
+        draw_decode_steps.Config(folder=tmp_path, out=tmp_path / "decode_steps.png")
+    )
     picture = (tmp_path / "decode_steps.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     # One strip a shape: width and height lie at the head of the file.

@@ -3,10 +3,10 @@
 import importlib
 import json
 import pathlib
-import sys
 
 import pytest
 
+import dms_jax
 from experiments.benchmarks import kernel_timing as timing
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -24,12 +24,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
         "tune_training_kernels",
     ],
 )
-def test_without_a_gpu_there_is_nothing_to_time(monkeypatch, tmp_path, name):
+def test_without_a_gpu_there_is_nothing_to_time(tmp_path, name):
     script = importlib.import_module(f"experiments.benchmarks.{name}")
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", [name, "--out", str(out)])
-    with pytest.raises(SystemExit, match="sees no GPU"):
-        script.main()
+    with pytest.raises(dms_jax.ConfigError, match="sees no GPU"):
+        script.main(script.Config(out=out))
     assert not out.exists()
 
 
@@ -48,8 +47,7 @@ def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, un
     case = next(one for one in script.cases.CONTRACT if one.name in ("width7", "base"))
     monkeypatch.setattr(script.cases, "BENCHMARK", (case,))
     monkeypatch.setattr(script, "IMPLEMENTATIONS", ("xla", "triton"))
-    monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path)])
-    script.main()
+    script.main(script.Config(out=tmp_path))
     report = json.loads((tmp_path / f"{name}.json").read_text())
     done, refused = report["records"]
     assert done["right"]
@@ -61,3 +59,25 @@ def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, un
     committed = json.loads((ROOT / "experiments/results/kernels" / f"{name}.json").read_text())
     assert committed["records"][0].keys() <= done.keys()
     assert committed.keys() <= report.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("decode_kernel", dict(cases=("huge",))),
+        ("training_kernels", dict(cases=("huge",))),
+        ("tune_decode_kernel", dict(cases=("huge",))),
+        ("tune_training_kernels", dict(kernels=("huge",))),
+        ("host_values", dict(way="huge")),
+    ],
+)
+def test_names_that_there_are_none_of_are_refused(name, wrong):
+    script = importlib.import_module(f"experiments.benchmarks.{name}")
+    with pytest.raises(dms_jax.ConfigError, match=rf"--{next(iter(wrong))} huge: there are \w"):
+        script.main(script.Config(**wrong))
+
+
+def test_a_report_is_drawn_beside_no_other(tmp_path):
+    script = importlib.import_module("experiments.benchmarks.decode_kernel")
+    script.main(script.Config(out=tmp_path, picture=ROOT / "experiments/results/kernels"))
+    assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
