@@ -10,8 +10,6 @@ Problems are made from seeds; those of the test split are never trained on.
 import dataclasses
 import datetime
 import inspect
-import json
-import os
 import pathlib
 import sys
 from importlib import metadata
@@ -25,7 +23,7 @@ from dms_jax.data.tasks import Split
 from dms_jax.evaluation import SAMPLING, Result, evaluate, summary_table
 from experiments.shared.command_line import command, run
 from experiments.shared.options import read_policy, read_tasks
-from experiments.shared.reports import make_place
+from experiments.shared.reports import make_place, write_json
 
 CALL = {name: each.default for name, each in inspect.signature(evaluate).parameters.items()}
 
@@ -113,13 +111,6 @@ def provenance() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "command": command(),
     }
-
-
-def write_json(path: pathlib.Path, data: Any) -> None:
-    """Writes a file beside its place and renames it."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
 
 
 if __name__ == "__main__":

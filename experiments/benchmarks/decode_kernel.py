@@ -26,7 +26,6 @@ import numpy as np
 from experiments.benchmarks.kernel_timing import (
     CALLS,
     ROTATED_BYTES,
-    check_names,
     command_line,
     draw_pools,
     environment,
@@ -34,6 +33,7 @@ from experiments.benchmarks.kernel_timing import (
     time_chain,
 )
 from experiments.shared.command_line import run
+from experiments.shared.options import check_names
 from experiments.shared.reports import make_folder, read_file
 from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases

@@ -46,8 +46,9 @@ from experiments.benchmarks.host_value_parts import (
     measure_top,
     seconds,
 )
-from experiments.benchmarks.kernel_timing import check_names, require_gpu
+from experiments.benchmarks.kernel_timing import require_gpu
 from experiments.shared.command_line import run
+from experiments.shared.options import check_names
 from experiments.shared.reports import make_folder
 
 

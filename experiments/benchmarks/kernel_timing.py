@@ -211,17 +211,6 @@ def command_line() -> str:
     return command(without=("--out",))
 
 
-def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses names that there are none of.
-
-    Raises:
-      ConfigError: there are some.
-    """
-    known = list(known)
-    if unknown := [name for name in names if name not in known]:
-        raise dms_jax.ConfigError(f"{option} {' '.join(unknown)}: there are {', '.join(known)}.")
-
-
 def save_settings(folder: pathlib.Path, kernel: str, entry: dict) -> None:
     """Put an entry into this device's file of settings, in the place of one for the same shapes.
 

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.benchmarks.kernel_timing import check_names, command_line, require_gpu, versions
+from experiments.benchmarks.kernel_timing import command_line, require_gpu, versions
 from experiments.shared.command_line import run
+from experiments.shared.options import check_names
 from experiments.shared.reports import make_folder
 from pallas_kernels.training import cases, reference, retrofit_attention
 

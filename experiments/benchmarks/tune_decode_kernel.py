@@ -17,13 +17,13 @@ import jax.numpy as jnp
 
 from experiments.benchmarks.kernel_timing import (
     CALLS,
-    check_names,
     draw_pools,
     require_gpu,
     save_settings,
     time_chain,
 )
 from experiments.shared.command_line import run
+from experiments.shared.options import check_names
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.decode.plan import make_plan
 from pallas_kernels.dispatch import target_gpu

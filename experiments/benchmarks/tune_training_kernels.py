@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.benchmarks.kernel_timing import check_names, require_gpu, save_settings
+from experiments.benchmarks.kernel_timing import require_gpu, save_settings
 from experiments.shared.command_line import run
+from experiments.shared.options import check_names
 from pallas_kernels.prefill import gpu as prompt
 from pallas_kernels.training import gpu_forward, gpu_key_gradient, gpu_query_gradient
 from pallas_kernels.training.gpu_tiles import TILE, Problem, Ring, fits

@@ -7,9 +7,8 @@ from typing import Any, Literal
 import dms_jax
 from dms_jax import assets
 from dms_jax.policies import Policy
-from experiments.shared.options import read_policy
+from experiments.shared.options import SHIPPED, read_policy
 
-SHIPPED = ("stories260k", "reasoner-11m", "reasoner-11m-dms")
 SAMPLING = dms_jax.Sampling()
 CALL = {
     name: parameter.default

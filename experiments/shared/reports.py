@@ -2,6 +2,8 @@
 
 import dataclasses
 import datetime
+import json
+import os
 import pathlib
 import platform
 from typing import Any
@@ -58,3 +60,10 @@ def read_file(option: str, path: pathlib.Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
+
+
+def write_json(path: pathlib.Path, data: Any) -> None:
+    """Writes a file beside its place and renames it."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)

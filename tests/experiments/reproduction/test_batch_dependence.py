@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from experiments import measure_batch_dependence as measure
+from experiments.reproduction import batch_dependence as measure
 
 
 def test_a_report_of_answers_and_operations(tmp_path):

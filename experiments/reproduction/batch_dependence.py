@@ -1,6 +1,6 @@
 """How often a greedy answer depends on what else is in the batch, and which operations make it so.
 
-    python experiments/measure_batch_dependence.py --out experiments/results/batch/cpu.json
+    python -m experiments.reproduction.batch_dependence --out experiments/results/batch/cpu.json
 
 Each prompt is answered alone, in an engine of one lane (`--lanes-alone` for more, the others idle),
 and again in other arrangements: in batches, in pages of another size, in a pool that is too small,
@@ -14,16 +14,15 @@ sizes, and says what share of the results differ in any bit from those of one ro
 
 import dataclasses
 import functools
+import inspect
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
 import numpy as np
-import tyro
-from evaluate import write_json
-from reports import provenance
 
 import dms_jax
 from dms_jax import assets
@@ -31,6 +30,9 @@ from dms_jax.data.tasks import Arithmetic, LinearEquation, Task, WordChain
 from dms_jax.generation import Engine, programs
 from dms_jax.generation.programs import Program
 from dms_jax.model.language_model import LanguageModel
+from experiments.shared.command_line import run
+from experiments.shared.options import SHIPPED, check_names
+from experiments.shared.reports import make_place, provenance, write_json
 from pallas_kernels import decode_attention
 
 Dtype = Literal["bfloat16", "float32"]
@@ -56,7 +58,7 @@ class Arrangement:
 
     lanes: int
     together: bool = True
-    options: dict[str, int] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     share: float | None = None
 
 
@@ -98,6 +100,10 @@ class Config:
 
 def main(config: Config) -> dict[str, Any]:
     """Measures, prints, writes the file."""
+    if config.out is not None:
+        make_place("--out", config.out)
+    check_names("--models", config.models, SHIPPED)
+    check_names("--arrangements", config.arrangements, ARRANGEMENTS)
     report: dict[str, Any] = provenance(config) | {"answers": [], "parts": []}
     if config.excess_precision:
         _allow_excess_precision()
@@ -123,13 +129,13 @@ def _allow_excess_precision() -> None:
     free = {"xla_allow_excess_precision": True}
     options: dict[str, Any] = dict(other_options=free, donate_argnums=1)
     programs.extend = Program(
-        programs.extend.__wrapped__,
+        inspect.unwrap(programs.extend),
         gpu_options=programs.GPU_OPTIONS | free,
         static_argnums=(8, 9),
         **options,
     )
     programs.decode = Program(
-        programs.decode.__wrapped__,
+        inspect.unwrap(programs.decode),
         gpu_options=programs.GPU_STEP_OPTIONS | free,
         static_argnums=(7, 9, 10),
         **options,
@@ -193,7 +199,7 @@ def answer(
     """Greedy answers of each kind, and the seconds they took, compilation included."""
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=config.new_tokens)
     longest = max(len(prompt) for prompts in kinds.values() for prompt in prompts)
-    options = dict(
+    options: dict[str, Any] = dict(
         num_lanes=how.lanes,
         max_tokens=longest + config.new_tokens,
         prefill_chunk=128,
@@ -275,4 +281,4 @@ def shares(operation: Callable[[slice], Any]) -> dict[int, float]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    sys.exit(run(main, Config, description=__doc__))
