@@ -25,8 +25,7 @@ help:
 	@echo "make clean    remove .venv and the caches"
 
 demo: $(STAMP)
-	$(RUN) experiments/quickstart.py $(ARGS)
-	$(RUN) experiments/solve.py
+	$(RUN) -m experiments.demo $(ARGS)
 
 test: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

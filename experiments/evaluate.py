@@ -1,7 +1,7 @@
 """Let a model answer the problems of a task from a small cache, and score the answers.
 
-    python experiments/evaluate.py --task reasoning --chains 16
-    python experiments/evaluate.py --model path/to/model --task needle --task-options size=600 \
+    python -m experiments.evaluate --task reasoning --chains 16
+    python -m experiments.evaluate --model path/to/model --task needle --task-options size=600 \
         --policy TOVA --options budget=128 --out runs/needle.json
 
 Problems are made from seeds; those of the test split are never trained on.
@@ -9,20 +9,23 @@ Problems are made from seeds; those of the test split are never trained on.
 
 import dataclasses
 import datetime
-import json
-import os
+import inspect
 import pathlib
-import shlex
 import sys
 from importlib import metadata
 from typing import Any, Literal
 
 import jax
-from options import read_policy, read_tasks
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.evaluation import Result, evaluate, summary_table
+from dms_jax.data.tasks import Split
+from dms_jax.evaluation import SAMPLING, Result, evaluate, summary_table
+from experiments.shared.command_line import command, run
+from experiments.shared.options import read_policy, read_tasks
+from experiments.shared.reports import make_place, write_json
+
+CALL = {name: each.default for name, each in inspect.signature(evaluate).parameters.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,21 +42,21 @@ class Config:
     """Cache policy by name; the one that the checkpoint declares unless given."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
-    problems: int = 200
+    problems: int = CALL["problems"]
     """How many."""
-    chains: int = 1
+    chains: int = CALL["chains"]
     """Answers to each problem; more than one are also put to the vote."""
-    split: Literal["test", "validation", "train"] = "test"
+    split: Split = CALL["split"]
     """Which problems."""
-    temperature: float = 0.7
+    temperature: float = SAMPLING.temperature
     """0 takes the most likely token."""
-    max_new_tokens: int = 1024
+    max_new_tokens: int = SAMPLING.max_new_tokens
     """Longest answer; the model's positions may end it earlier."""
-    seed: int = 0
+    seed: int = CALL["seed"]
     """Of the draws."""
-    lanes: int = 1024
+    lanes: int = CALL["lanes"]
     """Sequences in the cache at a time."""
-    page_size: int = 64
+    page_size: int = CALL["page_size"]
     """Tokens a page of the cache; 16 for Quest as published."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and the cache; that of the files unless given."""
@@ -62,9 +65,15 @@ class Config:
     out: pathlib.Path | None = None
     """JSON file for the figures, with device, versions, date and command."""
 
+    def make_sampling(self) -> dms_jax.Sampling:
+        """How answers are drawn."""
+        return dms_jax.Sampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
+
 
 def main(config: Config) -> Result:
     """Evaluates, prints the table, writes the file."""
+    if config.out is not None:
+        make_place("--out", config.out)
     model = dms_jax.load(config.model or assets.path("reasoner-11m"), dtype=config.dtype)
     result = evaluate(
         model,
@@ -73,9 +82,7 @@ def main(config: Config) -> Result:
         problems=config.problems,
         split=config.split,
         chains=config.chains,
-        sampling=dms_jax.Sampling(
-            temperature=config.temperature, max_new_tokens=config.max_new_tokens
-        ),
+        sampling=config.make_sampling(),
         seed=config.seed,
         lanes=config.lanes,
         page_size=config.page_size,
@@ -102,22 +109,9 @@ def provenance() -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
     }
 
 
-def write_json(path: pathlib.Path, data: Any) -> None:
-    """Writes a file beside its place and renames it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
-
-
 if __name__ == "__main__":
-    import tyro
-
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except dms_jax.DmsJaxError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    sys.exit(run(main, Config, description=__doc__))

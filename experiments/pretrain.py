@@ -1,8 +1,8 @@
 """Train a small Llama-shaped model from scratch on reasoning, retrieval and prose.
 
-    python experiments/pretrain.py --out runs/reasoner --minutes 9
-    python experiments/pretrain.py --out runs/again --steps 16000
-    python experiments/pretrain.py --help
+    python -m experiments.pretrain --out runs/reasoner --minutes 9
+    python -m experiments.pretrain --out runs/again --steps 16000
+    python -m experiments.pretrain --help
 
 Data are made from seeds while the model trains (`dms_jax.data.mixture`); nothing repeats. With
 --minutes the number of steps is chosen by timing some beforehand and written to out/plan.json and
@@ -30,8 +30,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from configs.pretrain import Config
-from reports import make_folder
 
 import dms_jax
 from dms_jax import assets
@@ -39,6 +37,9 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.data.batches import Batch
 from dms_jax.data.mixture import Mixture, MixtureBatches, standard_parts
 from dms_jax.training import held_out_loss
+from experiments.configs.pretrain import Config
+from experiments.shared.command_line import run
+from experiments.shared.reports import make_folder
 
 # Steps that are timed: the first of them compiles, and the last ones count.
 TIMED_STEPS, COUNTED_STEPS = 80, 40
@@ -46,52 +47,49 @@ TIMED_STEPS, COUNTED_STEPS = 80, 40
 RESERVE = 10.0
 
 
-def main(config: Config) -> int:
-    """Trains the model; returns the exit status."""
+def main(config: Config) -> None:
+    """Trains the model, or as much of it as `stop_after_minutes` allows."""
     began = time.perf_counter()
     if jax.config.jax_compilation_cache_dir is None:  # the step is compiled once for both uses
         jax.config.update("jax_compilation_cache_dir", str(config.out.absolute() / ".compiled"))
+    make_folder("--out", config.out)
+    model, mixture = prepare(config)
+    held_out = held_out_batches(mixture, config.held_out_sequences)
+    evaluate = lambda model: held_out_loss(model, held_out)  # noqa: E731
+    cores = os.cpu_count() or 1
+    workers = max(cores - 2, 0) if config.workers is None else config.workers
+    source = mixture.batches(workers=workers)
     try:
-        make_folder("--out", config.out)
-        model, mixture = prepare(config)
-        held_out = held_out_batches(mixture, config.held_out_sequences)
-        evaluate = lambda model: held_out_loss(model, held_out)  # noqa: E731
-        cores = os.cpu_count() or 1
-        workers = max(cores - 2, 0) if config.workers is None else config.workers
-        source = mixture.batches(workers=workers)
-        try:
-            plan = make_plan(config, model, source, evaluate, began)
-            print(f"{plan['steps']} steps of {config.batch_size} x {config.sequence_length} tokens")
-            source.set_state({"step": 0})
-            left = None
-            if config.stop_after_minutes is not None:
-                left = max(began + 60 * config.stop_after_minutes - time.perf_counter(), 0.001)
-            trained = dms_jax.train(
-                model,
-                recipe=config.make_recipe(plan["steps"]),
-                data=source,
-                out=config.out,
-                seed=config.seed,
-                checkpoint_every=config.checkpoint_every,
-                stop_after=left,
-                evaluate=evaluate,
-                evaluate_every=config.evaluate_every,
-            )
-        finally:
-            source.close()
-        dms_jax.save(in_bfloat16(trained), trained.policy, config.out / "bfloat16")
-    except dms_jax.DmsJaxError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as interrupt:
-        print(f"Interrupted ({interrupt}). Run the same command to go on.", file=sys.stderr)
-        return 130 if config.stop_after_minutes is None else 0
+        plan = make_plan(config, model, source, evaluate, began)
+        print(f"{plan['steps']} steps of {config.batch_size} x {config.sequence_length} tokens")
+        source.set_state({"step": 0})
+        left = None
+        if config.stop_after_minutes is not None:
+            left = max(began + 60 * config.stop_after_minutes - time.perf_counter(), 0.001)
+        trained = dms_jax.train(
+            model,
+            recipe=config.make_recipe(plan["steps"]),
+            data=source,
+            out=config.out,
+            seed=config.seed,
+            checkpoint_every=config.checkpoint_every,
+            stop_after=left,
+            evaluate=evaluate,
+            evaluate_every=config.evaluate_every,
+        )
+    except KeyboardInterrupt as stopped:
+        if config.stop_after_minutes is None:
+            raise
+        print(f"{stopped}. Run the same command to go on.")
+        return
+    finally:
+        source.close()
+    dms_jax.save(in_bfloat16(trained), trained.policy, config.out / "bfloat16")
     records = read_log(config.out / "log.jsonl")
     summary = summarise(config, plan, trained, records, time.perf_counter() - began)
     write_json(config.out / "summary.json", summary)
     draw(records, config.out / "curves.png")
     print(json.dumps(summary["result"], indent=2))
-    return 0
 
 
 def prepare(config: Config) -> tuple[dms_jax.LanguageModel, Mixture]:
@@ -240,7 +238,7 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
 def command(config: Config, steps: int) -> str:
     """How to repeat a run anywhere."""
     default = Config()
-    words = ["python", "experiments/pretrain.py", "--steps", str(steps)]
+    words = ["python", "-m", "experiments.pretrain", "--steps", str(steps)]
     for field in dataclasses.fields(Config):
         value = getattr(config, field.name)
         skipped = ("out", "minutes", "steps", "stop_after_minutes", "workers")
@@ -315,6 +313,5 @@ def draw(records: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    sys.exit(main(tyro.cli(Config, description=__doc__)))
+    again = "Interrupted. Run the same command to go on."
+    sys.exit(run(main, Config, description=__doc__, interrupted=again))

@@ -1,6 +1,6 @@
 """Evaluation: tasks answered from the real cache, exact scores, budgets, comparisons."""
 
-from dms_jax.evaluation.evaluating import evaluate
+from dms_jax.evaluation.evaluating import SAMPLING, evaluate
 from dms_jax.evaluation.pareto import Level, at_budget, average_gain, frontier, gain_at
 from dms_jax.evaluation.result import Result, percent, summary_table
 from dms_jax.evaluation.statistics import (
@@ -13,6 +13,7 @@ from dms_jax.evaluation.statistics import (
 )
 
 __all__ = [
+    "SAMPLING",
     "Level",
     "Measured",
     "Result",

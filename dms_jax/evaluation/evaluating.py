@@ -22,6 +22,7 @@ from dms_jax.policies import Policy
 # fit this many bytes of activations go at once. For the others so many tokens keep a device busy.
 _ACTIVATION_BYTES = 8e9
 _PREFILL_TOKENS = 1 << 16
+SAMPLING = Sampling(temperature=0.7, max_new_tokens=512)  # of answers, unless given
 
 
 def evaluate(
@@ -53,7 +54,7 @@ def evaluate(
       split: "test" unless something is being tuned.
       start: the first problem of each task.
       chains: W, answers to each problem, each with draws of its own.
-      sampling: temperature 0.7 and at most 512 new tokens if None. Its seed is not used.
+      sampling: `SAMPLING` if None: temperature 0.7, at most 512 new tokens. Its seed is not used.
       seed: of the draws; every chain of every problem has its own out of it.
       lanes: sequences in the cache at a time. More than a thousand keep a large GPU busy.
       memory: bytes for the cache; None for what the lanes can need, within the free memory.
@@ -84,8 +85,7 @@ def evaluate(
     if model.tokenizer is None:
         raise DataError("evaluate needs a tokenizer, and this model came without one.")
     horizons = _horizons(horizon, len(tasks))
-    sampling = Sampling(temperature=0.7, max_new_tokens=512) if sampling is None else sampling
-    sampling = check_call(sampling, None)
+    sampling = check_call(SAMPLING if sampling is None else sampling, None)
     sampling = dataclasses.replace(sampling, seed=_seeds(seed, problems, chains))
     given = _problems(tasks, split, start, problems)
     begin = time.perf_counter()

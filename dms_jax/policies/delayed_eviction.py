@@ -97,6 +97,20 @@ class DelayedEviction(Policy):
         """Key j is evicted if token j + shift marked it."""
         return _shift_left(hard_marks(chunk.decisions), self.mark_shift)
 
+    def rows_at(
+        self, rows, slots: Int[Array, "*rows W"], evicted: Bool[Array, "*rows W"], seen: int
+    ):
+        """Row state at a length that is set rather than reached, as benchmarks do.
+
+        Args:
+          rows: row state of any length.
+          slots: where the last W tokens lie, oldest first.
+          evicted: whether each leaves the cache when it leaves the window.
+          seen: tokens so far; at least W.
+        """
+        entries = (2 * slots + evicted).astype(jnp.int32)
+        return self.with_ring(rows, jnp.roll(entries, seen % (self.visible_window + 1), axis=-1))
+
     # Policies that remember more than the ring (DMC) say where it is.
     def ring_of(self, rows) -> Ring:
         """Returns the ring within the policy's row state."""

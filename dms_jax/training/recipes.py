@@ -215,7 +215,8 @@ def dmc_quickstart(
 
     For `DMC(neuron="first", offset=2.0, temperature=0.3)`: the paper's constant of 5 and
     temperature of 0.1 take thousands of steps to be overcome. The neuron is an eighth of that
-    model's head, so that its loss costs more than the merging (`experiments/dmc_stories.py`).
+    model's head, so that its loss costs more than the merging
+    (`experiments/reproduction/dmc_stories.py`).
     """
     steps = _ramp_steps(compression_ratio, steps_per_ratio)
     return Recipe(

@@ -1,12 +1,18 @@
 """What `experiments/retrofit.py` can be told, and named starting points for it."""
 
 import dataclasses
+import inspect
 import pathlib
-from typing import Literal
+from typing import Any, Literal
 
+import dms_jax
 from dms_jax import DMC, DMS, FixedPooling, assets, recipes
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe
+
+# What is not said is as the library has it.
+EVICTING, MERGING, POOLING = DMS(), DMC(), FixedPooling()
+CALL = {name: each.default for name, each in inspect.signature(dms_jax.retrofit).parameters.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,35 +31,37 @@ class Config:
     recipe: Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"] = "published"
     """NVIDIA's released recipe (adapter alone), the DMS paper's, or the demo's (all weights); the
     DMC paper's, or one for the demo's model."""
-    paper_model: str = "text"
-    """Paper's recipe: a row of its tables ("qwen-r1-7b", ...), or "text" for 100 steps a unit."""
+    paper_model: str | None = None
+    """A paper's recipe: a row of its tables ("qwen-r1-7b", ...), or "text" for 100 steps a unit.
+    The recipe's own unless given."""
     variant: Literal["dmc", "dmc-c", "local_prior", "immediate"] = "dmc"
     """DMC paper's recipe: an ablation of its loss or of its schedule."""
-    compression_ratio: float = 8.0
-    """1 / share of tokens that stay after the window; a cache with its window saves less."""
+    compression_ratio: float | None = None
+    """1 / share of tokens that stay after the window; a cache with its window saves less. The
+    recipe's own unless given."""
     snapshots: tuple[float, ...] = ()
     """Compression ratios on the way at which the model is written to out/snapshots."""
 
-    window: int = 512
+    window: int = EVICTING.window
     """Distance up to which a token stays in the cache whatever is decided about it."""
-    source: Literal["adapter", "query_neuron"] = "adapter"
+    source: Literal["adapter", "query_neuron"] = EVICTING.source
     """Who decides: an adapter beside each layer, or a query neuron faded out of attention first."""
-    shift: int = 1
+    shift: int = EVICTING.shift
     """How many tokens later the decision about a token is made; 1 in released checkpoints."""
-    per: Literal["head", "layer"] = "head"
+    per: Literal["head", "layer"] = EVICTING.per
     """Whether each KV head decides for itself."""
 
-    merge_window: int | None = 12
+    merge_window: int | None = MERGING.window
     """DMC: the last tokens of a segment that count in its mean; None for all."""
-    neuron: Literal["first", "last"] = "first"
+    neuron: Literal["first", "last"] = MERGING.neuron
     """DMC: the dimension of keys and queries that decides; the paper's choice, or the code's."""
-    importance: Literal["learned", "uniform"] = "learned"
+    importance: Literal["learned", "uniform"] = MERGING.importance
     """DMC: whether tokens weigh by what their queries say."""
-    offset: float = 5.0
+    offset: float = MERGING.offset
     """DMC: what a neuron must exceed for its token to be merged."""
-    temperature: float = 0.1
+    temperature: float = EVICTING.temperature
     """Of the relaxed decisions in training."""
-    every: int = 4
+    every: int = POOLING.every
     """FixedPooling: tokens a slot."""
 
     sequence_length: int | None = None
@@ -71,9 +79,9 @@ class Config:
     """Devices along which sequences, and a shard of every parameter, are spread."""
     model_shards: int = 1
     """Devices along which heads and feed-forward are spread."""
-    checkpoint_every: int = 100
+    checkpoint_every: int = CALL["checkpoint_every"]
     """Steps between checkpoints to resume from. Ctrl-C writes one too."""
-    seed: int = 0
+    seed: int = CALL["seed"]
     """Order of the data and noise of the training."""
 
     def make_policy(self) -> Policy:
@@ -99,17 +107,21 @@ class Config:
 
     def make_recipe(self) -> Recipe:
         """The recipe with what was changed."""
-        ratio = self.compression_ratio
-        if self.recipe == "paper":
-            recipe = recipes.dms_paper(ratio, model=self.paper_model)
-        elif self.recipe == "dmc_paper":
-            recipe = recipes.dmc_paper(ratio, model=self.paper_model, variant=self.variant)
-        elif self.recipe == "dmc_quickstart":
-            recipe = recipes.dmc_quickstart(ratio)
-        elif self.recipe == "published":
-            recipe = recipes.dms_published(ratio)
+        told = dict(compression_ratio=self.compression_ratio, model=self.paper_model)
+        given: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
+        if self.recipe == "dmc_paper":
+            recipe = recipes.dmc_paper(**given, variant=self.variant)
+        elif self.recipe == "paper":
+            recipe = recipes.dms_paper(**given)
         else:
-            recipe = recipes.dms_quickstart(ratio)
+            if self.paper_model is not None:
+                raise dms_jax.ConfigError("--paper-model belongs to a paper's recipe: --recipe.")
+            make = {
+                "published": recipes.dms_published,
+                "quickstart": recipes.dms_quickstart,
+                "dmc_quickstart": recipes.dmc_quickstart,
+            }[self.recipe]
+            recipe = make(**given)
         sizes = ("sequence_length", "batch_size", "micro_batch_size")
         changes = {name: getattr(self, name) for name in sizes if getattr(self, name) is not None}
         if self.compute_dtype != "recipe":
@@ -140,6 +152,7 @@ PRESETS = {
             out=pathlib.Path("runs/stories260k"),
             recipe="quickstart",
             window=64,
+            source="adapter",
         ),
     ),
     "stories260k-dmc": (
@@ -150,7 +163,7 @@ PRESETS = {
             out=pathlib.Path("runs/stories260k-dmc"),
             policy="DMC",
             recipe="dmc_quickstart",
-            compression_ratio=2.0,
+            neuron="first",
             offset=2.0,
             temperature=0.3,
         ),
@@ -162,6 +175,7 @@ PRESETS = {
             model="Qwen/Qwen3-8B",
             data=(),
             out=pathlib.Path("runs/qwen3-8b-dms8"),
+            source="adapter",
             data_shards=8,
         ),
     ),
@@ -173,9 +187,7 @@ PRESETS = {
             out=pathlib.Path("runs/llama-3.2-1b-dms4"),
             recipe="paper",
             paper_model="llama-3.2-1b",
-            compression_ratio=4.0,
             window=16,
-            source="query_neuron",
         ),
     ),
     "llama-2-7b-dmc": (
@@ -187,7 +199,7 @@ PRESETS = {
             policy="DMC",
             recipe="dmc_paper",
             paper_model="llama-2-7b",
-            compression_ratio=2.0,
+            neuron="first",
         ),
     ),
 }

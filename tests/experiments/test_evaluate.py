@@ -1,5 +1,6 @@
 """The evaluation script: what it prints and writes, and what it says to mistakes."""
 
+import inspect
 import json
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, WordChain
-from experiments import evaluate, options
+from experiments import evaluate
+from experiments.shared import options
 
 MODEL = str(assets.path("stories260k"))
 
@@ -52,3 +54,11 @@ def test_tasks_by_name():
         options.read_tasks("needle", ["sice=40"])
     with pytest.raises(dms_jax.ConfigError, match="none of linear"):
         options.read_tasks("poetry", [])
+
+
+def test_what_is_not_said_is_as_the_library_has_it():
+    config = evaluate.Config()
+    library = inspect.signature(dms_jax.evaluation.evaluate).parameters
+    for name in ("problems", "chains", "split", "seed", "lanes", "page_size"):
+        assert getattr(config, name) == library[name].default
+    assert config.make_sampling() == dms_jax.evaluation.SAMPLING

@@ -1,25 +1,24 @@
 """The command line of `experiments/generate.py`: what it shows, and what it says to mistakes."""
 
+import inspect
+
 import pytest
 
+import dms_jax
 from experiments import generate
+from experiments.shared.command_line import run
+from experiments.shared.options import read_policy
 
 QUICK = ["--max-new-tokens", "12", "--temperature", "0", "--page-size", "16", "--chunk", "8"]
 
 
-def test_help_explains_every_option(capsys):
-    with pytest.raises(SystemExit) as ended:
-        generate.main(["--help"])
-    assert ended.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for field in generate.Config.__dataclass_fields__:
-        if field != "prompts":
-            assert f"--{field.replace('_', '-')}" in text
-    assert "one that the checkpoint declares" in text
+def call(arguments: list[str]) -> int:
+    """What the script does with a command line; its exit status."""
+    return run(generate.main, generate.Config, description=generate.__doc__, arguments=arguments)
 
 
 def test_one_answer_and_its_usage(capsys):
-    assert generate.main(["Once upon a time", *QUICK]) == 0
+    assert call(["Once upon a time", *QUICK]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("Once upon a time\n, there was a")
     assert "Vanilla" in shown
@@ -30,7 +29,7 @@ def test_several_answers_under_another_policy(capsys, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("Lily and Tom\n\nOne [bold]day\n")
     arguments = ["Once", "--file", str(file), "--policy", "TOVA", "--options", "budget=8"]
-    assert generate.main([*arguments, "--samples", "2", *QUICK]) == 0
+    assert call([*arguments, "--samples", "2", *QUICK]) == 0
     shown = capsys.readouterr().out
     assert "TOVA" in shown
     assert shown.count("Lily and Tom") == 2
@@ -40,14 +39,14 @@ def test_several_answers_under_another_policy(capsys, tmp_path):
 
 def test_options_of_a_policy():
     def read(*options: str):
-        return generate.read_policy("DMS", options)
+        return read_policy("DMS", options)
 
-    assert read() == generate.dms_jax.DMS()
-    assert read("window=16", "source=adapter", "alpha_offset=2.5") == generate.dms_jax.DMS(
+    assert read() == dms_jax.DMS()
+    assert read("window=16", "source=adapter", "alpha_offset=2.5") == dms_jax.DMS(
         window=16, source="adapter", alpha_offset=2.5
     )
-    assert read('{"window": 16, "shift": 0}') == generate.dms_jax.DMS(window=16, shift=0)
-    assert generate.read_policy(None, ()) is None
+    assert read('{"window": 16, "shift": 0}') == dms_jax.DMS(window=16, shift=0)
+    assert read_policy(None, ()) is None
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_options_of_a_policy():
     ],
 )
 def test_mistakes_are_told_in_a_line(arguments, says, capsys):
-    assert generate.main(arguments) == 2
+    assert call(arguments) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert says in error
     assert "Traceback" not in error
@@ -83,5 +82,13 @@ def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate.dms_jax, "generate", interrupt)
-    assert generate.main(["Once", *QUICK]) == 130
-    assert "interrupted" in capsys.readouterr().err
+    assert call(["Once", *QUICK]) == 130
+    assert "Interrupted" in capsys.readouterr().err
+
+
+def test_what_is_not_said_is_as_the_library_has_it():
+    config = generate.Config()
+    assert config.make_sampling() == dms_jax.Sampling()
+    call = inspect.signature(dms_jax.generate).parameters
+    assert config.cache() == {name: call[name].default for name in config.cache()}
+    assert config.make_policy() is None

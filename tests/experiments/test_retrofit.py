@@ -1,38 +1,22 @@
 """The retrofit script: its presets, what it writes, and what it says when it cannot."""
 
 import dataclasses
-import os
+import inspect
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 import dms_jax
-
-EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
-
-
-@pytest.fixture(scope="module")
-def script():
-    """The script as a module; it finds its presets beside itself."""
-    sys.path.insert(0, str(EXPERIMENTS))
-    try:
-        import configs.retrofit
-        import retrofit
-
-        yield retrofit, configs.retrofit
-    finally:
-        sys.path.remove(str(EXPERIMENTS))
+from experiments import retrofit
+from experiments.configs import retrofit as configs
 
 
-def test_a_small_run_is_written_and_loads(script, tmp_path, capsys):
-    main, configs = script
+def test_a_small_run_is_written_and_loads(tmp_path, capsys):
     _, config = configs.PRESETS["stories260k"]
     config = dataclasses.replace(
         config, out=tmp_path, compression_ratio=1.2, sequence_length=32, batch_size=2, window=8
     )
-    assert main.main(config) == 0
+    retrofit.main(config)
     assert "3 steps to ratio 1.2" in capsys.readouterr().out
     model = dms_jax.load(tmp_path / "model")
     assert model.policy == dms_jax.DMS(window=8, source="adapter")
@@ -44,21 +28,19 @@ def test_a_small_run_is_written_and_loads(script, tmp_path, capsys):
     [
         (
             dict(policy="DMC", importance="uniform", offset=4.0),
-            dms_jax.DMC(neuron="first", importance="uniform", offset=4.0),
+            dms_jax.DMC(importance="uniform", offset=4.0),
         ),
-        (dict(policy="DMC", per="layer", merge_window=None), dms_jax.DMC(None, "first", "layer")),
+        (dict(policy="DMC", per="layer", merge_window=None), dms_jax.DMC(None, per="layer")),
         (dict(policy="FixedPooling", every=2), dms_jax.FixedPooling(every=2)),
         (dict(window=8, source="query_neuron"), dms_jax.DMS(window=8, source="query_neuron")),
     ],
 )
-def test_policies_by_name(script, options, policy):
-    _, configs = script
+def test_policies_by_name(options, policy):
     config = configs.Config(model="", data=(), out=pathlib.Path("out"))
     assert dataclasses.replace(config, **options).make_policy() == policy
 
 
-def test_presets_make_recipes(script):
-    _, configs = script
+def test_presets_make_recipes():
     recipes = {name: config.make_recipe() for name, (_, config) in configs.PRESETS.items()}
     assert recipes["qwen3-8b"].pass_size(8) == 8
     assert recipes["llama-3.2-1b"].stages[-1].steps == 9000
@@ -75,27 +57,33 @@ def test_presets_make_recipes(script):
     assert {stage.final_learning_rate for stage in local.stages} == {None}
 
 
-def test_errors_are_told_in_a_line(script, tmp_path, capsys):
-    main, configs = script
+def test_what_is_missing_is_told(tmp_path):
     _, custom = configs.PRESETS["custom"]
-    assert main.main(custom) == 1
-    assert capsys.readouterr().err == "ConfigError: give --model and --data\n"
+    with pytest.raises(dms_jax.ConfigError, match="give --model and --data"):
+        retrofit.main(custom)
     missing = dataclasses.replace(
         configs.PRESETS["stories260k"][1], data=(tmp_path / "none.txt",), out=tmp_path / "run"
     )
-    assert main.main(missing) == 1
-    assert "DataError" in capsys.readouterr().err
+    with pytest.raises(dms_jax.DataError, match=r"none\.txt"):
+        retrofit.main(missing)
 
 
-def test_help_explains_every_option(script):
-    _, configs = script
-    done = subprocess.run(
-        [sys.executable, EXPERIMENTS / "retrofit.py", "custom", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=EXPERIMENTS.parent,
-        env={**os.environ, "PYTHONPATH": str(EXPERIMENTS.parent), "COLUMNS": "200"},
-    )
-    for field in dataclasses.fields(configs.Config):
-        assert f"--{field.name.replace('_', '-')}" in done.stdout
+def test_what_is_not_said_is_as_the_library_has_it():
+    _, custom = configs.PRESETS["custom"]
+    assert custom.make_policy() == dms_jax.DMS()
+    for policy in (dms_jax.DMC(), dms_jax.FixedPooling()):
+        assert dataclasses.replace(custom, policy=policy.name).make_policy() == policy
+    recipes = dms_jax.recipes
+    assert custom.make_recipe() == recipes.dms_published()
+    for name, recipe in {
+        "paper": recipes.dms_paper(),
+        "quickstart": recipes.dms_quickstart(),
+        "dmc_paper": recipes.dmc_paper(),
+        "dmc_quickstart": recipes.dmc_quickstart(),
+    }.items():
+        assert dataclasses.replace(custom, recipe=name).make_recipe() == recipe
+    with pytest.raises(dms_jax.ConfigError, match="--paper-model belongs"):
+        dataclasses.replace(custom, paper_model="qwen-r1-7b").make_recipe()
+    library = inspect.signature(dms_jax.retrofit).parameters
+    for name in ("checkpoint_every", "seed"):
+        assert getattr(custom, name) == library[name].default

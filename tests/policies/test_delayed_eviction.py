@@ -103,6 +103,27 @@ def test_slots_lengths_and_sight_are_those_of_the_ring(window, shift, seed, rate
     check_chunks(DMS(window=window, shift=shift), window, shift, marks, chunks, width)
 
 
+@pytest.mark.parametrize(("window", "shift"), [(0, 0), (2, 1), (6, 0), (6, 7)])
+@pytest.mark.parametrize("seen", [15, 21])
+def test_rows_at_a_length_are_those_that_came_to_it(window, shift, seen):
+    policy, size = DMS(window=window, shift=shift), window + 1
+    marks = np.random.default_rng(seen).random((BATCH, KV_HEADS, LENGTH)) < 0.6
+    empty = policy.init_rows(BATCH, KV_HEADS, HEAD_DIM, jnp.float32)
+    nothing = np.zeros((BATCH, KV_HEADS), np.int32)
+    first, count = np.zeros(BATCH, np.int32), np.full(BATCH, seen, np.int32)
+    reached, _ = write(policy, empty, marks[..., :seen], first, count, nothing)
+    last = np.arange(seen - size, seen)
+    slots = np.zeros((BATCH, KV_HEADS, size), np.int32)
+    for row in np.ndindex(BATCH, KV_HEADS):
+        held = dms.slots_per_step(marks[row], window, shift)[seen - 1]
+        slots[row] = [held.index(position) for position in last]
+    # The mark about key j is made by token j + shift; that of the newest keys is still to come.
+    made = last + shift < seen
+    evicted = made & marks[..., np.where(made, last + shift, 0)]
+    rows = policy.rows_at(empty, jnp.asarray(slots), jnp.asarray(evicted), seen)
+    np.testing.assert_array_equal(rows, reached)
+
+
 @pytest.mark.parametrize(("budget", "sinks"), [(1, 0), (4, 1), (6, 5), (40, 4)])
 def test_streaming_holds_sinks_and_recent(budget, sinks):
     policy = StreamingLLM(budget=budget, sinks=sinks)

@@ -1,0 +1,357 @@
+"""Time decode attention against cuDNN, jax's stock Pallas kernel and XLA on one GPU.
+
+Every implementation is checked against float32 attention on fresh random data before it is timed.
+Rates count the bytes of live keys and values, once. cuDNN reads the same number of tokens laid out
+densely; where rows differ in length it reads the longest for all, so such cases have no cuDNN row.
+
+The other kernels have scripts of their own: `write_kernel.py`, `select_kernel.py`,
+`prefill_kernel.py`, `training_kernels.py`.
+
+    python -m experiments.benchmarks.decode_kernel --out experiments/results/kernels
+    python -m experiments.benchmarks.decode_kernel --picture experiments/results/kernels
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.kernel_timing import (
+    CALLS,
+    ROTATED_BYTES,
+    command_line,
+    draw_pools,
+    environment,
+    require_gpu,
+    time_chain,
+)
+from experiments.shared.command_line import run
+from experiments.shared.options import check_names
+from experiments.shared.reports import make_folder, read_file
+from pallas_kernels import decode_attention, decode_plan
+from pallas_kernels.decode import cases
+
+# Above this, XLA's gathered copies and the stock kernel's split are not worth their time.
+_SLOW_BYTES = 1_100_000_000
+_KV_HEADS = 8
+
+
+def chain_of(call, q, inputs, *fixed):
+    """Compile a chain of CALLS calls that take turns with the inputs.
+
+    Args:
+      call: `call(q, one of inputs, *fixed) -> q`.
+      q: what the first call takes.
+      inputs: pools, or other inputs.
+      *fixed: what all calls share.
+    """
+    once = jax.jit(call)
+
+    @jax.jit
+    def chain(q, inputs, *fixed):
+        for i in range(CALLS):
+            q = once(q, inputs[i % len(inputs)], *fixed)
+        return q
+
+    return functools.partial(chain, q, inputs, *fixed)
+
+
+def paged(case, q, pools, lengths, implementation, plan_inside):
+    """Make a chain of `decode_attention`, with its plan made before or inside every call."""
+    arguments = {
+        "columns": case.columns,
+        "page_size": case.page_size,
+        "head_dim": case.head_dim,
+        "dtype": case.pages_dtype or case.dtype,
+        "implementation": implementation,
+    }
+    plan = jax.jit(functools.partial(decode_plan, **arguments))(lengths)
+    # Lengths of their own, or one plan would be shared by the chain.
+    inputs = [(pools[i % len(pools)], jnp.array(lengths)) for i in range(CALLS)]
+
+    def call(q, pool_and_lengths, plan):
+        (k_pages, v_pages, table, k_scales, v_scales), lengths = pool_and_lengths
+        if plan_inside:
+            # No plan is made before its turn.
+            q, lengths = jax.lax.optimization_barrier((q, lengths))
+            plan = None
+        return decode_attention(
+            q,
+            k_pages,
+            v_pages,
+            table,
+            lengths,
+            scale=case.head_dim**-0.5,
+            k_scales=k_scales,
+            v_scales=v_scales,
+            plan=plan,
+            implementation=implementation,
+        )
+
+    return chain_of(call, q, inputs, plan)
+
+
+def cudnn(case, q):
+    """Make a chain of cuDNN's attention over a dense cache of the same size."""
+    batch, length = case.rows // _KV_HEADS, case.lengths[0]
+    keys = jax.random.split(jax.random.key(7), 2)
+    sets = min(CALLS, -(-ROTATED_BYTES // case.live_bytes))
+    shape = (batch, length, _KV_HEADS, case.head_dim)
+    pairs = [tuple(jax.random.normal(key, shape, case.dtype) for key in keys) for _ in range(sets)]
+    q = q.reshape(batch, 1, _KV_HEADS * case.group, case.head_dim)
+
+    def call(q, pair):
+        return jax.nn.dot_product_attention(q, *pair, implementation="cudnn")
+
+    return chain_of(call, q, pairs)
+
+
+def torch_microseconds(case, rounds=20) -> float:
+    """Time PyTorch's SDPA over a dense cache of the same size, by device events, median."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    batch, length = case.rows // _KV_HEADS, case.lengths[0]
+    sets = min(CALLS, -(-ROTATED_BYTES // case.live_bytes))
+
+    def draw(*shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    q = draw(batch, _KV_HEADS * case.group, 1, case.head_dim)
+    shape = (batch, _KV_HEADS, length, case.head_dim)
+    pairs = [(draw(*shape), draw(*shape)) for _ in range(sets)]
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    for start, stop in marks:
+        start.record()
+        for i in range(CALLS):
+            k, v = pairs[i % sets]
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        stop.record()
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(stop) * 1e3 / CALLS for start, stop in marks]
+    return statistics.median(times[rounds // 4 :])
+
+
+def stock(case, q, pools, lengths):
+    """Make a chain of jax's own paged attention for GPUs, one KV head a row."""
+    from jax.experimental.pallas.ops.gpu import paged_attention as module
+
+    def call(q, pool, lengths):
+        k_pages, v_pages, table, _, _ = pool
+        scaled = (q * case.head_dim**-0.5).astype(q.dtype)
+        return module.paged_attention(scaled, k_pages[None], v_pages[None], table, lengths)
+
+    return chain_of(call, q, pools, lengths)
+
+
+def error_of(case, q, pool, lengths, implementation) -> float:
+    """Compare some rows with float32 attention: norm of the difference over the norm."""
+    rows = np.random.default_rng(1).permutation(case.rows)[:4]
+    k_pages, v_pages, table, k_scales, v_scales = pool
+
+    @jax.jit
+    def run(q, pool, lengths):
+        k_pages, v_pages, table, k_scales, v_scales = pool
+        return decode_attention(
+            q,
+            k_pages,
+            v_pages,
+            table,
+            lengths,
+            scale=case.head_dim**-0.5,
+            k_scales=k_scales,
+            v_scales=v_scales,
+            implementation=implementation,
+        )
+
+    got = np.asarray(run(q, pool, lengths)[rows], np.float64)
+    part = table[rows]
+
+    def gather(pages, scales):
+        values = pages[part].astype(jnp.float32)
+        if scales is not None:
+            values = values * scales[part][..., None]
+        return values.reshape(-1, case.page_size, case.head_dim)
+
+    with jax.default_matmul_precision("highest"):
+        want = decode_attention(
+            q[rows].astype(jnp.float32),
+            gather(k_pages, k_scales),
+            gather(v_pages, v_scales),
+            jnp.arange(part.size, dtype=jnp.int32).reshape(part.shape),
+            lengths[rows],
+            scale=case.head_dim**-0.5,
+            implementation="xla",
+        )
+    want = np.asarray(want, np.float64)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def measure(case, seed, only) -> list[dict]:
+    """Time every contender on one case."""
+    pools = draw_pools(case, seed)
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    q = jax.random.normal(jax.random.key(seed), (case.rows, case.group, case.head_dim), case.dtype)
+    contenders = {
+        "mosaic_gpu": lambda: paged(case, q, pools, lengths, "mosaic_gpu", False),
+        "mosaic_gpu, plan included": lambda: paged(case, q, pools, lengths, "mosaic_gpu", True),
+        "triton": lambda: paged(case, q, pools, lengths, "triton", False),
+    }
+    even = len(set(case.lengths)) == 1
+    if even and case.dtype == "bfloat16" and case.pages_dtype is None:
+        contenders["cudnn, dense"] = lambda: cudnn(case, q)
+    if case.live_bytes < _SLOW_BYTES:
+        contenders["xla"] = lambda: paged(case, q, pools, lengths, "xla", False)
+        if case.dtype == "bfloat16" and case.pages_dtype is None:
+            contenders["stock pallas"] = lambda: stock(case, q, pools, lengths)
+    records = []
+    for name, make in contenders.items():
+        if only and name.split(",")[0] not in only:
+            continue
+        record = {"case": case.name, "implementation": name, "live_bytes": case.live_bytes}
+        try:
+            if name.split(",")[0] in ("mosaic_gpu", "triton", "xla"):
+                implementation = name.split(",")[0]
+                record["error"] = error_of(case, q, pools[0], lengths, implementation)
+            timing = time_chain(make())
+        except Exception as problem:  # A contender that cannot serve is part of the result.
+            record["failed"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+            print(f"{case.name:28s} {name:28s} {record['failed']}", flush=True)
+            records.append(record)
+            continue
+        record |= {
+            "period_us": round(timing.period, 2),
+            "main_kernel_us": round(timing.main, 2),
+            "terabytes_per_second": round(case.live_bytes / timing.period / 1e6, 3),
+            "kernels_us": {name: round(t, 2) for name, t in sorted(timing.kernels.items())},
+        }
+        records.append(record)
+        print(
+            f"{case.name:28s} {name:28s} period {timing.period:8.1f} us  main {timing.main:8.1f} us"
+            f"  {record['terabytes_per_second']:6.2f} TB/s  error {record.get('error', 0):.4f}",
+            flush=True,
+        )
+    if "cudnn, dense" in contenders and (not only or "torch" in only):
+        try:
+            period = torch_microseconds(case)
+        except Exception as problem:  # No PyTorch, or one that cannot: left out, with the reason.
+            print(f"{case.name:28s} torch sdpa, dense            {problem}"[:200], flush=True)
+        else:
+            rate = case.live_bytes / period / 1e6
+            records.append(
+                {
+                    "case": case.name,
+                    "implementation": "torch sdpa, dense",
+                    "live_bytes": case.live_bytes,
+                    "period_us": round(period, 2),
+                    "terabytes_per_second": round(rate, 3),
+                }
+            )
+            print(
+                f"{case.name:28s} torch sdpa, dense  {period:8.1f} us {rate:.2f} TB/s", flush=True
+            )
+    return records
+
+
+def draw_picture(report: dict[str, Any], path: pathlib.Path) -> None:
+    """Draw the rates of a report as bars, with the pure-read rate as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = [r for r in report["records"] if "period_us" in r]
+    names = list(dict.fromkeys(r["case"] for r in records))
+    contenders = list(dict.fromkeys(r["implementation"] for r in records))
+    figure, axes = plt.subplots(figsize=(11, 0.55 * len(names) + 1.8), layout="constrained")
+    height = 0.85 / len(contenders)
+    for i, contender in enumerate(contenders):
+        rates = {
+            r["case"]: r["terabytes_per_second"]
+            for r in records
+            if r["implementation"] == contender
+        }
+        places = [names.index(case) + (i + 0.5) * height - 0.425 for case in rates]
+        axes.barh(places, list(rates.values()), height, label=contender)
+    axes.axvline(report["read_terabytes_per_second"], color="black", lw=1, ls="--")
+    axes.text(report["read_terabytes_per_second"], -0.9, "pure read", ha="right", fontsize=8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("live keys and values read, TB/s (start to start, gaps included)")
+    axes.set_title(f"Decode attention on {report['device']}, jax {report['jax']}", fontsize=10)
+    figure.legend(fontsize=8, loc="outside right upper")
+    figure.savefig(path, dpi=120)
+
+
+def read_rate() -> float:
+    """Measure the rate of a pure read, a sum over 4 GB, in TB/s."""
+    values = jax.random.normal(jax.random.key(0), (1 << 21, 1024), jnp.bfloat16)
+
+    def call(total, values):
+        return total + jnp.sum(values + total.astype(jnp.bfloat16), dtype=jnp.float32) * 1e-9
+
+    timing = time_chain(chain_of(call, jnp.float32(0), [values]))
+    return values.nbytes / timing.period / 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time decode attention."""
+
+    out: pathlib.Path = pathlib.Path("runs/kernels")
+    """Folder for decode.json and decode.png."""
+    cases: tuple[str, ...] = tuple(case.name for case in cases.BENCHMARK)
+    """Cases to time."""
+    only: tuple[str, ...] = ()
+    """Implementations to time; all unless given."""
+    extend: bool = False
+    """Keep the other records of a report that is there."""
+    seed: int = 0
+    """Of the data."""
+    picture: pathlib.Path | None = None
+    """A folder with decode.json: time nothing, draw it into --out."""
+
+
+def main(config: Config) -> None:
+    """Measure, print, and write the report."""
+    check_names("--cases", config.cases, (case.name for case in cases.BENCHMARK))
+    if config.picture is None:
+        require_gpu()
+    make_folder("--out", config.out)
+    if config.picture is not None:
+        source = read_file("--picture", config.picture / "decode.json")
+        draw_picture(json.loads(source), config.out / "decode.png")
+        return
+    report: dict[str, Any] = environment() | {
+        "commands": [command_line()],
+        "read_terabytes_per_second": round(read_rate(), 3),
+        "records": [],
+    }
+    path = config.out / "decode.json"
+    if config.extend and path.exists():
+        before = json.loads(path.read_text())
+        report["records"] = before["records"]
+        report["commands"] = before["commands"] + report["commands"]
+        report = before | report
+    print(f"pure read {report['read_terabytes_per_second']} TB/s", flush=True)
+    order = {case.name: i for i, case in enumerate(cases.BENCHMARK)}
+    for name in config.cases:
+        records = measure(cases.by_name(name), config.seed, list(config.only) or None)
+        measured = {(record["case"], record["implementation"]) for record in records}
+        report["records"] = records + [
+            record
+            for record in report["records"]
+            if (record["case"], record["implementation"]) not in measured
+        ]
+        report["records"].sort(key=lambda record: order[record["case"]])
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))

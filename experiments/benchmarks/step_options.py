@@ -1,0 +1,165 @@
+"""Times decode steps under other options of XLA's, and with XLA's scatters for the write.
+
+The variants take turns in one process, over the same random weights and a cache at its length (the
+functions of `decode_steps`); that they draw the same tokens is checked. What came of it is the
+choice in `dms_jax.generation.programs`.
+
+    python -m experiments.benchmarks.step_options
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import gc
+import inspect
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dms_jax.cache import pool
+from dms_jax.generation import programs
+from dms_jax.generation.runner import Runner
+from experiments.benchmarks import decode_steps
+from experiments.benchmarks.kernel_timing import versions
+from experiments.shared.command_line import command, run
+from experiments.shared.reports import make_place
+
+NO_ASYNC = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
+CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+TWO_LAYERS = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
+DEPENDENT = {"xla_gpu_enable_pdl": True, "xla_gpu_enable_pdl_launch": True}
+KERNEL, SCATTERS = "the kernel", "XLA's scatters"
+# Name, options beside `programs.GPU_OPTIONS`, and what writes new keys and values.
+VARIANTS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("XLA's defaults", {}, KERNEL),
+    ("concurrent", CONCURRENT, KERNEL),
+    ("concurrent, no asynchronous copies", NO_ASYNC | CONCURRENT, KERNEL),
+    (
+        "concurrent, no asynchronous copies, two layers a graph",
+        NO_ASYNC | CONCURRENT | TWO_LAYERS,
+        KERNEL,
+    ),
+    ("programmatic dependent launches", DEPENDENT, KERNEL),
+    ("programmatic dependent launches, no asynchronous copies", NO_ASYNC | DEPENDENT, KERNEL),
+    ("XLA's defaults", {}, SCATTERS),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time decode steps under other options."""
+
+    shape: decode_steps.Shape = "llama-3.1-8b"
+    """Model shape."""
+    batch: int = 32
+    """Sequences."""
+    context: int = 8192
+    """Tokens that each sequence has seen."""
+    window: int = 128
+    """Tokens that no head evicts."""
+    ratios: tuple[int, ...] = (8, 1)
+    """Compression ratios of the live tokens; 1 is the plain cache."""
+    chunk: int = 32
+    """Decode steps per compiled program."""
+    repeats: int = 5
+    """Timed programs of a turn; the median counts."""
+    turns: int = 3
+    """How often each variant is timed."""
+    dtype: str = "bfloat16"
+    """Of weights and cache."""
+    out: pathlib.Path = pathlib.Path("runs/decode/step_options.json")
+    """Where the figures go."""
+
+
+@contextlib.contextmanager
+def using(program: programs.Program, write: str) -> Iterator[list[np.ndarray]]:
+    """Steps go through a program of another compilation; yields the tokens that they drew."""
+    before = programs.decode, pool.write_pages, Runner.decode
+    drawn: list[np.ndarray] = []
+
+    def decode(self, *args, **kwargs):
+        steps = before[2](self, *args, **kwargs)
+        drawn.append(np.asarray(steps.tokens))
+        return steps
+
+    programs.decode, Runner.decode = program, decode
+    if write == SCATTERS:
+        pool.write_pages = functools.partial(before[1], implementation="xla")
+    try:
+        yield drawn
+    finally:
+        programs.decode, pool.write_pages, Runner.decode = before
+
+
+def program_of(options: dict[str, Any]) -> programs.Program:
+    """The library's step, compiled by itself with these options on a GPU."""
+    step = inspect.unwrap(programs.decode)
+
+    def decode(*args):  # another function, so that nothing compiled before serves it
+        return step(*args)
+
+    return programs.Program(
+        decode,
+        gpu_options=programs.GPU_OPTIONS | options,
+        donate_argnums=1,
+        static_argnums=(7, 9, 10),
+    )
+
+
+def main(config: Config) -> list[dict[str, Any]]:
+    """Times every variant at every ratio, writes the figures as they come, and returns them."""
+    make_place("--out", config.out)
+    steps = decode_steps.Config(
+        shapes=(config.shape,),
+        batch=config.batch,
+        context=config.context,
+        window=config.window,
+        chunk=config.chunk,
+        repeats=config.repeats,
+    )
+    model = decode_steps.model_of(config.shape, jnp.dtype(config.dtype))
+    rate = decode_steps.read_rate()
+    rows: list[dict[str, Any]] = []
+    report = dict(
+        device=jax.devices()[0].device_kind,
+        versions=versions(),
+        date=datetime.date.today().isoformat(),
+        command=command(),
+        read_rate=rate,
+        rows=rows,
+    )
+    for ratio in config.ratios:
+        own: list[dict[str, Any]] = [
+            dict(options=name, compiler_options=options, write=write, ratio=ratio, step_ms=[])
+            for name, options, write in VARIANTS
+        ]
+        compiled = [program_of(options) for _, options, _ in VARIANTS]
+        rows += own
+        first: np.ndarray | None = None
+        for _ in range(config.turns):
+            for row, program in zip(own, compiled, strict=True):
+                with using(program, row["write"]) as drawn:
+                    figures = decode_steps.time_paged(steps, model, ratio, rate)
+                gc.collect()
+                first = drawn[0] if first is None else first
+                row["same_tokens"] = float((drawn[0] == first).mean())
+                row["step_ms"].append(figures["step_ms"])
+                row.setdefault("share_of_roofline", []).append(figures["share_of_roofline"])
+                print(
+                    f"{row['options']}, {row['write']}, 1/{ratio}: {figures['step_ms']:.3f} ms, "
+                    f"{row['same_tokens']:.0%} of the tokens the same",
+                    flush=True,
+                )
+                config.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))

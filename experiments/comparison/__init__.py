@@ -1,1 +1,0 @@
-"""What `compare_policies.py` is made of: who is compared, what is measured, how it is shown."""

@@ -1,0 +1,42 @@
+"""The demo: retrofit a small model on the spot, then watch a larger one reason from a small cache.
+
+    python -m experiments.demo
+    python -m experiments.demo --only solve --solve.problems 12
+    python -m experiments.demo --only quickstart --quickstart.sequences 20
+
+The first part (`demos/quickstart.py`) retrofits stories260K twice and decodes held-out stories
+under every cache; the second (`demos/solve.py`) lets the shipped reasoning model and its DMS
+retrofit work on the same problems, side by side. Both need no accelerator.
+"""
+
+import dataclasses
+import sys
+from typing import Literal
+
+from experiments.demos import quickstart as stories
+from experiments.demos import solve as problems
+from experiments.shared.command_line import run
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Run both parts, or one of them."""
+
+    only: Literal["both", "quickstart", "solve"] = "both"
+    """Which part."""
+    quickstart: stories.Config = dataclasses.field(default_factory=stories.Config)
+    """Of the first part."""
+    solve: problems.Config = dataclasses.field(default_factory=problems.Config)
+    """Of the second part."""
+
+
+def main(config: Config) -> None:
+    """Runs the demo."""
+    if config.only != "solve":
+        stories.main(config.quickstart)
+    if config.only != "quickstart":
+        problems.main(config.solve)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))

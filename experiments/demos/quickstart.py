@@ -1,0 +1,401 @@
+"""The main job on real input: retrofit a small pretrained Llama, then decode from a small cache.
+
+Takes a few minutes on two CPU cores and needs nothing but this repository. stories260K (a Llama of
+260,032 parameters that ships with the library) learns Dynamic Memory Sparsification on a megabyte
+of TinyStories. Then held-out text goes token by token through the paged cache: dense, DMS at
+several ratios, and beside each DMS row what needs no training, at equal live tokens (StreamingLLM,
+TOVA, random eviction) and at equal reads (StreamingLLM). Everything in the table is measured.
+
+    python -m experiments.demo --only quickstart
+"""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.analysis import eviction_page, evictions, live_after, memory_trace, token_texts
+from dms_jax.analysis.plots import Point, compression_figure
+from dms_jax.data import Documents
+from dms_jax.training import recipes
+from experiments.shared.reports import make_folder, provenance
+
+LENGTH = 512  # tokens a sequence: the model's positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Retrofit stories260K with DMS and decode from a small cache."""
+
+    out: pathlib.Path = pathlib.Path("runs/quickstart")
+    """Folder for results.json, figure.png and evictions.html."""
+    sequences: int = 202
+    """Held-out sequences of 512 tokens to decode; 202 make 103,222 predicted tokens."""
+    wide_window: int = 64
+    """Window of the first retrofit: every token stays this long."""
+    narrow_window: int = 32
+    """Window of the second retrofit, for the highest compression."""
+    wide_steps: int = 13
+    """Training steps per unit of compression ratio, first retrofit (8 units from 1 to 9)."""
+    narrow_steps: int = 12
+    """The same for the second retrofit."""
+    wide_ratio: float = 9.0
+    """Compression ratio that the first retrofit aims at; what it reaches is measured."""
+    narrow_ratio: float = 10.5
+    """The same for the second retrofit."""
+    page_size: int = 16
+    """Tokens a page of the cache."""
+    seed: int = 0
+    """Order of the training text and the training noise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way to keep a cache, measured over all sequences.
+
+    `increase` is against dense on the same tokens, so its error is that of the difference.
+    """
+
+    label: str
+    method: str
+    policy: dict[str, Any]
+    nats: float
+    error: float
+    increase: float
+    increase_error: float
+    peak_tokens: float
+    reads: float
+    peak_ratio: float
+    reads_ratio: float
+    cache_bytes: int
+    seconds: float
+
+
+class Bench:
+    """Decodes the held-out sequences under one policy after another."""
+
+    def __init__(self, sequences: np.ndarray, page_size: int, report: Callable[[Row], None]):
+        self.sequences, self.page_size, self.report = sequences, page_size, report
+        self.rows: list[Row] = []
+        self._dense_losses = np.zeros(len(sequences))
+
+    def run(
+        self, label: str, method: str, model: dms_jax.LanguageModel, policy: dms_jax.policies.Policy
+    ) -> Row:
+        """Scores every sequence token by token through the cache."""
+        start = time.perf_counter()
+        scores = dms_jax.score(
+            model, self.sequences.tolist(), policy=policy, page_size=self.page_size
+        )
+        seconds = time.perf_counter() - start
+        losses = np.array([-score.logprobs.mean() for score in scores])
+        if not self.rows:
+            self._dense_losses = losses
+        increases = losses - self._dense_losses
+        peak = float(np.mean([score.usage.peak_tokens for score in scores]))
+        reads = float(np.mean([score.usage.kv_reads for score in scores]))
+        dense = self.rows[0] if self.rows else None
+        row = Row(
+            label=label,
+            method=method,
+            policy=policy.to_dict(),
+            nats=float(losses.mean()),
+            error=standard_error(losses),
+            increase=float(increases.mean()),
+            increase_error=standard_error(increases),
+            peak_tokens=peak,
+            reads=reads,
+            peak_ratio=dense.peak_tokens / peak if dense else 1.0,
+            reads_ratio=dense.reads / reads if dense else 1.0,
+            cache_bytes=sum(score.usage.cache_bytes for score in scores),
+            seconds=seconds,
+        )
+        self.rows.append(row)
+        self.report(row)
+        return row
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Standard error of the mean."""
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def held_out(model: dms_jax.LanguageModel, count: int) -> np.ndarray:
+    """Returns [count, 512] tokens of stories that training never sees, packed end to end."""
+    stream = [token for story in assets.stories("valid") for token in model.tokenizer.encode(story)]
+    available = len(stream) // LENGTH
+    if not 1 <= count <= available:
+        raise dms_jax.ConfigError(
+            f"--sequences: the held-out text makes 1 to {available} sequences, not {count}."
+        )
+    return np.asarray(stream[: count * LENGTH], np.int32).reshape(count, LENGTH)
+
+
+def random_rate(peak: float, window: int, tokens: int) -> float:
+    """Returns the eviction rate past the window that leaves `peak` of `tokens` tokens live."""
+    far = max(tokens - window - 1, 1)
+    return float(np.clip(1 - (peak - window - 1) / far, 0, 1))
+
+
+def streaming_budget_for_reads(reads: float, tokens: int) -> int:
+    """Returns the budget whose reads, sum over t of min(t, budget), come closest."""
+    budgets = np.arange(5, tokens + 1)
+    totals = budgets * (budgets + 1) / 2 + (tokens - budgets) * budgets
+    return int(budgets[np.abs(totals - reads).argmin()])
+
+
+def compare_windows(bench: Bench, base: dms_jax.LanguageModel, row: Row) -> None:
+    """Runs a plain window beside a DMS row: with as many live tokens, and with as many reads."""
+    peak = max(round(row.peak_tokens), 6)
+    bench.run(
+        f"  StreamingLLM {peak}, equal peak",
+        "StreamingLLM",
+        base,
+        dms_jax.StreamingLLM(budget=peak),
+    )
+    budget = streaming_budget_for_reads(row.reads, LENGTH - 1)
+    bench.run(
+        f"  StreamingLLM {budget}, equal reads",
+        "StreamingLLM",
+        base,
+        dms_jax.StreamingLLM(budget=budget),
+    )
+
+
+def compare_choices(bench: Bench, base: dms_jax.LanguageModel, row: Row, window: int) -> None:
+    """Runs two other ways to choose beside a DMS row: by attention, and at random."""
+    peak = max(round(row.peak_tokens), 6)
+    bench.run(f"  TOVA {peak}, equal peak", "TOVA", base, dms_jax.TOVA(budget=peak - 1))
+    rate = random_rate(row.peak_tokens, window, LENGTH - 1)
+    bench.run(
+        f"  random {rate:.0%}, equal peak",
+        "random",
+        base,
+        dms_jax.RandomEviction(window=window, rate=rate),
+    )
+
+
+def retrofit(
+    config: Config,
+    base: dms_jax.LanguageModel,
+    *,
+    window: int,
+    ratio: float,
+    steps: int,
+    snapshots: tuple[float, ...],
+) -> tuple[dms_jax.LanguageModel, dict[float, dms_jax.LanguageModel], float]:
+    """Trains one DMS model; returns it, the models at the snapshots, and the seconds it took."""
+    on_the_way: dict[float, dms_jax.LanguageModel] = {}
+    start = time.perf_counter()
+    model = dms_jax.retrofit(
+        base,
+        dms_jax.DMS(window=window, source="adapter"),
+        recipe=recipes.dms_quickstart(ratio, steps_per_ratio=steps, snapshots=snapshots),
+        data=Documents(assets.stories("train")),
+        seed=config.seed,
+        on_snapshot=on_the_way.__setitem__,
+    )
+    return model, on_the_way, time.perf_counter() - start
+
+
+def show(console: Console, rows: list[Row]) -> None:
+    """Prints the table and, from it, what it says."""
+    table = Table(title="Held-out text, decoded token by token from the paged cache", box=SIMPLE)
+    table.add_column("cache", no_wrap=True)
+    for name in ("nats/token", "above dense", "peak", "", "reads", "", "MB", "s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for index, row in enumerate(rows):
+        table.add_row(
+            row.label,
+            f"{row.nats:.4f} ±{row.error:.4f}",
+            "" if row.method == "dense" else f"{row.increase:+.4f} ±{row.increase_error:.4f}",
+            f"{row.peak_tokens:.0f}",
+            f"÷{row.peak_ratio:.2f}",
+            f"{row.reads:,.0f}",
+            f"÷{row.reads_ratio:.2f}",
+            f"{row.cache_bytes / 1e6:.1f}",
+            f"{row.seconds:.0f}",
+            style="bold" if row.method in ("DMS", "dense") else "",
+            end_section=index + 1 < len(rows) and rows[index + 1].method == "DMS",
+        )
+    console.print(table)
+    console.print(
+        "peak: most live tokens of a sequence, and how many times fewer than dense; reads: cache\n"
+        "entries read for a sequence; both averaged over layers and heads. MB: pages held by all\n"
+        "sequences at their end. ± one standard error over sequences.\n",
+        highlight=False,
+    )
+    window_wins = False
+    for index, row in enumerate(rows):
+        rivals = list(itertools.takewhile(lambda rival: rival.method != "DMS", rows[index + 1 :]))
+        if row.method != "DMS" or not rivals:
+            continue
+        console.print(f"{row.label} ({row.increase:+.4f}), against", highlight=False)
+        for rival in rivals:
+            console.print(f"  {rival.label}: {verdict(row, rival)}", highlight=False)
+            window_wins |= rival.method == "StreamingLLM" and "worse" in verdict(row, rival)
+    if window_wins:
+        console.print(
+            "\nWhere a plain window (StreamingLLM) does better: this model is tiny and makes\n"
+            "little use of what lies further back than such a window.",
+            highlight=False,
+        )
+
+
+def verdict(row: Row, rival: Row) -> str:
+    """Says which of two rows loses less, if the difference is more than two standard errors."""
+    gap = rival.increase - row.increase
+    error = float(np.hypot(row.increase_error, rival.increase_error))
+    if abs(gap) <= 2 * error:
+        return f"{rival.increase:+.4f}, no difference beyond the error"
+    return (
+        f"{rival.increase:+.4f}, {'DMS is better' if gap > 0 else 'DMS is worse'} by {abs(gap):.4f}"
+    )
+
+
+def figures(
+    config: Config,
+    rows: list[Row],
+    base: dms_jax.LanguageModel,
+    model: dms_jax.LanguageModel,
+    sequences: np.ndarray,
+) -> None:
+    """Writes figure.png and evictions.html."""
+    window = config.wide_window
+    evicted = evictions(model, sequences)
+    tokens = evicted.shape[-1]
+    kept = (live_after(evicted, window) - window - 1).mean(1) / (tokens - window - 1)
+    traces = {}
+    for label, traced in (("dense", base), ("DMS", model)):
+        seen, held, live = memory_trace(traced, sequences[:32], page_size=config.page_size)
+        traces[f"{label}, pages held"] = (seen, held)
+        traces[f"{label}, live tokens alone"] = (seen, live)
+    compression_figure(
+        config.out / "figure.png",
+        [
+            Point(row.method, row.peak_ratio, row.reads_ratio, row.increase, row.increase_error)
+            for row in rows
+        ],
+        traces,
+        kept,
+        title="stories260K: loss against measured compression; memory; what the heads keep",
+    )
+    page = eviction_page(
+        token_texts(model.tokenizer, sequences[0].tolist()),
+        evicted[:, 0],
+        window=window,
+        title="Which tokens which heads evicted",
+        note=(
+            f"stories260K after the DMS retrofit, window {window}. The share in each cell is what "
+            "that head evicted of the tokens beyond the window."
+        ),
+    )
+    (config.out / "evictions.html").write_text(page, encoding="utf-8")
+
+
+def tell_a_story(console: Console, model: dms_jax.LanguageModel, page_size: int) -> None:
+    """Generates a new story from the compressed cache, as it is written."""
+    prompt = "Once upon a time, there was a little dog who"
+    console.print(f"\n[bold]A new story from the compressed cache[/bold]\n{prompt} ...")
+    out = dms_jax.generate(
+        model,
+        [prompt],
+        sampling=dms_jax.Sampling(temperature=0.7, top_p=0.9, max_new_tokens=300, seed=3),
+        page_size=page_size,
+        on_tokens=lambda update: console.print(update.text, end="", markup=False, highlight=False),
+    )
+    usage = out.usage
+    console.print(
+        f"\n\n{usage.prompt_tokens + usage.new_tokens} tokens, {usage.live_tokens:.0f} live at the "
+        f"end: {usage.compression_ratio:.1f} times fewer; {usage.cache_bytes / 1e3:.0f} kB."
+    )
+
+
+def main(config: Config) -> list[Row]:
+    """Runs the whole demonstration and returns the table."""
+    start = time.perf_counter()
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=112)
+    make_folder("--out", config.out)
+    base = dms_jax.load(str(assets.path("stories260k")))
+    sequences = held_out(base, config.sequences)
+
+    console.print(
+        f"[bold]1. Retrofit[/bold] to compression ratio {config.wide_ratio:g}, window "
+        f"{config.wide_window}"
+    )
+    wide, on_the_way, wide_seconds = retrofit(
+        config,
+        base,
+        window=config.wide_window,
+        ratio=config.wide_ratio,
+        steps=config.wide_steps,
+        snapshots=(2.0, 4.0),
+    )
+    console.print(
+        f"[bold]2. Retrofit[/bold] to compression ratio {config.narrow_ratio:g}, window "
+        f"{config.narrow_window}"
+    )
+    narrow, _, narrow_seconds = retrofit(
+        config,
+        base,
+        window=config.narrow_window,
+        ratio=config.narrow_ratio,
+        steps=config.narrow_steps,
+        snapshots=(),
+    )
+
+    console.print(
+        f"[bold]3. Decode[/bold] {sequences.shape[0] * (LENGTH - 1):,} held-out tokens, each "
+        "from the cache that the tokens before it left"
+    )
+
+    def report(row: Row) -> None:
+        console.print(
+            f"  {row.label.strip()}: {row.nats:.4f} nats, {row.peak_ratio:.2f}x fewer live tokens, "
+            f"{row.seconds:.0f} s",
+            highlight=False,
+        )
+
+    bench = Bench(sequences, config.page_size, report)
+    bench.run("dense", "dense", base, dms_jax.Vanilla())
+    for ratio, model in sorted(on_the_way.items()):
+        label = f"DMS window {config.wide_window}, CR {ratio:g}"
+        bench.run(label, "DMS", model, model.policy)
+    compare_windows(bench, base, bench.rows[-1])
+    for model, window, ratio in (
+        (wide, config.wide_window, config.wide_ratio),
+        (narrow, config.narrow_window, config.narrow_ratio),
+    ):
+        row = bench.run(f"DMS window {window}, CR {ratio:g}", "DMS", model, model.policy)
+        compare_windows(bench, base, row)
+        compare_choices(bench, base, row, window)
+
+    show(console, bench.rows)
+    figures(config, bench.rows, base, wide, sequences)
+    tell_a_story(console, wide, config.page_size)
+    results = provenance(config) | {
+        "held_out_tokens": sequences.shape[0] * (LENGTH - 1),
+        "training_seconds": {"wide": wide_seconds, "narrow": narrow_seconds},
+        "total_seconds": time.perf_counter() - start,
+        "rows": [dataclasses.asdict(row) for row in bench.rows],
+    }
+    (config.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    console.print(
+        f"\nTraining {wide_seconds + narrow_seconds:.0f} s, everything "
+        f"{results['total_seconds']:.0f} s. Written: {config.out / 'results.json'}, figure.png, "
+        "evictions.html",
+        highlight=False,
+    )
+    return bench.rows

@@ -1,0 +1,1 @@
+"""The parts of `first_curve.py`: plan, data, jobs, analysis, figure, page."""

@@ -1,0 +1,398 @@
+"""The jobs of the first curve: write data, train, evaluate; and the queue they are taken from."""
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import time
+import traceback
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.evaluation import evaluate, percent
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+from dms_jax.training import Recipe, Stage, train
+from experiments.reproduction.curve.data import Sequences, read_documents, write_documents
+from experiments.reproduction.curve.plan import (
+    CHOICE_RATIO,
+    CHOICE_START,
+    LONGEST,
+    VARIANTS,
+    Config,
+    Job,
+    Paths,
+    Variant,
+    jobs,
+)
+
+BASE = "reasoner-11m"
+_LOGGED_EVERY = 10
+
+
+class OutOfTimeError(Exception):
+    """The deadline has passed; what is done is on disk."""
+
+
+@dataclasses.dataclass
+class Worker:
+    """One process of the plan.
+
+    Attributes:
+      config: the plan.
+      deadline: seconds since the epoch after which nothing new is begun.
+    """
+
+    config: Config
+    deadline: float
+
+    def __post_init__(self):
+        self.paths = Paths(self.config)
+        self._base: LanguageModel | None = None
+
+    @property
+    def base(self) -> LanguageModel:
+        """The base model."""
+        if self._base is None:
+            path = self.config.model or assets.path(BASE)
+            self._base = dms_jax.load(path)
+        return self._base
+
+    # -- the queue --------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        """Takes jobs until none is left that this process could do."""
+        while time.time() < self.deadline:
+            open_jobs = [job for job in self._wanted() if not self.paths.failure(job).exists()]
+            job = next(filter(self._take, filter(self.paths.ready, open_jobs)), None)
+            if job is not None:
+                self._do(job)
+            elif any(not self.paths.lock(job).exists() for job in open_jobs) and self._busy():
+                time.sleep(0.5)  # for what others are making
+            else:
+                return
+
+    def _wanted(self) -> list[Job]:
+        """What is not done yet; data only where something is to be trained on it."""
+        wanted = [job for job in jobs(self.config) if not self.paths.done(job)]
+        if self.config.only == "data":
+            return [job for job in wanted if job.kind == "data"]
+        if not any(job.kind in ("further", "retrofit") for job in wanted):
+            wanted = [job for job in wanted if job.kind != "data"]
+        return wanted
+
+    def _busy(self) -> bool:
+        folder = self.paths.root / "locks"
+        return folder.is_dir() and any(folder.iterdir())
+
+    def _take(self, job: Job) -> bool:
+        """Locks a job for this process; False if another has it, or has just done it."""
+        lock = self.paths.lock(job)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with lock.open("x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            return False
+        if self.paths.done(job):
+            lock.unlink()
+            return False
+        return True
+
+    def _do(self, job: Job) -> None:
+        start = time.time()
+        print(f"{job.name}: begins", flush=True)
+        outcome = "done"
+        try:
+            getattr(self, f"_{job.kind}")(job)
+        except OutOfTimeError:
+            outcome = "out of time"
+        except KeyboardInterrupt:
+            outcome, self.deadline = "stopped", 0  # nothing new is begun
+        except Exception:  # another job may well succeed; the page tells of this one
+            outcome = "failed"
+            write_text(self.paths.failure(job), traceback.format_exc())
+            traceback.print_exc()
+        finally:
+            self.paths.lock(job).unlink()
+        seconds = time.time() - start
+        before = read_json(self.paths.log(job)) or {"seconds": 0.0}
+        record = {
+            "outcome": outcome,
+            "seconds": before["seconds"] + seconds,
+            "device": jax.devices()[0].device_kind,
+            **provenance(),
+        }
+        write_json(self.paths.log(job), record)
+        print(f"{job.name}: {outcome}, {seconds:.0f} s", flush=True)
+
+    def _check_time(self, *_: Any) -> None:
+        if time.time() > self.deadline:
+            raise OutOfTimeError
+
+    # -- the jobs ---------------------------------------------------------------------------------
+
+    def _data(self, job: Job) -> None:
+        write_documents(self.base, self.config, self.paths.data(job.index), seed=job.index)
+
+    def _vanilla(self, job: Job) -> None:
+        for task in self.config.asked:
+            self.measure(self.base, dms_jax.Vanilla(), job.system, "1", job.index, task)
+
+    def _training_free(self, job: Job) -> None:
+        """One rung of the ladder: budgets that leave so many times fewer tokens than vanilla."""
+        ratio = self.config.ladder[job.index]
+        for task in self.config.asked:
+            lengths = self._vanilla_lengths(task)
+            policy = policy_at(job.system, lengths, lengths.mean() / ratio)
+            for seed in range(self.config.seeds):
+                self.measure(self.base, policy, job.system, f"{ratio:g}", seed, task)
+
+    def _further(self, job: Job) -> None:
+        recipe = self.retrofit_recipe(LONGEST).control(LONGEST.policy)
+        model = self.train(job, recipe, None)
+        for task in self.config.asked:
+            self.measure(model, dms_jax.Vanilla(), job.system, "1", job.index, task)
+
+    def _retrofit(self, job: Job) -> None:
+        config, variant = self.config, VARIANTS[job.system]
+
+        def on_snapshot(ratio: float, model: LanguageModel) -> None:
+            if job.index == 0:
+                dms_jax.save(model, variant.policy, self.paths.model(job.system, 0, ratio))
+            extra = (config.choice,) if ratio == CHOICE_RATIO else ()
+            for task in (*config.asked, *extra):
+                self.measure(model, variant.policy, job.system, f"{ratio:g}", job.index, task)
+
+        recipe = self.retrofit_recipe(variant)
+        self.train(job, recipe, variant.policy, on_snapshot=on_snapshot)
+
+    def retrofit_recipe(self, variant: Variant) -> Recipe:
+        """The borrowed neuron fades where there is one; then one ramp passes through all ratios."""
+        config = self.config
+        highest = max(config.ratios)
+        steps = round((highest - 1) * config.steps_per_ratio)
+        return self.recipe(
+            variant.name,
+            (
+                Stage("neuron_decay", config.decay_steps, config.decay_learning_rate),
+                Stage(
+                    "ramp",
+                    steps,
+                    config.learning_rate,
+                    highest,
+                    adapter_learning_rate=config.adapter_learning_rate,
+                ),
+            ),
+            trainable=variant.trainable,
+            snapshots=config.ratios,
+        )
+
+    def recipe(self, name: str, stages: tuple[Stage, ...], **changes: Any) -> Recipe:
+        """What all runs have in common, with their own stages."""
+        config = self.config
+        return Recipe(
+            name=name,
+            stages=stages,
+            sequence_length=config.sequence_length,
+            batch_size=config.batch_size,
+            micro_batch_size=config.micro_batch_size,
+            weight_decay=0.1,
+            remat=False,
+            unroll=True,
+            packing="first_fit",
+            **changes,
+        )
+
+    def train(
+        self, job: Job, recipe: Recipe, policy: Policy | None, **reports: Any
+    ) -> LanguageModel:
+        """Trains on the documents of all shards and writes the thinned log."""
+        shards = [self.paths.data(shard) for shard in range(self.config.shards)]
+        sequences = Sequences(
+            read_documents(shards),
+            batch_size=recipe.pass_size(1),
+            length=recipe.sequence_length,
+            seed=job.index,
+        )
+        log: list[dict[str, Any]] = []
+        last = recipe.total_steps(policy or dms_jax.Vanilla())
+
+        def on_step(record: dict[str, Any]) -> None:
+            self._check_time()
+            if record["step"] % _LOGGED_EVERY == 0 or record["step"] == last:
+                log.append({key: _rounded(value) for key, value in record.items()})
+
+        start = time.time()
+        model = train(
+            self.base,
+            policy=policy,
+            recipe=recipe,
+            data=sequences,
+            seed=job.index,
+            on_step=on_step,
+            progress=False,
+            **reports,
+        )
+        data = {"sequences": sequences.rows, "tokens": sequences.tokens}
+        record = {"data": data, "seconds": time.time() - start, "steps": log}
+        write_json(self.paths.training(job), record)
+        return model
+
+    def measure(
+        self,
+        model: LanguageModel,
+        policy: Policy,
+        system: str,
+        setting: str,
+        seed: int,
+        task: str,
+    ) -> None:
+        """Evaluates one system at one setting on one task, unless that is done.
+
+        For `Config.choice` it answers validation problems of the first task, others than those
+        that settings are chosen on.
+        """
+        path = self.paths.result(system, setting, seed, task)
+        if path.exists():
+            return
+        self._check_time()
+        config = self.config
+        choosing = task == config.choice
+        task = config.asked[0] if choosing else task
+        reasoning = task == "reasoning"
+        result = evaluate(
+            model,
+            config.tasks()[task],
+            policy=policy,
+            problems=config.problems if reasoning else config.retrieval_problems,
+            split="validation" if choosing else config.split,
+            start=CHOICE_START if choosing else 0,
+            chains=config.chains if reasoning else 1,
+            sampling=dms_jax.Sampling(
+                temperature=config.temperature, max_new_tokens=config.new_tokens(task)
+            ),
+            seed=seed,
+            lanes=config.lanes,
+            page_size=config.page_size,
+        )
+        data = result.to_dict(problems=True, samples=2)
+        write_json(path, {"system": system, "setting": setting, **data})
+        score = percent(data["accuracy"])
+        peak, seconds = f"peak {data['peak']:.0f}", f"{result.seconds:.1f} s"
+        print(f"  {path.parent.name} {path.stem}: {score}, {peak}, {seconds}", flush=True)
+
+    def _vanilla_lengths(self, task: str) -> np.ndarray:
+        """The most tokens that a chain of each problem came to hold in the plain cache."""
+        data = read_json(self.paths.result("vanilla", "1", 0, task))
+        assert data is not None
+        return np.asarray(data["per_problem"]["peak"]) / data["chains"]
+
+
+def policy_at(system: str, lengths: np.ndarray, peak: float) -> Policy:
+    """The training-free policy whose peak over sequences of these lengths has this mean."""
+    if system == "RandomEviction":
+        window = 16
+        rate = 1 - (peak - window - 1) / (lengths.mean() - window - 1)
+        return dms_jax.RandomEviction(window=window, rate=float(np.clip(rate, 0, 1)))
+    limit = limit_for(lengths, peak)
+    if system == "TOVA":
+        return dms_jax.TOVA(budget=max(limit - 1, 1))  # the current token comes on top
+    return dms_jax.StreamingLLM(budget=max(limit, 5))
+
+
+def limit_for(lengths: np.ndarray, peak: float) -> int:
+    """The limit whose mean of min(length, limit) comes closest to `peak`.
+
+    # In: [10, 20, 30], 15   Out: 17, for (10 + 17 + 17) / 3 = 14.7; 18 gives 15.3, no closer
+    """
+    limits = np.arange(1, int(lengths.max()) + 1)
+    means = np.minimum(lengths[:, None], limits).mean(0)
+    return int(limits[np.abs(means - peak).argmin()])
+
+
+def worker(root: str, deadline: float) -> None:
+    """Entry of a process: the plan is in the run directory."""
+    Worker(read_config(pathlib.Path(root)), deadline).work()
+
+
+def write_config(config: Config) -> None:
+    """Leaves the plan in the run directory for the workers."""
+    data = dataclasses.asdict(config)
+    data |= {name: None if data[name] is None else str(data[name]) for name in _FOLDERS}
+    write_json(config.out / "config.json", data)
+
+
+def read_config(root: pathlib.Path) -> Config:
+    """The plan that is in a run directory."""
+    data: dict[str, Any] = read_json(root / "config.json")
+    data |= {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+    data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in _FOLDERS}
+    return Config(**data)
+
+
+_FOLDERS = ("out", "pages", "pack")
+# What documents come of, and what may change from one command to the next of a run.
+_OF_DOCUMENTS = ("model", "shards", "documents", "document_tokens", "document_temperature")
+_FREE = (
+    *(*_FOLDERS, "processes", "deadline_minutes", "only"),
+    *("variants", "seeds", "ladder", "asked", "lanes"),
+)
+
+
+def check_settings(config: Config) -> None:
+    """Refuses to go on with other settings than those that made what is in the run directory.
+
+    Raises:
+      ConfigError: some setting differs.
+    """
+    if not (config.out / "config.json").exists():
+        return
+    made = {name for name in ("data", "results") if any((config.out / name).glob("*"))}
+    names = set(_OF_DOCUMENTS) if made == {"data"} else set(vars(config)) - set(_FREE)
+    before = read_config(config.out)
+    other = [
+        f"{name}={getattr(before, name)!r}, not {getattr(config, name)!r}"
+        for name in vars(config)
+        if made and name in names and getattr(before, name) != getattr(config, name)
+    ]
+    if other:
+        raise dms_jax.ConfigError(
+            f"{config.out} holds what was made with {'; '.join(other)}. Give the same settings to "
+            "go on, or another --out."
+        )
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and date of this run."""
+    return {
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def write_json(path: pathlib.Path, data: Any) -> None:
+    """Writes a file beside its place and renames it."""
+    write_text(path, json.dumps(data) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """What a file holds; None where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value

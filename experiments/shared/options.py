@@ -1,0 +1,82 @@
+"""Policies and tasks by name, with options as they are written on a command line."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import dms_jax
+from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
+
+SHIPPED = ("stories260k", "reasoner-11m", "reasoner-11m-dms")
+TASKS: dict[str, tuple[type[Task], ...]] = {
+    task.name: (task,) for task in (LinearEquation, Arithmetic, WordChain, Needle, VariableTracking)
+}
+TASKS["reasoning"] = (LinearEquation, Arithmetic, WordChain)
+
+
+def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Policy | None:
+    """The policy of a name, with its options; None where none is named."""
+    if name is None:
+        if options:
+            raise dms_jax.ConfigError("--options belong to a policy; name it with --policy.")
+        return None
+    return dms_jax.policies.from_dict({**read_options(options), "name": name})
+
+
+def read_tasks(name: str, options: Sequence[str]) -> list[Task]:
+    """The tasks of a name, each with those of the options that it has."""
+    if name not in TASKS:
+        raise dms_jax.ConfigError(f"--task {name!r} is none of {', '.join(TASKS)}.")
+    fields = read_options(options)
+    fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+    known = {
+        task: {field.name for field in dataclasses.fields(task)} & fields.keys()
+        for task in TASKS[name]
+    }
+    unknown = fields.keys() - set().union(*known.values())
+    if unknown:
+        raise dms_jax.ConfigError(f"--task {name} has no option {', '.join(sorted(unknown))}.")
+    return [task(**{key: fields[key] for key in keys}) for task, keys in known.items()]
+
+
+def read_options(options: Sequence[str]) -> dict[str, Any]:
+    """Options given as name=value, or as one JSON object."""
+    fields: dict[str, Any] = {}
+    for option in options:
+        name, separator, value = option.partition("=")
+        if option.lstrip().startswith("{"):
+            fields |= _object(option)
+        elif separator:
+            fields[name.strip()] = _value(value)
+        else:
+            raise dms_jax.ConfigError(
+                f"--options takes name=value or a JSON object, got {option!r}."
+            )
+    return fields
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except ValueError as error:
+        raise dms_jax.ConfigError(f"--options {text!r} is not a JSON object: {error}") from error
+
+
+def _value(text: str) -> Any:
+    """A number, a list, true or false where it is one, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses names that there are none of.
+
+    Raises:
+      ConfigError: there are some.
+    """
+    known = list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise dms_jax.ConfigError(f"{option} {' '.join(unknown)}: there are {', '.join(known)}.")

@@ -1,0 +1,83 @@
+"""Scripts that time kernels: what they do where there is no GPU, and what they write."""
+
+import importlib
+import json
+import pathlib
+
+import pytest
+
+import dms_jax
+from experiments.benchmarks import kernel_timing as timing
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decode_kernel",
+        "prefill_kernel",
+        "select_kernel",
+        "training_kernels",
+        "write_kernel",
+        "tune_decode_kernel",
+        "tune_training_kernels",
+    ],
+)
+def test_without_a_gpu_there_is_nothing_to_time(tmp_path, name):
+    script = importlib.import_module(f"experiments.benchmarks.{name}")
+    out = tmp_path / "out"
+    with pytest.raises(dms_jax.ConfigError, match="sees no GPU"):
+        script.main(script.Config(out=out))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("name", "unit"), [("select", "select_us"), ("write", "write_us")])
+def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, unit):
+    """With the record of a GPU that takes 3 of 4 us a call, and an implementation that refuses."""
+    script = importlib.import_module(f"experiments.benchmarks.{name}_kernel")
+    events = [(4.0 * call, 3.0, "kernel") for call in range(timing.CALLS)]
+
+    def device_events(run):
+        run()
+        return events
+
+    monkeypatch.setattr(timing, "require_gpu", lambda: None)
+    monkeypatch.setattr(timing, "device_events", device_events)
+    case = next(one for one in script.cases.CONTRACT if one.name in ("width7", "base"))
+    monkeypatch.setattr(script.cases, "BENCHMARK", (case,))
+    monkeypatch.setattr(script, "IMPLEMENTATIONS", ("xla", "triton"))
+    script.main(script.Config(out=tmp_path))
+    report = json.loads((tmp_path / f"{name}.json").read_text())
+    done, refused = report["records"]
+    assert done["right"]
+    assert done[unit] == pytest.approx(4 - 1 / timing.CALLS, abs=0.01)
+    assert (done["kernels_us"], done["launches"]) == (3, 1)
+    assert (refused["implementation"], refused["case"]) == ("triton", case.name)
+    assert "failed" in refused
+    # The committed report is of the same form.
+    committed = json.loads((ROOT / "experiments/results/kernels" / f"{name}.json").read_text())
+    assert committed["records"][0].keys() <= done.keys()
+    assert committed.keys() <= report.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("decode_kernel", dict(cases=("huge",))),
+        ("training_kernels", dict(cases=("huge",))),
+        ("tune_decode_kernel", dict(cases=("huge",))),
+        ("tune_training_kernels", dict(kernels=("huge",))),
+        ("host_values", dict(way="huge")),
+    ],
+)
+def test_names_that_there_are_none_of_are_refused(name, wrong):
+    script = importlib.import_module(f"experiments.benchmarks.{name}")
+    with pytest.raises(dms_jax.ConfigError, match=rf"--{next(iter(wrong))} huge: there are \w"):
+        script.main(script.Config(**wrong))
+
+
+def test_a_report_is_drawn_beside_no_other(tmp_path):
+    script = importlib.import_module("experiments.benchmarks.decode_kernel")
+    script.main(script.Config(out=tmp_path, picture=ROOT / "experiments/results/kernels"))
+    assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")

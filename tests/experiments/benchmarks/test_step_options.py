@@ -1,0 +1,46 @@
+"""Steps under other compiler options: what is timed, that it is compiled anew, what is written."""
+
+import json
+
+from dms_jax.cache import pool
+from dms_jax.generation import programs
+from dms_jax.generation.runner import Runner
+from experiments.benchmarks import step_options as script
+
+
+def test_variants_take_turns_and_leave_no_trace(monkeypatch, tmp_path):
+    before = programs.decode, pool.write_pages, Runner.decode
+    made, written = [], []
+    monkeypatch.setattr(script, "VARIANTS", (script.VARIANTS[0], script.VARIANTS[-1]))
+    monkeypatch.setattr(script.decode_steps, "read_rate", lambda: 1e9)
+    program_of = script.program_of
+    monkeypatch.setattr(
+        script, "program_of", lambda options: made.append(program_of(options)) or made[-1]
+    )
+
+    def write_pages(*args, implementation=None, **more):
+        written.append(implementation)
+        return before[1](*args, implementation=implementation, **more)
+
+    monkeypatch.setattr(pool, "write_pages", write_pages)
+    config = script.Config(
+        shape="tiny",
+        batch=2,
+        context=192,
+        window=16,
+        ratios=(4,),
+        chunk=4,
+        repeats=1,
+        turns=2,
+        dtype="float32",
+        out=tmp_path / "options.json",
+    )
+    kernel, scatters = script.main(config)
+    assert [len(row["step_ms"]) for row in (kernel, scatters)] == [2, 2]
+    assert kernel["same_tokens"] == scatters["same_tokens"] == 1
+    # Each variant is traced once, the second one with the write that its name says.
+    assert set(written) == {None, "xla"}
+    assert len(made) == 2
+    assert json.loads((tmp_path / "options.json").read_text())["rows"] == [kernel, scatters]
+    monkeypatch.undo()
+    assert (programs.decode, pool.write_pages, Runner.decode) == before
