@@ -51,6 +51,7 @@ def policy_cases() -> dict[str, Case]:
     dms, dmc, tova, quest = dms_jax.DMS, dms_jax.DMC, dms_jax.TOVA, dms_jax.Quest
     streaming, drawn = dms_jax.StreamingLLM, dms_jax.RandomEviction
     cases = {
+        "dms option misspelt": case(dms, "no option windw", "did you mean window?", windw=3),
         "dms window below zero": case(dms, "window", "-1", window=-1),
         "dms window fraction": case(dms, "window", "2.5", window=2.5),
         "dms window text": case(dms, "window", "'wide'", window="wide"),

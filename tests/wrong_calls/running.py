@@ -45,7 +45,7 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             "CapacityError",
             "bytes of state for 1 sequences",
             "or the policy a smaller window",
-            policy=dms_jax.StreamingLLM(budget=10**12),
+            policy=dms_jax.RandomEviction(window=10**12),
         ),
         "empty prompt": data("Prompt 1 is empty", prompts=["a", []]),
         "empty string": data("Prompt 0 is an empty string", prompts=[""]),

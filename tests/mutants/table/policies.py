@@ -69,8 +69,8 @@ MUTANTS = [
     Mutant(
         "policies: a share that is whole is rounded below itself",
         FOLDER + "budget.py",
-        "share = jnp.floor(chunk.horizon / self.compression_ratio * (1 + 1e-6))",
-        "share = jnp.floor(chunk.horizon / self.compression_ratio)",
+        "tokens = jnp.floor(chunk.horizon / compression_ratio * (1 + 1e-6))",
+        "tokens = jnp.floor(chunk.horizon / compression_ratio)",
         (f"{ALLOCATION}::test_a_share_is_rounded_down_and_whole_ones_stay_whole",),
     ),
     Mutant(
