@@ -261,8 +261,8 @@ def test_the_held_out_loss_is_that_of_each_part(model):
     [
         (dict(recipe=recipe(STAGE)), "the model is its own teacher"),
         (dict(policy=TOVA(budget=8)), "TOVA has no trainable form: train with the plain cache"),
-        (dict(stop_after=0), "stop_after must be seconds above 0"),
-        (dict(evaluate_every=0), "evaluate_every must be a whole number >= 1"),
+        (dict(stop_after=0), "stop_after must be a finite number above 0"),
+        (dict(evaluate_every=0), "evaluate_every must be a whole number of at least 1"),
         (
             dict(recipe=dataclasses.replace(RECIPE, trainable="adapter")),
             "trains the adapter alone",
