@@ -13,7 +13,7 @@ norm, whose scale is shared by all heads already.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +42,16 @@ def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
         head, which have no average.
     """
     check_model(model)
-    num_kv_heads = check("to_grouped_query: num_kv_heads", num_kv_heads, Count)
     config, transformer = model.config, model.transformer
     old = config.num_kv_heads
+    smaller = [str(size) for size in range(1, old) if old % size == 0]
+    choices = (
+        f"the model has {old} KV heads, which become "
+        f"{' or '.join(smaller) if smaller else 'no fewer'} by averaging equal groups"
+    )
+    num_kv_heads = check("to_grouped_query: num_kv_heads", num_kv_heads, Annotated[Count, choices])
     if num_kv_heads >= old or old % num_kv_heads:
-        smaller = [str(size) for size in range(1, old) if old % size == 0]
-        raise ConfigError(
-            f"to_grouped_query: the model has {old} KV heads, which become "
-            f"{' or '.join(smaller) if smaller else 'no fewer'} by averaging equal groups; "
-            f"{num_kv_heads} were asked for."
-        )
+        raise ConfigError(f"to_grouped_query: {choices}; {num_kv_heads} were asked for.")
     if model.policy.learned or transformer.has_adapter:
         raise ConfigError(
             f"to_grouped_query: this model was retrofitted for {model.policy}, whose decisions "
