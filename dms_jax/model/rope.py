@@ -92,7 +92,7 @@ def _yarn(frequencies: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
     original = rope.original_max_position_embeddings
     assert original is not None  # Rope sees to it
 
-    def plane_making(turns: float) -> float:
+    def plane_making(turns: float | int) -> float:
         wavelength = original / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
