@@ -67,11 +67,11 @@ def test_vanilla_is_declared_beside_an_adapter():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dms_window_size": "wide"}, "dms_window_size must be of type int"),
-        ({"dms_window_size": 1.5}, "dms_window_size must be of type int"),
-        ({"dms_window_size": True}, "dms_window_size must be of type int"),
+        ({"dms_window_size": "wide"}, "dms_window_size must be a whole number"),
+        ({"dms_window_size": 1.5}, "dms_window_size must be a whole number"),
+        ({"dms_window_size": True}, "dms_window_size must be a whole number"),
         ({"dms_window_size": -1}, "window"),
-        ({"dms_window_size": 8, "dms_tau": "x"}, "dms_tau must be of type float"),
+        ({"dms_window_size": 8, "dms_tau": "x"}, "dms_tau must be a finite number"),
         ({"dms_window_size": 8, "dms_separate_alpha": "no"}, "dms_separate_alpha"),
         ({"dms_window_size": 8, "dms_disable_eviction": True}, "dms_disable_eviction"),
         ({"cache_policy": "DMS"}, "JSON object"),
