@@ -54,7 +54,7 @@ def _as_json(value: Any) -> Any:
 
 
 class _Worker:
-    """The running process."""
+    """The process that renders templates, and the pipes to it."""
 
     def __init__(self):
         # The search path of this process, so that the same jinja2 is found.
@@ -87,7 +87,7 @@ class _Worker:
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process and wait for its end, so that nothing of it is left."""
         self._process.kill()
         self._process.communicate()
 

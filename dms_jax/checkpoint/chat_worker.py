@@ -65,19 +65,12 @@ def answer(line: bytes) -> dict[str, Any]:
     except MemoryError:
         return {"error": "it asks for too much memory", "spent": True}
     except jinja2.TemplateError as error:
-        return {"error": f"it says: {_words(error)}"}
+        return {"error": f"it says: {str(error)[:_MAX_ERROR]}"}
     except Exception as error:  # a template can raise anything
-        return {"error": f"{type(error).__name__}: {_words(error)}"}
+        return {"error": f"{type(error).__name__}: {str(error)[:_MAX_ERROR]}"}
     if len(text) > MAX_TEXT:
         return {"error": f"it writes {len(text)} characters, more than {MAX_TEXT}"}
     return {"text": text}
-
-
-def _words(error: Exception) -> str:
-    try:
-        return str(error)[:_MAX_ERROR]
-    except Exception:  # made of what cannot be printed
-        return "no message"
 
 
 def _bound_memory(most_bytes: int) -> None:

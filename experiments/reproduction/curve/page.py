@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import textwrap
 from typing import Any
 
 from dms_jax.evaluation import Measured, percent
@@ -306,9 +307,7 @@ def _frontiers(data: dict[str, Any]) -> str:
 
 def _training(config: Config) -> str:
     paths = Paths(config)
-    lines = [
-        "## Training",
-        "",
+    text = (
         f"The base model wrote {config.documents:,} documents itself: prompts of the train split, "
         f"completions at temperature {config.document_temperature:g}, right or wrong. Every run "
         f"takes {config.batch_size} sequences of {config.sequence_length} tokens a step, AdamW at "
@@ -316,7 +315,12 @@ def _training(config: Config) -> str:
         f"{config.steps_per_ratio} steps a unit of compression ratio after {config.decay_steps} "
         "steps in which the borrowed neuron fades (none with an adapter). The control takes the "
         f"steps, rates and tokens of `{LONGEST.name}`, {config.total_steps():,} steps, on the "
-        "language modelling loss; a snapshot of DMS at a ratio below the highest has taken fewer.",
+        "language modelling loss. A snapshot of DMS at a ratio below the highest has taken fewer."
+    )
+    lines = [
+        "## Training",
+        "",
+        textwrap.fill(text, 100),
         "",
         "| run | steps | tokens | tokens/s | s | share to evict at the end | distillation loss |",
         "|---|---:|---:|---:|---:|---:|---:|",
