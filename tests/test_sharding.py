@@ -13,8 +13,9 @@ from dms_jax import sharding
 from dms_jax.errors import ConfigError
 from dms_jax.model.caching import cache_specs, init_cache
 from dms_jax.policies import POLICIES, Quest, Vanilla
-from dms_jax.policies.base import PolicyState
+from dms_jax.policies.values import PolicyState
 from dms_jax.sharding import axes, declared_axes, partition
+from tests.support.chunks import state_of
 from tests.support.models import tiny_config
 
 
@@ -32,12 +33,12 @@ class Careless(Vanilla):
 
     per_row: bool = True
 
-    def init_rows(self, num_sequences, num_kv_heads, head_dim, dtype):
-        shape = (num_sequences, num_kv_heads)
-        return Silent(ring=jnp.zeros(shape), notes=jnp.zeros(shape) if self.per_row else None)
-
-    def init_pages(self, num_pages, page_size, head_dim, dtype):
-        return () if self.per_row else Silent(ring=None, notes=jnp.zeros(num_pages))
+    def init_state(self, shape):
+        ring = jnp.zeros(shape.rows)
+        if self.per_row:
+            return PolicyState(rows=Silent(ring=ring, notes=jnp.zeros(shape.rows)))
+        pages = Silent(ring=None, notes=jnp.zeros(shape.num_pages))
+        return PolicyState(rows=Silent(ring=ring), pages=pages)
 
 
 def cache_of(policy, num_sequences=4):
@@ -101,7 +102,7 @@ def test_every_cache_is_split_by_rows_and_pages(name):
     rows = PartitionSpec(None, "data", "model")
     pages = PartitionSpec(("data", "model"))
     assert specs.page_table == specs.lengths == rows
-    assert specs.seen == specs.horizon == PartitionSpec("data")
+    assert specs.seen == specs.max_lengths == PartitionSpec("data")
     assert all(spec == rows for spec in jax.tree.leaves(specs.row_state))
     assert all(spec == pages for spec in jax.tree.leaves((specs.pool, specs.page_state)))
     assert jax.tree.structure(specs) == jax.tree.structure(cache)
@@ -109,8 +110,8 @@ def test_every_cache_is_split_by_rows_and_pages(name):
 
 def test_policies_declare_their_states_field_by_field():
     state = PolicyState(
-        rows=POLICIES["DMC"]().init_rows(1, 1, 4, jnp.dtype(jnp.float32)),
-        pages=Quest().init_pages(3, 2, 4, jnp.dtype(jnp.float32)),
+        rows=state_of(POLICIES["DMC"](), 1, 1, 4).rows,
+        pages=state_of(Quest(), 1, 1, 4, num_pages=3, page_size=2).pages,
     )
     declared = declared_axes(state)
     assert declared.rows.ring == declared.rows.sums == ("sequences", "kv_heads")

@@ -79,13 +79,13 @@ def memory_trace(
     )
     runner, config = engine.runner, model.config
     slot_bytes = 2 * config.head_dim * np.dtype(model.dtype).itemsize
-    runner.expect(dict(enumerate([tokens.shape[1]] * len(tokens))))
+    runner.set_max_lengths(dict(enumerate([tokens.shape[1]] * len(tokens))))
     steps = (tokens.shape[1] - 1) // chunk
     seen, held, live = [0], [0], [0]
     for index in range(steps):
         counts = np.full(len(tokens), chunk)
         runner.reserve(counts)
-        runner.follow(
+        runner.decode_forced(
             np.ascontiguousarray(tokens[:, index * chunk : (index + 1) * chunk + 1].T), counts
         )
         runner.trim()

@@ -58,20 +58,20 @@ class Pool:
         k: Float[Array, "B T K D"],
         v: Float[Array, "B T K D"],
         *,
-        away: tuple[Int[Array, ""], Int[Array, "B T"]] | None = None,
+        on_host: tuple[Int[Array, ""], Int[Array, "B T"]] | None = None,
     ) -> "Pool":
         """Writes keys and values into the rows' slots; a negative slot is not written.
 
-        `away` is the layer and the tokens' positions where the layer's values live on the host.
+        `on_host` is the layer and the tokens' positions where the layer's values live on the host.
         """
         parts = {"k_pages": k, "v_pages": v}
         if self.quantized:
             parts["k_pages"], parts["k_scales"] = quantize(k)
             parts["v_pages"], parts["v_scales"] = quantize(v)
         tail = self.tail
-        if away is not None:
+        if on_host is not None:
             assert tail is not None
-            tail = tail.append(*away, parts.pop("v_pages"), slots)
+            tail = tail.append(*on_host, parts.pop("v_pages"), slots)
         elif slots.shape[-1] == 1:
             return self._store_token(page_table, slots, parts)
         written = {
@@ -122,7 +122,7 @@ class Pool:
             return values
         return dequantize(values, self.v_scales.at[page, offset].get(mode="clip"), dtype)
 
-    def values_away(
+    def host_values(
         self,
         host: HostRows,
         layer: Int[Array, ""],
@@ -176,7 +176,7 @@ class Cache:
       page_table: the pages of each row; entries beyond its reserve are N (no page).
       lengths: slots in use per row.
       seen: tokens each sequence has seen, which is the position of its next one.
-      horizon: tokens each sequence can come to, its prompt and its longest answer; for policies
+      max_lengths: tokens each sequence can come to, its prompt and its longest answer; for policies
         whose budget is a share of that.
       row_state: what the policy remembers per row, leaves [L, B, K, ...]; the axes behind L are
         those of `PolicyState.rows`.
@@ -189,7 +189,7 @@ class Cache:
     )
     lengths: Int[Array, "L B K"] = struct.field(metadata=axes("layers", "sequences", "kv_heads"))
     seen: Int[Array, " B"] = struct.field(metadata=axes("sequences"))
-    horizon: Int[Array, " B"] = struct.field(metadata=axes("sequences"))
+    max_lengths: Int[Array, " B"] = struct.field(metadata=axes("sequences"))
     row_state: Any = ()
     page_state: Any = ()
 

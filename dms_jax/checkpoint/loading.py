@@ -73,7 +73,7 @@ def load(
     has_adapter = any(names.ADAPTER_MARK in name for name in weights.shapes)
     policy = policy_from_hf(hf_config, has_adapter=has_adapter)
     # Adapter tensors that no policy accounts for are reported as unexpected.
-    adapter = policy is not None and (policy.uses_adapter or has_adapter)
+    adapter = policy is not None and (policy.retrofit.adapter or has_adapter)
     transformer = _fill(config, weights, adapter=adapter, dtype=dtype, mesh=mesh)
     tokenizer = Tokenizer.from_directory(directory)
     return LanguageModel(

@@ -64,13 +64,13 @@ def save(
         )
     target = pathlib.Path(os.path.realpath(expanded(path)))
     check_adapter(policy, has_adapter=model.transformer.has_adapter)
-    if model.policy.borrowed_neurons not in (None, policy.borrowed_neurons):
+    if model.policy.retrofit.borrowed_neurons not in (None, policy.retrofit.borrowed_neurons):
         raise ConfigError(
             f"this model was made for {model.policy}, whose decisions live in neurons that must "
             f"take no part in attention; saved for {policy} it would use them. Save it with its "
             "own policy"
         )
-    trained, asked = model.policy.trained_decisions, policy.trained_decisions
+    trained, asked = model.policy.retrofit.decisions, policy.retrofit.decisions
     if trained is not None and asked is not None and trained != asked:
         raise ConfigError(
             f"this model was made for {model.policy}: its decisions mean {trained}; saved for "

@@ -192,7 +192,7 @@ def _prefill_tokens(model: LanguageModel, policy: Policy) -> int:
     """Prompt tokens of all sequences together in one program."""
     bytes_a_token = 3 * model.config.intermediate_size * model.dtype.itemsize
     most = max(1, int(_ACTIVATION_BYTES / bytes_a_token))
-    return min(most, _PREFILL_TOKENS) if policy.parallel(prompt=True) else most
+    return min(most, _PREFILL_TOKENS) if policy.parallel != "never" else most
 
 
 def _scored(

@@ -245,7 +245,7 @@ def _score_batch(engine: Engine, batch: list[list[int]], horizons: list[int]) ->
     meters = [Meter(rows=rows) for _ in batch]
     logprobs: list[list[np.ndarray]] = [[] for _ in batch]
     # The last token of a sequence predicts nothing of it and is not fed.
-    runner.expect(dict(enumerate(horizons)))
+    runner.set_max_lengths(dict(enumerate(horizons)))
     for first in range(0, longest - 1, chunk):
         counts = np.clip(lengths - 1 - first, 0, chunk)
         if not runner.fits(counts):
@@ -256,7 +256,7 @@ def _score_batch(engine: Engine, batch: list[list[int]], horizons: list[int]) ->
         runner.reserve(counts)
         for meter, held in zip(meters, runner.cache_bytes(), strict=False):
             meter.peak_bytes = max(meter.peak_bytes, held)
-        steps = runner.follow(tokens[first : first + chunk + 1], counts)
+        steps = runner.decode_forced(tokens[first : first + chunk + 1], counts)
         if not np.isfinite(steps.logprobs[steps.ran]).all():
             raise CheckpointError(
                 "The model's logits are not numbers (NaN). Check the weights, or load the model "

@@ -175,7 +175,7 @@ class Engine:
           CapacityError: one never fits, whatever the model will say; see `Room.check`.
         """
         self.runner.recover()
-        self.runner.allow(max((request.horizon for request in requests), default=1))
+        self.runner.raise_max_length(max((request.horizon for request in requests), default=1))
         endless = not (self.model.generation.eos_token_ids or sampling.stop_strings)
         self._room.check(requests, endless=endless)
 
@@ -223,7 +223,7 @@ class Engine:
         extra = np.zeros(len(runner.seen), np.int64)
         with runner.working():
             for turn in turns:
-                runner.expect({0: turn.horizon})
+                runner.set_max_lengths({0: turn.horizon})
                 for start in range(0, len(turn.tokens), self.prefill_chunk):
                     end = start + self.prefill_chunk
                     part = np.asarray(turn.tokens[start:end], np.int32)
@@ -254,7 +254,7 @@ class Engine:
             # difference; its newest token has never been in the cache.
             past = request.generated[:-1]
             prompts[lane] = request.before + request.prompt
-            if self.policy.split_invariant:
+            if self.policy.parallel != "prompts":
                 prompts[lane] += past
             elif past:
                 answers[lane] = past
@@ -263,7 +263,7 @@ class Engine:
         started = [self._running[lane] for lane in prompts]
         keys = request_keys([r.seed for r in started], [r.copy for r in started])
         self._keys[list(prompts)] = keys
-        self.runner.expect({lane: self._running[lane].horizon for lane in prompts})
+        self.runner.set_max_lengths({lane: self._running[lane].horizon for lane in prompts})
         self._prefill(prompts, waiting, sampling, prompt=True)
         answers = {lane: tokens for lane, tokens in answers.items() if lane in self._running}
         if answers:

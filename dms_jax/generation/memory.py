@@ -9,6 +9,7 @@ import dataclasses
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
@@ -23,9 +24,9 @@ from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.model.caching import entry_bytes, layer_page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import FixedPooling, Policy, Quest, RandomEviction, Vanilla
+from dms_jax.policies import Policy, Vanilla
 from dms_jax.policies.base import check_policy
-from dms_jax.policies.selective import SelectiveReading
+from dms_jax.policies.values import Footprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +87,32 @@ def estimate(
         dtype = jnp.dtype(dtype)
     except TypeError as error:
         raise ConfigError(f"estimate: {show(dtype)} is no dtype; give e.g. 'bfloat16'.") from error
-    policy = policy.for_horizon(tokens)
-    live = expected_live_tokens(policy, tokens, compression_ratio, page_size)
+    footprints = [
+        (
+            group,
+            group.policy.footprint(
+                tokens,
+                page_size=page_size,
+                group=config.group_size,
+                compression_ratio=compression_ratio,
+            ),
+        )
+        for group in policy.groups(config.num_layers)
+    ]
+
+    def mean(number: Callable[[Footprint], float]) -> float:
+        """Over the layers."""
+        total = sum((group.end - group.start) * number(found) for group, found in footprints)
+        return total / config.num_layers
+
+    live = mean(lambda found: found.expected)
     rows = config.num_layers * config.num_kv_heads
     pages = math.ceil(live / page_size)
     layer_bytes = layer_page_bytes(config, policy, page_size, dtype, kv_dtype)
     sequence_bytes = config.num_kv_heads * pages * int(layer_bytes.sum())
     sequence_bytes += state_bytes(config, policy, dtype)
     shapes = jax.eval_shape(
-        lambda: Transformer(config, adapter=policy.uses_adapter, dtype=dtype, rngs=nnx.Rngs(0))
+        lambda: Transformer(config, adapter=policy.retrofit.adapter, dtype=dtype, rngs=nnx.Rngs(0))
     )
     weight_bytes = tree_bytes(shapes)
     free = device.memory - weight_bytes
@@ -109,7 +127,7 @@ def estimate(
             f"{room}; {fits} would."
         )
     batch = fits if batch is None else batch
-    read, attended = reads_per_step(policy, live, config, page_size)
+    read, attended = mean(lambda found: found.reads), mean(lambda found: found.attended)
     # A step looks up one row of the embedding, and reads the whole of it only where it is tied.
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     parameters = weight_bytes // dtype.itemsize - embedding
@@ -133,13 +151,7 @@ def _check_estimate(
     """Raises ConfigError for an argument that does not fit; returns the device."""
     check("estimate: config", config, ModelConfig)
     check_policy(policy)
-    policy.validate(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
-    if compression_ratio > 1 and not policy.learned:
+    if compression_ratio > 1 and not policy.retrofit.needed:
         raise ConfigError(
             f"{policy.name} compresses by its own options, not by a ratio: leave "
             "compression_ratio out, or give a policy that learns what to evict (DMS, DMC)."
@@ -152,50 +164,6 @@ def _check_estimate(
             )
         device = DEVICES[device]
     return check("estimate: device", device, Device)
-
-
-def expected_live_tokens(
-    policy: Policy, tokens: int, compression_ratio: float | int, page_size: int
-) -> float:
-    """Live slots of a row after `tokens` tokens; for learned eviction at the given ratio."""
-    limit = policy.mean_slot_limit(page_size)
-    if isinstance(policy, SelectiveReading):
-        policy = policy.over
-    if limit is not None:
-        return float(min(limit, tokens))
-    if isinstance(policy, FixedPooling):
-        return float(math.ceil(tokens / policy.every))
-    if isinstance(policy, RandomEviction):
-        kept = 1 - policy.rate
-    else:
-        kept = 1 / compression_ratio if policy.learned else 1.0
-    window = min(policy.visible_window + 1, tokens)
-    return window + (tokens - window) * kept
-
-
-def reads_per_step(
-    policy: Policy, live: float, config: ModelConfig, page_size: int
-) -> tuple[float, float]:
-    """Entries that a step reads per row, and that each query head attends to.
-
-    Selection reads once per query head, and the two bounds of every page besides; its dense
-    layers read everything.
-    """
-    read = attended = 0.0
-    for start, end, group in policy.groups(config.num_layers):
-        share = (end - start) / config.num_layers
-        budget = group.read_budget
-        if budget is None or budget >= live:
-            read, attended = read + share * live, attended + share * live
-        elif group.fetches is not None:  # every key, and the values that each query head fetches
-            fetched = budget * config.num_heads / config.num_kv_heads
-            read, attended = read + share * (live + fetched) / 2, attended + share * live
-        else:
-            together = isinstance(group, Quest) and group.per == "kv_head"
-            readers = 1 if together else config.num_heads / config.num_kv_heads
-            selected = budget * readers + live / page_size
-            read, attended = read + share * selected, attended + share * budget
-    return read, attended
 
 
 def pool_pages(
@@ -226,8 +194,8 @@ def pool_pages(
     bytes_per_page = math.ceil(layer_bytes.mean())  # every layer has its share of the pages
     state = num_lanes * state_bytes(config, policy, model.dtype)
     # Prompts that are cut afterwards lie in the pool whole.
-    limit = None if policy.shrinks else policy.for_horizon(max_tokens).slot_limit(page_size)
-    slots = max_tokens if limit is None else min(limit, max_tokens)
+    limit = policy.footprint(max_tokens, page_size=page_size).at_most
+    slots = max_tokens if limit is None or policy.shrinks else min(limit, max_tokens)
     needed = num_lanes * rows * _few_sizes(math.ceil(slots / page_size))
     free, total = (shards * size for size in _device_memory(model))
     beside = num_lanes * lane_bytes(config, max_tokens, page_size)

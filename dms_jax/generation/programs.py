@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
 from dms_jax.generation.sampling import Filter, sample
-from dms_jax.model.caching import cache_specs, init_cache, init_row_state
+from dms_jax.model.caching import cache_shape, cache_specs, init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 
@@ -149,7 +149,7 @@ def make_cache(
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))
 def clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy, dtype: Any) -> Cache:
     """Empties the masked lanes: lengths and row states; pages are the host's affair."""
-    fresh = init_row_state(config, policy, len(mask), dtype)
+    fresh = policy.init_state(cache_shape(config, dtype, num_sequences=len(mask))).rows
 
     def reset(old, new):
         return jnp.where(mask.reshape(1, -1, *[1] * (old.ndim - 2)), new, old)
@@ -163,9 +163,9 @@ def clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy, dt
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def expect(cache: Cache, horizon: Int[Array, " B"]) -> Cache:
-    """Sets what each lane can come to."""
-    return dataclasses.replace(cache, horizon=horizon)
+def set_max_lengths(cache: Cache, max_lengths: Int[Array, " B"]) -> Cache:
+    """Sets how many tokens each lane can come to."""
+    return dataclasses.replace(cache, max_lengths=max_lengths)
 
 
 def with_tail(cache: Cache, host: HostRows | None, length: int) -> Cache:
@@ -215,7 +215,7 @@ def extend(
         page_table=page_table,
         lengths=take(cache.lengths),
         seen=take(cache.seen[None])[0],
-        horizon=take(cache.horizon[None])[0],
+        max_lengths=take(cache.max_lengths[None])[0],
         row_state=jax.tree.map(take, cache.row_state),
     )
     some = with_tail(some, host, tokens.shape[1])
@@ -230,7 +230,7 @@ def extend(
         page_table=cache.page_table,
         lengths=put(cache.lengths, after.lengths),
         seen=put(cache.seen[None], after.seen[None])[0],
-        horizon=cache.horizon,
+        max_lengths=cache.max_lengths,
         row_state=jax.tree.map(put, cache.row_state, after.row_state),
     )
     return cache, hidden, passed.live, tail
@@ -296,7 +296,7 @@ def decode(
 
 
 @functools.partial(Program, gpu_options=GPU_STEP_OPTIONS, donate_argnums=1, static_argnums=6)
-def follow(
+def decode_forced(
     transformer: Transformer,
     cache: Cache,
     host: HostRows | None,
@@ -305,7 +305,7 @@ def follow(
     counts: Int[Array, " B"],
     policy: Policy,
 ) -> tuple[Cache, Steps, Tail | None]:
-    """Takes `counts[b]` steps a lane over given tokens; see `Runner.follow`."""
+    """Takes `counts[b]` steps a lane over given tokens; see `Runner.decode_forced`."""
 
     def step(cache, xs):
         index, tokens, following = xs

@@ -1,4 +1,4 @@
-"""Room for requests: a free lane and the pages of its next chunks, or the word that there is none.
+"""Room for requests: a free lane and the pages of its next chunks, or the error that says why not.
 
 Of some requests it is known before they run that they never fit: every row takes the first chunk of
 a prompt, a prompt that is read whole lies in the pool whole, and a policy that drops nothing holds
@@ -14,8 +14,6 @@ import numpy as np
 from dms_jax.errors import CapacityError
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
-from dms_jax.policies import Policy
-from dms_jax.policies.selective import SelectiveReading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,19 +108,14 @@ class Room:
 
     def _prompt_slots(self, request: Request) -> int:
         """Slots that a row is sure to need by the end of the prompt, as far as is known."""
-        policy = self.runner.policy
-        whole = policy.shrinks or _keeps_everything(policy)
-        return len(request.before) + len(request.prompt) if whole else 0
+        tokens = len(request.before) + len(request.prompt)
+        return tokens if self.runner.policy.shrinks else self._at_least(tokens)
 
     def _all_slots(self, request: Request) -> int:
         """The same by the end of the longest answer; its newest token never enters the cache."""
-        if not _keeps_everything(self.runner.policy):
-            return 0
-        return len(request.before) + len(request.prompt) + request.max_new_tokens - 1
+        tokens = len(request.before) + len(request.prompt) + request.max_new_tokens - 1
+        return self._at_least(tokens)
 
-
-def _keeps_everything(policy: Policy) -> bool:
-    """Whether it is known that every row holds every token."""
-    if isinstance(policy, SelectiveReading):
-        return _keeps_everything(policy.over)
-    return type(policy).write is Policy.write and not policy.shrinks
+    def _at_least(self, tokens: int) -> int:
+        """Slots that a row is sure to hold after so many tokens."""
+        return self.runner.policy.footprint(tokens, page_size=self.runner.page_size).at_least

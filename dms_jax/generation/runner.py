@@ -54,15 +54,18 @@ class Runner:
     ):
         self.model, self.policy, self.page_size = model, policy, page_size
         self._kv_dtype = kv_dtype
-        policy.check_page_size(page_size)
         self._table_width = table_width
-        self._horizon = 1  # of the longest sequence so far
+        self._max_length = 0  # tokens of the longest sequence so far
+        self.raise_max_length(1)
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         config = model.config
         self._page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         self._layer_bytes = layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype)
-        self._value_layers = policy.device_value_layers(config.num_layers)
+        groups = policy.groups(config.num_layers)
+        self._value_layers = config.num_layers - sum(
+            group.end - group.start for group in groups if group.host_values
+        )  # the first ones
         with use_mesh(model.mesh):
             on_mesh = sharding.has_mesh()
         if self._value_layers < config.num_layers and on_mesh:
@@ -109,7 +112,7 @@ class Runner:
         if self.host is not None:
             self.host.delete()
             self.host = None
-        away = self._value_layers < config.num_layers
+        on_host = self._value_layers < config.num_layers
         value_pages = num_pages * self._value_layers // config.num_layers
         with use_mesh(self.model.mesh):
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
@@ -127,7 +130,7 @@ class Runner:
                 self.page_size,
                 self.model.dtype,
                 self._kv_dtype,
-                value_pages if away else None,
+                value_pages if on_host else None,
                 self.model.mesh,
             )
             try:
@@ -147,9 +150,9 @@ class Runner:
             page_size=self.page_size,
             sequence_shards=self._data_shards,
             head_shards=head_shards,
-            first=(self._value_layers, value_pages) if away else (0, 0),
+            first=(self._value_layers, value_pages) if on_host else (0, 0),
         )
-        if away:
+        if on_host:
             self.host = HostValues(
                 first_page=value_pages,
                 num_pages=num_pages - value_pages,
@@ -173,7 +176,7 @@ class Runner:
         """
         extra = np.asarray(extra)
         slots = self.lengths + (extra[None, :, None] if extra.ndim == 1 else extra)
-        limit = None if prompt and self.policy.shrinks else self._slot_limit()
+        limit = None if prompt and self.policy.shrinks else self._slot_limit
         return slots if limit is None else np.minimum(slots, np.maximum(limit, self.lengths))
 
     def fits(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> bool:
@@ -229,22 +232,21 @@ class Runner:
                 self.cache, mask, self.model.config, self.policy, self.model.dtype
             )
 
-    def allow(self, tokens: int) -> None:
+    def raise_max_length(self, tokens: int) -> None:
         """Says how many tokens a sequence can come to, before any of it is reserved."""
-        self._horizon = max(self._horizon, tokens)
+        if tokens > self._max_length:
+            self._max_length = tokens
+            self._slot_limit = self.policy.footprint(tokens, page_size=self.page_size).at_most
 
-    def _slot_limit(self) -> int | None:
-        return self.policy.for_horizon(self._horizon).slot_limit(self.page_size)
-
-    def expect(self, tokens: dict[int, int]) -> None:
+    def set_max_lengths(self, tokens: dict[int, int]) -> None:
         """Says how many tokens lanes can come to, for policies whose budget is a share of that."""
-        self.allow(max(tokens.values()))
-        if self.policy.for_horizon(1) is self.policy:
+        self.raise_max_length(max(tokens.values()))
+        if self.policy.for_length(1) is self.policy:
             return
-        horizon = np.asarray(self.cache.horizon).copy()
-        horizon[list(tokens)] = list(tokens.values())
+        max_lengths = np.asarray(self.cache.max_lengths).copy()
+        max_lengths[list(tokens)] = list(tokens.values())
         with use_mesh(self.model.mesh):
-            self.cache = programs.expect(self.cache, horizon)
+            self.cache = programs.set_max_lengths(self.cache, max_lengths)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -362,14 +364,14 @@ class Runner:
         self._sync(tail, table)
         return jax.tree.map(np.asarray, steps)
 
-    def follow(self, tokens: Int[np.ndarray, "n B"], counts: Int[np.ndarray, " B"]) -> Steps:
+    def decode_forced(self, tokens: Int[np.ndarray, "n B"], counts: Int[np.ndarray, " B"]) -> Steps:
         """Runs C = n - 1 decode steps over given tokens; `logprobs[c]` is that of `tokens[c + 1]`.
 
         Lane b takes its first `counts[b]` steps.
         """
         table = self._table()
         with use_mesh(self.model.mesh):
-            self.cache, steps, tail = programs.follow(
+            self.cache, steps, tail = programs.decode_forced(
                 self.model.transformer,
                 self.cache,
                 self._host_rows,
@@ -385,7 +387,7 @@ class Runner:
         """The page table at one of few widths, each a compiled shape."""
         widest = int(self.allocator.reserved.max(initial=1))
         positions = self.model.config.max_position_embeddings
-        limit = None if self.policy.shrinks else self._slot_limit()
+        limit = None if self.policy.shrinks else self._slot_limit
         slots = positions if limit is None else min(limit, positions)
         most = max(-(-slots // self.page_size), widest)
         width = max(bucket(widest), 4)

@@ -2,6 +2,8 @@
 
     hidden -> q, k, v -> decide -> clear borrowed -> merge -> rope -> clear borrowed -> attend
 
+`decide` and `rotate` are the same for both.
+
 Two ways to attend: over whole sequences with no cache (this file), in the hard form of inference
 or the soft form of training, and over the paged cache (`cached_attention`).
 """
@@ -19,8 +21,9 @@ from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.model.layers import Linear, RMSNorm, Stack, residual_gain
 from dms_jax.model.rope import apply_rope
-from dms_jax.policies.base import Chunk, Decisions, Policy, PolicyState, Projections
+from dms_jax.policies.base import Policy
 from dms_jax.policies.relaxation import logistic_noise
+from dms_jax.policies.values import CacheShape, Chunk, Decisions, Static, Tokens
 from pallas_kernels import retrofit_attention
 
 
@@ -82,13 +85,26 @@ jax.tree_util.register_dataclass(
 )
 
 
+def decide(policy: Policy, tokens: Tokens, scale: Any = 0.0) -> tuple[Tokens, Decisions]:
+    """The decisions of tokens, and the tokens with their borrowed neurons times `scale`."""
+    q, k = policy.clear_borrowed(tokens.q, tokens.k, scale)
+    return dataclasses.replace(tokens, q=q, k=k), policy.decide(tokens)
+
+
+def rotate(
+    policy: Policy, chunk: Chunk, scale: Any = 0.0
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
+    """Rotated queries and keys; rotation fills the borrowed neurons anew, so they are cleared."""
+    q, k = (apply_rope(x, *chunk.rotation) for x in (chunk.tokens.q, chunk.tokens.k))
+    return policy.clear_borrowed(q, k, scale)
+
+
 def attend_sequences(
     policy: Policy,
-    projections: Projections,
-    cos: Float[Array, "B T half"],
-    sin: Float[Array, "B T half"],
+    tokens: Tokens,
+    rotation: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
+    static: Static,
     *,
-    scale: float,
     segment_ids: Int[Array, "B T"] | None,
     relaxation: Relaxation | None,
     marks: Bool[Array, "B K T"] | None,
@@ -96,10 +112,10 @@ def attend_sequences(
     """Attention over whole sequences, for policies whose keys have a lifetime of their own.
 
     Args:
-      policy: a parallel policy.
-      projections: of all tokens of the sequences.
-      cos, sin: rotation of their positions.
-      scale: factor on the dot products.
+      policy: a policy that is always parallel.
+      tokens: all tokens of the sequences.
+      rotation: cos and sin of their positions.
+      static: of which the scale is used.
       segment_ids: documents packed into a sequence; None for one.
       relaxation: the soft form of training; None for hard decisions.
       marks: recorded hard decisions to replay in place of the policy's own.
@@ -107,54 +123,48 @@ def attend_sequences(
     Returns:
       (output, the decisions, the decisions as numbers: straight-through under a relaxation).
     """
-    q, k, v = projections.q, projections.k, projections.v
-    batch, num_tokens, num_kv_heads, head_dim = k.shape
-    decisions = policy.decide(projections)
+    batch, num_tokens, num_kv_heads, head_dim = tokens.k.shape
+    decaying = relaxation is not None and relaxation.neuron_scale is not None
+    scale_of_borrowed = relaxation.neuron_scale if relaxation is not None and decaying else 0.0
+    tokens, decisions = decide(policy, tokens, scale_of_borrowed)
     if marks is not None:
         decisions = dataclasses.replace(decisions, marks=marks)
-    neuron_scale = None if relaxation is None else relaxation.neuron_scale
-    decaying = neuron_scale is not None
-    scale_of_borrowed = neuron_scale if decaying else 0.0
-    q, k = policy.clear_borrowed(q, k, scale_of_borrowed)
     chunk = Chunk(
-        k=k,
-        v=v,
+        tokens=tokens,
         decisions=decisions,
-        positions=projections.positions,
+        rotation=rotation,
         count=jnp.full((batch,), num_tokens, jnp.int32),
         page_table=jnp.zeros((batch, num_kv_heads, 0), jnp.int32),
         lengths=jnp.zeros((batch, num_kv_heads), jnp.int32),
-        page_size=1,
+        static=static,
     )
     shape = (batch, num_kv_heads, num_tokens)
-    wide = jnp.promote_types(k.dtype, jnp.float32)
+    wide = jnp.promote_types(tokens.k.dtype, jnp.float32)
     if decaying:
         bias = numbers = jnp.zeros(shape, wide)
     elif relaxation is not None:
-        noise = (
-            jnp.zeros(shape, wide)
-            if relaxation.noise_key is None
-            else logistic_noise(
-                jax.random.fold_in(relaxation.noise_key, projections.layer), shape, wide
-            )
-        )
+        noise = jnp.zeros(shape, wide)
+        if relaxation.noise_key is not None:
+            key = jax.random.fold_in(relaxation.noise_key, tokens.layer)
+            noise = logistic_noise(key, shape, wide)
         relaxed = policy.relax(chunk, noise)
-        chunk = dataclasses.replace(chunk, k=relaxed.k, v=relaxed.v)
+        tokens = dataclasses.replace(tokens, k=relaxed.k, v=relaxed.v)
+        chunk = dataclasses.replace(chunk, tokens=tokens)
         bias, numbers = relaxed.bias, relaxed.decisions
     else:
-        rows = policy.init_rows(batch, num_kv_heads, head_dim, k.dtype)
-        _, chunk = policy.transform(PolicyState(rows=rows), chunk)
+        empty = CacheShape(batch, num_kv_heads, head_dim, tokens.k.dtype)
+        _, chunk = policy.merge(policy.init_state(empty), chunk)
         bias = jnp.where(policy.evicted(chunk), -jnp.inf, jnp.zeros((), wide))
         made = decisions.marks if decisions.marks is not None else jnp.zeros(shape, bool)
         numbers = made.astype(wide)
-    q, k = policy.clear_borrowed(
-        apply_rope(q, cos, sin), apply_rope(chunk.k, cos, sin), scale_of_borrowed
-    )
+    q, k = rotate(policy, chunk, scale_of_borrowed)
     # Where nothing is decided every key is as good as near: no tile then reads the bias.
     decided = decisions.marks is not None and not decaying
     window = policy.visible_window if decided else num_tokens
     with jax.named_scope("attention"):
-        out = _sharded_attention(q, k, chunk.v, bias, segment_ids, window=window, scale=scale)
+        out = _sharded_attention(
+            q, k, chunk.tokens.v, bias, segment_ids, window=window, scale=static.scale
+        )
     return out, decisions, numbers
 
 

@@ -1,6 +1,9 @@
-"""Attention of one layer over the paged cache: write, read, observe, and cut after a prompt.
+"""Attention of one layer over the paged cache: a token's way from its projections to the output.
 
-The whole of it runs inside `shard_map`.
+    decide -> clear borrowed -> | merge -> rope -> clear borrowed -> write -> read -> observe -> cut
+
+What stands behind the bar runs inside `shard_map`, and is done for a whole chunk in one pass, or
+for one token after the other.
 """
 
 import dataclasses
@@ -14,12 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from dms_jax import sharding
 from dms_jax.cache.host_values import HostRows
-from dms_jax.model.cutting import cut_layer, gather_rows
+from dms_jax.model.attention import decide, rotate
+from dms_jax.model.cutting import cut_layer, gather_rows, split_heads
 from dms_jax.model.fetching import attend_to_fetched
 from dms_jax.model.layer_cache import LayerCache
-from dms_jax.model.rope import apply_rope
-from dms_jax.policies.base import Chunk, Placement, Policy
-from dms_jax.sharding import axes, cache_spec, partition
+from dms_jax.policies.base import Policy
+from dms_jax.policies.values import Chunk, Decisions, Observation, Placement, Tokens
+from dms_jax.sharding import axes, partition
 from pallas_kernels import decode_attention, prefill_attention
 
 
@@ -41,21 +45,21 @@ class Attended:
 def in_one_pass(policy: Policy, num_tokens: int, *, prompt: bool) -> bool:
     """Whether a compiled chunk of so many tokens attends in one pass, not token by token.
 
-    A prompt that is read whole (Quest) stays so in chunks of one token.
+    A step is no pass where prompts and answers are treated alike. A prompt that is read whole
+    (Quest) stays so in chunks of one token.
     """
-    return policy.parallel(prompt=prompt) and (num_tokens > 1 or not policy.parallel(prompt=False))
+    if policy.parallel == "always":
+        return num_tokens > 1
+    return prompt and policy.parallel == "prompts"
 
 
 def attend_cached(
     policy: Policy,
     cache: LayerCache,
-    q: Float[Array, "B T H D"],
+    tokens: Tokens,
     chunk: Chunk,
-    cos: Float[Array, "B T half"],
-    sin: Float[Array, "B T half"],
     *,
     prompt: bool,
-    scale: float,
     host: HostRows | None = None,
 ) -> Attended:
     """Runs a chunk of T tokens through one layer's cache, shard by shard.
@@ -63,59 +67,42 @@ def attend_cached(
     Args:
       policy: the layer's policy.
       cache: the pool and the layer's policy state.
-      q: rotated queries, borrowed neurons zeroed.
-      chunk: the tokens, keys unrotated.
-      cos, sin: rotation of the chunk's positions.
+      tokens: the projections of the layer's tokens.
+      chunk: the rest that is known of them; its own tokens and decisions are not looked at.
       prompt: whether these are tokens of a prompt (some policies treat them differently).
-      scale: factor on the dot products.
-      host: values in host memory, of layers whose policy fetches them; none of them under a mesh.
+      host: values in host memory, where those of this layer live; never under a mesh.
     """
-    arguments = (cache, q, chunk, cos, sin)
-    if policy.fetches is None:
-        host = None
-    attend = functools.partial(_attend, policy, prompt=prompt, scale=scale, host=host)
+    tokens, decisions = decide(policy, tokens)
+    chunk = dataclasses.replace(
+        chunk,
+        tokens=dataclasses.replace(tokens, adapter_logits=None),
+        decisions=Decisions(marks=decisions.marks, importance=decisions.importance),
+    )
+    attend = functools.partial(_attend, policy, prompt=prompt, host=host)
     if not sharding.has_mesh():
-        return attend(*arguments, head_axis=None)
+        return attend(cache, chunk)
     data, model = sharding.row_axes(*chunk.lengths.shape)
-    heads = cache_spec(("sequences", "tokens", "heads"), data, model)
-    angles = cache_spec(("sequences",), data, model)
-    result = jax.eval_shape(functools.partial(attend, head_axis=None), *arguments)
+    result = jax.eval_shape(attend, cache, chunk)
+    chunk = split_heads(chunk, model)
     mapped = jax.shard_map(
-        functools.partial(attend, head_axis=model),
-        in_specs=(
-            partition(cache, data, model),
-            heads,
-            partition(chunk, data, model),
-            angles,
-            angles,
-        ),
+        attend,
+        in_specs=(partition(cache, data, model), partition(chunk, data, model)),
         out_specs=partition(result, data, model),
         check_vma=False,
     )
-    return mapped(*arguments)
+    return mapped(cache, chunk)
 
 
 def _attend(
-    policy: Policy,
-    cache: LayerCache,
-    q: Float[Array, "B T H D"],
-    chunk: Chunk,
-    cos: Float[Array, "B T half"],
-    sin: Float[Array, "B T half"],
-    *,
-    prompt: bool,
-    scale: float,
-    host: HostRows | None,
-    head_axis: str | None,
+    policy: Policy, cache: LayerCache, chunk: Chunk, *, prompt: bool, host: HostRows | None
 ) -> Attended:
-    num_tokens = q.shape[1]
-    options: dict[str, Any] = dict(scale=scale, host=host, head_axis=head_axis)
+    num_tokens, head_axis = chunk.valid.shape[-1], chunk.static.head_axis
     if in_one_pass(policy, num_tokens, prompt=prompt):
-        attended = _parallel(policy, cache, q, chunk, cos, sin, **options)
+        attended = _one_pass(policy, cache, chunk, host)
     elif num_tokens == 1:
-        attended = _step(policy, cache, q, chunk, cos, sin, **options)
+        attended = _step(policy, cache, chunk, host)
     else:
-        attended = _token_by_token(policy, cache, q, chunk, cos, sin, **options)
+        attended = _token_by_token(policy, cache, chunk, host)
     if head_axis is not None:
         attended = dataclasses.replace(
             attended,
@@ -125,47 +112,54 @@ def _attend(
     return attended
 
 
-def _write(
-    policy: Policy,
-    cache: LayerCache,
-    q: Array,
-    chunk: Chunk,
-    cos: Array,
-    sin: Array,
-    host: HostRows | None,
-) -> tuple[LayerCache, Chunk, Placement]:
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """A chunk that is in the cache: rotated queries, keys and values as stored."""
+
+    cache: LayerCache
+    q: Float[Array, "B T H D"]
+    k: Float[Array, "B T K D"]
+    v: Float[Array, "B T K D"]
+    placement: Placement
+
+
+def _write(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> _Written:
     """Merges, rotates, places and stores the chunk's keys and values."""
     with jax.named_scope("cache_write"):
-        state, chunk = policy.transform(cache.state, chunk)
-        _, k = policy.clear_borrowed(q, apply_rope(chunk.k, cos, sin))
+        state, merged = policy.merge(cache.state, chunk)
+        q, k = rotate(policy, merged)
         pool = cache.pool
-        chunk = dataclasses.replace(chunk, k=pool.as_stored(k), v=pool.as_stored(chunk.v))
+        k, v = pool.as_stored(k), pool.as_stored(merged.tokens.v)
         state, placement = policy.write(state, chunk)
-        away = None
-        if host is not None:
-            assert chunk.layer is not None
-            away = (chunk.layer, chunk.positions)
-        pool = pool.store(
-            chunk.page_table,
-            placement.slots,
-            placement.k,
-            placement.v,
-            away=away,
-        )
-        state = policy.stored(state, pool, chunk, placement)
-    return LayerCache(pool=pool, state=state), chunk, placement
+        tokens = chunk.tokens
+        on_host = None if host is None else (tokens.layer, tokens.positions)
+        pool = pool.store(chunk.page_table, placement.slots, k, v, on_host=on_host)
+        state = policy.written(state, chunk, placement, pool)
+    return _Written(LayerCache(pool=pool, state=state), q, k, v, placement)
 
 
-def _parallel(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> Attended:
+def _observe(
+    policy: Policy, written: _Written, chunk: Chunk, weights: Array | None = None
+) -> LayerCache:
+    """Shows the policy what attention saw."""
+    cache, placement, q = written.cache, written.placement, written.q
+    rows = functools.partial(gather_rows, cache.pool, chunk.page_table, placement.lengths, q.dtype)
+    seen = Observation(q=q, weights=weights, rows=rows)
+    state = policy.observe(cache.state, chunk, placement, seen)
+    return dataclasses.replace(cache, state=state)
+
+
+def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> Attended:
     """All queries in one pass, over what was there before and over the chunk itself."""
     before = cache.pool
-    cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin, host)
+    written = _write(policy, cache, chunk, host)
+    placement, q = written.placement, written.q
     with jax.named_scope("prefill_attention"):
         k_pages, v_pages, page_table = before.readable(chunk.page_table, q.dtype, host)
         out = prefill_attention(
             q,
-            placement.k,
-            placement.v,
+            written.k,
+            written.v,
             placement.evicted,
             chunk.count,
             k_pages,
@@ -174,163 +168,107 @@ def _parallel(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> A
             chunk.lengths,
             placement.past_until,
             window=policy.visible_window,
-            scale=scale,
+            scale=chunk.static.scale,
         )
     live = jnp.where(chunk.valid, placement.live, 0).sum(1, dtype=jnp.int32)
     lengths = placement.lengths
-    cache = _remember(policy, cache, q, chunk)
+    cache = _observe(policy, written, chunk)
     if policy.shrinks:
         assert chunk.ends_prompt is not None
-        rows = functools.partial(gather_rows, cache.pool, chunk.page_table, lengths, q.dtype)
-        state = policy.observe_prompt(cache.state, q, rows, chunk, scale)
-        cache = dataclasses.replace(cache, state=state)
         cache, lengths = cut_layer(
-            policy,
-            cache,
-            q,
-            chunk,
-            lengths,
-            chunk.ends_prompt,
-            scale=scale,
-            dtype=q.dtype,
-            head_axis=head_axis,
+            policy, cache, chunk, lengths, chunk.ends_prompt, dtype=q.dtype, q=q
         )
     return Attended(out=out, cache=cache, lengths=lengths, live=live, reads=live)
 
 
-def _remember(policy: Policy, cache: LayerCache, q: Array, chunk: Chunk) -> LayerCache:
-    if not policy.remembers:
-        return cache
-    return dataclasses.replace(cache, state=policy.remember(cache.state, q, chunk))
-
-
-def _step(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> Attended:
+def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> Attended:
     """One token of every sequence. Rows are not cut yet: see `cutting`."""
-    batch, _, num_heads, head_dim = q.shape
-    cache, chunk, placement = _write(policy, cache, q, chunk, cos, sin, host)
+    written = _write(policy, cache, chunk, host)
+    cache, q, placement = written.cache, written.q, written.placement
     reading = policy.read(cache.state, q[:, 0], chunk, placement)
-    num_rows = reading.lengths.size
     active = chunk.count > 0
     # An idle lane reads nothing, and attention to nothing is zero.
     lengths = jnp.where(active[:, None], reading.lengths, 0)
+    weights = None
     with jax.named_scope("decode_attention"):
-        result: Any
-        if policy.fetches is not None:
-            result, reads = attend_to_fetched(
-                policy,
-                cache.pool,
-                q[:, 0],
-                reading.page_table,
-                lengths,
-                reading.fetches,
-                scale=scale,
-                host=host,
-                layer=chunk.layer,
-            )
-            reading = dataclasses.replace(reading, reads=reads)
+        if reading.fetch is not None:
+            reading = dataclasses.replace(reading, lengths=lengths)
+            out, reads = attend_to_fetched(cache.pool, q[:, 0], chunk, reading, host)
         else:
-            result = decode_attention(
-                q.reshape(num_rows, -1, head_dim),
+            result: Any = decode_attention(
+                q.reshape(lengths.size, -1, q.shape[-1]),
                 cache.pool.k_pages,
                 cache.pool.v_pages,
-                reading.page_table.reshape(num_rows, -1),
-                lengths.reshape(num_rows),
-                scale=scale,
-                return_lse=policy.observes,
-                return_scores=policy.observes,
+                reading.page_table.reshape(lengths.size, -1),
+                lengths.reshape(-1),
+                scale=chunk.static.scale,
+                return_lse=policy.observes_weights,
+                return_scores=policy.observes_weights,
                 k_scales=cache.pool.k_scales,
                 v_scales=cache.pool.v_scales,
             )
-    if policy.observes:
-        out, lse, scores = result
-        read = scores > -jnp.inf
-        weights = jnp.exp(jnp.where(read, scores - lse[..., None], -jnp.inf)).reshape(
-            *placement.lengths.shape, -1, scores.shape[-1]
-        )
-        state = policy.observe(cache.state, weights, chunk, placement, head_axis)
-        cache = dataclasses.replace(cache, state=state)
-    else:
-        out = result
-    cache = _remember(policy, cache, q, chunk)
-    reads = reading.lengths.sum(-1, dtype=jnp.int32) if reading.reads is None else reading.reads
+            if policy.observes_weights:
+                out, lse, scores = result
+                attended = scores > -jnp.inf
+                weights = jnp.exp(jnp.where(attended, scores - lse[..., None], -jnp.inf))
+                weights = weights.reshape(*placement.lengths.shape, -1, scores.shape[-1])
+            else:
+                out = result
+            reads = reading.reads
+            if reads is None:
+                reads = reading.lengths.sum(-1, dtype=jnp.int32)
     return Attended(
-        out=out.reshape(batch, 1, num_heads, head_dim),
-        cache=cache,
+        out=out.reshape(q.shape),
+        cache=_observe(policy, written, chunk, weights),
         lengths=placement.lengths,
         live=jnp.where(active, placement.lengths.sum(-1, dtype=jnp.int32), 0)[:, None],
         reads=jnp.where(active, reads, 0)[:, None],
     )
 
 
-def _token_by_token(policy, cache, q, chunk, cos, sin, *, scale, host, head_axis) -> Attended:
+def _token_by_token(
+    policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
+) -> Attended:
     """The steps of a chunk in order, for policies that learn from each reading."""
 
-    def step(carry, token):
+    def step(carry, xs):
         cache, lengths = carry
-        index, q, k, v, (queries, future), decisions, position, cos, sin = token
+        index, tokens, decisions, rotation = xs
         one = dataclasses.replace(
             chunk,
-            k=k[:, None],
-            v=v[:, None],
-            queries=jax.tree.map(lambda x: x[:, None], queries),
-            future=jax.tree.map(lambda x: x[:, None], future),
-            decisions=jax.tree.map(lambda x: x[..., None], decisions),
-            positions=position[:, None],
+            tokens=tokens,
+            decisions=decisions,
+            rotation=rotation,
             count=(index < chunk.count).astype(chunk.count.dtype),
             lengths=lengths,
         )
-        attended = _step(
-            policy,
-            cache,
-            q[:, None],
-            one,
-            cos[:, None],
-            sin[:, None],
-            scale=scale,
-            host=host,
-            head_axis=head_axis,
-        )
+        attended = _step(policy, cache, one, host)
         cache, lengths = attended.cache, attended.lengths
         out, reads = attended.out, attended.reads[:, 0]
-        if (due := policy.due(lengths, one, head_axis)) is not None:
+        if (due := policy.due(lengths, one)) is not None:
             # Rows are rewritten once they have been read: left to find that out for itself, the
             # compiler for GPUs copies the whole pool for one of the two.
             out, pool = jax.lax.optimization_barrier((out, cache.pool))
             cache = dataclasses.replace(cache, pool=pool)
             due &= one.count > 0
             reads += jnp.where(due, lengths.sum(-1, dtype=jnp.int32), 0)  # again, to be judged
-            cache, lengths = cut_layer(
-                policy,
-                cache,
-                None,
-                one,
-                lengths,
-                due,
-                scale=scale,
-                dtype=q.dtype,
-                head_axis=head_axis,
-            )
-        return (cache, lengths), (
-            out[:, 0],
-            attended.live[:, 0],
-            reads,
-        )
+            cache, lengths = cut_layer(policy, cache, one, lengths, due, dtype=out.dtype)
+        return (cache, lengths), (out[:, 0], attended.live[:, 0], reads)
 
-    def tokens_first(x, axis=1):
-        return jnp.moveaxis(x, axis, 0)
+    def one_by_one(x, axis):
+        return jnp.moveaxis(jnp.expand_dims(x, axis + 1), axis, 0)
 
-    tokens = (
-        jnp.arange(q.shape[1]),
-        *(tokens_first(x) for x in (q, chunk.k, chunk.v)),
-        jax.tree.map(tokens_first, (chunk.queries, chunk.future)),
-        jax.tree.map(lambda x: tokens_first(x, 2), chunk.decisions),
-        *(tokens_first(x) for x in (chunk.positions, cos, sin)),
+    tokens, num_tokens = chunk.tokens, chunk.valid.shape[-1]
+    per_token = {
+        name: one_by_one(getattr(tokens, name), 1) for name in ("q", "k", "v", "positions")
+    }
+    xs = (
+        jnp.arange(num_tokens),
+        dataclasses.replace(tokens, layer=jnp.broadcast_to(tokens.layer, num_tokens), **per_token),
+        jax.tree.map(lambda x: one_by_one(x, 2), chunk.decisions),
+        jax.tree.map(lambda x: one_by_one(x, 1), chunk.rotation),
     )
-    (cache, lengths), (out, live, reads) = jax.lax.scan(step, (cache, chunk.lengths), tokens)
+    (cache, lengths), (out, live, reads) = jax.lax.scan(step, (cache, chunk.lengths), xs)
     return Attended(
-        out=jnp.moveaxis(out, 0, 1),
-        cache=cache,
-        lengths=lengths,
-        live=live.T,
-        reads=reads.T,
+        out=jnp.moveaxis(out, 0, 1), cache=cache, lengths=lengths, live=live.T, reads=reads.T
     )

@@ -14,7 +14,8 @@ from dms_jax import sharding
 from dms_jax.cache import Cache, Pool
 from dms_jax.cache.quantization import is_quantized, storage_dtype
 from dms_jax.config import ModelConfig
-from dms_jax.policies.base import Policy, PolicyState
+from dms_jax.policies.base import Policy
+from dms_jax.policies.values import CacheShape, PolicyState
 
 
 def init_cache(
@@ -48,9 +49,12 @@ def init_cache(
     pages = (num_pages, page_size, config.head_dim)
     stored = storage_dtype(kv_dtype, dtype)
     rows = (config.num_layers, num_sequences, config.num_kv_heads)
-    row_state = init_row_state(config, policy, num_sequences, dtype)
-    page_state = policy.init_pages(num_pages, page_size, config.head_dim, dtype)
-    sharding.declared_axes(PolicyState(rows=row_state, pages=page_state))
+    state = policy.init_state(
+        cache_shape(
+            config, dtype, num_sequences=num_sequences, num_pages=num_pages, page_size=page_size
+        )
+    )
+    sharding.declared_axes(state)
     return Cache(
         pool=Pool(
             k_pages=jnp.zeros(pages, stored),
@@ -63,22 +67,31 @@ def init_cache(
         page_table=jnp.full((*rows, table_width), num_pages, jnp.int32),
         lengths=jnp.zeros(rows, jnp.int32),
         seen=jnp.zeros(num_sequences, jnp.int32),
-        horizon=jnp.zeros(num_sequences, jnp.int32),
+        max_lengths=jnp.zeros(num_sequences, jnp.int32),
         row_state=jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (config.num_layers, *x.shape)), row_state
+            lambda x: jnp.broadcast_to(x, (config.num_layers, *x.shape)), state.rows
         ),
-        page_state=page_state,
+        page_state=state.pages,
     )
 
 
-def init_row_state(config: ModelConfig, policy: Policy, num_sequences: int, dtype: Any) -> Any:
-    """What a policy remembers of one layer's empty rows, leaves [B, K, ...]."""
-    return policy.init_row_state(
-        num_sequences,
-        config.num_kv_heads,
-        config.num_heads // config.num_kv_heads,
-        config.head_dim,
-        dtype,
+def cache_shape(
+    config: ModelConfig,
+    dtype: Any,
+    *,
+    num_sequences: int = 1,
+    num_pages: int = 0,
+    page_size: int = 1,
+) -> CacheShape:
+    """The sizes from which a policy makes its state for one layer of a model."""
+    return CacheShape(
+        num_sequences=num_sequences,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        group=config.group_size,
+        num_pages=num_pages,
+        page_size=page_size,
     )
 
 
@@ -101,18 +114,19 @@ def layer_page_bytes(
     """Bytes of one page of each layer on the device; values that live on the host are not."""
     whole = page_bytes(config, policy, page_size, dtype, kv_dtype)
     values = page_size * config.head_dim * storage_dtype(kv_dtype, dtype).itemsize
-    on_device = policy.device_value_layers(config.num_layers)
-    away = np.arange(config.num_layers) >= on_device
-    return whole - away * values
+    layer_bytes = np.full(config.num_layers, whole)
+    for group in policy.groups(config.num_layers):
+        if group.host_values:
+            layer_bytes[group.start : group.end] -= values
+    return layer_bytes
 
 
 def page_bytes(
     config: ModelConfig, policy: Policy, page_size: int, dtype: Any, kv_dtype: str | None = None
 ) -> int:
     """Bytes of one page: keys, values, and what the policy keeps per page."""
-    state = jax.eval_shape(
-        lambda: jax.tree.leaves(policy.init_pages(1, page_size, config.head_dim, dtype))
-    )
+    shape = cache_shape(config, dtype, num_pages=1, page_size=page_size)
+    state = jax.eval_shape(lambda: policy.init_state(shape).pages)
     return page_size * entry_bytes(config, dtype, kv_dtype) + tree_bytes(state)
 
 
@@ -125,7 +139,7 @@ def entry_bytes(config: ModelConfig, dtype: Any, kv_dtype: str | None = None) ->
 
 def state_bytes(config: ModelConfig, policy: Policy, dtype: Any) -> int:
     """Bytes of what the policy keeps for one sequence, over all its rows."""
-    state = jax.eval_shape(lambda: jax.tree.leaves(init_row_state(config, policy, 1, dtype)))
+    state = jax.eval_shape(lambda: policy.init_state(cache_shape(config, dtype)).rows)
     return config.num_layers * tree_bytes(state)
 
 

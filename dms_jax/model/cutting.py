@@ -6,7 +6,6 @@ step then, and not once a layer, which would have the host wait for the device e
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -16,7 +15,8 @@ from jaxtyping import Array, Bool, Int
 from dms_jax import sharding
 from dms_jax.cache import Pool, compact, load
 from dms_jax.model.layer_cache import LayerCache
-from dms_jax.policies.base import Chunk, Policy, PolicyState, Rows
+from dms_jax.policies.base import Policy
+from dms_jax.policies.values import Chunk, PolicyState, Rows
 from dms_jax.sharding import cache_spec, partition
 
 
@@ -33,14 +33,12 @@ def gather_rows(pool: Pool, page_table: Array, lengths: Array, dtype: Any) -> Ro
 def cut_layer(
     policy: Policy,
     cache: LayerCache,
-    q: Array | None,
     chunk: Chunk,
     lengths: Int[Array, "B K"],
     which: Bool[Array, " B"],
     *,
-    scale: float,
     dtype: Any,
-    head_axis: str | None,
+    q: Array | None = None,
 ) -> tuple[LayerCache, Int[Array, "B K"]]:
     """Cuts one layer's rows.
 
@@ -50,20 +48,18 @@ def cut_layer(
     Args:
       policy: says which slots stay (`Policy.survivors`).
       cache: the pool and the layer's policy state.
-      q: rotated queries of the chunk; None after a step.
       chunk: the tokens that came last.
       lengths: slots in use.
       which: sequences to be cut.
-      scale: factor on the dot products.
-      dtype: of keys and values as the policy sees them.
-      head_axis: mesh axis over which the KV heads are split, if any.
+      dtype: dtype of keys and values as the policy sees them.
+      q: rotated queries of the chunk; None after a step.
     """
 
     def cut(carry):
         pool, pages, lengths, _ = carry
         state = PolicyState(rows=cache.state.rows, pages=pages)
         rows = gather_rows(pool, chunk.page_table, lengths, dtype)
-        keep = policy.survivors(state, q, rows, chunk, scale, head_axis)
+        keep = policy.survivors(state, chunk, rows, q)
         keep = rows.live & (keep | ~which[:, None, None])
         (pool, pages), lengths = compact((pool, pages), chunk.page_table, keep)
         return pool, pages, lengths, jnp.zeros_like(which.any())
@@ -86,7 +82,6 @@ def cut_layers(
     page_table: Int[Array, "L B K M"],
     lengths: Int[Array, "L B K"],
     *,
-    scale: float,
     dtype: Any,
 ) -> tuple[Pool, PolicyState, Int[Array, "L B K"], Int[Array, " B"]]:
     """Cuts the rows of all layers that are `due` after a step.
@@ -95,20 +90,21 @@ def cut_layers(
     of a cut held.
 
     Args:
-      policy: of all layers.
+      policy: the policy of all layers.
       pool: the whole pool.
       state: per row with a leading axis of layers, per page.
       chunk: the step's tokens, as far as all layers share them.
-      page_table, lengths: of all layers.
-      scale, dtype: as for `cut_layer`.
+      page_table, lengths: those of all layers.
+      dtype: as for `cut_layer`.
     """
     layers = jnp.arange(lengths.shape[0])
 
     def of_layer(layer, page_table, lengths) -> Chunk:
-        return dataclasses.replace(chunk, layer=layer, page_table=page_table, lengths=lengths)
+        tokens = dataclasses.replace(chunk.tokens, layer=layer)
+        return dataclasses.replace(chunk, tokens=tokens, page_table=page_table, lengths=lengths)
 
     def due_of(layer, page_table, lengths):
-        return policy.due(lengths, of_layer(layer, page_table, lengths), None)
+        return policy.due(lengths, of_layer(layer, page_table, lengths))
 
     due = jax.vmap(due_of)(layers, page_table, lengths)
     if due is None:
@@ -123,14 +119,8 @@ def cut_layers(
             pool, pages = carry
             layer, page_table, lengths, rows, which = xs
             cache = LayerCache(pool, PolicyState(rows=rows, pages=pages))
-            cache, lengths = _cut_sharded(
-                policy,
-                cache,
-                of_layer(layer, page_table, lengths),
-                which,
-                scale=scale,
-                dtype=dtype,
-            )
+            chunk = of_layer(layer, page_table, lengths)
+            cache, lengths = _cut_sharded(policy, cache, chunk, which, dtype=dtype)
             return (cache.pool, cache.state.pages), lengths
 
         (pool, pages), lengths = jax.lax.scan(
@@ -145,28 +135,19 @@ def cut_layers(
     return pool, dataclasses.replace(state, pages=pages), lengths, reads
 
 
-def _cut_sharded(policy, cache, chunk, which, *, scale, dtype) -> tuple[LayerCache, Array]:
+def _cut_sharded(policy, cache, chunk, which, *, dtype) -> tuple[LayerCache, Array]:
     """`cut_layer` after a step, shard by shard."""
 
-    def cut(cache, chunk, which, head_axis):
-        return cut_layer(
-            policy,
-            cache,
-            None,
-            chunk,
-            chunk.lengths,
-            which,
-            scale=scale,
-            dtype=dtype,
-            head_axis=head_axis,
-        )
+    def cut(cache, chunk, which):
+        return cut_layer(policy, cache, chunk, chunk.lengths, which, dtype=dtype)
 
     if not sharding.has_mesh():
-        return cut(cache, chunk, which, None)
+        return cut(cache, chunk, which)
     data, model = sharding.row_axes(*chunk.lengths.shape)
+    chunk = split_heads(chunk, model)
     cache_specs = partition(cache, data, model)
     mapped = jax.shard_map(
-        functools.partial(cut, head_axis=model),
+        cut,
         in_specs=(
             cache_specs,
             partition(chunk, data, model),
@@ -176,3 +157,8 @@ def _cut_sharded(policy, cache, chunk, which, *, scale, dtype) -> tuple[LayerCac
         check_vma=False,
     )
     return mapped(cache, chunk, which)
+
+
+def split_heads(chunk: Chunk, head_axis: str | None) -> Chunk:
+    """The chunk as it is inside `shard_map`, where the KV heads are split over a mesh axis."""
+    return dataclasses.replace(chunk, static=dataclasses.replace(chunk.static, head_axis=head_axis))

@@ -12,28 +12,25 @@ from jaxtyping import Array, Float, Int
 
 from dms_jax.cache import Pool
 from dms_jax.cache.host_values import HostRows
-from dms_jax.policies.base import Policy
+from dms_jax.policies.values import Chunk, Reading
 from pallas_kernels import decode_attention, select_largest
 
 
 def attend_to_fetched(
-    policy: Policy,
     pool: Pool,
     q: Float[Array, "B H D"],
-    page_table: Int[Array, "B K M"],
-    lengths: Int[Array, "B K"],
-    fetches: Int[Array, "B 1"] | None,
-    *,
-    scale: float,
+    chunk: Chunk,
+    reading: Reading,
     host: HostRows | None,
-    layer: Int[Array, ""] | None,
 ) -> tuple[Float[Array, "R G D"], Int[Array, " B"]]:
     """Attention of single queries, and the entries that it read.
 
     An entry is a key and its value: reading a key alone, or fetching a value, is half of one,
     rounded up by row. Rows that hold no more than N tokens are read once, like any other. N is the
-    policy's, or that of each sequence where `fetches` is given.
+    reading's `fetch.top`, or that of each sequence where `fetch.counts` is given.
     """
+    fetch, page_table, lengths = reading.fetch, reading.page_table, reading.lengths
+    assert fetch is not None
     batch, num_kv_heads, _ = page_table.shape
     num_rows, head_dim = batch * num_kv_heads, q.shape[-1]
     table = page_table.reshape(num_rows, -1)
@@ -45,15 +42,14 @@ def attend_to_fetched(
         pool.k_pages,
         table,
         lengths.reshape(num_rows),
-        scale=scale,
+        scale=chunk.static.scale,
         return_lse=True,
         return_scores=True,
         k_scales=pool.k_scales,
         v_scales=pool.k_scales,
     )
-    assert policy.fetches is not None
     group = scores.shape[1]
-    top = min(policy.fetches, scores.shape[-1])
+    top = min(fetch.top, scores.shape[-1])
     slots = select_largest(scores.reshape(num_rows * group, -1), top)
     slots = slots.reshape(num_rows, group, top)
     best = jnp.take_along_axis(scores, slots, axis=-1)
@@ -61,12 +57,12 @@ def attend_to_fetched(
     slots, best = jax.lax.optimization_barrier((slots, best))
     live = best > -jnp.inf
     count: int | Int[Array, "B 1"] = top
-    if fetches is not None:
-        count = fetches
+    if fetch.counts is not None:
+        count = fetch.counts
         rank = jnp.argsort(jnp.argsort(-best, axis=-1, stable=True), axis=-1)
-        live &= rank < jnp.repeat(fetches, num_kv_heads, axis=0)[..., None]
+        live &= rank < jnp.repeat(fetch.counts, num_kv_heads, axis=0)[..., None]
     weights = jnp.exp(jnp.where(live, best - lse[..., None], -jnp.inf))
-    if policy.renormalizes:
+    if fetch.renormalize:
         total = weights.sum(-1, keepdims=True)
         weights = weights / jnp.where(total > 0, total, 1)
     slots = jnp.where(live, slots, 0).reshape(batch, num_kv_heads, -1)
@@ -74,8 +70,7 @@ def attend_to_fetched(
         page = jnp.take_along_axis(page_table, slots // pool.page_size, axis=-1)
         values = pool.values(page, slots % pool.page_size, q.dtype)
     else:
-        assert layer is not None
-        values = pool.values_away(host, layer, page_table, slots, q.dtype)
+        values = pool.host_values(host, chunk.tokens.layer, page_table, slots, q.dtype)
     values = jnp.where(live[..., None], values.reshape(num_rows, group, top, head_dim), 0)
     wide = scores.dtype
     out = jnp.einsum("rgn,rgnd->rgd", weights, values.astype(wide)).astype(q.dtype)

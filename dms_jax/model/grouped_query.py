@@ -52,7 +52,7 @@ def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
     num_kv_heads = check("to_grouped_query: num_kv_heads", num_kv_heads, Annotated[Count, choices])
     if num_kv_heads >= old or old % num_kv_heads:
         raise ConfigError(f"to_grouped_query: {choices}; {num_kv_heads} were asked for.")
-    if model.policy.learned or transformer.has_adapter:
+    if model.policy.retrofit.needed or transformer.has_adapter:
         raise ConfigError(
             f"to_grouped_query: this model was retrofitted for {model.policy}, whose decisions "
             "belong to single KV heads. Convert the original first, and retrofit the result."

@@ -71,15 +71,8 @@ class LanguageModel:
         """
         policy = self.policy if policy is None else policy
         check_policy(policy)
-        config = self.config
-        policy.validate(
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
         check_adapter(policy, has_adapter=self.transformer.has_adapter)
-        trained, asked = self.policy.trained_decisions, policy.trained_decisions
+        trained, asked = self.policy.retrofit.decisions, policy.retrofit.decisions
         if trained is not None and asked is not None and trained != asked:
             raise ConfigError(
                 f"This checkpoint was made for {self.policy}: its decisions mean {trained}, and "
@@ -91,7 +84,8 @@ class LanguageModel:
 
     def _check_borrowed_neurons(self, policy: Policy) -> None:
         """A model that lends a neuron to decisions works with just that neuron out of attention."""
-        declared, asked = self.policy.borrowed_neurons, policy.borrowed_neurons
+        declared = self.policy.retrofit.borrowed_neurons
+        asked = policy.retrofit.borrowed_neurons
         if declared == asked:
             return
         if declared is not None:
@@ -121,7 +115,7 @@ class LanguageModel:
           policy: the checkpoint's own if None.
           prompt_lengths: where each prompt ends, for policies that treat it differently (Quest and
             KCache attend it densely, others cut what they keep at its end); 0 if None. Those that
-            are `split_invariant` give the same for any value. Quest selects among pages of 16
+            treat prompts like answers give the same for any value. Quest selects among pages of 16
             tokens here, as published: `generate(..., page_size=16)` does the same. A budget given
             as a `compression_ratio` is a share of the tokens given.
           segment_ids: documents packed into a sequence: positions restart and nothing attends
@@ -161,7 +155,7 @@ class LanguageModel:
                     f"segment_ids must have the shape of the tokens, {list(tokens.shape)}, got "
                     f"{list(segment_ids.shape)}."
                 )
-        alone = policy.parallel(prompt=True) and policy.parallel(prompt=False)
+        alone = policy.parallel == "always"
         if segment_ids is not None and not alone:
             raise ConfigError(
                 f"{policy.name} learns from attention as it goes and cannot run on packed "
@@ -238,7 +232,8 @@ def _logits_through_cache(
     config = transformer.config
     batch, num_tokens = tokens.shape
     page_size = QUEST_PAGE_SIZE
-    limit = (None if policy.shrinks else policy.slot_limit(page_size)) or num_tokens
+    limit = policy.footprint(num_tokens, page_size=1).at_most
+    limit = num_tokens if limit is None or policy.shrinks else limit
     width = -(-min(num_tokens, limit) // page_size)
     num_pages = config.num_layers * batch * config.num_kv_heads * width
     dtype = transformer.embedding[...].dtype
@@ -257,7 +252,7 @@ def _logits_through_cache(
     rows = (config.num_layers, batch // data_shards, config.num_kv_heads // head_shards, width)
     pages = jnp.arange(math.prod(rows), dtype=jnp.int32).reshape(rows)
     cache = dataclasses.replace(cache, page_table=jnp.tile(pages, (1, data_shards, head_shards, 1)))
-    cache = dataclasses.replace(cache, horizon=jnp.full(batch, num_tokens, jnp.int32))
+    cache = dataclasses.replace(cache, max_lengths=jnp.full(batch, num_tokens, jnp.int32))
     first = transformer.cached(tokens, prompts, cache, policy, prompt=True, ends_prompt=prompts > 0)
     index = jnp.arange(num_tokens)
     rest = jnp.take_along_axis(tokens, (prompts[:, None] + index) % num_tokens, axis=1)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,19 +19,13 @@ from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
 from dms_jax.config import ModelConfig
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
-from dms_jax.model.cached_attention import attend_cached
+from dms_jax.model.cached_attention import attend_cached, in_one_pass
 from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
-from dms_jax.model.rope import apply_rope, rope_frequencies, rope_tables
-from dms_jax.policies.base import (
-    Chunk,
-    Decisions,
-    Policy,
-    PolicyState,
-    Projections,
-    check_adapter,
-)
+from dms_jax.model.rope import rope_frequencies, rope_tables
+from dms_jax.policies.base import Policy, check_adapter
+from dms_jax.policies.values import Chunk, Decisions, PolicyState, Static, Tokens
 
 
 class Layer(nnx.Module):
@@ -51,15 +44,15 @@ class Layer(nnx.Module):
 
     def projections(
         self, x: Float[Array, "B T E"], policy: Policy, positions: Array, index: Array
-    ) -> Projections:
+    ) -> Tokens:
         """What the layer's tokens show to a policy."""
         logits = None
-        if policy.uses_adapter:
+        if policy.retrofit.adapter:
             check_adapter(policy, has_adapter=self.adapter is not None)
             assert self.adapter is not None
             logits = self.adapter(x)
         q, k, v = self.attention.project(self.attention_norm(x))
-        return Projections(q=q, k=k, v=v, adapter_logits=logits, positions=positions, layer=index)
+        return Tokens(q=q, k=k, v=v, adapter_logits=logits, positions=positions, layer=index)
 
     def finish(self, x: Float[Array, "B T E"], attended: Float[Array, "B T H D"]) -> Array:
         """Output projection, feed-forward and both residual sums."""
@@ -184,24 +177,23 @@ class Transformer(nnx.Module):
         """
         positions = segment_positions(tokens, segment_ids)
         x = self.embed(tokens)
-        cos, sin = rope_tables(self.config, positions, dtype=x.dtype)
+        rotation = rope_tables(self.config, positions, dtype=x.dtype)
+        static = self._static()
 
         def layer_pass(x, layer, index, policy, marks):
-            projections = layer.projections(x, policy, positions, index)
             attended, _, numbers = attend_sequences(
                 policy,
-                projections,
-                cos,
-                sin,
-                scale=self.config.head_dim**-0.5,
+                layer.projections(x, policy, positions, index),
+                rotation,
+                static,
                 segment_ids=segment_ids,
                 relaxation=relaxation,
                 marks=marks,
             )
             return layer.finish(x, attended), numbers
 
-        def body(x, layer, index, policy, marks):
-            run = lambda x, layer, index, marks: layer_pass(x, layer, index, policy, marks)  # noqa: E731
+        def body(x, layer, index, group, marks):
+            run = lambda x, layer, index, marks: layer_pass(x, layer, index, group.policy, marks)  # noqa: E731
             return (jax.checkpoint(run) if remat else run)(x, layer, index, marks)
 
         x, decisions = self._scan_layers(body, x, policy, marks, unroll=unroll)
@@ -233,50 +225,29 @@ class Transformer(nnx.Module):
             ends_prompt = jnp.zeros(counts.shape, bool)
         positions = cache.seen[:, None] + jnp.arange(tokens.shape[1], dtype=cache.seen.dtype)
         x = self.embed(tokens)
-        cos, sin = rope_tables(self.config, positions, dtype=x.dtype)
         nothing = jnp.zeros((*tokens.shape, self.config.num_kv_heads, 0), x.dtype)
         shared = Chunk(  # by all layers
-            k=nothing,
-            v=nothing,
+            tokens=Tokens(nothing, nothing, nothing, positions, jnp.int32(0)),
             decisions=Decisions(),
-            positions=positions,
+            rotation=rope_tables(self.config, positions, dtype=x.dtype),
             count=counts,
             page_table=cache.page_table[0],
             lengths=cache.lengths[0],
-            page_size=cache.page_size,
-            horizon=cache.horizon,
+            max_lengths=cache.max_lengths,
             ends_prompt=ends_prompt,
-            future=self._future_rope(policy, cos, sin),
-            num_layers=self.config.num_layers,
+            static=self._static(cache.page_size),
         )
-        scale = self.config.head_dim**-0.5
 
-        def body(carry, layer, index, policy, rows):
+        def body(carry, layer, index, group, rows):
             x, pool, page_state = carry
             page_table, lengths, row_state = rows
-            projections = layer.projections(x, policy, positions, index)
-            decisions = policy.decide(projections)
-            queries, k = policy.clear_borrowed(projections.q, projections.k)
-            q, _ = policy.clear_borrowed(apply_rope(queries, cos, sin), k)
             attended = attend_cached(
-                policy,
+                group.policy,
                 LayerCache(pool, PolicyState(rows=row_state, pages=page_state)),
-                q,
-                dataclasses.replace(
-                    shared,
-                    k=k,
-                    v=projections.v,
-                    decisions=Decisions(marks=decisions.marks, importance=decisions.importance),
-                    page_table=page_table,
-                    lengths=lengths,
-                    queries=queries if policy.remembers else None,
-                    layer=index,
-                ),
-                cos,
-                sin,
+                layer.projections(x, group.policy, positions, index),
+                dataclasses.replace(shared, page_table=page_table, lengths=lengths),
                 prompt=prompt,
-                scale=scale,
-                host=host,
+                host=host if group.host_values else None,
             )
             layer_cache = attended.cache
             x = layer.finish(x, attended.out)
@@ -289,7 +260,7 @@ class Transformer(nnx.Module):
         carry, ((lengths, row_state), live, reads) = self._scan_layers(body, carry, policy, rows)
         x, pool, page_state = carry
         live, reads = live.sum(0, dtype=jnp.int32), reads.sum(0, dtype=jnp.int32)
-        if tokens.shape[1] == 1 and not policy.parallel(prompt=prompt):
+        if not in_one_pass(policy, tokens.shape[1], prompt=prompt) and tokens.shape[1] == 1:
             state = PolicyState(rows=row_state, pages=page_state)
             pool, state, lengths, read_again = cut_layers(
                 policy,
@@ -298,7 +269,6 @@ class Transformer(nnx.Module):
                 shared,
                 cache.page_table,
                 lengths,
-                scale=scale,
                 dtype=x.dtype,
             )
             page_state, reads = state.pages, reads + read_again[:, None]
@@ -316,20 +286,15 @@ class Transformer(nnx.Module):
             reads=reads,
         )
 
-    def _future_rope(
-        self, policy: Policy, cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
-    ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]] | None:
-        """Mean cos and sin of the n positions after each token, where a policy looks ahead.
-
-        The mean over j of exp(i f (t + j)) is exp(i f t) times that of exp(i f j), j = 1 ... n.
-        """
-        if not policy.future_positions:
-            return None
+    def _static(self, page_size: int = 1) -> Static:
+        """What is known of every chunk of this model."""
         frequencies, _ = rope_frequencies(self.config)
-        angles = np.arange(1, policy.future_positions + 1)[:, None] * frequencies
-        mean_cos = jnp.asarray(np.cos(angles).mean(0), cos.dtype)
-        mean_sin = jnp.asarray(np.sin(angles).mean(0), cos.dtype)
-        return cos * mean_cos - sin * mean_sin, sin * mean_cos + cos * mean_sin
+        return Static(
+            page_size=page_size,
+            scale=self.config.head_dim**-0.5,
+            num_layers=self.config.num_layers,
+            frequencies=tuple(frequencies.tolist()),
+        )
 
     def _scan_layers(
         self,
@@ -340,7 +305,7 @@ class Transformer(nnx.Module):
         *,
         unroll: bool = False,
     ) -> tuple[Any, Any]:
-        """Scans `body(carry, layer, index, policy, per_layer)` over the layers, group by group.
+        """Scans `body(carry, layer, index, group, per_layer)` over the layers, group by group.
 
         A single group hands its parameters to the scan, whose transpose stacks their gradients.
         Several groups index into the whole stack instead: slicing it would copy the weights, and so
@@ -350,28 +315,28 @@ class Transformer(nnx.Module):
         num_layers = self.config.num_layers
         groups = policy.groups(num_layers)
         if len(groups) == 1:
-            (_, _, group_policy) = groups[0]
 
             def whole_step(carry, xs):
                 layer, index, per_layer = xs
-                return body(carry, layer, index, group_policy, per_layer)
+                return body(carry, layer, index, groups[0], per_layer)
 
             xs = (self.layers, jnp.arange(num_layers), per_layer)
             return jax.lax.scan(whole_step, carry, xs, unroll=unroll)
         outputs = []
-        for start, end, group_policy in groups:
+        for group in groups:
 
-            def step(state, per_layer, group_policy=group_policy):
+            def step(state, per_layer, group=group):
                 carry, index = state
                 layer = jax.tree.map(
                     lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), self.layers
                 )
-                carry, out = body(carry, layer, index, group_policy, per_layer)
+                carry, out = body(carry, layer, index, group, per_layer)
                 return (carry, index + 1), out
 
-            sliced = jax.tree.map(lambda x, start=start, end=end: x[start:end], per_layer)
+            sliced = jax.tree.map(lambda x, group=group: x[group.start : group.end], per_layer)
+            length = group.end - group.start
             (carry, _), out = jax.lax.scan(
-                step, (carry, jnp.int32(start)), sliced, length=end - start, unroll=unroll
+                step, (carry, jnp.int32(group.start)), sliced, length=length, unroll=unroll
             )
             outputs.append(out)
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)

@@ -1,7 +1,9 @@
 """Cache policies: every system of the papers, each one file."""
 
+import dataclasses
 from typing import Any
 
+from dms_jax.checks import check_names
 from dms_jax.errors import ConfigError
 from dms_jax.policies.allocation import AdaKV, PyramidKV
 from dms_jax.policies.base import Policy
@@ -59,7 +61,14 @@ def from_dict(data: dict[str, Any]) -> Policy:
     name = fields.pop("name", None)
     if not isinstance(name, str) or name not in POLICIES:
         raise ConfigError(f"Unknown cache policy {name!r}; known are {', '.join(POLICIES)}.")
-    return POLICIES[name].from_fields(fields)
+    policy = POLICIES[name]
+    check_names(name, fields, [field.name for field in dataclasses.fields(policy)])
+    inner = {
+        field.name: from_dict(fields[field.name])
+        for field in dataclasses.fields(policy)
+        if field.type is Policy and isinstance(fields.get(field.name), dict)
+    }
+    return policy(**fields | inner)
 
 
 __all__ = [

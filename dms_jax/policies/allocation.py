@@ -18,42 +18,40 @@ The two compose: AdaKV(PyramidKV(SnapKV(budget=512))).
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.checks import Count, Share, require, show
-from dms_jax.policies.base import Chunk, Policy, PolicyState
+from dms_jax.policies.base import Policy
 from dms_jax.policies.budget import highest
-from dms_jax.policies.scored import Scored
+from dms_jax.policies.periodic_eviction import PeriodicEviction
 from dms_jax.policies.snapkv import SnapKV
+from dms_jax.policies.values import CacheShape, Chunk, Footprint, PolicyState
 
 
 @dataclasses.dataclass(frozen=True)
-class Allocation(Scored):
+class Allocation(PeriodicEviction):
     """Base of policies that spend the budget of another one.
 
     Attributes:
-      scorer: which says what a token is worth, how many stay, and when rows are cut.
+      scorer: scores the tokens, and says how many stay and when rows are cut.
     """
 
     scorer: Policy = dataclasses.field(default=SnapKV())
 
-    remembers = True
-
     def __post_init__(self):
         require(
-            isinstance(self.scorer, Scored),
+            isinstance(self.scorer, PeriodicEviction),
             f"{self.name}: scorer={show(self.scorer)} does not score what rows hold; give SnapKV, "
             "Knorm, KeyDiff, ExpectedAttention, RandomSelection, or another allocation of one.",
         )
         super().__post_init__()
 
     @property
-    def _scored(self) -> Scored:
-        assert isinstance(self.scorer, Scored)
+    def _inner(self) -> PeriodicEviction:
+        assert isinstance(self.scorer, PeriodicEviction)
         return self.scorer
 
     # -- handed to the scorer ---------------------------------------------------------------------
@@ -61,65 +59,41 @@ class Allocation(Scored):
     @property
     def cut_interval(self) -> int | None:
         """That of the scorer."""
-        return self._scored.cut_interval
+        return self._inner.cut_interval
 
     @property
     def protected(self) -> int:
         """Those of the scorer."""
-        return self._scored.protected
+        return self._inner.protected
 
-    @property
-    def future_positions(self) -> int:
-        """Those of the scorer."""
-        return self.scorer.future_positions
+    def footprint(self, tokens, **options) -> Footprint:
+        """That of the scorer, whose budget is spent otherwise but not exceeded on average."""
+        return self.scorer.footprint(tokens, **options)
 
-    def mean_slot_limit(self, page_size: int) -> int | None:
-        """That of the scorer, whose budget is spent otherwise but not exceeded."""
-        return self.scorer.mean_slot_limit(page_size)
-
-    def for_horizon(self, tokens: int) -> Policy:
+    def for_length(self, tokens: int) -> Policy:
         """Around a scorer with a budget in tokens."""
-        scorer = self.scorer.for_horizon(tokens)
+        scorer = self.scorer.for_length(tokens)
         return self if scorer is self.scorer else dataclasses.replace(self, scorer=scorer)
 
-    def init_row_state(self, num_sequences, num_kv_heads, group, head_dim, dtype) -> Any:
+    def init_state(self, shape: CacheShape) -> PolicyState:
         """That of the scorer."""
-        return self.scorer.init_row_state(num_sequences, num_kv_heads, group, head_dim, dtype)
+        return self.scorer.init_state(shape)
 
-    def init_pages(self, num_pages, page_size, head_dim, dtype) -> Any:
-        """That of the scorer."""
-        return self.scorer.init_pages(num_pages, page_size, head_dim, dtype)
-
-    def remember(self, state: PolicyState, q, chunk: Chunk) -> PolicyState:
+    def observe(self, state, chunk, placement, seen) -> PolicyState:
         """As the scorer."""
-        return self.scorer.remember(state, q, chunk)
+        return self.scorer.observe(state, chunk, placement, seen)
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
         """That of the scorer."""
-        return self._scored.layer_budget(chunk)
+        return self._inner.layer_budget(chunk)
 
-    def worth(self, state, rows, chunk, scale, head_axis) -> Float[Array, "B K S"]:
+    def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
         """As the scorer."""
-        return self._scored.worth(state, rows, chunk, scale, head_axis)
+        return self._inner.scores(state, chunk, rows)
 
-    def select(self, worth, budget, head_axis) -> Bool[Array, "B K S"]:
+    def select(self, scores, budget, chunk) -> Bool[Array, "B K S"]:
         """As the scorer."""
-        return self._scored.select(worth, budget, head_axis)
-
-    # -- as data ----------------------------------------------------------------------------------
-
-    def to_dict(self) -> dict[str, Any]:
-        """As `Policy.to_dict`, with the scorer by its name."""
-        return super().to_dict() | {"scorer": self.scorer.to_dict()}
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Policy:
-        """As `Policy.from_fields`."""
-        from dms_jax.policies import from_dict  # the registry knows this class too
-
-        if isinstance(fields.get("scorer"), dict):
-            fields = fields | {"scorer": from_dict(fields["scorer"])}
-        return super().from_fields(fields)
+        return self._inner.select(scores, budget, chunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,15 +107,20 @@ class AdaKV(Allocation):
 
     alpha: Share = 0.2
 
-    def select(self, worth, budget, head_axis) -> Bool[Array, "B K S"]:
-        """The best of all heads together, after each head's own."""
-        safe = jnp.floor(self.alpha * budget * (1 + 1e-6)).astype(jnp.int32)
-        worth = jnp.where(highest(worth, safe) & (worth > -jnp.inf), jnp.inf, worth)
-        num_kv_heads = worth.shape[1]
+    def footprint(self, tokens, **options) -> Footprint:
+        """No row is bounded but by all that its layer keeps."""
+        return dataclasses.replace(super().footprint(tokens, **options), at_most=None)
+
+    def select(self, scores, budget, chunk) -> Bool[Array, "B K S"]:
+        """The highest scores of all heads together, after each head's own."""
+        own = jnp.floor(self.alpha * budget * (1 + 1e-6)).astype(jnp.int32)
+        scores = jnp.where(highest(scores, own) & (scores > -jnp.inf), jnp.inf, scores)
+        num_kv_heads, head_axis = scores.shape[1], chunk.static.head_axis
         if head_axis is not None:
-            worth = jax.lax.all_gather(worth, head_axis, axis=1, tiled=True)
-        batch, heads, slots = worth.shape
-        keep = highest(worth.reshape(batch, 1, heads * slots), heads * budget).reshape(worth.shape)
+            scores = jax.lax.all_gather(scores, head_axis, axis=1, tiled=True)
+        batch, heads, slots = scores.shape
+        keep = highest(scores.reshape(batch, 1, heads * slots), heads * budget)
+        keep = keep.reshape(scores.shape)
         if head_axis is not None:
             first = jax.lax.axis_index(head_axis) * num_kv_heads
             keep = jax.lax.dynamic_slice_in_dim(keep, first, num_kv_heads, axis=1)
@@ -161,19 +140,19 @@ class PyramidKV(Allocation):
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
         """Linear in the layer's number."""
-        budget = self._scored.layer_budget(chunk)
-        if chunk.num_layers == 1:
+        budget, num_layers = self._inner.layer_budget(chunk), chunk.static.num_layers
+        if num_layers == 1:
             return budget
         beside = budget - self.protected
         low = beside // self.beta
         high = 2 * beside - low
-        assert chunk.layer is not None
-        fall = -(-chunk.layer * (high - low) // (chunk.num_layers - 1))
+        fall = -(-chunk.tokens.layer * (high - low) // (num_layers - 1))
         return jnp.maximum(self.protected + high - fall, 1)
 
-    def slot_limit(self, page_size: int) -> int | None:
-        """That of the first layer."""
-        limit = self.scorer.slot_limit(page_size)
-        if limit is None or self.cut_interval is None:
-            return None
-        return 2 * (limit - self.cut_interval) + self.cut_interval
+    def footprint(self, tokens, **options) -> Footprint:
+        """On average that of the scorer; at most that of the first layer."""
+        found = super().footprint(tokens, **options)
+        if found.at_most is None or self.cut_interval is None:
+            return found
+        first_layer = 2 * (found.at_most - self.cut_interval) + self.cut_interval
+        return dataclasses.replace(found, at_most=first_layer)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.checks import Range, Ratio
-from dms_jax.policies.base import Chunk, Policy
+from dms_jax.policies.base import Policy
+from dms_jax.policies.values import Chunk, Footprint
 
 LONGEST = 2**23  # tokens: no sequence has more, and times heads or layers they fit in int32
 
@@ -46,26 +47,37 @@ class BudgetedPolicy(Policy):
             return jnp.full((chunk.lengths.shape[0], 1), self.budget, jnp.int32)
         return jnp.maximum(shares(chunk, self.compression_ratio), self.least_budget)
 
-    def for_horizon(self, tokens: int) -> Policy:
-        """The same with a budget in tokens, which no shorter sequence exceeds."""
-        policy = super().for_horizon(tokens)
+    def budget_for(self, tokens: int) -> int:
+        """The budget of sequences of so many tokens, which no shorter sequence exceeds."""
+        if self.compression_ratio is None:
+            return self.budget
+        return min(max(share(tokens, self.compression_ratio), self.least_budget), LONGEST)
+
+    def for_length(self, tokens: int) -> Policy:
+        """The same with a budget in tokens."""
+        policy = super().for_length(tokens)
         if self.compression_ratio is None:
             return policy
-        budget = min(max(share(tokens, self.compression_ratio), self.least_budget), LONGEST)
-        return dataclasses.replace(policy, budget=budget, compression_ratio=None)
+        return dataclasses.replace(policy, budget=self.budget_for(tokens), compression_ratio=None)
 
 
 def shares(chunk: Chunk, compression_ratio: float | int) -> Int[Array, "B 1"]:
     """The share of each sequence in what it can come to."""
-    assert chunk.horizon is not None
+    assert chunk.max_lengths is not None
     # float32 holds every length; a quotient that is whole must not be rounded below it.
-    tokens = jnp.floor(chunk.horizon / compression_ratio * (1 + 1e-6))
+    tokens = jnp.floor(chunk.max_lengths / compression_ratio * (1 + 1e-6))
     return tokens.astype(jnp.int32)[:, None]
 
 
 def share(tokens: int, compression_ratio: float | int) -> int:
     """The share in so many tokens."""
     return math.floor(tokens / compression_ratio * (1 + 1e-6))
+
+
+def bounded(tokens: int, limit: int | None) -> Footprint:
+    """The footprint of a row that grows up to a limit (None for no limit) and is read whole."""
+    slots = tokens if limit is None else min(tokens, limit)
+    return Footprint(slots, 0, limit, reads=slots, attended=slots)
 
 
 def highest(scores: Float[Array, "B K S"], count: Int[Array, "B #K"]) -> Bool[Array, "B K S"]:

@@ -24,16 +24,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dms_jax.policies.base import (
+from dms_jax.policies.base import Policy, hard_marks
+from dms_jax.policies.values import (
     FOREVER,
     NOT_STORED,
+    CacheShape,
     Chunk,
+    Footprint,
     Placement,
-    Policy,
     PolicyState,
-    hard_marks,
-    row_shape,
-    slot_shape,
 )
 
 # Row state: the last W tokens of each row, each as 2 * slot + marked (one array: one gather and
@@ -50,30 +49,38 @@ class DelayedEviction(Policy):
         """Token i's mark governs key i - mark_shift; between 0 and visible_window + 1."""
         return 0
 
-    def init_rows(self, num_sequences, num_kv_heads, head_dim, dtype) -> Ring:
-        """Returns an empty ring."""
-        del head_dim, dtype
-        shape = (num_sequences, num_kv_heads, self.visible_window + 1)
-        return jnp.zeros(shape, jnp.int32)
+    def share_kept(self, compression_ratio: float | int) -> float:
+        """The expected share of tokens that stay when they leave the window."""
+        return 1 / compression_ratio if self.retrofit.needed else 1.0
+
+    def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
+        """The window, and what stays of the tokens before it."""
+        window = min(self.visible_window + 1, tokens)
+        slots = window + (tokens - window) * self.share_kept(compression_ratio)
+        return Footprint(slots, 0, None, reads=slots, attended=slots)
+
+    def init_state(self, shape: CacheShape) -> PolicyState:
+        """An empty ring."""
+        return PolicyState(rows=jnp.zeros((*shape.rows, self.visible_window + 1), jnp.int32))
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
         """Gives each token the slot of the marked token that it pushes out, or a new one."""
         ring = self.ring_of(state.rows)
-        size = self.visible_window + 1
-        num_tokens = chunk.k.shape[1]
-        valid = jnp.broadcast_to(chunk.valid, row_shape(chunk))
+        size, shift, first = self.visible_window + 1, self.mark_shift, chunk.first[:, None]
+        valid = chunk.valid
+        num_tokens = valid.shape[-1]
         marks = hard_marks(chunk.decisions) & valid
         index = jnp.arange(num_tokens)
-        ring_index = (chunk.first[:, None] + index) % size  # [B, T]
+        ring_index = (first + index) % size  # [B, T]
 
         # The candidate that token i pushes out sits at position first + i - W. Its mark was made
         # by token i - (W - shift) of this chunk, or is in the ring already.
         entry = jnp.take_along_axis(ring, ring_index[:, None, :], axis=-1)
-        delay = size - self.mark_shift
+        delay = size - shift
         marked = jnp.concatenate(
             [entry[..., : min(delay, num_tokens)] % 2 == 1, marks[..., :-delay]], axis=-1
         )[..., :num_tokens] if delay else marks  # fmt: skip
-        has_candidate = (chunk.first[:, None] + index >= size)[:, None]
+        has_candidate = (first + index >= size)[:, None]
         reuse = valid & has_candidate & marked
         fresh = valid & ~reuse
         live = chunk.lengths[..., None] + jnp.cumsum(fresh, -1, dtype=jnp.int32)
@@ -82,12 +89,9 @@ class DelayedEviction(Policy):
         # A token whose own successor (W later) reuses its slot is gone by the end of the chunk.
         gone = _shift_left(reuse, size)
         placement = Placement(
-            k=chunk.k,
-            v=chunk.v,
             slots=jnp.where(valid & ~gone, slots, NOT_STORED),
-            lengths=live[..., -1],
             live=live,
-            evicted=_shift_left(marks, self.mark_shift),
+            evicted=_shift_left(marks, shift),
             past_until=self._past_until(ring, marks, chunk),
         )
         ring = self._advance(ring, slots, marks, chunk)
@@ -123,47 +127,48 @@ class DelayedEviction(Policy):
 
     def _past_until(self, ring: Ring, marks, chunk: Chunk) -> Int[Array, "B K S"]:
         """The last query of the chunk that sees each old slot: those in the ring may expire."""
-        size = self.visible_window + 1
+        size, shift, first = self.visible_window + 1, self.mark_shift, chunk.first[:, None]
         age = jnp.arange(size)  # entry r holds position first - W + r; token r pushes it out
-        ring_index = ((chunk.first[:, None] + age) % size)[:, None]
+        ring_index = ((first + age) % size)[:, None]
         entry = jnp.take_along_axis(ring, ring_index, axis=-1)
         slot, marked = entry // 2, entry % 2 == 1
         # Entry r is decided by token r - (W - shift) of this chunk if that is not negative.
-        decided = _pad_or_cut(marks, self.mark_shift)
-        delay = size - self.mark_shift
-        if self.mark_shift:
+        decided = _pad_or_cut(marks, shift)
+        delay = size - shift
+        if shift:
             marked = jnp.concatenate([marked[..., :delay], marked[..., delay:] | decided], axis=-1)
-        exists = (chunk.first[:, None] - size + age >= 0)[:, None]
+        exists = (first - size + age >= 0)[:, None]
         until = jnp.where(marked & exists, age - 1, FOREVER)
         batch, heads = slot.shape[:2]
         rows = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
-        target = jnp.where(exists, slot, slot_shape(chunk)[-1])  # out of range: dropped
+        target = jnp.where(exists, slot, chunk.num_slots)  # out of range: dropped
         return (
-            jnp.full(slot_shape(chunk), FOREVER, jnp.int32)
+            jnp.full((batch, heads, chunk.num_slots), FOREVER, jnp.int32)
             .at[(*rows, target)]
             .set(until.astype(jnp.int32), mode="drop")
         )
 
     def _advance(self, ring: Ring, slots, marks, chunk: Chunk) -> Ring:
         """Writes the chunk's late marks onto older tokens, then its own last W tokens."""
-        size, num_tokens = self.visible_window + 1, chunk.k.shape[1]
+        size, shift, first = self.visible_window + 1, self.mark_shift, chunk.first[:, None]
+        num_tokens = marks.shape[-1]
         batch, heads = ring.shape[:2]
         rows = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
         end = chunk.count[:, None]
 
         def at(index, keep):
             """The ring's entries at positions relative to the chunk; out of range: dropped."""
-            index = jnp.where(keep, (chunk.first[:, None] + index) % size, size)
+            index = jnp.where(keep, (first + index) % size, size)
             return ring.at[(*rows, index[:, None])]
 
-        if self.mark_shift:
-            late = jnp.arange(min(self.mark_shift, num_tokens))
-            index = late[None] - self.mark_shift  # before the chunk
-            keep = (late < end) & (index >= end - size) & (chunk.first[:, None] + index >= 0)
+        if shift:
+            late = jnp.arange(min(shift, num_tokens))
+            index = late[None] - shift  # before the chunk
+            keep = (late < end) & (index >= end - size) & (first + index >= 0)
             ring = at(index, keep).add(marks[..., : len(late)].astype(ring.dtype), mode="drop")
         own = jnp.arange(num_tokens)[None]
         keep = (own < end) & (own >= end - size)
-        entry = 2 * slots + _shift_left(marks, self.mark_shift)
+        entry = 2 * slots + _shift_left(marks, shift)
         return at(own, keep).set(entry, mode="drop")
 
 

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dms_jax.checks import Count, NotNegative, Positive
-from dms_jax.policies.base import Chunk, Decisions, Projections, Relaxed
 from dms_jax.policies.merging import Merging, partial_means
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
+from dms_jax.policies.values import Chunk, Decisions, Relaxed, Retrofit, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +56,15 @@ class DMC(Merging):
     epsilon: NotNegative = 2.0**-7
     temperature: Positive = 0.1
 
-    learned = True
-
     @property
-    def borrowed_neurons(self) -> str:
-        """One dimension of every query and key."""
-        return f"{self.neuron} dimension of every query and key"
-
-    @property
-    def trained_decisions(self) -> str:
-        """Whence they come, for whom, and how tokens are weighted."""
-        return f"DMC(neuron={self.neuron!r}, per={self.per!r}, importance={self.importance!r})"
+    def retrofit(self) -> Retrofit:
+        """The borrowed neuron, and how it is read and tokens are weighted."""
+        return Retrofit(
+            possible=True,
+            decisions=f"DMC(neuron={self.neuron!r}, per={self.per!r}, "
+            f"importance={self.importance!r})",
+            borrowed_neurons=f"{self.neuron} dimension of every query and key",
+        )
 
     @property
     def merge_window(self) -> int | None:
@@ -77,9 +75,9 @@ class DMC(Merging):
     def _index(self) -> int:
         return 0 if self.neuron == "first" else -1
 
-    def decide(self, projections: Projections) -> Decisions:
+    def decide(self, tokens: Tokens) -> Decisions:
         """Append or accumulate, and the token's importance; the first token appends."""
-        k, q = projections.k[..., self._index], projections.q[..., self._index]
+        k, q = tokens.k[..., self._index], tokens.q[..., self._index]
         wide = jnp.promote_types(k.dtype, jnp.float32)
         k, q = k.astype(wide), q.astype(wide).reshape(*k.shape, -1).mean(-1)  # [B, T, K]
         if self.per == "layer":
@@ -91,7 +89,7 @@ class DMC(Merging):
             omega = jnp.swapaxes(jax.nn.sigmoid(q + self.offset), 1, 2) + self.epsilon
         return Decisions(
             logits=logits,
-            marks=(logits > 0) & (projections.positions > 0)[:, None],
+            marks=(logits > 0) & (tokens.positions > 0)[:, None],
             importance=omega,
         )
 
@@ -112,7 +110,7 @@ class DMC(Merging):
         decisions = chunk.decisions
         assert decisions.logits is not None
         assert decisions.importance is not None
-        first = (chunk.positions == 0)[:, None]
+        first = (chunk.tokens.positions == 0)[:, None]
         if self.per == "layer":  # one decision, so one draw
             noise = jnp.broadcast_to(noise[:, :1], noise.shape)
         noisy = noisy_logits(decisions.logits, noise, self.temperature)
@@ -120,6 +118,8 @@ class DMC(Merging):
             jnp.where(first, 0, form(noisy))
             for form in (jax.nn.sigmoid, straight_through, log_keep)
         )
-        k, v = partial_means(chunk.k, chunk.v, alpha, decisions.importance, self.window)
+        k, v = partial_means(
+            chunk.tokens.k, chunk.tokens.v, alpha, decisions.importance, self.window
+        )
         bias = jnp.pad(keep[..., 1:], ((0, 0), (0, 0), (0, 1)))
         return Relaxed(k=k, v=v, bias=bias, decisions=numbers)

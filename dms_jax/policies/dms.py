@@ -28,9 +28,9 @@ from jaxtyping import Array, Float
 
 from dms_jax.checks import Positive, Seed, Whole, require
 from dms_jax.policies import draws
-from dms_jax.policies.base import Chunk, Decisions, Projections, Relaxed
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
+from dms_jax.policies.values import Chunk, Decisions, Relaxed, Retrofit, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +59,6 @@ class DMS(DelayedEviction):
     decisions: Literal["threshold", "bernoulli"] = "threshold"
     seed: Seed = 0
 
-    trainable = True
-    learned = True
-
     def __post_init__(self):
         super().__post_init__()
         require(
@@ -71,19 +68,18 @@ class DMS(DelayedEviction):
         )
 
     @property
-    def uses_adapter(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether decisions come from an adapter."""
-        return self.source == "adapter"
+    def retrofit(self) -> Retrofit:
+        """The source, shift and granularity of the decisions.
 
-    @property
-    def borrowed_neurons(self) -> str | None:
-        """The last dimension of the first query head of each group, unless there is an adapter."""
-        return None if self.uses_adapter else "last dimension of each group's first query head"
-
-    @property
-    def trained_decisions(self) -> str:
-        """Whence they come, on which token they are, and for whom."""
-        return f"DMS(source={self.source!r}, shift={self.shift}, per={self.per!r})"
+        The borrowed neuron is the last dimension of the first query head of each group.
+        """
+        neuron = "last dimension of each group's first query head"
+        return Retrofit(
+            possible=True,
+            decisions=f"DMS(source={self.source!r}, shift={self.shift}, per={self.per!r})",
+            borrowed_neurons=None if self.source == "adapter" else neuron,
+            adapter=self.source == "adapter",
+        )
 
     @property
     def visible_window(self) -> int:
@@ -95,22 +91,22 @@ class DMS(DelayedEviction):
         """The shift."""
         return self.shift
 
-    def decide(self, projections: Projections) -> Decisions:
+    def decide(self, tokens: Tokens) -> Decisions:
         """Reads a_t in at least float32; the threshold is strict."""
         if self.source == "adapter":
-            assert projections.adapter_logits is not None
-            raw = projections.adapter_logits
+            assert tokens.adapter_logits is not None
+            raw = tokens.adapter_logits
         else:
-            group = projections.q.shape[2] // projections.k.shape[2]
-            raw = jnp.swapaxes(projections.q[:, :, ::group, -1], 1, 2)
+            group = tokens.q.shape[2] // tokens.k.shape[2]
+            raw = jnp.swapaxes(tokens.q[:, :, ::group, -1], 1, 2)
         raw = raw.astype(jnp.promote_types(raw.dtype, jnp.float32))
         if self.per == "layer":
             raw = jnp.broadcast_to(raw[:, :1], raw.shape)
         logits = raw * self.alpha_scale - self.alpha_offset
         if self.decisions == "threshold":
             return Decisions(logits=logits, marks=logits > 0)
-        rows = draws.row_hashes(self.seed, projections.layer, raw.shape[1])
-        drawn = draws.token_uniforms(rows, projections.positions)
+        rows = draws.row_hashes(self.seed, tokens.layer, raw.shape[1])
+        drawn = draws.token_uniforms(rows, tokens.positions)
         if self.per == "layer":
             drawn = drawn[:, :1]
         return Decisions(logits=logits, marks=drawn < jax.nn.sigmoid(logits))
@@ -135,4 +131,6 @@ class DMS(DelayedEviction):
         bias = log_keep(noisy)
         bias = jnp.pad(bias[..., self.shift :], ((0, 0), (0, 0), (0, self.shift)))
         bias = bias[..., : noisy.shape[-1]]  # shift beyond the sequence: nothing is decided
-        return Relaxed(k=chunk.k, v=chunk.v, bias=bias, decisions=straight_through(noisy))
+        return Relaxed(
+            k=chunk.tokens.k, v=chunk.tokens.v, bias=bias, decisions=straight_through(noisy)
+        )

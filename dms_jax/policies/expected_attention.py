@@ -5,7 +5,7 @@ Queries before rotation are taken as Gaussian, with the mean m and the covarianc
 unnormalised attention of a key is
 
     e_j     = exp(k_j R m / sqrt(d) + k_j R C R' k_j / 2d)
-    worth_j = (mean over the group of e_j / sum_i e_i  +  epsilon) * |v_j|
+    score_j = (mean over the group of e_j / sum_i e_i  +  epsilon) * |v_j|
 
 The first `sinks` tokens always stay, and take no part in the sum. Mean and covariance are carried
 along for every query head, in at least float32: d numbers and d * d (none without `covariance`).
@@ -16,13 +16,13 @@ from typing import Annotated, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
 from dms_jax.checks import NotNegative, Range, Whole
-from dms_jax.policies.base import PolicyState
-from dms_jax.policies.scored import Scorer
-from dms_jax.policies.values import ROWS
+from dms_jax.policies.periodic_eviction import Scorer
+from dms_jax.policies.values import ROWS, CacheShape, Chunk, PolicyState
 
 FURTHEST = 2**17  # positions: beyond the context of most models
 
@@ -55,7 +55,6 @@ class ExpectedAttention(Scorer):
     value_norm: bool = True
     epsilon: NotNegative = 0.0
 
-    remembers = True
     protected_by = "sinks"
 
     @property
@@ -63,30 +62,20 @@ class ExpectedAttention(Scorer):
         """The sinks."""
         return self.sinks
 
-    @property
-    def future_positions(self) -> int:
-        """The positions to come."""
-        return self.future
-
-    def init_row_state(
-        self, num_sequences, num_kv_heads, group, head_dim, dtype
-    ) -> QueryStatistics:
+    def init_state(self, shape: CacheShape) -> PolicyState:
         """Statistics of no queries."""
-        shape = (num_sequences, num_kv_heads, group, head_dim)
-        wide = jnp.promote_types(dtype, jnp.float32)
-        spread = jnp.zeros((*shape, head_dim), wide) if self.covariance else None
-        return QueryStatistics(mean=jnp.zeros(shape, wide), spread=spread)
+        size = (*shape.rows, shape.group, shape.head_dim)
+        spread = jnp.zeros((*size, shape.head_dim), shape.wide) if self.covariance else None
+        return PolicyState(rows=QueryStatistics(mean=jnp.zeros(size, shape.wide), spread=spread))
 
-    def remember(self, state: PolicyState, q, chunk) -> PolicyState:
-        """Adds the chunk's queries (Chan et al.'s update, which does not cancel)."""
-        del q
+    def observe(self, state: PolicyState, chunk: Chunk, placement, seen) -> PolicyState:
+        """Adds the chunk's unrotated queries (Chan et al.'s update, which does not cancel)."""
         old: QueryStatistics = state.rows
         wide = old.mean.dtype
         batch, num_kv_heads, group, head_dim = old.mean.shape
-        assert chunk.queries is not None
-        queries = chunk.queries.astype(wide)
+        queries = chunk.tokens.q.astype(wide)
         queries = queries.reshape(batch, -1, num_kv_heads, group, head_dim)
-        counts = chunk.valid[:, 0] & (chunk.positions >= self.sinks)
+        counts = chunk.valid[:, 0] & (chunk.tokens.positions >= self.sinks)
         mask = counts[:, :, None, None, None]
         before = jnp.maximum(chunk.first - self.sinks, 0).astype(wide)[:, None, None, None]
         new = counts.sum(1).astype(wide)[:, None, None, None]
@@ -102,19 +91,14 @@ class ExpectedAttention(Scorer):
         rows = QueryStatistics(mean=old.mean + shift * new / total, spread=spread)
         return dataclasses.replace(state, rows=rows)
 
-    def worth(self, state, rows, chunk, scale, head_axis) -> Float[Array, "B K S"]:
+    def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
         """Expected attention, a query head of every group at a time."""
-        del head_axis
         queries: QueryStatistics = state.rows
         wide = queries.mean.dtype
         keys = rows.k.astype(wide)
-        assert chunk.future is not None
-        last = jnp.maximum(chunk.count - 1, 0)
-        # [B, half] -> [B, K, D/2], the same for every head.
-        cos, sin = (
-            jnp.take_along_axis(x.astype(wide), last[:, None, None], axis=1) for x in chunk.future
-        )
-        num_queries = jnp.maximum(chunk.first + last + 1 - self.sinks, 1).astype(wide)
+        cos, sin = self._future_rotation(chunk, wide)
+        scale = chunk.static.scale
+        num_queries = jnp.maximum(chunk.newest + 1 - self.sinks, 1).astype(wide)
         slot = jnp.arange(keys.shape[2])
         counted = rows.live & (slot >= self.sinks)
 
@@ -134,6 +118,21 @@ class ExpectedAttention(Scorer):
         if self.value_norm:
             expected = (expected + self.epsilon) * jnp.linalg.norm(rows.v.astype(wide), axis=-1)
         return jnp.where(slot < self.sinks, jnp.inf, expected)
+
+    def _future_rotation(
+        self, chunk: Chunk, dtype: jnp.dtype
+    ) -> tuple[Float[Array, "B 1 half"], Float[Array, "B 1 half"]]:
+        """Mean cos and sin of the positions to come, after the chunk's last token.
+
+        The mean over j of exp(i f (t + j)) is exp(i f t) times that of exp(i f j), j = 1 ... n.
+        """
+        angles = np.arange(1, self.future + 1)[:, None] * np.asarray(chunk.static.frequencies)
+        mean_cos, mean_sin = (jnp.asarray(f(angles).mean(0), dtype) for f in (np.cos, np.sin))
+        last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
+        cos, sin = (
+            jnp.take_along_axis(x, last, axis=1).astype(dtype) for x in chunk.rotation
+        )  # [B, 1, half], the same for every head
+        return cos * mean_cos - sin * mean_sin, sin * mean_cos + cos * mean_sin
 
 
 def _turn(x: Float[Array, "... D"], cos: Array, sin: Array) -> Float[Array, "... D"]:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dms_jax.checks import Count
-from dms_jax.policies.base import Chunk, Decisions, Projections, Relaxed, hard_marks
+from dms_jax.policies.base import hard_marks
 from dms_jax.policies.merging import Merging, partial_means
+from dms_jax.policies.values import Chunk, Decisions, Footprint, Relaxed, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +34,16 @@ class FixedPooling(Merging):
         """All of a segment, which ends by itself."""
         return self.every
 
-    def decide(self, projections: Projections) -> Decisions:
+    def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
+        """A slot for every n tokens."""
+        slots = -(-tokens // self.every)
+        return Footprint(slots, slots, None, reads=slots, attended=slots)
+
+    def decide(self, tokens: Tokens) -> Decisions:
         """Marks all but every n-th position."""
-        shape = (*projections.k.shape[:1], *projections.k.shape[2:0:-1])  # [B, K, T]
-        joins = (projections.positions % self.every > 0)[:, None]
-        wide = jnp.promote_types(projections.k.dtype, jnp.float32)
+        shape = (*tokens.k.shape[:1], *tokens.k.shape[2:0:-1])  # [B, K, T]
+        joins = (tokens.positions % self.every > 0)[:, None]
+        wide = jnp.promote_types(tokens.k.dtype, jnp.float32)
         return Decisions(marks=jnp.broadcast_to(joins, shape), importance=jnp.ones(shape, wide))
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
@@ -46,6 +52,8 @@ class FixedPooling(Merging):
         assert decisions.importance is not None
         joins = hard_marks(decisions)
         alpha = joins.astype(decisions.importance.dtype)
-        k, v = partial_means(chunk.k, chunk.v, alpha, decisions.importance, self.merge_window)
+        k, v = partial_means(
+            chunk.tokens.k, chunk.tokens.v, alpha, decisions.importance, self.merge_window
+        )
         bias = jnp.where(self.evicted(chunk), -jnp.inf, jnp.zeros((), noise.dtype))
         return Relaxed(k=k, v=v, bias=bias, decisions=alpha)

@@ -23,9 +23,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dms_jax.policies.base import Chunk, Placement, PolicyState, Rows
 from dms_jax.policies.slots import put_slots, slot_values
-from dms_jax.policies.values import PAGES
+from dms_jax.policies.values import PAGES, CacheShape, Chunk, Placement, PolicyState
 from dms_jax.policies.victims import VictimEviction
 
 BLOCK = 64  # queries of a prompt that are summed at a time
@@ -49,41 +48,40 @@ class H2O(VictimEviction):
         are the larger half.
     """
 
-    def init_pages(self, num_pages, page_size, head_dim, dtype) -> Received:
-        """Returns empty sums."""
-        del head_dim
-        wide = jnp.promote_types(dtype, jnp.float32)
-        return Received(
-            sums=jnp.zeros((num_pages, page_size), wide),
-            positions=jnp.zeros((num_pages, page_size), jnp.int32),
+    def init_state(self, shape: CacheShape) -> PolicyState:
+        """Nothing received yet."""
+        pages = Received(
+            sums=jnp.zeros(shape.pages, shape.wide), positions=jnp.zeros(shape.pages, jnp.int32)
         )
+        return dataclasses.replace(super().init_state(shape), pages=pages)
 
-    def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
-        """A new token starts with nothing received."""
-        state, placement = super().write(state, chunk)
+    def written(self, state: PolicyState, chunk: Chunk, placement: Placement, pool) -> PolicyState:
+        """A new token has received nothing yet."""
         received: Received = state.pages
-        positions = jnp.broadcast_to(chunk.positions[:, None], placement.slots.shape)
+        positions = jnp.broadcast_to(chunk.tokens.positions[:, None], placement.slots.shape)
         received = Received(
             sums=put_slots(received.sums, chunk.page_table, placement.slots, 0),
             positions=put_slots(received.positions, chunk.page_table, placement.slots, positions),
         )
-        return dataclasses.replace(state, pages=received), placement
+        return dataclasses.replace(state, pages=received)
 
-    def learn(self, state: PolicyState, weights, chunk: Chunk) -> PolicyState:
-        """Adds the weights of one query."""
-        return _add(state, weights.mean(2), chunk)
+    def observe(self, state: PolicyState, chunk: Chunk, placement, seen) -> PolicyState:
+        """Adds the weights of a query, or of all queries of a chunk in one pass."""
+        if seen.weights is None:
+            return _add(state, self._received_from(state, chunk, seen.q, seen.rows()), chunk)
+        state = _add(state, seen.weights.mean(2), chunk)
+        return super().observe(state, chunk, placement, seen)
 
-    def worth(self, state, weights, page_table, newest, budget, head_axis) -> Float[Array, "B K S"]:
-        """The sums; recent tokens are beyond price."""
-        del weights, head_axis
+    def scores(self, state, chunk, weights) -> Float[Array, "B K S"]:
+        """The sums; recent tokens score +inf."""
+        budget = self.budget_of(chunk)
         recent = budget - budget // 2
-        positions = slot_values(state.pages.positions, page_table)
-        is_recent = positions > (newest[:, None] - recent)[..., None]
-        return jnp.where(is_recent, jnp.inf, slot_values(state.pages.sums, page_table))
+        positions = slot_values(state.pages.positions, chunk.page_table)
+        is_recent = positions > (chunk.newest[:, None] - recent)[..., None]
+        return jnp.where(is_recent, jnp.inf, slot_values(state.pages.sums, chunk.page_table))
 
-    def observe_prompt(self, state: PolicyState, q, rows, chunk: Chunk, scale) -> PolicyState:
-        """Adds the weights of all queries of the chunk."""
-        held: Rows = rows()
+    def _received_from(self, state: PolicyState, chunk: Chunk, q, held) -> Float[Array, "B K S"]:
+        """What each slot receives from all queries of a chunk."""
         positions = slot_values(state.pages.positions, chunk.page_table)
         batch, num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = held.k.shape[1]
@@ -91,7 +89,7 @@ class H2O(VictimEviction):
         keys = held.k.astype(wide)
         padding = -num_tokens % min(BLOCK, num_tokens)
         # Padded queries are those of no one: position -1 sees nothing.
-        at = jnp.where(chunk.valid[:, 0], chunk.positions, -1)
+        at = jnp.where(chunk.valid[:, 0], chunk.tokens.positions, -1)
         at = jnp.pad(at, ((0, 0), (0, padding)), constant_values=-1)
         grouped = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))).astype(wide)
         grouped = grouped.reshape(batch, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -99,7 +97,7 @@ class H2O(VictimEviction):
         def add_block(sums, start):
             block = jax.lax.dynamic_slice_in_dim(grouped, start, size, axis=1)
             now = jax.lax.dynamic_slice_in_dim(at, start, size, axis=1)
-            scores = scale * jnp.einsum("BTKGD,BKSD->BKGTS", block, keys)
+            scores = chunk.static.scale * jnp.einsum("BTKGD,BKSD->BKGTS", block, keys)
             visible = held.live[:, :, None] & (positions[:, :, None] <= now[:, None, :, None])
             visible = visible[:, :, None]
             weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
@@ -108,7 +106,7 @@ class H2O(VictimEviction):
         size = min(BLOCK, num_tokens)
         starts = jnp.arange(0, grouped.shape[1], size)
         sums, _ = jax.lax.scan(add_block, jnp.zeros(positions.shape, wide), starts)
-        return _add(state, sums, chunk)
+        return sums
 
 
 def _add(state: PolicyState, weights: Float[Array, "B K S"], chunk: Chunk) -> PolicyState:

@@ -20,9 +20,10 @@ from typing import Literal
 import jax.numpy as jnp
 
 from dms_jax.checks import Count, Whole, require
-from dms_jax.policies.base import Chunk, Placement, Policy, Reading
+from dms_jax.policies.base import LayerGroup, Policy
 from dms_jax.policies.budget import LONGEST, BudgetRatio, share, shares
 from dms_jax.policies.selective import SelectiveReading
+from dms_jax.policies.values import Chunk, Fetch, Footprint, Placement, Reading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,43 +55,37 @@ class KCache(SelectiveReading):
             "from host memory comes a fixed one; give top, or values='device'.",
         )
 
-    def device_value_layers(self, num_layers: int) -> int:
-        """The first layers, or all."""
-        return min(self.first_layers, num_layers) if self.values == "host" else num_layers
+    def groups(self, num_layers: int) -> tuple[LayerGroup, ...]:
+        """The first layers are read as `over` reads."""
+        first = min(self.first_layers, num_layers)
+        runs = (
+            LayerGroup(0, first, self.over),
+            LayerGroup(first, num_layers, self, host_values=self.values == "host"),
+        )
+        return tuple(run for run in runs if run.start < run.end)
 
-    @property
-    def read_budget(self) -> int:
-        """N."""
-        return self.top
-
-    @property
-    def fetches(self) -> int:
-        """N; at most as many as there are, where it is a share."""
-        return self.top if self.compression_ratio is None else LONGEST
-
-    def read(self, state, q, chunk: Chunk, placement: Placement) -> Reading:
-        """Every key, and the number of values where sequences differ in it."""
-        reading = super().read(state, q, chunk, placement)
-        if self.compression_ratio is None:
-            return reading
-        fetches = jnp.maximum(shares(chunk, self.compression_ratio), 1)
-        return dataclasses.replace(reading, fetches=fetches)
-
-    def for_horizon(self, tokens: int) -> Policy:
+    def for_length(self, tokens: int) -> Policy:
         """The same with a number of values, which no shorter sequence exceeds."""
-        policy = super().for_horizon(tokens)
+        policy = super().for_length(tokens)
         if self.compression_ratio is None:
             return policy
         top = max(share(tokens, self.compression_ratio), 1)
         return dataclasses.replace(policy, top=top, compression_ratio=None)
 
-    @property
-    def renormalizes(self) -> bool:
-        """The option."""
-        return self.renormalize
+    def footprint(self, tokens, *, group=1, **options) -> Footprint:
+        """That of `over`, of which a step reads every key and, per query head, N values."""
+        held = super().footprint(tokens, group=group, **options)
+        policy = self.for_length(tokens)
+        assert isinstance(policy, KCache)
+        if policy.top >= held.expected:
+            return held
+        return dataclasses.replace(held, reads=(held.expected + policy.top * group) / 2)
 
-    def groups(self, num_layers: int) -> tuple[tuple[int, int, Policy], ...]:
-        """The first layers are read as `over` reads."""
-        first = min(self.first_layers, num_layers)
-        runs = ((0, first, self.over), (first, num_layers, self))
-        return tuple(run for run in runs if run[0] < run[1])
+    def read(self, state, q, chunk: Chunk, placement: Placement) -> Reading:
+        """Every key, and the values of the largest weights."""
+        if self.compression_ratio is None:
+            fetch = Fetch(self.top, renormalize=self.renormalize)
+        else:  # at most as many as there are
+            counts = jnp.maximum(shares(chunk, self.compression_ratio), 1)
+            fetch = Fetch(LONGEST, counts, self.renormalize)
+        return dataclasses.replace(super().read(state, q, chunk, placement), fetch=fetch)

@@ -1,6 +1,6 @@
 """KeyDiff (Park et al., arXiv 2504.15364): keys that point away from the others matter.
 
-    worth_j = -cos(k_j, mean_i k_i / |k_i|)
+    score_j = -cos(k_j, mean_i k_i / |k_i|)
 
 over the rotated keys that the row holds.
 """
@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dms_jax.policies.scored import Scorer
+from dms_jax.policies.periodic_eviction import Scorer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,8 @@ class KeyDiff(Scorer):
       budget, compression_ratio, interval: see `Scorer`.
     """
 
-    def worth(self, state, rows, chunk, scale, head_axis) -> Float[Array, "B K S"]:
+    def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
         """The cosine with the mean direction, negated."""
-        del state, chunk, scale, head_axis
         wide = jnp.promote_types(rows.k.dtype, jnp.float32)
         keys = rows.k.astype(wide)  # zeros beyond the length
         tiny = jnp.finfo(wide).tiny

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from dms_jax.policies.base import Chunk, PolicyState, hard_marks
+from dms_jax.policies.base import hard_marks
 from dms_jax.policies.delayed_eviction import DelayedEviction, Ring
-from dms_jax.policies.values import ROWS
+from dms_jax.policies.values import ROWS, CacheShape, Chunk, PolicyState, Retrofit
 
 
 def segment_sums(values: Any, alpha: Float[Array, "B T K"], window: int | None) -> Any:
@@ -114,7 +114,10 @@ class MergeState:
 class Merging(DelayedEviction):
     """Base of policies that merge a token into the slot before it. `decide` gives importance."""
 
-    trainable = True
+    @property
+    def retrofit(self) -> Retrofit:
+        """A differentiable form; nothing that must be learned."""
+        return Retrofit(possible=True)
 
     @property
     def mark_shift(self) -> int:
@@ -126,34 +129,35 @@ class Merging(DelayedEviction):
         """Tokens of a segment that count in its mean, the last ones; None for all."""
         return None
 
-    def init_rows(self, num_sequences, num_kv_heads, head_dim, dtype) -> MergeState:
-        """Returns empty sums; accumulated in at least float32."""
-        wide = jnp.promote_types(dtype, jnp.float32)
+    def init_state(self, shape: CacheShape) -> PolicyState:
+        """An empty ring and empty sums."""
         entries = 1 if self.merge_window is None else self.merge_window - 1
-        return MergeState(
-            ring=super().init_rows(num_sequences, num_kv_heads, head_dim, dtype),
-            sums=jnp.zeros((num_sequences, num_kv_heads, entries, 2 * head_dim + 1), wide),
-        )
+        sums = jnp.zeros((*shape.rows, entries, 2 * shape.head_dim + 1), shape.wide)
+        return PolicyState(rows=MergeState(ring=super().init_state(shape).rows, sums=sums))
 
-    def transform(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Chunk]:
+    def merge(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Chunk]:
         """Replaces keys and values by the running means of their segments."""
         rows: MergeState = state.rows
-        head_dim = chunk.k.shape[-1]
+        old_k, old_v = chunk.tokens.k, chunk.tokens.v
+        head_dim = old_k.shape[-1]
         assert chunk.decisions.importance is not None
         wide = rows.sums.dtype
         omega = jnp.swapaxes(chunk.decisions.importance, 1, 2)[..., None].astype(wide)  # [B,T,K,1]
         joins = jnp.swapaxes(hard_marks(chunk.decisions), 1, 2)
         alpha = joins.astype(wide)
-        new = jnp.concatenate([chunk.k.astype(wide), chunk.v.astype(wide)], -1) * omega
+        new = jnp.concatenate([old_k.astype(wide), old_v.astype(wide)], -1) * omega
         new = jnp.concatenate([new, omega], -1)
         sums = segment_sums(new, alpha, self.merge_window)
-        sums += jnp.cumprod(alpha, axis=1)[..., None] * self._carried(rows, chunk.k.shape[1])
+        sums += jnp.cumprod(alpha, axis=1)[..., None] * self._carried(rows, old_k.shape[1])
         mean = sums[..., :-1] / sums[..., -1:]
         joins = joins[..., None]
-        k = jnp.where(joins, mean[..., :head_dim].astype(chunk.k.dtype), chunk.k)
-        v = jnp.where(joins, mean[..., head_dim:].astype(chunk.v.dtype), chunk.v)
+        tokens = dataclasses.replace(
+            chunk.tokens,
+            k=jnp.where(joins, mean[..., :head_dim].astype(old_k.dtype), old_k),
+            v=jnp.where(joins, mean[..., head_dim:].astype(old_v.dtype), old_v),
+        )
         rows = dataclasses.replace(rows, sums=self._gathered(rows, sums, new, alpha, chunk.count))
-        return dataclasses.replace(state, rows=rows), dataclasses.replace(chunk, k=k, v=v)
+        return dataclasses.replace(state, rows=rows), dataclasses.replace(chunk, tokens=tokens)
 
     def _carried(self, rows: MergeState, num_tokens: int) -> Float[Array, "B T K sums"]:
         """What was gathered before the chunk and still counts for each of its tokens."""

@@ -27,10 +27,19 @@ from jaxtyping import Array, Float, Int
 
 from dms_jax.cache import Pool
 from dms_jax.checks import Whole, require
-from dms_jax.policies.base import NOT_STORED, Chunk, Placement, Policy, PolicyState, Reading
+from dms_jax.policies.base import LayerGroup
 from dms_jax.policies.budget import LONGEST, BudgetedPolicy
 from dms_jax.policies.selective import SelectiveReading
-from dms_jax.policies.values import PAGES
+from dms_jax.policies.values import (
+    NOT_STORED,
+    PAGES,
+    CacheShape,
+    Chunk,
+    Footprint,
+    Placement,
+    PolicyState,
+    Reading,
+)
 from pallas_kernels import select_largest
 
 
@@ -63,44 +72,46 @@ class Quest(BudgetedPolicy, SelectiveReading):
     force_last_page: bool = True
     per: Literal["query_head", "kv_head"] = "query_head"
 
-    def check_page_size(self, page_size: int) -> None:
-        """A budget below one page could not be kept.
+    def groups(self, num_layers: int) -> tuple[LayerGroup, ...]:
+        """The first layers keep bounds like the rest, but read everything."""
+        dense = min(self.dense_layers, num_layers)
+        everything = dataclasses.replace(self, budget=LONGEST, compression_ratio=None)
+        runs = (LayerGroup(0, dense, everything), LayerGroup(dense, num_layers, self))
+        return tuple(run for run in runs if run.start < run.end)
+
+    def footprint(self, tokens, *, page_size, group=1, **options) -> Footprint:
+        """That of `over`, of which a step reads the bounds and, per query head, the budget.
 
         Raises:
-          ConfigError: it is.
+          ConfigError: the budget is less than one page, and could not be kept.
         """
         require(
             self.compression_ratio is not None or self.budget >= page_size,
             f"Quest: a budget of {self.budget} tokens is less than one page of {page_size}; raise "
             "the budget, or make pages smaller (page_size=16 as published).",
         )
+        held = super().footprint(tokens, page_size=page_size, group=group, **options)
+        budget = self.budget_for(tokens)
+        if budget >= held.expected:
+            return held
+        readers = 1 if self.per == "kv_head" else group
+        reads = budget * readers + held.expected / page_size
+        return dataclasses.replace(held, reads=reads, attended=budget)
 
-    @property
-    def read_budget(self) -> int:
-        """The budget."""
-        return self.budget
-
-    def groups(self, num_layers: int) -> tuple[tuple[int, int, Policy], ...]:
-        """The first layers keep bounds like the rest, but read everything."""
-        dense = min(self.dense_layers, num_layers)
-        everything = dataclasses.replace(self, budget=LONGEST, compression_ratio=None)
-        runs = ((0, dense, everything), (dense, num_layers, self))
-        return tuple(run for run in runs if run[0] < run[1])
-
-    def init_pages(self, num_pages, page_size, head_dim, dtype) -> PageBounds:
-        """Returns empty bounds."""
-        del page_size
-        return PageBounds(
-            low=jnp.full((num_pages, head_dim), jnp.inf, dtype),
-            high=jnp.full((num_pages, head_dim), -jnp.inf, dtype),
+    def init_state(self, shape: CacheShape) -> PolicyState:
+        """Empty bounds."""
+        size = (shape.num_pages, shape.head_dim)
+        bounds = PageBounds(
+            low=jnp.full(size, jnp.inf, shape.dtype), high=jnp.full(size, -jnp.inf, shape.dtype)
         )
+        return dataclasses.replace(super().init_state(shape), pages=bounds)
 
-    def stored(
-        self, state: PolicyState, pool: Pool, chunk: Chunk, placement: Placement
+    def written(
+        self, state: PolicyState, chunk: Chunk, placement: Placement, pool: Pool
     ) -> PolicyState:
         """Works out the bounds of the pages that were written to."""
         bounds: PageBounds = state.pages
-        slots, size = placement.slots, chunk.page_size
+        slots, size = placement.slots, chunk.static.page_size
         if slots.shape[-1] == 1:
             column = jnp.maximum(slots, 0) // size
             written = slots != NOT_STORED
@@ -127,7 +138,8 @@ class Quest(BudgetedPolicy, SelectiveReading):
         self, state: PolicyState, q: Float[Array, "B H D"], chunk: Chunk, placement: Placement
     ) -> Reading:
         """Selects the pages of each query head, or of each group of them."""
-        page_table, lengths, page_size = chunk.page_table, placement.lengths, chunk.page_size
+        page_table, lengths = chunk.page_table, placement.lengths
+        page_size = chunk.static.page_size
         batch, _, num_pages = page_table.shape
         floor = 1 if self.force_last_page else 3  # as published
         shared = self.compression_ratio is None  # one number of pages for all sequences

@@ -10,8 +10,8 @@ import numpy as np
 
 from dms_jax.checks import NotNegative, Seed, Share, Whole
 from dms_jax.policies import draws
-from dms_jax.policies.base import Decisions, Projections
 from dms_jax.policies.delayed_eviction import DelayedEviction
+from dms_jax.policies.values import Decisions, Tokens
 
 _OF_RATES = np.uint32(0x5BD1E995)  # sets the draw of a head's rate apart from those of its tokens
 
@@ -38,8 +38,12 @@ class RandomEviction(DelayedEviction):
         """The window."""
         return self.window
 
-    def decide(self, projections: Projections) -> Decisions:
+    def share_kept(self, compression_ratio: float | int) -> float:
+        """What is not drawn."""
+        return 1 - self.rate
+
+    def decide(self, tokens: Tokens) -> Decisions:
         """Draws each token's fate."""
-        rows = draws.row_hashes(self.seed, projections.layer, projections.k.shape[2])
+        rows = draws.row_hashes(self.seed, tokens.layer, tokens.k.shape[2])
         rate = self.rate + self.spread * (2 * draws.uniform(draws.mix(rows ^ _OF_RATES)) - 1)
-        return Decisions(marks=draws.token_uniforms(rows, projections.positions) < rate)
+        return Decisions(marks=draws.token_uniforms(rows, tokens.positions) < rate)

@@ -1,8 +1,8 @@
 """Random selection: the control for every method that scores.
 
-A token is worth a number in [0, 1) that is drawn anew for every cut, from a hash of the layer, the
-KV head, the slot and the position of the cut. `RandomEviction` is its counterpart for methods that
-decide token by token.
+The score of a token is a number in [0, 1) that is drawn anew for every cut, from a hash of the
+layer, the KV head, the slot and the position of the cut. `RandomEviction` is its counterpart for
+methods that decide token by token.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from dms_jax.checks import Seed
 from dms_jax.policies.draws import mix, uniform
-from dms_jax.policies.scored import Scorer
+from dms_jax.policies.periodic_eviction import Scorer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,9 @@ class RandomSelection(Scorer):
         when = mix(newest.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[:, None, None]
         return uniform(mix(mix(head ^ when) + jnp.arange(slots, dtype=jnp.uint32)))
 
-    def worth(self, state, rows, chunk, scale, head_axis) -> Float[Array, "B K S"]:
-        """A draw."""
-        del state, scale
+    def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
+        """The draws of this cut."""
         heads = jnp.arange(rows.k.shape[1])
-        if head_axis is not None:
-            heads += len(heads) * jax.lax.axis_index(head_axis)
-        newest = chunk.first + jnp.maximum(chunk.count, 1) - 1
-        assert chunk.layer is not None
-        return self.draw(chunk.layer, heads, newest, rows.k.shape[2])
+        if chunk.static.head_axis is not None:
+            heads += len(heads) * jax.lax.axis_index(chunk.static.head_axis)
+        return self.draw(chunk.tokens.layer, heads, chunk.newest, rows.k.shape[2])

@@ -1,7 +1,7 @@
 """SnapKV (Li et al., arXiv 2404.14469): what the last queries attended to.
 
     w_j     = mean over the last `window` queries i of softmax(q_i K / sqrt(d))_j
-    worth_j = mean over the group of mean over |n| <= kernel / 2 of w_{j + n}
+    score_j = mean over the group of mean over |n| <= kernel / 2 of w_{j + n}
 
 for the tokens before the window, with zeros beyond both ends; the window itself always stays. A
 question takes part in what is kept if it lies in the window.
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dms_jax.checks import Count, Range, require
-from dms_jax.policies.base import PolicyState
-from dms_jax.policies.scored import Scorer
+from dms_jax.policies.periodic_eviction import Scorer
+from dms_jax.policies.values import CacheShape, Chunk, PolicyState
 
 WIDEST_KERNEL = 255  # tokens: the paper's are 5 to 63, and every place costs a pass over the scores
 
@@ -38,7 +38,6 @@ class SnapKV(Scorer):
     window: Count = 64
     kernel: Annotated[int, Range(1, WIDEST_KERNEL)] = 5
 
-    remembers = True
     protected_by = "window"
 
     def __post_init__(self):
@@ -50,43 +49,42 @@ class SnapKV(Scorer):
         """The window."""
         return self.window
 
-    def init_row_state(
-        self, num_sequences, num_kv_heads, group, head_dim, dtype
-    ) -> Float[Array, "B K W G D"]:
+    def init_state(self, shape: CacheShape) -> PolicyState:
         """An empty ring of rotated queries, that of position t at t mod window."""
-        return jnp.zeros((num_sequences, num_kv_heads, self.window, group, head_dim), dtype)
+        size = (*shape.rows, self.window, shape.group, shape.head_dim)
+        return PolicyState(rows=jnp.zeros(size, shape.dtype))
 
-    def remember(self, state: PolicyState, q, chunk) -> PolicyState:
+    def observe(self, state: PolicyState, chunk: Chunk, placement, seen) -> PolicyState:
         """Writes the chunk's last queries into the ring."""
         ring = state.rows
         batch, num_kv_heads, _, group, head_dim = ring.shape
-        index = jnp.arange(q.shape[1])[None]
+        index = jnp.arange(seen.q.shape[1])[None]
         last = chunk.count[:, None]
         keep = (index < last) & (index >= last - self.window)
-        place = jnp.where(keep, chunk.positions % self.window, self.window)  # else dropped
-        grouped = q.reshape(batch, -1, num_kv_heads, group, head_dim)
+        place = jnp.where(keep, chunk.tokens.positions % self.window, self.window)  # else dropped
+        grouped = seen.q.reshape(batch, -1, num_kv_heads, group, head_dim)
         ring = ring.at[jnp.arange(batch)[:, None], :, place].set(
             grouped.astype(ring.dtype), mode="drop"
         )
         return dataclasses.replace(state, rows=ring)
 
-    def worth(self, state, rows, chunk, scale, head_axis) -> Float[Array, "B K S"]:
+    def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
         """The votes of the window's queries, a block of them at a time."""
-        del head_axis
         ring = state.rows
         wide = jnp.promote_types(ring.dtype, jnp.float32)
-        newest = chunk.first + jnp.maximum(chunk.count, 1) - 1
         keys = rows.k.astype(wide)
         slot = jnp.arange(keys.shape[2])
         size = math.gcd(self.window, 8)
 
         def add_block(votes, start):
             age = self.window - 1 - (start + jnp.arange(size))  # 0 for the newest query
-            place = (newest[:, None] - age) % self.window
+            place = (chunk.newest[:, None] - age) % self.window
             queries = jnp.take_along_axis(ring, place[:, None, :, None, None], axis=2)
-            scores = scale * jnp.einsum("BKWGD,BKSD->BKGWS", queries.astype(wide), keys)
+            products = jnp.einsum("BKWGD,BKSD->BKGWS", queries.astype(wide), keys)
             seen = slot < (rows.lengths[..., None] - age)[..., None]  # [B, K, W, S]
-            weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, -1e30), axis=-1)
+            weights = jax.nn.softmax(
+                jnp.where(seen[:, :, None], chunk.static.scale * products, -1e30), axis=-1
+            )
             return votes + weights.mean(2).sum(2), None
 
         zeros = jnp.zeros(keys.shape[:3], wide)

@@ -9,25 +9,24 @@ one: beyond the budget, each takes the slot of the oldest token that is no sink.
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
 from dms_jax.checks import Whole, require
-from dms_jax.policies.base import (
-    FOREVER,
-    NOT_STORED,
-    Chunk,
-    Decisions,
-    Placement,
-    PolicyState,
-    Projections,
-    row_shape,
-    slot_shape,
-)
-from dms_jax.policies.budget import BudgetedPolicy
+from dms_jax.policies.budget import BudgetedPolicy, bounded
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.slots import put_slots, slot_values
+from dms_jax.policies.values import (
+    FOREVER,
+    CacheShape,
+    Chunk,
+    Decisions,
+    Footprint,
+    Placement,
+    PolicyState,
+    Tokens,
+    place,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,64 +55,53 @@ class StreamingLLM(BudgetedPolicy, DelayedEviction):
         """One token beside the sinks."""
         return self.sinks + 1
 
-    def parallel(self, *, prompt: bool) -> bool:
+    @property
+    def parallel(self):
         """Where the window is the same for every sequence."""
-        del prompt
-        return self.compression_ratio is None
+        return "always" if self.compression_ratio is None else "never"
 
     @property
     def visible_window(self) -> int:
         """The recent tokens, without the current one."""
         return self.budget - self.sinks - 1
 
-    def slot_limit(self, page_size: int) -> int | None:
+    def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
         """Never more than the budget."""
-        del page_size
-        return None if self.compression_ratio is not None else self.budget
+        return bounded(tokens, self.budget_for(tokens))
 
-    def decide(self, projections: Projections) -> Decisions:
+    def decide(self, tokens: Tokens) -> Decisions:
         """Everything but the sinks leaves with the window."""
-        batch, num_tokens = projections.positions.shape
-        shape = (batch, projections.k.shape[2], num_tokens)
-        marks = (projections.positions >= self.sinks)[:, None]
+        batch, num_tokens = tokens.positions.shape
+        shape = (batch, tokens.k.shape[2], num_tokens)
+        marks = (tokens.positions >= self.sinks)[:, None]
         return Decisions(marks=jnp.broadcast_to(marks, shape))
 
     # -- a share of the request -------------------------------------------------------------------
 
-    def init_rows(self, num_sequences, num_kv_heads, head_dim, dtype) -> Any:
-        """The ring of delayed eviction; nothing for a share."""
-        if self.compression_ratio is not None:
-            return ()
-        return super().init_rows(num_sequences, num_kv_heads, head_dim, dtype)
-
-    def init_pages(self, num_pages, page_size, head_dim, dtype) -> Any:
-        """The positions of tokens, for a share."""
+    def init_state(self, shape: CacheShape) -> PolicyState:
+        """The ring of delayed eviction; for a share, the position of the token in each slot."""
         if self.compression_ratio is None:
-            return super().init_pages(num_pages, page_size, head_dim, dtype)
-        return jnp.zeros((num_pages, page_size), jnp.int32)
+            return super().init_state(shape)
+        return PolicyState(pages=jnp.zeros(shape.pages, jnp.int32))
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
         """Beyond the budget, the newcomer takes the slot of the oldest token that is no sink."""
         if self.compression_ratio is None:
             return super().write(state, chunk)
-        assert chunk.k.shape[1] == 1
+        assert chunk.valid.shape[-1] == 1
         positions = slot_values(state.pages, chunk.page_table)
-        held = jnp.arange(slot_shape(chunk)[-1]) < chunk.lengths[..., None]
+        held = jnp.arange(chunk.num_slots) < chunk.lengths[..., None]
         leaves = jnp.where(held & (positions >= self.sinks), positions, FOREVER)
         oldest = jnp.argmin(leaves, -1, keepdims=True).astype(jnp.int32)
-        valid = jnp.broadcast_to(chunk.valid, row_shape(chunk))
         full = (chunk.lengths >= self.budget_of(chunk))[..., None]
         slots = jnp.where(full, oldest, chunk.lengths[..., None])
-        slots = jnp.where(valid, slots, NOT_STORED)
-        live = chunk.lengths[..., None] + (valid & ~full).astype(jnp.int32)
-        newest = jnp.broadcast_to(chunk.positions[:, None], slots.shape)
-        pages = put_slots(state.pages, chunk.page_table, slots, newest)
-        return dataclasses.replace(state, pages=pages), Placement(
-            k=chunk.k,
-            v=chunk.v,
-            slots=slots,
-            lengths=live[..., -1],
-            live=live,
-            evicted=jnp.zeros_like(valid),
-            past_until=jnp.full(slot_shape(chunk), FOREVER, jnp.int32),
-        )
+        live = chunk.lengths[..., None] + (chunk.valid & ~full).astype(jnp.int32)
+        return state, place(chunk, slots, live)
+
+    def written(self, state, chunk: Chunk, placement: Placement, pool) -> PolicyState:
+        """Notes the positions, for a share."""
+        if self.compression_ratio is None:
+            return state
+        positions = jnp.broadcast_to(chunk.tokens.positions[:, None], placement.slots.shape)
+        pages = put_slots(state.pages, chunk.page_table, placement.slots, positions)
+        return dataclasses.replace(state, pages=pages)

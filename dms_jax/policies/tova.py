@@ -30,12 +30,11 @@ class TOVA(VictimEviction):
 
     per: Literal["layer", "head"] = "layer"
 
-    def worth(self, state, weights, page_table, newest, budget, head_axis) -> Float[Array, "B K S"]:
+    def scores(self, state, chunk, weights) -> Float[Array, "B K S"]:
         """The mean weight."""
-        del state, page_table, newest, budget
         mean = weights.mean(2)
         if self.per == "layer":
             mean = jnp.broadcast_to(mean.mean(1, keepdims=True), mean.shape)
-            if head_axis is not None:
-                mean = jax.lax.pmean(mean, head_axis)
+            if chunk.static.head_axis is not None:
+                mean = jax.lax.pmean(mean, chunk.static.head_axis)
         return mean

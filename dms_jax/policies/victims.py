@@ -1,7 +1,7 @@
 """One out, one in: attention names a victim, whose slot the next token takes.
 
 Up to the budget everything is kept. Beyond, after the attention of each token the policy names the
-slot that is worth least. The next token overwrites it in place, so a row holds budget + 1 slots
+slot of the lowest score. The next token overwrites it in place, so a row holds budget + 1 slots
 while a query attends, and nothing moves.
 
 Prompts, in two readings:
@@ -17,19 +17,20 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from dms_jax.policies.base import (
-    FOREVER,
+from dms_jax.policies.budget import BudgetedPolicy, bounded, highest
+from dms_jax.policies.values import (
     NOT_STORED,
+    CacheShape,
     Chunk,
+    Footprint,
+    Observation,
     Placement,
     PolicyState,
     Rows,
-    row_shape,
-    slot_shape,
+    place,
 )
-from dms_jax.policies.budget import BudgetedPolicy, highest
 
 Prefill = Literal["evict_past_budget", "dense_then_evict"]
 
@@ -47,7 +48,7 @@ class VictimEviction(BudgetedPolicy):
 
     prefill: Prefill = "evict_past_budget"
 
-    observes = True
+    observes_weights = True
 
     @property
     def shrinks(self) -> bool:
@@ -55,104 +56,65 @@ class VictimEviction(BudgetedPolicy):
         return self.prefill == "dense_then_evict"
 
     @property
-    def split_invariant(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Only where prompts are treated like answers."""
-        return not self.shrinks
-
-    def parallel(self, *, prompt: bool) -> bool:
+    def parallel(self):
         """Who is dropped depends on attention: token by token, but for a dense prompt."""
-        return prompt and self.shrinks
+        return "prompts" if self.shrinks else "never"
 
-    def slot_limit(self, page_size: int) -> int | None:
+    def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
         """The budget, and the token that is too many."""
-        del page_size
-        return None if self.compression_ratio is not None else self.budget + 1
+        return bounded(tokens, self.budget_for(tokens) + 1)
 
-    def init_rows(self, num_sequences, num_kv_heads, head_dim, dtype) -> Int[Array, "B K"]:
+    def init_state(self, shape: CacheShape) -> PolicyState:
         """The slot that the next token takes, NOT_STORED for a new one."""
-        del head_dim, dtype
-        return jnp.full((num_sequences, num_kv_heads), NOT_STORED, jnp.int32)
+        return PolicyState(rows=jnp.full(shape.rows, NOT_STORED, jnp.int32))
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
         """The first token takes the victim's slot, the others new ones."""
-        victim = state.rows[..., None]
-        valid = jnp.broadcast_to(chunk.valid, row_shape(chunk))
-        first = jnp.arange(chunk.k.shape[1]) == 0
+        victim, valid = state.rows[..., None], chunk.valid
+        first = jnp.arange(valid.shape[-1]) == 0
         reuse = valid & first & (victim != NOT_STORED)
         live = chunk.lengths[..., None] + jnp.cumsum(valid & ~reuse, -1, dtype=jnp.int32)
-        slots = jnp.where(reuse, victim, live - 1)
-        gone = reuse[..., :1] & (jnp.arange(slot_shape(chunk)[-1]) == victim)
+        placement = place(chunk, jnp.where(reuse, victim, live - 1), live)
+        gone = reuse[..., :1] & (jnp.arange(chunk.num_slots) == victim)
+        past_until = jnp.where(gone, -1, placement.past_until)
         rows = jnp.where((chunk.count > 0)[:, None], NOT_STORED, state.rows)
-        return dataclasses.replace(state, rows=rows), Placement(
-            k=chunk.k,
-            v=chunk.v,
-            slots=jnp.where(valid, slots, NOT_STORED),
-            lengths=live[..., -1],
-            live=live,
-            evicted=jnp.zeros_like(valid),
-            past_until=jnp.where(gone, -1, FOREVER).astype(jnp.int32),
+        return (
+            dataclasses.replace(state, rows=rows),
+            dataclasses.replace(placement, past_until=past_until),
         )
 
-    def worth(
-        self,
-        state: PolicyState,
-        weights: Float[Array, "B K G S"],
-        page_table: Int[Array, "B K M"],
-        newest: Int[Array, " B"],
-        budget: Int[Array, "B 1"],
-        head_axis: str | None,
+    def scores(
+        self, state: PolicyState, chunk: Chunk, weights: Float[Array, "B K G S"]
     ) -> Float[Array, "B K S"]:
-        """What each slot is worth after the token at position `newest`; inf for those that stay.
+        """The score of each slot after the chunk's last token; +inf for those that stay.
 
-        `weights` are those of its query, in the step that adds them to what the policy remembers
-        (`learn`) as well as in the cut after a prompt, where that has been done.
+        Args:
+          state: what the policy remembers, the weights included.
+          chunk: the tokens that came last.
+          weights: attention weights of the last token's query.
         """
         raise NotImplementedError
 
-    def learn(
-        self, state: PolicyState, weights: Float[Array, "B K G S"], chunk: Chunk
-    ) -> PolicyState:
-        """Remembers the attention weights of one query."""
-        del weights, chunk
-        return state
-
     def observe(
-        self,
-        state: PolicyState,
-        weights: Float[Array, "B K G S"],
-        chunk: Chunk,
-        placement: Placement,
-        head_axis: str | None,
+        self, state: PolicyState, chunk: Chunk, placement: Placement, seen: Observation
     ) -> PolicyState:
         """Names the victim once more than the budget are live."""
-        state = self.learn(state, weights, chunk)
-        budget = self.budget_of(chunk)
-        newest = chunk.first + chunk.count - 1
-        worth = self.worth(state, weights, chunk.page_table, newest, budget, head_axis)
-        live = jnp.arange(worth.shape[-1]) < placement.lengths[..., None]
-        victim = jnp.argmin(jnp.where(live, worth, jnp.inf), -1).astype(jnp.int32)
-        victim = jnp.where(placement.lengths > budget, victim, NOT_STORED)
-        return dataclasses.replace(
-            state, rows=jnp.where((chunk.count > 0)[:, None], victim, state.rows)
-        )
+        if seen.weights is None:  # a prompt in one pass, which is cut at its end
+            return state
+        scores = self.scores(state, chunk, seen.weights)
+        live = jnp.arange(scores.shape[-1]) < placement.lengths[..., None]
+        victim = jnp.argmin(jnp.where(live, scores, jnp.inf), -1).astype(jnp.int32)
+        victim = jnp.where(placement.lengths > self.budget_of(chunk), victim, NOT_STORED)
+        rows = jnp.where((chunk.count > 0)[:, None], victim, state.rows)
+        return dataclasses.replace(state, rows=rows)
 
-    def survivors(
-        self,
-        state: PolicyState,
-        q: Float[Array, "B T H D"],
-        rows: Rows,
-        chunk: Chunk,
-        scale: float,
-        head_axis: str | None,
-    ) -> Bool[Array, "B K S"]:
-        """Those worth most, as many as the budget says."""
+    def survivors(self, state, chunk: Chunk, rows: Rows, q) -> Bool[Array, "B K S"]:
+        """Those of the highest scores, as many as the budget says."""
+        assert q is not None  # rows are cut at the end of a prompt alone
         last = jnp.maximum(chunk.count - 1, 0)
         query = jnp.take_along_axis(q, last[:, None, None, None], axis=1)[:, 0]
-        budget = self.budget_of(chunk)
-        newest = chunk.first + last
-        weights = query_weights(query, rows, scale)
-        worth = self.worth(state, weights, chunk.page_table, newest, budget, head_axis)
-        return highest(jnp.where(rows.live, worth, -jnp.inf), budget)
+        scores = self.scores(state, chunk, query_weights(query, rows, chunk.static.scale))
+        return highest(jnp.where(rows.live, scores, -jnp.inf), self.budget_of(chunk))
 
 
 def query_weights(q: Float[Array, "B H D"], rows: Rows, scale: float) -> Float[Array, "B K G S"]:

@@ -62,7 +62,7 @@ def retrofit(
     Raises:
       ConfigError: the policy has nothing to learn, the recipe no ramp; and what `train` raises.
     """
-    if not isinstance(policy, Policy) or not policy.trainable:
+    if not isinstance(policy, Policy) or not policy.retrofit.possible:
         name = policy.name if isinstance(policy, Policy) else repr(policy)
         raise ConfigError(f"{name} has nothing to learn; retrofit for DMS(...) or DMC(...)")
     if isinstance(recipe, Recipe) and recipe.compression_ratio == 1:
@@ -181,29 +181,23 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
     check_model(model)
     check_policy(policy)
     check("recipe", recipe, Recipe)
-    if not policy.trainable and policy != Vanilla():
+    if not policy.retrofit.possible and policy != Vanilla():
         raise ConfigError(
             f"{policy.name} has no trainable form: train with the plain cache (policy=None) and "
             f"run the result with {policy.name}"
         )
-    if not policy.trainable and recipe.loss == "distillation":
+    if not policy.retrofit.possible and recipe.loss == "distillation":
         raise ConfigError(
             "with the plain cache the model is its own teacher, and distillation has nothing to "
             "teach; set loss='language_modeling' in the recipe"
         )
     config = model.config
-    policy.validate(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
-    if model.policy.borrowed_neurons is not None:
+    if model.policy.retrofit.borrowed_neurons is not None:
         raise ConfigError(
             f"this model was retrofitted for {model.policy}: neurons of its attention carry "
             "decisions, so it cannot be the teacher; start from the original checkpoint"
         )
-    if recipe.trainable == "adapter" and not policy.uses_adapter:
+    if recipe.trainable == "adapter" and not policy.retrofit.adapter:
         raise ConfigError(
             f"the recipe trains the adapter alone and {policy} has none; use "
             "DMS(source='adapter') or trainable='all'"

@@ -104,7 +104,7 @@ class Run:
             total=total,
             done=start,
             main=self._recipe.loss.replace("_", " "),
-            compressing=self._policy.trainable,
+            compressing=self._policy.retrofit.possible,
             enabled=self._reports.show,
         )
         with self._display, self._watcher, _Interrupts() as interrupts:
@@ -128,7 +128,7 @@ class Run:
     def _one(self, step: int) -> None:
         recipe, policy = self._recipe, self._policy
         progress = recipe.progress(step, policy)
-        if policy.borrowed_neurons is not None and progress.neuron_scale is None:
+        if policy.retrofit.borrowed_neurons is not None and progress.neuron_scale is None:
             before = recipe.progress(step - 1, policy) if step else None
             if before is None or before.neuron_scale is not None:
                 self._trainer.zero_borrowed_neurons()

@@ -213,7 +213,7 @@ class Recipe(Options):
         through all of them, decay and ramp as steps like others: `control` takes out what the
         policy of a retrofit leaves out.
         """
-        if policy.borrowed_neurons is not None or not policy.trainable:
+        if policy.retrofit.borrowed_neurons is not None or not policy.retrofit.possible:
             return self.stages
         return tuple(stage for stage in self.stages if stage.kind != "neuron_decay")
 
@@ -253,9 +253,9 @@ class Recipe(Options):
             step -= stage.steps
             ratio = stage.compression_ratio if stage.kind == "ramp" else ratio
         else:
-            return Progress(stage, stage.steps, ratio if policy.trainable else 1.0, None)
+            return Progress(stage, stage.steps, ratio if policy.retrofit.possible else 1.0, None)
         if stage.kind == "neuron_decay":
-            if not policy.trainable:
+            if not policy.retrofit.possible:
                 return Progress(stage, step, 1.0, None)
             scale = schedules.neuron_scale(step, steps=stage.steps)
             return Progress(stage, step, 1.0, scale)
@@ -263,4 +263,4 @@ class Recipe(Options):
             ratio = schedules.compression_ratio(
                 step, start=ratio, end=stage.compression_ratio, steps=stage.steps
             )
-        return Progress(stage, step, ratio if policy.trainable else 1.0, None)
+        return Progress(stage, step, ratio if policy.retrofit.possible else 1.0, None)

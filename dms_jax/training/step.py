@@ -139,7 +139,7 @@ def make_gradients(
         current = constants.frozen | cast(trained, recipe.compute_dtype)
         student = rebuild(current)
         relaxation = None
-        if policy.trainable:
+        if policy.retrofit.possible:
             relaxation = Relaxation(noise_key=key, neuron_scale=control.neuron_scale)
         result = student(
             tokens,

@@ -58,14 +58,16 @@ class Trainer:
         self, model: LanguageModel, policy: Policy, recipe: Recipe, seed: int, mesh: Mesh | None
     ):
         self._model, self._policy, self._recipe, self._mesh = model, policy, recipe, mesh
-        transformer = add_adapter(model.transformer) if policy.uses_adapter else model.transformer
+        transformer = (
+            add_adapter(model.transformer) if policy.retrofit.adapter else model.transformer
+        )
         self._rebuild = rebuilder(transformer)
         self._transformer = transformer
         arrays = self._place(parameters(transformer))
         adapter_only = recipe.trainable == "adapter" or (
-            recipe.trainable == "auto" and policy.uses_adapter
+            recipe.trainable == "auto" and policy.retrofit.adapter
         )
-        parts = split(arrays, adapter=policy.uses_adapter, others=not adapter_only)
+        parts = split(arrays, adapter=policy.retrofit.adapter, others=not adapter_only)
         self._frozen = parts.frozen
         self._dtypes = {name: x.dtype for name, x in parts.trained.items()}
         # Copies: the step gives their memory to its results.

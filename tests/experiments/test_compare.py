@@ -131,11 +131,11 @@ def test_every_system_takes_part_with_the_same_share(stories):
     share = systems.Share.of(lengths, 4.0)
     assert np.minimum(lengths, share.limit).mean() == pytest.approx(128, abs=0.5)
     free = {
-        one.label: one.policy(share).for_horizon(share.limit)
+        one.label: one.policy(share).for_length(share.limit)
         for one in systems.training_free(stories, 4.0)
     }
     # A subclass may say by a property whether it is learned, so instances are asked.
-    learned = {name for name in ("DMS", "DMC") if POLICIES[name]().learned}
+    learned = {name for name in ("DMS", "DMC") if POLICIES[name]().retrofit.needed}
     assert set(free) | learned | {"Vanilla"} == set(POLICIES)
     for name, policy in free.items():
         own = getattr(policy, "scorer", policy)

@@ -98,17 +98,17 @@ def test_a_share_needs_a_policy_whose_tokens_come_in_one_pass_to_select_from():
     with pytest.raises(dms_jax.ConfigError, match="StreamingLLM with a budget in tokens"):
         dms_jax.Quest(over=over)
     rows = dms_jax.Quest(compression_ratio=4, over=dms_jax.StreamingLLM(budget=16))
-    assert rows.for_horizon(100) == dms_jax.Quest(budget=25, over=dms_jax.StreamingLLM(budget=16))
+    assert rows.for_length(100) == dms_jax.Quest(budget=25, over=dms_jax.StreamingLLM(budget=16))
 
 
 def test_what_comes_from_the_host_is_a_fixed_number():
     with pytest.raises(dms_jax.ConfigError, match="give top, or values='device'"):
         dms_jax.KCache(compression_ratio=4)
     share = dms_jax.KCache(compression_ratio=4, values="device", over=dms_jax.DMS(window=3))
-    assert share.for_horizon(64) == dms_jax.KCache(
+    assert share.for_length(64) == dms_jax.KCache(
         top=16, values="device", over=dms_jax.DMS(window=3)
     )
-    assert dms_jax.KCache().for_horizon(64) == dms_jax.KCache()
+    assert dms_jax.KCache().for_length(64) == dms_jax.KCache()
 
 
 def test_scores_have_the_share_of_the_whole_sequence():

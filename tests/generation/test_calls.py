@@ -113,7 +113,7 @@ def test_an_error_that_takes_no_attributes_passes_as_it_is():
 
 
 def test_scores_of_earlier_sequences_are_carried(monkeypatch):
-    given, follow, calls = prompts((13, 13, 13)), Runner.follow, []
+    given, follow, calls = prompts((13, 13, 13)), Runner.decode_forced, []
     model = model_for("vanilla", ends=False)
     expected = dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
 
@@ -124,7 +124,7 @@ def test_scores_of_earlier_sequences_are_carried(monkeypatch):
         return follow(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "follow", third)
+        patch.setattr(Runner, "decode_forced", third)
         with pytest.raises(KeyboardInterrupt) as caught:
             dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
     done = caught.value.finished

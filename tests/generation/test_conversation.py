@@ -14,7 +14,7 @@ from tests.generation.support import GREEDY, POLICIES, engine_for, model_for, pr
 
 SHAPE = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
-SPLIT_INVARIANT = [name for name, policy in POLICIES.items() if policy.split_invariant]
+SPLIT_INVARIANT = [name for name, policy in POLICIES.items() if policy.parallel != "prompts"]
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_against_the_bytes_of_a_real_cache(name):
     (score,) = dms_jax.score(model, [tokens], chunk=41, page_size=1)
     # The ratio past the window that the model really shows on these tokens.
     ratio, window = 1.0, policy.visible_window + 1
-    if policy.learned or name == "random":
+    if policy.retrofit.needed or name == "random":
         ratio = (41 - window) / (score.usage.live_tokens - window)
     if name == "random":
         policy, ratio = dms_jax.RandomEviction(window=10, rate=1 - 1 / ratio), 1.0

@@ -74,7 +74,7 @@ def test_a_prompt_in_one_pass_is_held_whole(name):
     (live,) = live_entries(name, [[*prompt, 0]])
     usage = done.usage
     assert usage.peak_tokens == pytest.approx(live.max())
-    one_pass = POLICIES[name].parallel(prompt=True)
+    one_pass = POLICIES[name].parallel != "never"
     held = max((live[start - 1] if start else 0) + min(16, 40 - start) for start in (0, 16, 32))
     assert usage.peak_held_tokens == pytest.approx(
         max(held, live.max()) if one_pass else live.max()

@@ -74,7 +74,7 @@ def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
     num_pages = num_layers * BATCH * KV_HEADS * PAGES_PER_ROW * pool_factor
     model = jax.eval_shape(
         lambda: Transformer(
-            config, adapter=policy.uses_adapter, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+            config, adapter=policy.retrofit.adapter, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
         )
     )
     cache = jax.eval_shape(

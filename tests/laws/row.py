@@ -95,4 +95,4 @@ def model_of(group: int, adapter: bool) -> Transformer:
 
 
 def model_for(row: Row) -> Transformer:
-    return model_of(row.group, row.policy.uses_adapter)
+    return model_of(row.group, row.policy.retrofit.adapter)

@@ -12,7 +12,7 @@ from dms_jax.policies import H2O, ExpectedAttention, KCache, Policy, Quest, Snap
 from dms_jax.policies.allocation import Allocation
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.merging import Merging
-from dms_jax.policies.scored import Scored
+from dms_jax.policies.periodic_eviction import PeriodicEviction
 from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.victims import VictimEviction
 from tests.laws.row import Row
@@ -37,7 +37,7 @@ def bytes_per_page(config: ModelConfig, row: Row) -> int:
 
 def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
     """What the policy remembers of a row: a ring of marked slots, sums, a victim."""
-    if isinstance(policy, Scored):
+    if isinstance(policy, PeriodicEviction):
         return bytes_of_queries(config, policy)
     if isinstance(policy, VictimEviction):
         return INT32

@@ -39,7 +39,7 @@ def simulated(row: Row, sequence: int, prompt_length: int, page_size: int) -> tr
 def expected(row: Row, prompts, page_size: int | None = None) -> list[transformer.Pass]:
     """Passes of all sequences; computed once where prompts and pages change nothing."""
     page_size = page_size or row.page_size
-    if row.policy.split_invariant:
+    if row.policy.parallel != "prompts":
         prompts, page_size = [0] * len(LENGTHS), row.page_size
     return [simulated(row, index, int(prompt), page_size) for index, prompt in enumerate(prompts)]
 

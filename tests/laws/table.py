@@ -7,7 +7,6 @@ to evict.
 
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 
 from dms_jax.policies import (
@@ -21,13 +20,13 @@ from dms_jax.policies import (
     StreamingLLM,
     Vanilla,
 )
-from dms_jax.policies.base import Projections
 from tests.laws import combined_rows, scored_rows
 from tests.laws.dms_simulations import simulate_dms, simulate_dms_identity
 from tests.laws.row import Row
 from tests.oracles import dmc, dms, h2o, quest, rope, streaming, tova, vanilla
 from tests.oracles.trace import Trace
 from tests.oracles.transformer import LayerInput
+from tests.support.chunks import tokens_of
 
 
 def simulate_vanilla(policy, layer, prompt_length, page_size):
@@ -109,17 +108,9 @@ def simulate_streaming(policy, layer, prompt_length, page_size):
 def simulate_random(policy, layer, prompt_length, page_size):
     """The draws are the policy's own: what is simulated is the eviction."""
     length, kv_heads, head_dim = layer.k.shape
-    shown = policy.decide(
-        Projections(
-            q=jnp.zeros((1, length, *layer.q.shape[1:])),
-            k=jnp.zeros((1, length, kv_heads, head_dim)),
-            v=jnp.zeros((1, length, kv_heads, head_dim)),
-            adapter_logits=None,
-            positions=jnp.arange(length)[None],
-            layer=jnp.asarray(layer.index),
-        )
-    )
-    marks = np.asarray(shown.marks)[0].T
+    nothing = np.zeros((1, length, kv_heads, head_dim))
+    decisions = policy.decide(tokens_of(nothing, layer=layer.index))
+    marks = np.asarray(decisions.marks)[0].T
     return dms.simulate(*layer.rotated, decisions=marks, window=policy.window, shift=0)
 
 

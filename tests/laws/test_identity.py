@@ -24,7 +24,7 @@ def test_a_borrowed_neuron_excludes_other_policies(declared):
     model = LanguageModel(model_of(2, True), policy=declared)
     others = [policy() for policy in POLICIES.values()] + [DMS(source="adapter"), *BORROWERS]
     for policy in others:
-        if policy.borrowed_neurons == declared.borrowed_neurons:
+        if policy.retrofit.borrowed_neurons == declared.retrofit.borrowed_neurons:
             assert model.resolve_policy(policy) == policy
             continue
         with pytest.raises(ConfigError, match="made for"):
@@ -82,7 +82,7 @@ def test_policies_that_add_nothing_run_on_any_untouched_model():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for policy in POLICIES.values():
-            if policy().borrowed_neurons is None:
+            if policy().retrofit.borrowed_neurons is None:
                 assert model.resolve_policy(policy()) == policy()
 
 

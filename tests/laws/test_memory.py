@@ -30,13 +30,18 @@ GREEDY = Sampling(temperature=0, max_new_tokens=8, logprobs=True)
 PROMPTS = [random_tokens(40 + index, length).tolist() for index, length in enumerate((11, 8, 6))]
 
 
+def bound(policy, page_size: int) -> int | None:
+    """The most slots of a row, however long the sequence."""
+    return policy.footprint(10**6, page_size=page_size).at_most
+
+
 class Watch:
     """Checks the reserve of every row around every compiled chunk, and counts what happens."""
 
     def __init__(self, monkeypatch):
         self.chunks = self.cleared = 0
         self.refusals: set[int] = set()  # before which chunks the pool is said to be full, once
-        for name in ("extend", "decode", "follow"):
+        for name in ("extend", "decode", "decode_forced"):
             monkeypatch.setattr(Runner, name, self._around(getattr(Runner, name), name))
         monkeypatch.setattr(Runner, "fits", self._refusing(Runner.fits))
         monkeypatch.setattr(Runner, "trim", self._trimmed(Runner.trim))
@@ -53,7 +58,7 @@ class Watch:
             else:
                 coming = arguments[1]
             slots = runner.lengths + coming[None, :, None]
-            limit = runner.policy.slot_limit(runner.page_size)
+            limit = bound(runner.policy, runner.page_size)
             whole = runner.policy.shrinks and options.get("prompt", False)  # cut afterwards
             if limit is not None and not whole:
                 slots = np.minimum(slots, np.maximum(limit, runner.lengths))
@@ -153,7 +158,7 @@ def test_the_pool_is_as_large_as_the_accounting_says(row):
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.row_state))
     assert state == 3 * rows * bytes_per_row(model.config, row.policy)
     assert num_pages * per_page + state <= 40_000
-    limit = row.policy.slot_limit(row.page_size)
+    limit = bound(row.policy, row.page_size)
     if limit is None or row.policy.shrinks:  # it could need more: nothing is left unused
         assert num_pages * per_page + state > 40_000 - per_page
     else:
@@ -180,7 +185,7 @@ def test_scores_and_their_peak_bytes(row, monkeypatch, record_property):
 def peak_bytes(row, config, one, chunk: int) -> int:
     """Bytes of the reserve of the greediest chunk: what is there, and a slot for each token."""
     fed = len(one.logits) - 1  # the last token is not fed
-    limit = row.policy.slot_limit(row.page_size) or fed
+    limit = bound(row.policy, row.page_size) or fed
     peak = 0
     for start in range(0, fed, chunk):
         coming = min(chunk, fed - start)

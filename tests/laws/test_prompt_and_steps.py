@@ -13,7 +13,8 @@ import pytest
 
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import POLICIES
-from dms_jax.policies.scored import Scored
+from dms_jax.policies.periodic_eviction import PeriodicEviction
+from dms_jax.policies.selective import SelectiveReading
 from tests.laws.row import Row, model_for
 from tests.laws.simulations import (
     LENGTHS,
@@ -109,7 +110,7 @@ def test_a_chunk_that_holds_the_whole_prompt(row, record_property):
     [
         row
         for row in ROWS
-        if (row.policy.parallel(prompt=False) or row.group == 2) and row.kv_dtype is None
+        if (row.policy.parallel == "always" or row.group == 2) and row.kv_dtype is None
     ],
     ids=lambda row: row.name,
 )
@@ -134,7 +135,7 @@ def test_the_rows_tell_policies_apart():
     for row in ROWS:
         plain = dataclasses.replace(row, simulate=simulate_vanilla)
         got, want = (expected(one, [9, 9, 9])[0].logits for one in (row, plain))
-        neurons = row.policy.borrowed_neurons is not None
+        neurons = row.policy.retrofit.borrowed_neurons is not None
         changed = neurons or not row.identity or row.kv_dtype is not None
         assert (np.abs(got - want).max() > 1e-2) == changed, row.name
 
@@ -143,9 +144,9 @@ def test_every_policy_has_its_rows():
     for policy in POLICIES.values():
         rows = [row for row in ROWS if type(row.policy) is policy]
         assert rows, policy
-        if issubclass(policy, Scored):  # one mechanism with many scores shares its rows
-            rows = [row for row in ROWS if isinstance(row.policy, Scored)]
+        if issubclass(policy, PeriodicEviction):  # one mechanism with many scores shares its rows
+            rows = [row for row in ROWS if isinstance(row.policy, PeriodicEviction)]
         assert {row.group for row in rows} == {1, 2, 4, 8}, policy
         assert any(row.identity for row in rows), policy
-        assert policy().split_invariant == (policy.__name__ in SPLIT_INVARIANT)
-        assert all(row.selects == (row.policy.read_budget is not None) for row in rows)
+        assert (policy().parallel != "prompts") == (policy.__name__ in SPLIT_INVARIANT)
+        assert all(row.selects == (isinstance(row.policy, SelectiveReading)) for row in rows)

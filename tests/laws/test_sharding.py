@@ -33,6 +33,7 @@ from dms_jax.policies import (
     StreamingLLM,
     Vanilla,
 )
+from dms_jax.policies.values import PolicyState
 from dms_jax.sharding import DECODING_RULES, axes
 from dms_jax.training.parameters import parameters, rebuilder, shardings
 from tests.laws import scored_rows
@@ -152,9 +153,8 @@ class Ledger:
 class Bookkeeping(StreamingLLM):
     """StreamingLLM, with its ring in `pages`."""
 
-    def init_rows(self, num_sequences, num_kv_heads, head_dim, dtype):
-        ring = super().init_rows(num_sequences, num_kv_heads, head_dim, dtype)
-        return Ledger(pages=ring)
+    def init_state(self, shape):
+        return PolicyState(rows=Ledger(pages=super().init_state(shape).rows))
 
     def ring_of(self, rows):
         return rows.pages

@@ -36,7 +36,7 @@ every_form = pytest.mark.parametrize("policy", POLICIES_UNDER_TEST, ids=repr)
 
 
 def model_for(policy):
-    return model_of(2, policy.uses_adapter)
+    return model_of(2, policy.retrofit.adapter)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -228,7 +228,7 @@ def test_the_loss_sees_every_decision(policy):
 
     gradient = jax.jit(jax.grad(share, allow_int=True))(model)
     layers = gradient.layers
-    decider = layers.adapter if policy.uses_adapter else layers.attention
+    decider = layers.adapter if policy.retrofit.adapter else layers.attention
     per_layer = [jnp.abs(leaf).reshape(len(leaf), -1).max(1) for leaf in jax.tree.leaves(decider)]
     assert (jnp.stack(per_layer).max(0) > 1e-6).all()
 
@@ -236,6 +236,6 @@ def test_the_loss_sees_every_decision(policy):
 def test_policies_without_a_soft_form_say_so():
     model = model_of(2, False)
     for policy in (policy() for policy in POLICIES.values()):
-        if policy.parallel(prompt=False) and not policy.trainable:
+        if policy.parallel == "always" and not policy.retrofit.possible:
             with pytest.raises(ConfigError, match=f"{policy.name} has no trainable form"):
                 model(jnp.asarray(TOKENS), policy, relaxation=Relaxation())

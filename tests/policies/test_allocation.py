@@ -10,36 +10,26 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from dms_jax.policies import AdaKV, Knorm, PyramidKV, RandomSelection, SnapKV
-from dms_jax.policies.base import Chunk, Decisions
 from dms_jax.policies.budget import highest
+from dms_jax.policies.values import Chunk
+from tests.support.chunks import chunk_of, tokens_of
 
 NOTHING = -np.inf
 
 
-def chunk_of(*, horizon=(1,), layer=0, num_layers=1) -> Chunk:
-    batch = len(horizon)
-    return Chunk(
-        k=jnp.zeros((batch, 1, 1, 2)),
-        v=jnp.zeros((batch, 1, 1, 2)),
-        decisions=Decisions(),
-        positions=jnp.zeros((batch, 1), jnp.int32),
-        count=jnp.ones(batch, jnp.int32),
-        page_table=jnp.zeros((batch, 1, 1), jnp.int32),
-        lengths=jnp.zeros((batch, 1), jnp.int32),
-        page_size=4,
-        horizon=jnp.asarray(horizon, jnp.int32),
-        layer=jnp.asarray(layer),
-        num_layers=num_layers,
-    )
+def token(*, max_lengths=(1,), layer=0, **static) -> Chunk:
+    """One token of each sequence."""
+    tokens = tokens_of(np.zeros((len(max_lengths), 1, 1, 2)), layer=layer)
+    return chunk_of(tokens, max_lengths=max_lengths, page_size=4, **static)
 
 
 @pytest.mark.parametrize("ratio", [1, 1.1, 1.6, 2.4, 3, 3.3, 7.7])
 def test_a_share_is_rounded_down_and_whole_ones_stay_whole(ratio):
     """In a program as on the host, and as in fractions."""
-    policy, horizons = Knorm(compression_ratio=ratio), range(1, 4097)
-    want = [max(1, math.floor(h / fractions.Fraction(str(ratio)))) for h in horizons]
-    assert policy.budget_of(chunk_of(horizon=horizons))[:, 0].tolist() == want
-    assert [policy.for_horizon(h).budget for h in horizons] == want
+    policy, lengths = Knorm(compression_ratio=ratio), range(1, 4097)
+    want = [max(1, math.floor(h / fractions.Fraction(str(ratio)))) for h in lengths]
+    assert policy.budget_of(token(max_lengths=lengths))[:, 0].tolist() == want
+    assert [policy.for_length(h).budget for h in lengths] == want
 
 
 def test_of_equal_scores_the_later_stays():
@@ -60,20 +50,20 @@ def test_of_equal_scores_the_later_stays():
 )
 def test_heads_compete_after_each_had_its_share(alpha, kept):
     """Two tokens a head: the first head's are all worth more than the second's."""
-    worth = jnp.asarray([[[9.0, 8, 7, 6], [1, 5, 2, 3]]])
-    found = AdaKV(SnapKV(), alpha=alpha).select(worth, jnp.asarray([[2]]), None)
+    scores = jnp.asarray([[[9.0, 8, 7, 6], [1, 5, 2, 3]]])
+    found = AdaKV(SnapKV(), alpha=alpha).select(scores, jnp.asarray([[2]]), token())
     np.testing.assert_array_equal(found[0], kept)
 
 
 def test_a_head_that_holds_less_than_its_share_takes_nothing_else():
-    worth = jnp.asarray([[[9.0, 8, 7, 6], [1, NOTHING, NOTHING, NOTHING]]])
-    found = AdaKV(SnapKV(), alpha=1.0).select(worth, jnp.asarray([[2]]), None)
+    scores = jnp.asarray([[[9.0, 8, 7, 6], [1, NOTHING, NOTHING, NOTHING]]])
+    found = AdaKV(SnapKV(), alpha=1.0).select(scores, jnp.asarray([[2]]), token())
     np.testing.assert_array_equal(found[0], [[1, 1, 1, 0], [1, 0, 0, 0]])
 
 
 def budgets(policy, num_layers):
     return [
-        int(policy.layer_budget(chunk_of(layer=layer, num_layers=num_layers))[0, 0])
+        int(policy.layer_budget(token(layer=layer, num_layers=num_layers))[0, 0])
         for layer in range(num_layers)
     ]
 
@@ -84,8 +74,9 @@ def test_a_pyramid_by_hand():
     want = [118, 108, 98, 88, 78, 68, 59, 49, 39, 29, 19, 10]
     assert budgets(policy, 12) == want
     assert np.mean(want) <= 64
-    assert policy.slot_limit(4) >= want[0] + 16  # what the longest row comes to before its cut
-    assert policy.mean_slot_limit(4) == 64 + 16
+    footprint = policy.footprint(4096, page_size=4)
+    assert footprint.at_most >= want[0] + 16  # what the longest row comes to before its cut
+    assert footprint.expected == 64 + 16
     # 10 tokens: low 10 // 3 = 3, high 17, and 14 / 3 a layer: 17, 12.33, 7.67, 3.
     assert budgets(PyramidKV(Knorm(budget=10), beta=3), 4) == [17, 12, 7, 3]
     assert budgets(PyramidKV(Knorm(budget=10), beta=3), 1) == [10]
@@ -97,14 +88,14 @@ def test_the_rows_of_a_layer_are_due_together_wherever_they_are(last, due):
     policy, lengths = Knorm(budget=3, interval=1), jnp.asarray([[9, 2, 2, last]])
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
     of_devices = jax.shard_map(
-        lambda lengths: policy.due(lengths, chunk_of(), "heads"),
+        lambda lengths: policy.due(lengths, token(head_axis="heads")),
         mesh=mesh,
         in_specs=PartitionSpec(None, "heads"),
         out_specs=PartitionSpec("heads"),
         check_vma=False,
     )
     assert of_devices(lengths).tolist() == [due] * 4
-    assert policy.due(lengths, chunk_of(), None).tolist() == [due]
+    assert policy.due(lengths, token()).tolist() == [due]
 
 
 def test_random_selection_draws_anew_for_layers_heads_and_cuts():

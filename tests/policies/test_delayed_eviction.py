@@ -5,7 +5,6 @@ from 0 to window + 1. Checked are the exact slots, the lengths and live counts a
 and what each query of a chunk may see.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -16,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dms_jax.policies import DMS, RandomEviction, StreamingLLM
-from dms_jax.policies.base import FOREVER, NOT_STORED, Chunk, Decisions, PolicyState, Projections
+from dms_jax.policies.values import FOREVER, NOT_STORED, Decisions, PolicyState
 from tests.oracles import dms
+from tests.support.chunks import chunk_of, state_of, tokens_of
 
 BATCH, KV_HEADS, HEAD_DIM, PAGE_SIZE, LENGTH = 2, 2, 2, 4, 24
 WINDOWS_AND_SHIFTS = [
@@ -29,14 +29,12 @@ WINDOWS_AND_SHIFTS = [
 def write(policy, rows, marks, first, count, lengths):
     """One chunk through `write`; marks [B, K, T]."""
     num_tokens = marks.shape[-1]
-    shape = (BATCH, num_tokens, KV_HEADS, HEAD_DIM)
-    chunk = Chunk(
-        k=jnp.zeros(shape),
-        v=jnp.zeros(shape),
+    nothing = jnp.zeros((BATCH, num_tokens, KV_HEADS, HEAD_DIM))
+    chunk = chunk_of(
+        tokens_of(nothing, positions=first[:, None] + jnp.arange(num_tokens)),
         decisions=Decisions(marks=marks),
-        positions=first[:, None] + jnp.arange(num_tokens, dtype=jnp.int32),
         count=count,
-        page_table=jnp.zeros((BATCH, KV_HEADS, -(-LENGTH // PAGE_SIZE)), jnp.int32),
+        page_table=jnp.zeros((BATCH, KV_HEADS, -(-LENGTH // PAGE_SIZE))),
         lengths=lengths,
         page_size=PAGE_SIZE,
     )
@@ -47,7 +45,7 @@ def write(policy, rows, marks, first, count, lengths):
 def check_chunks(policy, window, shift, marks, chunks, width):
     """Runs `chunks` (counts [B] each); marks [B, K, LENGTH]."""
     random = np.random.default_rng(0)
-    rows = policy.init_rows(BATCH, KV_HEADS, HEAD_DIM, jnp.float32)
+    rows = state_of(policy, BATCH, KV_HEADS, HEAD_DIM).rows
     lengths = np.zeros((BATCH, KV_HEADS), np.int32)
     seen = np.zeros(BATCH, np.int32)
     stored = {
@@ -61,7 +59,10 @@ def check_chunks(policy, window, shift, marks, chunks, width):
         for b, count in enumerate(counts):
             chunk_marks[b, :, :count] = marks[b, :, seen[b] : seen[b] + count]
         rows, placement = write(policy, rows, chunk_marks, seen, counts, lengths)
-        placement = jax.tree.map(np.asarray, dataclasses.asdict(placement))
+        placement = {
+            name: np.asarray(getattr(placement, name))
+            for name in ("slots", "live", "lengths", "evicted", "past_until")
+        }
         for (b, k), slots in stored.items():
             first, count = seen[b], counts[b]
             before = slots.copy()
@@ -108,7 +109,7 @@ def test_slots_lengths_and_sight_are_those_of_the_ring(window, shift, seed, rate
 def test_rows_at_a_length_are_those_that_came_to_it(window, shift, seen):
     policy, size = DMS(window=window, shift=shift), window + 1
     marks = np.random.default_rng(seen).random((BATCH, KV_HEADS, LENGTH)) < 0.6
-    empty = policy.init_rows(BATCH, KV_HEADS, HEAD_DIM, jnp.float32)
+    empty = state_of(policy, BATCH, KV_HEADS, HEAD_DIM).rows
     nothing = np.zeros((BATCH, KV_HEADS), np.int32)
     first, count = np.zeros(BATCH, np.int32), np.full(BATCH, seen, np.int32)
     reached, _ = write(policy, empty, marks[..., :seen], first, count, nothing)
@@ -130,21 +131,13 @@ def test_streaming_holds_sinks_and_recent(budget, sinks):
     marks = np.broadcast_to(np.arange(LENGTH) >= sinks, (BATCH, KV_HEADS, LENGTH))
     window = budget - sinks - 1
     assert policy.visible_window == window
-    assert policy.slot_limit(PAGE_SIZE) == budget
+    assert policy.footprint(10**6, page_size=PAGE_SIZE).at_most == budget
     check_chunks(policy, window, 0, marks, np.full((12, BATCH), 5), 5)
 
 
 def shown(positions, layer=0, kv_heads=2):
-    positions = jnp.asarray(positions, jnp.int32)
-    shape = (*positions.shape, kv_heads, HEAD_DIM)
-    return Projections(
-        q=jnp.zeros(shape),
-        k=jnp.zeros(shape),
-        v=jnp.zeros(shape),
-        adapter_logits=None,
-        positions=positions,
-        layer=jnp.asarray(layer),
-    )
+    nothing = np.zeros((*np.shape(positions), kv_heads, HEAD_DIM))
+    return tokens_of(nothing, positions=positions, layer=layer)
 
 
 def test_random_eviction_draws_by_layer_head_and_position_alone():

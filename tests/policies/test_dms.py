@@ -7,24 +7,18 @@ import pytest
 
 from dms_jax.errors import ConfigError
 from dms_jax.policies import DMS, draws
-from dms_jax.policies.base import Chunk, Projections
 from tests.oracles import dms
+from tests.support.chunks import chunk_of, tokens_of
 
 DRAWN = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, decisions="bernoulli", seed=5)
 
 
 def shown(logits, positions, layer=0):
-    """Projections of an adapter whose raw logits are `logits` [B, K, T]."""
+    """Tokens of a layer whose adapter gives the raw `logits` [B, K, T]."""
     batch, kv_heads, length = logits.shape
-    nothing = jnp.zeros((batch, length, kv_heads, 2))
-    return Projections(
-        q=nothing,
-        k=nothing,
-        v=nothing,
-        adapter_logits=jnp.asarray(logits),
-        positions=jnp.asarray(positions, jnp.int32),
-        layer=jnp.asarray(layer),
-    )
+    nothing = np.zeros((batch, length, kv_heads, 2))
+    adapter_logits = jnp.asarray(logits)
+    return tokens_of(nothing, positions=positions, layer=layer, adapter_logits=adapter_logits)
 
 
 def marks(policy, logits, positions, layer=0):
@@ -71,20 +65,10 @@ def test_training_draws_as_inference_does():
     random = np.random.default_rng(0)
     logits = random.normal(size=(1, 2, 300)).astype(np.float32)
     positions = np.arange(300)[None]
-    decisions = DRAWN.decide(shown(logits, positions))
+    tokens = shown(logits, positions)
+    decisions = DRAWN.decide(tokens)
     u = draws.token_uniforms(draws.row_hashes(5, jnp.asarray(0), 2), jnp.asarray(positions))
-    nothing = jnp.zeros((1, 300, 2, 2))
-    chunk = Chunk(
-        k=nothing,
-        v=nothing,
-        decisions=decisions,
-        positions=jnp.asarray(positions),
-        count=jnp.full(1, 300),
-        page_table=jnp.zeros((1, 2, 0), jnp.int32),
-        lengths=jnp.zeros((1, 2), jnp.int32),
-        page_size=1,
-    )
-    relaxed = DRAWN.relax(chunk, jnp.log1p(-u) - jnp.log(u))
+    relaxed = DRAWN.relax(chunk_of(tokens, decisions=decisions), jnp.log1p(-u) - jnp.log(u))
     np.testing.assert_array_equal(relaxed.decisions, decisions.marks)
     assert 0.3 < relaxed.decisions.mean() < 0.7
 
@@ -109,16 +93,8 @@ def test_the_gate_of_training_is_that_of_the_oracle():
     logits, noise = random.normal(size=(2, 1, 2, 30))
     with jax.enable_x64(True):
         policy = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, shift=0, temperature=0.7)
-        chunk = Chunk(
-            k=jnp.zeros((1, 30, 2, 2)),
-            v=jnp.zeros((1, 30, 2, 2)),
-            decisions=policy.decide(shown(logits, np.arange(30)[None])),
-            positions=jnp.arange(30)[None],
-            count=jnp.full(1, 30),
-            page_table=jnp.zeros((1, 2, 0), jnp.int32),
-            lengths=jnp.zeros((1, 2), jnp.int32),
-            page_size=1,
-        )
+        tokens = shown(logits, np.arange(30)[None])
+        chunk = chunk_of(tokens, decisions=policy.decide(tokens))
         relaxed = policy.relax(chunk, jnp.asarray(noise))
     _, _, hard, bias = dms.gate(logits, noise, 0.7)
     np.testing.assert_array_equal(relaxed.decisions, hard)

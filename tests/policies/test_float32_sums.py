@@ -3,36 +3,27 @@
 The laws run in float64, where a sum in the model's own type is as good as any.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dms_jax.policies import DMC, DMS, H2O, ExpectedAttention, KeyDiff, Quest, SnapKV, Vanilla
-from dms_jax.policies.base import Chunk, Decisions, PolicyState, Projections, Rows
 from dms_jax.policies.quest import PageBounds
+from dms_jax.policies.values import Chunk, Decisions, PolicyState, Rows, Tokens
 from dms_jax.policies.victims import query_weights
 from tests.oracles import dmc, scored
+from tests.support.chunks import chunk_of, observed, state_of, tokens_of
 
 HALF = jnp.bfloat16
 
 
-def chunk_of(k, *, first=0, count=None, slots=None, **fields) -> Chunk:
+def one_row(k, *, q=None, first=0, slots=None, **fields) -> Chunk:
     """Tokens of one sequence and one KV head, whose row has one page."""
     num_tokens = k.shape[1]
-    return Chunk(
-        k=k,
-        v=k,
-        decisions=fields.pop("decisions", Decisions()),
-        positions=jnp.asarray(first) + jnp.arange(num_tokens, dtype=jnp.int32)[None],
-        count=jnp.asarray([num_tokens if count is None else count], jnp.int32),
-        page_table=jnp.zeros((1, 1, 1), jnp.int32),
-        lengths=jnp.full((1, 1), first, jnp.int32),
-        page_size=slots or num_tokens,
-        **fields,
-    )
+    tokens = tokens_of(k, q=q, positions=first + jnp.arange(num_tokens))
+    options = dict(lengths=jnp.full((1, 1), first), page_size=slots or num_tokens)
+    return chunk_of(tokens, **options | fields)
 
 
 def halves(random, *shape, scale=1.0):
@@ -57,11 +48,11 @@ def test_400_merged_tokens_are_their_mean(width):
     def step(rows, xs):
         index, k, omega = xs
         marks = index * width + jnp.arange(width) > 0
-        chunk = chunk_of(k, decisions=Decisions(marks=marks[None, None], importance=omega))
-        state, chunk = policy.transform(PolicyState(rows=rows), chunk)
-        return state.rows, chunk.k
+        chunk = one_row(k, decisions=Decisions(marks=marks[None, None], importance=omega))
+        state, chunk = policy.merge(PolicyState(rows=rows), chunk)
+        return state.rows, chunk.tokens.k
 
-    rows = policy.init_rows(1, 1, 4, jnp.dtype(HALF))
+    rows = state_of(policy, 1, 1, 4, HALF).rows
     _, found = jax.lax.scan(step, rows, (jnp.arange(len(k)), k, omega))
     alpha = np.ones(400)
     alpha[0] = 0
@@ -73,12 +64,13 @@ def test_400_merged_tokens_are_their_mean(width):
 
 def test_h2o_adds_up_600_queries():
     policy = H2O(budget=8)
-    state = PolicyState(rows=(), pages=policy.init_pages(1, 4, 2, jnp.dtype(HALF)))
+    state = state_of(policy, 1, 1, 2, HALF, num_pages=1, page_size=4)
     given = jnp.asarray([0.5, 0.3, 0.199, 0.001], HALF)
-    chunk = chunk_of(jnp.zeros((1, 1, 1, 2), HALF), slots=4)
+    chunk = one_row(jnp.zeros((1, 1, 1, 2), HALF), slots=4)
+    placement = policy.write(state, chunk)[1]
 
     def step(state, _):
-        return policy.learn(state, given[None, None, None], chunk), None
+        return policy.observe(state, chunk, placement, observed(given[None, None, None])), None
 
     state, _ = jax.lax.scan(step, state, length=600)
     np.testing.assert_allclose(state.pages.sums[0], 600 * np.asarray(given, np.float64), rtol=1e-4)
@@ -91,15 +83,13 @@ def test_h2o_adds_up_a_dense_prompt_without_its_padding(count):
     policy = H2O(budget=8, prefill="dense_then_evict")
     k, wide_k = halves(random, 1, 300, 1, 4)
     q, wide_q = halves(random, 1, 300, 2, 4)
-    chunk = chunk_of(k, count=count)
-    state = PolicyState(
-        rows=policy.init_rows(1, 1, 4, jnp.dtype(HALF)),
-        pages=policy.init_pages(1, 300, 4, jnp.dtype(HALF)),
-    )
+    chunk = one_row(k, count=[count], scale=0.5)
+    state = state_of(policy, 1, 1, 4, HALF, num_pages=1, page_size=300)
     state, placement = policy.write(state, chunk)
+    state = policy.written(state, chunk, placement, None)
     held = jnp.where(jnp.arange(300)[:, None] < count, k[0, :, 0], 0)[None, None]
     rows = Rows(k=held, v=held, lengths=placement.lengths)
-    state = policy.observe_prompt(state, q, lambda: rows, chunk, 0.5)
+    state = policy.observe(state, chunk, placement, observed(q=q, rows=rows))
     logits = 0.5 * np.einsum("thd,sd->hts", wide_q[0, :count], wide_k[0, :count, 0])
     logits = np.where(np.tri(count, dtype=bool), logits, -np.inf)
     sums = np.asarray(state.pages.sums)[0]
@@ -120,10 +110,8 @@ def test_the_weights_of_a_query(size):
     assert not np.asarray(found)[..., 7:].any()
 
 
-def shown(q, k, **fields) -> Projections:
-    positions = jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32)[None]
-    options = dict(v=k, adapter_logits=None, positions=positions, layer=jnp.asarray(0))
-    return Projections(q=q, k=k, **(options | fields))
+def shown(q, k, **fields) -> Tokens:
+    return tokens_of(k, q=q, positions=jnp.arange(1, q.shape[1] + 1), **fields)
 
 
 @pytest.mark.parametrize("source", ["query_neuron", "adapter"])
@@ -157,12 +145,12 @@ def test_expected_attention_learns_the_moments_of_500_queries():
     policy = ExpectedAttention(budget=64, sinks=3)
     q, _ = halves(random, 500, 1, 1, 1, 4)
     q = (q + 2).astype(HALF)
-    rows = policy.init_row_state(1, 1, 1, 4, jnp.dtype(HALF))
+    rows = state_of(policy, 1, 1, 4, HALF).rows
 
     def step(rows, xs):
         position, q = xs
-        chunk = dataclasses.replace(chunk_of(q), positions=position[None, None], queries=q)
-        return policy.remember(PolicyState(rows=rows), q, chunk).rows, None
+        chunk = chunk_of(tokens_of(q, positions=position[None, None]))
+        return policy.observe(PolicyState(rows=rows), chunk, None, observed(q=q)).rows, None
 
     rows, _ = jax.lax.scan(step, rows, (jnp.arange(500, dtype=jnp.int32), q))
     past = np.asarray(q, np.float64).reshape(500, 4)[3:]
@@ -177,7 +165,7 @@ def test_keydiff_tells_keys_apart_that_are_alike():
     random = np.random.default_rng(5)
     keys = jnp.asarray(1 + 0.02 * random.normal(size=(1, 1, 40, 8)), HALF)
     rows = Rows(k=keys, v=keys, lengths=jnp.asarray([[40]], jnp.int32))
-    found = KeyDiff(budget=8).worth(None, rows, None, 1.0, None)
+    found = KeyDiff(budget=8).scores(None, None, rows)
     wide = np.asarray(keys, np.float64)[0, 0][:, None]
     want = scored.keydiff(wide)(39, [list(range(40))])[0]
     np.testing.assert_allclose(found[0, 0], want, atol=1e-6)
@@ -188,13 +176,13 @@ def test_snapkv_votes_with_exact_weights():
     policy = SnapKV(budget=16, window=4, kernel=3)
     q, wide_q = halves(random, 1, 40, 2, 4)
     k, wide_k = halves(random, 1, 40, 1, 4)
-    chunk = chunk_of(k)
-    state = PolicyState(rows=policy.init_row_state(1, 1, 2, 4, jnp.dtype(HALF)))
-    state = policy.remember(state, q, chunk)
+    chunk = one_row(k, q=q, scale=0.5)
+    state = state_of(policy, 1, 1, 4, HALF, group=2)
+    state = policy.observe(state, chunk, None, observed(q=q))
     rows = Rows(
         k=jnp.swapaxes(k, 1, 2), v=jnp.swapaxes(k, 1, 2), lengths=jnp.asarray([[40]], jnp.int32)
     )
-    found = policy.worth(state, rows, chunk, 0.5, None)
+    found = policy.scores(state, chunk, rows)
     want = scored.snapkv(wide_q[0], wide_k[0], 4, 3)(39, [list(range(40))])[0]
     np.testing.assert_allclose(found[0, 0], want, rtol=1e-4)
 
@@ -207,11 +195,8 @@ def test_quest_tells_bounds_apart_that_half_precision_does_not(best):
     high[best, 0] = 32.5
     high[2:] = -1
     bounds = PageBounds(low=jnp.asarray(high - 1, HALF), high=jnp.asarray(high, HALF))
-    chunk = dataclasses.replace(
-        chunk_of(jnp.zeros((1, 1, 1, 8), HALF)),
-        page_table=jnp.arange(4, dtype=jnp.int32)[None, None],
-        lengths=jnp.asarray([[7]], jnp.int32),
-        page_size=2,
+    chunk = chunk_of(
+        jnp.zeros((1, 1, 1, 8), HALF), page_table=[[range(4)]], lengths=[[7]], page_size=2
     )
     placement = Vanilla().write(PolicyState(), chunk)[1]
     reading = policy.read(PolicyState(pages=bounds), jnp.ones((1, 1, 8), HALF), chunk, placement)

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dms_jax.policies import DMC, FixedPooling
-from dms_jax.policies.base import Chunk, Decisions, PolicyState, Projections
 from dms_jax.policies.merging import partial_means
+from dms_jax.policies.values import Decisions, PolicyState
 from tests.oracles import dmc
+from tests.support.chunks import chunk_of, state_of, tokens_of
 
 BATCH, KV_HEADS, HEAD_DIM, LENGTH = 2, 2, 4, 17
 WINDOWS = [None, 1, 2, 3, 7, 12, 16, 17, 40]
@@ -20,19 +21,12 @@ every_window = pytest.mark.parametrize("window", WINDOWS)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def transform(policy, rows, k, v, marks, importance, first, count):
-    chunk = Chunk(
-        k=k,
-        v=v,
-        decisions=Decisions(marks=marks, importance=importance),
-        positions=first[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32),
-        count=count,
-        page_table=jnp.zeros((BATCH, KV_HEADS, 1), jnp.int32),
-        lengths=jnp.zeros((BATCH, KV_HEADS), jnp.int32),
-        page_size=4,
-    )
-    state, chunk = policy.transform(PolicyState(rows=rows), chunk)
-    return state.rows, chunk.k, chunk.v
+def merge(policy, rows, k, v, marks, importance, first, count):
+    tokens = tokens_of(k, v=v, positions=first[:, None] + jnp.arange(k.shape[1]))
+    decisions = Decisions(marks=marks, importance=importance)
+    chunk = chunk_of(tokens, decisions=decisions, count=count, page_size=4)
+    state, chunk = policy.merge(PolicyState(rows=rows), chunk)
+    return state.rows, chunk.tokens.k, chunk.tokens.v
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 12])
@@ -51,13 +45,13 @@ def test_means_do_not_depend_on_the_chunks(window, seed, rate, width):
     got_k, got_v = np.zeros_like(k), np.zeros_like(v)
     with jax.enable_x64(True):
         policy = DMC(window=window)
-        rows = policy.init_rows(BATCH, KV_HEADS, HEAD_DIM, jnp.float64)
+        rows = state_of(policy, BATCH, KV_HEADS, HEAD_DIM, jnp.float64).rows
         done = np.zeros(BATCH, np.int32)
         while (done < LENGTH).any():
             count = np.minimum(random.integers(0, width + 1, BATCH), LENGTH - done)
             index = np.minimum(done[:, None] + np.arange(width), LENGTH - 1)
             batch = np.arange(BATCH)[:, None]
-            rows, new_k, new_v = transform(
+            rows, new_k, new_v = merge(
                 policy,
                 rows,
                 k[batch, index],
@@ -191,14 +185,7 @@ def test_nothing_quadratic_in_the_length(window):
 def shown(q, k, positions=None):
     if positions is None:
         positions = np.arange(k.shape[1])[None]
-    return Projections(
-        q=jnp.asarray(q),
-        k=jnp.asarray(k),
-        v=jnp.asarray(k),
-        adapter_logits=None,
-        positions=jnp.asarray(positions, jnp.int32),
-        layer=jnp.asarray(0),
-    )
+    return tokens_of(k, q=q, positions=positions)
 
 
 @pytest.mark.parametrize("per", ["head", "layer"])
@@ -232,18 +219,8 @@ def test_uniform_weighting_counts_every_token_alike():
 
 
 def relaxed(policy, q, k, positions, noise):
-    decisions = policy.decide(shown(q, k, positions))
-    batch, length, kv_heads, _ = k.shape
-    chunk = Chunk(
-        k=jnp.asarray(k),
-        v=jnp.asarray(2 * k),
-        decisions=decisions,
-        positions=jnp.asarray(positions, jnp.int32),
-        count=jnp.full(batch, length, jnp.int32),
-        page_table=jnp.zeros((batch, kv_heads, 0), jnp.int32),
-        lengths=jnp.zeros((batch, kv_heads), jnp.int32),
-        page_size=1,
-    )
+    tokens = tokens_of(k, q=q, v=2 * k, positions=positions)
+    chunk = chunk_of(tokens, decisions=policy.decide(tokens))
     return policy.relax(chunk, jnp.asarray(noise))
 
 
@@ -285,4 +262,4 @@ def test_fixed_pooling_is_what_the_paper_describes():
     np.testing.assert_allclose(
         got.k[0, :, 0], dmc.pool(k[0, :, 0], merge[:, 0], weights[:, 0]), atol=1e-13
     )
-    assert FixedPooling(every=3).borrowed_neurons is None
+    assert FixedPooling(every=3).retrofit.borrowed_neurons is None

@@ -12,58 +12,51 @@ from hypothesis import strategies as st
 
 from dms_jax.cache import Pool
 from dms_jax.policies import DMS, H2O, TOVA, Quest, RandomEviction, Vanilla
-from dms_jax.policies.base import NOT_STORED, Chunk, Decisions, PolicyState
 from dms_jax.policies.quest import PageBounds
+from dms_jax.policies.values import NOT_STORED, Chunk, Decisions, PolicyState
 from tests.oracles import quest
+from tests.support.chunks import chunk_of, observed, state_of, tokens_of
 
 
-def chunk_of(k, count, page_table, lengths, page_size, first=0):
-    batch, num_tokens = k.shape[:2]
-    positions = first + jnp.arange(num_tokens, dtype=jnp.int32)
-    return Chunk(
-        k=jnp.asarray(k),
-        v=jnp.asarray(k),
-        decisions=Decisions(),
-        positions=jnp.broadcast_to(positions, (batch, num_tokens)),
-        count=jnp.asarray(count, jnp.int32),
-        page_table=jnp.asarray(page_table, jnp.int32),
-        lengths=jnp.asarray(lengths, jnp.int32),
-        page_size=page_size,
+def rows_chunk(k, count, page_table, lengths, page_size, *, first=0, **fields):
+    tokens = tokens_of(k, positions=first + np.arange(k.shape[1]))
+    return chunk_of(
+        tokens, count=count, page_table=page_table, lengths=lengths, page_size=page_size, **fields
     )
 
 
 def tova_write(policy, state, lengths, count):
-    chunk = chunk_of(np.zeros((1, 1, 2, 2)), [count], np.zeros((1, 2, 2)), lengths, 4)
+    chunk = rows_chunk(np.zeros((1, 1, 2, 2)), [count], np.zeros((1, 2, 2)), lengths, 4)
     state, placement = policy.write(state, chunk)
     return state, placement, chunk
 
 
 def test_tova_gives_the_victims_slot_to_the_next_token():
     policy = TOVA(budget=2, per="head")
-    state = PolicyState(rows=policy.init_rows(1, 2, 2, jnp.float32))
+    state = state_of(policy, 1, 2, 2)
     lengths = np.zeros((1, 2), np.int32)
     slots = []
     # Weights [K, S] per step; slots beyond the length are zero and must not be chosen.
     for weights in ([[1, 0, 0], [1, 0, 0]], [[0.9, 0.1, 0], [0.4, 0.6, 0]]):
         state, placement, chunk = tova_write(policy, state, lengths, 1)
         slots.append(placement.slots[0, :, 0].tolist())
-        observed = jnp.pad(
+        weights = jnp.pad(
             jnp.asarray(weights, jnp.float32)[None, :, None], ((0, 0),) * 3 + ((0, 5),)
         )
-        state = policy.observe(state, observed, chunk, placement, None)
+        state = policy.observe(state, chunk, placement, observed(weights))
         lengths = np.asarray(placement.lengths)
         assert state.rows.tolist() == [[NOT_STORED] * 2]
     # The third token is one too many: its attention shows who goes, here slot 1 and slot 2.
     state, placement, chunk = tova_write(policy, state, lengths, 1)
-    observed = np.zeros((1, 2, 1, 8), np.float32)
-    observed[0, 0, 0, :3], observed[0, 1, 0, :3] = [0.5, 0.1, 0.4], [0.5, 0.3, 0.2]
-    state = policy.observe(state, jnp.asarray(observed), chunk, placement, None)
+    last = np.zeros((1, 2, 1, 8), np.float32)
+    last[0, 0, 0, :3], last[0, 1, 0, :3] = [0.5, 0.1, 0.4], [0.5, 0.3, 0.2]
+    state = policy.observe(state, chunk, placement, observed(jnp.asarray(last)))
     assert state.rows.tolist() == [[1, 2]]
     # A sequence that takes no part in a step changes nothing.
     held, placement, chunk = tova_write(policy, state, np.asarray(placement.lengths), 0)
     assert (placement.slots == NOT_STORED).all()
     assert placement.lengths.tolist() == [[3, 3]]
-    held = policy.observe(held, jnp.asarray(observed[..., ::-1]), chunk, placement, None)
+    held = policy.observe(held, chunk, placement, observed(jnp.asarray(last[..., ::-1])))
     assert held.rows.tolist() == [[1, 2]]
     _, placement, _ = tova_write(policy, state, np.asarray(placement.lengths), 1)
     assert placement.slots[0, :, 0].tolist() == [1, 2]
@@ -72,13 +65,12 @@ def test_tova_gives_the_victims_slot_to_the_next_token():
 
 def test_tova_averages_over_the_layer():
     policy = TOVA(budget=1)
-    chunk = chunk_of(np.zeros((1, 1, 2, 2)), [1], np.zeros((1, 2, 1)), [[1, 1]], 4)
+    chunk = rows_chunk(np.zeros((1, 1, 2, 2)), [1], np.zeros((1, 2, 1)), [[1, 1]], 4)
     _, placement = policy.write(PolicyState(rows=jnp.full((1, 2), NOT_STORED)), chunk)
     # Head 0 alone would drop slot 1, head 1 alone slot 0; together 0.55 against 0.45.
     weights = jnp.asarray([[[[0.8, 0.2, 0, 0]], [[0.3, 0.7, 0, 0]]]], jnp.float32)
-    state = policy.observe(
-        PolicyState(rows=jnp.zeros((1, 2), jnp.int32)), weights, chunk, placement, None
-    )
+    state = PolicyState(rows=jnp.zeros((1, 2), jnp.int32))
+    state = policy.observe(state, chunk, placement, observed(weights))
     assert state.rows.tolist() == [[1, 1]]
 
 
@@ -88,8 +80,8 @@ PAGE_SIZE, WIDTH, TOKENS = 3, 4, 14
 @functools.partial(jax.jit, static_argnums=0)
 def write_quest(policy: Quest, state: PolicyState, pool: Pool, chunk: Chunk):
     state, placement = policy.write(state, chunk)
-    pool = pool.store(chunk.page_table, placement.slots, placement.k, placement.v)
-    return policy.stored(state, pool, chunk, placement), pool, placement
+    pool = pool.store(chunk.page_table, placement.slots, chunk.tokens.k, chunk.tokens.v)
+    return policy.written(state, chunk, placement, pool), pool, placement
 
 
 @pytest.mark.parametrize("width", [1, WIDTH])
@@ -107,7 +99,7 @@ def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
     # The pages had owners before.
     stale = jnp.asarray(100 * random.normal(size=(4 * pages, 4)), jnp.float32)
     state = PolicyState(
-        rows=policy.init_rows(2, 2, 4, jnp.dtype("float32")),
+        rows=state_of(policy, 2, 2, 4, page_size=PAGE_SIZE).rows,
         pages=PageBounds(low=stale, high=stale),
     )
     pool = Pool(*(jnp.full((4 * pages, PAGE_SIZE, 4), jnp.nan) for _ in range(2)))
@@ -118,8 +110,10 @@ def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
         for row in range(2):
             part[row, : count[row]] = keys[row, done[row] : done[row] + count[row]]
             marked[row, :, : count[row]] = marks[row, :, done[row] : done[row] + count[row]]
-        chunk = chunk_of(part, count, table, lengths, PAGE_SIZE, first=done[:, None])
-        chunk = dataclasses.replace(chunk, decisions=Decisions(marks=jnp.asarray(marked)))
+        decisions = Decisions(marks=jnp.asarray(marked))
+        chunk = rows_chunk(
+            part, count, table, lengths, PAGE_SIZE, first=done[:, None], decisions=decisions
+        )
         state, pool, placement = write_quest(policy, state, pool, chunk)
         done, lengths = done + count, np.asarray(placement.lengths)
         low, high = np.asarray(state.pages.low), np.asarray(state.pages.high)
@@ -138,10 +132,10 @@ def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
 def test_the_page_of_the_current_token_is_read_wherever_it_is():
     """Over a policy that evicts, the newest token may have taken a slot on an early page."""
     policy = Quest(budget=2, dense_layers=0, over=DMS(window=2))
-    chunk = chunk_of(np.zeros((1, 1, 1, 2)), [1], np.arange(4).reshape(1, 1, 4), [[8]], 2)
+    chunk = rows_chunk(np.zeros((1, 1, 1, 2)), [1], np.arange(4).reshape(1, 1, 4), [[8]], 2)
     placement = Vanilla().write(PolicyState(), chunk)[1]
     placement = dataclasses.replace(
-        placement, slots=jnp.full((1, 1, 1), 3, jnp.int32), lengths=jnp.full((1, 1), 7, jnp.int32)
+        placement, slots=jnp.full((1, 1, 1), 3, jnp.int32), live=jnp.full((1, 1, 1), 7, jnp.int32)
     )
     bounds = PageBounds(low=jnp.zeros((4, 2)), high=jnp.asarray([[9.0, 9], [0, 0], [8, 8], [7, 7]]))
     reading = policy.read(PolicyState(pages=bounds), jnp.ones((1, 1, 2)), chunk, placement)
@@ -155,18 +149,20 @@ def test_the_page_of_the_current_token_is_read_wherever_it_is():
 
 def test_quest_reads_its_first_layers_whole():
     runs = Quest(budget=8, dense_layers=2).groups(5)
-    assert [(start, end) for start, end, _ in runs] == [(0, 2), (2, 5)]
-    assert runs[0][2].read_budget > 10**6
-    assert runs[1][2].read_budget == 8
-    assert [run[:2] for run in Quest(dense_layers=9).groups(3)] == [(0, 3)]
-    assert [run[:2] for run in Quest(dense_layers=0).groups(3)] == [(0, 3)]
+    assert [(run.start, run.end) for run in runs] == [(0, 2), (2, 5)]
+    dense, selecting = (run.policy.footprint(10**6, page_size=4) for run in runs)
+    assert (dense.reads, dense.attended) == (10**6, 10**6)
+    assert (selecting.reads, selecting.attended) == (8 + 10**6 / 4, 8)
+    for dense_layers in (9, 0):
+        (run,) = Quest(dense_layers=dense_layers).groups(3)
+        assert (run.start, run.end) == (0, 3)
 
 
 def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
     """A conversation's next prompt: the victim of the last answer's last token goes first."""
     policy = TOVA(budget=2, per="head", prefill="dense_then_evict")
     state = PolicyState(rows=jnp.asarray([[1, NOT_STORED]], jnp.int32))
-    chunk = chunk_of(np.zeros((1, 3, 2, 2)), [2], np.zeros((1, 2, 2)), [[3, 2]], 4, first=5)
+    chunk = rows_chunk(np.zeros((1, 3, 2, 2)), [2], np.zeros((1, 2, 2)), [[3, 2]], 4, first=5)
     state, placement = policy.write(state, chunk)
     assert placement.slots.tolist() == [[[1, 3, NOT_STORED], [2, 3, NOT_STORED]]]
     assert placement.lengths.tolist() == [[4, 4]]
@@ -177,18 +173,17 @@ def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
 
 def test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner():
     policy = H2O(budget=2)  # one heavy, one recent
-    state = PolicyState(
-        rows=policy.init_rows(1, 1, 2, jnp.float32), pages=policy.init_pages(2, 2, 2, jnp.float32)
-    )
+    state = state_of(policy, 1, 1, 2, num_pages=2, page_size=2)
     table, lengths = [[[1, 0]]], np.zeros((1, 1), np.int32)
     victims, sums = [], []
     for position, weights in enumerate(
         ([1, 0, 0], [0.6, 0.4, 0], [0.1, 0.7, 0.2], [0.1, 0.5, 0.4])
     ):
-        chunk = chunk_of(np.zeros((1, 1, 1, 2)), [1], table, lengths, 2, first=position)
+        chunk = rows_chunk(np.zeros((1, 1, 1, 2)), [1], table, lengths, 2, first=position)
         state, placement = policy.write(state, chunk)
-        observed = jnp.asarray([*weights, 0], jnp.float32)[None, None, None]
-        state = policy.observe(state, observed, chunk, placement, None)
+        state = policy.written(state, chunk, placement, None)
+        seen = observed(jnp.asarray([*weights, 0], jnp.float32)[None, None, None])
+        state = policy.observe(state, chunk, placement, seen)
         lengths = np.asarray(placement.lengths)
         victims.append(int(state.rows[0, 0]))
         sums.append(np.asarray(state.pages.sums)[[1, 0]].reshape(-1)[: lengths[0, 0]].tolist())

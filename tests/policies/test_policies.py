@@ -28,7 +28,8 @@ from dms_jax.policies import (
     Vanilla,
     from_dict,
 )
-from dms_jax.policies.base import Policy
+from dms_jax.policies.base import LayerGroup, Policy
+from dms_jax.policies.values import Footprint, Retrofit
 
 CHANGED = [
     Vanilla(),
@@ -101,14 +102,14 @@ def test_unknown_names_and_options_are_refused_by_name():
 
 
 def test_what_can_be_trained():
-    trainable = [name for name, policy in POLICIES.items() if policy.trainable]
+    trainable = [name for name, policy in POLICIES.items() if policy().retrofit.possible]
     assert trainable == ["DMS", "DMC", "FixedPooling"]
 
 
 def test_the_base_policy_is_vanilla():
-    assert Vanilla().groups(3) == ((0, 3, Vanilla()),)
-    assert Vanilla().slot_limit(64) is None
-    assert Vanilla().borrowed_neurons is None
+    assert Vanilla().groups(3) == (LayerGroup(0, 3, Vanilla()),)
+    assert Vanilla().footprint(99, page_size=64) == Footprint(99, 99, None, reads=99, attended=99)
+    assert Vanilla().retrofit == Retrofit()
     assert isinstance(Vanilla(), Policy)
 
 

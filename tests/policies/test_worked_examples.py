@@ -5,23 +5,21 @@ import numpy as np
 import pytest
 
 from dms_jax.policies import DMS
-from dms_jax.policies.base import Chunk, Decisions, PolicyState, Projections
+from dms_jax.policies.values import Decisions
+from tests.support.chunks import chunk_of, state_of, tokens_of
 
 
 def cache_states(policy: DMS, marks: list[int]) -> list[list[int]]:
     """The tokens in each slot after every step of one row."""
-    state = PolicyState(rows=policy.init_rows(1, 1, 2, jnp.float32))
+    state = state_of(policy, 1, 1, 2)
     lengths = jnp.zeros((1, 1), jnp.int32)
     slots: dict[int, int] = {}
     states = []
     for token, mark in enumerate(marks):
-        chunk = Chunk(
-            k=jnp.zeros((1, 1, 1, 2)),
-            v=jnp.zeros((1, 1, 1, 2)),
+        chunk = chunk_of(
+            tokens_of(np.zeros((1, 1, 1, 2)), positions=[token]),
             decisions=Decisions(marks=jnp.full((1, 1, 1), bool(mark))),
-            positions=jnp.full((1, 1), token, jnp.int32),
-            count=jnp.ones(1, jnp.int32),
-            page_table=jnp.zeros((1, 1, 2), jnp.int32),
+            page_table=[[[0, 0]]],
             lengths=lengths,
             page_size=4,
         )
@@ -47,16 +45,8 @@ def test_six_states_of_the_cache():
     # those of the probability to be evicted.
     keep = np.array([0.2, 0.9, 0.3, 0.8, 0.1, 0.95])
     policy = DMS(window=2, shift=0, source="adapter", alpha_scale=1.0, alpha_offset=0.0)
-    nothing = jnp.zeros((1, 6, 1, 2))
-    projections = Projections(
-        q=nothing,
-        k=nothing,
-        v=nothing,
-        adapter_logits=jnp.asarray(np.log(1 - keep) - np.log(keep))[None, None],
-        positions=jnp.arange(6)[None],
-        layer=jnp.asarray(0),
-    )
-    decisions = policy.decide(projections)
+    logits = jnp.asarray(np.log(1 - keep) - np.log(keep))[None, None]
+    decisions = policy.decide(tokens_of(np.zeros((1, 6, 1, 2)), adapter_logits=logits))
     assert decisions.marks[0, 0].tolist() == [True, False, True, False, True, False]
     states = cache_states(policy, decisions.marks[0, 0].tolist())
     named = ["".join(sorted("ABCDEF"[token] for token in state)) for state in states]
@@ -72,21 +62,18 @@ def test_compression_depends_on_the_window(window, length):
     policy = DMS(window=window, shift=0)
     marks = np.arange(length) % 8 != 0  # 7 of 8
     tokens = 512
-    state = PolicyState(rows=policy.init_rows(1, 1, 2, jnp.float32))
+    state = state_of(policy, 1, 1, 2)
     lengths = jnp.zeros((1, 1), jnp.int32)
     for first in range(0, length, tokens):
         part = np.zeros(tokens, bool)
         count = min(tokens, length - first)
         part[:count] = marks[first : first + count]
-        chunk = Chunk(
-            k=jnp.zeros((1, tokens, 1, 2)),
-            v=jnp.zeros((1, tokens, 1, 2)),
+        chunk = chunk_of(
+            tokens_of(np.zeros((1, tokens, 1, 2)), positions=first + np.arange(tokens)),
             decisions=Decisions(marks=jnp.asarray(part)[None, None]),
-            positions=(first + jnp.arange(tokens, dtype=jnp.int32))[None],
-            count=jnp.full(1, count, jnp.int32),
-            page_table=jnp.zeros((1, 1, length), jnp.int32),
+            count=[count],
+            page_table=np.zeros((1, 1, length)),
             lengths=lengths,
-            page_size=1,
         )
         state, placement = policy.write(state, chunk)
         lengths = placement.lengths

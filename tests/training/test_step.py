@@ -24,7 +24,7 @@ def control(target=0.9, neuron_scale=None):
 
 
 def gradients(model, policy, recipe, passes, key=None, **schedule):
-    transformer = add_adapter(model.transformer) if policy.uses_adapter else model.transformer
+    transformer = add_adapter(model.transformer) if policy.retrofit.adapter else model.transformer
     arrays = parameters(transformer)
     function = jax.jit(make_gradients(rebuilder(transformer), policy, recipe))
     teacher = {name: x for name, x in arrays.items() if not names.is_adapter(name)}

@@ -303,4 +303,4 @@ class Bench:
 
 def as_data(policy: Policy, share: Share) -> dict[str, Any]:
     """A policy with its budget in tokens."""
-    return policy.for_horizon(share.limit).to_dict()
+    return policy.for_length(share.limit).to_dict()

@@ -15,7 +15,7 @@ import numpy as np
 import dms_jax
 from dms_jax.policies import POLICIES, FixedPooling, Policy
 from dms_jax.policies.budget import BudgetedPolicy
-from dms_jax.policies.scored import Scorer
+from dms_jax.policies.periodic_eviction import Scorer
 from experiments.reproduction.curve.jobs import limit_for
 
 # A system that cuts rows every so often does so once every so many tokens here.

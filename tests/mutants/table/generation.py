@@ -83,9 +83,9 @@ MUTANTS = [
     ),
     Mutant(
         "generation: the reads of selection leave out the pages' bounds",
-        FOLDER + "memory.py",
-        "selected = budget * readers + live / page_size",
-        "selected = budget * readers",
+        "dms_jax/policies/quest.py",
+        "reads = budget * readers + held.expected / page_size",
+        "reads = budget * readers",
         (f"{MEMORY}::test_what_other_policies_keep_and_read",),
     ),
     Mutant(
@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "generation: the pool of a policy that cuts has no room for a prompt",
         FOLDER + "memory.py",
-        "limit = None if policy.shrinks else policy.for_horizon(max_tokens).slot_limit(page_size)",
-        "limit = policy.for_horizon(max_tokens).slot_limit(page_size)",
+        "slots = max_tokens if limit is None or policy.shrinks else min(limit, max_tokens)",
+        "slots = max_tokens if limit is None else min(limit, max_tokens)",
         ("tests/generation/test_budgets.py::test_a_prompt_that_is_cut_gives_its_pages_back",),
     ),
     Mutant(

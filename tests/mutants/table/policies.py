@@ -19,40 +19,36 @@ MUTANTS = [
     Mutant(
         "policies: DMC's sums at inference in the model's type",
         FOLDER + "merging.py",
-        """        wide = jnp.promote_types(dtype, jnp.float32)
-        entries =""",
-        """        wide = dtype
-        entries =""",
+        "entries, 2 * shape.head_dim + 1), shape.wide)",
+        "entries, 2 * shape.head_dim + 1), shape.dtype)",
         (f"{FLOAT32}::test_400_merged_tokens_are_their_mean",),
     ),
     Mutant(
         "policies: H2O's sums in the model's type",
         FOLDER + "h2o.py",
-        """        wide = jnp.promote_types(dtype, jnp.float32)
-""",
-        """        wide = dtype
-""",
+        "sums=jnp.zeros(shape.pages, shape.wide)",
+        "sums=jnp.zeros(shape.pages, shape.dtype)",
         (f"{FLOAT32}::test_h2o_adds_up_600_queries",),
     ),
     Mutant(
         "policies: AdaKV without its safeguard",
         FOLDER + "allocation.py",
-        "worth = jnp.where(highest(worth, safe) & (worth > -jnp.inf), jnp.inf, worth)",
-        "del safe",
+        "scores = jnp.where(highest(scores, own) & (scores > -jnp.inf), jnp.inf, scores)",
+        "del own",
         (f"{ALLOCATION}::test_heads_compete_after_each_had_its_share",),
     ),
     Mutant(
         "policies: PyramidKV with every layer high but the last",
         FOLDER + "allocation.py",
-        "fall = -(-chunk.layer * (high - low) // (chunk.num_layers - 1))",
-        "fall = jnp.where(chunk.layer == chunk.num_layers - 1, high - low, 0)",
+        "fall = -(-chunk.tokens.layer * (high - low) // (num_layers - 1))",
+        "fall = jnp.where(chunk.tokens.layer == num_layers - 1, high - low, 0)",
         (f"{ALLOCATION}::test_a_pyramid_by_hand",),
     ),
     Mutant(
         "policies: PyramidKV's budgets rounded up",
         FOLDER + "allocation.py",
-        "fall = -(-chunk.layer * (high - low) // (chunk.num_layers - 1))",
-        "fall = chunk.layer * (high - low) // (chunk.num_layers - 1)",
+        "fall = -(-chunk.tokens.layer * (high - low) // (num_layers - 1))",
+        "fall = chunk.tokens.layer * (high - low) // (num_layers - 1)",
         (f"{ALLOCATION}::test_a_pyramid_by_hand",),
     ),
     Mutant(
@@ -69,8 +65,8 @@ MUTANTS = [
     Mutant(
         "policies: a share that is whole is rounded below itself",
         FOLDER + "budget.py",
-        "tokens = jnp.floor(chunk.horizon / compression_ratio * (1 + 1e-6))",
-        "tokens = jnp.floor(chunk.horizon / compression_ratio)",
+        "tokens = jnp.floor(chunk.max_lengths / compression_ratio * (1 + 1e-6))",
+        "tokens = jnp.floor(chunk.max_lengths / compression_ratio)",
         (f"{ALLOCATION}::test_a_share_is_rounded_down_and_whole_ones_stay_whole",),
     ),
     Mutant(
@@ -90,8 +86,8 @@ MUTANTS = [
     Mutant(
         "policies: H2O counts the queries of padding",
         FOLDER + "h2o.py",
-        "at = jnp.where(chunk.valid[:, 0], chunk.positions, -1)",
-        "at = chunk.positions",
+        "at = jnp.where(chunk.valid[:, 0], chunk.tokens.positions, -1)",
+        "at = chunk.tokens.positions",
         (f"{FLOAT32}::test_h2o_adds_up_a_dense_prompt_without_its_padding",),
     ),
     Mutant(
@@ -110,9 +106,9 @@ MUTANTS = [
     ),
     Mutant(
         "policies: the newest token of a cut is one too late",
-        FOLDER + "victims.py",
-        "newest = chunk.first + last\n",
-        "newest = chunk.first + chunk.count\n",
+        FOLDER + "values.py",
+        "return self.first + jnp.maximum(self.count, 1) - 1",
+        "return self.first + jnp.maximum(self.count, 1)",
         (f"{CHUNKS}[(13, 1, 22)-H2O-budget=9-prefill=dense_then_evict-G=2-page=4]",),
     ),
     Mutant(
@@ -135,8 +131,8 @@ MUTANTS = [
     Mutant(
         "policies: ExpectedAttention's moments in the model's type",
         FOLDER + "expected_attention.py",
-        "        wide = jnp.promote_types(dtype, jnp.float32)\n        spread",
-        "        wide = dtype\n        spread",
+        "mean=jnp.zeros(size, shape.wide), spread=spread)",
+        "mean=jnp.zeros(size, shape.dtype), spread=spread)",
         (f"{FLOAT32}::test_expected_attention_learns_the_moments_of_500_queries",),
     ),
     Mutant(
@@ -163,7 +159,7 @@ MUTANTS = [
     Mutant(
         "policies: the first token of a DMC sequence merges into nothing",
         FOLDER + "dmc.py",
-        "marks=(logits > 0) & (projections.positions > 0)[:, None],",
+        "marks=(logits > 0) & (tokens.positions > 0)[:, None],",
         "marks=logits > 0,",
         (f"{MERGING}::test_decisions_and_importance_are_the_neurons",),
     ),
@@ -183,16 +179,16 @@ MUTANTS = [
     ),
     Mutant(
         "policies: rows are cut one token late",
-        FOLDER + "scored.py",
+        FOLDER + "periodic_eviction.py",
         "return total >= heads * (",
         "return total > heads * (",
         (f"{STEPS}[KeyDiff-budget=8-interval=4-G=2-page=3]",),
     ),
     Mutant(
         "policies: rows over a mesh are cut when a device's own are full",
-        FOLDER + "scored.py",
-        "total, heads = jax.lax.psum((total, heads), head_axis)",
-        "del head_axis",
+        FOLDER + "periodic_eviction.py",
+        "total, heads = jax.lax.psum((total, heads), chunk.static.head_axis)",
+        "pass",
         (f"{ALLOCATION}::test_the_rows_of_a_layer_are_due_together_wherever_they_are",),
     ),
     Mutant(
@@ -226,8 +222,8 @@ MUTANTS = [
     Mutant(
         "policies: PyramidKV's longest row is that of a middle layer",
         FOLDER + "allocation.py",
-        "return 2 * (limit - self.cut_interval) + self.cut_interval",
-        "return limit",
+        "first_layer = 2 * (found.at_most - self.cut_interval) + self.cut_interval",
+        "first_layer = found.at_most",
         (f"{ALLOCATION}::test_a_pyramid_by_hand",),
     ),
 ]

@@ -68,8 +68,8 @@ MUTANTS = [
     Mutant(
         "training: the first token of a DMC document counts as merged",
         "dms_jax/policies/dmc.py",
-        "first = (chunk.positions == 0)[:, None]",
-        "first = (chunk.positions < 0)[:, None]",
+        "first = (chunk.tokens.positions == 0)[:, None]",
+        "first = (chunk.tokens.positions < 0)[:, None]",
         (
             "tests/policies/test_merging.py::test_the_soft_form_of_a_document_is_that_of_the_document_alone",
         ),

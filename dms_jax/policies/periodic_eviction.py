@@ -1,12 +1,12 @@
-"""Scores of what a row holds, and cuts back to a budget.
+"""Periodic eviction: rows grow, and are cut back to a budget by scores.
 
-The standard methods that need no training differ in one function: what a token in the cache is
-worth. The rest is the same, and is here. A prompt attends to all of itself, a chunk in one pass;
-after its last token each row is cut to the `budget` tokens that are worth most. From then on tokens
-are appended, and whenever the rows of a layer hold budget + interval tokens on average, they are
-cut back after the attention of that step (a budget of 2048 and an interval of 512 is the published
-decoding of kvpress). Tokens that stay keep their order, so the last slots of a row are always the
-most recent tokens, and the pages behind the cut are given back.
+The standard methods that need no training differ in one function: the scores of the tokens in the
+cache. The rest is the same, and is here. A prompt attends to all of itself, a chunk in one pass;
+after its last token each row is cut to the `budget` tokens of the highest scores. From then on
+tokens are appended, and whenever the rows of a layer hold budget + interval tokens on average, they
+are cut back after the attention of that step (a budget of 2048 and an interval of 512 is the
+published decoding of kvpress). Tokens that stay keep their order, so the last slots of a row are
+always the most recent tokens, and the pages behind the cut are given back.
 """
 
 import dataclasses
@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.checks import Range, require
-from dms_jax.policies.base import Chunk, Policy, PolicyState, Rows
-from dms_jax.policies.budget import LONGEST, BudgetedPolicy, highest
+from dms_jax.policies.base import Policy
+from dms_jax.policies.budget import LONGEST, BudgetedPolicy, bounded, highest
+from dms_jax.policies.values import Chunk, Footprint, PolicyState, Rows
 
 Interval = Annotated[
     Annotated[int, Range(1, LONGEST)] | None, "give None to cut after the prompt alone"
@@ -26,19 +27,18 @@ Interval = Annotated[
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored(Policy):
-    """What policies that cut rows by scores have in common."""
-
-    split_invariant = False
+class PeriodicEviction(Policy):
+    """The mechanism: when rows are cut, and which slots stay by their scores."""
 
     @property
     def shrinks(self) -> bool:
         """After the prompt, and while answering."""
         return True
 
-    def parallel(self, *, prompt: bool) -> bool:
+    @property
+    def parallel(self):
         """Prompts in one pass; answers token by token, for a cut may come between two."""
-        return prompt
+        return "prompts"
 
     @property
     def cut_interval(self) -> int | None:
@@ -47,64 +47,47 @@ class Scored(Policy):
 
     @property
     def protected(self) -> int:
-        """Tokens of a row that always stay, because `worth` says so."""
+        """Tokens of a row that always stay, because their scores are +inf."""
         return 0
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
         """Tokens that a row of this layer keeps, on average over the layer's rows."""
         raise NotImplementedError
 
-    def worth(
-        self,
-        state: PolicyState,
-        rows: Rows,
-        chunk: Chunk,
-        scale: float,
-        head_axis: str | None,
-    ) -> Float[Array, "B K S"]:
-        """What each slot is worth; inf for those that stay whatever else does.
+    def scores(self, state: PolicyState, chunk: Chunk, rows: Rows) -> Float[Array, "B K S"]:
+        """The score of each slot; +inf for those that stay in any case.
 
         Args:
           state: what the policy remembers.
-          rows: what the cache holds, the chunk included.
           chunk: the tokens that came last.
-          scale: factor on the dot products.
-          head_axis: mesh axis over which the KV heads are split, if any.
+          rows: what the cache holds, the chunk included.
         """
         raise NotImplementedError
 
     def select(
-        self,
-        worth: Float[Array, "B K S"],
-        budget: Int[Array, "B 1"],
-        head_axis: str | None,
+        self, scores: Float[Array, "B K S"], budget: Int[Array, "B 1"], chunk: Chunk
     ) -> Bool[Array, "B K S"]:
         """Which slots stay; -inf marks slots that are not in use."""
-        del head_axis
-        return highest(worth, budget)
+        return highest(scores, budget)
 
-    def survivors(self, state, q, rows, chunk, scale, head_axis) -> Bool[Array, "B K S"]:
-        """Those that are worth most."""
-        del q
-        worth = self.worth(state, rows, chunk, scale, head_axis)
-        worth = jnp.where(rows.live, worth, -jnp.inf)
-        return self.select(worth, self.layer_budget(chunk), head_axis)
+    def survivors(self, state, chunk, rows, q) -> Bool[Array, "B K S"]:
+        """Those of the highest scores."""
+        scores = jnp.where(rows.live, self.scores(state, chunk, rows), -jnp.inf)
+        return self.select(scores, self.layer_budget(chunk), chunk)
 
-    def due(
-        self, lengths: Int[Array, "B K"], chunk: Chunk, head_axis: str | None
-    ) -> Bool[Array, " B"] | None:
+    def due(self, lengths: Int[Array, "B K"], chunk: Chunk) -> Bool[Array, " B"] | None:
         """Once the rows of the layer hold budget + interval tokens on average."""
         if self.cut_interval is None:
             return None
         total, heads = lengths.sum(1), lengths.shape[1]
-        if head_axis is not None:
-            total, heads = jax.lax.psum((total, heads), head_axis)
+        if chunk.static.head_axis is not None:
+            total, heads = jax.lax.psum((total, heads), chunk.static.head_axis)
         return total >= heads * (self.layer_budget(chunk)[:, 0] + self.cut_interval)
 
 
 @dataclasses.dataclass(frozen=True)
-class Scorer(BudgetedPolicy, Scored):
-    """Base of policies that say what a token is worth.
+class Scorer(BudgetedPolicy, PeriodicEviction):
+    """Base of policies that score the tokens of a row.
 
     Attributes:
       budget: tokens that a row keeps.
@@ -140,9 +123,7 @@ class Scorer(BudgetedPolicy, Scored):
         """The same for every layer."""
         return self.budget_of(chunk)
 
-    def slot_limit(self, page_size: int) -> int | None:
+    def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
         """The budget, and what comes before the next cut."""
-        del page_size
-        if self.compression_ratio is not None or self.interval is None:
-            return None
-        return self.budget + self.interval
+        budget = self.budget_for(tokens)
+        return bounded(tokens, None if self.interval is None else budget + self.interval)
