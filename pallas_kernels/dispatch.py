@@ -25,7 +25,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-# A name, several names tried in order, or None for the best that serves.
+# A name, several names that are tried in order, or None for the best one that can serve the call.
 ImplementationChoice = str | Sequence[str] | None
 
 

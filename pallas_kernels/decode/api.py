@@ -129,8 +129,8 @@ def decode_plan(
     allowed = [candidate.name for candidate in OPERATION.candidates(implementation)]
     hopper = target_gpu().capability == (9, 0)
     name = "mosaic_gpu" if "mosaic_gpu" in allowed and hopper else "triton"
-    rows = lengths.shape[-1]
-    return gpu.plan_for(name, rows, head_dim, page_size, columns, dtype, lengths)
+    shape = gpu.Shape(lengths.shape[-1], head_dim, page_size, columns, dtype)
+    return gpu.plan_for(name, shape, lengths)
 
 
 def _check(q, rows: Rows, scale) -> None:

@@ -17,13 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.operands import per_column
 from pallas_kernels.decode.plan import owner, stretch_start
-from pallas_kernels.decode.spec import Spec
+from pallas_kernels.decode.spec import LOWEST, Spec
 
 # Partial results loaded together: enough to hide their latency, few enough for the registers.
 _AT_ONCE = 8
 # Warpgroups that share the partial results of a row, where rows are cut this many times or more.
 _THREADS, _MANY_CUTS = 4, 8
-_NEVER = -1e30
 _BLOCK = 64
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
@@ -125,7 +124,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
                 e = plgpu.load(partial_lse_ref.at[slot], layout=_PER_COLUMN, optimized=False)
                 block = partials_ref.at[slot, pl.ds(part * _BLOCK, _BLOCK)]
                 value = plgpu.load(block, layout=plgpu.Layout.WGMMA, optimized=False)
-                absent = jnp.where(index < count, 0.0, _NEVER).astype(jnp.float32)
+                absent = jnp.where(index < count, 0.0, LOWEST).astype(jnp.float32)
                 return e + absent, jnp.ones_like(e), value
 
             def start(value, shape, layout):
@@ -137,7 +136,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
                 (chunks - thread + (threads - 1)) // threads,
                 step,
                 (
-                    start(_NEVER, vector, _PER_COLUMN),
+                    start(LOWEST, vector, _PER_COLUMN),
                     start(0.0, vector, _PER_COLUMN),
                     start(0.0, (_BLOCK, spec.columns), plgpu.Layout.WGMMA),
                 ),

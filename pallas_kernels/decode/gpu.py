@@ -4,16 +4,19 @@ The kernels' modules are imported when a call is traced: Pallas for GPUs takes a
 jax itself.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import tuned
-from pallas_kernels.decode.plan import make_plan
+from pallas_kernels.decode.plan import DecodePlan, make_plan
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOG2_E, Spec
 from pallas_kernels.dispatch import target_gpu, triton_lacks
 
-# Rows that the matrix unit takes: of smaller pages, several make one tile.
+# Number of rows that the matrix unit takes: several smaller pages make one tile.
 _TILE = 64
 _HEAD_DIMS = (64, 96, 128, 256)
 _PAGE_SIZES = (16, 32, 64, 128)
@@ -30,9 +33,25 @@ def tile_of(page_size: int) -> int:
     return max(_TILE, page_size)
 
 
-def _settings(implementation, rows, head_dim, page_size, columns, dtype) -> dict[str, int]:
+class Shape(NamedTuple):
+    """What the settings of a kernel depend on: R, D, P, M and the dtype of the pages."""
+
+    rows: int
+    head_dim: int
+    page_size: int
+    columns: int
+    dtype: DTypeLike
+
+
+def _shape(q, rows: Rows) -> Shape:
+    columns = rows.page_table.shape[1]
+    return Shape(q.shape[0], q.shape[2], rows.page_size, columns, rows.k_pages.dtype)
+
+
+def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
     """Returns the programs per core and their parameters: as measured, else by heuristic."""
     gpu = target_gpu()
+    rows, head_dim, page_size, columns, dtype = shape
     size = jnp.dtype(dtype).itemsize
     small = 2 * rows * columns * page_size * head_dim * size < _SMALL_BYTES * gpu.cores
     found = tuned.lookup(
@@ -57,16 +76,10 @@ def _settings(implementation, rows, head_dim, page_size, columns, dtype) -> dict
     return {"programs_per_core": 1, "stages": max(1, min(wanted, 8, spare // stage))}
 
 
-def _shape(q, rows: Rows) -> tuple:
-    """Returns the arguments of `_settings` after the first."""
-    return q.shape[0], q.shape[2], rows.page_size, rows.page_table.shape[1], rows.k_pages.dtype
-
-
-def plan_for(implementation, rows, head_dim, page_size, columns, dtype, lengths, make=make_plan):
-    """Makes the plan of an implementation for these shapes."""
-    settings = _settings(implementation, rows, head_dim, page_size, columns, dtype)
-    programs = target_gpu().cores * settings["programs_per_core"]
-    return make(lengths, tile=tile_of(page_size), programs=programs)
+def plan_for(implementation: str, shape: Shape, lengths, make=make_plan) -> DecodePlan:
+    """Makes the plan of an implementation for rows of these lengths."""
+    programs = target_gpu().cores * settings_of(implementation, shape)["programs_per_core"]
+    return make(lengths, tile=tile_of(shape.page_size), programs=programs)
 
 
 def spec_of(q, k_pages, settings, **fields) -> Spec:
@@ -83,7 +96,7 @@ def spec_of(q, k_pages, settings, **fields) -> Spec:
     )
 
 
-def _why_neither(q, k_pages, plan) -> str | None:
+def _why_no_kernel(q, k_pages, plan) -> str | None:
     """Returns why no GPU kernel can serve a call, or None."""
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"computes in at most float32, not {q.dtype}"
@@ -103,7 +116,7 @@ def why_not_mosaic(q, rows: Rows, plan, **static):
     k_pages, page_size, head_dim = rows.k_pages, rows.page_size, q.shape[2]
     if gpu.capability != (9, 0):
         return f"needs compute capability 9.0 (Hopper), {gpu.kind} has {gpu.capability}"
-    if reason := _why_neither(q, k_pages, plan):
+    if reason := _why_no_kernel(q, k_pages, plan):
         return reason
     if head_dim not in _HEAD_DIMS:
         return f"serves head dims {_HEAD_DIMS}, not {head_dim}"
@@ -112,7 +125,7 @@ def why_not_mosaic(q, rows: Rows, plan, **static):
     if k_pages.dtype.itemsize == 1 and 4 * page_size % _COPY_ALIGNMENT:
         least = _COPY_ALIGNMENT // 4
         return f"copies scales for float8 pages of at least {least} tokens, not {page_size}"
-    settings = _settings("mosaic_gpu", *_shape(q, rows))
+    settings = settings_of("mosaic_gpu", _shape(q, rows))
     tile = tile_of(page_size) if plan is None else plan.tile
     unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
     spec = spec_of(q, k_pages, settings, tile=tile, **unknown)
@@ -129,7 +142,7 @@ def why_not_triton(q, rows: Rows, plan, **static):
     del static
     head_dim, page_size = q.shape[2], rows.page_size
     lacks = triton_lacks(target_gpu(), rows.k_pages, rows.v_pages)
-    if reason := lacks or _why_neither(q, rows.k_pages, plan):
+    if reason := lacks or _why_no_kernel(q, rows.k_pages, plan):
         return reason
     if head_dim % 16 or head_dim > 256:
         return f"serves head dims that are multiples of 16 up to 256, not {head_dim}"
@@ -148,11 +161,11 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
     shape = _shape(q, rows)
     if plan is None:
         make = make_plan_on_gpu if row_count <= MOST_ROWS else make_plan
-        plan = plan_for("mosaic_gpu", *shape, rows.lengths, make)
+        plan = plan_for("mosaic_gpu", shape, rows.lengths, make)
     spec = spec_of(
         q,
         rows.k_pages,
-        settings or _settings("mosaic_gpu", *shape),
+        settings or settings_of("mosaic_gpu", shape),
         tile=plan.tile,
         programs=plan.programs,
         scale=scale,
@@ -180,8 +193,8 @@ def triton(q, rows: Rows, plan, *, scale, return_lse, return_scores, interpret=F
 
     shape = _shape(q, rows)
     if plan is None:
-        plan = plan_for("triton", *shape, rows.lengths)
-    settings = _settings("triton", *shape)
+        plan = plan_for("triton", shape, rows.lengths)
+    settings = settings_of("triton", shape)
     out, lse, scores = decode_attention_triton(
         q,
         rows,

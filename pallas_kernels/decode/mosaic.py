@@ -32,10 +32,8 @@ from pallas_kernels.decode.operands import (
 )
 from pallas_kernels.decode.plan import stretch_start
 from pallas_kernels.decode.rows import Rows
-from pallas_kernels.decode.spec import LOG2_E, Spec
+from pallas_kernels.decode.spec import LOG2_E, LOWEST, Spec
 
-# Below every score; unlike with -inf, differences of it stay finite.
-_NEVER = -1e30
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 _PER_SLOT = plgpu.Layout.WGMMA.reduce(1)
 _COMPUTE, _COPY = 0, 1
@@ -69,13 +67,13 @@ def walk_rows(plan_refs, lengths_ref, spec: Spec, visit, start_state):
     start = stretch_start(total, program, spec.programs)
     stop = stretch_start(total, program + 1, spec.programs)
 
-    def facts(row):
+    def bounds(row):
         row = jnp.minimum(row, spec.rows - 1)
         return tile_starts_ref[row], tile_starts_ref[row + 1], lengths_ref[row]
 
     def step(row, carry):
         (row_start, row_stop, length), state = carry
-        following = facts(row + 1)
+        following = bounds(row + 1)
         lo = jnp.maximum(start, row_start) - row_start
         hi = jnp.minimum(stop, row_stop) - row_start
         whole = (lo == 0) & (hi == row_stop - row_start)
@@ -83,7 +81,7 @@ def walk_rows(plan_refs, lengths_ref, spec: Spec, visit, start_state):
         state = visit(row, lo, jnp.minimum(hi, live), length, whole, state)
         return following, state
 
-    _, state = lax.fori_loop(first_row, last_row + 1, step, (facts(first_row), start_state))
+    _, state = lax.fori_loop(first_row, last_row + 1, step, (bounds(first_row), start_state))
     return state
 
 
@@ -166,7 +164,7 @@ def _copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barr
 
 
 def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
-    """Runs the computing warpgroup."""
+    """Runs the computing warpgroup, which attends to the copied pages."""
     out_ref, lse_ref, partial_ref, partial_lse_ref, scores_ref = outputs
     q_smem, k_smem, v_smem, k_scales, v_scales, key_smem, value_smem, p_smem, out_smem = smem
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
@@ -248,7 +246,7 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
             step,
             (
                 count,
-                plgpu.layout_cast(jnp.full((spec.columns,), _NEVER, jnp.float32), _PER_COLUMN),
+                plgpu.layout_cast(jnp.full((spec.columns,), LOWEST, jnp.float32), _PER_COLUMN),
                 wgmma(jnp.zeros(tile_shape, jnp.float32)),
                 tuple(
                     wgmma(jnp.zeros((size, spec.columns), jnp.float32)) for _, size in spec.blocks
@@ -286,7 +284,7 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
 
 
 def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
-    """Runs the kernel.
+    """Runs the attention kernel.
 
     Args:
       spec: the static parameters.

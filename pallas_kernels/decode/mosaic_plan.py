@@ -17,7 +17,7 @@ from pallas_kernels.decode.plan import DecodePlan, stretch_start
 
 # Number of rows, or edges, processed at a time: what the registers of one instruction hold.
 _CHUNK = 64
-# More rows than this need more shared memory than there is.
+# The maximum number of rows, given by the size of shared memory.
 MOST_ROWS = 16384
 _SHAPE = (_CHUNK, _CHUNK)
 _PER_ROW, _PER_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)

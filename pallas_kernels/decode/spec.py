@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 LOG2_E = math.log2(math.e)
+# The initial running maximum: below every score, and its differences are finite, unlike -inf's.
+LOWEST = -1e30
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode.rows import Rows
+from pallas_kernels.decode.spec import LOWEST
 
 # Number of slots in a block: enough to hide the copy of one behind the computation of another.
 _BLOCK_SLOTS = 512
 _LANES = 128
 # The rows are split in two for chips with two cores; a chip with one core walks both halves.
 _CORES = 2
-_NEVER = -1e30
 # Bytes of both buffers of keys and of values.
 _VMEM_BYTES = 8 << 20
 
@@ -159,7 +159,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
         blocks,
         block_step,
         (
-            jnp.full((heads, 1), _NEVER, jnp.float32),
+            jnp.full((heads, 1), LOWEST, jnp.float32),
             jnp.zeros((heads, 1), jnp.float32),
             jnp.zeros((heads, head_dim), jnp.float32),
         ),

@@ -17,10 +17,9 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decode.plan import DecodePlan, owner, stretch_start
 from pallas_kernels.decode.rows import Rows
-from pallas_kernels.decode.spec import LOG2_E
+from pallas_kernels.decode.spec import LOG2_E, LOWEST
 
 _HEADS = 16
-_NEVER = -1e30
 # Number of partial results of a row that are merged at a time.
 _AT_ONCE = 4
 
@@ -102,7 +101,7 @@ def _attend(*refs, group, programs, tile, scale, scaled, return_scores):
             jnp.minimum(hi * pages_a_tile, last_page),
             page_step,
             (
-                jnp.full((_HEADS,), _NEVER, jnp.float32),
+                jnp.full((_HEADS,), LOWEST, jnp.float32),
                 jnp.zeros((_HEADS,), jnp.float32),
                 tuple(jnp.zeros((_HEADS, size), jnp.float32) for _, size in blocks),
             ),
@@ -147,7 +146,7 @@ def _merge(*refs, group, programs):
             for j in range(_AT_ONCE):
                 index = i * _AT_ONCE + j
                 rows = _head_rows(first + jnp.minimum(index, count - 1), group)
-                e = jnp.where(index < count, partial_lse_ref[rows], _NEVER)
+                e = jnp.where(index < count, partial_lse_ref[rows], LOWEST)
                 new_peak = jnp.maximum(peak, e)
                 shrink, factor = jnp.exp2(peak - new_peak), jnp.exp2(e - new_peak)
                 factor = jnp.where(index < count, factor, 0)
@@ -163,7 +162,7 @@ def _merge(*refs, group, programs):
             (count + (_AT_ONCE - 1)) // _AT_ONCE,
             step,
             (
-                jnp.full((_HEADS,), _NEVER, jnp.float32),
+                jnp.full((_HEADS,), LOWEST, jnp.float32),
                 jnp.zeros((_HEADS,), jnp.float32),
                 tuple(jnp.zeros((_HEADS, size), jnp.float32) for _, size in blocks),
             ),
@@ -187,7 +186,7 @@ def decode_attention_triton(
     num_stages: int,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the kernels.
+    """Runs the attention kernel and the one that merges partial results.
 
     Returns:
       The result, base-2 lse [R, G], and base-2 scores [R, 16, M * P], unwritten at unread slots.

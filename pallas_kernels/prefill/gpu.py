@@ -38,10 +38,10 @@ def why_not(q, chunk: Chunk, past: Past, *, window: int, scale: float) -> str | 
     del chunk, window
     page = past.page_size
     if target_gpu().capability[0] != 9:
-        return f"it uses Hopper's wgmma, and the GPU is a {target_gpu().kind}"
+        return f"needs Hopper's wgmma, and the GPU is a {target_gpu().kind}"
     if q.dtype != jnp.bfloat16:
         # wgmma would round float32 to TF32; float16 would overflow in the gradients.
-        return f"wgmma is given bfloat16 operands alone, got {q.dtype}"
+        return f"serves bfloat16 operands alone, got {q.dtype}"
     if q.shape[3] not in HEAD_DIMS:
         return f"the head dim must be one of {HEAD_DIMS}, got {q.shape[3]}"
     if page % 8 or TILE % min(page, TILE) or page % min(page, TILE):

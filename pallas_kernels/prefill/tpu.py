@@ -1,4 +1,4 @@
-"""Prompt attention on TPU.
+"""Prompt attention on TPUs, over tiles of paged and of dense keys.
 
 The grid is (B, K, query tiles). A program takes the rows of a KV head's whole query group and walks
 the key tiles that `tiles.make_plan` lists: while one tile is multiplied the next is copied from its

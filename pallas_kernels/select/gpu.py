@@ -53,10 +53,10 @@ def _ordered(scores: Float[Array, " S"]) -> Int[Array, " S"]:
     return jnp.where(bits < 0, _LOWEST - bits, bits)
 
 
-def _bound(keys: Int[Array, " S"], count: int) -> Int[Array, ""]:
+def _threshold(keys: Int[Array, " S"], count: int) -> Int[Array, ""]:
     """Returns a threshold that exactly `count` keys reach, or the largest one that more reach."""
 
-    def unsettled(state):
+    def unfinished(state):
         low, high, reached = state
         return (low < high) & (reached != count)
 
@@ -72,7 +72,7 @@ def _bound(keys: Int[Array, " S"], count: int) -> Int[Array, ""]:
         )
 
     everything = (keys.min(), keys.max(), jnp.int32(keys.size))
-    return lax.while_loop(unsettled, halve, everything)[0]
+    return lax.while_loop(unfinished, halve, everything)[0]
 
 
 def _kernel(scores_ref, out_ref, *, width: int, block: int, count: int):
@@ -81,8 +81,8 @@ def _kernel(scores_ref, out_ref, *, width: int, block: int, count: int):
     inside = index < width
     scores = plt.load(scores_ref.at[row, pl.ds(0, block)], mask=inside, other=0.0)
     keys = jnp.where(inside, _ordered(scores), _LOWEST)
-    bound = _bound(keys, count)
-    more, same = keys > bound, keys == bound
+    threshold = _threshold(keys, count)
+    more, same = keys > threshold, keys == threshold
     # Both prefix sums at once, each in one half of 32 bits.
     marks = more.astype(jnp.int32) + (same.astype(jnp.int32) << 16)
     before = jnp.cumsum(marks) - marks

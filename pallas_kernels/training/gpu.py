@@ -22,10 +22,10 @@ def why_not(inputs: Inputs, *rest, window: int, scale: float) -> str | None:
     del rest, window
     q = inputs.q
     if target_gpu().capability[0] != 9:
-        return f"it uses Hopper's wgmma, and the GPU is a {target_gpu().kind}"
+        return f"needs Hopper's wgmma, and the GPU is a {target_gpu().kind}"
     if q.dtype != jnp.bfloat16:
         # wgmma would round float32 to TF32; float16 would overflow in the gradients.
-        return f"wgmma is given bfloat16 operands alone, got {q.dtype}"
+        return f"serves bfloat16 operands alone, got {q.dtype}"
     if q.shape[3] > HEAD_DIMS[-1]:
         return f"the head dim may be {HEAD_DIMS[-1]} at most, got {q.shape[3]}"
     if scale <= 0:

@@ -153,7 +153,7 @@ def _program(problem: Problem, inputs, outputs, memory):
         for slot in range(stages):
             plgpu.barrier_wait(memory.q_consumed.at[slot])
 
-    def meet(barrier):
+    def synchronize(barrier):
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
 
@@ -242,7 +242,7 @@ def _program(problem: Problem, inputs, outputs, memory):
         dk, dv, dbias = pl.run_scoped(walk, accumulator, accumulator)
         if split:
             # Both warpgroups read these tiles, so neither may write before the other has finished.
-            meet(memory.done)
+            synchronize(memory.done)
         columns(k_tile)[...] = (dk * problem.scale).astype(problem.dtype)
         columns(v_tile)[...] = dv.astype(problem.dtype)
         memory.row_values.at[warpgroup][...] = dbias
@@ -260,7 +260,7 @@ def _program(problem: Problem, inputs, outputs, memory):
 
         if split:
             # Both halves are in one tile; one warpgroup copies out the keys, the other the values.
-            meet(memory.done)
+            synchronize(memory.done)
             pl.when(warpgroup == 0)(write_keys)
             pl.when(warpgroup == 1)(write_values)
         else:

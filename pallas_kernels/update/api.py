@@ -111,7 +111,7 @@ def _check(old, new, scales, new_scales, pages, offsets) -> None:
         fail(f"pages {pages.shape} and offsets {offsets.shape} must have the same rows")
     given = [x is not None for x in (*scales, *new_scales)]
     if any(given) != (k_pages.dtype.itemsize == 1) or any(given) != all(given):
-        fail(f"scales of pages and of what is new belong to float8 pages, these: {k_pages.dtype}")
+        fail(f"scales of pages and of new entries belong to float8 pages, not to {k_pages.dtype}")
     if any(given):
         for name, array, shape in (
             ("k_scales", scales[0], k_pages.shape[:2]),

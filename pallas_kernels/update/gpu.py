@@ -20,7 +20,8 @@ from pallas_kernels.update.reference import is_slot
 _WARPGROUP = 128
 
 
-def _why_neither(pages) -> str | None:
+def _why_no_kernel(pages) -> str | None:
+    """Returns why no GPU kernel can serve a call, or None."""
     if any(x is not None and x.dtype.itemsize > 4 for x in pages):
         return f"writes numbers of at most 32 bits, not {pages[0].dtype}"
     return None
@@ -35,7 +36,7 @@ def why_not_mosaic(pages, new, page, offset) -> str | None:
         return f"needs compute capability 9.0 (Hopper), {gpu.kind} has {gpu.capability}"
     if head_dim % _WARPGROUP:
         return f"serves head dims that are multiples of {_WARPGROUP}, not {head_dim}"
-    return _why_neither(pages)
+    return _why_no_kernel(pages)
 
 
 def why_not_triton(pages, new, page, offset) -> str | None:
@@ -44,7 +45,7 @@ def why_not_triton(pages, new, page, offset) -> str | None:
     head_dim = pages[0].shape[2]
     if head_dim & (head_dim - 1):
         return f"serves head dims that are powers of two, not {head_dim}"
-    return triton_lacks(target_gpu(), *pages) or _why_neither(pages)
+    return triton_lacks(target_gpu(), *pages) or _why_no_kernel(pages)
 
 
 def _stacked(new):
