@@ -1,4 +1,4 @@
-"""The check of debug mode on rows of pages: what a kernel would read outside the pool or the table.
+"""The bounds check of debug mode: whether a kernel would read outside the pool or the page table.
 
 On concrete arrays it raises before anything is launched; under `jax.jit` it is a `checkify.check`.
 """
@@ -17,14 +17,14 @@ def check_pages(
     pages: int,
     page_size: int,
 ) -> None:
-    """Refuse live table entries outside the pool and lengths outside the table.
+    """Refuses live table entries outside the pool, and lengths outside the table.
 
     Args:
-      operation: whose arguments these are.
+      operation: name of the operation whose arguments these are, for the messages.
       page_table: page numbers of each row.
-      lengths: live slots of each row.
-      pages: pages of the pool.
-      page_size: slots of a page.
+      lengths: number of live slots of each row.
+      pages: number of pages in the pool.
+      page_size: number of slots in a page.
 
     Raises:
       ValueError: a page or a length is out of range.

@@ -1,9 +1,9 @@
-"""Choose which implementation of an operation serves a call.
+"""Chooses which implementation of an operation serves a call.
 
 An operation (decode attention, training attention, ...) has several implementations, each for one
-platform. The choice is made when a function is *lowered*, not when it is traced: planning for a
-TPU on a laptop plans the TPU's kernel. Shapes and dtypes are known while tracing, so an
-implementation that cannot serve them is left out then, with its reason; the platform is settled by
+platform. The choice is made when a function is *lowered*, not when it is traced: a program that is
+lowered for a TPU on a laptop holds the TPU's kernel. Shapes and dtypes are known while tracing, so
+an implementation that cannot serve them is left out then, with its reason; the platform is known to
 `jax.lax.platform_dependent` at lowering.
 
     operation = Operation("decode_attention", (
@@ -25,7 +25,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-# A name, several names tried in order, or None for the best that serves.
+# A name, several names that are tried in order, or None for the best one that can serve the call.
 ImplementationChoice = str | Sequence[str] | None
 
 
@@ -34,34 +34,43 @@ def _serves_everything(*arrays: Any, **static: Any) -> str | None:
     return None
 
 
-def deferred(module: str, name: str) -> Callable[..., Any]:
-    """Name a function whose module is imported when it is first called.
-
-    Pallas for GPUs and for TPUs takes as long to import as jax itself.
-    """
-
-    def call(*arrays, **static):
-        return getattr(importlib.import_module(module), name)(*arrays, **static)
-
-    return call
-
-
 @dataclass(frozen=True)
 class Implementation:
     """One way to compute an operation.
 
     Attributes:
       name: what a caller passes as `implementation`.
-      platform: the XLA platform it runs on ("cuda", "tpu"), or None for every platform.
-      function: called as `function(*arrays, **static)`.
+      platform: the XLA platform that it runs on ("cuda", "tpu"), or None for every platform.
+      function: called as `function(*arrays, **static)`; arrays may be pytrees of arrays.
       why_not: called with the same arguments while tracing; returns None where the implementation
-        can serve the call, else the reason it cannot, in words a caller can act on.
+        can serve the call, else the reason why it cannot, in words that a caller can act on.
     """
 
     name: str
     platform: str | None
     function: Callable[..., Any]
     why_not: Callable[..., str | None] = _serves_everything
+
+
+def deferred(name: str, platform: str, module: str, function: str) -> Implementation:
+    """Returns an implementation whose module is imported when it is first used.
+
+    Pallas for GPUs and for TPUs takes as long to import as jax itself.
+
+    Args:
+      name: see `Implementation`.
+      platform: see `Implementation`.
+      module: full name of the module, which holds the function and its `why_not`.
+      function: name of the function in the module.
+    """
+
+    def attribute(attribute_name):
+        def call(*arrays, **static):
+            return getattr(importlib.import_module(module), attribute_name)(*arrays, **static)
+
+        return call
+
+    return Implementation(name, platform, attribute(function), attribute("why_not"))
 
 
 @dataclass(frozen=True)
@@ -73,11 +82,11 @@ class Operation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names a caller may ask for."""
+        """The names that a caller may ask for."""
         return tuple(candidate.name for candidate in self.implementations)
 
     def candidates(self, choice: ImplementationChoice) -> tuple[Implementation, ...]:
-        """List the implementations a choice allows, in the order they are tried.
+        """Lists the implementations that a choice allows, in the order in which they are tried.
 
         Raises:
           ValueError: a name is unknown, or the choice is empty.
@@ -97,7 +106,7 @@ class Operation:
     def select(
         self, choice: ImplementationChoice, *arrays: Any, **static: Any
     ) -> tuple[dict[str | None, Implementation], list[str]]:
-        """For each platform the first allowed implementation that can serve these arguments.
+        """Returns for each platform the first allowed implementation that can serve the arguments.
 
         Returns:
           A mapping from platform (None for every other platform) to the implementation, and the
@@ -123,12 +132,12 @@ class Operation:
         return chosen, reasons
 
     def __call__(self, choice: ImplementationChoice, *arrays: Any, **static: Any) -> Any:
-        """Run the operation with the implementation of the platform it is lowered for.
+        """Runs the operation with the implementation of the platform that it is lowered for.
 
         Raises:
-          ValueError: unknown implementation name.
-          NotImplementedError: nothing allowed serves the arguments (while tracing) or the platform
-            (while lowering).
+          ValueError: an implementation name is unknown.
+          NotImplementedError: no allowed implementation can serve the arguments (raised while
+            tracing) or the platform (raised while lowering).
         """
         chosen, reasons = self.select(choice, *arrays, **static)
         bound = {}
@@ -146,10 +155,10 @@ class Operation:
 
 
 def _in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace a kernel with 32-bit indices and constants, even where 64 bits are switched on.
+    """Traces a kernel with 32-bit indices and constants, even where 64 bits are enabled.
 
-    Kernels of every platform are traced on every machine, so they must not disturb a program in
-    float64 that none of them will serve.
+    Kernels of every platform are traced on every machine, so they must not break a float64 program
+    that none of them will serve.
     """
 
     def narrow(*arrays):
@@ -159,8 +168,8 @@ def _in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
     return narrow
 
 
-# An equation that stands for "not on this platform": it has the shapes of the result, and lowering
-# it (which happens only on a platform that no allowed implementation serves) raises.
+# A primitive that means "not on this platform": it has the shapes of the result, and lowering it
+# raises, which happens only for a platform that no allowed implementation serves.
 _refuse_p = Primitive("refuse_platform")
 _refuse_p.multiple_results = True
 
@@ -196,12 +205,12 @@ def _refuse(like: Callable[..., Any], text: str, *arrays: Any) -> Any:
 
 @dataclass(frozen=True)
 class GPU:
-    """The GPU that code is planned for.
+    """The GPU that a kernel is planned for.
 
     Attributes:
       kind: the device kind, as jax names it.
-      cores: streaming multiprocessors.
-      capability: compute capability, (9, 0) for Hopper.
+      cores: the number of streaming multiprocessors.
+      capability: the compute capability, (9, 0) for Hopper.
     """
 
     kind: str
@@ -209,7 +218,7 @@ class GPU:
     capability: tuple[int, int]
 
 
-# What is planned for where no GPU is in sight.
+# What kernels are planned for where there is no local GPU.
 DEFAULT_GPU = GPU("NVIDIA H200", 132, (9, 0))
 
 
@@ -224,19 +233,19 @@ def _local_gpu() -> GPU | None:
 
 
 def target_gpu() -> GPU:
-    """Return the local GPU if there is one, else the H200 that defaults are tuned for."""
+    """Returns the local GPU if there is one, else the H200, for which the defaults are tuned."""
     return _local_gpu() or DEFAULT_GPU
 
 
 def triton_lacks(gpu: GPU, *arrays: Any) -> str | None:
-    """What Pallas's Triton backend lacks to read or write arrays on a GPU, or None."""
+    """Returns why Pallas's Triton backend cannot access arrays on a GPU, or None if it can."""
     if gpu.capability < (8, 0):
         return f"needs compute capability 8.0 (Ampere), {gpu.kind} has {gpu.capability}"
     for array in arrays:
         size, itemsize = array.size, array.dtype.itemsize
         if itemsize == 1 and gpu.capability < (8, 9):
             return f"float8 needs compute capability 8.9 (Ada), {gpu.kind} has {gpu.capability}"
-        # Pallas counts numbers in 32 bits, one of them the sign, in arrays of up to 2^32 bytes.
+        # Pallas indexes arrays of up to 2^32 bytes with signed 32-bit integers.
         if 2**31 < size <= 2**32 // itemsize:
             return f"cannot address {size} float8 numbers: at most 2^31, or more than 2^32"
     return None

@@ -26,8 +26,10 @@ import numpy as np
 from experiments.benchmarks.kernel_timing import (
     CALLS,
     ROTATED_BYTES,
+    chain_of,
     command_line,
     draw_pools,
+    draw_queries,
     environment,
     require_gpu,
     time_chain,
@@ -41,26 +43,6 @@ from pallas_kernels.decode import cases
 # Above this, XLA's gathered copies and the stock kernel's split are not worth their time.
 _SLOW_BYTES = 1_100_000_000
 _KV_HEADS = 8
-
-
-def chain_of(call, q, inputs, *fixed):
-    """Compile a chain of CALLS calls that take turns with the inputs.
-
-    Args:
-      call: `call(q, one of inputs, *fixed) -> q`.
-      q: what the first call takes.
-      inputs: pools, or other inputs.
-      *fixed: what all calls share.
-    """
-    once = jax.jit(call)
-
-    @jax.jit
-    def chain(q, inputs, *fixed):
-        for i in range(CALLS):
-            q = once(q, inputs[i % len(inputs)], *fixed)
-        return q
-
-    return functools.partial(chain, q, inputs, *fixed)
 
 
 def paged(case, q, pools, lengths, implementation, plan_inside):
@@ -197,7 +179,7 @@ def measure(case, seed, only) -> list[dict]:
     """Time every contender on one case."""
     pools = draw_pools(case, seed)
     lengths = jnp.asarray(case.lengths, jnp.int32)
-    q = jax.random.normal(jax.random.key(seed), (case.rows, case.group, case.head_dim), case.dtype)
+    q = draw_queries(case, seed)
     contenders = {
         "mosaic_gpu": lambda: paged(case, q, pools, lengths, "mosaic_gpu", False),
         "mosaic_gpu, plan included": lambda: paged(case, q, pools, lengths, "mosaic_gpu", True),

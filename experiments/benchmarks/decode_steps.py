@@ -12,7 +12,6 @@ reaches in the same run.
 
 import concurrent.futures
 import dataclasses
-import datetime
 import gc
 import json
 import math
@@ -36,7 +35,7 @@ from dms_jax.generation.sampling import Sampling
 from dms_jax.model.caching import tree_bytes
 from dms_jax.model.rope import apply_rope, rope_tables
 from dms_jax.model.transformer import Transformer
-from experiments.benchmarks.kernel_timing import versions
+from experiments.benchmarks.kernel_timing import environment
 from experiments.shared.command_line import command, run
 from experiments.shared.reports import make_place
 
@@ -377,17 +376,14 @@ def main(config: Config) -> None:
             with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
                 torch_rows.append((shape, pool.submit(time_transformers, config, shape).result()))
     rate = read_rate()
-    device = jax.devices()[0].device_kind
-    print(f"{device}: a large read reaches {rate / 1e12:.2f} TB/s", flush=True)
-    results: dict[str, Any] = dict(
-        device=device,
+    results: dict[str, Any] = environment() | dict(
         read_rate=rate,
-        date=datetime.date.today().isoformat(),
-        versions=versions(),
         command=command(),
         config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
         rows=[],
     )
+
+    print(f"{results['device']}: a large read reaches {rate / 1e12:.2f} TB/s", flush=True)
 
     def add(shape: str, name: str, figures: dict) -> None:
         results["rows"].append(dict(shape=shape, name=name, **figures))

@@ -5,6 +5,7 @@ the device's time, not the host's. Inputs that fit the second-level cache are ro
 """
 
 import datetime
+import functools
 import glob
 import importlib.metadata
 import itertools
@@ -101,15 +102,17 @@ def time_program(run: Callable[[], None]) -> dict[str, float]:
 
 def measure_all(
     path: pathlib.Path,
-    names: Iterable[tuple[str, str]],
-    measure: Callable[[str, str, int], dict[str, Any]],
+    cases: Iterable[Any],
+    implementations: Iterable[str],
+    measure: Callable[[Any, str, int], dict[str, Any]],
 ) -> None:
-    """Measure, print, and write the report as it grows.
+    """Measures every implementation on every case; prints and writes the report as it grows.
 
     Args:
-      path: of the report.
-      names: of cases and implementations.
-      measure: of a case and an implementation, with a seed for its data.
+      path: path of the report.
+      cases: cases with names.
+      implementations: names of implementations.
+      measure: returns the figures of a case and an implementation, given a seed for its data.
     """
     require_gpu()
     make_folder("--out", path.parent)
@@ -119,8 +122,8 @@ def measure_all(
         "seed": seed,
         "records": [],
     }
-    for case, implementation in names:
-        record = {"case": case, "implementation": implementation}
+    for case, implementation in itertools.product(cases, implementations):
+        record: dict[str, Any] = {"case": case.name, "implementation": implementation}
         try:
             record |= measure(case, implementation, seed)
         except NotImplementedError as reason:  # Which one cannot serve is part of the result.
@@ -153,6 +156,35 @@ def time_chain(chain: Callable[[], jax.Array]) -> Timing:
     steps = [b - a for i, (a, b) in enumerate(itertools.pairwise(starts)) if (i + 1) % CALLS]
     kernels = {name: statistics.median(times) for name, times in durations.items()}
     return Timing(statistics.median(steps), kernels[main], kernels)
+
+
+def chain_of(call, q, inputs, *fixed):
+    """Compiles a chain of CALLS calls that take turns with the inputs.
+
+    Args:
+      call: `call(q, one of inputs, *fixed) -> q`.
+      q: the argument of the first call.
+      inputs: pools, or other inputs.
+      *fixed: arguments that all calls share.
+
+    Returns:
+      A function that runs the chain.
+    """
+    once = jax.jit(call)
+
+    def chain(q, inputs, *fixed):
+        for i in range(CALLS):
+            q = once(q, inputs[i % len(inputs)], *fixed)
+        return q
+
+    arguments = (q, inputs, *fixed)
+    return functools.partial(jax.jit(chain).lower(*arguments).compile(), *arguments)
+
+
+def draw_queries(case: DecodeCase, seed: int) -> jax.Array:
+    """Draws the queries of a case."""
+    shape = (case.rows, case.group, case.head_dim)
+    return jax.random.normal(jax.random.key(seed), shape, case.dtype)
 
 
 def draw_pools(case: DecodeCase, seed: int = 0) -> list[tuple[jax.Array, ...]]:

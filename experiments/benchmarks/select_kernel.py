@@ -9,7 +9,6 @@ first kernel to the end of its last, divided by its selections.
 
 import dataclasses
 import functools
-import itertools
 import pathlib
 import sys
 from typing import Any
@@ -66,12 +65,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Measure, print, and write the report."""
-    by_name = {case.name: case for case in cases.BENCHMARK}
-    measure_all(
-        config.out / "select.json",
-        itertools.product(by_name, IMPLEMENTATIONS),
-        lambda case, implementation, seed: measure(by_name[case], implementation, seed),
-    )
+    measure_all(config.out / "select.json", cases.BENCHMARK, IMPLEMENTATIONS, measure)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ choice in `dms_jax.generation.programs`.
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import gc
 import inspect
@@ -19,7 +18,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,7 +25,7 @@ from dms_jax.cache import pool
 from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
 from experiments.benchmarks import decode_steps
-from experiments.benchmarks.kernel_timing import versions
+from experiments.benchmarks.kernel_timing import environment
 from experiments.shared.command_line import command, run
 from experiments.shared.reports import make_place
 
@@ -127,14 +125,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     model = decode_steps.model_of(config.shape, jnp.dtype(config.dtype))
     rate = decode_steps.read_rate()
     rows: list[dict[str, Any]] = []
-    report = dict(
-        device=jax.devices()[0].device_kind,
-        versions=versions(),
-        date=datetime.date.today().isoformat(),
-        command=command(),
-        read_rate=rate,
-        rows=rows,
-    )
+    report = environment() | dict(command=command(), read_rate=rate, rows=rows)
     for ratio in config.ratios:
         own: list[dict[str, Any]] = [
             dict(options=name, compiler_options=options, write=write, ratio=ratio, step_ms=[])

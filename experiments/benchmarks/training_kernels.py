@@ -30,6 +30,7 @@ from experiments.shared.command_line import run
 from experiments.shared.options import check_names
 from experiments.shared.reports import make_folder
 from pallas_kernels.training import cases, reference, retrofit_attention
+from pallas_kernels.training.inputs import Inputs
 
 MEMORY_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -104,9 +105,9 @@ def check(case: cases.TrainingCase, key: jax.Array) -> dict:
 
     @jax.jit
     def expected(q, k, v, bias, segments, do):
-        output, lse2 = reference.forward(q, k, v, bias, segments, **settings)
-        residuals = (q, k, v, bias, segments, output, lse2, do)
-        return output, *reference.backward(*residuals, **settings)
+        inputs = Inputs(q, k, v, bias, segments)
+        output, lse2 = reference.forward(inputs, **settings)
+        return output, *reference.backward(inputs, output, lse2, do, **settings)
 
     host = jax.devices("cpu")[0]
     operands = (*(exact[name] for name in ("q", "k", "v", "bias")), segments, exact["do"])

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from experiments.benchmarks.kernel_timing import (
-    CALLS,
+    chain_of,
     draw_pools,
+    draw_queries,
     require_gpu,
     save_settings,
     time_chain,
@@ -26,6 +27,7 @@ from experiments.shared.command_line import run
 from experiments.shared.options import check_names
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.decode.plan import make_plan
+from pallas_kernels.decode.rows import Rows
 from pallas_kernels.dispatch import target_gpu
 
 KERNEL = "decode_attention/mosaic_gpu"
@@ -71,41 +73,21 @@ def compile_chain(case, pools, lengths, q, settings):
     """Compile a chain of calls with these settings."""
     programs = settings["programs_per_core"] * target_gpu().cores
     plan = make_plan(lengths, tile=gpu.tile_of(case.page_size), programs=programs)
+    options = {"scale": case.head_dim**-0.5, "return_lse": False, "return_scores": False}
 
-    @jax.jit
-    def once(q, pool, lengths, plan):
+    def call(q, pool, lengths, plan):
         k_pages, v_pages, table, k_scales, v_scales = pool
-        (out,) = gpu.mosaic(
-            q,
-            k_pages,
-            v_pages,
-            table,
-            lengths,
-            k_scales,
-            v_scales,
-            plan,
-            scale=case.head_dim**-0.5,
-            return_lse=False,
-            return_scores=False,
-            settings=settings,
-        )
-        return out
+        rows = Rows(k_pages, v_pages, table, lengths, k_scales, v_scales)
+        return gpu.mosaic(q, rows, plan, **options, settings=settings)[0]
 
-    def chain(q, pools, lengths, plan):
-        for i in range(CALLS):
-            q = once(q, pools[i % len(pools)], lengths, plan)
-        return q
-
-    arguments = (q, pools, lengths, plan)
-    compiled = jax.jit(chain).lower(*arguments).compile()
-    return lambda: compiled(*arguments)
+    return chain_of(call, q, pools, lengths, plan)
 
 
 def tune(case) -> dict:
     """Time all settings of one shape; the entry of the best, with all periods beside it."""
     pools = draw_pools(case)
     lengths = jnp.asarray(case.lengths, jnp.int32)
-    q = jax.random.normal(jax.random.key(1), (case.rows, case.group, case.head_dim), case.dtype)
+    q = draw_queries(case, seed=1)
     choices = choices_for(case)
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         chains = list(threads.map(lambda c: compile_chain(case, pools, lengths, q, c), choices))

@@ -27,8 +27,10 @@ from experiments.benchmarks.kernel_timing import require_gpu, save_settings
 from experiments.shared.command_line import run
 from experiments.shared.options import check_names
 from pallas_kernels.prefill import gpu as prompt
+from pallas_kernels.prefill.chunk import Chunk, Past
 from pallas_kernels.training import gpu_forward, gpu_key_gradient, gpu_query_gradient
 from pallas_kernels.training.gpu_tiles import TILE, Problem, Ring, fits
+from pallas_kernels.training.inputs import Inputs, Residuals
 
 LENGTH, WINDOW, PAGE, ROUNDS = 8192, 512, 64, 7
 TRAINING, PROMPT = "retrofit_attention/mosaic_gpu", "prefill_attention/mosaic_gpu"
@@ -74,26 +76,25 @@ def operands_of(part: str, problem: Problem) -> tuple:
     k, v = (normal(batch, length, problem.K, dim) for _ in range(2))
     bias = jax.nn.log_sigmoid(normal(batch, problem.K, length, dtype=jnp.float32))
     if part == "forward":
-        return q, k, v, bias, None
+        return (Inputs(q, k, v, bias),)
     if part != "prompt":
         # Any log-sum-exp well above the scores will do: only the time counts.
         minus_lse = jnp.full((batch, problem.H, length), -10.0) / problem.scale
-        return q, k, v, bias, None, normal(*q.shape), minus_lse, jnp.zeros_like(minus_lse)
+        residuals = Residuals(normal(*q.shape), minus_lse, jnp.zeros_like(minus_lse))
+        return Inputs(q, k, v, bias), residuals
     columns = length // PAGE
     pages = problem.K * columns
     table = jax.random.permutation(next(keys), pages).reshape(1, problem.K, columns)
-    return (
-        q[:, :2048],
-        k[:, :2048],
-        v[:, :2048],
-        jax.random.bernoulli(next(keys), 0.75, (1, problem.K, 2048)),
-        jnp.full(1, 2048),
+    evicted = jax.random.bernoulli(next(keys), 0.75, (1, problem.K, 2048))
+    chunk = Chunk(k[:, :2048], v[:, :2048], evicted, jnp.full(1, 2048))
+    past = Past(
         normal(pages, PAGE, dim),
         normal(pages, PAGE, dim),
         table,
         jnp.full((1, problem.K), length),
         jnp.full((1, problem.K, length), 2**30),
     )
+    return q[:, :2048], chunk, past
 
 
 def function_of(part: str, problem: Problem, ring: Ring):

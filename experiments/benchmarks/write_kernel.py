@@ -10,7 +10,6 @@ its last, divided by its writes.
 
 import dataclasses
 import functools
-import itertools
 import pathlib
 import sys
 from typing import Any
@@ -108,12 +107,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Measure, print, and write the report."""
-    by_name = {case.name: case for case in cases.BENCHMARK}
-    measure_all(
-        config.out / "write.json",
-        itertools.product(by_name, IMPLEMENTATIONS),
-        lambda case, implementation, seed: measure(by_name[case], implementation, seed),
-    )
+    measure_all(config.out / "write.json", cases.BENCHMARK, IMPLEMENTATIONS, measure)
 
 
 if __name__ == "__main__":

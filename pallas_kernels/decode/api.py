@@ -1,10 +1,11 @@
 """`decode_attention`: one new token of each sequence against its rows of pages.
 
-A row is what one KV head of one sequence remembers: a list of pages and a length. Its G query heads
-attend to the row's first `length` slots and to nothing else. Rows differ in length, and no work is
-spent on the difference.
+A row is the cache of one KV head of one sequence: a list of pages and a length. Its G query heads
+attend to the row's first `length` slots and to nothing else. Rows may differ in length, and no work
+is spent on padding.
 """
 
+import dataclasses
 import numbers
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.debug import check_pages
 from pallas_kernels.decode import gpu, reference
 from pallas_kernels.decode.plan import DecodePlan
+from pallas_kernels.decode.rows import Rows
 from pallas_kernels.dispatch import (
     Implementation,
     ImplementationChoice,
@@ -29,12 +31,7 @@ OPERATION = Operation(
     (
         Implementation("mosaic_gpu", "cuda", gpu.mosaic, gpu.why_not_mosaic),
         Implementation("triton", "cuda", gpu.triton, gpu.why_not_triton),
-        Implementation(
-            "mosaic_tpu",
-            "tpu",
-            deferred("pallas_kernels.decode.tpu", "decode_attention_tpu"),
-            deferred("pallas_kernels.decode.tpu", "why_not"),
-        ),
+        deferred("mosaic_tpu", "tpu", "pallas_kernels.decode.tpu", "decode_attention_tpu"),
         Implementation("xla", None, reference.decode_attention_xla),
     ),
 )
@@ -56,59 +53,53 @@ def decode_attention(
     debug: bool = False,
     implementation: ImplementationChoice = None,
 ) -> Array | tuple[Array, ...]:
-    """Attention of single queries over rows of pages.
+    """Computes the attention of single queries over rows of pages.
 
     Args:
       q: the G query heads of each row.
-      k_pages: key pages of the pool; page_table picks a row's.
-      v_pages: value pages of the pool, of the same dtype; as many as the table names, at least.
-      page_table: page numbers of each row, int32. Entries beyond ceil(length / P) are never read
-        and may hold any value.
-      lengths: live slots of each row, 0 to M * P, int32. A row of length 0 gives zeros.
-      scale: factor of the scores, usually D ** -0.5.
+      k_pages: key pages of the pool; `page_table` says which belong to a row.
+      v_pages: value pages of the pool, of the same dtype. There must be at least as many as the
+        live table entries name.
+      page_table: page numbers of each row, integers. Entries from ceil(length / P) on are never
+        read and may hold any value.
+      lengths: number of live slots of each row, integers, 0 to M * P. A row of length 0 gives
+        zeros.
+      scale: factor on the scores, usually D ** -0.5.
       return_lse: also return the natural log-sum-exp of the scores, to merge partial attentions;
         -inf for a row of length 0.
       return_scores: also return the scaled scores before the softmax, one per logical slot, -inf
-        at unread slots. `exp(scores - lse)` are the attention weights.
+        at unread slots. The attention weights are `exp(scores - lse)`.
       k_scales: with float8 (e4m3) pages, the factor of each slot's key.
       v_scales: with float8 pages, the factor of each slot's value.
-      plan: the split of the work from `decode_plan` for these lengths (a plan of layers indexed
-        by the layer); None makes it here. On
-        platforms whose kernel needs none it has no effect.
+      plan: the plan that `decode_plan` returns for these lengths; index a plan of several layers by
+        the layer first. None makes the plan here. On platforms whose kernel needs no plan it has no
+        effect.
       debug: check that every live table entry is a page of the pool and that lengths fit the
         table. On concrete arrays this raises before anything is launched; under `jax.jit` it is a
         `checkify.check`, so wrap the function in `checkify.checkify`.
-      implementation: None picks by the platform the call is lowered for; a name ("mosaic_gpu",
-        "triton", "mosaic_tpu", "xla") forces one; a sequence of names is tried in order.
+      implementation: a name ("mosaic_gpu", "triton", "mosaic_tpu", "xla") forces one
+        implementation; a sequence of names is tried in order; None chooses the best one for the
+        platform that the call is lowered for.
 
     Returns:
       o [R, G, D] in q's dtype; a tuple with lse [R, G] and then scores [R, G, M * P] (float32, or
       float64 for float64 inputs) where asked.
 
     Raises:
-      ValueError: shapes or dtypes that disagree, or an unknown implementation; in debug mode a page
-        index or a length out of range.
-      NotImplementedError: the implementations asked for cannot serve the call.
+      ValueError: shapes or dtypes disagree, or an implementation is unknown; in debug mode, a page
+        or a length is out of range.
+      NotImplementedError: no requested implementation can serve the call.
     """
-    _check(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, scale)
+    rows = Rows(k_pages, v_pages, page_table, lengths, k_scales, v_scales)
+    _check(q, rows, scale)
     _check_plan(plan, rows=q.shape[0])
     if debug:
         pages = min(k_pages.shape[0], v_pages.shape[0])
-        check_pages("decode_attention", page_table, lengths, pages, k_pages.shape[1])
-    results = OPERATION(
-        implementation,
-        q,
-        k_pages,
-        v_pages,
-        page_table.astype(jnp.int32),
-        lengths.astype(jnp.int32),
-        k_scales,
-        v_scales,
-        plan,
-        scale=float(scale),
-        return_lse=return_lse,
-        return_scores=return_scores,
-    )
+        check_pages("decode_attention", page_table, lengths, pages, rows.page_size)
+    table, lengths = (x.astype(jnp.int32) for x in (page_table, lengths))
+    rows = dataclasses.replace(rows, page_table=table, lengths=lengths)
+    options = {"scale": float(scale), "return_lse": return_lse, "return_scores": return_scores}
+    results = OPERATION(implementation, q, rows, plan, **options)
     return results if return_lse or return_scores else results[0]
 
 
@@ -121,39 +112,39 @@ def decode_plan(
     dtype: DTypeLike,
     implementation: ImplementationChoice = None,
 ) -> DecodePlan:
-    """Split the rows of a decode step among the programs of a GPU, once for all calls on them.
+    """Splits the rows of a decode step among the programs of a GPU, once for all calls on them.
 
     Args:
-      lengths: live slots of each row; leading axes (layers) are independent steps, and indexing
-        the plan's arrays by them gives the plan of each.
-      columns: M of the page table.
-      page_size: P.
-      head_dim: D.
+      lengths: number of live slots of each row. Leading axes (layers) are independent steps, and
+        indexing the plan's arrays by them gives the plan of each step.
+      columns: M, the width of the page table.
+      page_size: P, the number of slots in a page.
+      head_dim: D, the head dim.
       dtype: dtype of the pages.
-      implementation: as for `decode_attention`.
+      implementation: see `decode_attention`.
 
     Returns:
-      What `decode_attention` takes as `plan`.
+      The plan for the `plan` argument of `decode_attention`.
     """
     allowed = [candidate.name for candidate in OPERATION.candidates(implementation)]
     hopper = target_gpu().capability == (9, 0)
     name = "mosaic_gpu" if "mosaic_gpu" in allowed and hopper else "triton"
-    rows = lengths.shape[-1]
-    return gpu.plan_for(name, rows, head_dim, page_size, columns, dtype, lengths)
+    shape = gpu.Shape(lengths.shape[-1], head_dim, page_size, columns, dtype)
+    return gpu.plan_for(name, shape, lengths)
 
 
-def _check(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, scale) -> None:
+def _check(q, rows: Rows, scale) -> None:
     def fail(text):
         raise ValueError(f"decode_attention: {text}")
 
+    values = {"q": q} | vars(rows)
+    k_pages, v_pages, page_table, lengths = (
+        rows.k_pages,
+        rows.v_pages,
+        rows.page_table,
+        rows.lengths,
+    )
     ranks = {"q": 3, "k_pages": 3, "v_pages": 3, "page_table": 2, "lengths": 1}
-    values = {
-        "q": q,
-        "k_pages": k_pages,
-        "v_pages": v_pages,
-        "page_table": page_table,
-        "lengths": lengths,
-    }
     for name, rank in ranks.items():
         if values[name].ndim != rank:
             fail(f"{name} must have {rank} axes, has shape {values[name].shape}")
@@ -176,21 +167,21 @@ def _check(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, scale) 
     if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype in _FLOAT8:
         fail(f"q must be bfloat16, float16, float32 or float64, has dtype {q.dtype}")
     if k_pages.dtype in _FLOAT8:
-        for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
-            if scales is None or scales.shape != k_pages.shape[:2]:
+        for name in ("k_scales", "v_scales"):
+            if (scales := values[name]) is None or scales.shape != k_pages.shape[:2]:
                 got = None if scales is None else scales.shape
                 fail(f"float8 pages need {name} of shape {k_pages.shape[:2]}, got {got}")
     else:
         if k_pages.dtype != q.dtype:
             fail(f"q {q.dtype} and pages {k_pages.dtype} must have one dtype, or float8 pages")
-        if k_scales is not None or v_scales is not None:
+        if rows.k_scales is not None or rows.v_scales is not None:
             fail(f"scales belong to float8 pages, these are {k_pages.dtype}")
     if not isinstance(scale, numbers.Real):
         fail(f"scale must be a number known while tracing, got {type(scale).__name__}")
 
 
 def _check_plan(plan: DecodePlan | None, rows: int) -> None:
-    """Refuse a plan of several layers, or of fewer rows."""
+    """Refuses a plan of several layers, or of fewer rows."""
     if plan is None:
         return
     shapes, least = (plan.tile_starts.shape, plan.edge_rows.shape), (rows + 1, 2 * plan.programs)

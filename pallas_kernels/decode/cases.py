@@ -10,15 +10,15 @@ class DecodeCase:
     """One problem: shapes, dtypes and how long the rows are.
 
     Attributes:
-      name: how tests and tables call it.
-      lengths: live slots of each row.
-      group: query heads a row serves, G.
-      head_dim: D.
-      page_size: tokens a page, P.
-      dtype: of queries, and of pages unless `pages_dtype` says otherwise.
-      pages_dtype: "float8_e4m3fn" for quantised pages.
-      spare_pages: pages of the pool that no row owns.
-      spare_columns: table columns beyond what the longest row needs.
+      name: name of the case in tests and tables.
+      lengths: number of live slots of each row.
+      group: G, the number of query heads of a row.
+      head_dim: D, the head dim.
+      page_size: P, the number of slots in a page.
+      dtype: dtype of the queries, and of the pages unless `pages_dtype` is given.
+      pages_dtype: "float8_e4m3fn" for quantized pages.
+      spare_pages: number of pages of the pool that no row owns.
+      spare_columns: number of table columns beyond what the longest row needs.
       shuffled: rows own pages in random order, not one after another.
       poison: fill every unread slot with NaN and every dead table entry with an invalid page.
     """
@@ -37,29 +37,29 @@ class DecodeCase:
 
     @property
     def rows(self) -> int:
-        """R."""
+        """R, the number of rows."""
         return len(self.lengths)
 
     @property
     def live_tokens(self) -> int:
-        """Slots that are read."""
+        """Number of slots that are read."""
         return sum(self.lengths)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of keys and values of the live slots, scales included."""
+        """Bytes of the keys and values of live slots, scales included."""
         size = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
         each = self.head_dim * size[self.pages_dtype or self.dtype]
         return 2 * self.live_tokens * (each + (4 if self.pages_dtype else 0))
 
     @property
     def columns(self) -> int:
-        """M."""
+        """M, the width of the page table."""
         return max(1, -(-max(self.lengths) // self.page_size)) + self.spare_columns
 
     @property
     def pages(self) -> int:
-        """N."""
+        """N, the number of pages in the pool."""
         return sum(-(-n // self.page_size) for n in self.lengths) + self.spare_pages
 
 
@@ -68,7 +68,7 @@ _EDGES = (0, 1, _P - 1, _P, _P + 1, 3 * _P + 5)
 
 BASE = DecodeCase("base", _EDGES)
 
-# Small enough for the interpreters; every feature of the contract is in one of them.
+# Small enough for the interpreters; together they cover every feature of `decode_attention`.
 CONTRACT: tuple[DecodeCase, ...] = (
     BASE,
     *(replace(BASE, name=f"group{g}", group=g) for g in (1, 2, 8, 16)),
@@ -93,7 +93,7 @@ CONTRACT: tuple[DecodeCase, ...] = (
     replace(BASE, name="many_short_rows", lengths=tuple(range(1, 25))),
 )  # fmt: skip
 
-# What only plain XLA serves: shapes of toy models, and oracles in float64.
+# Served by plain XLA alone: shapes of toy models, and oracles in float64.
 XLA_ONLY: tuple[DecodeCase, ...] = (
     DecodeCase("float64", (0, 1, 7, 8, 9, 30), page_size=8, head_dim=16, dtype="float64"),
     DecodeCase("head_dim8", (0, 1, 15, 16, 17, 40), page_size=16, head_dim=8, group=2,
@@ -103,7 +103,7 @@ XLA_ONLY: tuple[DecodeCase, ...] = (
 
 
 def _skewed(rows: int, mean: int) -> tuple[int, ...]:
-    """Lengths of which the longest tenth of the rows holds half of the tokens."""
+    """Returns lengths of which the longest tenth of the rows holds half of the tokens."""
     rng = np.random.default_rng(0)
     long_rows = rows // 10
     half = rows * mean // 2
@@ -120,7 +120,7 @@ def _benchmark(name, lengths, **fields):
     return DecodeCase(name, tuple(lengths), poison=False, spare_columns=0, **fields)
 
 
-# Measured on a GPU. Rows of a batch are its sequences times its KV heads (8).
+# Measured on a GPU. The rows of a batch are its sequences times its KV heads (8).
 BENCHMARK: tuple[DecodeCase, ...] = (
     _benchmark("rows128_32768", [32768] * 128),
     _benchmark("rows512_4096", [4096] * 512),
@@ -128,7 +128,7 @@ BENCHMARK: tuple[DecodeCase, ...] = (
     _benchmark("rows512_skewed_4096", _skewed(512, 4096)),
     _benchmark("rows64_1024", [1024] * 64),
     _benchmark("rows8_32768", [32768] * 8),
-    # An eighth of rows128_32768, spread unevenly: what compression by 8 leaves of it.
+    # An eighth of rows128_32768, unevenly spread: the same rows after compression by 8.
     _benchmark("rows128_skewed_4096", _skewed(128, 4096)),
     _benchmark("rows8_one_long", [400_000] + [64] * 7),
     _benchmark("rows512_4096_group1", [4096] * 512, group=1),
@@ -153,7 +153,7 @@ def _tuning(head_dim, page_size, dtype="bfloat16", pages_dtype=None, small=False
     return _benchmark(name, lengths, pages_dtype=pages_dtype, **fields)
 
 
-# What settings are searched for; entries for little work come before those for any work.
+# Shapes for which settings are searched; those of little work come before those of any work.
 TUNING: tuple[DecodeCase, ...] = (
     *(_tuning(head_dim, 64, small=True) for head_dim in (128, 64)),
     *(_tuning(128, page_size) for page_size in (64, 16, 32, 128)),
@@ -164,9 +164,9 @@ TUNING: tuple[DecodeCase, ...] = (
 
 
 def by_name(name: str) -> DecodeCase:
-    """Find the case of that name.
+    """Returns the case of this name.
 
     Raises:
-      KeyError: there is none.
+      KeyError: there is no such case.
     """
     return {case.name: case for case in (*CONTRACT, *XLA_ONLY, *BENCHMARK, *TUNING)}[name]

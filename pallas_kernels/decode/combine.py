@@ -1,12 +1,12 @@
-"""Merge the partial results of rows that several programs met (see `plan`), in place.
+"""Merges the partial results of rows that several programs share (see `plan`), in place.
 
-With partials o_i, normalised, and their base-2 log-sum-exp e_i:
+With normalized partial results o_i and their base-2 log-sum-exp e_i:
 
     o = sum_i 2^(e_i - e) o_i,      e = log2 sum_i 2^(e_i)
 
-One program serves one boundary between two stretches, if it is the first that cuts its row; all
+One program serves one boundary between two stretches, if that is the first one to cut its row; all
 others end at once. So the grid depends neither on the number of rows nor on their lengths, and a
-row cut many times is merged by D / 64 programs, several partials at a time.
+row that is cut many times is merged by D / 64 programs, several partial results at a time.
 """
 
 import jax
@@ -17,19 +17,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.operands import per_column
 from pallas_kernels.decode.plan import owner, stretch_start
-from pallas_kernels.decode.spec import Spec
+from pallas_kernels.decode.spec import LOWEST, Spec
 
-# Partials loaded together: enough to hide their latency, few enough for registers.
+# Partial results loaded together: enough to hide their latency, few enough for the registers.
 _AT_ONCE = 8
-# Warpgroups that share a row's partials, where rows are so few that each is cut this many times.
+# Warpgroups that share the partial results of a row, where rows are cut this many times or more.
 _THREADS, _MANY_CUTS = 4, 8
-_NEVER = -1e30
 _BLOCK = 64
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def _add(sums, items):
-    """Add items to sums; each is (exponent, weight, value) relative to 2^exponent."""
+    """Adds items to sums; each is (exponent, weight, value) relative to 2^exponent."""
     peak, weight, total = sums
     new_peak = peak
     for e, _, _ in items:
@@ -45,15 +44,15 @@ def _add(sums, items):
 
 
 def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None):
-    """Write merged rows into `result` (and base-2 lse, where the spec asks for it).
+    """Writes merged rows into `result`, and into `lse` where the spec asks for it.
 
     Args:
-      spec: the attention kernel's spec.
+      spec: the static parameters of the attention kernel.
       plan: the split of its work.
-      partials: [R + C, ., N] normalised O^T.
-      partial_lse: [R + C, N].
-      result: [R, G, D] or, transposed, [R, D, N]; rows of one program are kept.
-      lse: [R, N]; likewise.
+      partials: normalized partial results O^T, [R + C, out_rows, N].
+      partial_lse: their base-2 log-sum-exp, [R + C, N].
+      result: [R, G, D] or, transposed, [R, out_rows, N]; rows that one program read are kept.
+      lse: base-2 log-sum-exp [R, N]; rows that one program read are kept.
       interpret: parameters of the interpreter, for tests.
 
     Returns:
@@ -88,7 +87,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
         count = last - program + 2
 
         if interpret is None:
-            # All above was read while the attention kernel ran.
+            # Everything above was read while the attention kernel ran.
             plgpu.griddepcontrol_wait()
             plgpu.griddepcontrol_launch_dependents()
 
@@ -125,7 +124,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
                 e = plgpu.load(partial_lse_ref.at[slot], layout=_PER_COLUMN, optimized=False)
                 block = partials_ref.at[slot, pl.ds(part * _BLOCK, _BLOCK)]
                 value = plgpu.load(block, layout=plgpu.Layout.WGMMA, optimized=False)
-                absent = jnp.where(index < count, 0.0, _NEVER).astype(jnp.float32)
+                absent = jnp.where(index < count, 0.0, LOWEST).astype(jnp.float32)
                 return e + absent, jnp.ones_like(e), value
 
             def start(value, shape, layout):
@@ -137,7 +136,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
                 (chunks - thread + (threads - 1)) // threads,
                 step,
                 (
-                    start(_NEVER, vector, _PER_COLUMN),
+                    start(LOWEST, vector, _PER_COLUMN),
                     start(0.0, vector, _PER_COLUMN),
                     start(0.0, (_BLOCK, spec.columns), plgpu.Layout.WGMMA),
                 ),
@@ -174,8 +173,8 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
         scratch["blocks"] = plgpu.SMEM((threads - 1, _BLOCK, spec.columns), jnp.float32)
     if not spec.transposed:
         scratch["staged"] = plgpu.SMEM((spec.columns, _BLOCK), spec.dtype)
-    # XLA may join a kernel with slices of what it reads, or with the update of a slice by what it
-    # writes, and then forgets that it writes in place. The barriers keep slices away.
+    # XLA may fuse a kernel with slices of its operands, or with the update of a slice by its
+    # result, and then loses the aliasing by which it writes in place. The barriers prevent this.
     tile_starts, edge_rows, result, lse = lax.optimization_barrier(
         (plan.tile_starts, plan.edge_rows, result, lse)
     )

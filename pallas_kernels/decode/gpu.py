@@ -1,37 +1,57 @@
 """Decode attention on NVIDIA GPUs: what each kernel serves, its settings, the steps around it.
 
-The kernels' modules are imported where a call is traced: Pallas for GPUs takes as long to import as
+The kernels' modules are imported when a call is traced: Pallas for GPUs takes as long to import as
 jax itself.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import tuned
-from pallas_kernels.decode.plan import make_plan
+from pallas_kernels.decode.plan import DecodePlan, make_plan
+from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOG2_E, Spec
 from pallas_kernels.dispatch import target_gpu, triton_lacks
 
-# A unit of the matrix operands: pages of less are handled several at a time.
+# Number of rows that the matrix unit takes: several smaller pages make one tile.
 _TILE = 64
 _HEAD_DIMS = (64, 96, 128, 256)
 _PAGE_SIZES = (16, 32, 64, 128)
 _SHARED_BYTES = 227 * 1024
-_COPY_ALIGNMENT = 128  # bytes, of where the copy engine writes in shared memory
-# Bytes in flight on a core that keep the memory busy; more than twice as many slow it down.
+_COPY_ALIGNMENT = 128  # bytes, of the addresses that the copy engine writes to in shared memory
+# Bytes in flight per core that saturate the memory; more than twice as many slow it down.
 _BYTES_IN_FLIGHT = 64 * 1024
-# Rows of fewer bytes than this a core are small work: latency counts, not the rate.
+# Below this many bytes of rows per core latency counts, not throughput.
 _SMALL_BYTES = 1 << 20
 
 
 def tile_of(page_size: int) -> int:
-    """Slots that the kernels take at a time: a page, or several small ones."""
+    """Returns how many slots the kernels process at a time: one page, or several small ones."""
     return max(_TILE, page_size)
 
 
-def _settings(implementation, rows, head_dim, page_size, columns, dtype) -> dict[str, int]:
-    """Find how many programs a core runs and what each needs: measured, else by heuristic."""
+class Shape(NamedTuple):
+    """What the settings of a kernel depend on: R, D, P, M and the dtype of the pages."""
+
+    rows: int
+    head_dim: int
+    page_size: int
+    columns: int
+    dtype: DTypeLike
+
+
+def _shape(q, rows: Rows) -> Shape:
+    columns = rows.page_table.shape[1]
+    return Shape(q.shape[0], q.shape[2], rows.page_size, columns, rows.k_pages.dtype)
+
+
+def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
+    """Returns the programs per core and their parameters: as measured, else by heuristic."""
     gpu = target_gpu()
+    rows, head_dim, page_size, columns, dtype = shape
     size = jnp.dtype(dtype).itemsize
     small = 2 * rows * columns * page_size * head_dim * size < _SMALL_BYTES * gpu.cores
     found = tuned.lookup(
@@ -49,22 +69,21 @@ def _settings(implementation, rows, head_dim, page_size, columns, dtype) -> dict
     tile = tile_of(page_size)
     stage = 2 * tile * head_dim * size
     wanted = max(2, _BYTES_IN_FLIGHT // stage)
-    # Float32 pages need second buffers of three bfloat16 parts, blocks of values beside keys.
+    # Float32 pages need second buffers of three bfloat16 parts, with blocks of values beside keys.
     spare = _SHARED_BYTES - 32 * 1024
     if size == 4:
         spare -= 6 * tile * (head_dim if head_dim % 64 == 0 else head_dim + 128)
     return {"programs_per_core": 1, "stages": max(1, min(wanted, 8, spare // stage))}
 
 
-def plan_for(implementation, rows, head_dim, page_size, columns, dtype, lengths, make=make_plan):
-    """Make the plan that an implementation wants for these shapes."""
-    settings = _settings(implementation, rows, head_dim, page_size, columns, dtype)
-    programs = target_gpu().cores * settings["programs_per_core"]
-    return make(lengths, tile=tile_of(page_size), programs=programs)
+def plan_for(implementation: str, shape: Shape, lengths, make=make_plan) -> DecodePlan:
+    """Makes the plan of an implementation for rows of these lengths."""
+    programs = target_gpu().cores * settings_of(implementation, shape)["programs_per_core"]
+    return make(lengths, tile=tile_of(shape.page_size), programs=programs)
 
 
 def spec_of(q, k_pages, settings, **fields) -> Spec:
-    """Describe the kernel for a call with these settings."""
+    """Returns the static parameters of the kernel for a call with these settings."""
     return Spec(
         rows=q.shape[0],
         group=q.shape[1],
@@ -77,8 +96,8 @@ def spec_of(q, k_pages, settings, **fields) -> Spec:
     )
 
 
-def _why_neither(q, k_pages, plan) -> str | None:
-    """Why no GPU kernel serves a call."""
+def _why_no_kernel(q, k_pages, plan) -> str | None:
+    """Returns why no GPU kernel can serve a call, or None."""
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"computes in at most float32, not {q.dtype}"
     if k_pages.dtype.itemsize == 1 and q.dtype == jnp.float32:
@@ -90,15 +109,14 @@ def _why_neither(q, k_pages, plan) -> str | None:
     return None
 
 
-def why_not_mosaic(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, plan, **static):
-    """Why the Hopper kernel cannot serve a call, or None."""
-    del v_pages, lengths, k_scales, v_scales, static
+def why_not_mosaic(q, rows: Rows, plan, **static):
+    """Returns why the Hopper kernel cannot serve a call, or None."""
+    del static
     gpu = target_gpu()
-    rows, _, head_dim = q.shape
-    page_size = k_pages.shape[1]
+    k_pages, page_size, head_dim = rows.k_pages, rows.page_size, q.shape[2]
     if gpu.capability != (9, 0):
         return f"needs compute capability 9.0 (Hopper), {gpu.kind} has {gpu.capability}"
-    if reason := _why_neither(q, k_pages, plan):
+    if reason := _why_no_kernel(q, k_pages, plan):
         return reason
     if head_dim not in _HEAD_DIMS:
         return f"serves head dims {_HEAD_DIMS}, not {head_dim}"
@@ -107,9 +125,7 @@ def why_not_mosaic(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales,
     if k_pages.dtype.itemsize == 1 and 4 * page_size % _COPY_ALIGNMENT:
         least = _COPY_ALIGNMENT // 4
         return f"copies scales for float8 pages of at least {least} tokens, not {page_size}"
-    settings = _settings(
-        "mosaic_gpu", rows, head_dim, page_size, page_table.shape[1], k_pages.dtype
-    )
+    settings = settings_of("mosaic_gpu", _shape(q, rows))
     tile = tile_of(page_size) if plan is None else plan.tile
     unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
     spec = spec_of(q, k_pages, settings, tile=tile, **unknown)
@@ -121,11 +137,12 @@ def why_not_mosaic(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales,
     return None
 
 
-def why_not_triton(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, plan, **static):
-    """Why the Triton kernel cannot serve a call, or None."""
-    del page_table, lengths, k_scales, v_scales, static
-    head_dim, page_size = q.shape[2], k_pages.shape[1]
-    if reason := triton_lacks(target_gpu(), k_pages, v_pages) or _why_neither(q, k_pages, plan):
+def why_not_triton(q, rows: Rows, plan, **static):
+    """Returns why the Triton kernel cannot serve a call, or None."""
+    del static
+    head_dim, page_size = q.shape[2], rows.page_size
+    lacks = triton_lacks(target_gpu(), rows.k_pages, rows.v_pages)
+    if reason := lacks or _why_no_kernel(q, rows.k_pages, plan):
         return reason
     if head_dim % 16 or head_dim > 256:
         return f"serves head dims that are multiples of 16 up to 256, not {head_dim}"
@@ -134,37 +151,21 @@ def why_not_triton(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales,
     return None
 
 
-def mosaic(
-    q,
-    k_pages,
-    v_pages,
-    page_table,
-    lengths,
-    k_scales,
-    v_scales,
-    plan,
-    *,
-    scale,
-    return_lse,
-    return_scores,
-    settings=None,
-    interpret=None,
-):
-    """Serve as the Hopper form of `decode_attention`; returns a tuple of results."""
+def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=None, interpret=None):
+    """Computes `decode_attention` on Hopper GPUs; returns a tuple of results."""
     from pallas_kernels.decode.combine import combine
     from pallas_kernels.decode.mosaic import attend
     from pallas_kernels.decode.mosaic_plan import MOST_ROWS, make_plan_on_gpu
 
-    rows, group, head_dim = q.shape
-    page_size, columns = k_pages.shape[1], page_table.shape[1]
-    shape = (rows, head_dim, page_size, columns, k_pages.dtype)
+    row_count, group, _ = q.shape
+    shape = _shape(q, rows)
     if plan is None:
-        make = make_plan_on_gpu if rows <= MOST_ROWS else make_plan
-        plan = plan_for("mosaic_gpu", *shape, lengths, make)
+        make = make_plan_on_gpu if row_count <= MOST_ROWS else make_plan
+        plan = plan_for("mosaic_gpu", shape, rows.lengths, make)
     spec = spec_of(
         q,
-        k_pages,
-        settings or _settings("mosaic_gpu", *shape),
+        rows.k_pages,
+        settings or settings_of("mosaic_gpu", shape),
         tile=plan.tile,
         programs=plan.programs,
         scale=scale,
@@ -175,54 +176,28 @@ def mosaic(
     if interpret is not None:
         # The interpreter does not fill boxes that reach outside an array.
         heads = jnp.pad(heads, ((0, 0), (0, 0), (0, spec.columns - group), (0, 0)))
-    slots = columns * page_size
-    padded = -(-slots // spec.tile) * spec.tile
-    scales = () if k_scales is None else (k_scales, v_scales)
-    out, lse, partials, partial_lse, scores = attend(
-        spec, plan, lengths, page_table, heads, (k_pages, v_pages), scales, padded, interpret
-    )
+    out, lse, partials, partial_lse, scores = attend(spec, plan, heads, rows, interpret)
     out, lse = combine(spec, plan, partials, partial_lse, out, lse, interpret)
-    results = [_turn(out, spec) if spec.transposed else out]
+    results = [_transpose(out, spec) if spec.transposed else out]
     if return_lse:
         results.append(lse[:, :group] / LOG2_E)
     if return_scores:
-        scores = scores[:, :slots, :group].swapaxes(1, 2) / LOG2_E
-        results.append(_only_read(scores, lengths))
+        scores = scores[:, : rows.slots, :group].swapaxes(1, 2) / LOG2_E
+        results.append(_only_read(scores, rows.lengths))
     return tuple(results)
 
 
-def triton(
-    q,
-    k_pages,
-    v_pages,
-    page_table,
-    lengths,
-    k_scales,
-    v_scales,
-    plan,
-    *,
-    scale,
-    return_lse,
-    return_scores,
-    interpret=False,
-):
-    """Serve as the Triton form of `decode_attention`; returns a tuple of results."""
+def triton(q, rows: Rows, plan, *, scale, return_lse, return_scores, interpret=False):
+    """Computes `decode_attention` with the Triton kernel; returns a tuple of results."""
     from pallas_kernels.decode.triton import decode_attention_triton
 
-    rows, group, head_dim = q.shape
-    page_size, columns = k_pages.shape[1], page_table.shape[1]
-    shape = (rows, head_dim, page_size, columns, k_pages.dtype)
+    shape = _shape(q, rows)
     if plan is None:
-        plan = plan_for("triton", *shape, lengths)
-    settings = _settings("triton", *shape)
+        plan = plan_for("triton", shape, rows.lengths)
+    settings = settings_of("triton", shape)
     out, lse, scores = decode_attention_triton(
         q,
-        k_pages,
-        v_pages,
-        page_table,
-        lengths,
-        k_scales,
-        v_scales,
+        rows,
         plan,
         scale=scale,
         return_scores=return_scores,
@@ -234,24 +209,24 @@ def triton(
     if return_lse:
         results.append(lse / LOG2_E)
     if return_scores:
-        results.append(_only_read(scores[:, :group] / LOG2_E, lengths))
+        results.append(_only_read(scores[:, : q.shape[1]] / LOG2_E, rows.lengths))
     return tuple(results)
 
 
 def _split(q, operand, parts):
-    """Write float32 queries as a sum of operands, [parts, R, G, D]."""
+    """Writes float32 queries as a sum of operands, [parts, R, G, D]."""
     pieces, rest = [], q
     for _ in range(parts):
-        # A plain conversion there and back may be simplified away.
+        # XLA may simplify away a plain conversion to bfloat16 and back.
         rounded = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
         pieces.append(rounded.astype(operand))
         rest = rest - rounded
     return jnp.stack(pieces)
 
 
-def _turn(out, spec: Spec):
-    """Turn results written as blocks of O^T, [R, out_rows, N], to [R, G, D]."""
-    # Blocks may overlap: keep of each what the one before it lacks.
+def _transpose(out, spec: Spec):
+    """Transposes results that were written as blocks of O^T, [R, out_rows, N], to [R, G, D]."""
+    # Blocks may overlap: of each, keep the rows that the one before it lacks.
     kept, offset, covered = [], 0, 0
     for start, size in spec.blocks:
         kept.append(out[:, offset + covered - start : offset + size, : spec.group])
@@ -260,6 +235,6 @@ def _turn(out, spec: Spec):
 
 
 def _only_read(scores, lengths):
-    """Put -inf where no slot was read; the kernels leave such scores unwritten."""
+    """Sets scores of unread slots to -inf; the kernels leave them unwritten."""
     slot = jnp.arange(scores.shape[-1])
     return jnp.where(slot < lengths[:, None, None], scores, -jnp.inf)

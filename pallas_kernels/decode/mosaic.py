@@ -1,18 +1,18 @@
 """Paged decode attention for Hopper GPUs, in Pallas's Mosaic GPU form.
 
 A program walks its stretch of the line of tiles (see `plan`). One warpgroup copies pages into a
-ring in shared memory, one computes. Keys are the 64-row operand of the matrix unit and the G query
-heads its columns, so that no arithmetic goes into padding the heads to 64 rows:
+ring buffer in shared memory, one computes. Keys are the 64-row operand of the matrix unit and the G
+query heads its columns, so that no arithmetic is spent on padding the heads to 64 rows:
 
     S^T [tile, N] = K [tile, D] Q^T [D, N]          N = 8 or 16 columns, the first G of them used
     P^T = exp2(scale log2(e) S^T - m)               m: running maximum of each column
     O^T [D, N] = exp2(m_old - m) O^T + V^T [D, tile] P^T
 
-A row that one program reads whole goes to the result at once. Other programs leave normalised
-partials with their base-2 log-sum-exp, which `combine` merges.
+A row that one program reads whole is written to the result at once. Of other rows the programs
+leave normalized partial results with their base-2 log-sum-exp, which `combine` merges.
 
-There is one computing warpgroup a program because reductions over rows of an accumulator go
-through scratch memory that all warpgroups of a program share.
+Each program has one computing warpgroup, because reductions over rows of an accumulator go through
+scratch memory that all warpgroups of a program share.
 """
 
 import functools
@@ -31,17 +31,16 @@ from pallas_kernels.decode.operands import (
     value_operands,
 )
 from pallas_kernels.decode.plan import stretch_start
-from pallas_kernels.decode.spec import LOG2_E, Spec
+from pallas_kernels.decode.rows import Rows
+from pallas_kernels.decode.spec import LOG2_E, LOWEST, Spec
 
-# Below every score, and far from the overflow of differences, unlike -inf.
-_NEVER = -1e30
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 _PER_SLOT = plgpu.Layout.WGMMA.reduce(1)
 _COMPUTE, _COPY = 0, 1
 
 
 def write_result(spec: Spec, out_ref, out_smem, row, blocks) -> None:
-    """Write the blocks of O^T of a row to the result."""
+    """Writes the blocks of O^T of a row to the result."""
     if spec.transposed:
         offset = 0
         for (_, size), block in zip(spec.blocks, blocks, strict=True):
@@ -55,11 +54,11 @@ def write_result(spec: Spec, out_ref, out_smem, row, blocks) -> None:
 
 
 def walk_rows(plan_refs, lengths_ref, spec: Spec, visit, start_state):
-    """Visit the rows of this program's stretch in order.
+    """Visits the rows of this program's stretch in order.
 
     Calls `visit(row, lo, hi, length, whole, state) -> state` where [lo, hi) are the row's live
-    tiles in this stretch, and `whole` says that no other program meets the row. What is known of
-    a row is loaded one row ahead.
+    tiles in this stretch, and `whole` says that no other program reads the row. The start, the end
+    and the length of a row are loaded one row ahead.
     """
     tile_starts_ref, edge_rows_ref = plan_refs
     program = lax.axis_index("program")
@@ -68,13 +67,13 @@ def walk_rows(plan_refs, lengths_ref, spec: Spec, visit, start_state):
     start = stretch_start(total, program, spec.programs)
     stop = stretch_start(total, program + 1, spec.programs)
 
-    def facts(row):
+    def bounds(row):
         row = jnp.minimum(row, spec.rows - 1)
         return tile_starts_ref[row], tile_starts_ref[row + 1], lengths_ref[row]
 
     def step(row, carry):
         (row_start, row_stop, length), state = carry
-        following = facts(row + 1)
+        following = bounds(row + 1)
         lo = jnp.maximum(start, row_start) - row_start
         hi = jnp.minimum(stop, row_stop) - row_start
         whole = (lo == 0) & (hi == row_stop - row_start)
@@ -82,12 +81,12 @@ def walk_rows(plan_refs, lengths_ref, spec: Spec, visit, start_state):
         state = visit(row, lo, jnp.minimum(hi, live), length, whole, state)
         return following, state
 
-    _, state = lax.fori_loop(first_row, last_row + 1, step, (facts(first_row), start_state))
+    _, state = lax.fori_loop(first_row, last_row + 1, step, (bounds(first_row), start_state))
     return state
 
 
 def _copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barriers):
-    """Keep the ring full: the copying warpgroup."""
+    """Runs the copying warpgroup, which keeps the ring buffer full."""
     q_ref, k_ref, v_ref, *scale_refs = inputs
     q_smem, k_smem, v_smem, *scale_smem = smem
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
@@ -96,12 +95,12 @@ def _copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barr
         return jnp.maximum(length - 1, 0) // spec.page_size
 
     def pages_of(row, i, length):
-        """Page numbers of tile i; past the end of the row, its last page again."""
+        """Returns the page numbers of tile i; past the end of the row, its last page again."""
         first, last = i * spec.pages_a_tile, last_page(length)
         return tuple(table_ref[row, jnp.minimum(first + j, last)] for j in range(spec.pages_a_tile))
 
     def copy(pages, live, slot, values, scales, target, scales_target, full):
-        """Copy the live ones of a tile's pages; for the others only tell that nothing comes."""
+        """Copies the live pages of a tile; for the others it only makes their arrivals."""
 
         def copy_page(j, page):
             part = pl.ds(j * spec.page_size, spec.page_size)
@@ -132,7 +131,7 @@ def _copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barr
         parity = lax.rem(segment, 2)
         plgpu.barrier_wait(q_free.at[parity])
         for part in range(spec.parts):
-            # The box is wider than the group; what lies outside the array arrives as zeros.
+            # The box is wider than the group; what is outside the array arrives as zeros.
             heads = q_ref.at[part, row, pl.ds(parity * 0, spec.columns)]
             plgpu.copy_gmem_to_smem(
                 heads,
@@ -156,7 +155,7 @@ def _copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barr
         return count, segment + 1
 
     walk_rows(plan_refs, lengths_ref, spec, visit, (jnp.int32(0), jnp.int32(0)))
-    # Every slot ends free, so that no arrival is left unobserved.
+    # Wait until every slot is free, so that no arrival is left unobserved.
     for slot in range(spec.stages):
         plgpu.barrier_wait(k_free.at[slot])
         plgpu.barrier_wait(v_free.at[slot])
@@ -165,7 +164,7 @@ def _copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barr
 
 
 def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
-    """Attend: the computing warpgroup."""
+    """Runs the computing warpgroup, which attends to the copied pages."""
     out_ref, lse_ref, partial_ref, partial_lse_ref, scores_ref = outputs
     q_smem, k_smem, v_smem, k_scales, v_scales, key_smem, value_smem, p_smem, out_smem = smem
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
@@ -225,14 +224,14 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
                 weights = weights - piece.astype(jnp.float32)
             values = value_operands(spec, v_smem.at[slot], value_smem, live)
             plgpu.commit_smem()
-            turned = [p_smem.at[part].transpose((1, 0)) for part in range(spec.parts)]
+            transposed = [p_smem.at[part].transpose((1, 0)) for part in range(spec.parts)]
             blocks = tuple(
                 block * per_column(shrink, block.shape)
                 + matmul(
                     [
                         (v.transpose((1, 0)), p)
                         for a, v in enumerate(block_values)
-                        for p in turned[: spec.parts - a]
+                        for p in transposed[: spec.parts - a]
                     ]
                 )
                 for block, block_values in zip(blocks, values, strict=True)
@@ -247,7 +246,7 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
             step,
             (
                 count,
-                plgpu.layout_cast(jnp.full((spec.columns,), _NEVER, jnp.float32), _PER_COLUMN),
+                plgpu.layout_cast(jnp.full((spec.columns,), LOWEST, jnp.float32), _PER_COLUMN),
                 wgmma(jnp.zeros(tile_shape, jnp.float32)),
                 tuple(
                     wgmma(jnp.zeros((size, spec.columns), jnp.float32)) for _, size in spec.blocks
@@ -284,29 +283,26 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def attend(spec: Spec, plan, lengths, page_table, q, pages, scales, slots, interpret=None):
-    """Run the kernel.
+def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
+    """Runs the attention kernel.
 
     Args:
-      spec: what it is compiled for.
+      spec: the static parameters.
       plan: the split of the work, with `spec.programs` programs.
-      lengths: [R].
-      page_table: [R, M].
-      q: the queries' parts, [parts, R, G, D] (G padded to N when interpreted).
-      pages: k_pages and v_pages.
-      scales: k_scales and v_scales, or nothing.
-      slots: slots of the scores' buffer.
+      q: the queries as a sum of operands, [parts, R, G, D] (G padded to N when interpreted).
+      rows: the rows that the queries attend to.
       interpret: parameters of the interpreter, for tests.
 
     Returns:
-      The result (rows that one program reads whole; others are left unwritten), base-2 lse [R, N],
-      partials [R + C, ., N], their base-2 lse [R + C, N], base-2 scores [R, slots, N].
+      The result (of rows that one program reads whole; others are left unwritten), base-2 lse
+      [R, N], partial results [R + C, out_rows, N], their base-2 lse [R + C, N], and base-2 scores
+      [R, slots padded to whole tiles, N].
     """
     results = (spec.rows, spec.out_rows, spec.columns)
     if not spec.transposed:
         results = (spec.rows, spec.group, spec.head_dim)
     partials = spec.rows + spec.programs
-    score_slots = slots if spec.return_scores else 1
+    score_slots = -(-rows.slots // spec.tile) * spec.tile if spec.return_scores else 1
     score_rows = spec.rows if spec.return_scores else 1
     out_type = (
         jax.ShapeDtypeStruct(results, spec.dtype),
@@ -367,7 +363,7 @@ def attend(spec: Spec, plan, lengths, page_table, q, pages, scales, slots, inter
         work = [memory.get(name) for name in ("key_smem", "value_smem", "p_smem", "out_smem")]
         thread = lax.axis_index("thread")
         if interpret is None:
-            # Launched while the kernel before it ends; lets `combine` be launched likewise.
+            # This kernel is launched while the one before it ends, and so will `combine` be.
             plgpu.griddepcontrol_wait()
             plgpu.griddepcontrol_launch_dependents()
 
@@ -394,4 +390,5 @@ def attend(spec: Spec, plan, lengths, page_table, q, pages, scales, slots, inter
         interpret=interpret,
         kernel_name="decode_attention",
     )
-    return kernel(plan.tile_starts, plan.edge_rows, lengths, page_table, q, *pages, *scales)
+    pages = (rows.k_pages, rows.v_pages, *rows.scales)
+    return kernel(plan.tile_starts, plan.edge_rows, rows.lengths, rows.page_table, q, *pages)

@@ -1,8 +1,8 @@
 """The plan of a decode step (see `plan`) in one launch, for Hopper GPUs.
 
-XLA makes a plan in four kernels, and a step makes one a layer. Here every program finds the tiles
-before each row by itself, 64 rows at a time, and then 64 of the rows that stretches begin or end
-in; the first program also writes the line.
+XLA makes a plan in four kernels, and a decode step makes one per layer. Here every program counts
+the tiles before each row by itself, 64 rows at a time, and then finds 64 of the rows in which
+stretches begin or end; the first program also writes `tile_starts`.
 
     starts[r] = sum_{j < r} tiles[j]        edge_rows[c] = |{r : starts[r] <= edge tile of c}| - 1
 """
@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.plan import DecodePlan, stretch_start
 
-# Rows, or edges, handled at a time: what one instruction's registers hold.
+# Number of rows, or edges, processed at a time: what the registers of one instruction hold.
 _CHUNK = 64
-# More rows than this need more shared memory than there is.
+# The maximum number of rows, given by the size of shared memory.
 MOST_ROWS = 16384
 _SHAPE = (_CHUNK, _CHUNK)
 _PER_ROW, _PER_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -37,36 +37,36 @@ def _load_columns(ref):
 
 
 def _sum_rows(values, where):
-    """Sum the chosen values of each row, one value a row."""
+    """Sums the selected values of each row; returns one value per row."""
     return jnp.where(where, values, 0).sum(axis=1)
 
 
 def make_plan_on_gpu(lengths, *, tile: int, programs: int, interpret=None) -> DecodePlan:
-    """Split rows of these lengths [R] among the programs of a grid, as `plan.make_plan` does.
+    """Splits rows of these lengths [R] among the programs of a grid, as `plan.make_plan` does.
 
     Args:
-      lengths: live slots of each row, int32 [R], R at most MOST_ROWS.
-      tile: slots of a tile.
-      programs: programs of the grid, C.
+      lengths: number of live slots of each row, int32 [R], R at most MOST_ROWS.
+      tile: number of slots in a tile.
+      programs: C, the size of the grid.
       interpret: parameters of the interpreter, for tests.
 
     Returns:
-      The plan; its arrays are longer than a plan's need to be.
+      The plan, with arrays that are longer than needed.
     """
     (rows,) = lengths.shape
     row_chunks, edge_chunks = _chunks(rows + 1), _chunks(2 * programs)
     if interpret is not None:
-        # The interpreter does not fill boxes that reach outside an array.
+        # The interpreter does not fill boxes that extend past the end of an array.
         lengths = jnp.pad(lengths, (0, row_chunks * _CHUNK - rows))
 
     def body(lengths_ref, starts_ref, edges_ref, *, lengths_smem, starts_smem, edges_smem, loaded):
         program = lax.axis_index("program")
         if interpret is None:
-            # Lets the attention kernel be launched while this one ends; that one waits likewise.
+            # The attention kernel may be launched while this one ends; it waits in the same way.
             plgpu.griddepcontrol_wait()
             plgpu.griddepcontrol_launch_dependents()
         for chunk in range(row_chunks):
-            # A start that is not known while tracing may reach outside; zeros arrive from there.
+            # A box with a traced start may extend past the end; zeros arrive from there.
             part = pl.ds(program * 0 + chunk * _CHUNK, _CHUNK)
             plgpu.copy_gmem_to_smem(
                 lengths_ref.at[part],
@@ -128,6 +128,6 @@ def make_plan_on_gpu(lengths, *, tile: int, programs: int, interpret=None) -> De
         interpret=interpret,
         kernel_name="decode_plan",
     )
-    # Of a slice XLA would hand over an address inside, which the bulk copy may not take.
+    # For a slice XLA would pass an address inside an array, which bulk copies may not accept.
     starts, edges = kernel(lax.optimization_barrier(lengths))
     return DecodePlan(starts, edges, tile, programs)

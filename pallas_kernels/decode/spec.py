@@ -1,4 +1,4 @@
-"""What the Hopper kernels of decode attention are compiled for."""
+"""The static parameters that the Hopper kernels of decode attention are compiled for."""
 
 import math
 from dataclasses import dataclass
@@ -6,23 +6,25 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 LOG2_E = math.log2(math.e)
+# The initial running maximum: below every score, and its differences are finite, unlike -inf's.
+LOWEST = -1e30
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a kernel is compiled for.
+    """The static parameters of a kernel.
 
     Attributes:
-      rows: R.
-      group: G.
-      head_dim: D.
-      page_size: P.
+      rows: R, the number of rows.
+      group: G, the number of query heads of a row.
+      head_dim: D, the head dim.
+      page_size: P, the number of slots in a page.
       pages_dtype: dtype of the pages.
       dtype: dtype of the queries and of the result.
-      tile: slots handled at a time: a page, or several.
-      stages: tiles of keys and of values in flight.
+      tile: number of slots that are processed at a time: one page, or several.
+      stages: number of tiles of keys, and of values, that are in flight.
       programs: size of the grid.
-      scale: factor of the scores.
+      scale: factor on the scores.
       return_lse: write the log-sum-exp of whole rows.
       return_scores: write the scores.
     """
@@ -42,32 +44,32 @@ class Spec:
 
     @property
     def pages_a_tile(self) -> int:
-        """Pages handled at a time."""
+        """Number of pages in a tile."""
         return self.tile // self.page_size
 
     @property
     def copies_a_page(self) -> int:
-        """Arrivals that tell that a page is there."""
+        """Number of barrier arrivals that a page makes: its own copy, and that of its scales."""
         return 1 + self.scaled
 
     @property
     def columns(self) -> int:
-        """N: the group, padded to what the matrix unit takes."""
+        """N, the size of the group padded to a size that the matrix unit accepts."""
         return 8 if self.group <= 8 else 16
 
     @property
     def operand(self) -> jnp.dtype:
-        """What the matrix unit multiplies."""
+        """Dtype of the operands of the matrix unit."""
         return jnp.dtype(jnp.float16 if self.dtype == jnp.float16 else jnp.bfloat16)
 
     @property
     def convert(self) -> bool:
-        """Whether pages must be converted to operands."""
+        """Whether pages must be converted to the dtype of the operands."""
         return self.pages_dtype != self.operand
 
     @property
     def parts(self) -> int:
-        """Operands whose sum is a page."""
+        """Number of operands whose sum is a page."""
         return 3 if self.pages_dtype == jnp.float32 else 1
 
     @property
@@ -77,9 +79,9 @@ class Spec:
 
     @property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """(start, size) of the blocks of D that O^T is computed in; they may overlap.
+        """(start, size) of the blocks of D in which O^T is computed; they may overlap.
 
-        The matrix unit takes 64 rows at a time: 96 is 0..63 and 32..95.
+        The matrix unit takes 64 rows at a time: a head dim of 96 is cut into 0..63 and 32..95.
         """
         if self.head_dim % 64 == 0:
             return ((0, self.head_dim),)
@@ -87,30 +89,30 @@ class Spec:
 
     @property
     def stage_values(self) -> bool:
-        """Whether values pass through a second buffer: converted, or cut into blocks."""
+        """Whether values pass through a second buffer, to be converted or cut into blocks."""
         return self.convert or len(self.blocks) > 1
 
     @property
     def share_stage(self) -> bool:
-        """Whether converted keys and values take turns in one buffer."""
+        """Whether converted keys and values share one buffer, one after the other."""
         return self.convert and len(self.blocks) == 1
 
     @property
     def out_rows(self) -> int:
-        """Rows of O^T over all blocks."""
+        """Number of rows of O^T, summed over all blocks."""
         return sum(size for _, size in self.blocks)
 
     @property
     def transposed(self) -> bool:
-        """Whether results are written as O^T, [R, out_rows, N], and turned afterwards.
+        """Whether results are written as O^T, [R, out_rows, N], and transposed afterwards.
 
-        Registers can be stored turned if they are 16 bits wide; overlapping blocks would race.
+        Only 16-bit registers can be stored transposed, and overlapping blocks would race.
         """
         return self.dtype.itemsize != 2 or len(self.blocks) > 1
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of one program, roughly."""
+        """Approximate shared memory of one program, in bytes."""
         page = self.tile * self.head_dim * self.pages_dtype.itemsize
         ring = 2 * self.stages * (page + (4 * self.tile if self.scaled else 0))
         widths = self.convert * self.head_dim

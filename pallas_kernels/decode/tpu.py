@@ -1,10 +1,10 @@
 """Paged decode attention for TPUs.
 
 The grid walks the rows in order, split over the cores of a chip. A row's pages are copied from
-device memory a block of some hundred slots at a time into one of two buffers, while the other is
-computed on; the last block of a row is computed while the first one of the next row arrives. The
-page table stays in device memory, and only two rows of it are in scalar memory at a time: the
-whole table of hundreds of rows of hundreds of pages would not fit.
+device memory in blocks of some hundred slots into one of two buffers, while the block in the other
+is computed; the last block of a row is computed while the first one of the next row arrives. The
+page table stays in device memory, and only two rows of it are in scalar memory at a time, because
+the whole table of hundreds of rows of hundreds of pages would not fit.
 
 Within a row this is the online softmax of FlashAttention. Slots beyond the row's length are masked
 in the scores and in the values, which may be NaN there.
@@ -19,19 +19,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-# Slots of a block: enough for one copy to hide behind the computation of another.
+from pallas_kernels.decode.rows import Rows
+from pallas_kernels.decode.spec import LOWEST
+
+# Number of slots in a block: enough to hide the copy of one behind the computation of another.
 _BLOCK_SLOTS = 512
 _LANES = 128
-# Rows are split in two for the chips with two cores; the others walk both halves.
+# The rows are split in two for chips with two cores; a chip with one core walks both halves.
 _CORES = 2
-_NEVER = -1e30
-# Both buffers of keys and of values.
+# Bytes of both buffers of keys and of values.
 _VMEM_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the kernel is compiled for: see `decode_attention_tpu`."""
+    """The static parameters of the kernel; see `decode_attention_tpu`."""
 
     rows_a_core: int
     page_size: int
@@ -43,12 +45,12 @@ class _Sizes:
 
     @property
     def block(self) -> int:
-        """Slots of a block."""
+        """Number of slots in a block."""
         return self.page_size * self.pages_a_block
 
 
 def _ceil_divide(count, size: int):
-    """Divide a count that is not negative; `//` would ask which TPU this is."""
+    """Divides a count that is not negative, without `//`, whose lowering needs a local TPU."""
     return lax.div(count + (size - 1), size)
 
 
@@ -71,7 +73,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
         )
 
     def each_page(of_step, of_length, block, buffer, act):
-        """Act on the copies of a block's live pages."""
+        """Calls `act` on the copy of each live page of a block."""
         first = block * sizes.pages_a_block
         live = _ceil_divide(of_length, sizes.page_size)
 
@@ -91,7 +93,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
         first = table_copy(0)
         first.start()
         first.wait()
-        # Which buffer comes next, and whether its first block is on its way.
+        # The number of the next buffer, and whether the copy of its first block has started.
         state[0] = 0
         state[1] = 0
 
@@ -157,7 +159,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
         blocks,
         block_step,
         (
-            jnp.full((heads, 1), _NEVER, jnp.float32),
+            jnp.full((heads, 1), LOWEST, jnp.float32),
             jnp.zeros((heads, 1), jnp.float32),
             jnp.zeros((heads, head_dim), jnp.float32),
         ),
@@ -178,51 +180,46 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
 
 
 def _packing(dtype) -> int:
-    """Rows of a tile of device memory: 8 of 32 bits, and as many more as elements are smaller."""
+    """Returns the rows of a tile of device memory: 8 of 32 bits, 16 of 16 bits, 32 of 8 bits."""
     return 32 // jnp.dtype(dtype).itemsize
 
 
-def why_not(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales, plan, **static):
-    """Why the kernel cannot serve a call, or None."""
-    del v_pages, page_table, lengths, v_scales, plan, static
-    head_dim, page_size = q.shape[2], k_pages.shape[1]
-    if k_scales is not None:
+def why_not(q, rows: Rows, plan, **static):
+    """Returns why the kernel cannot serve a call, or None."""
+    del plan, static
+    head_dim, page_size, packing = q.shape[2], rows.page_size, _packing(rows.k_pages.dtype)
+    if rows.scales:
         return "does not read float8 pages"
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"serves bfloat16 and float32, not {q.dtype}"
     if head_dim % 32 or head_dim > 512:
         return f"serves head dims that are multiples of 32 up to 512, not {head_dim}"
-    if page_size % _packing(k_pages.dtype):
-        return f"serves page sizes that are multiples of {_packing(k_pages.dtype)}, not {page_size}"
+    if page_size % packing:
+        return f"serves page sizes that are multiples of {packing}, not {page_size}"
     return None
 
 
 def decode_attention_tpu(
     q,
-    k_pages,
-    v_pages,
-    page_table,
-    lengths,
-    k_scales=None,
-    v_scales=None,
+    rows: Rows,
     plan=None,
     *,
     scale: float,
-    return_lse: bool = False,
-    return_scores: bool = False,
+    return_lse: bool,
+    return_scores: bool,
     interpret=False,
 ) -> tuple[jax.Array, ...]:
-    """Serve as the TPU form of `decode_attention`; returns a tuple of results."""
-    del k_scales, v_scales, plan
-    rows, group, head_dim = q.shape
-    page_size, columns = k_pages.shape[1], page_table.shape[1]
+    """Computes `decode_attention` on TPUs; returns a tuple of results."""
+    del plan
+    row_count, group, head_dim = q.shape
+    page_size, columns, dtype = rows.page_size, rows.page_table.shape[1], rows.k_pages.dtype
     padded_dim = -(-head_dim // _LANES) * _LANES
-    slot_bytes = 4 * padded_dim * k_pages.dtype.itemsize
-    wanted = min(_BLOCK_SLOTS, max(_LANES, columns * page_size), _VMEM_BYTES // slot_bytes)
+    slot_bytes = 4 * padded_dim * dtype.itemsize
+    wanted = min(_BLOCK_SLOTS, max(_LANES, rows.slots), _VMEM_BYTES // slot_bytes)
     # Scores are written in whole lanes.
     unit = max(1, _LANES // page_size)
     pages_a_block = max(1, wanted // (page_size * unit)) * unit
-    rows_a_core = -(-rows // _CORES)
+    rows_a_core = -(-row_count // _CORES)
     all_rows = rows_a_core * _CORES
     packing = _packing(q.dtype)
     heads = -(-group // packing) * packing
@@ -235,11 +232,12 @@ def decode_attention_tpu(
         return_lse=return_lse,
         return_scores=return_scores,
     )
-    q = jnp.pad(q, ((0, all_rows - rows), (0, heads - group), (0, 0)))
-    lengths = jnp.pad(lengths, (0, all_rows - rows))
+    padding = (0, all_rows - row_count)
+    q = jnp.pad(q, (padding, (0, heads - group), (0, 0)))
+    lengths = jnp.pad(rows.lengths, padding)
     # Copies to scalar memory take whole planes of lanes.
     planes = -(-columns // _LANES)
-    table = jnp.pad(page_table, ((0, all_rows - rows), (0, planes * _LANES - columns)))
+    table = jnp.pad(rows.page_table, (padding, (0, planes * _LANES - columns)))
     table = table.reshape(all_rows, planes, _LANES)
 
     def of_row(core, step, *_):
@@ -248,7 +246,7 @@ def decode_attention_tpu(
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     out_shape = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     out_specs = [pl.BlockSpec((None, heads, head_dim), of_row)]
-    page_buffer = pltpu.VMEM((2, pages_a_block, page_size, head_dim), k_pages.dtype)
+    page_buffer = pltpu.VMEM((2, pages_a_block, page_size, head_dim), dtype)
     scratch = [
         pltpu.SMEM((2, planes, _LANES), jnp.int32),
         page_buffer,
@@ -261,7 +259,7 @@ def decode_attention_tpu(
         out_shape.append(jax.ShapeDtypeStruct((all_rows, heads, _LANES), jnp.float32))
         out_specs.append(pl.BlockSpec((None, heads, _LANES), of_row))
     if return_scores:
-        slots = -(-columns * page_size // sizes.block) * sizes.block
+        slots = -(-rows.slots // sizes.block) * sizes.block
         out_shape.append(jax.ShapeDtypeStruct((all_rows, heads, slots), jnp.float32))
         out_specs.append(anywhere)
         scratch += [pltpu.VMEM((heads, sizes.block), jnp.float32), pltpu.SemaphoreType.DMA]
@@ -283,13 +281,13 @@ def decode_attention_tpu(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="decode_attention",
-    )(lengths, table, q, k_pages, v_pages)
+    )(lengths, table, q, rows.k_pages, rows.v_pages)
     out, *rest = results
-    finished = [out[:rows, :group]]
+    finished = [out[:row_count, :group]]
     if return_lse:
-        finished.append(rest.pop(0)[:rows, :group, 0])
+        finished.append(rest.pop(0)[:row_count, :group, 0])
     if return_scores:
-        scores = rest.pop(0)[:rows, :group, : columns * page_size]
-        read = jnp.arange(columns * page_size) < lengths[:rows, None, None]
+        scores = rest.pop(0)[:row_count, :group, : rows.slots]
+        read = jnp.arange(rows.slots) < lengths[:row_count, None, None]
         finished.append(jnp.where(read, scores, -jnp.inf))
     return tuple(finished)

@@ -1,13 +1,13 @@
 """Paged decode attention in Pallas's Triton form, for NVIDIA GPUs before and after Hopper.
 
-It follows the same plan as the Hopper kernel and checks it on the same card; on older cards it is
-the kernel. A program takes its stretch of tiles page by page, with the G query heads padded to 16
-rows, the least that the matrix unit takes, and the online softmax of FlashAttention. Rows that one
-program reads whole go to the result; the others leave partials that a second kernel merges.
+It follows the same plan as the Hopper kernel and checks it on the same card; GPUs of other
+generations are served by it alone. A program takes its stretch of tiles page by page, with the G
+query heads padded to 16 rows, the minimum of the matrix unit, and the online softmax of
+FlashAttention. A row that one program reads whole is written to the result; of other rows the
+programs leave partial results, which a second kernel merges.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decode.plan import DecodePlan, owner, stretch_start
+from pallas_kernels.decode.rows import Rows
+from pallas_kernels.decode.spec import LOG2_E, LOWEST
 
 _HEADS = 16
-_LOG2_E = math.log2(math.e)
-_NEVER = -1e30
-# Partials of a row that are merged at a time.
+# Number of partial results of a row that are merged at a time.
 _AT_ONCE = 4
 
 
 def column_blocks(head_dim: int) -> list[tuple[int, int]]:
-    """(start, size) of the powers of two that make up D: 96 is 64 and 32."""
+    """Returns (start, size) of the powers of two that sum to D: 96 is 64 and 32."""
     blocks, start = [], 0
     while start < head_dim:
         size = 1 << ((head_dim - start).bit_length() - 1)
@@ -35,13 +35,11 @@ def column_blocks(head_dim: int) -> list[tuple[int, int]]:
 
 
 def _head_rows(index, group):
-    """Rows of a flat [. * G, D] array that belong to an index, padded to a block of 16."""
+    """Returns the rows of a flat [R * G, D] array that belong to row `index`, as a block of 16."""
     return pl.ds(index * group, _HEADS)
 
 
-def _attend(
-    *refs, group, programs, page_size, tile, scale, blocks, scaled, return_scores, precision
-):
+def _attend(*refs, group, programs, tile, scale, scaled, return_scores):
     tile_starts_ref, edge_rows_ref, lengths_ref, table_ref, q_ref, k_ref, v_ref, *refs = refs
     scale_refs, refs = (refs[:2], refs[2:]) if scaled else ((None, None), refs)
     out_ref, lse_ref, partial_ref, partial_lse_ref, scores_ref = refs
@@ -50,6 +48,8 @@ def _attend(
     start = stretch_start(total_tiles, program, programs)
     stop = stretch_start(total_tiles, program + 1, programs)
     dtype = q_ref.dtype
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    blocks, page_size = column_blocks(q_ref.shape[1]), k_ref.shape[1]
     heads = jnp.arange(_HEADS) < group
     pages_a_tile = tile // page_size
     dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32, precision=precision)
@@ -75,7 +75,7 @@ def _attend(
             s = sum(
                 dot(part, page_of(k_ref, scale_refs[0], page, where).T)
                 for part, where in zip(q, blocks, strict=True)
-            ) * (scale * _LOG2_E)
+            ) * (scale * LOG2_E)
             s = jnp.where(read[None, :], s, -jnp.inf)
             if return_scores:
                 plt.store(
@@ -101,7 +101,7 @@ def _attend(
             jnp.minimum(hi * pages_a_tile, last_page),
             page_step,
             (
-                jnp.full((_HEADS,), _NEVER, jnp.float32),
+                jnp.full((_HEADS,), LOWEST, jnp.float32),
                 jnp.zeros((_HEADS,), jnp.float32),
                 tuple(jnp.zeros((_HEADS, size), jnp.float32) for _, size in blocks),
             ),
@@ -131,9 +131,9 @@ def _attend(
     lax.fori_loop(edge_rows_ref[program], edge_rows_ref[programs + program] + 1, row_step, 0)
 
 
-def _merge(*refs, group, programs, blocks):
+def _merge(*refs, group, programs):
     tile_starts_ref, partial_ref, partial_lse_ref, _, _, out_ref, lse_ref = refs
-    row = pl.program_id(0)
+    row, blocks = pl.program_id(0), column_blocks(out_ref.shape[1])
     total = tile_starts_ref[tile_starts_ref.shape[0] - 1]
     first = row + owner(total, tile_starts_ref[row], programs)
     count = row + owner(total, tile_starts_ref[row + 1] - 1, programs) + 1 - first
@@ -146,7 +146,7 @@ def _merge(*refs, group, programs, blocks):
             for j in range(_AT_ONCE):
                 index = i * _AT_ONCE + j
                 rows = _head_rows(first + jnp.minimum(index, count - 1), group)
-                e = jnp.where(index < count, partial_lse_ref[rows], _NEVER)
+                e = jnp.where(index < count, partial_lse_ref[rows], LOWEST)
                 new_peak = jnp.maximum(peak, e)
                 shrink, factor = jnp.exp2(peak - new_peak), jnp.exp2(e - new_peak)
                 factor = jnp.where(index < count, factor, 0)
@@ -162,7 +162,7 @@ def _merge(*refs, group, programs, blocks):
             (count + (_AT_ONCE - 1)) // _AT_ONCE,
             step,
             (
-                jnp.full((_HEADS,), _NEVER, jnp.float32),
+                jnp.full((_HEADS,), LOWEST, jnp.float32),
                 jnp.zeros((_HEADS,), jnp.float32),
                 tuple(jnp.zeros((_HEADS, size), jnp.float32) for _, size in blocks),
             ),
@@ -177,35 +177,25 @@ def _merge(*refs, group, programs, blocks):
 
 def decode_attention_triton(
     q,
-    k_pages,
-    v_pages,
-    page_table,
-    lengths,
-    k_scales,
-    v_scales,
+    rows: Rows,
     plan: DecodePlan,
     *,
     scale: float,
-    return_scores: bool = False,
-    num_warps: int = 4,
-    num_stages: int = 2,
-    interpret: bool = False,
+    return_scores: bool,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Run the kernels.
+    """Runs the attention kernel and the one that merges partial results.
 
     Returns:
-      The result, base-2 lse [R, G], and base-2 scores [R, 16, M * P], unwritten where no slot was
-      read.
+      The result, base-2 lse [R, G], and base-2 scores [R, 16, M * P], unwritten at unread slots.
     """
-    rows, group, head_dim = q.shape
-    page_size = k_pages.shape[1]
-    blocks = column_blocks(head_dim)
-    slots = page_table.shape[1] * page_size
-    scaled = k_scales is not None
-    # Blocks of 16 heads reach past the last row of flat arrays.
-    flat = rows * group + _HEADS
-    partials = (rows + plan.programs) * group + _HEADS
-    score_shape = (rows, _HEADS, slots) if return_scores else (1, _HEADS, page_size)
+    row_count, group, head_dim = q.shape
+    # Blocks of 16 heads extend past the last row of flat arrays.
+    flat = row_count * group + _HEADS
+    partials = (row_count + plan.programs) * group + _HEADS
+    score_shape = (row_count, _HEADS, rows.slots) if return_scores else (1, _HEADS, rows.page_size)
     out_shape = (
         jax.ShapeDtypeStruct((flat, head_dim), q.dtype),
         jax.ShapeDtypeStruct((flat,), jnp.float32),
@@ -213,22 +203,17 @@ def decode_attention_triton(
         jax.ShapeDtypeStruct((partials,), jnp.float32),
         jax.ShapeDtypeStruct(score_shape, jnp.float32),
     )
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    heads = jnp.pad(q.reshape(rows * group, head_dim), ((0, _HEADS), (0, 0)))
-    scales = (k_scales, v_scales) if scaled else ()
-    tile_starts = plan.tile_starts[: rows + 1]  # it may be longer
+    heads = jnp.pad(q.reshape(row_count * group, head_dim), ((0, _HEADS), (0, 0)))
+    tile_starts = plan.tile_starts[: row_count + 1]  # it may be longer
     out, lse, partial, partial_lse, scores = pl.pallas_call(
         functools.partial(
             _attend,
             group=group,
             programs=plan.programs,
-            page_size=page_size,
             tile=plan.tile,
             scale=scale,
-            blocks=blocks,
-            scaled=scaled,
+            scaled=bool(rows.scales),
             return_scores=return_scores,
-            precision=precision,
         ),
         grid=(plan.programs,),
         out_shape=out_shape,
@@ -238,22 +223,22 @@ def decode_attention_triton(
     )(
         tile_starts,
         plan.edge_rows,
-        lengths,
-        page_table,
+        rows.lengths,
+        rows.page_table,
         heads,
-        k_pages,
-        v_pages,
-        *scales,
+        rows.k_pages,
+        rows.v_pages,
+        *rows.scales,
     )
     out, lse = pl.pallas_call(
-        functools.partial(_merge, group=group, programs=plan.programs, blocks=blocks),
-        grid=(rows,),
+        functools.partial(_merge, group=group, programs=plan.programs),
+        grid=(row_count,),
         out_shape=out_shape[:2],
         input_output_aliases={3: 0, 4: 1},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="decode_merge_triton",
     )(tile_starts, partial, partial_lse, out, lse)
-    heads_only = rows * group
-    out = out[:heads_only].reshape(rows, group, head_dim)
-    return out, lse[:heads_only].reshape(rows, group), scores
+    heads_only = row_count * group
+    out = out[:heads_only].reshape(row_count, group, head_dim)
+    return out, lse[:heads_only].reshape(row_count, group), scores

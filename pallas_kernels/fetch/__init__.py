@@ -1,4 +1,4 @@
-"""Rows fetched out of a store that may lie in host memory."""
+"""The gather of rows from a store that may be in host memory."""
 
 from pallas_kernels.fetch.api import fetch_rows
 

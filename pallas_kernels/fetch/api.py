@@ -1,8 +1,8 @@
-"""`fetch_rows`: single rows of a store, wherever the store lies.
+"""`fetch_rows`: gathers single rows of a store in device memory or in host memory.
 
-On a GPU a kernel reads a store in `pinned_host` memory in place, over the link: only the rows that
-are asked for move, and nothing is dispatched from the host. An H200 fetched 8 MB in rows of 256
-bytes at 35 GB/s that way, and at 7 GB/s where the host's processor gathers them
+On a GPU a kernel reads a store in `pinned_host` memory in place, over the link: only the requested
+rows are transferred, and nothing is dispatched from the host. An H200 fetched 8 MB in rows of 256
+bytes at 35 GB/s in this way, and at 7 GB/s where the CPU gathered them
 (`experiments/results/kcache`).
 """
 
@@ -15,12 +15,7 @@ from pallas_kernels.fetch.reference import fetch_rows_xla
 OPERATION = Operation(
     "fetch_rows",
     (
-        Implementation(
-            "triton",
-            "cuda",
-            deferred("pallas_kernels.fetch.gpu", "fetch_rows_triton"),
-            deferred("pallas_kernels.fetch.gpu", "why_not"),
-        ),
+        deferred("triton", "cuda", "pallas_kernels.fetch.gpu", "fetch_rows_triton"),
         Implementation("xla", None, fetch_rows_xla),
     ),
 )
@@ -35,14 +30,18 @@ def fetch_rows(
     """Gathers rows into device memory.
 
     Args:
-      store: rows, in device memory or in `pinned_host`. It is read as it is when the program runs.
-      index: which rows, each between 0 and S - 1; any other number is not defined.
-      implementation: "triton", "xla", several of them to be tried in order, or None for the best
-        one on the platform that the call is lowered for.
+      store: the rows, in device memory or in `pinned_host`, where they are read when the program
+        runs.
+      index: numbers of the rows, each between 0 and S - 1; the result for others is undefined.
+      implementation: a name ("triton", "xla") forces one implementation; a sequence of names is
+        tried in order; None chooses the best one for the platform that the call is lowered for.
+
+    Returns:
+      The rows, in device memory.
 
     Raises:
-      ValueError: arguments that disagree.
-      NotImplementedError: a named implementation cannot serve the call, with the reason.
+      ValueError: arguments disagree.
+      NotImplementedError: no requested implementation can serve the call, with the reason.
     """
     if store.ndim != 2 or index.ndim != 1 or 0 in store.shape:
         raise ValueError(

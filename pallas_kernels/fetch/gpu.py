@@ -1,7 +1,7 @@
-"""Rows gathered by a GPU, from its own memory or from the host's in place.
+"""The gather of rows by a GPU, from its own memory, or in place from host memory.
 
-Pinned host memory has an address on the device, so a kernel loads from it like from anywhere; each
-load of a row goes over the link by itself. Many small programs keep many loads in flight.
+Pinned host memory has an address on the device, so a kernel loads from it as from device memory;
+each load of a row goes over the link by itself. Many small programs keep many loads in flight.
 """
 
 import jax
@@ -12,24 +12,24 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import target_gpu, triton_lacks
 
-_ROWS = 16  # of a program
+_ROWS = 16  # number of rows per program
 
 
 def why_not(store, index) -> str | None:
-    """The reason this kernel cannot serve a call, or None."""
+    """Returns why this kernel cannot serve a call, or None."""
     del index
     width = store.shape[1]
     if width & (width - 1):
-        return f"rows of {width} numbers: blocks have a power of two of them"
+        return f"rows of {width} numbers: the number must be a power of two"
     if store.dtype == jnp.float64:
-        return "float64 stores"
+        return "does not read float64 stores"
     return triton_lacks(target_gpu(), store)
 
 
 def fetch_rows_triton(
     store: Float[Array, "S D"], index: Int[Array, " n"], *, interpret: bool = False
 ) -> Float[Array, "n D"]:
-    """Gather blocks of rows, one program each."""
+    """Computes `fetch_rows` with the Triton kernel, one program per block of rows."""
     count, width = index.size, store.shape[1]
     programs = -(-count // _ROWS)
     padded = jnp.pad(index, (0, programs * _ROWS - count))

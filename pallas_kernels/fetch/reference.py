@@ -1,4 +1,4 @@
-"""Rows gathered by XLA: on the device, or by the host's processor where the store lies there."""
+"""The gather of rows in plain XLA: on the device, or by the CPU for a store in host memory."""
 
 from typing import Any
 
@@ -8,18 +8,18 @@ from jaxtyping import Array, Float, Int
 
 
 def is_on_host(x: Array) -> bool:
-    """Whether an array lies in host memory, also while tracing."""
+    """Returns whether an array is in host memory, also while tracing."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def fetch_rows_xla(store: Float[Array, "S D"], index: Int[Array, " n"]) -> Float[Array, "n D"]:
-    """Serve as the XLA form of `fetch_rows`; same arguments."""
+    """Computes `fetch_rows` in XLA."""
 
     def gather(store, index):
         return store.at[index].get(mode="promise_in_bounds")
 
     if not is_on_host(store):
         return gather(store, index)
-    run: Any = compute_on  # typed as the context manager that it also is
+    run: Any = compute_on  # its type is that of the context manager that it also is
     on_host = run(gather, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
     return on_host(store, jax.device_put(index, jax.memory.Space.Host))

@@ -1,4 +1,4 @@
-"""Prompt attention of a chunk of queries over surviving paged keys and over the chunk itself."""
+"""Prompt attention of a chunk of queries over the retained paged keys and over the chunk itself."""
 
 from pallas_kernels.prefill.api import prefill_attention
 

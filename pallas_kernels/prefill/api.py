@@ -1,8 +1,8 @@
-"""`prefill_attention`: a chunk of a prompt against the surviving past and against itself.
+"""`prefill_attention`: a chunk of a prompt against the retained past and against itself.
 
 The binary form of the DMS mask (Łańcucki et al. 2025, section 3.2) for prompts that enter a paged
-cache chunk by chunk. Which past slot a query still sees is data (`past_until`), so any policy that
-evicts at a known distance fits.
+cache chunk by chunk. Which past slots a query still sees is data (`past_until`), so the kernel
+serves any policy that evicts tokens at a known distance.
 """
 
 import jax.numpy as jnp
@@ -10,32 +10,24 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.debug import check_pages
 from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
+from pallas_kernels.prefill.chunk import Chunk, Past
 from pallas_kernels.prefill.reference import prefill_attention_reference
 
 PREFILL = Operation(
     "prefill_attention",
     (
-        Implementation(
-            "mosaic_gpu",
-            "cuda",
-            deferred("pallas_kernels.prefill.gpu", "prefill"),
-            deferred("pallas_kernels.prefill.gpu", "why_not"),
-        ),
-        Implementation(
-            "mosaic_tpu",
-            "tpu",
-            deferred("pallas_kernels.prefill.tpu", "prefill"),
-            deferred("pallas_kernels.prefill.tpu", "why_not"),
-        ),
+        deferred("mosaic_gpu", "cuda", "pallas_kernels.prefill.gpu", "prefill"),
+        deferred("mosaic_tpu", "tpu", "pallas_kernels.prefill.tpu", "prefill"),
         Implementation("xla", None, prefill_attention_reference),
     ),
 )
 
 
-def check_arguments(
-    q, k, v, evicted, counts, k_pages, v_pages, page_table, lengths, until, window
-) -> None:
-    """Refuse arguments that disagree, before anything is traced."""
+def check_arguments(q, chunk: Chunk, past: Past, window) -> None:
+    """Refuses arguments that disagree, before anything is traced."""
+    k, v, evicted, counts = chunk.k, chunk.v, chunk.evicted, chunk.counts
+    k_pages, v_pages, page_table = past.k_pages, past.v_pages, past.page_table
+    lengths, until = past.lengths, past.until
     if q.ndim != 4 or k.ndim != 4 or k_pages.ndim != 3 or page_table.ndim != 3:
         raise ValueError(
             "q, k must be [B, T, H, D], [B, T, K, D], k_pages [N, P, D], page_table [B, K, M]; got "
@@ -88,7 +80,7 @@ def prefill_attention(
     debug: bool = False,
     implementation: ImplementationChoice = None,
 ) -> Float[Array, "B T H D"]:
-    """Attention of one chunk of prompt queries, over the pool's pages and over the chunk.
+    """Computes the attention of a chunk of prompt queries, over the pool's pages and the chunk.
 
     Chunk query i sees chunk key j <= i iff i - j <= window or not `evicted[b, k, j]`, and past
     slot s iff s < `past_lengths[b, k]` and i <= `past_until[b, k, s]`. Slot s of row (b, k) lives
@@ -98,37 +90,39 @@ def prefill_attention(
       q: rotated queries of the chunk; the first `counts[b]` of each sequence are real.
       k: rotated keys of the chunk. Head h of q reads KV head h // (H / K).
       v: values of the chunk.
-      evicted: chunk keys that are seen only within the window.
-      counts: real queries of each sequence, 0 to T.
-      k_pages: the pool's keys, without the chunk.
-      v_pages: the pool's values, without the chunk.
-      page_table: pages of each row.
-      past_lengths: used slots of each row.
+      evicted: which chunk keys are seen only within the window.
+      counts: number of real queries of each sequence, 0 to T.
+      k_pages: key pages of the pool, without the chunk.
+      v_pages: value pages of the pool, without the chunk.
+      page_table: page numbers of each row.
+      past_lengths: number of used slots of each row.
       past_until: for each slot (S = M * P) the last chunk query that still sees it: a large number
-        keeps it for ever, a negative one hides it.
-      window: static, >= 0.
+        keeps it for all of the chunk, a negative one hides it.
+      window: how many tokens back a query sees evicted keys; static, 0 or more.
       scale: factor on the dot products.
       debug: check that every live table entry is a page of the pool and that lengths fit the
-        table; messages count rows as b * K + k. On concrete arrays this raises before anything is
+        table; messages number the rows b * K + k. On concrete arrays this raises before anything is
         launched; under `jax.jit` it is a `checkify.check`, so wrap the function in
         `checkify.checkify`.
-      implementation: "mosaic_gpu", "mosaic_tpu", "xla", several of them to be tried in order, or
-        None for the best one on the platform that the call is lowered for. "mosaic_gpu" (Hopper)
-        serves bfloat16, "mosaic_tpu" also float32; everything else runs through XLA.
+      implementation: a name ("mosaic_gpu", "mosaic_tpu", "xla") forces one implementation; a
+        sequence of names is tried in order; None chooses the best one for the platform that the
+        call is lowered for. "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_tpu" also float32; XLA
+        serves everything.
 
     Returns:
-      The attention output in q's dtype, zero for padded queries; the softmax is at least float32,
-      and float64 throughout for float64 inputs. Unread slots never leak, even if they hold NaN.
+      The attention output in q's dtype, zero for padded queries. The softmax is computed in float32
+      at least, and in float64 for float64 inputs. Unread slots never matter, even if they hold NaN.
 
     Raises:
-      ValueError: arguments that disagree; in debug mode a page index or a length out of range.
-      NotImplementedError: a named implementation cannot serve the call, with the reason.
+      ValueError: arguments disagree; in debug mode, a page or a length is out of range.
+      NotImplementedError: no requested implementation can serve the call, with the reason.
     """
-    arrays = (q, k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until)
-    check_arguments(*arrays, window)
+    chunk = Chunk(k, v, evicted, counts)
+    past = Past(k_pages, v_pages, page_table, past_lengths, past_until)
+    check_arguments(q, chunk, past, window)
     if debug:
         pages = min(k_pages.shape[0], v_pages.shape[0])
         table = page_table.reshape(past_lengths.size, page_table.shape[2])
         rows = past_lengths.reshape(-1)
-        check_pages("prefill_attention", table, rows, pages, k_pages.shape[1])
-    return PREFILL(implementation, *arrays, window=window, scale=float(scale))
+        check_pages("prefill_attention", table, rows, pages, past.page_size)
+    return PREFILL(implementation, q, chunk, past, window=window, scale=float(scale))

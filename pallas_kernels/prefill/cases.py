@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PrefillCase:
-    """One chunk: its shape, its past and the share of evicted keys.
+    """One problem: a chunk, its past, and the share of its keys that are evicted.
 
     Attributes:
-      counts: real queries of each sequence.
-      past: used slots of each row [B][K].
-      M: pages a row can hold.
+      counts: number of real queries of each sequence.
+      past: number of used slots of each row [B][K].
+      M: number of pages that a row can hold.
+      evicted: probability that a key of the chunk is evicted.
     """
 
     name: str
@@ -28,7 +29,7 @@ class PrefillCase:
 
     @property
     def B(self) -> int:
-        """Sequences of the chunk."""
+        """B, the number of sequences."""
         return len(self.counts)
 
 

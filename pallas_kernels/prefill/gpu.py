@@ -1,9 +1,10 @@
 """Prompt attention on NVIDIA Hopper GPUs.
 
-The forward kernel of training (see `training/gpu_forward.py`) with another walk over the keys: the
-tiles that `tiles.make_plan` lists, copied from pages or from the dense keys.
+This is the forward kernel of training (see `training/gpu_forward.py`) with another walk over the
+keys: the tiles that `tiles.make_plan` lists, copied from pages or from the dense keys.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import target_gpu
-from pallas_kernels.prefill.tiles import TILE, Plan, make_plan, order_by_sort, pad_axis
+from pallas_kernels.padding import pad_axis
+from pallas_kernels.prefill.chunk import Chunk, Past
+from pallas_kernels.prefill.tiles import TILE, Plan, make_plan, order_by_sort
 from pallas_kernels.training import gpu_tiles
 from pallas_kernels.training.gpu_forward import RESIDENT
 from pallas_kernels.training.gpu_tiles import (
@@ -30,15 +33,15 @@ from pallas_kernels.training.gpu_tiles import (
 HEAD_DIMS = (64, 96, 128, 256)
 
 
-def why_not(q, k, v, evicted, counts, k_pages, *rest, window: int, scale: float) -> str | None:
-    """Return why this kernel cannot serve the call, or None if it can."""
-    del k, v, evicted, counts, rest, window
-    page = k_pages.shape[1]
+def why_not(q, chunk: Chunk, past: Past, *, window: int, scale: float) -> str | None:
+    """Returns why this kernel cannot serve the call, or None if it can."""
+    del chunk, window
+    page = past.page_size
     if target_gpu().capability[0] != 9:
-        return f"it uses Hopper's wgmma, and the GPU is a {target_gpu().kind}"
+        return f"needs Hopper's wgmma, and the GPU is a {target_gpu().kind}"
     if q.dtype != jnp.bfloat16:
         # wgmma would round float32 to TF32; float16 would overflow in the gradients.
-        return f"wgmma is served bfloat16 operands alone, got {q.dtype}"
+        return f"serves bfloat16 operands alone, got {q.dtype}"
     if q.shape[3] not in HEAD_DIMS:
         return f"the head dim must be one of {HEAD_DIMS}, got {q.shape[3]}"
     if page % 8 or TILE % min(page, TILE) or page % min(page, TILE):
@@ -49,43 +52,42 @@ def why_not(q, k, v, evicted, counts, k_pages, *rest, window: int, scale: float)
 
 
 def ring_of(problem: Problem) -> Ring:
-    """Return how the kernel streams keys and values."""
+    """Returns how the kernel streams keys and values."""
     return find_ring("prefill_attention", "forward", problem, RESIDENT, Ring(TILE, 4))
 
 
 def prefill(
     q,
-    k,
-    v,
-    evicted,
-    counts,
-    k_pages,
-    v_pages,
-    page_table,
-    past_lengths,
-    past_until,
+    chunk: Chunk,
+    past: Past,
     *,
     window: int,
     scale: float,
     interpret: bool = False,
     ring: Ring | None = None,
 ) -> jax.Array:
-    """Compute the attention of a chunk; arguments as for `prefill_attention`.
+    """Computes `prefill_attention` on Hopper GPUs.
 
-    `ring` is how to stream keys and values, in tiles of TILE; None takes what `ring_of` finds.
+    Args:
+      q: see `prefill_attention`.
+      chunk: the keys and values of the chunk.
+      past: the pages of the past.
+      window: see `prefill_attention`.
+      scale: see `prefill_attention`.
+      interpret: run in the interpreter, for tests.
+      ring: how to stream keys and values, in tiles of TILE; None takes the result of `ring_of`.
     """
     batch, length, heads, dim = q.shape
     padded = pad_axis(q, 1, TILE)
-    kv_heads, dtype = k.shape[2], jnp.dtype(q.dtype)
+    kv_heads, dtype = chunk.k.shape[2], jnp.dtype(q.dtype)
     problem = Problem(
         batch, padded.shape[1], heads, kv_heads, dim, window, scale, dtype, False, interpret
     )
-    arrays = (k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until)
-    plan = make_plan(*arrays, window, problem.rows, order_by_sort)
+    plan = make_plan(chunk, past, window, problem.rows, order_by_sort)
     stages = (ring or ring_of(problem)).stages
     query_tile = gpu_tiles.tile_memory((COMPUTE, ROWS, dim), dtype)
     key_tile = gpu_tiles.tile_memory((stages, TILE, dim), dtype)
-    page = k_pages.shape[1]
+    page = past.page_size
     parts = max(1, TILE // page)
     scratch = {
         "q_tiles": query_tile,
@@ -101,40 +103,21 @@ def prefill(
     }
     if interpret:
         scratch["staging"] = gpu_tiles.tile_memory((COMPUTE, ROWS, TILE), dtype)
-    operands = [padded, counts.astype(jnp.int32), *plan]
+    operands = [padded, chunk.counts.astype(jnp.int32), *plan]
     if plan.since.shape[0] > plan.dense_k.shape[1]:
-        operands += [k_pages, v_pages]
-
-    def kernel(*refs, **memory):
-        _program(problem, page, refs[: len(operands)], refs[-1], **memory)
-
+        operands += [past.k_pages, past.v_pages]
     out_type = jax.ShapeDtypeStruct(padded.shape, dtype)
-    run = gpu_tiles.query_kernel(problem, kernel, out_type, scratch, "prefill")
-    return run(*operands)[:, :length]
+    program = functools.partial(_program, page=page)
+    output = gpu_tiles.run_over_queries(problem, program, operands, out_type, scratch, "prefill")
+    return output[:, :length]
 
 
-def _program(
-    problem: Problem,
-    page: int,
-    inputs,
-    out_ref,
-    *,
-    q_tiles,
-    k_tiles,
-    v_tiles,
-    intervals,
-    q_ready,
-    k_ready,
-    v_ready,
-    k_consumed,
-    v_consumed,
-    turn,
-    staging: Any = None,
-):
+def _program(problem: Problem, inputs, outputs, memory, *, page: int):
     q_ref, counts_ref, *rest = inputs
     plan: Any = Plan(*rest[:7])
     page_refs = rest[7:]
-    stages = k_tiles.shape[0]
+    (out_ref,) = outputs
+    stages = memory.k_tiles.shape[0]
     shape = (ROWS, TILE)
     batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
     head, row0, q0 = gpu_tiles.head_and_query(problem, warpgroup)
@@ -152,7 +135,7 @@ def _program(
 
     def copy():
         def copy_tile(pages, dense, tile, target, ready):
-            """Copy one key tile, in as many pieces as a tile has pages."""
+            """Copies one tile of keys, in as many pieces as a tile has pages."""
 
             def from_dense():
                 for part in range(TILE // piece):
@@ -185,91 +168,92 @@ def _program(
             slot = slot_of(step)
             tile = plan.visits[batch, kv_head, query_tile, step]
             keys = pl.ds(tile * TILE, TILE)
-            plgpu.barrier_wait(k_consumed.at[slot])
+            plgpu.barrier_wait(memory.k_consumed.at[slot])
+            ready, v_ready = memory.k_ready.at[slot], memory.v_ready.at[slot]
             bounds = (plan.since.at[keys], plan.until.at[batch, kv_head, keys])
             for index, bound in enumerate(bounds):
-                plgpu.copy_gmem_to_smem(bound, intervals.at[slot, index], k_ready.at[slot])
-            copy_tile(k_pages, plan.dense_k, tile, k_tiles.at[slot], k_ready.at[slot])
-            plgpu.barrier_wait(v_consumed.at[slot])
-            copy_tile(v_pages, plan.dense_v, tile, v_tiles.at[slot], v_ready.at[slot])
+                plgpu.copy_gmem_to_smem(bound, memory.intervals.at[slot, index], ready)
+            copy_tile(k_pages, plan.dense_k, tile, memory.k_tiles.at[slot], ready)
+            plgpu.barrier_wait(memory.v_consumed.at[slot])
+            copy_tile(v_pages, plan.dense_v, tile, memory.v_tiles.at[slot], v_ready)
             return carry
 
         lax.fori_loop(0, end, load, jnp.int32(0))
         for slot in range(stages):
-            plgpu.barrier_wait(k_consumed.at[slot])
-            plgpu.barrier_wait(v_consumed.at[slot])
+            plgpu.barrier_wait(memory.k_consumed.at[slot])
+            plgpu.barrier_wait(memory.v_consumed.at[slot])
 
     def take_turn():
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
+        plgpu.barrier_arrive(memory.turn)
+        plgpu.barrier_wait(memory.turn)
 
     def compute():
         queries = pl.ds(row0, ROWS)
-        q_tile = q_tiles.at[warpgroup]
-        source = q_ref.at[batch, queries, head]
-        plgpu.copy_gmem_to_smem(source, q_tile, q_ready.at[warpgroup])
+        q_tile, q_ready = memory.q_tiles.at[warpgroup], memory.q_ready.at[warpgroup]
+        plgpu.copy_gmem_to_smem(q_ref.at[batch, queries, head], q_tile, q_ready)
         for slot in range(stages):
-            plgpu.barrier_arrive(k_consumed.at[slot])
-            plgpu.barrier_arrive(v_consumed.at[slot])
-        plgpu.barrier_wait(q_ready.at[warpgroup])
+            plgpu.barrier_arrive(memory.k_consumed.at[slot])
+            plgpu.barrier_arrive(memory.v_consumed.at[slot])
+        plgpu.barrier_wait(q_ready)
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, problem.D), jnp.float32), plgpu.Layout.WGMMA)
         position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + row0
 
         @pl.when(end > 0)
         def _():
-            plgpu.barrier_wait(k_ready.at[0])
+            plgpu.barrier_wait(memory.k_ready.at[0])
 
         def body(step, carry, masked):
             accumulator, maximum, total = carry
             slot = slot_of(step)
+            v_tile = memory.v_tiles.at[slot]
 
             def multiply_keys(scores):
-                plgpu.wgmma(scores, q_tile, k_tiles.at[slot].transpose((1, 0)))
+                plgpu.wgmma(scores, q_tile, memory.k_tiles.at[slot].transpose((1, 0)))
                 take_turn()
                 return scores[...]
 
             scores = pl.run_scoped(multiply_keys, plgpu.ACC(shape, jnp.float32))
             if masked:
-                since = gpu_tiles.load_columns(intervals.at[slot, 0])
-                until = gpu_tiles.load_columns(intervals.at[slot, 1])
+                since = gpu_tiles.load_columns(memory.intervals.at[slot, 0])
+                until = gpu_tiles.load_columns(memory.intervals.at[slot, 1])
                 seen = position >= gpu_tiles.columns_of(since, shape)
                 seen &= position <= gpu_tiles.columns_of(until, shape)
                 scores = jnp.where(seen, scores, HIDDEN)
-            gpu_tiles.release(k_consumed.at[slot], interpret=problem.interpret)
+            gpu_tiles.release(memory.k_consumed.at[slot], interpret=problem.interpret)
             new_maximum = jnp.maximum(maximum, scores.max(axis=1) * multiplier)
             shrink = jnp.exp2(maximum - new_maximum)
             weights = jnp.exp2(scores * multiplier - gpu_tiles.rows_of(new_maximum, shape))
             accumulator = accumulator * gpu_tiles.rows_of(shrink, accumulator.shape)
             total = total * shrink + weights.sum(axis=1)
             operand = weights.astype(problem.dtype)
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(v_ready.at[slot])
-            plgpu.barrier_wait(turn)
+            plgpu.barrier_arrive(memory.turn)
+            plgpu.barrier_wait(memory.v_ready.at[slot])
+            plgpu.barrier_wait(memory.turn)
 
             def wait_for_next_keys():
                 @pl.when(step + 1 < end)
                 def _():
-                    plgpu.barrier_wait(k_ready.at[slot_of(step + 1)])
+                    plgpu.barrier_wait(memory.k_ready.at[slot_of(step + 1)])
 
-            if staging is None:
+            if not problem.interpret:
 
                 def multiply_values(accumulator_ref):
-                    plgpu.wgmma(accumulator_ref, operand, v_tiles.at[slot])
+                    plgpu.wgmma(accumulator_ref, operand, v_tile)
                     wait_for_next_keys()
 
                 accumulator = pl.run_state(multiply_values)(plgpu.ACC.init(accumulator))
             else:
 
                 def multiply_staged(product):
-                    staged = staging.at[warpgroup]
-                    gpu_tiles.multiply_registers(product, operand, v_tiles.at[slot], staged)
+                    staged = memory.staging.at[warpgroup]
+                    gpu_tiles.multiply_registers(product, operand, v_tile, staged)
                     return product[...]
 
                 accumulator += pl.run_scoped(
                     multiply_staged, plgpu.ACC(accumulator.shape, jnp.float32)
                 )
                 wait_for_next_keys()
-            plgpu.barrier_arrive(v_consumed.at[slot])
+            plgpu.barrier_arrive(memory.v_consumed.at[slot])
             return accumulator, new_maximum, total
 
         pl.when(warpgroup == 1)(take_turn)
@@ -281,7 +265,7 @@ def _program(
 
         accumulator = accumulator * gpu_tiles.rows_of(1.0 / total, accumulator.shape)
         rows = plgpu.broadcasted_iota(jnp.int32, accumulator.shape, 0, layout=plgpu.Layout.WGMMA)
-        # Padded queries saw nothing (0 / 0): they are zero by definition.
+        # Padded queries see no key (0 / 0); their output is zero by definition.
         accumulator = jnp.where(rows + row0 < counts_ref[batch], accumulator, 0.0)
         q_tile[...] = accumulator.astype(problem.dtype)
         plgpu.commit_smem()

@@ -7,13 +7,14 @@ Chunk query i of sequence b attends, for each KV head, to
 
 and slot s of row (b, k) lives in page `page_table[b, k, s // P]` at offset `s % P`. This is the
 binary form of the DMS mask (Łańcucki et al. 2025, section 3.2). Blocks of `BLOCK` queries run one
-after the other, so memory is linear in the chunk.
+after the other, so memory is linear in the length of the chunk.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from pallas_kernels.prefill.chunk import Chunk, Past
 from pallas_kernels.training.reference import einsum
 
 BLOCK = 128
@@ -25,7 +26,7 @@ def gather_rows(
     page_table: Int[Array, "B K M"],
     lengths: Int[Array, "B K"],
 ) -> Float[Array, "B K S D"]:
-    """Give the slots of every row in order, S = M * P, with zeros beyond the row's length."""
+    """Gathers the slots of every row in order, S = M * P, with zeros beyond the row's length."""
     batch, heads, pages_per_row = page_table.shape
     _, page, dim = pages.shape
     slots = pages_per_row * page
@@ -36,40 +37,29 @@ def gather_rows(
 
 
 def prefill_attention_reference(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
-    evicted: Bool[Array, "B K T"],
-    counts: Int[Array, "B"],
-    k_pages: Float[Array, "N P D"],
-    v_pages: Float[Array, "NV P D"],
-    page_table: Int[Array, "B K M"],
-    past_lengths: Int[Array, "B K"],
-    past_until: Int[Array, "B K S"],
-    *,
-    window: int,
-    scale: float,
+    q: Float[Array, "B T H D"], chunk: Chunk, past: Past, *, window: int, scale: float
 ) -> Float[Array, "B T H D"]:
-    """Serve as the XLA form of `prefill_attention`; same arguments."""
+    """Computes `prefill_attention` in XLA."""
     batch, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    valid = jnp.arange(length) < counts[:, None]
-    # Padded keys are masked in the scores by causality; their values may still be NaN.
-    chunk_k = jnp.moveaxis(jnp.where(valid[..., None, None], k, 0), 1, 2)
-    chunk_v = jnp.moveaxis(jnp.where(valid[..., None, None], v, 0), 1, 2)
-    slots = past_until.shape[2]
-    keys = jnp.concatenate([gather_rows(k_pages, page_table, past_lengths), chunk_k], axis=2)
-    values = jnp.concatenate([gather_rows(v_pages, page_table, past_lengths), chunk_v], axis=2)
-    live = jnp.arange(slots) < past_lengths[..., None]
+    kv_heads = chunk.k.shape[2]
+    valid = jnp.arange(length) < chunk.counts[:, None]
+    # Causality masks the scores of padded keys, but their values may still be NaN.
+    chunk_k = jnp.moveaxis(jnp.where(valid[..., None, None], chunk.k, 0), 1, 2)
+    chunk_v = jnp.moveaxis(jnp.where(valid[..., None, None], chunk.v, 0), 1, 2)
+    past_k = gather_rows(past.k_pages, past.page_table, past.lengths)
+    keys = jnp.concatenate([past_k, chunk_k], axis=2)
+    past_v = gather_rows(past.v_pages, past.page_table, past.lengths)
+    values = jnp.concatenate([past_v, chunk_v], axis=2)
+    live = jnp.arange(past.until.shape[2]) < past.lengths[..., None]
 
     def block(start, q_block):
         q_block = q_block.reshape(batch, -1, kv_heads, heads // kv_heads, dim)
         scores = scale * einsum("bnkgd,bksd->bkgns", q_block, keys)
         index = start + jnp.arange(q_block.shape[1])
-        past = live[:, :, None, :] & (index[:, None] <= past_until[:, :, None, :])
+        see_past = live[:, :, None, :] & (index[:, None] <= past.until[:, :, None, :])
         distance = index[:, None] - jnp.arange(length)[None, :]
-        chunk = (distance >= 0) & ((distance <= window) | ~evicted[:, :, None, :])
-        visible = jnp.concatenate([past, chunk], axis=-1)[:, :, None]
+        see_chunk = (distance >= 0) & ((distance <= window) | ~chunk.evicted[:, :, None, :])
+        visible = jnp.concatenate([see_past, see_chunk], axis=-1)[:, :, None]
         weights = jax.nn.softmax(jnp.where(visible, scores, HIDDEN), axis=-1).astype(values.dtype)
         out = einsum("bkgns,bksd->bnkgd", weights, values)
         return out.reshape(batch, -1, heads, dim).astype(q.dtype)

@@ -1,17 +1,20 @@
-"""Which key tiles a chunk's queries visit: the plan that the prefill kernels walk.
+"""Which key tiles the queries of a chunk visit: the plan that the prefill kernels follow.
 
-Keys come in tiles of `TILE` and from two places. Whole tiles of past slots are read where they
-lie, in their pages. The rest, "dense" keys, are the last partial tile of past slots of each row,
+Keys come in tiles of `TILE` and from two places. Whole tiles of past slots are read in place, from
+their pages. The rest, the "dense" keys, are the last partial tile of past slots of each row,
 gathered and zeroed beyond its length, followed by the chunk's own keys, zeroed beyond its count: so
-whatever an unread slot holds never enters a product. Every key has an interval [since, until] of
-the queries that see it, and for each tile of queries a list names the key tiles worth a visit:
-first those that all of its queries see whole, then those that need the intervals.
+the contents of unread slots never enter a product. Every key has an interval [since, until] of the
+queries that see it, and for each tile of queries a list holds the key tiles to visit: first those
+that all of its queries see whole, then those that are masked by the intervals.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.padding import pad_axis
+from pallas_kernels.prefill.chunk import Chunk, Past
 
 TILE = 128
 NEVER = -1
@@ -22,13 +25,13 @@ class Plan(NamedTuple):
     """What the kernels read beside the queries and the pages. T and slots are padded to TILE.
 
     Attributes:
-      dense_k: tail and chunk keys [B, TILE + T, K, D].
-      dense_v: tail and chunk values [B, TILE + T, K, D].
-      since: first query that sees each key, for all rows alike [tiles * TILE].
+      dense_k: keys of the tail and of the chunk [B, TILE + T, K, D].
+      dense_v: values of the tail and of the chunk [B, TILE + T, K, D].
+      since: first query that sees each key, the same for all rows [tiles * TILE].
       until: last query that sees each key, NEVER for none [B, K, tiles * TILE].
-      pages: page numbers, all in range [B, K, past tiles * pages of a tile].
-      visits: key tiles in order of visit [B, K, query tiles, tiles].
-      ends: where the whole tiles and the partial ones end in `visits` [B, K, query tiles, 2].
+      pages: page numbers, all in range [B, K, M].
+      visits: key tiles in the order of their visits [B, K, query tiles, tiles].
+      ends: where the whole tiles and the partial tiles end in `visits` [B, K, query tiles, 2].
     """
 
     dense_k: jax.Array
@@ -40,15 +43,8 @@ class Plan(NamedTuple):
     ends: jax.Array
 
 
-def pad_axis(x: jax.Array, axis: int, multiple: int, value=0) -> jax.Array:
-    """Pad one axis up to a multiple; no operation if it is one already."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % multiple)
-    return jnp.pad(x, widths, constant_values=value) if widths[axis][1] else x
-
-
 def _gather_tail(pages: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Give the slots after each row's last whole tile, [B, K, TILE, D], zero beyond its length."""
+    """Gathers the slots after each row's last whole tile, [B, K, TILE, D], 0 beyond its length."""
     batch, kv_heads, columns = table.shape
     count, page, dim = pages.shape
     if columns == 0 or count == 0:
@@ -60,7 +56,7 @@ def _gather_tail(pages: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.
 
 
 def order_by_sort(whole: jax.Array, partial: jax.Array) -> jax.Array:
-    """List the tiles that are whole, then those that are partial; what follows has no meaning.
+    """Lists the whole tiles, then the partial ones; the entries after those have no meaning.
 
     # In: whole [1, 0, 0, 1], partial [0, 1, 0, 0].  Out: [0, 3, 1, ...]
     """
@@ -70,64 +66,57 @@ def order_by_sort(whole: jax.Array, partial: jax.Array) -> jax.Array:
 
 
 def order_by_count(whole: jax.Array, partial: jax.Array) -> jax.Array:
-    """Do as `order_by_sort` without a sort, which takes TPUs long to compile; slower on a GPU.
+    """Lists tiles like `order_by_sort`, without a sort, which is slow to compile for TPUs.
 
-    The p-th whole tile is the number of tiles before which at most p whole ones lie.
+    It is slower on a GPU. The p-th whole tile is the number of tiles up to which there are at most
+    p whole ones.
     """
     tiles = whole.shape[-1]
     position = jnp.arange(tiles)[:, None]
     first = whole.sum(-1)[..., None, None]
-    # Counts as products with a triangle of ones: exact in float32, quick to compile.
+    # Counts are products with a triangle of ones: exact in float32, and quick to compile.
     triangle = jnp.triu(jnp.ones((tiles, tiles), jnp.float32))
     count = [(kind.astype(jnp.float32) @ triangle)[..., None, :] for kind in (whole, partial)]
     before = jnp.where(position < first, count[0] <= position, count[1] <= position - first)
     return jnp.minimum(before.sum(-1), tiles - 1)
 
 
-def make_plan(
-    k,
-    v,
-    evicted,
-    counts,
-    k_pages,
-    v_pages,
-    page_table,
-    past_lengths,
-    past_until,
-    window,
-    rows,
-    order,
-) -> Plan:
-    """Plan the visits of query tiles of `rows` queries; arguments as for `prefill_attention`.
+def make_plan(chunk: Chunk, past: Past, window: int, rows: int, order) -> Plan:
+    """Plans the visits of query tiles.
 
-    `order(whole, partial)` lists tiles, and is one of the two above.
+    Args:
+      chunk: the chunk's keys and values.
+      past: the pages of the past.
+      window: see `prefill_attention`.
+      rows: number of queries in a query tile.
+      order: `order_by_sort` or `order_by_count`.
     """
-    length = k.shape[1]
-    pool, page, _ = k_pages.shape
+    length, counts, evicted = chunk.k.shape[1], chunk.counts, chunk.evicted
     real = jnp.arange(length) < counts[:, None]
 
-    def dense(chunk, source):
-        tail = jnp.moveaxis(_gather_tail(source, page_table, past_lengths), 1, 2)
-        chunk = jnp.where(real[..., None, None], chunk, 0)
-        return jnp.concatenate([tail, pad_axis(chunk, 1, TILE)], axis=1)
+    def dense(keys, source):
+        tail = jnp.moveaxis(_gather_tail(source, past.page_table, past.lengths), 1, 2)
+        keys = jnp.where(real[..., None, None], keys, 0)
+        return jnp.concatenate([tail, pad_axis(keys, 1, TILE)], axis=1)
 
-    past_tiles = page_table.shape[2] * page // TILE
+    past_tiles = past.page_table.shape[2] * past.page_size // TILE
     slots = past_tiles * TILE
-    whole = (past_lengths // TILE * TILE)[..., None]
+    whole = (past.lengths // TILE * TILE)[..., None]
     tail_slots = whole + jnp.arange(TILE)
-    if past_until.shape[2]:
-        at_tail = jnp.clip(tail_slots, 0, past_until.shape[2] - 1)
-        tail_until = jnp.take_along_axis(past_until, at_tail, axis=2)
+    if past.until.shape[2]:
+        at_tail = jnp.clip(tail_slots, 0, past.until.shape[2] - 1)
+        tail_until = jnp.take_along_axis(past.until, at_tail, axis=2)
     else:
         tail_until = jnp.full(tail_slots.shape, NEVER)
-    tail_until = jnp.where(tail_slots < past_lengths[..., None], tail_until, NEVER)
-    past = jnp.where(jnp.arange(slots) < whole, past_until[..., :slots], NEVER)
+    tail_until = jnp.where(tail_slots < past.lengths[..., None], tail_until, NEVER)
+    past_until = jnp.where(jnp.arange(slots) < whole, past.until[..., :slots], NEVER)
     position = jnp.arange(length)
     chunk_until = jnp.where(evicted, position + window, ALWAYS)
     chunk_until = jnp.where(real[:, None], chunk_until, NEVER)
-    until = [past, tail_until, pad_axis(chunk_until, 2, TILE, NEVER)]
+    until = [past_until, tail_until, pad_axis(chunk_until, 2, TILE, constant_values=NEVER)]
     until = jnp.concatenate([x.astype(jnp.int32) for x in until], axis=2)
-    since = jnp.pad(pad_axis(position, 0, TILE, ALWAYS), (slots + TILE, 0)).astype(jnp.int32)
+    since = pad_axis(position, 0, TILE, constant_values=ALWAYS)
+    since = jnp.pad(since, (slots + TILE, 0)).astype(jnp.int32)
 
     def by_tile(x):
         return x.reshape(*x.shape[:-1], 1, -1, TILE)
@@ -140,10 +129,10 @@ def make_plan(
     full = (by_tile(until).min(-1) >= real_last) & (by_tile(since).max(-1) <= first)
     visits = order(visible & full, visible & ~full)
     ends = jnp.stack([(visible & full).sum(-1), visible.sum(-1)], axis=-1)
-    pages = jnp.clip(page_table, 0, max(pool - 1, 0))
+    pages = jnp.clip(past.page_table, 0, max(past.k_pages.shape[0] - 1, 0))
     return Plan(
-        dense(k, k_pages),
-        dense(v, v_pages),
+        dense(chunk.k, past.k_pages),
+        dense(chunk.v, past.v_pages),
         since,
         until,
         pages.astype(jnp.int32),

@@ -1,11 +1,9 @@
-"""Prompt attention on TPU.
+"""Prompt attention on TPUs, over tiles of paged and of dense keys.
 
 The grid is (B, K, query tiles). A program takes the rows of a KV head's whole query group and walks
 the key tiles that `tiles.make_plan` lists: while one tile is multiplied the next is copied from its
 pages, or from the dense keys, into the other half of a VMEM buffer.
 """
-
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +11,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.prefill.tiles import TILE, make_plan, order_by_count, pad_axis
+from pallas_kernels.padding import pad_axis
+from pallas_kernels.prefill.chunk import Chunk, Past
+from pallas_kernels.prefill.tiles import TILE, make_plan, order_by_count
+from pallas_kernels.training.tpu_blocks import HIDDEN, LOG2E, LOWEST
 
-LOG2E = math.log2(math.e)
-HIDDEN = -1e30  # A score that is not seen.
-LOWEST = -1e20  # The running maximum before anything is seen; far above HIDDEN.
 
-
-def why_not(q, k, v, evicted, counts, k_pages, *rest, window: int, scale: float) -> str | None:
-    """Return why this kernel cannot serve the call, or None if it can."""
-    del v, evicted, counts, rest, window
-    page = k_pages.shape[1]
+def why_not(q, chunk: Chunk, past: Past, *, window: int, scale: float) -> str | None:
+    """Returns why this kernel cannot serve the call, or None if it can."""
+    del window
+    page, group = past.page_size, q.shape[2] // chunk.k.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"operands must be bfloat16 or float32, got {q.dtype}"
     if q.shape[3] > 256:
         return f"the head dim may be 256 at most, got {q.shape[3]}"
-    if q.shape[2] // k.shape[2] > 16:
-        return f"a KV head may serve 16 query heads at most, got {q.shape[2] // k.shape[2]}"
+    if group > 16:
+        return f"a KV head may serve 16 query heads at most, got {group}"
     if page % 16 or TILE % min(page, TILE) or page % min(page, TILE):
         return f"a page must be 16 to {TILE} tokens and divide {TILE}, or a multiple; got {page}"
     if scale <= 0:
@@ -38,26 +35,13 @@ def why_not(q, k, v, evicted, counts, k_pages, *rest, window: int, scale: float)
 
 
 def prefill(
-    q,
-    k,
-    v,
-    evicted,
-    counts,
-    k_pages,
-    v_pages,
-    page_table,
-    past_lengths,
-    past_until,
-    *,
-    window: int,
-    scale: float,
-    interpret=False,
+    q, chunk: Chunk, past: Past, *, window: int, scale: float, interpret=False
 ) -> jax.Array:
-    """Compute the attention of a chunk; arguments as for `prefill_attention`."""
+    """Computes `prefill_attention` on TPUs."""
     batch, length, heads, dim = q.shape
-    kv_heads, group, page = k.shape[2], heads // k.shape[2], k_pages.shape[1]
-    arrays = (k, v, evicted, counts, k_pages, v_pages, page_table, past_lengths, past_until)
-    plan = make_plan(*arrays, window, TILE, order_by_count)
+    kv_heads, page = chunk.k.shape[2], past.page_size
+    group, k_pages, v_pages = heads // kv_heads, past.k_pages, past.v_pages
+    plan = make_plan(chunk, past, window, TILE, order_by_count)
     padded = pad_axis(q, 1, TILE)
     queries = padded.shape[1]
     grouped = padded.reshape(batch, queries, kv_heads, group, dim)
@@ -67,7 +51,7 @@ def prefill(
     tile_count = since.shape[0]
     until = plan.until.reshape(batch, kv_heads, tile_count, 1, TILE)
     past_tiles = tile_count - dense[0].shape[2] // TILE
-    # The program's own numbers, in scalar memory: pages, then visits and their ends per query tile.
+    # What a program reads from scalar memory: the ends of its visits, the visits, the page numbers.
     pages = jnp.broadcast_to(plan.pages[:, :, None], (*plan.visits.shape[:3], plan.pages.shape[2]))
     if past_tiles == 0:
         k_pages, v_pages = (jnp.zeros((1, page, dim), q.dtype) for _ in range(2))
@@ -104,7 +88,7 @@ def prefill(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
         interpret=interpret,
         name="prefill",
-    )(counts.astype(jnp.int32), scalars, grouped, since, until, *dense, k_pages, v_pages)
+    )(chunk.counts.astype(jnp.int32), scalars, grouped, since, until, *dense, k_pages, v_pages)
     output = jnp.transpose(output, (0, 3, 1, 2, 4)).reshape(batch, queries, heads, dim)
     return output[:, :length]
 
@@ -143,7 +127,7 @@ def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, 
                     pltpu.make_async_copy(source, target, semaphores.at[index, slot]).start()
 
     def wait(slot):
-        # A wait counts bytes: one for the tile, however many pieces it came in.
+        # A wait counts bytes, so one wait per tile is enough for any number of pieces.
         for index in range(2):
             target, semaphore = interval_tiles.at[slot, index], semaphores.at[2, slot]
             pltpu.make_async_copy(since_ref.at[0], target, semaphore).wait()
@@ -199,7 +183,7 @@ def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, 
     carry = lax.fori_loop(0, whole_end, lambda i, c: body(i, c, False), carry)
     accumulator, _, total = lax.fori_loop(whole_end, end, lambda i, c: body(i, c, True), carry)
     position = lax.rem(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), jnp.int32(TILE))
-    # Padded queries saw nothing (0 / 0): they are zero by definition.
+    # Padded queries see no key (0 / 0); their output is zero by definition.
     real = position + first_query < counts_ref[batch]
     output = jnp.where(real, accumulator / total, 0.0)
     out_ref[...] = output.astype(q.dtype).reshape(out_ref.shape)

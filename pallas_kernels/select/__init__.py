@@ -1,4 +1,4 @@
-"""The largest scores of each row: which they are."""
+"""The indices of the largest scores of each row (top-k without an order)."""
 
 from pallas_kernels.select.api import select_largest
 

@@ -1,8 +1,8 @@
-"""`select_largest`: where the largest scores of each row stand.
+"""`select_largest`: the indices of the largest scores of each row (top-k without an order).
 
-Which pages a query reads, which values it fetches: what matters is which scores are among the
-largest, not how they rank among themselves. So nothing is sorted: a bound is found that as many
-scores reach, and the places of those are written down in their order.
+Which pages a query reads, or which values it fetches, depends on which scores are among the
+largest, not on their order. So nothing is sorted: a threshold is found that `count` scores reach,
+and their indices are written in ascending order.
 """
 
 import jax.numpy as jnp
@@ -14,12 +14,7 @@ from pallas_kernels.select.reference import select_largest_xla
 OPERATION = Operation(
     "select_largest",
     (
-        Implementation(
-            "triton",
-            "cuda",
-            deferred("pallas_kernels.select.gpu", "select_largest_triton"),
-            deferred("pallas_kernels.select.gpu", "why_not"),
-        ),
+        deferred("triton", "cuda", "pallas_kernels.select.gpu", "select_largest_triton"),
         Implementation("xla", None, select_largest_xla),
     ),
 )
@@ -34,17 +29,18 @@ def select_largest(
     """Finds the largest entries of each row.
 
     Args:
-      scores: no NaN, whose place in the order is not defined. -0.0 equals 0.0.
-      count: how many of each row, static, 1 to S.
-      implementation: "triton", "xla", several of them to be tried in order, or None for the best
-        one on the platform that the call is lowered for.
+      scores: floating-point numbers, without NaN, which have no place in the order. -0.0 equals
+        0.0.
+      count: how many to find in each row; static, 1 to S.
+      implementation: a name ("triton", "xla") forces one implementation; a sequence of names is
+        tried in order; None chooses the best one for the platform that the call is lowered for.
 
     Returns:
-      Indices of the `count` largest entries, in ascending order; of equal entries the first.
+      Indices of the `count` largest entries in ascending order; of equal entries, the first.
 
     Raises:
-      ValueError: scores that are no rows of floating-point numbers, or a count out of range.
-      NotImplementedError: a named implementation cannot serve the call, with the reason.
+      ValueError: the scores are not rows of floating-point numbers, or the count is out of range.
+      NotImplementedError: no requested implementation can serve the call, with the reason.
     """
     if scores.ndim != 2 or not jnp.issubdtype(scores.dtype, jnp.floating):
         raise ValueError(

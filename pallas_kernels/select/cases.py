@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SelectCase:
-    """One problem.
+    """One problem: the shape and the dtype of the scores, and how many are selected.
 
     Attributes:
-      name: how tests and tables call it.
-      rows: R.
-      width: scores of a row, S.
-      count: how many are selected.
-      dtype: of the scores.
+      name: name of the case in tests and tables.
+      rows: R, the number of rows.
+      width: S, the number of scores in a row.
+      count: number of scores to select in a row.
+      dtype: dtype of the scores.
     """
 
     name: str
@@ -40,7 +40,7 @@ CONTRACT: tuple[SelectCase, ...] = (
     SelectCase("slots65536", 2, 65536, 128),
 )
 
-# Measured on a GPU: pages of Quest, slots of KCache, in rows of sequences times query heads.
+# Measured on a GPU: pages for Quest, slots for KCache. Rows are sequences times query heads.
 BENCHMARK: tuple[SelectCase, ...] = (
     SelectCase("pages512", 256, 512, 64),
     SelectCase("pages1024", 256, 1024, 64),

@@ -1,21 +1,22 @@
-"""The largest scores of each row on NVIDIA GPUs: a bound found by halving, then a prefix sum.
+"""The largest scores of each row on NVIDIA GPUs: a threshold by bisection, then a prefix sum.
 
-A program holds a row in registers. Floating-point numbers are turned into integers of the same
-order, and what `count` of them reach is searched between the lowest and the highest, l <= t <= h,
-one comparison of the whole row in each round,
+A program holds a row in registers. Floating-point numbers are mapped to integers in the same order,
+and the threshold t that `count` of them reach is found by bisection between the lowest and the
+highest, l <= t <= h, with one comparison of the whole row in each round,
 
     m = ceil((l + h) / 2),    l = m  if  sum_s (key_s >= m) >= count  else  h = m - 1,
 
-until exactly `count` reach l, for distinct numbers long before l = h. Of numbers that equal it the
-first are taken. A prefix sum over what is taken says where each index goes.
+until exactly `count` reach l, which for distinct numbers happens long before l = h. Of several
+numbers equal to l the first are selected. A prefix sum over the selected numbers gives the position
+of each index in the result.
 
-A longer row is cut into groups of W neighbours. The `count` largest lie in the `count` groups with
-the largest maxima, so first those groups are selected and then among what they hold: with
-W = sqrt(S / count) both times among sqrt(S count). Groups stay in order, so that of equal numbers
-the first are still the first. The maxima are XLA's, which makes them while it makes the scores.
+A longer row is cut into groups of W neighbors. The `count` largest scores are in the `count` groups
+with the largest maxima, so first those groups are selected, then the scores in them: with
+W = sqrt(S / count) each selection is among sqrt(S count). Groups stay in order, so that of equal
+numbers the first are still selected. XLA computes the maxima, fused with the scores.
 
-256 rows on an H200 (`experiments/results/kernels/select.json`): 64 of 1024 in 5 us, XLA's sorts 20;
-128 of 32768 in 26 us, XLA's sorts 649.
+For 256 rows on an H200 (`experiments/results/kernels/select.json`) 64 of 1024 take 5 us, and 20 us
+by XLA's sorts; 128 of 32768 take 26 us, and 649 us by XLA's sorts.
 """
 
 import functools
@@ -30,14 +31,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import target_gpu, triton_lacks
 
-# Scores of a program. A prefix sum counts them in 16 bits.
+# Maximum number of scores of a program; the prefix sum counts them in 16 bits.
 _MOST = 1 << 13
 _SCORES_PER_WARP = 1 << 9
 _LOWEST = -(2**31)
 
 
 def why_not(scores, *, count: int) -> str | None:
-    """The reason this kernel cannot serve a call, or None."""
+    """Returns why this kernel cannot serve a call, or None."""
     if scores.dtype.itemsize not in (2, 4):
         return f"scores of {scores.dtype}: keys have 32 bits"
     width = scores.shape[1]
@@ -47,21 +48,21 @@ def why_not(scores, *, count: int) -> str | None:
 
 
 def _ordered(scores: Float[Array, " S"]) -> Int[Array, " S"]:
-    """Integers in the order of the numbers, one for both zeros; the lowest would be a NaN."""
+    """Maps numbers to integers in the same order, both zeros to one; no number maps to _LOWEST."""
     bits = lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.int32)
     return jnp.where(bits < 0, _LOWEST - bits, bits)
 
 
-def _bound(keys: Int[Array, " S"], count: int) -> Int[Array, ""]:
-    """A number that exactly `count` keys reach, or the largest one that more of them do."""
+def _threshold(keys: Int[Array, " S"], count: int) -> Int[Array, ""]:
+    """Returns a threshold that exactly `count` keys reach, or the largest one that more reach."""
 
-    def unsettled(state):
+    def unfinished(state):
         low, high, reached = state
         return (low < high) & (reached != count)
 
     def halve(state):
         low, high, reached = state
-        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, and their sum would overflow
+        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
         now = (keys >= middle).astype(jnp.int32).sum()
         enough = now >= count
         return (
@@ -71,7 +72,7 @@ def _bound(keys: Int[Array, " S"], count: int) -> Int[Array, ""]:
         )
 
     everything = (keys.min(), keys.max(), jnp.int32(keys.size))
-    return lax.while_loop(unsettled, halve, everything)[0]
+    return lax.while_loop(unfinished, halve, everything)[0]
 
 
 def _kernel(scores_ref, out_ref, *, width: int, block: int, count: int):
@@ -80,9 +81,9 @@ def _kernel(scores_ref, out_ref, *, width: int, block: int, count: int):
     inside = index < width
     scores = plt.load(scores_ref.at[row, pl.ds(0, block)], mask=inside, other=0.0)
     keys = jnp.where(inside, _ordered(scores), _LOWEST)
-    bound = _bound(keys, count)
-    more, same = keys > bound, keys == bound
-    # Both prefix sums at once, in halves of 32 bits.
+    threshold = _threshold(keys, count)
+    more, same = keys > threshold, keys == threshold
+    # Both prefix sums at once, each in one half of 32 bits.
     marks = more.astype(jnp.int32) + (same.astype(jnp.int32) << 16)
     before = jnp.cumsum(marks) - marks
     more_before, same_before = before & 0xFFFF, lax.shift_right_logical(before, 16)
@@ -95,7 +96,7 @@ def _kernel(scores_ref, out_ref, *, width: int, block: int, count: int):
 def select_largest_triton(
     scores: Float[Array, "R S"], *, count: int, interpret: bool = False
 ) -> Int[Array, "R count"]:
-    """Serve as the GPU form of `select_largest`; same arguments."""
+    """Computes `select_largest` with the Triton kernel."""
     rows, width = scores.shape
     if width > _MOST:
         return _by_groups(scores, count, interpret)
@@ -113,11 +114,11 @@ def select_largest_triton(
 
 
 def _by_groups(scores: Float[Array, "R S"], count: int, interpret: bool) -> Int[Array, "R count"]:
-    """First the groups, then what they hold."""
+    """Selects groups of neighbors by their maxima, then scores within those groups."""
     rows, width = scores.shape
     select = functools.partial(select_largest_triton, count=count, interpret=interpret)
     group = 1 << round(math.log2(width / count) / 2)
-    # What lies behind the row's end comes last of all, and there are `count` before it.
+    # Padding is smallest and comes last, so it is never selected: there are `count` other scores.
     scores = jnp.pad(scores, ((0, 0), (0, -width % group)), constant_values=-jnp.inf)
     groups = scores.reshape(rows, -1, group)
     best = select(groups.max(-1))

@@ -1,4 +1,4 @@
-"""Training attention with the windowed key bias of Dynamic Memory Sparsification."""
+"""Training attention with the windowed key bias of Dynamic Memory Sparsification (DMS)."""
 
 from pallas_kernels.training.api import retrofit_attention
 

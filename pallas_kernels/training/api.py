@@ -1,8 +1,8 @@
 """`retrofit_attention`: causal attention with a key bias that starts past a window.
 
-This is the training mask of Dynamic Memory Sparsification (Łańcucki et al. 2025, section 3.1;
-the bias of key j is log(1 - alpha_j)), for any caller that has such a bias. It is differentiable
-in q, k, v and bias, and uses memory linear in T.
+This is the training mask of Dynamic Memory Sparsification (Łańcucki et al. 2025, section 3.1),
+where the bias of key j is log(1 - alpha_j), for any key bias. It is differentiable in q, k, v and
+bias, and uses memory linear in T.
 """
 
 import functools
@@ -13,67 +13,48 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
 from pallas_kernels.training import reference
+from pallas_kernels.training.inputs import Inputs
 
 FORWARD = Operation(
     "retrofit_attention",
     (
-        Implementation(
-            "mosaic_gpu",
-            "cuda",
-            deferred("pallas_kernels.training.gpu", "forward"),
-            deferred("pallas_kernels.training.gpu", "why_not"),
-        ),
-        Implementation(
-            "mosaic_tpu",
-            "tpu",
-            deferred("pallas_kernels.training.tpu", "forward"),
-            deferred("pallas_kernels.training.tpu", "why_not"),
-        ),
+        deferred("mosaic_gpu", "cuda", "pallas_kernels.training.gpu", "forward"),
+        deferred("mosaic_tpu", "tpu", "pallas_kernels.training.tpu", "forward"),
         Implementation("xla", None, reference.forward),
     ),
 )
 BACKWARD = Operation(
     "retrofit_attention (backward)",
     (
-        Implementation(
-            "mosaic_gpu",
-            "cuda",
-            deferred("pallas_kernels.training.gpu", "backward"),
-            deferred("pallas_kernels.training.gpu", "why_not"),
-        ),
-        Implementation(
-            "mosaic_tpu",
-            "tpu",
-            deferred("pallas_kernels.training.tpu", "backward"),
-            deferred("pallas_kernels.training.tpu", "why_not"),
-        ),
+        deferred("mosaic_gpu", "cuda", "pallas_kernels.training.gpu", "backward"),
+        deferred("mosaic_tpu", "tpu", "pallas_kernels.training.tpu", "backward"),
         Implementation("xla", None, reference.backward),
     ),
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attend(q, k, v, bias, segments, window, scale, implementation):
-    output, _ = FORWARD(implementation, q, k, v, bias, segments, window=window, scale=scale)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _attend(inputs, window, scale, implementation):
+    output, _ = FORWARD(implementation, inputs, window=window, scale=scale)
     return output
 
 
-def _attend_forward(q, k, v, bias, segments, window, scale, implementation):
-    arrays = (q, k, v, bias, segments)
-    output, lse2 = FORWARD(implementation, *arrays, window=window, scale=scale)
-    return output, (*arrays, output, lse2)
+def _attend_forward(inputs, window, scale, implementation):
+    output, lse2 = FORWARD(implementation, inputs, window=window, scale=scale)
+    return output, (inputs, output, lse2)
 
 
 def _attend_backward(window, scale, implementation, residuals, output_gradient):
     gradients = BACKWARD(implementation, *residuals, output_gradient, window=window, scale=scale)
-    return (*gradients, None)
+    return (Inputs(*gradients),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def check_arguments(q, k, v, bias, window, segment_ids) -> None:
-    """Refuse arguments that disagree, before anything is traced."""
+def check_arguments(inputs: Inputs, window) -> None:
+    """Refuses arguments that disagree, before anything is traced."""
+    q, k, v, bias, segment_ids = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.segments
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"q and k must be [B, T, H, D] and [B, T, K, D], got {q.shape}, {k.shape}")
     batch, length, heads, dim = q.shape
@@ -105,34 +86,36 @@ def retrofit_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: ImplementationChoice = None,
 ) -> Float[Array, "B T H D"]:
-    """Causal attention whose keys take a bias once they are more than `window` tokens behind.
+    """Computes causal attention with a bias on keys more than `window` tokens behind the query.
 
     Query i sees key j iff j <= i and both have the same segment id. `bias[b, k, j]` (<= 0, -inf
-    for a key that is gone) is added to the scores of key j iff i - j > window. Every query sees
-    itself unbiased, so no softmax is empty.
+    for an evicted key) is added to the scores of key j iff i - j > window. Every query sees its own
+    key without a bias, so no softmax is empty.
 
     Args:
-      q: queries, rotated.
-      k: keys, rotated. Head h of q reads KV head h // (H / K).
+      q: rotated queries.
+      k: rotated keys. Head h of q reads KV head h // (H / K).
       v: values.
-      bias: natural-log bias of each key.
-      window: tokens of unbiased past, static, may exceed T.
+      bias: bias of each key, a natural logarithm.
+      window: number of past tokens without a bias; static, may exceed T.
       scale: factor on the dot products.
-      segment_ids: documents packed in one sequence; None means one document.
-      implementation: "mosaic_gpu", "mosaic_tpu", "xla", several of them to be tried in order, or
-        None for the best one on the platform that the call is lowered for. "mosaic_gpu" (Hopper)
-        serves bfloat16, "mosaic_tpu" also float32; everything else runs through XLA, in full
-        precision and in memory linear in T too.
+      segment_ids: number of the document of each token, for documents packed into one sequence;
+        None means one document.
+      implementation: a name ("mosaic_gpu", "mosaic_tpu", "xla") forces one implementation; a
+        sequence of names is tried in order; None chooses the best one for the platform that the
+        call is lowered for. "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_tpu" also float32; XLA
+        serves everything, in full precision and also with memory linear in T.
 
     Returns:
-      The attention output in q's dtype; the softmax is at least float32, and float64 throughout
+      The attention output in q's dtype. The softmax is computed in float32 at least, and in float64
       for float64 inputs.
 
     Raises:
-      ValueError: arguments that disagree.
-      NotImplementedError: a named implementation cannot serve the call, with the reason.
+      ValueError: arguments disagree.
+      NotImplementedError: no requested implementation can serve the call, with the reason.
     """
-    check_arguments(q, k, v, bias, window, segment_ids)
+    inputs = Inputs(q, k, v, bias, segment_ids)
+    check_arguments(inputs, window)
     if implementation is not None and not isinstance(implementation, str):
         implementation = tuple(implementation)
-    return _attend(q, k, v, bias, segment_ids, window, float(scale), implementation)
+    return _attend(inputs, window, float(scale), implementation)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One problem: its shape, its mask and the spread of its numbers.
+    """One problem: its shape, its mask and the distribution of its numbers.
 
     Attributes:
       bias: "soft" draws log-sigmoid biases, "hard" mixes about 0 and -40, "evicted" 0 and -inf.
       segments: mean length of the packed documents, 0 for one document.
-      query_scale: factor on the random queries; 3 makes the softmax peaked.
+      query_scale: factor on the random queries; 3 gives a peaked softmax.
     """
 
     name: str
@@ -45,13 +45,13 @@ CONTRACT = (
     TrainingCase("float32_packed", 1, 201, 4, 2, 128, 40, dtype="float32", segments=50),
 )
 
-# Llama-3.1-8B's heads, one sequence: the shapes of the speed bars.
+# The heads of Llama-3.1-8B, one sequence: the shapes that the required speed is stated for.
 BARS = (
     TrainingCase("llama_8k", 1, 8192, 32, 8, 128, 512),
     TrainingCase("llama_32k", 1, 32768, 32, 8, 128, 512),
 )
 
-# What else is timed: packed documents, other head dims and groups, many short sequences.
+# All shapes that are timed: also packed documents, other head dims and groups, short sequences.
 SPEED = (
     *BARS,
     TrainingCase("packed_8k", 1, 8192, 32, 8, 128, 512, segments=2048),

@@ -1,16 +1,14 @@
 """Gradients of training attention with respect to keys, values and bias, for NVIDIA GPUs.
 
 One program owns 128 keys of one KV head and walks the queries of every head of its group, so the
-gradients sum in registers: no atomics, no sum over heads afterwards, the same bits every time.
-Scores are held transposed, S^T = k q^T, which makes the bias a value per row and leaves
+gradients are summed in registers: without atomics, without a sum over heads afterwards, and
+deterministically. Scores are transposed, S^T = k q^T, so that the bias is one value per row:
 
     dv += p^T do        dk += dS^T q        dbias += row sums of dS^T over far queries
 
-At D = 256 the accumulators of 64 keys fill a warpgroup's registers twice over; there both
-warpgroups take the same 64 keys and accumulate half of the columns each.
+At D = 256 the accumulators of 64 keys would need twice the registers of a warpgroup; there both
+warpgroups take the same 64 keys and each accumulates half of the columns.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
 from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, Problem, Ring, find_ring
+from pallas_kernels.training.inputs import Inputs, Residuals
 
 
 def _split_columns(problem: Problem) -> bool:
@@ -31,35 +30,26 @@ def _keys(problem: Problem) -> int:
 
 
 def resident(problem: Problem) -> int:
-    """Rows of D elements that a program keeps: its keys and values."""
+    """Returns the number of rows of D elements that a program keeps: its keys and values."""
     return 2 * _keys(problem)
 
 
 def ring_of(problem: Problem) -> Ring:
-    """Return how the kernel streams queries and the gradients of their outputs."""
+    """Returns how the kernel streams queries and the gradients of their outputs."""
     part = "key_gradient"
     return find_ring("retrofit_attention", part, problem, resident(problem), Ring(ROWS, 2))
 
 
 def key_gradients(
-    problem: Problem,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    raw_bias: jax.Array,
-    segments: jax.Array | None,
-    output_gradient: jax.Array,
-    minus_lse: jax.Array,
-    minus_delta: jax.Array,
-    ring: Ring | None = None,
+    problem: Problem, inputs: Inputs, residuals: Residuals, ring: Ring | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute dk, dv [B, T, K, D] and dbias [B, K, T]; arguments as for `query_gradient`."""
+    """Computes dk, dv [B, T, K, D] and dbias [B, K, T]; `ring` streams the queries."""
     ring = ring or ring_of(problem)
     block, stages = ring.block, ring.stages
-    keys = _keys(problem)
+    keys, dtype = _keys(problem), inputs.q.dtype
     parts = keys // ROWS
-    key_tile = tiles.tile_memory((parts, ROWS, problem.D), q.dtype)
-    query_tile = tiles.tile_memory((stages, block, problem.D), q.dtype)
+    key_tile = tiles.tile_memory((parts, ROWS, problem.D), dtype)
+    query_tile = tiles.tile_memory((stages, block, problem.D), dtype)
     scratch = {
         "k_tiles": key_tile,
         "v_tiles": key_tile,
@@ -71,35 +61,30 @@ def key_gradients(
         "q_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=4 + problem.packed),
         "q_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
     }
-    operands = [q, k, v, raw_bias, output_gradient, minus_lse, minus_delta]
+    operands = [inputs.q, inputs.k, inputs.v, inputs.bias, *residuals]
     if _split_columns(problem):
         scratch["done"] = plgpu.Barrier(num_arrivals=COMPUTE)
-    if segments is not None:
+    if problem.packed:
         scratch["key_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
         scratch["query_segments"] = plgpu.SMEM((stages, block), jnp.int32)
-        overlap = tiles.segment_overlap(segments, keys, block)
+        overlap = tiles.segment_overlap(inputs.segments, keys, block)
         last = overlap.shape[-1] - jnp.argmax(overlap[..., ::-1], axis=-1)
-        operands += [segments, last.astype(jnp.int32)]
+        operands += [inputs.segments, last.astype(jnp.int32)]
     if problem.interpret:
-        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), q.dtype)
-
-    def kernel(*refs, **memory):
-        _program(problem, refs[: len(operands)], refs[len(operands) :], **memory)
-
+        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), dtype)
     out_type = (
-        jax.ShapeDtypeStruct(k.shape, k.dtype),
-        jax.ShapeDtypeStruct(v.shape, v.dtype),
-        jax.ShapeDtypeStruct(raw_bias.shape, jnp.float32),
+        jax.ShapeDtypeStruct(inputs.k.shape, dtype),
+        jax.ShapeDtypeStruct(inputs.v.shape, dtype),
+        jax.ShapeDtypeStruct(inputs.bias.shape, jnp.float32),
     )
-    # The first keys have the most queries: all heads' first keys start first, so that no long
+    # The first keys have the most queries: the first keys of all heads start first, so that no long
     # program is left for the end.
     grid = {"keys": problem.T // keys, "heads": problem.K}
-    run = tiles.build_kernel(problem, kernel, out_type, scratch, grid, "retrofit_dkv")
-    return run(*operands)
+    return tiles.run(problem, _program, operands, out_type, scratch, grid, "retrofit_dkv")
 
 
 def _query_zones(problem: Problem, block: int, k0, last):
-    """Tile numbers (first, diagonal end, near end, boundary end, end) for keys [k0, k0 + keys)."""
+    """Returns tiles (first, diagonal end, near end, boundary end, end) of keys [k0, k0 + keys)."""
     keys, window = _keys(problem), problem.window
     first = lax.div(k0, jnp.int32(block))
     diagonal_end = jnp.minimum(tiles.ceil_div(k0 + keys, block), last)
@@ -112,28 +97,10 @@ def _query_zones(problem: Problem, block: int, k0, last):
     return first, diagonal_end, near_end, boundary_end, last
 
 
-def _program(
-    problem: Problem,
-    inputs,
-    outputs,
-    *,
-    k_tiles,
-    v_tiles,
-    q_tiles,
-    do_tiles,
-    row_values,
-    column_values,
-    k_ready,
-    q_ready,
-    q_consumed,
-    done: Any = None,
-    key_segments: Any = None,
-    query_segments: Any = None,
-    staging: Any = None,
-):
+def _program(problem: Problem, inputs, outputs, memory):
     q_ref, k_ref, v_ref, bias_ref, do_ref, lse_ref, delta_ref, *segment_refs = inputs
     dk_ref, dv_ref, dbias_ref = outputs
-    stages, _, block = column_values.shape
+    stages, _, block = memory.column_values.shape
     shape, keys = (ROWS, block), _keys(problem)
     split, group = _split_columns(problem), problem.H // problem.K
     batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
@@ -150,30 +117,32 @@ def _program(
         for part in range(keys // ROWS):
             rows = pl.ds(k0 + part * ROWS, ROWS)
             pairs = [
-                (k_ref.at[batch, rows, kv_head], k_tiles.at[part]),
-                (v_ref.at[batch, rows, kv_head], v_tiles.at[part]),
-                (bias_ref.at[batch, kv_head, rows], row_values.at[part]),
+                (k_ref.at[batch, rows, kv_head], memory.k_tiles.at[part]),
+                (v_ref.at[batch, rows, kv_head], memory.v_tiles.at[part]),
+                (bias_ref.at[batch, kv_head, rows], memory.row_values.at[part]),
             ]
             if problem.packed:
-                pairs.append((segment_refs[0].at[batch, rows], key_segments.at[part]))
+                pairs.append((segment_refs[0].at[batch, rows], memory.key_segments.at[part]))
             for source, target in pairs:
-                plgpu.copy_gmem_to_smem(source, target, k_ready)
+                plgpu.copy_gmem_to_smem(source, target, memory.k_ready)
 
         def load_head(index, carry):
             head = kv_head * group + index
 
             def load(tile, carry):
                 slot, queries = slot_of(index, tile), pl.ds(tile * block, block)
-                ready = q_ready.at[slot]
-                plgpu.barrier_wait(q_consumed.at[slot])
+                ready = memory.q_ready.at[slot]
+                plgpu.barrier_wait(memory.q_consumed.at[slot])
                 pairs = [
-                    (q_ref.at[batch, queries, head], q_tiles.at[slot]),
-                    (lse_ref.at[batch, head, queries], column_values.at[slot, 0]),
-                    (do_ref.at[batch, queries, head], do_tiles.at[slot]),
-                    (delta_ref.at[batch, head, queries], column_values.at[slot, 1]),
+                    (q_ref.at[batch, queries, head], memory.q_tiles.at[slot]),
+                    (lse_ref.at[batch, head, queries], memory.column_values.at[slot, 0]),
+                    (do_ref.at[batch, queries, head], memory.do_tiles.at[slot]),
+                    (delta_ref.at[batch, head, queries], memory.column_values.at[slot, 1]),
                 ]
                 if problem.packed:
-                    pairs.append((segment_refs[0].at[batch, queries], query_segments.at[slot]))
+                    pairs.append(
+                        (segment_refs[0].at[batch, queries], memory.query_segments.at[slot])
+                    )
                 for source, target in pairs:
                     plgpu.copy_gmem_to_smem(source, target, ready)
                 return carry
@@ -182,23 +151,23 @@ def _program(
 
         lax.fori_loop(0, group, load_head, jnp.int32(0))
         for slot in range(stages):
-            plgpu.barrier_wait(q_consumed.at[slot])
+            plgpu.barrier_wait(memory.q_consumed.at[slot])
 
-    def meet(barrier):
+    def synchronize(barrier):
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
 
     def compute():
-        # Always 0 where both warpgroups share the tile; a traced number, as run_state asks for.
+        # 0 where both warpgroups share the tile, as a traced number, which run_state needs.
         part = lax.div(warpgroup, jnp.int32(COMPUTE)) if split else warpgroup
         row0 = k0 if split else k0 + warpgroup * ROWS
         width = problem.D // COMPUTE if split else problem.D
-        k_tile, v_tile = k_tiles.at[part], v_tiles.at[part]
+        k_tile, v_tile = memory.k_tiles.at[part], memory.v_tiles.at[part]
         for slot in range(stages):
-            plgpu.barrier_arrive(q_consumed.at[slot])
-        plgpu.barrier_wait(k_ready)
-        bias = tiles.load_rows(row_values.at[part])
-        own_segments = tiles.load_rows(key_segments.at[part]) if problem.packed else None
+            plgpu.barrier_arrive(memory.q_consumed.at[slot])
+        plgpu.barrier_wait(memory.k_ready)
+        bias = tiles.load_rows(memory.row_values.at[part])
+        own_segments = tiles.load_rows(memory.key_segments.at[part]) if problem.packed else None
 
         def columns(ref):
             if not split:
@@ -208,20 +177,24 @@ def _program(
         def walk(dk, dv):
             def body(head, tile, dbias, *, bias_zone, causal):
                 slot = slot_of(head, tile)
-                q_tile, do_tile = q_tiles.at[slot], do_tiles.at[slot]
-                staged = None if staging is None else staging.at[warpgroup]
-                plgpu.barrier_wait(q_ready.at[slot])
+                q_tile, do_tile = memory.q_tiles.at[slot], memory.do_tiles.at[slot]
+                staged = memory.staging.at[warpgroup] if problem.interpret else None
+                plgpu.barrier_wait(memory.q_ready.at[slot])
                 if bias_zone == "select" or causal:
-                    # Rows are keys here, so this is key - query.
+                    # Rows are keys here, so these are key - query.
                     distance = tiles.distances(shape, row0, tile * block)
 
                 added = tiles.rows_of(bias, shape)
                 if bias_zone == "select":
                     added = jnp.where(distance < -problem.window, added, 0.0)
-                start = tiles.columns_of(tiles.load_columns(column_values.at[slot, 0]), shape)
+                start = tiles.columns_of(
+                    tiles.load_columns(memory.column_values.at[slot, 0]), shape
+                )
                 if bias_zone is not None:
                     start = start + added
-                minus_delta = tiles.columns_of(tiles.load_columns(column_values.at[slot, 1]), shape)
+                minus_delta = tiles.columns_of(
+                    tiles.load_columns(memory.column_values.at[slot, 1]), shape
+                )
 
                 def score_gradient(refs, read):
                     scores_ref, dp_ref = refs
@@ -231,7 +204,7 @@ def _program(
                     if causal:
                         weights = jnp.where(distance <= 0, weights, 0.0)
                     if problem.packed:
-                        others = tiles.load_columns(query_segments.at[slot])
+                        others = tiles.load_columns(memory.query_segments.at[slot])
                         same = tiles.rows_of(own_segments, shape) == tiles.columns_of(others, shape)
                         weights = jnp.where(same, weights, 0.0)
                     operand = weights.astype(problem.dtype)
@@ -247,7 +220,7 @@ def _program(
                 elif bias_zone == "select":
                     dbias = dbias + jnp.where(distance < -problem.window, ds, 0.0).sum(axis=1)
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(q_consumed.at[slot])
+                plgpu.barrier_arrive(memory.q_consumed.at[slot])
                 return dbias
 
             diagonal_bias = "select" if problem.window < keys + block - 2 else None
@@ -268,24 +241,26 @@ def _program(
         accumulator = plgpu.ACC((ROWS, width), jnp.float32)
         dk, dv, dbias = pl.run_scoped(walk, accumulator, accumulator)
         if split:
-            # Both warpgroups read these tiles: neither writes before the other is through.
-            meet(done)
+            # Both warpgroups read these tiles, so neither may write before the other has finished.
+            synchronize(memory.done)
         columns(k_tile)[...] = (dk * problem.scale).astype(problem.dtype)
         columns(v_tile)[...] = dv.astype(problem.dtype)
-        row_values.at[warpgroup][...] = dbias
+        memory.row_values.at[warpgroup][...] = dbias
         plgpu.commit_smem()
         rows = pl.ds(row0, ROWS)
 
         def write_keys():
             plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[batch, rows, kv_head])
-            plgpu.copy_smem_to_gmem(row_values.at[warpgroup], dbias_ref.at[batch, kv_head, rows])
+            plgpu.copy_smem_to_gmem(
+                memory.row_values.at[warpgroup], dbias_ref.at[batch, kv_head, rows]
+            )
 
         def write_values():
             plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[batch, rows, kv_head])
 
         if split:
-            # The halves meet in one tile; each warpgroup writes one of the two out.
-            meet(done)
+            # Both halves are in one tile; one warpgroup copies out the keys, the other the values.
+            synchronize(memory.done)
             pl.when(warpgroup == 0)(write_keys)
             pl.when(warpgroup == 1)(write_values)
         else:

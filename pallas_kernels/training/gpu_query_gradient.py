@@ -1,11 +1,9 @@
 """Gradient of training attention with respect to the queries, for NVIDIA GPUs.
 
-The shape of the forward kernel. With p = exp2(s - lse) and delta_i = <do_i, o_i>,
+The kernel is built like that of the forward pass. With p = exp2(s - lse), delta_i = <do_i, o_i>,
 
     dS = p * (do v^T - delta)        dq = scale * dS k
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +13,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
 from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, TILE, Problem, Ring, find_ring
+from pallas_kernels.training.inputs import Inputs, Residuals
 
-# Rows of D elements that a program keeps: its queries, and the gradients of their outputs.
+# Number of rows of D elements that a program keeps: queries, and the gradients of their outputs.
 RESIDENT = 2 * COMPUTE * ROWS
 
 
 def ring_of(problem: Problem) -> Ring:
-    """Return how the kernel streams keys and values."""
+    """Returns how the kernel streams keys and values."""
     wanted = Ring(TILE if problem.D <= 128 else ROWS, 4)
     return find_ring("retrofit_attention", "query_gradient", problem, RESIDENT, wanted)
 
 
 def query_gradient(
-    problem: Problem,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    raw_bias: jax.Array,
-    segments: jax.Array | None,
-    output_gradient: jax.Array,
-    minus_lse: jax.Array,
-    minus_delta: jax.Array,
-    ring: Ring | None = None,
+    problem: Problem, inputs: Inputs, residuals: Residuals, ring: Ring | None = None
 ) -> jax.Array:
-    """Compute dq [B, T, H, D]; lse2 and delta are [B, H, T], the rest as in the forward."""
+    """Computes dq [B, T, H, D]; `ring` is the same as for `gpu_forward.forward`."""
     ring = ring or ring_of(problem)
     block, stages = ring.block, ring.stages
-    query_tile = tiles.tile_memory((COMPUTE, ROWS, problem.D), q.dtype)
-    key_tile = tiles.tile_memory((stages, block, problem.D), q.dtype)
+    dtype = inputs.q.dtype
+    query_tile = tiles.tile_memory((COMPUTE, ROWS, problem.D), dtype)
+    key_tile = tiles.tile_memory((stages, block, problem.D), dtype)
     scratch = {
         "q_tiles": query_tile,
         "do_tiles": query_tile,
@@ -54,41 +45,21 @@ def query_gradient(
         "kv_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=3 + problem.packed),
         "kv_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
     }
-    operands = [q, k, v, raw_bias, output_gradient, minus_lse, minus_delta]
-    if segments is not None:
-        memory, packed = tiles.segment_operands(problem, segments, ring)
+    operands = [inputs.q, inputs.k, inputs.v, inputs.bias, *residuals]
+    if problem.packed:
+        memory, packed = tiles.segment_operands(problem, inputs.segments, ring)
         scratch |= memory
         operands += packed
     if problem.interpret:
-        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), q.dtype)
-
-    def kernel(*refs, **memory):
-        _program(problem, refs[: len(operands)], refs[len(operands)], **memory)
-
-    out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    return tiles.query_kernel(problem, kernel, out_type, scratch, "retrofit_dq")(*operands)
+        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), dtype)
+    out_type = jax.ShapeDtypeStruct(inputs.q.shape, dtype)
+    return tiles.run_over_queries(problem, _program, operands, out_type, scratch, "retrofit_dq")
 
 
-def _program(
-    problem: Problem,
-    inputs,
-    dq_ref,
-    *,
-    q_tiles,
-    do_tiles,
-    k_tiles,
-    v_tiles,
-    bias_tiles,
-    row_values,
-    q_ready,
-    kv_ready,
-    kv_consumed,
-    query_segments: Any = None,
-    key_segments: Any = None,
-    staging: Any = None,
-):
+def _program(problem: Problem, inputs, outputs, memory):
+    (dq_ref,) = outputs
     q_ref, k_ref, v_ref, bias_ref, do_ref, lse_ref, delta_ref, *segment_refs = inputs
-    stages, block = bias_tiles.shape
+    stages, block = memory.bias_tiles.shape
     shape = (ROWS, block)
     batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
     head, row0, q0 = tiles.head_and_query(problem, warpgroup)
@@ -105,48 +76,52 @@ def _program(
 
         def load(tile, carry):
             slot, keys = slot_of(tile), pl.ds(tile * block, block)
-            ready = kv_ready.at[slot]
-            plgpu.barrier_wait(kv_consumed.at[slot])
-            plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tiles.at[slot], ready)
-            plgpu.copy_gmem_to_smem(bias_ref.at[batch, kv_head, keys], bias_tiles.at[slot], ready)
-            plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tiles.at[slot], ready)
+            ready = memory.kv_ready.at[slot]
+            plgpu.barrier_wait(memory.kv_consumed.at[slot])
+            plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], memory.k_tiles.at[slot], ready)
+            plgpu.copy_gmem_to_smem(
+                bias_ref.at[batch, kv_head, keys], memory.bias_tiles.at[slot], ready
+            )
+            plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], memory.v_tiles.at[slot], ready)
             if problem.packed:
                 source = segment_refs[0].at[batch, keys]
-                plgpu.copy_gmem_to_smem(source, key_segments.at[slot], ready)
+                plgpu.copy_gmem_to_smem(source, memory.key_segments.at[slot], ready)
             return carry
 
         lax.fori_loop(first, zones[-1], load, jnp.int32(0))
         for slot in range(stages):
-            plgpu.barrier_wait(kv_consumed.at[slot])
+            plgpu.barrier_wait(memory.kv_consumed.at[slot])
 
     def compute():
         queries = pl.ds(row0, ROWS)
-        q_tile, do_tile = q_tiles.at[warpgroup], do_tiles.at[warpgroup]
-        values, ready = row_values.at[warpgroup], q_ready.at[warpgroup]
+        q_tile, do_tile = memory.q_tiles.at[warpgroup], memory.do_tiles.at[warpgroup]
+        values, ready = memory.row_values.at[warpgroup], memory.q_ready.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[batch, queries, head], q_tile, ready)
         plgpu.copy_gmem_to_smem(do_ref.at[batch, queries, head], do_tile, ready)
         plgpu.copy_gmem_to_smem(lse_ref.at[batch, head, queries], values.at[0], ready)
         plgpu.copy_gmem_to_smem(delta_ref.at[batch, head, queries], values.at[1], ready)
         if problem.packed:
             source = segment_refs[0].at[batch, queries]
-            plgpu.copy_gmem_to_smem(source, query_segments.at[warpgroup], ready)
+            plgpu.copy_gmem_to_smem(source, memory.query_segments.at[warpgroup], ready)
         for slot in range(stages):
-            plgpu.barrier_arrive(kv_consumed.at[slot])
+            plgpu.barrier_arrive(memory.kv_consumed.at[slot])
         plgpu.barrier_wait(ready)
         minus_lse, minus_delta = tiles.load_rows(values.at[0]), tiles.load_rows(values.at[1])
-        own_segments = tiles.load_rows(query_segments.at[warpgroup]) if problem.packed else None
+        own_segments = (
+            tiles.load_rows(memory.query_segments.at[warpgroup]) if problem.packed else None
+        )
 
         def walk(dq):
             def body(tile, carry, *, bias, causal):
                 slot = slot_of(tile)
-                k_tile, v_tile = k_tiles.at[slot], v_tiles.at[slot]
-                plgpu.barrier_wait(kv_ready.at[slot])
+                k_tile, v_tile = memory.k_tiles.at[slot], memory.v_tiles.at[slot]
+                plgpu.barrier_wait(memory.kv_ready.at[slot])
 
                 start = tiles.rows_of(minus_lse, shape)
                 if bias == "select" or causal:
                     distance = tiles.distances(shape, row0, tile * block)
                 if bias is not None:
-                    added = tiles.columns_of(tiles.load_columns(bias_tiles.at[slot]), shape)
+                    added = tiles.columns_of(tiles.load_columns(memory.bias_tiles.at[slot]), shape)
                     if bias == "select":
                         added = jnp.where(distance > problem.window, added, 0.0)
                     start = start + added
@@ -159,7 +134,7 @@ def _program(
                     if causal:
                         weights = jnp.where(distance >= 0, weights, 0.0)
                     if problem.packed:
-                        keys = tiles.load_columns(key_segments.at[slot])
+                        keys = tiles.load_columns(memory.key_segments.at[slot])
                         same = tiles.rows_of(own_segments, shape) == tiles.columns_of(keys, shape)
                         weights = jnp.where(same, weights, 0.0)
                     return weights * read(1, 0)
@@ -170,10 +145,10 @@ def _program(
                     shape,
                     interpret=problem.interpret,
                 )
-                staged = None if staging is None else staging.at[warpgroup]
+                staged = memory.staging.at[warpgroup] if problem.interpret else None
                 tiles.multiply_registers(dq, ds.astype(problem.dtype), k_tile, staged)
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(kv_consumed.at[slot])
+                plgpu.barrier_arrive(memory.kv_consumed.at[slot])
                 return carry
 
             tiles.zone_loops(

@@ -1,18 +1,19 @@
-"""Tiles, zones and idioms shared by the training kernels for NVIDIA GPUs (Mosaic GPU, Hopper).
+"""Tiles, zones and common code of the training kernels for NVIDIA GPUs (Mosaic GPU, Hopper).
 
 Every kernel runs three warpgroups: two that compute, 64 rows each, and one that only issues the
-bulk copies. A tile of scores is in one of four zones, by the distances query - key that it holds:
+bulk copies. A tile of scores is in one of four zones, by the distances query - key in it:
 
-    far       every distance is beyond the window: the bias is added, nothing is masked
-    boundary  some are: the bias is selected per score
-    near      none is, and the tile is below the diagonal: plain attention
+    far       all distances are beyond the window: the bias is added, nothing is masked
+    boundary  some distances are beyond the window: the bias is selected per score
+    near      no distance is beyond the window, all are positive: plain attention
     diagonal  the causal mask is needed (and the bias too if the window is small)
 
-Each zone is its own loop, so that far and near tiles, nearly all of the work, carry no mask.
+Each zone has its own loop, so that far and near tiles, nearly all of the work, need no mask.
 """
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,26 +24,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import tuned
 from pallas_kernels.dispatch import target_gpu
 
-ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
+ROWS = 64  # number of rows of one wgmma, and so of one computing warpgroup
 TILE = 128  # sequences are padded to a multiple of this
-COMPUTE = 2  # computing warpgroups of a program
+COMPUTE = 2  # number of computing warpgroups of a program
 LOG2E = math.log2(math.e)
-# A score that is not seen, and the running maximum before any is. Both are finite, and the first
-# is so far below the second that exp2(hidden - maximum) = 0 however the two are rounded: a tile in
-# which a row sees nothing adds nothing to it.
+# A masked score, and the initial running maximum. Both are finite, and the first is so far below
+# the second that exp2(HIDDEN - maximum) = 0 however the two are rounded: a tile in which a row sees
+# no key adds nothing to that row.
 HIDDEN = -1e30
 LOWEST = -1e20
-# Shared memory of a program, and what of it barriers, reductions and values per row may take.
+# Shared memory of a program, and the part of it for barriers, reductions and values per row.
 SHARED_BYTES, SPARE_BYTES = 227 * 1024, 8 * 1024
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The static facts of one call; T is already a multiple of TILE.
+    """The static parameters of one call; T is already a multiple of TILE.
 
     Attributes:
       packed: there are segment ids.
-      interpret: run in the interpreter, which takes no wgmma operand from registers.
+      interpret: run in the interpreter, which accepts no wgmma operand in registers.
     """
 
     B: int
@@ -58,43 +59,48 @@ class Problem:
 
     @property
     def heads_per_program(self) -> int:
-        """Query heads that a program of the forward and dq kernels takes.
+        """Number of query heads that a program of the forward and dq kernels takes.
 
         Two heads of one KV group over the same 64 queries have equal trip counts and share the
-        key tiles. An odd group has no such pairs: then the warpgroups split 128 queries.
+        key tiles. The heads of an odd group do not pair up; there the warpgroups split 128 queries.
         """
         return 2 if (self.H // self.K) % 2 == 0 else 1
 
     @property
     def rows(self) -> int:
-        """Queries that a program of the forward and dq kernels takes."""
+        """Number of queries that a program of the forward and dq kernels takes."""
         return ROWS * COMPUTE // self.heads_per_program
 
 
 @dataclass(frozen=True)
 class Ring:
-    """How a kernel streams tiles through shared memory: tokens of one, and how many at a time."""
+    """How a kernel streams tiles through shared memory.
+
+    Attributes:
+      block: number of tokens in a tile.
+      stages: number of tiles in flight.
+    """
 
     block: int
     stages: int
 
 
 def fits(ring: Ring, problem: Problem, resident: int) -> bool:
-    """Whether a ring of pairs of tiles fits beside `resident` rows of D elements."""
+    """Returns whether a ring of pairs of tiles fits beside `resident` rows of D elements."""
     row = problem.D * problem.dtype.itemsize
     streamed = 2 * ring.stages * ring.block * (row + 4)
     return resident * row + streamed <= SHARED_BYTES - SPARE_BYTES
 
 
 def find_ring(operation: str, part: str, problem: Problem, resident: int, wanted: Ring) -> Ring:
-    """Return the ring measured for this kind of GPU, else what fits of the one wanted.
+    """Returns the ring measured for this kind of GPU, else the wanted one with stages that fit.
 
     Args:
-      operation: whose kernel it is, as the file of settings has it.
-      part: which of its kernels.
-      problem: the static facts.
-      resident: rows of D elements that the program keeps in shared memory.
-      wanted: what is good where nothing was measured.
+      operation: name of the operation in the files of settings.
+      part: name of the kernel in the files of settings.
+      problem: the static parameters.
+      resident: number of rows of D elements that a program keeps in shared memory.
+      wanted: the ring to use where none was measured.
     """
     shape = {"part": part, "head_dim": problem.D}
     found = tuned.lookup(target_gpu().kind, f"{operation}/mosaic_gpu", **shape)
@@ -105,7 +111,7 @@ def find_ring(operation: str, part: str, problem: Problem, resident: int, wanted
 
 
 def tile_memory(shape: tuple[int, ...], dtype):
-    """Return a shared-memory tile in the form that wgmma reads: 128-byte swizzle where it fits."""
+    """Returns a shared-memory tile in a layout for wgmma: 128-byte swizzle where it fits."""
     elements = 64 if shape[-1] % 64 == 0 else 32
     swizzle = elements * jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(swizzle))
@@ -113,14 +119,14 @@ def tile_memory(shape: tuple[int, ...], dtype):
 
 
 def ceil_div(a, b: int):
-    """Return ceil(a / b) for a >= 0."""
+    """Returns ceil(a / b) for a >= 0."""
     return lax.div(a + (b - 1), jnp.int32(b))
 
 
 def key_zones(q0, rows: int, window: int, block: int, first):
-    """Tile numbers (far end, boundary end, near end, end) for queries [q0, q0 + rows).
+    """Returns tile numbers (far end, boundary end, near end, end) for queries [q0, q0 + rows).
 
-    Tiles of `block` keys start at `first` (far) and end at `end` (diagonal). All are >= first.
+    Tiles hold `block` keys, and the far zone starts at tile `first`. All results are >= `first`.
     """
     near_end = lax.div(q0, jnp.int32(block))
     far_end = lax.div(jnp.maximum(q0 - window, 0), jnp.int32(block))
@@ -136,42 +142,42 @@ def key_zones(q0, rows: int, window: int, block: int, first):
 
 
 def rows_of(x, shape):
-    """Broadcast a value per row over a tile."""
+    """Broadcasts one value per row over a tile."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def columns_of(x, shape):
-    """Broadcast a value per column over a tile."""
+    """Broadcasts one value per column over a tile."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
 def distances(shape, row0, column0):
-    """Return (row0 + row) - (column0 + column) for a tile of scores."""
+    """Returns (row0 + row) - (column0 + column) for a tile of scores."""
     rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     return (rows + (row0 - column0)) - columns
 
 
 def row_vector(value: float):
-    """Return a float32 value per row of a computing warpgroup."""
+    """Returns a float32 vector with one value per row of a computing warpgroup."""
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
 
 def load_rows(ref):
-    """Load one value per row."""
+    """Loads one value per row of a tile."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
 
 
 def load_columns(ref):
-    """Load one value per column."""
+    """Loads one value per column of a tile."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
 
 
 def release(barrier, *, interpret: bool) -> None:
-    """Tell the copying warpgroup that this one has read its tile.
+    """Signals the copying warpgroup that this one has read its tile.
 
-    The interpreter wants a proxy fence between a plain read and the bulk copy that overwrites it.
-    On the card the values are in registers before the arrival is seen, and a fence is a barrier.
+    The interpreter needs a proxy fence between a plain read and the bulk copy that overwrites it.
+    On a GPU the values are in registers before the arrival is seen, and a fence costs a barrier.
     """
     if interpret:
         plgpu.commit_smem()
@@ -179,11 +185,12 @@ def release(barrier, *, interpret: bool) -> None:
 
 
 def accumulate(initials, body, result_shape, *, interpret: bool):
-    """Run `body(refs, read)` on accumulators that start from `initials`; return what it returns.
+    """Runs `body(refs, read)` on accumulators that start from `initials`; returns its result.
 
     Starting a product from the terms that are added to it costs nothing (the registers are written
-    anyway) and frees the registers of those terms. `read(index, wait)` gives an accumulator once at
-    most `wait` products are in flight. The interpreter starts from zero: there it adds afterwards.
+    anyway) and frees the registers of those terms. `read(index, wait)` returns an accumulator once
+    at most `wait` products are in flight. In the interpreter accumulators start from zero, and the
+    terms are added afterwards.
     """
     shapes = [plgpu.ACC(x.shape, jnp.float32) for x in initials]
     if interpret:
@@ -209,9 +216,9 @@ def accumulate(initials, body, result_shape, *, interpret: bool):
 
 
 def multiply_registers(accumulator, a, b, staging) -> None:
-    """Issue accumulator += a @ b for a tile `a` in registers.
+    """Issues accumulator += a @ b for a tile `a` in registers.
 
-    The interpreter takes `a` from shared memory only: there it goes through `staging`.
+    The interpreter accepts `a` in shared memory only, so there it is copied to `staging`.
     """
     if staging is None:
         plgpu.wgmma(accumulator, a, b)
@@ -223,13 +230,13 @@ def multiply_registers(accumulator, a, b, staging) -> None:
 
 
 def zone_loops(body, bounds, carry, *, diagonal_bias: bool):
-    """Run `body(tile, carry, bias=, causal=)` over the four zones that `bounds` delimits.
+    """Runs `body(tile, carry, bias=, causal=)` over the four zones that `bounds` delimits.
 
     Args:
-      body: the work of one tile; bias is "all", "select" or None.
-      bounds: first tile, then the end of the far, boundary, near and diagonal zones.
-      carry: what the loops carry.
-      diagonal_bias: the window is so small that diagonal tiles hold biased scores.
+      body: the work on one tile; `bias` is "all", "select" or None.
+      bounds: the first tile, then the ends of the far, boundary, near and diagonal zones.
+      carry: initial carry of the loops.
+      diagonal_bias: whether the window is so small that diagonal tiles hold biased scores.
     """
     kinds = (("all", False), ("select", False), (None, False))
     kinds = (*kinds, ("select" if diagonal_bias else None, True))
@@ -243,7 +250,7 @@ def zone_loops(body, bounds, carry, *, diagonal_bias: bool):
 
 
 def segment_overlap(segments: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Which blocks of `columns` tokens can share a segment with which of `rows`: [B, R, C]."""
+    """Returns which blocks of `rows` and of `columns` tokens may share a segment: [B, R, C]."""
     row_blocks = segments.reshape(segments.shape[0], -1, rows)
     column_blocks = segments.reshape(segments.shape[0], -1, columns)
     low = row_blocks.min(-1)[:, :, None], column_blocks.min(-1)[:, None, :]
@@ -252,9 +259,9 @@ def segment_overlap(segments: jax.Array, rows: int, columns: int) -> jax.Array:
 
 
 def segment_operands(problem: Problem, segments, ring: Ring) -> tuple[dict, list]:
-    """What packed documents add to a kernel that walks keys: shared memory, and operands.
+    """Returns the shared memory and the operands that packed documents add to a kernel over keys.
 
-    The operands are the segment ids and, for each program, the first tile of keys worth a visit.
+    The operands are the segment ids and, for each program, the first tile of keys to visit.
     """
     scratch = {
         "query_segments": plgpu.SMEM((COMPUTE, ROWS), jnp.int32),
@@ -265,7 +272,7 @@ def segment_operands(problem: Problem, segments, ring: Ring) -> tuple[dict, list
 
 
 def head_and_query(problem: Problem, warpgroup):
-    """Return (query head, first query, program's first query) of this warpgroup's 64 rows.
+    """Returns (query head, first query, the program's first query) of this warpgroup's 64 rows.
 
     The grid is (batch, heads, queries); queries run backwards, so the longest programs start first.
     """
@@ -276,20 +283,36 @@ def head_and_query(problem: Problem, warpgroup):
     return heads, q0 + warpgroup * ROWS, q0
 
 
-def query_kernel(problem: Problem, body, out_type, scratch_types, name: str):
-    """Build a kernel with one program for every `rows` queries and `heads_per_program` heads."""
+def run_over_queries(problem: Problem, program, operands, out_type, scratch, name: str):
+    """Runs one program for every `rows` queries and `heads_per_program` heads; see `run`."""
     heads, queries = problem.H // problem.heads_per_program, problem.T // problem.rows
     grid = {"heads": heads, "queries": queries}
-    return build_kernel(problem, body, out_type, scratch_types, grid, name)
+    return run(problem, program, operands, out_type, scratch, grid, name)
 
 
-def build_kernel(problem: Problem, body, out_type, scratch_types, grid: dict[str, int], name: str):
-    """Build a kernel over (batch, *grid), the last axis fastest, with three warpgroups."""
+def run(problem: Problem, program, operands, out_type, scratch: dict, grid: dict[str, int], name):
+    """Runs a kernel over (batch, *grid), the last axis fastest, with three warpgroups.
+
+    Args:
+      problem: the static parameters.
+      program: called as `program(problem, inputs, outputs, memory)` with references to the operands
+        and the results; `memory` has an attribute for each entry of `scratch`.
+      operands: arrays in the memory of the device.
+      out_type: shapes and dtypes of the results.
+      scratch: what a program keeps in shared memory, by name.
+      grid: sizes of the grid's axes, by name.
+      name: name of the kernel in profiles.
+    """
     interpret = plgpu.InterpretGPUParams(detect_races=True) if problem.interpret else None
+    count = len(operands)
+
+    def body(*refs, **memory):
+        program(problem, refs[:count], refs[count:], SimpleNamespace(**memory))
+
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
-        scratch_types=scratch_types,
+        scratch_types=scratch,
         grid=(problem.B, *grid.values()),
         grid_names=("batch", *grid),
         num_threads=COMPUTE + 1,
@@ -298,17 +321,13 @@ def build_kernel(problem: Problem, body, out_type, scratch_types, grid: dict[str
         interpret=interpret,
         kernel_name=name,
     )
-
-    def run(*operands):
-        # Index arithmetic is int32 throughout, also for callers who enabled 64-bit types.
-        with jax.enable_x64(False):
-            return kernel(*operands)
-
-    return run
+    # Index arithmetic is int32 throughout, also for callers who enabled 64-bit types.
+    with jax.enable_x64(False):
+        return kernel(*operands)
 
 
 def roles(warpgroup, compute, copy) -> None:
-    """Split the warpgroups: two compute with most of the registers, one copies."""
+    """Splits the warpgroups: two compute with most of the registers, one copies."""
 
     @pl.when(warpgroup < COMPUTE)
     def _():

@@ -9,9 +9,9 @@ head k = h // G, and visibility V(i) = {j <= i : segment[j] = segment[i]},
     dq_i    = scale * sum_j dS k_j,  dk_j = scale * sum_i dS q_i,  dv_j = sum_i p do_i
     dbias_j = sum over i > j + window and over the heads of the group of dS
 
-Queries go in blocks of `BLOCK`, each against the keys that it can see at all: the sequence is cut
-into at most `SPANS` spans, and the blocks of a span read the keys up to the span's end, one block
-after the other. Memory is linear in T, and about half of the T x T products are never formed.
+Queries are taken in blocks of `BLOCK`, each against keys that it may see: the sequence is cut into
+at most `SPANS` spans, and the blocks of a span read the keys up to the span's end, one block after
+the other. Memory is linear in T, and about half of the T x T products are never computed.
 """
 
 import math
@@ -19,17 +19,20 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
+from pallas_kernels.padding import pad_axis
+from pallas_kernels.training.inputs import Inputs
 
 BLOCK = 128
 SPANS = 8
 LOG2E = math.log2(math.e)
-# Stands for -inf: exp of it is exactly 0 in every float type used here, and sums of it stay finite.
+# Stands for -inf: its exp is exactly 0 in every float type used here, and sums with it stay finite.
 HIDDEN = -1e30
 
 
 def einsum(equation: str, a: Array, b: Array) -> Array:
-    """Multiply to at least float32, without rounding float32 operands first."""
+    """Multiplies with a result in float32 at least, without rounding float32 operands first."""
     compute = jnp.promote_types(a.dtype, jnp.float32)
 
     def multiply(a, b):
@@ -41,18 +44,12 @@ def einsum(equation: str, a: Array, b: Array) -> Array:
 
     if a.dtype == compute:
         return multiply(a, b)
-    # XLA's CPU runtime has products of 16-bit operands for some layouts only.
+    # XLA's CPU runtime multiplies 16-bit operands in some layouts only.
     return lax.platform_dependent(a, b, cpu=multiply_wide, default=multiply)
 
 
-def _pad(x: Array, axis: int, block: int, mode: str = "constant") -> Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % block)
-    return jnp.pad(x, widths, mode=mode) if any(map(any, widths)) else x
-
-
 def _spans(length: int, block: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first block, blocks, keys) of each span.
+    """Yields (first block, number of blocks, number of keys) of each span.
 
     # In: length 300, block 128.  Out: (0, 1, 128), (1, 1, 256), (2, 1, 300)
     """
@@ -64,7 +61,7 @@ def _spans(length: int, block: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _scores(q, k, bias, query_segments, key_segments, start, *, window: int, scale: float):
-    """Scores [B, K, G, N, S] of the queries [start, start + N) with masks, and which are far."""
+    """Returns masked scores [B, K, G, N, S] of queries [start, start + N), and which are far."""
     scores = scale * einsum("bnkgd,bskd->bkgns", q, k)
     distance = (start + jnp.arange(q.shape[1]))[:, None] - jnp.arange(k.shape[1])[None, :]
     far = distance > window
@@ -79,29 +76,31 @@ def _scores(q, k, bias, query_segments, key_segments, start, *, window: int, sca
 class _Blocks:
     """The queries of one call in blocks, and the keys that each span of blocks reads."""
 
-    def __init__(self, q, k, v, bias, segments, *, window: int, scale: float):
+    def __init__(self, inputs: Inputs, *, window: int, scale: float):
+        q, self.k, self.v, self.segments = inputs.q, inputs.k, inputs.v, inputs.segments
         self.length = q.shape[1]
-        self.block, self.kv_heads = min(BLOCK, self.length), k.shape[2]
+        self.block, self.kv_heads = min(BLOCK, self.length), self.k.shape[2]
         self.window, self.scale = window, scale
-        self.k, self.v, self.segments = k, v, segments
-        self.bias = jnp.maximum(bias.astype(jnp.promote_types(q.dtype, jnp.float32)), HIDDEN)
+        compute = jnp.promote_types(q.dtype, jnp.float32)
+        self.bias = jnp.maximum(inputs.bias.astype(compute), HIDDEN)
         self.q = self.split_heads(q)
-        self.padded_segments = None if segments is None else _pad(segments, 1, self.block, "edge")
+        if self.segments is not None:
+            self.padded_segments = pad_axis(self.segments, 1, self.block, mode="edge")
 
     def split_heads(self, x: Array) -> Array:
-        """[B, T, H, D] to [B, padded T, K, G, D]."""
+        """Reshapes [B, T, H, D] to [B, padded T, K, G, D]."""
         batch, length, heads, dim = x.shape
         x = x.reshape(batch, length, self.kv_heads, heads // self.kv_heads, dim)
-        return _pad(x, 1, self.block)
+        return pad_axis(x, 1, self.block)
 
     def take(self, x: Array, index, axis: int = 1) -> Array:
-        """Block number `index` of x."""
+        """Returns block number `index` of x."""
         return lax.dynamic_slice_in_dim(x, index * self.block, self.block, axis)
 
     def scores(self, index, keys: int):
-        """Scores of one block over the first `keys` keys, and which of them are far."""
+        """Returns the scores of one block over the first `keys` keys, and which of them are far."""
         query_segments = key_segments = None
-        if self.segments is not None and self.padded_segments is not None:
+        if self.segments is not None:
             query_segments = self.take(self.padded_segments, index)
             key_segments = self.segments[:, :keys]
         return _scores(
@@ -116,24 +115,17 @@ class _Blocks:
         )
 
     def join(self, parts: list[Array], axis: int) -> Array:
-        """Concatenate [blocks, ..., N, ...] parts along their block axis and drop the padding."""
+        """Concatenates [blocks, ..., N, ...] parts along their block axis and drops the padding."""
         x = jnp.moveaxis(jnp.concatenate(parts, axis=0), 0, axis)
         x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
         return lax.slice_in_dim(x, 0, self.length, axis=axis)
 
 
 def forward(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
-    bias: Float[Array, "B K T"],
-    segments: Int[Array, "B T"] | None,
-    *,
-    window: int,
-    scale: float,
+    inputs: Inputs, *, window: int, scale: float
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
-    """Compute the output and the base-2 log-sum-exp of every query."""
-    blocks = _Blocks(q, k, v, bias, segments, window=window, scale=scale)
+    """Computes the output and the base-2 log-sum-exp of every query."""
+    blocks, q, v = _Blocks(inputs, window=window, scale=scale), inputs.q, inputs.v
 
     def block(index, keys: int):
         scores, _ = blocks.scores(index, keys)
@@ -155,11 +147,7 @@ def forward(
 
 
 def backward(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
-    bias: Float[Array, "B K T"],
-    segments: Int[Array, "B T"] | None,
+    inputs: Inputs,
     output: Float[Array, "B T H D"],
     lse2: Float[Array, "B H T"],
     output_gradient: Float[Array, "B T H D"],
@@ -172,13 +160,14 @@ def backward(
     Float[Array, "B T K D"],
     Float[Array, "B K T"],
 ]:
-    """Compute the gradients of q, k, v and bias."""
-    blocks = _Blocks(q, k, v, bias, segments, window=window, scale=scale)
+    """Computes the gradients of q, k, v and bias."""
+    blocks = _Blocks(inputs, window=window, scale=scale)
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     compute = blocks.bias.dtype
     grouped = (q.shape[0], blocks.kv_heads, -1, q.shape[1])
     delta = jnp.einsum("bthd,bthd->bht", output, output_gradient, preferred_element_type=compute)
-    delta = _pad(delta.reshape(grouped), 3, blocks.block)
-    lse = _pad((lse2 / LOG2E).reshape(grouped), 3, blocks.block)
+    delta = pad_axis(delta.reshape(grouped), 3, blocks.block)
+    lse = pad_axis((lse2 / LOG2E).reshape(grouped), 3, blocks.block)
     output_gradient = blocks.split_heads(output_gradient)
 
     def block(sums, index, keys: int):

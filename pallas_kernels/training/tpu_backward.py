@@ -1,8 +1,8 @@
 """Gradients of training attention for TPU.
 
-`query_gradient` walks the key blocks of a query block like the forward. `key_gradients` owns a key
-block of one KV head, walks the query blocks of the whole group, and holds scores transposed, so
-that dk, dv and dbias sum in VMEM and no two programs write one place.
+A program of `query_gradient` walks the key blocks of a query block, as in the forward pass. One of
+`key_gradients` walks the query blocks of a key block, over all heads of the group, with transposed
+scores: dk, dv and dbias are summed in VMEM, and no two programs write to the same place.
 """
 
 from typing import Any
@@ -14,47 +14,34 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.training import tpu_blocks as blocks
+from pallas_kernels.training.inputs import Inputs, Residuals
 from pallas_kernels.training.tpu_blocks import LANES, Problem
-from pallas_kernels.training.tpu_forward import query_specs, same_segment, visible_keys
+from pallas_kernels.training.tpu_forward import (
+    query_operands,
+    query_specs,
+    same_segment,
+    visible_keys,
+)
 
 
-def query_gradient(
-    problem: Problem, q, k, v, raw_bias, segments, output_gradient, minus_lse, minus_delta
-) -> jax.Array:
-    """Compute dq [B, K, G, T, D].
-
-    Args:
-      problem: the static facts.
-      q: queries [B, K, G, T, D].
-      k: keys [B, K, T, D].
-      v: values [B, K, T, D].
-      raw_bias: finite key bias over scale [B, K, 1, T], float32.
-      segments: int32 [B, T], given iff the problem is packed.
-      output_gradient: [B, K, G, T, D].
-      minus_lse: minus the natural log-sum-exp over scale [B, K, blocks, 1, G * query].
-      minus_delta: minus the row sums of output * output_gradient, in the same shape.
-    """
+def query_gradient(problem: Problem, inputs: Inputs, residuals: Residuals) -> jax.Array:
+    """Computes dq [B, K, G, T, D]."""
     specs, query = query_specs(problem)
-    operands, prefetched = [q, k, v, raw_bias], []
-    if segments is not None:
-        operands += [segments[:, None]] * 2
-        prefetched = [blocks.segment_bounds(problem, segments)[0]]
     row = pl.BlockSpec((None, None, None, 1, problem.rows), lambda b, h, i, j, *_: (b, h, i, 0, 0))
-    return blocks.call(
+    return blocks.build(
         problem,
-        lambda *refs: _query_kernel(problem, *refs),
+        _query_kernel,
         (problem.B, problem.K, problem.T // problem.query, problem.T // problem.keys),
         [*specs, query, row, row],
         query,
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype),
         [
             pltpu.VMEM((problem.rows, LANES), jnp.float32),
             pltpu.VMEM((problem.rows, LANES), jnp.float32),
             pltpu.VMEM((problem.rows, problem.D), jnp.float32),
         ],
-        len(prefetched),
         "retrofit_dq",
-    )(*prefetched, *operands, output_gradient, minus_lse, minus_delta)
+    )(*query_operands(problem, inputs), *residuals)
 
 
 def _query_kernel(problem: Problem, *refs):
@@ -101,9 +88,9 @@ def _query_kernel(problem: Problem, *refs):
 
 
 def key_gradients(
-    problem: Problem, q, k, v, raw_bias, segments, output_gradient, minus_lse, minus_delta
+    problem: Problem, inputs: Inputs, residuals: Residuals
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute dk, dv [B, K, T, D] and dbias [B, K, 1, T]; arguments as for `query_gradient`."""
+    """Computes dk, dv [B, K, T, D] and dbias [B, K, 1, T]."""
     query_blocks = problem.T // problem.query
 
     def query_block(b, i, j, last):
@@ -120,8 +107,8 @@ def key_gradients(
         (None, None, None, 1, problem.rows),
         lambda b, h, j, i, *last: (b, h, query_block(b, i, j, last), 0, 0),
     )
-    specs, operands, prefetched = [query, key, key, bias], [q, k, v, raw_bias], []
-    if segments is not None:
+    specs, operands = [query, key, key, bias], [inputs.q, inputs.k, inputs.v, inputs.bias]
+    if problem.packed:
         specs.append(
             pl.BlockSpec(
                 (None, 1, problem.query),
@@ -129,18 +116,19 @@ def key_gradients(
             )
         )
         specs.append(pl.BlockSpec((None, 1, problem.keys), lambda b, h, j, i, *_: (b, 0, j)))
-        operands += [segments[:, None]] * 2
-        prefetched = [blocks.segment_bounds(problem, segments)[1]]
-    return blocks.call(
+        segments = inputs.segments[:, None]
+        last = blocks.segment_bounds(problem, inputs.segments)[1]
+        operands = [last, *operands, segments, segments]
+    return blocks.build(
         problem,
-        lambda *refs: _key_kernel(problem, *refs),
+        _key_kernel,
         (problem.B, problem.K, problem.T // problem.keys, query_blocks),
         [*specs, query, row, row],
         (key, key, bias),
         (
-            jax.ShapeDtypeStruct(k.shape, k.dtype),
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            jax.ShapeDtypeStruct(raw_bias.shape, jnp.float32),
+            jax.ShapeDtypeStruct(inputs.k.shape, inputs.k.dtype),
+            jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype),
+            jax.ShapeDtypeStruct(inputs.bias.shape, jnp.float32),
         ),
         [
             pltpu.VMEM((problem.keys, problem.D), jnp.float32),
@@ -148,9 +136,8 @@ def key_gradients(
             pltpu.VMEM((problem.keys, LANES), jnp.float32),
             pltpu.VMEM((problem.keys, LANES), jnp.float32),
         ],
-        len(prefetched),
         "retrofit_dkv",
-    )(*prefetched, *operands, output_gradient, minus_lse, minus_delta)
+    )(*operands, *residuals)
 
 
 def _key_kernel(problem: Problem, *refs):

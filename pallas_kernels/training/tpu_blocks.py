@@ -1,13 +1,14 @@
-"""Blocks, visibility and idioms shared by the training kernels for TPU.
+"""Blocks, visibility and common code of the training kernels for TPU.
 
 A block of scores holds `rows` = G * query rows (or columns, transposed) by `keys`. Blocks above the
-diagonal, or whose segments cannot meet, are neither copied nor computed; a block below it is
+diagonal, or without a common segment, are neither copied nor computed. The others are in a zone:
 
-    far     every distance query - key is beyond the window: the bias is added, nothing is masked
-    near    none is: plain attention
-    mixed   anything else: the bias is selected and the masks are applied, per score
+    far     all distances query - key are beyond the window: the bias is added, nothing is masked
+    near    no distance is beyond the window, all are positive: plain attention
+    mixed   all others: the bias is selected and the masks are applied, per score
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -17,21 +18,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.padding import pad_axis
+from pallas_kernels.training.inputs import Inputs
+
 LANES = 128
 LOG2E = math.log2(math.e)
-HIDDEN = -1e30  # A score that is not seen.
-LOWEST = -1e20  # The running maximum before anything is seen; far above HIDDEN.
+HIDDEN = -1e30  # a masked score
+LOWEST = -1e20  # the initial running maximum, far above HIDDEN
 MAXIMUM_ROWS = 1024
 MAXIMUM_SCORES = 256 * 1024
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The static facts of one call; T is already a multiple of both block sizes.
+    """The static parameters of one call; T is already a multiple of both block sizes.
 
     Attributes:
-      query: tokens of a query block.
-      keys: tokens of a key block.
+      query: number of tokens in a query block.
+      keys: number of tokens in a key block.
       packed: there are segment ids.
       interpret: False, or the parameters of the TPU interpreter.
     """
@@ -50,39 +54,55 @@ class Problem:
     interpret: object
 
     @classmethod
-    def make(cls, B, T, H, K, D, window, scale, dtype, packed, interpret) -> "Problem":
-        """Choose the blocks: as large as about 1 MB of float32 scores allows."""
+    def make(cls, inputs: Inputs, window: int, scale: float, interpret) -> "Problem":
+        """Chooses the blocks, as large as about 1 MB of float32 scores allows."""
+        B, T, H, D = inputs.q.shape
+        K, dtype = inputs.k.shape[2], jnp.dtype(inputs.q.dtype)
         group = H // K
         padded = -(-T // LANES) * LANES
         sizes = [size for size in (512, 256, 128) if padded % size == 0]
-        dtype = jnp.dtype(dtype)
         wide = max(1, D * dtype.itemsize // 256)
         query = next((size for size in sizes if group * size * wide <= MAXIMUM_ROWS), LANES)
         scores = MAXIMUM_SCORES * 2 // dtype.itemsize
         keys = next((size for size in sizes if group * query * size <= scores), LANES)
         window = min(window, padded)
-        return cls(B, padded, K, group, D, window, scale, dtype, query, keys, packed, interpret)
+        static = (window, scale, dtype, query, keys, inputs.packed, interpret)
+        return cls(B, padded, K, group, D, *static)
 
     @property
     def rows(self) -> int:
-        """Rows of a block of scores."""
+        """Number of rows in a block of scores."""
         return self.G * self.query
 
     @property
     def multiplier(self) -> float:
-        """From raw products to base-2 exponents."""
+        """Factor from raw products to base-2 exponents."""
         return self.scale * LOG2E
 
+    def group(self, x: jax.Array) -> jax.Array:
+        """Reshapes [B, T, H, D] to [B, K, G, padded T, D]."""
+        batch, length, heads, dim = x.shape
+        x = x.reshape(batch, length, self.K, heads // self.K, dim)
+        return pad_axis(jnp.transpose(x, (0, 2, 3, 1, 4)), 3, LANES)
 
-def pad_axis(x: jax.Array, axis: int, size: int, **mode) -> jax.Array:
-    """Pad one axis up to a size."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths, **mode) if widths[axis][1] else x
+    def ungroup(self, x: jax.Array, length: int) -> jax.Array:
+        """Reshapes [B, K, G, padded T, D] to [B, T, H, D]."""
+        x = jnp.transpose(x, (0, 3, 1, 2, 4))[:, :length]
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    def to_blocks(self, x: jax.Array) -> jax.Array:
+        """Reshapes [B, H, T] to one row per block of queries, [B, K, blocks, 1, G * query]."""
+        x = pad_axis(x, 2, LANES).reshape(self.B, self.K, self.G, -1, self.query)
+        return jnp.swapaxes(x, 2, 3).reshape(self.B, self.K, -1, 1, self.rows)
+
+    def from_blocks(self, x: jax.Array, length: int) -> jax.Array:
+        """Reshapes [B, K, blocks, 1, G * query] to [B, H, T]."""
+        x = x.reshape(self.B, self.K, -1, self.G, self.query)
+        return jnp.swapaxes(x, 2, 3).reshape(self.B, -1, self.T)[:, :, :length]
 
 
 def product(problem: Problem, a, b, contract: tuple[int, int]):
-    """Multiply two blocks, contracting axis contract[0] of a with contract[1] of b, to float32."""
+    """Multiplies two blocks over axes contract[0] of a and contract[1] of b, in float32."""
     exact = problem.dtype == jnp.float32
     return lax.dot_general(
         a,
@@ -94,17 +114,20 @@ def product(problem: Problem, a, b, contract: tuple[int, int]):
 
 
 def to_column(row):
-    """Turn a [1, N] row into an [N, 1] column."""
+    """Transposes a [1, N] row to an [N, 1] column."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 
 def to_row(column):
-    """Turn an [N, 1] column into a [1, N] row."""
+    """Transposes an [N, 1] column to a [1, N] row."""
     return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
 
 
 def segment_bounds(problem: Problem, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First key block of every query block and last query block of every key block, by segments."""
+    """Returns the first key block of each query block, and the last query block of each key block.
+
+    Blocks outside of these have no segment in common.
+    """
 
     def interval(size):
         blocks = segments.reshape(problem.B, -1, size)
@@ -119,7 +142,7 @@ def segment_bounds(problem: Problem, segments: jax.Array) -> tuple[jax.Array, ja
 
 
 def by_zone(problem: Problem, query_block, key_block, visible, body) -> None:
-    """Call `body(bias=, masked=)` for the zone of one block of scores, if it is visible."""
+    """Calls `body(bias=, masked=)` for the zone of one block of scores, if it is visible."""
     q0, k0 = query_block * problem.query, key_block * problem.keys
     below = k0 + problem.keys - 1 <= q0
     far = below & (q0 - (k0 + problem.keys - 1) > problem.window)
@@ -133,21 +156,24 @@ def by_zone(problem: Problem, query_block, key_block, visible, body) -> None:
 
 
 def distances(problem: Problem, query_block, key_block, *, transposed: bool):
-    """Return query - key of every score of a block, rows of all the group's heads."""
+    """Returns query - key for every score of a block with the rows of all heads of a group."""
     shape = (problem.keys, problem.rows) if transposed else (problem.rows, problem.keys)
     queries = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0)
     keys = lax.broadcasted_iota(jnp.int32, shape, 0 if transposed else 1)
-    # Rows are (head, query): every head's queries count from the same token.
+    # Rows are (head, query): the queries of every head start at the same token.
     queries = lax.rem(queries, jnp.int32(problem.query))
     return (queries - keys) + (query_block * problem.query - key_block * problem.keys)
 
 
-def call(problem: Problem, kernel, grid, in_specs, out_specs, out_shape, scratch, prefetch, name):
-    """Build a kernel: the last grid axis in sequence, scalars prefetched where it is packed."""
+def build(problem: Problem, kernel, grid, in_specs, out_specs, out_shape, scratch, name):
+    """Builds a kernel whose last grid axis runs in sequence; `kernel` takes the problem first.
+
+    Packed problems have one prefetched operand, a bound from `segment_bounds`.
+    """
     return pl.pallas_call(
-        kernel,
+        functools.partial(kernel, problem),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=prefetch,
+            num_scalar_prefetch=int(problem.packed),
             grid=grid,
             in_specs=in_specs,
             out_specs=out_specs,

@@ -1,6 +1,6 @@
 """Forward training attention for TPU: output and base-2 log-sum-exp.
 
-The grid is (B, K, query blocks, key blocks); the last axis runs in sequence and carries the running
+The grid is (B, K, query blocks, key blocks); the last axis runs in sequence and keeps the running
 maximum, sum and output of a query block in VMEM.
 """
 
@@ -11,14 +11,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.training import tpu_blocks as blocks
+from pallas_kernels.training.inputs import Inputs
 from pallas_kernels.training.tpu_blocks import HIDDEN, LANES, LOG2E, LOWEST, Problem
 
 
 def query_specs(problem: Problem) -> tuple[list[pl.BlockSpec], pl.BlockSpec]:
-    """Block specs of q, k, v, bias (and segments), and of a query-shaped array.
+    """Returns the block specs of q, k, v, bias (and segments), and that of a query-shaped array.
 
-    Key blocks outside of what a query block sees are not copied: their index is that of the nearest
-    visible block, which is there already.
+    Key blocks that a query block does not see are not copied: their index is that of the nearest
+    visible block, which has been copied already.
     """
 
     def key_block(b, i, j, first):
@@ -49,7 +50,7 @@ def query_specs(problem: Problem) -> tuple[list[pl.BlockSpec], pl.BlockSpec]:
 
 
 def visible_keys(problem: Problem, first):
-    """Return (query block, key block, whether they meet) of this program."""
+    """Returns (query block, key block, whether the first sees some of the second) of a program."""
     i, j = pl.program_id(2), pl.program_id(3)
     visible = j * problem.keys < (i + 1) * problem.query
     if problem.packed:
@@ -58,44 +59,34 @@ def visible_keys(problem: Problem, first):
 
 
 def same_segment(problem: Problem, query_segments, key_segments):
-    """Return whether the query and the key of every score share a segment."""
+    """Returns for every score whether its query and its key share a segment."""
     column = jnp.concatenate([blocks.to_column(query_segments[...])] * problem.G, axis=0)
     return column == key_segments[...]
 
 
-def forward(
-    problem: Problem,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    raw_bias: jax.Array,
-    segments: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Compute the output [B, K, G, T, D] and log-sum-exp [B, K, blocks, 1, G * query].
+def query_operands(problem: Problem, inputs: Inputs) -> list[jax.Array]:
+    """Returns the operands of `query_specs`, after the prefetched one where there are segments."""
+    operands = [inputs.q, inputs.k, inputs.v, inputs.bias]
+    if not problem.packed:
+        return operands
+    segments = inputs.segments[:, None]
+    first = blocks.segment_bounds(problem, inputs.segments)[0]
+    return [first, *operands, segments, segments]
 
-    Args:
-      problem: the static facts.
-      q: queries [B, K, G, T, D].
-      k: keys [B, K, T, D].
-      v: values [B, K, T, D].
-      raw_bias: finite key bias over scale [B, K, 1, T], float32.
-      segments: int32 [B, T], given iff the problem is packed.
-    """
+
+def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """Computes the output [B, K, G, T, D] and log-sum-exp [B, K, blocks, 1, G * query]."""
     specs, query = query_specs(problem)
-    operands, prefetched = [q, k, v, raw_bias], []
-    if segments is not None:
-        operands += [segments[:, None]] * 2
-        prefetched = [blocks.segment_bounds(problem, segments)[0]]
     count = problem.T // problem.query
     row = pl.BlockSpec((None, None, None, 1, problem.rows), lambda b, h, i, j, *_: (b, h, i, 0, 0))
-    return blocks.call(
+    return blocks.build(
         problem,
-        lambda *refs: _kernel(problem, *refs),
+        _kernel,
         (problem.B, problem.K, count, problem.T // problem.keys),
         specs,
         (query, row),
         (
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype),
             jax.ShapeDtypeStruct((problem.B, problem.K, count, 1, problem.rows), jnp.float32),
         ),
         [
@@ -103,9 +94,8 @@ def forward(
             pltpu.VMEM((problem.rows, LANES), jnp.float32),
             pltpu.VMEM((problem.rows, problem.D), jnp.float32),
         ],
-        len(prefetched),
         "retrofit_forward",
-    )(*prefetched, *operands)
+    )(*query_operands(problem, inputs))
 
 
 def _kernel(problem: Problem, *refs):

@@ -1,12 +1,12 @@
 """Measured settings of the kernels, one JSON file for each kind of device.
 
-A file maps a kernel's name to a list of entries, tried in order. An entry applies where everything
-in its `when` equals what is asked about; its `use` holds the settings.
+A file maps a kernel's name to a list of entries, tried in order. An entry applies where every value
+in its `when` equals that of the shape in question; its `use` holds the settings.
 
     {"device": "NVIDIA H200", "kernels": {"decode_attention/mosaic_gpu": [
         {"when": {"head_dim": 128, "bytes": 2}, "use": {"stages": 2, "programs_per_core": 2}}]}}
 
-A device or a shape without an entry is served by the kernel's own heuristic.
+For a device or a shape without an entry, the kernel's own heuristic chooses the settings.
 """
 
 import functools
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def file_name(device_kind: str) -> str:
-    """Name the file of a device kind: "NVIDIA H200" is nvidia_h200.json."""
+    """Returns the file name of a device kind: "NVIDIA H200" gives nvidia_h200.json."""
     return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json"
 
 
@@ -30,12 +30,12 @@ def _entries(device_kind: str, kernel: str) -> tuple[dict[str, Any], ...]:
 
 
 def lookup(device_kind: str, kernel: str, **shape: Any) -> dict[str, Any] | None:
-    """Find the measured settings of a kernel for a shape.
+    """Finds the measured settings of a kernel for a shape.
 
     Args:
-      device_kind: as jax names it.
+      device_kind: the device kind, as jax names it.
       kernel: "operation/implementation".
-      **shape: what entries' `when` is compared with.
+      **shape: the values that the `when` of an entry is compared with.
 
     Returns:
       The settings of the first entry that applies, or None.

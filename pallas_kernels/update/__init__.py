@@ -1,4 +1,4 @@
-"""New keys and values written into their pages, in place."""
+"""The write of new keys and values into their pages, in place."""
 
 from pallas_kernels.update.api import write_pages
 

@@ -1,6 +1,6 @@
-"""`write_pages`: one new key and value of each row into its page, in place.
+"""`write_pages`: writes one new key and value of each row into its page, in place.
 
-A step of decoding brings every row one key and one value. Both, and with float8 pages their
+A decode step gives every row one new key and one new value. Both, and with float8 pages their
 scales, are written in one launch; rows that write nothing cost nothing.
 """
 
@@ -21,12 +21,7 @@ OPERATION = Operation(
     (
         Implementation("mosaic_gpu", "cuda", gpu.mosaic, gpu.why_not_mosaic),
         Implementation("triton", "cuda", gpu.triton, gpu.why_not_triton),
-        Implementation(
-            "mosaic_tpu",
-            "tpu",
-            deferred("pallas_kernels.update.tpu", "write_pages_tpu"),
-            deferred("pallas_kernels.update.tpu", "why_not"),
-        ),
+        deferred("mosaic_tpu", "tpu", "pallas_kernels.update.tpu", "write_pages_tpu"),
         Implementation("xla", None, write_pages_xla),
     ),
 )
@@ -49,34 +44,35 @@ def write_pages(
 ) -> tuple[Array, ...]:
     """Writes one slot of each row.
 
-    The arrays of the pool are updated in place where the caller gives them up (donates them, or
-    carries them through a loop).
+    The arrays of the pool are updated in place where the caller donates them, or carries them
+    through a loop.
 
     Args:
       k_pages: key pages of the pool.
       v_pages: value pages of the pool, of the same dtype.
       k_new: the new key of each row, of the pages' dtype.
-      v_new: the new value of each row.
-      pages: the page that each row writes to. No two rows name the same page.
-      offsets: the slot in that page, 0 to P - 1; negative for a row that writes nothing. Where the
-        page is none of the pool's, nothing is written either.
+      v_new: the new value of each row, of the pages' dtype.
+      pages: the page that each row writes to. No two rows may write to the same page.
+      offsets: the slot in that page, 0 to P - 1; negative for a row that writes nothing. A row
+        whose page is not in the pool writes nothing either.
       k_scales: with float8 pages, the factor of each slot's key.
       v_scales: with float8 pages, the factor of each slot's value.
-      k_new_scales: the factor of each new key.
-      v_new_scales: the factor of each new value.
-      debug: refuse pages and offsets out of range of the rows that write, and pages that several of
-        them write to. On concrete arrays this raises before anything is launched; under `jax.jit`
-        it is a `checkify.check`, so wrap the function in `checkify.checkify`.
-      implementation: None picks by the platform the call is lowered for; a name ("mosaic_gpu",
-        "triton", "mosaic_tpu", "xla") forces one; a sequence of names is tried in order.
+      k_new_scales: with float8 pages, the factor of each new key.
+      v_new_scales: with float8 pages, the factor of each new value.
+      debug: refuse pages and offsets that are out of range, for rows that write, and pages that
+        several rows write to. On concrete arrays this raises before anything is launched; under
+        `jax.jit` it is a `checkify.check`, so wrap the function in `checkify.checkify`.
+      implementation: a name ("mosaic_gpu", "triton", "mosaic_tpu", "xla") forces one
+        implementation; a sequence of names is tried in order; None chooses the best one for the
+        platform that the call is lowered for.
 
     Returns:
-      (k_pages, v_pages), and k_scales and v_scales after them where there are any.
+      (k_pages, v_pages), followed by k_scales and v_scales where there are any.
 
     Raises:
-      ValueError: shapes or dtypes that disagree, or an unknown implementation; in debug mode a
-        page or an offset out of range, or a page of several rows.
-      NotImplementedError: the implementations asked for cannot serve the call.
+      ValueError: shapes or dtypes disagree, or an implementation is unknown; in debug mode, a page
+        or an offset is out of range, or several rows write to one page.
+      NotImplementedError: no requested implementation can serve the call.
     """
     old: tuple[Any, ...] = (k_pages, v_pages)
     new: tuple[Any, ...] = (k_new, v_new)
@@ -115,11 +111,11 @@ def _check(old, new, scales, new_scales, pages, offsets) -> None:
         fail(f"pages {pages.shape} and offsets {offsets.shape} must have the same rows")
     given = [x is not None for x in (*scales, *new_scales)]
     if any(given) != (k_pages.dtype.itemsize == 1) or any(given) != all(given):
-        fail(f"scales of pages and of what is new belong to float8 pages, these: {k_pages.dtype}")
+        fail(f"scales of pages and of new entries belong to float8 pages, not to {k_pages.dtype}")
     if any(given):
         for name, array, shape in (
             ("k_scales", scales[0], k_pages.shape[:2]),
-            # Values that live elsewhere have their scales here.
+            # Where the values are in another pool, this one still holds their scales.
             ("v_scales", scales[1][: v_pages.shape[0]], v_pages.shape[:2]),
             ("k_new_scales", new_scales[0], pages.shape),
             ("v_new_scales", new_scales[1], pages.shape),
@@ -129,7 +125,7 @@ def _check(old, new, scales, new_scales, pages, offsets) -> None:
 
 
 def _check_slots(old, pages, offsets) -> None:
-    """Refuse slots that rows name and the pool lacks, and pages that several rows write to."""
+    """Refuses slots that are not in the pool, and pages that several rows write to."""
     num_pages, page_size = min(x.shape[0] for x in old), old[0].shape[1]
     writes = is_slot(pages, offsets, old)
     bad = (offsets >= 0) & ~writes

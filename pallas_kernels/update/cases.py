@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class WriteCase:
-    """One problem.
+    """One problem: shapes, dtype, and how many rows write nothing.
 
     Attributes:
-      name: how tests and tables call it.
-      rows: R.
-      head_dim: D.
-      page_size: tokens a page, P.
-      dtype: of the pages.
-      idle: one row in so many writes nothing, in one of the ways there are; 0 for none.
-      spare_pages: pages of the pool that no row writes to.
+      name: name of the case in tests and tables.
+      rows: R, the number of rows.
+      head_dim: D, the head dim.
+      page_size: P, the number of slots in a page.
+      dtype: dtype of the pages.
+      idle: every how many rows one writes nothing, for one of the possible reasons; 0 for none.
+      spare_pages: number of pages of the pool that no row writes to.
     """
 
     name: str
@@ -27,7 +27,7 @@ class WriteCase:
 
     @property
     def pages(self) -> int:
-        """N."""
+        """N, the number of pages in the pool."""
         return self.rows + self.spare_pages
 
     @property
@@ -51,13 +51,13 @@ CONTRACT: tuple[WriteCase, ...] = (
     replace(BASE, name="all_idle", rows=5, idle=1),
 )
 
-# What only plain XLA serves.
+# Served by plain XLA alone.
 XLA_ONLY: tuple[WriteCase, ...] = (
     WriteCase("float64", 7, head_dim=16, page_size=8, dtype="float64"),
     WriteCase("page5", 7, head_dim=24, page_size=5, dtype="float32"),
 )
 
-# Measured on a GPU. Rows are sequences times KV heads, pages those of one layer of many.
+# Measured on a GPU. Rows are sequences times KV heads; the pages are those of one layer of many.
 BENCHMARK: tuple[WriteCase, ...] = tuple(
     WriteCase(name, rows, head_dim, dtype=dtype, idle=0, spare_pages=16384)
     for name, rows, head_dim, dtype in (
@@ -71,9 +71,9 @@ BENCHMARK: tuple[WriteCase, ...] = tuple(
 
 
 def by_name(name: str) -> WriteCase:
-    """Find the case of that name.
+    """Returns the case of this name.
 
     Raises:
-      KeyError: there is none.
+      KeyError: there is no such case.
     """
     return {case.name: case for case in (*CONTRACT, *XLA_ONLY, *BENCHMARK)}[name]

@@ -1,11 +1,11 @@
-"""Writing one slot of each row on NVIDIA GPUs, all arrays in one launch.
+"""The write of one slot of each row on NVIDIA GPUs, all arrays in one launch.
 
-It is a matter of latency, so each row has a program to itself. XLA needs a scatter for each array,
-in which every element looks its place up for itself. 256 rows of 128 bfloat16 numbers on an H200
-(`experiments/results/kernels/write.json`): the scatters of keys and values 3.6 us, the Hopper
-kernel with what puts keys and values side by side 2.7, Triton's form likewise 2.5.
+Latency is what counts, so each row has a program of its own. XLA needs a scatter for each array, in
+which every element computes its own address. For 256 rows of 128 bfloat16 numbers on an H200
+(`experiments/results/kernels/write.json`) the scatters of keys and values take 3.6 us, the Hopper
+kernel and the stacking of keys and values 2.7 us, the Triton kernel and the stacking 2.5 us.
 
-The kernels' modules are imported where a call is traced: Pallas for GPUs takes as long to import as
+The kernels' modules are imported when a call is traced: Pallas for GPUs takes as long to import as
 jax itself.
 """
 
@@ -20,14 +20,15 @@ from pallas_kernels.update.reference import is_slot
 _WARPGROUP = 128
 
 
-def _why_neither(pages) -> str | None:
+def _why_no_kernel(pages) -> str | None:
+    """Returns why no GPU kernel can serve a call, or None."""
     if any(x is not None and x.dtype.itemsize > 4 for x in pages):
         return f"writes numbers of at most 32 bits, not {pages[0].dtype}"
     return None
 
 
 def why_not_mosaic(pages, new, page, offset) -> str | None:
-    """Why the Hopper kernel cannot serve a call, or None."""
+    """Returns why the Hopper kernel cannot serve a call, or None."""
     del new, page, offset
     gpu = target_gpu()
     head_dim = pages[0].shape[2]
@@ -35,28 +36,28 @@ def why_not_mosaic(pages, new, page, offset) -> str | None:
         return f"needs compute capability 9.0 (Hopper), {gpu.kind} has {gpu.capability}"
     if head_dim % _WARPGROUP:
         return f"serves head dims that are multiples of {_WARPGROUP}, not {head_dim}"
-    return _why_neither(pages)
+    return _why_no_kernel(pages)
 
 
 def why_not_triton(pages, new, page, offset) -> str | None:
-    """Why the Triton kernel cannot serve a call, or None."""
+    """Returns why the Triton kernel cannot serve a call, or None."""
     del new, page, offset
     head_dim = pages[0].shape[2]
     if head_dim & (head_dim - 1):
         return f"serves head dims that are powers of two, not {head_dim}"
-    return triton_lacks(target_gpu(), *pages) or _why_neither(pages)
+    return triton_lacks(target_gpu(), *pages) or _why_no_kernel(pages)
 
 
 def _stacked(new):
-    """Keys and values as one array, and their scales as one.
+    """Stacks keys and values into one array, and their scales into another.
 
-    What makes them, a rotation and a slice, is then one kernel of XLA's.
+    XLA then computes both, a rotation and a slice, in one kernel.
     """
     return [jnp.stack(new[i : i + 2]) for i in range(0, len(new), 2)]
 
 
 def mosaic(pages, new, page, offset, *, interpret=None):
-    """Serve as the Hopper form of `write_pages`; returns the arrays."""
+    """Computes `write_pages` on Hopper GPUs; returns the arrays of the pool."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     new = _stacked(new)
@@ -65,7 +66,7 @@ def mosaic(pages, new, page, offset, *, interpret=None):
         sources, targets = refs[: len(new)], refs[len(new) :]
         row = lax.axis_index("row")
         if interpret is None:
-            # Launched while the kernel before it ends; lets the next one be launched likewise.
+            # This kernel is launched while the one before it ends, and so will the next one be.
             plgpu.griddepcontrol_wait()
             plgpu.griddepcontrol_launch_dependents()
         page, offset = page_ref[row], offset_ref[row]
@@ -83,7 +84,8 @@ def mosaic(pages, new, page, offset, *, interpret=None):
             for target, value in zip(targets, values, strict=True):
                 target[page, offset] = value
 
-    # XLA may join a kernel with slices of what it reads and then forgets that it writes in place.
+    # XLA may fuse a kernel with slices of its operands, and then loses the aliasing by which it
+    # writes in place.
     page, offset, *new = lax.optimization_barrier((page, offset, *new))
     targets = [jax.new_ref(x) for x in lax.optimization_barrier(tuple(pages))]
     plgpu.kernel(
@@ -98,7 +100,7 @@ def mosaic(pages, new, page, offset, *, interpret=None):
 
 
 def triton(pages, new, page, offset, *, interpret=False):
-    """Serve as the Triton form of `write_pages`; returns the arrays."""
+    """Computes `write_pages` with the Triton kernel; returns the arrays of the pool."""
     from jax.experimental.pallas import triton as plt
 
     new = _stacked(new)

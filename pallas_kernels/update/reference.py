@@ -1,6 +1,6 @@
-"""Writing one slot of each row in plain XLA: a scatter into every array, in place where it can be.
+"""The write of one slot of each row in plain XLA: a scatter into every array.
 
-pages[page[r], offset[r]] = new[r]        for rows r whose slot exists
+pages[page[r], offset[r]] = new[r]        for rows r whose slot is in the pool
 """
 
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def is_slot(page, offset, pages) -> Bool[Array, "*rows"]:
-    """Whether every one of these arrays has that slot."""
+    """Returns whether a slot exists in each of these arrays."""
     num_pages = min(x.shape[0] for x in pages)
     page_size = pages[0].shape[1]
     return (page >= 0) & (page < num_pages) & (offset >= 0) & (offset < page_size)
@@ -20,15 +20,15 @@ def write_pages_xla(
     page: Int[Array, " R"],
     offset: Int[Array, " R"],
 ) -> tuple[Float[Array, "..."], ...]:
-    """Serve as the XLA form of `write_pages`.
+    """Computes `write_pages` in XLA; returns the arrays of the pool.
 
     Args:
-      pages: what is written to, [N, P, D] or [N, P].
-      new: what is written into each, [R, D] or [R].
-      page: the page of each row.
-      offset: its slot in that page.
+      pages: arrays to write to, [N, P, D] or [N, P].
+      new: new entries of each array, [R, D] or [R].
+      page: page of each row.
+      offset: slot of each row in its page.
     """
-    # What lies outside is dropped, but -1 would be the last page.
+    # A scatter drops indices past the end, but takes -1 as the last page.
     written = is_slot(page, offset, pages)
     return tuple(
         x.at[jnp.where(written, page, x.shape[0]), offset].set(values, mode="drop")

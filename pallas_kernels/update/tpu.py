@@ -1,8 +1,8 @@
-"""Writing one slot of each row on TPUs.
+"""The write of one slot of each row on TPUs.
 
-Device memory is tiled: one slot of 16-bit numbers shares its words with another. So the slots that
-lie in a tile together come to VMEM, one of them is replaced, and they go back. All rows of a block
-are on their way at the same time, and the addresses are in scalar memory.
+Device memory is tiled: one slot of 16-bit numbers shares its words with another. So all slots of a
+tile are copied to VMEM, one of them is replaced, and they are copied back. The copies of all rows
+of a block are in flight at the same time, and the addresses are in scalar memory.
 """
 
 import functools
@@ -15,20 +15,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.update.reference import is_slot
 
-# Rows of all blocks that are on their way.
+# Bytes of the rows whose copies are in flight.
 _VMEM_BYTES = 4 << 20
-# Two addresses a row.
+# Limited by scalar memory, which holds two addresses per row.
 _MOST_ROWS = 32768
 _LANES = 128
 
 
 def _tile_slots(dtype) -> int:
-    """Slots of a tile of device memory: 8 of 32 bits, and as many more as numbers are smaller."""
+    """Returns the slots of a tile of device memory: 8 of 32 bits, 16 of 16 bits, 32 of 8 bits."""
     return 32 // jnp.dtype(dtype).itemsize
 
 
 def why_not(pages, new, page, offset) -> str | None:
-    """Why the kernel cannot serve a call, or None."""
+    """Returns why the kernel cannot serve a call, or None."""
     del new, offset
     _, page_size, head_dim = pages[0].shape
     dtype = pages[0].dtype
@@ -78,7 +78,7 @@ def _kernel(page_ref, offset_ref, *refs, count: int, rows: int):
         tiles[i][index] = jnp.where(slot == inside, value, old)
         copy_out(i, index, place).start()
 
-    # Copies of one size share a semaphore, so all of them are awaited before any is looked at.
+    # Copies of one size share a semaphore, so all must have arrived before any tile is read.
     each_row(lambda i, index, place, _: copy_in(i, index, place).start())
     each_row(lambda i, index, place, _: copy_in(i, index, place).wait())
     each_row(replace)
@@ -86,15 +86,15 @@ def _kernel(page_ref, offset_ref, *refs, count: int, rows: int):
 
 
 def write_pages_tpu(pages, new, page, offset, *, interpret=False):
-    """Serve as the TPU form of `write_pages`; returns the arrays."""
+    """Computes `write_pages` on TPUs; returns the arrays of the pool."""
     rows, head_dim = new[0].shape
     count, size = len(pages), _tile_slots(pages[0].dtype)
     padded_dim = -(-head_dim // _LANES) * _LANES
-    # A tile of each array, and as much for what is new.
+    # One tile of each array, and as much for the new entries.
     row_bytes = 2 * count * size * padded_dim * pages[0].dtype.itemsize
     block = max(1, min(rows, _VMEM_BYTES // row_bytes))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    # A row to itself: rows of a tile could not be addressed one by one.
+    # Each new row gets a tile of its own, because rows inside a tile cannot be addressed.
     new = [x[:, None] for x in new]
     new_spec = pl.BlockSpec((block, 1, head_dim), lambda i, *_: (i, 0, 0))
     tile = pltpu.VMEM((block, size, head_dim), pages[0].dtype)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
 import numpy as np
 import pytest
@@ -93,10 +94,10 @@ def decode_oracle(inputs, scale):
 def relative_error(got, want):
     """Norm of the difference over the norm of what is wanted; NaN or a wrong -inf is an error."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape, (got.shape, want.shape)
-    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    chex.assert_equal_shape([got, want])
+    chex.assert_trees_all_equal(np.isneginf(got), np.isneginf(want))
     finite = np.isfinite(want)
-    assert np.isfinite(got[finite]).all()
+    chex.assert_tree_all_finite(got[finite])
     norm = np.linalg.norm(want[finite])
     return np.linalg.norm(got[finite] - want[finite]) / (norm if norm else 1.0)
 
@@ -106,6 +107,13 @@ def as_arrays(inputs):
     import jax.numpy as jnp
 
     return {name: jnp.asarray(value) for name, value in inputs.items()}
+
+
+def split_rows(inputs):
+    """The queries of a decode case, and the rows that they attend to."""
+    from pallas_kernels.decode.rows import Rows
+
+    return inputs["q"], Rows(**{name: x for name, x in inputs.items() if name != "q"})
 
 
 def structs(case):

@@ -70,8 +70,8 @@ def test_rings_fit_in_shared_memory(card, head_dim, monkeypatch):
 def test_decode_settings_fit_in_shared_memory(card, case, monkeypatch):
     monkeypatch.setattr(gpu, "target_gpu", lambda: card)
     dtype = case.pages_dtype or case.dtype
-    shape = (case.rows, case.head_dim, case.page_size, case.columns, dtype)
-    settings = gpu._settings("mosaic_gpu", *shape)
+    shape = gpu.Shape(case.rows, case.head_dim, case.page_size, case.columns, dtype)
+    settings = gpu.settings_of("mosaic_gpu", shape)
     q = jax.ShapeDtypeStruct((case.rows, case.group, case.head_dim), case.dtype)
     pages = jax.ShapeDtypeStruct((case.pages, case.page_size, case.head_dim), dtype)
     unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}

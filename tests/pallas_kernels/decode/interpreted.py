@@ -16,7 +16,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode import cases, gpu, tpu
 from pallas_kernels.decode.plan import make_plan
-from tests.pallas_kernels.support import as_arrays, decode_inputs, decode_oracle, relative_error
+from tests.pallas_kernels.support import (
+    as_arrays,
+    decode_inputs,
+    decode_oracle,
+    relative_error,
+    split_rows,
+)
 
 SCALE = 0.1
 # Few enough for the interpreter, enough to cut rows; a single row is cut so often that its partials
@@ -26,26 +32,21 @@ PROGRAMS, PROGRAMS_OF_ONE_ROW = 5, 22
 
 def run(implementation, arrays, tile):
     """Run a case; the results and whether memory was raced for."""
-    arrays = {"k_scales": None, "v_scales": None} | arrays
+    q, rows = split_rows(arrays)
     wanted = {"scale": SCALE, "return_lse": True, "return_scores": True}
     if implementation == "mosaic_tpu":
         parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-        results = tpu.decode_attention_tpu(**arrays, **wanted, interpret=parameters)
+        results = tpu.decode_attention_tpu(q, rows, **wanted, interpret=parameters)
         return jax.block_until_ready(results), tpu_interpreter.races.races_found
-    programs = PROGRAMS_OF_ONE_ROW if len(arrays["lengths"]) == 1 else PROGRAMS
-    plan = make_plan(arrays["lengths"], tile=tile, programs=programs)
+    programs = PROGRAMS_OF_ONE_ROW if len(rows.lengths) == 1 else PROGRAMS
+    plan = make_plan(rows.lengths, tile=tile, programs=programs)
     # Plans may be longer than it takes.
     plan = jax.tree.map(lambda x: jnp.pad(x, (0, 3), constant_values=1 << 20), plan)
     if implementation == "triton":
-        return gpu.triton(**arrays, plan=plan, **wanted, interpret=True), False
+        return gpu.triton(q, rows, plan, **wanted, interpret=True), False
     parameters = plgpu.InterpretGPUParams(detect_races=True)
-    results = gpu.mosaic(
-        **arrays,
-        plan=plan,
-        settings={"programs_per_core": 1, "stages": 2},
-        **wanted,
-        interpret=parameters,
-    )
+    settings = {"programs_per_core": 1, "stages": 2}
+    results = gpu.mosaic(q, rows, plan, **wanted, settings=settings, interpret=parameters)
     return jax.block_until_ready(results), gpu_interpreter.get_races().races_found
 
 

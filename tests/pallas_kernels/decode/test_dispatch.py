@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,12 +33,15 @@ def test_the_platform_is_that_of_lowering():
     assert "stablehlo.add" in function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("compile_it", [False, True])
-def test_a_name_forces_its_implementation(compile_it):
-    run = jax.jit(OPERATION.__call__, static_argnums=0) if compile_it else OPERATION
-    assert run("plain", 1.0) == 0
-    with pytest.raises(NotImplementedError, match=r"only card \(cuda\) may serve"):
-        run("card", 1.0)
+class TestNames(chex.TestCase):
+    """A name forces its implementation."""
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_a_name_forces_its_implementation(self):
+        run = self.variant(OPERATION.__call__, static_argnums=0)
+        chex.assert_trees_all_equal(run("plain", 1.0), 0.0)
+        with pytest.raises(NotImplementedError, match=r"only card \(cuda\) may serve"):
+            run("card", 1.0)
 
 
 def test_what_cannot_serve_says_why():
@@ -123,7 +127,7 @@ def test_decode_attention_without_an_accelerator_is_xla():
     by_default, by_name = (
         decode_attention(**inputs, scale=0.1, implementation=choice) for choice in (None, "xla")
     )
-    np.testing.assert_array_equal(by_default, by_name)
+    chex.assert_trees_all_equal(by_default, by_name)
     with pytest.raises(NotImplementedError, match="mosaic_gpu"):
         decode_attention(**inputs, scale=0.1, implementation="mosaic_gpu")
 
@@ -167,7 +171,7 @@ def test_other_platforms_do_not_disturb_float64():
     inputs = decode_inputs(cases.by_name("head_dim64"))
     with jax.enable_x64(True):
         wide = jax.jit(functools.partial(decode_attention, scale=0.1))(**as_arrays(inputs))
-    np.testing.assert_array_equal(wide, decode_attention(**as_arrays(inputs), scale=0.1))
+    chex.assert_trees_all_equal(wide, decode_attention(**as_arrays(inputs), scale=0.1))
 
 
 def test_inside_shard_map():
@@ -187,8 +191,9 @@ def test_inside_shard_map():
         out_specs=by_rows,
         check_vma=False,
     )
-    np.testing.assert_allclose(
+    chex.assert_trees_all_close(
         np.asarray(jax.jit(sharded)(inputs), np.float32),
         np.asarray(function(**inputs), np.float32),
+        rtol=1e-7,
         atol=1e-6,
     )

@@ -1,5 +1,6 @@
 """The XLA form against float64 NumPy, and what `decode_attention` promises whatever serves it."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,8 +32,8 @@ def test_every_case_agrees_with_the_oracle(case):
     inputs = decode_inputs(case)
     with jax.enable_x64(case.dtype == "float64"):
         out, lse, scores = attend(inputs, return_lse=True, return_scores=True)
-        assert out.dtype == case.dtype
-        assert lse.dtype == scores.dtype == ("float64" if case.dtype == "float64" else "float32")
+        wide = "float64" if case.dtype == "float64" else "float32"
+        chex.assert_type([out, lse, scores], [case.dtype, wide, wide])
     want_out, want_lse, want_scores = decode_oracle(inputs, SCALE)
     assert relative_error(out, want_out) <= TOLERANCE[case.dtype]
     # The float8 form of XLA rounds scaled keys to bfloat16.
@@ -47,11 +48,9 @@ def test_results_come_in_order_and_only_where_asked(lse, scores):
     everything = attend(inputs, return_lse=True, return_scores=True)
     some = attend(inputs, return_lse=lse, return_scores=scores)
     if not lse and not scores:
-        np.testing.assert_array_equal(some, everything[0])
+        chex.assert_trees_all_equal(some, everything[0])
         return
-    assert len(some) == 1 + lse + scores
-    np.testing.assert_array_equal(some[0], everything[0])
-    np.testing.assert_array_equal(some[1], everything[1] if lse else everything[2])
+    chex.assert_trees_all_equal(some, (everything[0], everything[1] if lse else everything[2]))
 
 
 def test_scores_and_lse_give_the_weights():
@@ -59,10 +58,10 @@ def test_scores_and_lse_give_the_weights():
     out, lse, scores = attend(inputs, return_lse=True, return_scores=True)
     row = len(inputs["lengths"]) - 1
     weights = jnp.exp(scores[row] - lse[row, :, None])
-    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+    chex.assert_trees_all_close(weights.sum(-1), 1.0, rtol=1e-5)
     length = inputs["lengths"][row]
     values = inputs["v_pages"][inputs["page_table"][row, : -(-length // 16)]].reshape(-1, 8)
-    np.testing.assert_allclose(weights[:, :length] @ values[:length], out[row], rtol=2e-4)
+    chex.assert_trees_all_close(weights[:, :length] @ values[:length], out[row], rtol=2e-4)
 
 
 def test_partial_attentions_merge_by_lse():
@@ -79,7 +78,7 @@ def test_partial_attentions_merge_by_lse():
     lse = jnp.logaddexp(parts[0][1], parts[1][1])
     shares = [jnp.nan_to_num(jnp.exp(e - lse))[..., None] for _, e in parts]
     merged = sum(o * share for (o, _), share in zip(parts, shares, strict=True))
-    np.testing.assert_allclose(merged, whole, atol=2e-6)
+    chex.assert_trees_all_close(merged, whole, rtol=1e-7, atol=2e-6)
 
 
 def test_no_copy_of_the_pool():

@@ -2,6 +2,7 @@
 
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +34,7 @@ def test_rows_arrive_in_device_memory(memory, count, dtype):
     assert is_on_host(store) == (memory == "pinned_host")
     rows = jax.jit(fetch_rows)(store, index)
     assert rows.sharding.memory_kind != "pinned_host"
-    np.testing.assert_array_equal(rows, np.asarray(store)[index])
+    chex.assert_trees_all_equal(rows, np.asarray(store)[index])
 
 
 def test_a_loop_fetches_what_the_round_before_asks_for():
@@ -52,7 +53,7 @@ def test_a_loop_fetches_what_the_round_before_asks_for():
     for _ in range(6):
         want.append(index)
         index = (np.abs(np.asarray(store)[index, 0]) * np.float32(1e3)).astype(np.int32) % ROWS
-    np.testing.assert_array_equal(chase(store, want[0]), want)
+    chex.assert_trees_all_equal(chase(store, want[0]), np.stack(want))
 
 
 @pytest.mark.parametrize("count", [1, 16, 37])
@@ -60,7 +61,7 @@ def test_the_kernel_gathers_the_same(count):
     store = draw(np.float32, "device")
     index = np.random.default_rng(count).integers(0, ROWS, count).astype(np.int32)
     rows = fetch_rows_triton(store, jnp.asarray(index), interpret=True)
-    np.testing.assert_array_equal(rows, np.asarray(store)[index])
+    chex.assert_trees_all_equal(rows, np.asarray(store)[index])
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
@@ -91,7 +92,7 @@ def test_the_kernel_on_a_gpu(memory):
     fetch = jax.jit(fetch_rows, static_argnames="implementation")
     for implementation in ("triton", "xla"):
         rows = fetch(store, index, implementation=implementation)
-        np.testing.assert_array_equal(rows, values[index])
+        chex.assert_trees_all_equal(rows, values[index])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_float64_stays_what_it_is():
     with jax.enable_x64(True):
         store = jnp.asarray(np.random.default_rng(0).normal(size=(9, 8)))
         rows = fetch_rows(store, jnp.array([8, 0]))
-        np.testing.assert_array_equal(rows, store[np.array([8, 0])])
+        chex.assert_trees_all_equal(rows, store[np.array([8, 0])])
         with pytest.raises(NotImplementedError, match="float64"):
             fetch_rows(store, jnp.array([8, 0]), implementation="triton")
 
@@ -138,4 +139,4 @@ def test_what_no_kernel_serves_is_said():
             unchecked(*bad)
     with pytest.raises(ValueError, match="integers"):
         unchecked(store, index.astype(jnp.float32))
-    assert fetch_rows(store, index[:0]).shape == (0, 6)
+    chex.assert_shape(fetch_rows(store, index[:0]), (0, 6))

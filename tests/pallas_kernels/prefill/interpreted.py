@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
 from pallas_kernels.prefill import cases, gpu
-from tests.pallas_kernels.prefill.support import draw, oracle
+from tests.pallas_kernels.prefill.support import draw, oracle, split_keys
 from tests.pallas_kernels.support import TOLERANCE, relative_error
 
 
@@ -20,9 +20,8 @@ def main() -> None:
     for name in sys.argv[1:]:
         case = wanted[name]
         arguments, scale = draw(case), case.D**-0.5
-        output = gpu.prefill(
-            *map(jnp.asarray, arguments), window=case.window, scale=scale, interpret=True
-        )
+        operands = split_keys([*map(jnp.asarray, arguments)])
+        output = gpu.prefill(*operands, window=case.window, scale=scale, interpret=True)
         assert not get_races().races_found, f"{name}: race"
         error = relative_error(output, oracle(arguments, case.window, scale))
         assert error <= TOLERANCE[case.dtype], f"{name}: {error}"

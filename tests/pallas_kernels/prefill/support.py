@@ -3,6 +3,8 @@
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
+from pallas_kernels.prefill.chunk import Chunk, Past
+
 ORDER = (
     "q",
     "k",
@@ -62,6 +64,11 @@ def draw(case, seed=0, dtype=None):
     for name in ("q", "k", "v", "k_pages", "v_pages"):
         arrays[name] = arrays[name].astype(dtype)
     return [arrays[name] for name in ORDER]
+
+
+def split_keys(arguments):
+    """The queries of a call, the keys of its chunk, and those of its past."""
+    return arguments[0], Chunk(*arguments[1:5]), Past(*arguments[5:])
 
 
 def oracle(arguments, window, scale):

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import prefill_attention
 from pallas_kernels.prefill import cases, gpu, tiles, tpu
 from pallas_kernels.prefill.api import check_arguments
-from tests.pallas_kernels.prefill.support import ORDER, draw, oracle
+from pallas_kernels.prefill.chunk import Chunk, Past
+from tests.pallas_kernels.prefill.support import ORDER, draw, oracle, split_keys
 from tests.pallas_kernels.support import (
     TOLERANCE,
     interpret,
@@ -45,11 +47,11 @@ def structs(case, sharding=None):
 def test_every_case_agrees_with_the_oracle(case):
     arguments = draw(case)
     output = attend(case, "xla")([*map(jnp.asarray, arguments)])
-    assert output.dtype == case.dtype
+    chex.assert_type(output, case.dtype)
     error = relative_error(output, oracle(arguments, case.window, case.D**-0.5))
     assert error <= TOLERANCE[case.dtype]
     for b, count in enumerate(case.counts):
-        assert (np.asarray(output, np.float32)[b, count:] == 0).all()
+        chex.assert_trees_all_equal(output[b, count:], 0.0)
 
 
 def test_float64_stays_float64():
@@ -57,7 +59,7 @@ def test_float64_stays_float64():
     arguments = draw(case, dtype="float64")
     with jax.enable_x64(True):
         output = attend(case, None)([*map(jnp.asarray, arguments)])
-        assert output.dtype == "float64"
+        chex.assert_type(output, "float64")
     assert relative_error(output, oracle(arguments, case.window, case.D**-0.5)) < 1e-12
 
 
@@ -76,11 +78,10 @@ LEAVING = cases.PrefillCase("leaving", 300, 2, 1, 64, 64, 0, (300,), ((0,),), 16
 )
 def test_the_plan_visits_what_is_seen_and_nothing_else(case, rows, order):
     arguments = draw(case)
-    _, k, v, evicted, counts, k_pages, v_pages, table, past, until = map(jnp.asarray, arguments)
-    rest = (evicted, counts, k_pages, v_pages, table, past, until)
-    plan = jax.jit(lambda *x: tiles.make_plan(*x, case.window, rows, order))(k, v, *rest)
-    assert not np.isnan(np.asarray(plan.dense_k, np.float32)).any()
-    assert not np.isnan(np.asarray(plan.dense_v, np.float32)).any()
+    _, _, _, evicted, _, _, _, _, past, until = arguments
+    _, *keys = split_keys([*map(jnp.asarray, arguments)])
+    plan = jax.jit(lambda *keys: tiles.make_plan(*keys, case.window, rows, order))(*keys)
+    chex.assert_tree_all_finite((plan.dense_k, plan.dense_v))
     since, last = np.asarray(plan.since), np.asarray(plan.until)
     tail = since.shape[0] - plan.dense_k.shape[1]
     for b in range(case.B):
@@ -88,8 +89,8 @@ def test_the_plan_visits_what_is_seen_and_nothing_else(case, rows, order):
             # Every query sees as many keys as it should.
             for i in range(case.counts[b]):
                 j = np.arange(i + 1)
-                wanted = ((i - j <= case.window) | ~np.asarray(evicted)[b, h, : i + 1]).sum()
-                wanted += (np.asarray(until)[b, h, : past[b, h]] >= i).sum()
+                wanted = ((i - j <= case.window) | ~evicted[b, h, : i + 1]).sum()
+                wanted += (until[b, h, : past[b, h]] >= i).sum()
                 assert ((since <= i) & (i <= last[b, h])).sum() == wanted
             for block in range(plan.visits.shape[2]):
                 queries = np.arange(block * rows, min((block + 1) * rows, case.counts[b]))
@@ -122,7 +123,7 @@ def test_tpu_kernel_in_the_interpreter(name):
     arguments = draw(case)
     parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     options = {"window": case.window, "scale": case.D**-0.5, "interpret": parameters}
-    output = tpu.prefill(*map(jnp.asarray, arguments), **options)
+    output = tpu.prefill(*split_keys([*map(jnp.asarray, arguments)]), **options)
     assert not interpret_pallas_call.races.races_found
     error = relative_error(output, oracle(arguments, case.window, case.D**-0.5))
     assert error <= TOLERANCE[case.dtype]
@@ -180,7 +181,8 @@ def test_reasons_name_the_limit():
         q = jax.ShapeDtypeStruct((1, 8, 4, dim), jnp.dtype(dtype))
         k = jax.ShapeDtypeStruct((1, 8, 1, dim), jnp.dtype(dtype))
         pages = jax.ShapeDtypeStruct((9, page, dim), jnp.dtype(dtype))
-        return module.why_not(q, k, k, None, None, pages, window=1, scale=scale)
+        chunk, past = Chunk(k, k, None, None), Past(pages, pages, None, None, None)
+        return module.why_not(q, chunk, past, window=1, scale=scale)
 
     for module in (gpu, tpu):
         assert reason(module) is None
@@ -225,7 +227,7 @@ def test_bad_input_is_refused(change, message):
     dtypes = {n: jnp.int32 if n in integers else jnp.float32 for n in ORDER} | {"evicted": bool}
     arrays = [jax.ShapeDtypeStruct(facts[n], dtypes[n]) for n in ORDER]
     with pytest.raises(ValueError, match=message):
-        check_arguments(*arrays, facts["window"])
+        check_arguments(*split_keys(arrays), facts["window"])
 
 
 @pytest.mark.parametrize("name", ["ragged", "no_pages"])
@@ -234,7 +236,7 @@ def test_debug_lets_pass_what_is_in_range(name):
     case = BY_NAME[name]
     arrays = [*map(jnp.asarray, draw(case))]
     output = prefill_attention(*arrays, window=case.window, scale=0.1, debug=True)
-    assert output.shape == arrays[0].shape
+    chex.assert_equal_shape([output, arrays[0]])
 
 
 @pytest.mark.parametrize("name", ["page_table", "past_lengths"])
@@ -270,7 +272,7 @@ def test_every_case_on_the_card(case):
     output = attend(case, "mosaic_gpu")(arrays)
     error = relative_error(output, oracle(arguments, case.window, case.D**-0.5))
     assert error <= TOLERANCE[case.dtype]
-    np.testing.assert_array_equal(output, attend(case, "mosaic_gpu")(arrays))
+    chex.assert_trees_all_equal(output, attend(case, "mosaic_gpu")(arrays))
 
 
 @pytest.mark.gpu
@@ -285,4 +287,4 @@ def test_a_pool_of_more_than_two_to_the_31_elements():
         arrays[name] = jnp.pad(arrays[name], ((behind, 0), (0, 0), (0, 0)))
     arrays["page_table"] = arrays["page_table"] + behind
     far = attend(case, "mosaic_gpu")([arrays[name] for name in ORDER])
-    np.testing.assert_array_equal(near, far)
+    chex.assert_trees_all_equal(near, far)

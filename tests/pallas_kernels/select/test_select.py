@@ -3,6 +3,7 @@
 import functools
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,7 +63,7 @@ def interpreted(count: int):
 def test_the_interpreted_kernel_agrees_with_the_oracle(case, kind):
     scores = draw(case, kind)
     got = interpreted(case.count)(scores)
-    np.testing.assert_array_equal(got, oracle(scores, case.count))
+    chex.assert_trees_all_equal(got, oracle(scores, case.count))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,17 +71,17 @@ def test_the_interpreted_kernel_agrees_with_the_oracle(case, kind):
 def test_without_an_accelerator_it_is_xla(case, kind):
     scores = draw(case, kind)
     got = select_largest(jnp.asarray(scores), case.count)
-    assert got.dtype == jnp.int32
-    np.testing.assert_array_equal(got, oracle(scores, case.count))
+    chex.assert_type(got, jnp.int32)
+    chex.assert_trees_all_equal(got, oracle(scores, case.count))
 
 
 @pytest.mark.parametrize("count", range(1, 8))
 def test_both_zeros_are_one_number(count):
     scores = np.array([[-0.0, 0.0, -0.0, 0.0, -1, 1e-45, -1e-45]], np.float32)
     ranked = [5, 0, 1, 2, 3, 6, 4]
-    want = [sorted(ranked[:count])]
-    np.testing.assert_array_equal(interpreted(count)(scores), want)
-    np.testing.assert_array_equal(select_largest(jnp.asarray(scores), count), want)
+    want = np.array([sorted(ranked[:count])])
+    chex.assert_trees_all_equal(interpreted(count)(scores), want)
+    chex.assert_trees_all_equal(select_largest(jnp.asarray(scores), count), want)
 
 
 @pytest.mark.parametrize("case", cases.BENCHMARK, ids=lambda case: case.name)
@@ -130,7 +131,7 @@ def test_float64_stays_what_it_is():
     with jax.enable_x64(True):
         scores = jnp.asarray(1 + 1e-12 * np.random.default_rng(0).normal(size=(2, 50)))
         got = select_largest(scores, 7)
-        np.testing.assert_array_equal(got, oracle(np.asarray(scores), 7))
+        chex.assert_trees_all_equal(got, oracle(np.asarray(scores), 7))
         with pytest.raises(NotImplementedError, match="float64"):
             select_largest(scores, 7, implementation="triton")
 
@@ -146,7 +147,7 @@ def test_bad_input_is_refused():
             unchecked(scores, count)
     with pytest.raises(ValueError, match=r"1\.\.0"):
         unchecked(scores[:, :0], 1)
-    assert select_largest(scores[:0], 3).shape == (0, 3)
+    chex.assert_shape(select_largest(scores[:0], 3), (0, 3))
 
 
 @gpu
@@ -157,4 +158,4 @@ def test_the_kernel_on_a_gpu(case, kind):
     run = functools.partial(select_largest, count=case.count)
     if case.count < case.width:
         run = functools.partial(run, implementation="triton")
-    np.testing.assert_array_equal(jax.jit(run)(scores), oracle(scores, case.count))
+    chex.assert_trees_all_equal(jax.jit(run)(scores), oracle(scores, case.count))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
 from pallas_kernels.training import cases, gpu
-from tests.pallas_kernels.training.support import check, draw
+from tests.pallas_kernels.training.support import check, draw, operands
 
 
 def main() -> None:
@@ -22,13 +22,11 @@ def main() -> None:
     for name in sys.argv[1:]:
         case = wanted[name]
         inputs, segments = draw(case)
-        q, k, v, bias, do = (jnp.asarray(inputs[n]) for n in ("q", "k", "v", "bias", "do"))
-        segments_array = None if segments is None else jnp.asarray(segments)
+        arrays, do = operands(inputs, segments), jnp.asarray(inputs["do"])
         options = {"window": case.window, "scale": case.D**-0.5, "interpret": True}
-        operands = (q, k, v, bias, segments_array)
-        output, lse2 = gpu.forward(*operands, **options)
+        output, lse2 = gpu.forward(arrays, **options)
         assert not get_races().races_found, f"{name}: race in the forward kernel"
-        gradients = gpu.backward(*operands, output, lse2, do, **options)
+        gradients = gpu.backward(arrays, output, lse2, do, **options)
         assert not get_races().races_found, f"{name}: race in the backward kernels"
         check(case, (output, *gradients), inputs, segments)
         print(f"{name} ok", flush=True)

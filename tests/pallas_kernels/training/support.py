@@ -1,8 +1,11 @@
 """Inputs and the NumPy oracle of training attention, written from the equations of the paper."""
 
+import chex
+import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
+from pallas_kernels.training.inputs import Inputs
 from tests.pallas_kernels.support import TOLERANCE
 
 RESULTS = ("output", "dq", "dk", "dv", "dbias")
@@ -35,6 +38,12 @@ def draw(case, seed=0, dtype=None):
         starts = rng.random((case.B, case.T)) < 1.0 / case.segments
         segments = np.cumsum(starts, axis=1).astype(np.int32)
     return inputs, segments
+
+
+def operands(inputs, segments):
+    """The arguments of the kernels, from those of a case."""
+    arrays = (jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias"))
+    return Inputs(*arrays, None if segments is None else jnp.asarray(segments))
 
 
 def oracle(inputs, segments, window, scale):
@@ -72,8 +81,8 @@ def check(case, got, inputs, segments, tolerance=None):
     want = oracle(inputs, segments, case.window, case.D**-0.5)
     for name, mine, true in zip(RESULTS, got, want, strict=True):
         mine = np.asarray(mine, np.float64)
-        assert mine.shape == true.shape, (name, mine.shape, true.shape)
-        assert np.isfinite(mine).all(), f"{case.name}: {name} is not finite"
+        chex.assert_shape(mine, true.shape, custom_message=name)
+        chex.assert_tree_all_finite(mine, custom_message=f"{case.name}: {name}")
         # A gradient that is zero (one token) is compared with the size of its terms.
         norm = max(np.linalg.norm(true), 1e-2 * np.sqrt(true.size))
         error = np.linalg.norm(mine - true) / norm

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from pallas_kernels import retrofit_attention
 from pallas_kernels.training import cases
 from pallas_kernels.training.api import check_arguments
+from pallas_kernels.training.inputs import Inputs
 from tests.pallas_kernels.training.support import check, draw, oracle
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
@@ -42,8 +44,8 @@ def attend(case, inputs, segments, implementation="xla"):
 def test_every_case_agrees_with_the_oracle(case):
     inputs, segments = draw(case)
     results = attend(case, inputs, segments)
-    assert results[0].dtype == results[1].dtype == case.dtype
-    assert results[4].dtype == "float32"
+    chex.assert_type([*results[:4]], case.dtype)
+    chex.assert_type(results[4], "float32")
     check(case, results, inputs, segments)
 
 
@@ -53,7 +55,7 @@ def test_float64_stays_float64(name):
     inputs, segments = draw(case, dtype="float64")
     with jax.enable_x64(True):
         results = attend(case, inputs, segments)
-        assert all(x.dtype == "float64" for x in results)
+        chex.assert_type([*results], "float64")
     check(case, results, inputs, segments, tolerance=1e-12)
 
 
@@ -79,7 +81,7 @@ def test_the_oracle_differentiates():
             for step in (1e-5, -1e-5)
         ]
         slope = (ends[0] - ends[1]) / 2e-5
-        np.testing.assert_allclose(slope, np.sum(gradient * direction), rtol=1e-6, atol=1e-9)
+        chex.assert_trees_all_close(slope, np.sum(gradient * direction), rtol=1e-6, atol=1e-9)
 
 
 def test_a_key_that_is_gone_equals_a_key_that_is_not_there():
@@ -93,7 +95,7 @@ def test_a_key_that_is_gone_equals_a_key_that_is_not_there():
             scores = inputs["k"][0, keys, 0] @ inputs["q"][0, query, head] * 8**-0.5
             weights = np.exp(scores - scores.max())
             want = weights @ inputs["v"][0, keys, 0] / weights.sum()
-            np.testing.assert_allclose(output[0, query, head], want, rtol=2e-4, atol=1e-5)
+            chex.assert_trees_all_close(output[0, query, head], want, rtol=2e-4, atol=1e-5)
 
 
 def test_bfloat16_bias_and_other_bias_dtypes_are_served():
@@ -101,7 +103,7 @@ def test_bfloat16_bias_and_other_bias_dtypes_are_served():
     inputs, _ = draw(case)
     inputs["bias"] = inputs["bias"].astype("bfloat16")
     results = attend(case, inputs, None)
-    assert results[4].dtype == "bfloat16"
+    chex.assert_type(results[4], "bfloat16")
     check(case, results, inputs, None)
 
 
@@ -127,8 +129,8 @@ def test_vmap_equals_a_loop():
     mapped = jax.jit(jax.vmap(gradient))(*operands)
     for index in range(case.B):
         alone = gradient(*(x[index] for x in operands))
-        for one, many in zip(alone, mapped, strict=True):
-            np.testing.assert_allclose(many[index], one, rtol=1e-5, atol=1e-6)
+        of_index = tuple(x[index] for x in mapped)
+        chex.assert_trees_all_close(of_index, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_memory_is_linear_in_the_length():
@@ -170,7 +172,7 @@ def test_bad_input_is_refused(change, message):
     bias = jax.ShapeDtypeStruct(facts["bias"], jnp.float32)
     segments = jax.ShapeDtypeStruct(facts["segments"], jnp.int32)
     with pytest.raises(ValueError, match=message):
-        check_arguments(q, k, v, bias, facts["window"], segments)
+        check_arguments(Inputs(q, k, v, bias, segments), facts["window"])
 
 
 def test_sharded_over_batch_and_heads_equals_one_device():

@@ -1,10 +1,13 @@
 """The plans of the training kernels, score by score: zones, blocks that meet, what fits."""
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.training import gpu_tiles, tpu_blocks
+from pallas_kernels.training.inputs import Inputs
 
 WINDOWS = [0, 1, 63, 64, 65, 100, 191, 300, 10**6]
 
@@ -54,7 +57,7 @@ def test_blocks_of_one_document_meet(rows, columns):
     random = np.random.default_rng(rows + 2 * columns)
     segments = sorted_segments(random, 3, 1024)
     found = gpu_tiles.segment_overlap(jnp.asarray(segments, jnp.int32), rows, columns)
-    np.testing.assert_array_equal(found, meeting(segments, rows, columns))
+    chex.assert_trees_all_equal(found, meeting(segments, rows, columns))
     # With padding, 0, at the end blocks may seem to meet that do not; never the other way round.
     segments[:, 900:] = 0
     found = gpu_tiles.segment_overlap(jnp.asarray(segments, jnp.int32), rows, columns)
@@ -78,7 +81,9 @@ def test_a_ring_fits_beside_what_stays():
 
 
 def tpu_problem(T=1024, H=8, K=2, D=128, window=100, dtype="bfloat16", packed=False):
-    return tpu_blocks.Problem.make(1, T, H, K, D, window, 1.0, dtype, packed, False)
+    q, k = (jax.ShapeDtypeStruct((1, T, heads, D), jnp.dtype(dtype)) for heads in (H, K))
+    segments = jax.ShapeDtypeStruct((1, T), jnp.int32) if packed else None
+    return tpu_blocks.Problem.make(Inputs(q, k, k, None, segments), window, 1.0, False)
 
 
 def zone_of(problem, query, key, monkeypatch):
@@ -129,9 +134,9 @@ def test_bounds_on_a_tpu_reach_every_block_of_a_document():
     segments = sorted_segments(random, 1, problem.T)
     first, last = tpu_blocks.segment_bounds(problem, jnp.asarray(segments, jnp.int32))
     meet = meeting(segments, problem.query, problem.keys)
-    np.testing.assert_array_equal(first, meet.argmax(2))
     blocks = np.arange(meet.shape[1])[:, None]
-    np.testing.assert_array_equal(last, np.where(meet, blocks, -1).max(1))
+    bounds = (meet.argmax(2), np.where(meet, blocks, -1).max(1))
+    chex.assert_trees_all_equal((first, last), bounds)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -1,5 +1,6 @@
 """Inputs and the NumPy oracle of the write of new keys and values."""
 
+import chex
 import jax
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
 import numpy as np
@@ -61,10 +62,12 @@ def write_oracle(inputs):
     return results
 
 
-def same_bits(got, want):
-    """Whether arrays are equal, the bits of NaN included."""
-    pairs = [(np.asarray(a), b) for a, b in zip(got, want, strict=True)]
-    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
+def assert_same_bits(got, want):
+    """Asserts that arrays are equal, the bits of NaN included."""
+    got, want = [np.asarray(x) for x in got], list(want)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    bits = [[x.view(f"uint{8 * x.dtype.itemsize}") for x in arrays] for arrays in (got, want)]
+    chex.assert_trees_all_equal(*bits)
 
 
 def write_structs(case, sharding=None):

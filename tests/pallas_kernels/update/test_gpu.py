@@ -2,15 +2,20 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels import decode_attention, write_pages
 from pallas_kernels.update import cases, gpu
 from tests.pallas_kernels.support import as_arrays
-from tests.pallas_kernels.update.support import operands, same_bits, write_inputs, write_oracle
+from tests.pallas_kernels.update.support import (
+    assert_same_bits,
+    operands,
+    write_inputs,
+    write_oracle,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +40,7 @@ def test_every_case_agrees_with_the_oracle(case, implementation):
     pool = {name: arrays.pop(name) for name in POOL if name in arrays}
     before = [x.unsafe_buffer_pointer() for x in pool.values()]
     got = writer(implementation)(pool, arrays)
-    assert same_bits(got, write_oracle(inputs))
+    assert_same_bits(got, write_oracle(inputs))
     assert [x.unsafe_buffer_pointer() for x in got] == before
 
 
@@ -49,7 +54,7 @@ def test_a_pool_of_more_than_two_to_the_31_elements(implementation):
     run = functools.partial(write_pages, implementation=implementation)
     got = jax.jit(run, donate_argnums=(0, 1))(empty(), empty(), *new, *at)
     for after, values in zip(got, new, strict=True):
-        np.testing.assert_array_equal(after[at], values)
+        chex.assert_trees_all_equal(after[at], values)
         assert int(jnp.count_nonzero(jnp.any(after != 0, axis=-1))) == 3
 
 
@@ -76,7 +81,7 @@ def test_attention_reads_what_was_written_just_before():
         return jax.lax.scan(step, (pool, pool), (jnp.arange(steps), q, k, v))[1]
 
     want = loop("xla")
-    assert jnp.isfinite(want.astype(jnp.float32)).all()
+    chex.assert_tree_all_finite(want.astype(jnp.float32))
     for implementation in IMPLEMENTATIONS:
         for _ in range(3):  # later runs of a program are replayed from graphs
-            np.testing.assert_array_equal(loop(implementation), want)
+            chex.assert_trees_all_equal(loop(implementation), want)

@@ -1,0 +1,18 @@
+"""Padding of one axis of an array."""
+
+import jax
+import jax.numpy as jnp
+
+
+def pad_axis(x: jax.Array, axis: int, multiple: int, **mode) -> jax.Array:
+    """Pads the end of an axis to a multiple; does nothing if its size is one already.
+
+    Args:
+      x: the array.
+      axis: which axis to pad.
+      multiple: what the size becomes a multiple of.
+      **mode: options of `jax.numpy.pad`; the default is zeros.
+    """
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % multiple)
+    return jnp.pad(x, widths, **mode) if widths[axis][1] else x
