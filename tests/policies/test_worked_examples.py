@@ -1,5 +1,6 @@
 """The worked examples of DMS, slot by slot through the policy itself."""
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,7 +58,9 @@ def test_six_states_of_the_cache():
         layer=jnp.asarray(0),
     )
     decisions = policy.decide(projections)
-    assert decisions.marks[0, 0].tolist() == [True, False, True, False, True, False]
+    chex.assert_trees_all_equal(
+        decisions.marks[0, 0], np.array([True, False, True, False, True, False])
+    )
     states = cache_states(policy, decisions.marks[0, 0].tolist())
     named = ["".join(sorted("ABCDEF"[token] for token in state)) for state in states]
     assert named == ["A", "AB", "ABC", "BCD", "BCDE", "BDEF"]

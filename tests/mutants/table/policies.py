@@ -64,7 +64,7 @@ MUTANTS = [
         """    descending = jnp.argsort(-scores, axis=-1, stable=True)
     rank = jnp.argsort(descending, axis=-1)
     return rank < count[..., None]""",
-        (f"{ALLOCATION}::test_of_equal_scores_the_later_stays",),
+        (f"{ALLOCATION}::HighestTest",),
     ),
     Mutant(
         "policies: a share that is whole is rounded below itself",
