@@ -135,8 +135,7 @@ def bare_comparisons(path: Path) -> list[str]:
 
 
 def test_arrays_are_compared_through_chex():
-    kernels = ROOT / "tests" / "pallas_kernels"  # still to come
-    modules = [path for path in python_files("tests") if not path.is_relative_to(kernels)]
+    modules = python_files("tests")
     violations = [line for path in modules for line in bare_comparisons(path)]
     assert modules
     assert not violations, "\n".join(violations)
