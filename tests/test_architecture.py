@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check: import order, file length, quick import."""
+"""The rules of the house that a machine can check: import order, length, comparisons, imports."""
 
 import ast
 import subprocess
@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_FILE = 420
 LONGEST_IMPORT_SECONDS = 2.0
+# Comparisons that chex replaces: its assertions take whole trees, and name the leaf that differs.
+BARE_COMPARISONS = {"testing", "allclose", "array_equal", "array_equiv"}
 HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
 
 # From the bottom up. A module may import what stands on a lower line, its own package, and
@@ -109,6 +111,49 @@ def test_the_checks_see_a_forbidden_import(tmp_path, monkeypatch):
     assert import_order_violations(module) == [
         "dms_jax/cache/pool.py imports dms_jax.policies, which is not below it",
         "dms_jax/cache/pool.py imports experiments",
+    ]
+
+
+def bare_comparisons(path: Path) -> list[str]:
+    """Uses of NumPy's and jax.numpy's comparisons in a test module, as `file:line uses name`."""
+    here = path.relative_to(ROOT)
+    violations = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Attribute):
+            names = [(ast.unparse(node.value), node.attr)]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [tuple(alias.name.rsplit(".", 1)) for alias in node.names if "." in alias.name]
+        violations += [
+            f"{here}:{node.lineno} uses {module}.{name} instead of chex"
+            for module, name in names
+            if name in BARE_COMPARISONS and module in ("np", "numpy", "jnp", "jax.numpy")
+        ]
+    return violations
+
+
+def test_arrays_are_compared_through_chex():
+    modules = python_files("tests")
+    violations = [line for path in modules for line in bare_comparisons(path)]
+    assert modules
+    assert not violations, "\n".join(violations)
+
+
+def test_the_check_sees_a_bare_comparison(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    module = tmp_path / "test_sums.py"
+    module.write_text(
+        "import numpy.testing\nfrom numpy import allclose\nfrom jax.numpy import sum\n"
+        "np.testing.assert_array_equal(1, 1)\nassert jnp.array_equal(1, 1)\n"
+        "chex.assert_trees_all_close(1, 1)\n"
+    )
+    assert sorted(bare_comparisons(module)) == [
+        "test_sums.py:1 uses numpy.testing instead of chex",
+        "test_sums.py:2 uses numpy.allclose instead of chex",
+        "test_sums.py:4 uses np.testing instead of chex",
+        "test_sums.py:5 uses jnp.array_equal instead of chex",
     ]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -105,7 +106,7 @@ def test_every_cache_is_split_by_rows_and_pages(name):
     assert specs.seen == specs.max_lengths == PartitionSpec("data")
     assert all(spec == rows for spec in jax.tree.leaves(specs.row_state))
     assert all(spec == pages for spec in jax.tree.leaves((specs.pool, specs.page_state)))
-    assert jax.tree.structure(specs) == jax.tree.structure(cache)
+    chex.assert_trees_all_equal_structs(specs, cache)
 
 
 def test_policies_declare_their_states_field_by_field():

@@ -3,6 +3,7 @@
 import json
 import re
 
+import chex
 import numpy as np
 import pytest
 
@@ -19,8 +20,8 @@ def model():
 def test_live_after_counts_the_window_and_what_was_kept():
     evicted = np.array([[True, False, True, True], [True, True, True, True]])
     # Window 1: keys 2 and 3 are in it. Key 1 of the first row was kept before it.
-    assert live_after(evicted, 1).tolist() == [3, 2]
-    assert live_after(evicted, 10).tolist() == [4, 4]
+    chex.assert_trees_all_equal(live_after(evicted, 1), np.array([3, 2]))
+    chex.assert_trees_all_equal(live_after(evicted, 10), np.array([4, 4]))
 
 
 def test_evictions_are_by_key_and_agree_with_the_cache(model):
@@ -28,7 +29,7 @@ def test_evictions_are_by_key_and_agree_with_the_cache(model):
     policy = dms_jax.RandomEviction(window=4, rate=0.7, seed=2)
     evicted = evictions(model, tokens, policy=policy)
     config = model.config
-    assert evicted.shape == (config.num_layers, 1, config.num_kv_heads, 60)
+    chex.assert_shape(evicted, (config.num_layers, 1, config.num_kv_heads, 60))
     live = live_after(evicted[..., :59], 4)  # the last token is never fed
     (score,) = dms_jax.score(model, tokens.tolist(), policy=policy)
     assert score.usage.live_tokens == pytest.approx(live.mean())

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +61,7 @@ def test_what_programs_leave_is_what_the_next_one_reads(dtype):
                 for row, head, slot in np.ndindex(BATCH, HEADS, 4):
                     if (layer, row, head, slot) in truth:
                         want = truth[layer, row, head, slot]
-                        np.testing.assert_array_equal(got[row, head, slot], want)
+                        chex.assert_trees_all_equal(got[row, head, slot], want)
         store.write(tail, table)
     assert len(truth) == LAYERS * BATCH * HEADS * 4
     assert store.rows.rows.sharding.memory_kind == "pinned_host"
@@ -166,7 +167,9 @@ def test_rounds_of_questions_over_one_context(stories, policy):
     for prompt in prompts:
         there, here = (one.say(prompt, sampling=sampling) for one in (talk, device))
         assert there.tokens == here.tokens
-        np.testing.assert_allclose(there.logprobs, here.logprobs, atol=1e-5)
+        chex.assert_trees_all_close(
+            np.array(there.logprobs), np.array(here.logprobs), rtol=1e-7, atol=1e-5
+        )
     assert there.usage.live_tokens == len(context) + sum(map(len, questions)) + 3 * 10 - 1
     if policy.top == 500:  # everything is fetched: plain attention
         plain = Conversation(model, Vanilla(), max_tokens=256, page_size=16)

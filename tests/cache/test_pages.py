@@ -1,5 +1,6 @@
 """The page allocator, under random orders: nothing is owned twice, nothing is lost."""
 
+import chex
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -123,8 +124,8 @@ def test_the_table_comes_in_any_width_that_holds_it():
     slots[1, 2, 1] = 5
     pages.reserve(slots)
     wide = pages.table_of_width(8)
-    assert wide.shape == (*ROWS, 8)
-    assert (wide[1, 2, 1] != pages.no_page).tolist() == [True] * 3 + [False] * 5
-    np.testing.assert_array_equal(pages.table_of_width(3), wide[..., :3])
+    chex.assert_shape(wide, (*ROWS, 8))
+    chex.assert_trees_all_equal(wide[1, 2, 1] != pages.no_page, np.array([True] * 3 + [False] * 5))
+    chex.assert_trees_all_equal(pages.table_of_width(3), wide[..., :3])
     with pytest.raises(CapacityError, match="more than 2 pages"):
         pages.table_of_width(2)

@@ -1,5 +1,6 @@
 """Writing into the pool: every value where its slot lies, and nowhere else."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,7 @@ def test_values_land_in_their_slots(seed):
         if 0 <= slot < reserved[row, head] * PAGE_SIZE:
             page = table[row, head, slot // PAGE_SIZE]
             want[page, slot % PAGE_SIZE] = values[row, token, head]
-    np.testing.assert_array_equal(put(pool, table, slots, values), want)
+    chex.assert_trees_all_equal(put(pool, table, slots, values), want)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e4m3fn], ids=np.dtype)
@@ -62,7 +63,7 @@ def test_one_token_of_each_row_is_written_as_tokens_of_a_chunk_are(dtype):
     got = jax.jit(Pool.store)(pool, table, slots, k, v)
     written = np.asarray(pool.k_pages != got.k_pages).any(-1).sum()
     assert written == 3
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    chex.assert_trees_all_equal(got, want)
 
 
 def test_a_slot_beyond_the_table_is_not_written():
@@ -76,7 +77,7 @@ def test_values_take_the_type_of_the_pool():
     pool = jnp.zeros((1, 2, 1), jnp.bfloat16)
     table, slots = jnp.zeros((1, 1, 1), jnp.int32), jnp.zeros((1, 1, 1), jnp.int32)
     after = put(pool, table, slots, jnp.full((1, 1, 1, 1), 1.5))
-    assert after.dtype == jnp.bfloat16
+    chex.assert_type(after, jnp.bfloat16)
     assert after[0, 0, 0] == 1.5
 
 
@@ -105,15 +106,15 @@ def test_kept_slots_close_ranks_in_their_order(seed, share):
     keep = live & (random.random(live.shape) < share)
     held = jax.jit(load)(vectors, table, lengths)
     after, left = jax.jit(compact)((vectors, numbers), table, keep)
-    np.testing.assert_array_equal(left, keep.sum(-1))
+    chex.assert_trees_all_equal(left, keep.sum(-1))
     for row, head in np.ndindex(BATCH, KV_HEADS):
         before = slots_of(vectors, table, row, head, lengths[row, head])
-        np.testing.assert_array_equal(held[row, head, : lengths[row, head]], before)
+        chex.assert_trees_all_equal(held[row, head, : lengths[row, head]], before)
         assert not np.asarray(held[row, head, lengths[row, head] :]).any()
         for pool, moved in zip((vectors, numbers), after, strict=True):
             before = slots_of(pool, table, row, head, lengths[row, head])
             want = before[keep[row, head, : lengths[row, head]]]
             got = slots_of(np.asarray(moved), table, row, head, len(want))
-            np.testing.assert_array_equal(got, want)
+            chex.assert_trees_all_equal(got, want)
     others = np.setdiff1d(np.arange(PAGES), table)
-    np.testing.assert_array_equal(np.asarray(after[0])[others], vectors[others])
+    chex.assert_trees_all_equal(np.asarray(after[0])[others], vectors[others])

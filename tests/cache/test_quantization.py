@@ -1,5 +1,6 @@
 """Eight bits: the numbers of the format, scales, and that nothing is lost twice."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,13 +29,12 @@ def draws(seed: int, dtype) -> np.ndarray:
 def test_slots_hold_what_the_format_can_say(seed, dtype):
     x = draws(seed, dtype)
     values, scales = put(x)
-    assert values.dtype == FLOAT8
-    assert scales.dtype == jnp.float32
+    chex.assert_type([values, scales], [FLOAT8, jnp.float32])
     wide = x.astype(np.float64)
-    np.testing.assert_array_equal(scales, float8.scale_of(wide))
+    chex.assert_trees_all_equal(scales, float8.scale_of(wide))
     stored = np.asarray(values).astype(np.float64) * np.asarray(scales)[:, None]
-    np.testing.assert_array_equal(stored, float8.snap(wide))
-    np.testing.assert_array_equal(np.asarray(round_trip(x)).astype(np.float64), stored)
+    chex.assert_trees_all_equal(stored, float8.snap(wide))
+    chex.assert_trees_all_equal(np.asarray(round_trip(x)).astype(np.float64), stored)
     # A number that is not close to nothing beside its slot's largest keeps 3 bits.
     normal = np.abs(wide) >= 2.0**-6 * np.asarray(scales)[:, None]
     assert (np.abs(stored - wide)[normal] <= np.abs(wide)[normal] / 16).all()
@@ -44,25 +44,25 @@ def test_what_was_stored_once_stays_as_it_is():
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         x = jnp.asarray(draws(3, jnp.float32) / 2.0**16, dtype)
         once = round_trip(x)
-        np.testing.assert_array_equal(round_trip(once), once)
+        chex.assert_trees_all_equal(round_trip(once), once)
 
 
 def test_numbers_by_hand():
     # 448 fits a scale of 1 and 449 needs 2; between 16 and 32 the format counts by twos.
     for first, scale in ((448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (0.0, 2.0**-9)):
         assert put(jnp.asarray([[first, 0.0]]))[1] == scale
-    np.testing.assert_array_equal(
+    chex.assert_trees_all_equal(
         round_trip(jnp.asarray([[448.0, 17.0, 19.0, 18.9, -17.1, 0.0]])),
-        [[448.0, 16.0, 20.0, 18.0, -18.0, 0.0]],
+        np.array([[448.0, 16.0, 20.0, 18.0, -18.0, 0.0]]),
     )
     zeros = jnp.zeros((1, 4))
-    np.testing.assert_array_equal(round_trip(zeros), zeros)
+    chex.assert_trees_all_equal(round_trip(zeros), zeros)
     tiny = jnp.full((1, 4), 1e-38)
-    assert np.isfinite(np.asarray(round_trip(tiny))).all()
+    chex.assert_tree_all_finite(round_trip(tiny))
     # Devices round what is below the normal numbers of float32 to zero, and would divide by it.
     small = jnp.full((1, 4), 2.0**-125)
     assert put(small)[1] == 2.0**-120
-    np.testing.assert_array_equal(round_trip(small), small)
+    chex.assert_trees_all_equal(round_trip(small), small)
 
 
 def test_a_pool_of_eight_bits_gives_back_what_it_stored():
@@ -83,9 +83,9 @@ def test_a_pool_of_eight_bits_gives_back_what_it_stored():
     keys, values, rows = jax.jit(Pool.readable, static_argnums=2)(pool, table, jnp.float32)
     for got, given_ in ((keys, k), (values, v)):
         row = np.asarray(got)[np.asarray(rows)[0, 0]].reshape(-1, head_dim)
-        np.testing.assert_array_equal(row[[0, 5]], float8.snap(given_[0, :2, 0]))
-    np.testing.assert_array_equal(pool.as_stored(jnp.asarray(k)), float8.snap(k))
-    np.testing.assert_array_equal(pool.keys(jnp.asarray([1]), jnp.float32)[0, 1], keys[1, 1])
+        chex.assert_trees_all_equal(row[[0, 5]], float8.snap(given_[0, :2, 0]))
+    chex.assert_trees_all_equal(pool.as_stored(jnp.asarray(k)), float8.snap(k))
+    chex.assert_trees_all_equal(pool.keys(jnp.asarray([1]), jnp.float32)[0, 1], keys[1, 1])
     # Another type keeps numbers as they are, and needs no copy to be read.
     plain = Pool(k_pages=jnp.zeros(shape), v_pages=jnp.zeros(shape))
     assert not plain.quantized

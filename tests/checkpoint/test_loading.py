@@ -4,6 +4,7 @@ import json
 import os
 import struct
 
+import chex
 import huggingface_hub
 import jax
 import jax.numpy as jnp
@@ -229,7 +230,7 @@ def test_dtype_is_that_of_the_files_unless_asked(llama):
     wide = parameters(load(llama, dtype=jnp.float32))
     assert {value.dtype for value in wide.values()} == {jnp.dtype("float32")}
     expected = content["model.embed_tokens.weight"].astype(np.float32)
-    np.testing.assert_array_equal(wide["embedding",], expected)
+    chex.assert_trees_all_equal(wide["embedding",], expected)
 
 
 def test_tied_embeddings_with_an_output_matrix(tmp_path):
@@ -302,9 +303,8 @@ def test_straight_to_the_shards_of_a_mesh(source, tmp_path):
     whole, spread = load(directory), load(directory, mesh=mesh)
     assert spread.mesh is mesh
     alone, shared = parameters(whole), parameters(spread)
-    assert alone.keys() == shared.keys()
-    for path, value in shared.items():
-        np.testing.assert_array_equal(np.asarray(value), np.asarray(alone[path]), str(path))
+    chex.assert_trees_all_equal(shared, alone)
+    for value in shared.values():
         assert isinstance(value.sharding, jax.sharding.NamedSharding)
     qkv = shared["layers", "attention", "qkv_proj", "kernel"]
     heads = qkv.shape[2]

@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,9 +32,9 @@ def test_there_and_back(case):
     layout = Layout("x", groups)
     parameter = np.arange(math.prod(shape)).reshape(shape)
     tensor = layout.to_tensor(parameter)
-    assert tensor.shape == layout.tensor_shape(shape)
+    chex.assert_shape(tensor, layout.tensor_shape(shape))
     assert tensor.flags.c_contiguous
-    np.testing.assert_array_equal(layout.to_parameter(tensor, shape), parameter)
+    chex.assert_trees_all_equal(layout.to_parameter(tensor, shape), parameter)
 
 
 @given(layouts())
@@ -43,7 +44,7 @@ def test_a_slice_read_from_the_file_is_the_slice(case):
     parameter = np.arange(math.prod(shape)).reshape(shape)
     cut, rest = layout.tensor_slices(shape, index)
     read = layout.to_tensor(parameter)[cut]
-    np.testing.assert_array_equal(layout.to_parameter(read, shape)[rest], parameter[index])
+    chex.assert_trees_all_equal(layout.to_parameter(read, shape)[rest], parameter[index])
 
 
 def test_heads_are_cut_in_the_file():

@@ -4,8 +4,8 @@ import dataclasses
 import json
 import os
 
+import chex
 import jax
-import numpy as np
 import pytest
 from safetensors import safe_open
 
@@ -29,10 +29,8 @@ def test_there_and_back(source, tmp_path):
     model = load(GOLDEN / source)
     save(model, model.policy, tmp_path / "out")
     written, read = tensors(tmp_path / "out"), tensors(copy(source, tmp_path / "source"))
-    assert written.keys() == read.keys()
-    for name, tensor in read.items():
-        assert written[name].dtype == tensor.dtype
-        np.testing.assert_array_equal(written[name], tensor)
+    chex.assert_trees_all_equal_dtypes(written, read)
+    chex.assert_trees_all_equal(written, read)
     again = load(tmp_path / "out")
     assert again.config == model.config
     assert again.policy == model.policy
@@ -77,7 +75,8 @@ def test_shards_and_their_index(stories, tmp_path):
     expected = tensors(assets.path("stories260k"))
     written = tensors(tmp_path / "out")
     assert written.keys() == expected.keys() == index["weight_map"].keys()
-    assert all(np.array_equal(written[name], expected[name]) for name in expected)
+    chex.assert_tree_all_finite(expected)
+    chex.assert_trees_all_equal(written, expected)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,8 @@ def test_a_spread_model_is_saved_whole(tmp_path):
     save(model, model.policy, tmp_path / "out")
     expected = tensors(copy("families/qwen3", tmp_path / "source"))
     written = tensors(tmp_path / "out")
-    assert all(np.array_equal(written[name], expected[name]) for name in expected)
+    chex.assert_tree_all_finite(expected)
+    chex.assert_trees_all_equal(written, expected)
 
 
 def test_a_checkpoint_is_replaced(stories, tmp_path):

@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import chex
 import numpy as np
 import pytest
 
@@ -32,7 +33,7 @@ def test_concatenate_cuts_the_stream():
     assert tokens_of(drawn) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     assert all(batch["loss_mask"].all() for batch in drawn)
     assert "segment_ids" not in drawn[0]
-    assert drawn[0]["tokens"].dtype == np.int32
+    chex.assert_type(drawn[0]["tokens"], np.int32)
 
 
 def test_concatenate_whole_starts_every_sequence_with_a_document():
@@ -65,7 +66,8 @@ def test_documents_without_a_token_never_end_in_waiting(packing):
     for seed in range(2):
         lone = [*[[]] * 9, [1, 2, 3, 4]]
         drawn = draw(lone, 4, repeat=True, shuffle=True, packing=packing, seed=seed)
-        assert all(batch["tokens"].tolist() == [[1, 2, 3, 4]] for batch in drawn)
+        for batch in drawn:
+            chex.assert_trees_all_equal(batch["tokens"], np.array([[1, 2, 3, 4]]))
     assert draw([[1], []], None, packing=packing, batch_size=2) == []  # not even one batch
     with pytest.raises(DataError, match="generator"):
         batches((document for document in DOCUMENTS), batch_size=1, length=4)
@@ -93,10 +95,7 @@ def test_an_iterator_resumes_where_its_state_was_taken(packing):
         expected = take(iterator, 4)
         resumed = batches(documents, **options)
         resumed.set_state(state)
-        for mine, theirs in zip(take(resumed, 4), expected, strict=True):
-            assert mine.keys() == theirs.keys()
-            for name in mine:
-                np.testing.assert_array_equal(mine[name], theirs[name])
+        chex.assert_trees_all_equal(take(resumed, 4), expected)
 
 
 def test_the_state_does_not_depend_on_the_batch_size():
@@ -115,7 +114,7 @@ def test_texts_begin_with_the_begin_token():
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids) == story
     (batch,) = take(batches([story, story], tokenizer, batch_size=1, length=2 * len(ids)), 1)
-    assert batch["tokens"].tolist() == [[*ids, *ids]]
+    chex.assert_trees_all_equal(batch["tokens"], np.array([[*ids, *ids]]))
 
 
 class EndToken:
@@ -134,12 +133,12 @@ class EndToken:
 
 
 def test_texts_end_with_the_end_token_where_none_begins_them():
-    assert encode_document("12", EndToken()).tolist() == [1, 2, 9]
+    chex.assert_trees_all_equal(encode_document("12", EndToken()), np.array([1, 2, 9]))
 
 
 def test_conversations_go_through_the_template():
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "23"}]
-    assert encode_document(turns, EndToken()).tolist() == [8, 1, 8, 2, 3]
+    chex.assert_trees_all_equal(encode_document(turns, EndToken()), np.array([8, 1, 8, 2, 3]))
 
 
 def test_bad_data_is_named_with_its_place(tmp_path):

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 
+import chex
 import numpy as np
 import pytest
 
@@ -103,7 +104,7 @@ def test_a_part_is_not_charged_for_a_document_that_the_batch_drops(tokenizer):
             return np.zeros(0, np.int32)
 
     one = Sized(tokenizer, (LINEAR, TRACKING), batch_size=1, length=20)
-    assert one.batch(0)["tokens"][0].tolist() == [5] * 7 + [6] * 8 + [0] * 5
+    chex.assert_trees_all_equal(one.batch(0)["tokens"][0], np.array([5] * 7 + [6] * 8 + [0] * 5))
     # In an earlier sequence it waits for the next one, and counts until then.
     two = Sized(tokenizer, (LINEAR, TRACKING), batch_size=2, length=20)
     first, second = two.batch(0)["tokens"].tolist()
@@ -116,8 +117,7 @@ def test_a_part_is_not_charged_for_a_document_that_the_batch_drops(tokenizer):
 def test_a_batch_depends_on_seed_split_and_step_alone(tokenizer, mixture):
     again = Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512)
     first = mixture.batch(7)
-    for name, array in again.batch(7).items():
-        np.testing.assert_array_equal(array, first[name])
+    chex.assert_trees_all_equal(again.batch(7), first)
     other = Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512, split="test")
     for different in (mixture.batch(8), other.batch(7)):
         assert (different["tokens"] != first["tokens"]).any()
@@ -130,14 +130,14 @@ def test_worker_processes_give_the_same_batches_and_can_be_put_back(mixture):
         place = None
         for step in (3, 4, 5):
             place = ahead.get_state() if step == 4 else place
-            np.testing.assert_array_equal(next(ahead)["tokens"], mixture.batch(step)["tokens"])
+            chex.assert_trees_all_equal(next(ahead)["tokens"], mixture.batch(step)["tokens"])
         ahead.set_state(place)
-        np.testing.assert_array_equal(next(ahead)["tokens"], mixture.batch(4)["tokens"])
+        chex.assert_trees_all_equal(next(ahead)["tokens"], mixture.batch(4)["tokens"])
         # Ctrl-C, which a terminal sends to them too, does not take the data from the last step.
         for process in list(ahead._pool._processes.values()):
             os.kill(process.pid, signal.SIGINT)
         for step in range(5, 25):
-            np.testing.assert_array_equal(next(ahead)["tokens"], mixture.batch(step)["tokens"])
+            chex.assert_trees_all_equal(next(ahead)["tokens"], mixture.batch(step)["tokens"])
     except KeyboardInterrupt:
         pytest.fail("a worker was interrupted")
     finally:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 
+import chex
 import numpy as np
 import pytest
 
@@ -73,8 +74,8 @@ def test_the_figures_of_a_plain_cache_follow_from_its_lengths(vanilla):
     """n prompt and m new tokens: the steps that feed the first m - 1 read n + 1 ... n + m - 1."""
     prompt, new = vanilla.prompt_tokens[:, None], vanilla.new_tokens
     reads = (new - 1) * prompt + (new - 1) * new / 2
-    np.testing.assert_allclose(vanilla.reads, reads)
-    np.testing.assert_allclose(vanilla.peak, prompt + new - 1)
+    chex.assert_trees_all_close(vanilla.reads, reads, rtol=1e-7)
+    chex.assert_trees_all_close(vanilla.peak, prompt + new - 1, rtol=1e-7)
     assert vanilla.reads_per_problem == pytest.approx(reads.sum() / 6)
     assert vanilla.peak_per_problem == pytest.approx((prompt + new - 1).sum() / 6)
     assert vanilla.compression_ratio == pytest.approx(1)
@@ -84,7 +85,7 @@ def test_the_figures_of_a_plain_cache_follow_from_its_lengths(vanilla):
 def test_lanes_and_waves_change_nothing_and_more_chains_only_add(vanilla):
     few = run(lanes=4)
     assert few.completions == vanilla.completions
-    np.testing.assert_array_equal(few.reads, vanilla.reads)
+    chex.assert_trees_all_equal(few.reads, vanilla.reads)
     one = run(chains=1)
     assert [texts[0] for texts in vanilla.completions] == [texts[0] for texts in one.completions]
     assert run(chains=1, seed=1).completions != one.completions
@@ -105,11 +106,11 @@ def test_tasks_take_turns():
         stories(), [Continue(), Other()], problems=5, sampling=SAMPLING, page_size=16, chunk=8
     )
     assert both.tasks == ("continue", "other")
-    assert both.task_of.tolist() == [0, 1, 0, 1, 0]
+    chex.assert_trees_all_equal(both.task_of, np.array([0, 1, 0, 1, 0]))
     own = both.of_task("continue")
     assert len(own.scores) == 3
     # Problems 0, 1, 2 of the task; the draws are of problems 0, 2, 4 of the evaluation.
-    np.testing.assert_array_equal(own.prompt_tokens, result.prompt_tokens[:3])
+    chex.assert_trees_all_equal(own.prompt_tokens, result.prompt_tokens[:3])
     data = both.to_dict()
     assert set(data["tasks"]) == {"continue", "other"}
     assert data["tasks"]["other"]["accuracy"][0] == both.of_task("other").accuracy.value

@@ -3,6 +3,7 @@
 import json
 import math
 
+import chex
 import numpy as np
 import pytest
 
@@ -123,8 +124,8 @@ def test_the_average_gain_integrates_linear_frontiers():
 
 def test_interpolation_is_linear_in_the_logarithm_of_the_budget():
     low, high = Level(10, np.array([[0.0, 0.0]])), Level(1000, np.array([[1.0, 0.5]]))
-    np.testing.assert_allclose(at_budget([high, low], 100), [[0.5, 0.25]])
-    np.testing.assert_allclose(at_budget([high, low], 1000), [[1.0, 0.5]])
+    chex.assert_trees_all_close(at_budget([high, low], 100), np.array([[0.5, 0.25]]), rtol=1e-7)
+    chex.assert_trees_all_close(at_budget([high, low], 1000), np.array([[1.0, 0.5]]), rtol=1e-7)
     assert at_budget([high, low], 1001) is None
     assert at_budget([high, low], 9) is None
     with pytest.raises(DataError, match="interpolated"):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_a_small_run_is_stopped_goes_on_and_is_written(config, tmp_path, capsys)
     assert narrow.policy == dms_jax.Vanilla()
     assert narrow.generation.eos_token_ids == (narrow.tokenizer.eos_token_id,)
     tokens = np.arange(12)[None]
-    np.testing.assert_allclose(wide.logits(tokens), narrow.logits(tokens), atol=0.05)
+    chex.assert_trees_all_close(wide.logits(tokens), narrow.logits(tokens), rtol=1e-7, atol=0.05)
 
 
 def test_minutes_become_steps_that_a_later_call_keeps(config, tmp_path, monkeypatch):
@@ -85,12 +86,21 @@ def test_minutes_become_steps_that_a_later_call_keeps(config, tmp_path, monkeypa
 def test_documents_are_packed_in_order():
     documents = [([1, 2, 3], 1), ([4, 5], 2), ([6] * 9, 1), ([7, 8, 9, 10], 1), ([11], 0)]
     batch = pretrain.pack(iter(documents), 2, 6)
-    assert batch["tokens"].tolist() == [[1, 2, 3, 4, 5, 0], [7, 8, 9, 10, 11, 0]]
-    assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 2, 0]]
-    assert batch["loss_mask"].tolist() == [
-        [False, True, True, False, False, False],
-        [False, True, True, True, True, False],
-    ]
+    chex.assert_trees_all_equal(
+        batch["tokens"], np.array([[1, 2, 3, 4, 5, 0], [7, 8, 9, 10, 11, 0]])
+    )
+    chex.assert_trees_all_equal(
+        batch["segment_ids"], np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 2, 0]])
+    )
+    chex.assert_trees_all_equal(
+        batch["loss_mask"],
+        np.array(
+            [
+                [False, True, True, False, False, False],
+                [False, True, True, True, True, False],
+            ]
+        ),
+    )
 
     with pytest.raises(dms_jax.DataError, match="longer than 6 tokens"):
         pretrain.pack(itertools.repeat(([6] * 9, 1)), 2, 6)

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import numpy as np
 import pytest
 
@@ -44,7 +45,9 @@ def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
         budget = int((len(prompt) + SAMPLING.max_new_tokens) / ratio)
         (alone,) = answer(kind(budget=budget), [prompt]).completions
         assert completion.tokens == alone.tokens
-        np.testing.assert_allclose(completion.logprobs, alone.logprobs, atol=1e-4)
+        chex.assert_trees_all_close(
+            np.array(completion.logprobs), np.array(alone.logprobs), rtol=1e-7, atol=1e-4
+        )
         assert completion.usage.kv_reads == alone.usage.kv_reads
         assert completion.usage.peak_tokens == alone.usage.peak_tokens
     budgets = [completion.usage.live_tokens for completion in together.completions]
@@ -79,7 +82,9 @@ def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
 
     plain, again = converse(False), converse(True)
     assert plain.tokens == again.tokens
-    np.testing.assert_allclose(plain.logprobs, again.logprobs, atol=1e-4)
+    chex.assert_trees_all_close(
+        np.array(plain.logprobs), np.array(again.logprobs), rtol=1e-7, atol=1e-4
+    )
     assert plain.usage.live_tokens == again.usage.live_tokens
 
 
@@ -117,7 +122,7 @@ def test_scores_have_the_share_of_the_whole_sequence():
     for sequence, got in zip(tokens, together, strict=True):
         policy = dms_jax.H2O(budget=len(sequence) // 4)
         (want,) = dms_jax.score(stories(), [sequence], policy=policy, chunk=8)
-        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-4)
+        chex.assert_trees_all_close(got.logprobs, want.logprobs, rtol=1e-7, atol=1e-4)
         assert got.usage.kv_reads == want.usage.kv_reads
 
 
@@ -130,8 +135,8 @@ def test_scores_have_the_share_of_a_horizon_that_is_given():
         stories(), tokens, policy=share, chunk=8, page_size=8, horizon=16, table_width=5
     )
     for each, other, wide in zip(got, want, one_width, strict=True):
-        np.testing.assert_allclose(each.logprobs, other.logprobs, atol=1e-4)
-        np.testing.assert_allclose(each.logprobs, wide.logprobs, atol=1e-4)
+        chex.assert_trees_all_close(each.logprobs, other.logprobs, rtol=1e-7, atol=1e-4)
+        chex.assert_trees_all_close(each.logprobs, wide.logprobs, rtol=1e-7, atol=1e-4)
         assert each.usage.kv_reads == other.usage.kv_reads == wide.usage.kv_reads
     with pytest.raises(dms_jax.ConfigError, match="horizon"):
         dms_jax.score(stories(), tokens, policy=share, horizon=0)

@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import types
 
+import chex
 import pytest
 
 import dms_jax
@@ -129,7 +130,9 @@ def test_scores_of_earlier_sequences_are_carried(monkeypatch):
             dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
     done = caught.value.finished
     assert sorted(done) == [0, 1]
-    assert [done[i].logprobs.tolist() for i in done] == [e.logprobs.tolist() for e in expected[:2]]
+    chex.assert_trees_all_equal(
+        [done[i].logprobs for i in done], [e.logprobs for e in expected[:2]]
+    )
 
 
 def evaluated(task=None):

@@ -2,6 +2,7 @@
 
 import time
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_keys_do_not_depend_on_how_many_are_made():
     together = request_keys(seeds, copies)
     assert len({tuple(key) for key in together.tolist()}) == 3
     for row, (seed, copy) in enumerate(zip(seeds, copies, strict=True)):
-        np.testing.assert_array_equal(request_keys([seed], [copy])[0], together[row])
+        chex.assert_trees_all_equal(request_keys([seed], [copy])[0], together[row])
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,18 +71,30 @@ def test_filters_keep_what_the_oracle_keeps(name):
     cooled = jnp.asarray((logits / np.float64(rule.temperature)).astype(np.float32))
     filtered = np.asarray(filter_logits(cooled, rule.filter), np.float64)
     expected = np.stack([oracle(row, rule) for row in logits])
-    np.testing.assert_array_equal(np.isfinite(filtered), expected > 0)
-    np.testing.assert_allclose(np.exp(log_softmax(filtered)), expected, atol=1e-6)
+    chex.assert_trees_all_equal(np.isfinite(filtered), expected > 0)
+    chex.assert_trees_all_close(np.exp(log_softmax(filtered)), expected, rtol=1e-7, atol=1e-6)
 
 
-def test_tokens_of_equal_likelihood_share_a_fate():
-    logits = jnp.log(jnp.array([[0.3, 0.2, 0.2, 0.2, 0.1]]))
-    assert np.isfinite(filter_logits(logits, Sampling(top_k=2).filter)).tolist() == [
-        [True] * 4 + [False]
-    ]
-    assert np.isfinite(filter_logits(logits, Sampling(top_p=0.4).filter)).tolist() == [
-        [True] * 4 + [False]
-    ]
+class SmallExamplesTest(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_tokens_of_equal_likelihood_share_a_fate(self):
+        filtered = self.variant(filter_logits)
+        logits = jnp.log(jnp.array([[0.3, 0.2, 0.2, 0.2, 0.1]]))
+        for rule in (Sampling(top_k=2).filter, Sampling(top_p=0.4).filter):
+            kept = np.isfinite(filtered(logits, rule))
+            chex.assert_trees_all_equal(kept, np.array([[True] * 4 + [False]]))
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_no_temperature_is_too_small(self):
+        draw = self.variant(sample)
+        logits = jnp.array([[3.0, 80.0, 79.9, -1e30]])
+        for temperature in (1e-3, 1e-30, 1e-39, 1e-45, 1e-46, 1e-300):
+            for extra in ({}, {"top_p": 0.9}, {"min_p": 0.1}):
+                rule = Sampling(temperature=temperature, **extra).filter
+                tokens, _ = draw(
+                    logits, jax.random.split(jax.random.key(0), 1), jnp.zeros(1, int), rule
+                )
+                chex.assert_trees_all_equal(tokens, np.array([1]))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -98,18 +111,9 @@ def test_draws_follow_the_filtered_distribution(name):
     some = expected > 0
     assert ((counts - expected)[some] ** 2 / expected[some]).sum() < CHI_SQUARE
     # Log-probabilities are those of the model, before temperature and filters.
-    np.testing.assert_allclose(logprobs, log_softmax(logits)[np.asarray(tokens)], atol=1e-5)
-
-
-def test_no_temperature_is_too_small():
-    logits = jnp.array([[3.0, 80.0, 79.9, -1e30]])
-    for temperature in (1e-3, 1e-30, 1e-39, 1e-45, 1e-46, 1e-300):
-        for extra in ({}, {"top_p": 0.9}, {"min_p": 0.1}):
-            rule = Sampling(temperature=temperature, **extra).filter
-            tokens, _ = sample(
-                logits, jax.random.split(jax.random.key(0), 1), jnp.zeros(1, int), rule
-            )
-            assert tokens.tolist() == [1]
+    chex.assert_trees_all_close(
+        logprobs, log_softmax(logits)[np.asarray(tokens)], rtol=1e-7, atol=1e-5
+    )
 
 
 def test_the_smallest_temperature_still_draws_among_equals():
@@ -137,7 +141,7 @@ def test_no_share_is_too_small(name, share):
     logits = np.array([[-700.0, -600.0, -110.0, -95.0, -80.0, -60.0, 0.0]], np.float32)
     rule = Sampling(**{name: share})
     kept = np.isfinite(np.asarray(filter_logits(jnp.asarray(logits), rule.filter)))
-    assert kept[0].tolist() == (oracle(logits[0], rule) > 0).tolist()
+    chex.assert_trees_all_equal(kept[0], oracle(logits[0], rule) > 0)
 
 
 def test_half_precision_logits_are_sampled_in_float32():
@@ -149,7 +153,9 @@ def test_half_precision_logits_are_sampled_in_float32():
     tokens, logprobs = sample(
         jnp.broadcast_to(logits, (draws, 4000)), keys, jnp.arange(draws), rule.filter
     )
-    np.testing.assert_allclose(logprobs, log_softmax(wide)[np.asarray(tokens)], atol=1e-4)
+    chex.assert_trees_all_close(
+        logprobs, log_softmax(wide)[np.asarray(tokens)], rtol=1e-7, atol=1e-4
+    )
     # Equal logits share a fate: none below the last one of the nucleus is drawn.
     least = wide[oracle(wide, rule) > 0].min()
     assert (wide[np.asarray(tokens)] >= least - 1e-9).all()
@@ -186,8 +192,11 @@ def test_a_request_draws_alike_alone_and_in_any_company():
     expected = log_softmax(model_for("vanilla", ends=False).logits(sequences))
     for row, (prompt, completion) in enumerate(zip(given, together, strict=True)):
         steps = expected[row, len(prompt) - 1 :][:12]
-        np.testing.assert_allclose(
-            completion.logprobs, steps[np.arange(12), completion.tokens], atol=1e-4
+        chex.assert_trees_all_close(
+            np.array(completion.logprobs),
+            steps[np.arange(12), completion.tokens],
+            rtol=1e-7,
+            atol=1e-4,
         )
 
 

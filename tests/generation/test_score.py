@@ -1,5 +1,6 @@
 """Scores read off decode steps equal those of one pass; their usage is counted independently."""
 
+import chex
 import numpy as np
 import pytest
 
@@ -49,7 +50,7 @@ def test_scores_are_those_of_one_pass(name):
     model, sequences = model_for(name), prompts([*LENGTHS, 9])
     scores = dms_jax.score(model, sequences, num_lanes=2, **SHAPE)
     for score, expected in zip(scores, expected_logprobs(model, sequences), strict=True):
-        np.testing.assert_allclose(score.logprobs, expected, atol=1e-4)
+        chex.assert_trees_all_close(score.logprobs, expected, rtol=1e-7, atol=1e-4)
     lives = live_entries(name, sequences)
     for score, sequence, live in zip(scores, sequences, lives, strict=True):
         usage = score.usage
@@ -87,10 +88,10 @@ def test_a_prompt_in_one_pass_is_held_whole(name):
 def test_arrays_and_text_are_scored_as_lists_are():
     model = model_for("vanilla")
     rows = np.array(prompts([12, 12]))
-    assert rows.shape == (2, 12)
+    chex.assert_shape(rows, (2, 12))
     listed = dms_jax.score(model, rows.tolist(), **SHAPE)
     for left, right in zip(dms_jax.score(model, rows, **SHAPE), listed, strict=True):
-        np.testing.assert_array_equal(left.logprobs, right.logprobs)
+        chex.assert_trees_all_equal(left.logprobs, right.logprobs)
     text = "Once upon a time"
     (spoken,) = dms_jax.score(model, [text], **SHAPE)
     assert len(spoken.logprobs) == len(model.tokenizer.encode(text)) - 1

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+import chex
 import numpy as np
 
 from dms_jax.cache.accounting import Usage
@@ -124,12 +125,12 @@ def check_completion(
     )
     logprobs = expected.logprobs[len(prompt) - 1 :]
     assert logprobs.argmax(-1).tolist() == answer
-    difference = np.abs(logprobs.max(-1) - completion.logprobs).max()
-    assert difference < TOLERANCE
+    given = np.array(completion.logprobs)
+    chex.assert_trees_all_close(given, logprobs.max(-1), rtol=0, atol=TOLERANCE)
     expected.check_usage(completion.usage)
     assert completion.usage.prompt_tokens == len(prompt)
     assert completion.usage.new_tokens == len(answer)
-    return float(difference)
+    return float(np.abs(given - logprobs.max(-1)).max())
 
 
 def check_score(row: Row, weights, config: ModelConfig, tokens, score, page_size: int) -> float:
@@ -137,7 +138,6 @@ def check_score(row: Row, weights, config: ModelConfig, tokens, score, page_size
     tokens = np.asarray(tokens)
     expected = Expected(row, weights, config, tokens[:-1], 0, 0, page_size)
     logprobs = expected.logprobs[np.arange(len(tokens) - 1), tokens[1:]]
-    difference = np.abs(logprobs - score.logprobs).max()
-    assert difference < TOLERANCE
+    chex.assert_trees_all_close(score.logprobs, logprobs, rtol=0, atol=TOLERANCE)
     expected.check_usage(score.usage)
-    return float(difference)
+    return float(np.abs(score.logprobs - logprobs).max())

@@ -12,7 +12,9 @@ import sys
 import textwrap
 from pathlib import Path
 
+import chex
 import jax
+import numpy as np
 import pytest
 
 from dms_jax import policies
@@ -117,7 +119,8 @@ def test_it_works_inside_the_allocations_and_travels(kind, monkeypatch):
         on_tokens=lambda update: lengths.append(engine.runner.lengths[:, 0].copy()),
     )
     after_prompt = lengths[0]
-    assert after_prompt.sum(1).tolist() == [2 * 17, 2 * 1]  # 1 + 16 and 1 + 0 of them a head
+    # 1 + 16 and 1 + 0 of them a head
+    chex.assert_trees_all_equal(after_prompt.sum(1), np.array([2 * 17, 2 * 1]))
     assert after_prompt[0, 0] != after_prompt[0, 1]
     assert jax.config.jax_enable_x64
 

@@ -4,6 +4,7 @@ Before every compiled chunk a row holds ceil((slots in use + tokens of the chunk
 more and no fewer; afterwards those that its slots need; at the end none.
 """
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ class Watch:
             if limit is not None and not whole:
                 slots = np.minimum(slots, np.maximum(limit, runner.lengths))
             needed = -(-slots // runner.page_size)
-            np.testing.assert_array_equal(runner.allocator.reserved, needed)
+            chex.assert_trees_all_equal(runner.allocator.reserved, needed)
             self.chunks += 1
             result = call(runner, *arguments, **options)
             assert (runner.lengths <= slots).all()
@@ -85,7 +86,7 @@ class Watch:
         def watched(runner):
             call(runner)
             needed = -(-runner.lengths // runner.page_size)
-            np.testing.assert_array_equal(runner.allocator.reserved, needed)
+            chex.assert_trees_all_equal(runner.allocator.reserved, needed)
 
         return watched
 

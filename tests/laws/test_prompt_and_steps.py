@@ -8,6 +8,7 @@
 
 import dataclasses
 
+import chex
 import numpy as np
 import pytest
 
@@ -62,16 +63,16 @@ def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
                     want = keys[sequence][layer][live[head], head]
                     if not row.ordered:
                         got, want = (x[np.lexsort(x.T)] for x in (got, want))
-                    np.testing.assert_allclose(got, want, atol=TOLERANCE)
-        np.testing.assert_array_equal(rows.seen, done)
+                    chex.assert_trees_all_close(got, want, rtol=1e-7, atol=TOLERANCE)
+        chex.assert_trees_all_equal(rows.seen, done)
 
     out = drive(model, policy, TOKENS, cache, parts, after=slots_are_as_simulated)
     difference = Difference()
     for sequence, one in enumerate(passes):
         difference.update(out.logits[sequence], one.logits)
-        np.testing.assert_array_equal(out.live[sequence], live_totals(one))
+        chex.assert_trees_all_equal(out.live[sequence], live_totals(one))
         reads = read_totals(one, row.page_size) + read_again(row, one, int(prompts[sequence]))
-        np.testing.assert_array_equal(out.reads[sequence], reads)
+        chex.assert_trees_all_equal(out.reads[sequence], reads)
     assert difference.largest < TOLERANCE
     return difference.largest
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +40,7 @@ def test_parameters_spread_as_documented():
     for name, deviation in expected.items():
         assert arrays[name].std() == pytest.approx(deviation, rel=0.03), name
         assert abs(arrays[name].mean()) < 0.03 * deviation, name
-        assert arrays[name].dtype == jnp.float32
+        chex.assert_type(arrays[name], jnp.float32)
     scales = [array for name, array in arrays.items() if name not in expected]
     assert len(scales) == 3
     assert all(bool((scale == 1).all()) for scale in scales)
@@ -50,10 +51,10 @@ def test_a_seed_gives_the_same_model():
         parameters(dms_jax.initialize(tiny_config(), seed=seed, dtype="bfloat16").transformer)
         for seed in (0, 0, 1)
     )
-    for name, array in one.items():
-        assert array.dtype == jnp.bfloat16
-        assert np.array_equal(array, same[name]), name
-    assert not np.array_equal(one["embedding"], other["embedding"])
+    chex.assert_type(list(one.values()), jnp.bfloat16)
+    chex.assert_tree_all_finite(one)
+    chex.assert_trees_all_equal(one, same)
+    assert (one["embedding"] != other["embedding"]).any()
 
 
 def test_a_tokenizer_sets_what_generation_ends_at():
@@ -99,7 +100,7 @@ def test_the_gradient_of_a_look_up_adds_up_the_rows(alive, monkeypatch):
     with jax.enable_x64(True):
         table = jnp.asarray(random.normal(size=(17, 5)))
         found = gradient_of_table(table, jnp.asarray(tokens), jnp.asarray(weights))
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    chex.assert_trees_all_close(found, expected, rtol=1e-12)
 
 
 def test_a_frequent_tokens_gradient_is_not_lost_in_bfloat16():
@@ -107,5 +108,5 @@ def test_a_frequent_tokens_gradient_is_not_lost_in_bfloat16():
     table = jnp.zeros((4, 2), jnp.bfloat16)
     tokens = jnp.zeros((8, 512), jnp.int32)
     found = gradient_of_table(table, tokens, jnp.ones((8, 512, 2), jnp.bfloat16))
-    assert found.dtype == jnp.bfloat16
-    assert np.array_equal(found, [[4096, 4096], [0, 0], [0, 0], [0, 0]])
+    chex.assert_type(found, jnp.bfloat16)
+    chex.assert_trees_all_equal(found, np.array([[4096, 4096], [0, 0], [0, 0], [0, 0]]))

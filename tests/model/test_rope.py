@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,7 @@ def test_frequencies_are_those_of_transformers(name):
     frequencies, factor = rope_frequencies(ModelConfig.from_hf(golden["config"]))
     assert factor == pytest.approx(golden["attention_factor"], rel=1e-12)
     # transformers works in float32, whose powers are good to a few 1e-6.
-    np.testing.assert_allclose(frequencies, golden["inverse_frequencies"], rtol=5e-6)
+    chex.assert_trees_all_close(frequencies, np.array(golden["inverse_frequencies"]), rtol=5e-6)
 
 
 def test_rotation_is_multiplication_by_a_complex_number():
@@ -46,7 +47,9 @@ def test_rotation_is_multiplication_by_a_complex_number():
     turned = np.asarray(apply_rope(jnp.asarray(x), cos, sin))
     angle = positions[..., None] * 100.0 ** (-np.arange(3) / 3)
     expected = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * angle)[:, :, None]
-    np.testing.assert_allclose(turned[..., :3] + 1j * turned[..., 3:], expected, atol=1e-5)
+    chex.assert_trees_all_close(
+        turned[..., :3] + 1j * turned[..., 3:], expected, rtol=1e-7, atol=1e-5
+    )
 
 
 def test_scores_depend_on_distance_alone():
@@ -68,21 +71,22 @@ def test_scores_depend_on_distance_alone():
 def test_dtype_of_the_input_is_kept_and_arithmetic_is_wider():
     config = model_config(8, Rope(theta=50.0))
     cos, sin = rope_tables(config, jnp.arange(30)[None], dtype=jnp.bfloat16)
-    assert cos.dtype == sin.dtype == jnp.float32
+    chex.assert_type([cos, sin], jnp.float32)
     x = jax.random.normal(jax.random.key(0), (1, 30, 2, 8)).astype(jnp.bfloat16)
     turned = apply_rope(x, cos, sin)
-    assert turned.dtype == jnp.bfloat16
+    chex.assert_type(turned, jnp.bfloat16)
+    chex.assert_tree_all_finite(turned)
     exact = apply_rope(x.astype(jnp.float32), cos, sin)
-    assert jnp.array_equal(turned, exact.astype(jnp.bfloat16))
+    chex.assert_trees_all_equal(turned, exact.astype(jnp.bfloat16))
 
 
 def test_float64_tables():
     config = model_config(8, Rope())
     with jax.enable_x64(True):
         cos, _ = rope_tables(config, jnp.array([100_000]), dtype=jnp.float64)
-        assert cos.dtype == jnp.float64
+        chex.assert_type(cos, jnp.float64)
         expected = np.cos(100_000 * 1e4 ** (-np.arange(4) / 4))
-        np.testing.assert_allclose(cos[0], expected, atol=1e-10)
+        chex.assert_trees_all_close(cos[0], expected, rtol=1e-7, atol=1e-10)
 
 
 def test_attention_factor_scales_both_tables():
@@ -99,4 +103,4 @@ def test_attention_factor_scales_both_tables():
     for one, other in zip(
         rope_tables(plain, jnp.arange(4)), rope_tables(scaled, jnp.arange(4)), strict=True
     ):
-        np.testing.assert_allclose(1.5 * one, other, rtol=1e-6)
+        chex.assert_trees_all_close(1.5 * one, other, rtol=1e-6)

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +92,7 @@ def test_packed_documents_are_alone(policy):
         part = slice(end - length, end)
         difference = np.asarray(got.hidden[0, part] - alone.hidden[index, :length])
         assert np.abs(difference).max() < 1e-12
-        np.testing.assert_array_equal(
+        chex.assert_trees_all_equal(
             got.decisions[:, 0, :, part], alone.decisions[:, index, :, :length]
         )
 
@@ -99,8 +100,10 @@ def test_packed_documents_are_alone(policy):
 def test_positions_restart_with_each_document():
     segments = jnp.asarray([[4, 4, 4, 1, 1, 7, 0, 0]], jnp.int32)
     tokens = jnp.zeros((1, 8), jnp.int32)
-    assert segment_positions(tokens, segments)[0].tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
-    assert segment_positions(tokens, None)[0].tolist() == list(range(8))
+    chex.assert_trees_all_equal(
+        segment_positions(tokens, segments)[0], np.array([0, 1, 2, 0, 1, 0, 0, 1])
+    )
+    chex.assert_trees_all_equal(segment_positions(tokens, None)[0], np.arange(8))
 
 
 def test_recomputing_layers_changes_no_gradient():
@@ -115,8 +118,7 @@ def test_recomputing_layers_changes_no_gradient():
         jax.jit(jax.grad(loss, allow_int=True), static_argnums=1)(model(), remat)
         for remat in (False, True)
     )
-    for left, right in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-12)
+    chex.assert_trees_all_close(plain, again, rtol=1e-7, atol=1e-12)
     assert float(jnp.abs(plain.embedding[...]).max()) > 1e-6
 
 
@@ -124,20 +126,20 @@ def test_recorded_decisions_can_be_replayed():
     tokens, policy = random_tokens(5, 2, 19), DMS(window=2, source="adapter")
     own = run(model(), tokens, policy)
     marks = np.asarray(own.decisions, bool)
-    np.testing.assert_array_equal(run(model(), tokens, policy, marks=marks).hidden, own.hidden)
+    chex.assert_trees_all_equal(run(model(), tokens, policy, marks=marks).hidden, own.hidden)
     other = run(model(), tokens, policy, marks=~marks)
-    np.testing.assert_array_equal(other.decisions, ~marks)
+    chex.assert_trees_all_equal(other.decisions, ~marks)
     assert float(jnp.abs(other.hidden - own.hidden).max()) > 1e-3
     kept = run(model(), tokens, policy, marks=np.zeros_like(marks))
     plain = run(model(), tokens, Vanilla())
-    np.testing.assert_allclose(kept.hidden, plain.hidden, atol=1e-12)
+    chex.assert_trees_all_close(kept.hidden, plain.hidden, rtol=1e-7, atol=1e-12)
 
 
 def test_half_precision_logits_are_accumulated_in_float32():
     small = random_model(tiny_config(), dtype=jnp.bfloat16)
     passed = run(small, random_tokens(1, 1, 5), Vanilla())
-    assert passed.hidden.dtype == jnp.bfloat16
-    assert small.unembed(passed.hidden).dtype == jnp.float32
+    chex.assert_type(passed.hidden, jnp.bfloat16)
+    chex.assert_type(small.unembed(passed.hidden), jnp.float32)
 
 
 def test_bad_input_is_refused():

@@ -1,5 +1,7 @@
 """Every mutant can still be planted, and names tests that are there."""
 
+import re
+
 import pytest
 
 from tests.mutants.mutant import Mutant
@@ -21,7 +23,8 @@ def test_it_can_be_planted(mutant):
         path, *names = test.split("::")
         source = (ROOT / path).read_text(encoding="utf-8")
         for name in names:
-            assert f"def {name.split('[')[0]}(" in source, f"{path} has no {name}"
+            defined = rf"^ *(def|class) {name.split('[')[0]}\("
+            assert re.search(defined, source, re.MULTILINE), f"{path} has no {name}"
 
 
 def test_what_cannot_be_planted_says_why():

@@ -1,5 +1,6 @@
 """The DMC oracle against examples worked by hand and second derivations."""
 
+import chex
 import numpy as np
 import pytest
 
@@ -27,18 +28,22 @@ def test_dmc_merges_by_weight():
     first = (omega[0] * 1 + omega[1] * 2) / (omega[0] + omega[1])
     second = (omega[2:] @ [3, 4, 5]) / omega[2:].sum()
     weights = softmax(np.array([first, second]) / 2)
-    np.testing.assert_allclose(trace.outputs[4, 0, 0], weights @ [10 * first, 10 * second])
-    np.testing.assert_allclose(trace.outputs[4, 0, 3], 7.0)
-    assert trace.peak.tolist() == [2]
+    chex.assert_trees_all_close(
+        trace.outputs[4, 0, 0], weights @ [10 * first, 10 * second], rtol=1e-7
+    )
+    chex.assert_trees_all_close(trace.outputs[4, 0, 3], 7.0, rtol=1e-7)
+    chex.assert_trees_all_equal(trace.peak, np.array([2]))
 
 
 def test_dmc_importance_is_the_mean_logit_of_the_group():
     q = np.zeros((1, 4, 3))
     q[0, :, -1] = [1.0, 3.0, -7.0, -5.0]
     got = dmc.importance_weights(q, 2, epsilon=0.0)
-    np.testing.assert_allclose(got, [[1 / (1 + np.exp(-7)), 1 / (1 + np.exp(1))]])
+    chex.assert_trees_all_close(
+        got, np.array([[1 / (1 + np.exp(-7)), 1 / (1 + np.exp(1))]]), rtol=1e-7
+    )
     first = dmc.importance_weights(q, 2, neuron=0, epsilon=0.0)
-    np.testing.assert_allclose(first, np.full((1, 2), 1 / (1 + np.exp(-5))))
+    chex.assert_trees_all_close(first, np.full((1, 2), 1 / (1 + np.exp(-5))), rtol=1e-7)
 
 
 def dmc_tensors(seed, length=40):
@@ -60,18 +65,20 @@ def test_dmc_step_by_step_equals_the_closed_form_with_a_mask(window):
     soft = dmc.soft_attention(
         q, k, v, alpha, dmc.importance_weights(q, 2), log_keep, cos=cos, sin=sin, window=window
     )
-    np.testing.assert_allclose(trace.outputs, soft, atol=1e-12)
+    chex.assert_trees_all_close(trace.outputs, soft, rtol=1e-7, atol=1e-12)
     expected = [
         [1 + np.count_nonzero(alpha[1 : t + 1, head] == 0) for head in (0, 1)] for t in range(40)
     ]
-    assert trace.live_counts.tolist() == expected
+    chex.assert_trees_all_equal(trace.live_counts, np.array(expected))
 
 
 def test_dmc_window_forgets_the_start_of_a_long_segment():
     x = np.arange(17.0)[:, None]
     ones = np.ones(17)
-    np.testing.assert_allclose(dmc.pool(x, ones, ones, window=12)[-1], [np.arange(5, 17).mean()])
-    np.testing.assert_allclose(dmc.pool(x, ones, ones)[-1], [8.0])
+    chex.assert_trees_all_close(
+        dmc.pool(x, ones, ones, window=12)[-1], np.array([np.arange(5, 17).mean()]), rtol=1e-7
+    )
+    chex.assert_trees_all_close(dmc.pool(x, ones, ones)[-1], np.array([8.0]), rtol=1e-7)
 
 
 def test_dmc_soft_pool_follows_the_recurrence():
@@ -84,13 +91,13 @@ def test_dmc_soft_pool_follows_the_recurrence():
         total = carried + omega[t]
         mean = (carried * mean + omega[t] * x[t]) / total
         pooled.append(mean)
-    np.testing.assert_allclose(dmc.pool(x, alpha, omega), pooled, atol=1e-12)
+    chex.assert_trees_all_close(dmc.pool(x, alpha, omega), np.array(pooled), rtol=1e-7, atol=1e-12)
 
 
 def test_dmc_bias_spares_the_own_token_and_the_last():
     mask = dmc.merge_bias([-9.0, -1.0, -2.0])
     expected = [[0, -np.inf, -np.inf], [-1, 0, -np.inf], [-1, -2, 0]]
-    np.testing.assert_array_equal(mask, expected)
+    chex.assert_trees_all_equal(mask, np.array(expected))
 
 
 def test_dmc_that_never_merges_is_vanilla_without_the_neurons():
@@ -101,7 +108,9 @@ def test_dmc_that_never_merges_is_vanilla_without_the_neurons():
     q, k = rope.rotate_tokens(q, cos, sin), rope.rotate_tokens(k, cos, sin)
     q[:, :, -1] = 0
     k[:, :, -1] = 0
-    np.testing.assert_allclose(trace.outputs, vanilla.simulate(q, k, v).outputs, atol=1e-12)
+    chex.assert_trees_all_close(
+        trace.outputs, vanilla.simulate(q, k, v).outputs, rtol=1e-7, atol=1e-12
+    )
 
 
 def test_dmc_fixed_pooling():
@@ -116,4 +125,4 @@ def test_dmc_fixed_pooling():
     values = np.stack([v[0:3].mean(0), v[3:6].mean(0), v[6]])
     query = rope.rotate(q[6, 3], cos[6], sin[6])
     expected = softmax(rotated[:, 1] @ query / np.sqrt(6)) @ values[:, 1]
-    np.testing.assert_allclose(trace.outputs[6, 3], expected, atol=1e-12)
+    chex.assert_trees_all_close(trace.outputs[6, 3], expected, rtol=1e-7, atol=1e-12)

@@ -1,5 +1,6 @@
 """The DMS oracle against examples worked by hand and second derivations."""
 
+import chex
 import numpy as np
 import pytest
 
@@ -58,8 +59,10 @@ def test_dms_outputs_equal_the_hard_mask_in_training_form():
     trace = dms.simulate(q, k, v, decisions=decisions, window=3, shift=1)
     bias = np.where(decisions == 1, -np.inf, 0.0)
     soft = dms.soft_attention(q, k, v, bias, window=3, shift=1)
-    np.testing.assert_allclose(trace.outputs, soft, atol=1e-12)
-    assert not np.allclose(trace.outputs, vanilla.simulate(q, k, v).outputs)
+    chex.assert_trees_all_close(trace.outputs, soft, rtol=1e-7, atol=1e-12)
+    dense = vanilla.simulate(q, k, v).outputs
+    with pytest.raises(AssertionError, match="Values not approximately equal"):
+        chex.assert_trees_all_close(trace.outputs, dense, rtol=1e-5, atol=1e-8)
 
 
 def test_dms_per_layer_takes_the_first_head():
@@ -75,8 +78,8 @@ def test_dms_per_layer_takes_the_first_head():
 def test_dms_without_marks_is_vanilla():
     q, k, v = tensors(3)
     trace = dms.simulate(q, k, v, decisions=np.zeros((13, 2)), window=2)
-    np.testing.assert_array_equal(trace.outputs, vanilla.simulate(q, k, v).outputs)
-    assert trace.peak.tolist() == [13, 13]
+    chex.assert_trees_all_equal(trace.outputs, vanilla.simulate(q, k, v).outputs)
+    chex.assert_trees_all_equal(trace.peak, np.array([13, 13]))
 
 
 @pytest.mark.parametrize(
@@ -91,10 +94,10 @@ def test_dms_without_marks_is_vanilla():
 )
 def test_dms_gate(logit, noise, gate_logit, alpha, hard, bias):
     got = dms.gate(logit, noise, temperature=0.1)
-    np.testing.assert_allclose(got[0], gate_logit, rtol=1e-12)
-    np.testing.assert_allclose(got[1], alpha, rtol=1e-3 if alpha < 1e-9 else 2e-5)
+    chex.assert_trees_all_close(got[0], gate_logit, rtol=1e-12)
+    chex.assert_trees_all_close(got[1], alpha, rtol=1e-3 if alpha < 1e-9 else 2e-5)
     assert got[2] == hard
-    np.testing.assert_allclose(got[3], bias, rtol=1e-3 if alpha < 1e-9 else 2e-5)
+    chex.assert_trees_all_close(got[3], bias, rtol=1e-3 if alpha < 1e-9 else 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +112,18 @@ def test_dms_gate(logit, noise, gate_logit, alpha, hard, bias):
     ],
 )
 def test_dms_adapter_schedule(step, ratio, target):
-    np.testing.assert_allclose(dms.compression_schedule(step, 1, 16, 510), (ratio, target))
+    chex.assert_trees_all_close(
+        dms.compression_schedule(step, 1, 16, 510), (ratio, target), rtol=1e-7
+    )
 
 
 @pytest.mark.parametrize(
     ("step", "ratio", "target"), [(100, 2, 0.5), (300, 4, 0.75), (700, 8, 0.875)]
 )
 def test_dms_published_schedule(step, ratio, target):
-    np.testing.assert_allclose(dms.compression_schedule(step, 1, 8, 700), (ratio, target))
+    chex.assert_trees_all_close(
+        dms.compression_schedule(step, 1, 8, 700), (ratio, target), rtol=1e-7
+    )
 
 
 def test_dms_compression_loss_is_one_sided_and_global():
@@ -144,21 +151,25 @@ def test_dms_query_neuron_is_read_before_and_gone_after_rotation():
     q, k, _ = tensors(4)
     cos, sin = rope.angles(np.arange(13), 6)
     logits, rotated, keys = dms.from_query_neuron(q, k, cos, sin)
-    np.testing.assert_allclose(logits, q[:, [0, 2], 5] * 100 - 5)
+    chex.assert_trees_all_close(logits, q[:, [0, 2], 5] * 100 - 5, rtol=1e-7)
     assert (rotated[:, [0, 2], 5] == 0).all()
     # The neuron must not leak into the dim it rotates with.
-    np.testing.assert_allclose(rotated[:, [0, 2], 2], q[:, [0, 2], 2] * cos[:, None, 2])
-    np.testing.assert_allclose(rotated[:, [1, 3]], rope.rotate_tokens(q, cos, sin)[:, [1, 3]])
-    np.testing.assert_allclose(keys, rope.rotate_tokens(k, cos, sin))
+    chex.assert_trees_all_close(rotated[:, [0, 2], 2], q[:, [0, 2], 2] * cos[:, None, 2], rtol=1e-7)
+    chex.assert_trees_all_close(
+        rotated[:, [1, 3]], rope.rotate_tokens(q, cos, sin)[:, [1, 3]], rtol=1e-7
+    )
+    chex.assert_trees_all_close(keys, rope.rotate_tokens(k, cos, sin), rtol=1e-7)
 
 
 def test_dms_adapter_logits():
     hidden = np.array([[3.0, 4.0]])  # Mean square 12.5.
     logits = dms.from_adapter(hidden, [1.0, 2.0], [[1.0, 0.0], [0.0, 1.0]], epsilon=0.0)
-    np.testing.assert_allclose(logits, [[300 / 12.5**0.5 - 5, 800 / 12.5**0.5 - 5]])
+    chex.assert_trees_all_close(
+        logits, np.array([[300 / 12.5**0.5 - 5, 800 / 12.5**0.5 - 5]]), rtol=1e-7
+    )
     shifted = dms.from_adapter(hidden, [1.0, 2.0], np.eye(2), epsilon=0.0, bias=[0.01, 0.0])
-    np.testing.assert_allclose(shifted - logits, [[1.0, 0.0]], atol=1e-12)
+    chex.assert_trees_all_close(shifted - logits, np.array([[1.0, 0.0]]), rtol=1e-7, atol=1e-12)
 
 
 def test_dms_decides_strictly_above_zero():
-    assert dms.decide([-0.1, 0.0, 1e-9]).tolist() == [0, 0, 1]
+    chex.assert_trees_all_equal(dms.decide([-0.1, 0.0, 1e-9]), np.array([0, 0, 1]))

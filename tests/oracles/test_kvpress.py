@@ -6,6 +6,7 @@ norms are rounded here so that equal tokens tie.
 
 from pathlib import Path
 
+import chex
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -41,7 +42,7 @@ def test_scores(name):
         # What always stays has the largest score of all heads there.
         assert (want[head][~scored_alike] >= want.max()).all()
         tolerance = 1e-3 if name == "knorm" else 1e-5  # 12 bits; the library's float32 softmax
-        np.testing.assert_allclose(
+        chex.assert_trees_all_close(
             got[scored_alike], want[head][scored_alike], rtol=tolerance, atol=1e-7
         )
 

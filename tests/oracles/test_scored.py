@@ -1,5 +1,6 @@
 """The oracle of the policies that score what they hold, against examples worked by hand."""
 
+import chex
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ def test_a_prompt_is_cut_once_and_answers_at_every_interval():
     live, kept = lengths_of(trace)
     assert live == [1, 2, 3, 4, 5, 6, 4, 5, 4, 5, 4, 5]
     assert kept == [1, 2, 3, 4, 5, 3, 4, 3, 4, 3, 4, 3]
-    np.testing.assert_allclose(trace.outputs[:6], vanilla.simulate(q, k, v).outputs[:6])
+    chex.assert_trees_all_close(trace.outputs[:6], vanilla.simulate(q, k, v).outputs[:6], rtol=1e-7)
     once = scored.simulate(q, k, v, 6, worth=scored.knorm(k), budget=3, interval=None)
     assert lengths_of(once)[1][5:] == [3, 4, 5, 6, 7, 8, 9]
     never = scored.simulate(q, k, v, 0, worth=scored.knorm(k), budget=3, interval=None)
@@ -35,8 +36,10 @@ def test_keys_unlike_the_others_stay():
     k = np.array([[1.0, 0], [2, 0], [0, 3], [4, 0], [-1, 0]])[:, None]
     scores = scored.keydiff(k)(4, [[0, 1, 2, 3, 4]])[0]
     length = np.hypot(2, 1)  # the mean is (2, 1) / 5
-    np.testing.assert_allclose(
-        scores, [-2 / length, -2 / length, -1 / length, -2 / length, 2 / length]
+    chex.assert_trees_all_close(
+        scores,
+        np.array([-2 / length, -2 / length, -1 / length, -2 / length, 2 / length]),
+        rtol=1e-7,
     )
     trace = scored.simulate(k, k, k, 5, worth=scored.keydiff(k), budget=2, interval=None)
     assert trace.kept[-1] == [[2, 4]]
@@ -51,7 +54,9 @@ def test_snapkv_pools_the_votes_of_the_window():
     # Query 5 sees 14 in all, query 6 sees 16: old tokens get w / 14 and w / 16, averaged.
     votes = weights[:5] * (1 / 14 + 1 / 16) / 2
     pooled = [votes[:2].sum(), votes[:3].sum(), votes[1:4].sum(), votes[2:].sum(), votes[3:].sum()]
-    np.testing.assert_allclose(scores, [*np.array(pooled) / 3, np.inf, np.inf])
+    chex.assert_trees_all_close(
+        scores, np.array([*np.array(pooled) / 3, np.inf, np.inf]), rtol=1e-7
+    )
 
 
 def test_snapkv_sees_what_is_left_of_the_past():
@@ -64,7 +69,7 @@ def test_snapkv_sees_what_is_left_of_the_past():
     )
     logits[:2, 3] = -np.inf  # query 7 does not see key 8
     weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    np.testing.assert_allclose(scores[1][:2], weights[:, :2].mean(0))
+    chex.assert_trees_all_close(scores[1][:2], weights[:, :2].mean(0), rtol=1e-7)
 
 
 def test_expected_attention_is_the_mean_of_attention_under_its_gaussian():
@@ -81,7 +86,7 @@ def test_expected_attention_is_the_mean_of_attention_under_its_gaussian():
     expected = np.exp(turned @ k[1:, 0].T / 2).mean(0)
     expected *= np.linalg.norm(v[1:, 0], axis=-1) / expected.sum()
     assert scores[0] == np.inf
-    np.testing.assert_allclose(scores[1:], expected, rtol=0.03)
+    chex.assert_trees_all_close(scores[1:], expected, rtol=0.03)
     plain = scored.expected_attention(queries, k, v, covariance=False, **options)(39, [ids])[0]
     assert np.abs(plain[1:] / expected - 1).max() > 0.1
 

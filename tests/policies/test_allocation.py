@@ -3,6 +3,7 @@
 import fractions
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,12 +33,15 @@ def test_a_share_is_rounded_down_and_whole_ones_stay_whole(ratio):
     assert [policy.for_length(h).budget for h in lengths] == want
 
 
-def test_of_equal_scores_the_later_stays():
-    scores = jnp.asarray([[[3.0, 1, 3, 2], [5, 5, 5, 5]]])
-    kept = highest(scores, jnp.asarray([[1]]))
-    np.testing.assert_array_equal(kept, [[[0, 0, 1, 0], [0, 0, 0, 1]]])
-    kept = highest(scores, jnp.asarray([[3, 2]]))
-    np.testing.assert_array_equal(kept, [[[1, 0, 1, 1], [0, 0, 1, 1]]])
+class HighestTest(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_of_equal_scores_the_later_stays(self):
+        choose = self.variant(highest)
+        scores = jnp.asarray([[[3.0, 1, 3, 2], [5, 5, 5, 5]]])
+        kept = choose(scores, jnp.asarray([[1]]))
+        chex.assert_trees_all_equal(kept, np.array([[[0, 0, 1, 0], [0, 0, 0, 1]]]))
+        kept = choose(scores, jnp.asarray([[3, 2]]))
+        chex.assert_trees_all_equal(kept, np.array([[[1, 0, 1, 1], [0, 0, 1, 1]]]))
 
 
 @pytest.mark.parametrize(
@@ -52,13 +56,13 @@ def test_heads_compete_after_each_had_its_share(alpha, kept):
     """Two tokens a head: the first head's are all worth more than the second's."""
     scores = jnp.asarray([[[9.0, 8, 7, 6], [1, 5, 2, 3]]])
     found = AdaKV(SnapKV(), alpha=alpha).select(scores, jnp.asarray([[2]]), token())
-    np.testing.assert_array_equal(found[0], kept)
+    chex.assert_trees_all_equal(found[0], np.array(kept))
 
 
 def test_a_head_that_holds_less_than_its_share_takes_nothing_else():
     scores = jnp.asarray([[[9.0, 8, 7, 6], [1, NOTHING, NOTHING, NOTHING]]])
     found = AdaKV(SnapKV(), alpha=1.0).select(scores, jnp.asarray([[2]]), token())
-    np.testing.assert_array_equal(found[0], [[1, 1, 1, 0], [1, 0, 0, 0]])
+    chex.assert_trees_all_equal(found[0], np.array([[1, 1, 1, 0], [1, 0, 0, 0]]))
 
 
 def budgets(policy, num_layers):
@@ -94,8 +98,8 @@ def test_the_rows_of_a_layer_are_due_together_wherever_they_are(last, due):
         out_specs=PartitionSpec("heads"),
         check_vma=False,
     )
-    assert of_devices(lengths).tolist() == [due] * 4
-    assert policy.due(lengths, token()).tolist() == [due]
+    chex.assert_trees_all_equal(of_devices(lengths), np.array([due] * 4))
+    chex.assert_trees_all_equal(policy.due(lengths, token()), np.array([due]))
 
 
 def test_random_selection_draws_anew_for_layers_heads_and_cuts():
@@ -110,4 +114,4 @@ def test_random_selection_draws_anew_for_layers_heads_and_cuts():
     correlations = np.corrcoef(rows) - np.eye(len(rows))
     assert np.abs(correlations).max() < 4 / math.sqrt(slots)
     assert np.abs(np.mean(rows, axis=1) - 0.5).max() < 4 * math.sqrt(1 / 12 / slots)
-    np.testing.assert_array_equal(draw(), draw())
+    chex.assert_trees_all_equal(draw(), draw())

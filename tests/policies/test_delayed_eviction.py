@@ -7,6 +7,7 @@ and what each query of a chunk may see.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,9 +76,9 @@ def check_chunks(policy, window, shift, marks, chunks, width):
                     slots[taken[token]] = first + token
             wanted = steps[b, k][first + count - 1] if first + count else []
             lengths_now = placement["lengths"][b, k]
-            assert slots[:lengths_now].tolist() == wanted
+            chex.assert_trees_all_equal(slots[:lengths_now], np.array(wanted))
             live = [len(steps[b, k][first + token]) for token in range(count)]
-            assert placement["live"][b, k, :count].tolist() == live
+            chex.assert_trees_all_equal(placement["live"][b, k, :count], np.array(live))
             until = placement["past_until"][b, k]
             for token in range(count):
                 past = before[: lengths[b, k]][token <= until[: lengths[b, k]]]
@@ -122,7 +123,7 @@ def test_rows_at_a_length_are_those_that_came_to_it(window, shift, seen):
     made = last + shift < seen
     evicted = made & marks[..., np.where(made, last + shift, 0)]
     rows = policy.rows_at(empty, jnp.asarray(slots), jnp.asarray(evicted), seen)
-    np.testing.assert_array_equal(rows, reached)
+    chex.assert_trees_all_equal(rows, reached)
 
 
 @pytest.mark.parametrize(("budget", "sinks"), [(1, 0), (4, 1), (6, 5), (40, 4)])
@@ -144,7 +145,7 @@ def test_random_eviction_draws_by_layer_head_and_position_alone():
     policy = RandomEviction(rate=0.3, seed=5)
     whole = np.asarray(policy.decide(shown(np.arange(4000)[None])).marks)
     part = policy.decide(shown(np.arange(1000, 1010)[None].repeat(3, 0))).marks
-    np.testing.assert_array_equal(part, np.repeat(whole[:, :, 1000:1010], 3, axis=0))
+    chex.assert_trees_all_equal(part, np.repeat(whole[:, :, 1000:1010], 3, axis=0))
     other_layer = policy.decide(shown(np.arange(4000)[None], layer=1)).marks
     other_seed = RandomEviction(rate=0.3, seed=6).decide(shown(np.arange(4000)[None])).marks
     # Independent draws of probability 0.3 agree in 0.58 of the places, to within 0.008 each.

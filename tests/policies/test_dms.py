@@ -1,5 +1,6 @@
 """DMS's decisions: the threshold, the draw, and that training draws with the same probability."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,9 +31,9 @@ def test_draws_have_the_probability_of_the_logit():
     for logit in (-2.0, 0.0, 1.0):
         logits = np.full((1, 3, 4000), logit, np.float32)
         share = marks(DRAWN, logits, positions).mean(-1)[0]
-        np.testing.assert_allclose(share, 1 / (1 + np.exp(-logit)), atol=0.03)
+        chex.assert_trees_all_close(share, 1 / (1 + np.exp(-logit)), rtol=1e-7, atol=0.03)
     saturated = np.where(np.arange(4000) % 3 == 0, 40.0, -40.0).astype(np.float32)[None, None]
-    np.testing.assert_array_equal(marks(DRAWN, saturated, positions), saturated > 0)
+    chex.assert_trees_all_equal(marks(DRAWN, saturated, positions), saturated > 0)
 
 
 def test_draws_depend_on_seed_layer_head_and_position_alone():
@@ -40,7 +41,7 @@ def test_draws_depend_on_seed_layer_head_and_position_alone():
     positions = np.arange(2000)[None]
     whole = marks(DRAWN, logits, positions)
     part = marks(DRAWN, logits[:, :, :10].repeat(3, 0), positions[:, 1000:1010].repeat(3, 0))
-    np.testing.assert_array_equal(part, whole[:, :, 1000:1010].repeat(3, 0))
+    chex.assert_trees_all_equal(part, whole[:, :, 1000:1010].repeat(3, 0))
     other_seed = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, decisions="bernoulli")
     different = [
         whole[0, 0],
@@ -57,7 +58,7 @@ def test_one_draw_for_the_layer():
     policy = DMS(source="adapter", per="layer", alpha_offset=0.0, decisions="bernoulli")
     drawn = marks(policy, np.zeros((2, 3, 50), np.float32), np.arange(50)[None].repeat(2, 0))
     assert 0 < drawn.mean() < 1
-    np.testing.assert_array_equal(drawn, drawn[:, :1].repeat(3, 1))
+    chex.assert_trees_all_equal(drawn, drawn[:, :1].repeat(3, 1))
 
 
 def test_training_draws_as_inference_does():
@@ -69,7 +70,7 @@ def test_training_draws_as_inference_does():
     decisions = DRAWN.decide(tokens)
     u = draws.token_uniforms(draws.row_hashes(5, jnp.asarray(0), 2), jnp.asarray(positions))
     relaxed = DRAWN.relax(chunk_of(tokens, decisions=decisions), jnp.log1p(-u) - jnp.log(u))
-    np.testing.assert_array_equal(relaxed.decisions, decisions.marks)
+    chex.assert_trees_all_equal(relaxed.decisions, decisions.marks)
     assert 0.3 < relaxed.decisions.mean() < 0.7
 
 
@@ -97,5 +98,5 @@ def test_the_gate_of_training_is_that_of_the_oracle():
         chunk = chunk_of(tokens, decisions=policy.decide(tokens))
         relaxed = policy.relax(chunk, jnp.asarray(noise))
     _, _, hard, bias = dms.gate(logits, noise, 0.7)
-    np.testing.assert_array_equal(relaxed.decisions, hard)
-    np.testing.assert_allclose(relaxed.bias, bias, atol=1e-12)
+    chex.assert_trees_all_equal(relaxed.decisions, hard)
+    chex.assert_trees_all_close(relaxed.bias, bias, rtol=1e-7, atol=1e-12)

@@ -3,6 +3,7 @@
 The laws run in float64, where a sum in the model's own type is as good as any.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +60,7 @@ def test_400_merged_tokens_are_their_mean(width):
     want = dmc.pool(
         np.asarray(k, np.float64).reshape(400, 4), alpha, np.asarray(omega).reshape(-1), None
     )
-    np.testing.assert_allclose(np.asarray(found, np.float64).reshape(400, 4), want, rtol=2**-8)
+    chex.assert_trees_all_close(np.asarray(found, np.float64).reshape(400, 4), want, rtol=2**-8)
 
 
 def test_h2o_adds_up_600_queries():
@@ -73,7 +74,7 @@ def test_h2o_adds_up_600_queries():
         return policy.observe(state, chunk, placement, observed(given[None, None, None])), None
 
     state, _ = jax.lax.scan(step, state, length=600)
-    np.testing.assert_allclose(state.pages.sums[0], 600 * np.asarray(given, np.float64), rtol=1e-4)
+    chex.assert_trees_all_close(state.pages.sums[0], 600 * np.asarray(given, np.float64), rtol=1e-4)
 
 
 @pytest.mark.parametrize("count", [300, 230])
@@ -93,7 +94,7 @@ def test_h2o_adds_up_a_dense_prompt_without_its_padding(count):
     logits = 0.5 * np.einsum("thd,sd->hts", wide_q[0, :count], wide_k[0, :count, 0])
     logits = np.where(np.tri(count, dtype=bool), logits, -np.inf)
     sums = np.asarray(state.pages.sums)[0]
-    np.testing.assert_allclose(sums[:count], softmax(logits).mean(0).sum(0), rtol=1e-4)
+    chex.assert_trees_all_close(sums[:count], softmax(logits).mean(0).sum(0), rtol=1e-4)
     assert not sums[count:].any()
 
 
@@ -106,7 +107,7 @@ def test_the_weights_of_a_query(size):
     rows = Rows(k=k, v=k, lengths=jnp.asarray([[7]], jnp.int32))
     found = query_weights(q, rows, 0.5)
     want = softmax(0.5 * np.einsum("hd,sd->hs", wide_q[0], wide_k[0, 0, :7]))
-    np.testing.assert_allclose(found[0, 0, :, :7], want, rtol=1e-4, atol=1e-12)
+    chex.assert_trees_all_close(found[0, 0, :, :7], want, rtol=1e-4, atol=1e-12)
     assert not np.asarray(found)[..., 7:].any()
 
 
@@ -123,8 +124,8 @@ def test_dms_decides_by_the_exact_logit(source):
     projections = shown(q, q[:, :, :1], adapter_logits=raw[None, None])
     decisions = DMS(source=source).decide(projections)
     logits = 100 * np.asarray(raw, np.float64) - 5
-    np.testing.assert_array_equal(decisions.marks[0, 0], logits > 0)
-    np.testing.assert_allclose(decisions.logits[0, 0], logits, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_equal(decisions.marks[0, 0], logits > 0)
+    chex.assert_trees_all_close(decisions.logits[0, 0], logits, rtol=1e-5, atol=1e-6)
 
 
 def test_dmc_weighs_by_the_exact_mean_of_the_group():
@@ -133,8 +134,8 @@ def test_dmc_weighs_by_the_exact_mean_of_the_group():
     k, wide_k = halves(random, 1, 50, 2, 4)
     decisions = DMC(offset=0.3).decide(shown(q, k))
     want = dmc.importance_weights(wide_q[0], 2, offset=0.3)
-    np.testing.assert_allclose(decisions.importance[0].T, want, rtol=1e-5)
-    np.testing.assert_allclose(
+    chex.assert_trees_all_close(decisions.importance[0].T, want, rtol=1e-5)
+    chex.assert_trees_all_close(
         decisions.logits[0].T, dmc.merge_logits(wide_k[0], offset=0.3), rtol=1e-5, atol=1e-6
     )
 
@@ -154,8 +155,8 @@ def test_expected_attention_learns_the_moments_of_500_queries():
 
     rows, _ = jax.lax.scan(step, rows, (jnp.arange(500, dtype=jnp.int32), q))
     past = np.asarray(q, np.float64).reshape(500, 4)[3:]
-    np.testing.assert_allclose(rows.mean[0, 0, 0], past.mean(0), rtol=1e-4)
-    np.testing.assert_allclose(
+    chex.assert_trees_all_close(rows.mean[0, 0, 0], past.mean(0), rtol=1e-4)
+    chex.assert_trees_all_close(
         rows.spread[0, 0, 0] / len(past), np.cov(past.T, bias=True), rtol=1e-3, atol=1e-3
     )
 
@@ -168,7 +169,7 @@ def test_keydiff_tells_keys_apart_that_are_alike():
     found = KeyDiff(budget=8).scores(None, None, rows)
     wide = np.asarray(keys, np.float64)[0, 0][:, None]
     want = scored.keydiff(wide)(39, [list(range(40))])[0]
-    np.testing.assert_allclose(found[0, 0], want, atol=1e-6)
+    chex.assert_trees_all_close(found[0, 0], want, rtol=1e-7, atol=1e-6)
 
 
 def test_snapkv_votes_with_exact_weights():
@@ -184,7 +185,7 @@ def test_snapkv_votes_with_exact_weights():
     )
     found = policy.scores(state, chunk, rows)
     want = scored.snapkv(wide_q[0], wide_k[0], 4, 3)(39, [list(range(40))])[0]
-    np.testing.assert_allclose(found[0, 0], want, rtol=1e-4)
+    chex.assert_trees_all_close(found[0, 0], want, rtol=1e-4)
 
 
 @pytest.mark.parametrize("best", [0, 1])
@@ -200,4 +201,4 @@ def test_quest_tells_bounds_apart_that_half_precision_does_not(best):
     )
     placement = Vanilla().write(PolicyState(), chunk)[1]
     reading = policy.read(PolicyState(pages=bounds), jnp.ones((1, 1, 8), HALF), chunk, placement)
-    assert reading.page_table.tolist() == [[[best, 3]]]
+    chex.assert_trees_all_equal(reading.page_table, np.array([[[best, 3]]]))

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +72,7 @@ def test_means_do_not_depend_on_the_chunks(window, seed, rate, width):
         for got, x in ((got_k, k), (got_v, v)):
             alpha = marks[row, head].astype(float)
             want = dmc.pool(x[row, :, head], alpha, omega[row, head], window)
-            np.testing.assert_allclose(got[row, :, head], want, atol=1e-12)
+            chex.assert_trees_all_close(got[row, :, head], want, rtol=1e-7, atol=1e-12)
 
 
 def draw(seed: int, dtype=np.float64):
@@ -98,8 +99,8 @@ def test_partial_means_equal_the_closed_form_in_float64(window):
     k, v, alpha, omega = draw(1)
     with jax.enable_x64(True):
         got_k, got_v = partial_means(*map(jnp.asarray, (k, v, alpha, omega)), window)
-    np.testing.assert_allclose(got_k, pooled(k, alpha, omega, window), atol=1e-13)
-    np.testing.assert_allclose(got_v, pooled(v, alpha, omega, window), atol=1e-13)
+    chex.assert_trees_all_close(got_k, pooled(k, alpha, omega, window), rtol=1e-7, atol=1e-13)
+    chex.assert_trees_all_close(got_v, pooled(v, alpha, omega, window), rtol=1e-7, atol=1e-13)
 
 
 @pytest.mark.parametrize("window", [None, 3, 12])
@@ -123,18 +124,21 @@ def test_parallel_equals_token_by_token_in_float32(window):
     tokens = [jnp.moveaxis(x, axis, 0) for x, axis in ((k, 1), (alpha, 2), (omega, 2))]
     _, want = jax.lax.scan(step, ring, tokens)
     got, _ = partial_means(*map(jnp.asarray, (k, v, alpha, omega)), window)
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, jnp.moveaxis(want, 0, 1), atol=1e-5)
-    np.testing.assert_allclose(got, pooled(k, alpha, omega, window), atol=1e-5)
+    chex.assert_type(got, jnp.float32)
+    chex.assert_trees_all_close(got, jnp.moveaxis(want, 0, 1), rtol=1e-7, atol=1e-5)
+    chex.assert_trees_all_close(got, pooled(k, alpha, omega, window), rtol=1e-7, atol=1e-5)
 
 
-def test_sums_of_half_precision_are_taken_in_float32():
-    k, v, alpha, omega = draw(3, np.float32)
-    half = [jnp.asarray(x, jnp.bfloat16) for x in (k, v)]
-    got, _ = partial_means(*half, jnp.asarray(alpha), jnp.asarray(omega), 12)
-    want = pooled(np.asarray(half[0], np.float64), alpha, omega, 12)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(got, jnp.asarray(want, jnp.float32).astype(jnp.bfloat16))
+class HalfPrecisionTest(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_sums_are_taken_in_float32(self):
+        k, v, alpha, omega = draw(3, np.float32)
+        half = [jnp.asarray(x, jnp.bfloat16) for x in (k, v)]
+        means = self.variant(functools.partial(partial_means, window=12))
+        got, _ = means(*half, jnp.asarray(alpha), jnp.asarray(omega))
+        want = pooled(np.asarray(half[0], np.float64), alpha, omega, 12)
+        chex.assert_type(got, jnp.bfloat16)
+        chex.assert_trees_all_equal(got, jnp.asarray(want, jnp.float32).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("window", [None, 3, 12])
@@ -164,7 +168,7 @@ def test_gradients_equal_finite_differences(window):
                 ends.append(value(*moved))
             slope = (ends[0] - ends[1]) / 2e-6
             found = (np.asarray(gradient) * direction).sum()
-            np.testing.assert_allclose(found, slope, rtol=1e-6, atol=1e-8)
+            chex.assert_trees_all_close(found, slope, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("window", [None, 12])
@@ -201,21 +205,21 @@ def test_decisions_and_importance_are_the_neurons(neuron, per):
     options = dict(neuron=index, offset=0.2, per=per)
     logits = dmc.merge_logits(k[0], **options)
     assert (np.ptp(logits, axis=1) == 0).all() == (per == "layer")
-    np.testing.assert_allclose(decisions.logits[0].T, logits, atol=1e-12)
+    chex.assert_trees_all_close(decisions.logits[0].T, logits, rtol=1e-7, atol=1e-12)
     marks = logits > 0
     marks[0] = False
-    np.testing.assert_array_equal(decisions.marks[0].T, marks)
+    chex.assert_trees_all_equal(decisions.marks[0].T, marks)
     omega = dmc.importance_weights(q[0], 2, epsilon=0.01, **options)
-    np.testing.assert_allclose(decisions.importance[0].T, omega, atol=1e-12)
-    np.testing.assert_array_equal(cleared_q, dmc.without_neuron(q, index))
-    np.testing.assert_array_equal(cleared_k, dmc.without_neuron(k, index))
+    chex.assert_trees_all_close(decisions.importance[0].T, omega, rtol=1e-7, atol=1e-12)
+    chex.assert_trees_all_equal(cleared_q, dmc.without_neuron(q, index))
+    chex.assert_trees_all_equal(cleared_k, dmc.without_neuron(k, index))
 
 
 def test_uniform_weighting_counts_every_token_alike():
     random = np.random.default_rng(3)
     q, k = random.normal(size=(1, 9, 6, 4)), random.normal(size=(1, 9, 2, 4))
     decisions = DMC(importance="uniform").decide(shown(q, k))
-    np.testing.assert_array_equal(decisions.importance, np.ones((1, 2, 9)))
+    chex.assert_trees_all_equal(decisions.importance, np.ones((1, 2, 9)))
 
 
 def relaxed(policy, q, k, positions, noise):
@@ -236,18 +240,18 @@ def test_the_soft_form_of_a_document_is_that_of_the_document_alone(window):
         whole = relaxed(policy, q, k, positions, noise)
         for part in (slice(0, 5), slice(5, 11)):
             alone = relaxed(policy, q[:, part], k[:, part], positions[:, part], noise[..., part])
-            np.testing.assert_allclose(whole.k[:, part], alone.k, atol=1e-13)
-            np.testing.assert_allclose(whole.v[:, part], alone.v, atol=1e-13)
-            np.testing.assert_array_equal(whole.bias[..., part], alone.bias)
-            np.testing.assert_array_equal(whole.decisions[..., part], alone.decisions)
+            chex.assert_trees_all_close(whole.k[:, part], alone.k, rtol=1e-7, atol=1e-13)
+            chex.assert_trees_all_close(whole.v[:, part], alone.v, rtol=1e-7, atol=1e-13)
+            chex.assert_trees_all_equal(whole.bias[..., part], alone.bias)
+            chex.assert_trees_all_equal(whole.decisions[..., part], alone.decisions)
     logits = dmc.merge_logits(k[0, 5:], offset=0.1)
     alpha, hard, log_keep = dmc.gate(logits, noise[0, :, 5:].T, 0.8)
-    np.testing.assert_array_equal(whole.decisions[0, :, 5:].T, hard)
-    np.testing.assert_allclose(whole.bias[0, :, 5:-1].T, log_keep[1:], atol=1e-12)
+    chex.assert_trees_all_equal(whole.decisions[0, :, 5:].T, hard)
+    chex.assert_trees_all_close(whole.bias[0, :, 5:-1].T, log_keep[1:], rtol=1e-7, atol=1e-12)
     assert not np.asarray(whole.bias)[..., [4, 10]].any()
     omega = dmc.importance_weights(q[0, 5:], 2, offset=0.1)
     want = dmc.pool(k[0, 5:, 1], alpha[:, 1], omega[:, 1], window)
-    np.testing.assert_allclose(whole.k[0, 5:, 1], want, atol=1e-12)
+    chex.assert_trees_all_close(whole.k[0, 5:, 1], want, rtol=1e-7, atol=1e-12)
 
 
 def test_fixed_pooling_is_what_the_paper_describes():
@@ -257,9 +261,11 @@ def test_fixed_pooling_is_what_the_paper_describes():
     with jax.enable_x64(True):
         got = relaxed(FixedPooling(every=3), k, k, positions, np.zeros((1, 2, 7)))
     merge, weights = dmc.fixed_pooling(7, 2, every=3)
-    np.testing.assert_array_equal(got.decisions[0].T, merge)
-    np.testing.assert_array_equal(got.bias[0, 0], [-np.inf, -np.inf, 0, -np.inf, -np.inf, 0, 0])
-    np.testing.assert_allclose(
-        got.k[0, :, 0], dmc.pool(k[0, :, 0], merge[:, 0], weights[:, 0]), atol=1e-13
+    chex.assert_trees_all_equal(got.decisions[0].T, merge)
+    chex.assert_trees_all_equal(
+        got.bias[0, 0], np.array([-np.inf, -np.inf, 0, -np.inf, -np.inf, 0, 0])
+    )
+    chex.assert_trees_all_close(
+        got.k[0, :, 0], dmc.pool(k[0, :, 0], merge[:, 0], weights[:, 0]), rtol=1e-7, atol=1e-13
     )
     assert FixedPooling(every=3).retrofit.borrowed_neurons is None

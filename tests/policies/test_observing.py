@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,22 +46,22 @@ def test_tova_gives_the_victims_slot_to_the_next_token():
         )
         state = policy.observe(state, chunk, placement, observed(weights))
         lengths = np.asarray(placement.lengths)
-        assert state.rows.tolist() == [[NOT_STORED] * 2]
+        chex.assert_trees_all_equal(state.rows, np.array([[NOT_STORED] * 2]))
     # The third token is one too many: its attention shows who goes, here slot 1 and slot 2.
     state, placement, chunk = tova_write(policy, state, lengths, 1)
     last = np.zeros((1, 2, 1, 8), np.float32)
     last[0, 0, 0, :3], last[0, 1, 0, :3] = [0.5, 0.1, 0.4], [0.5, 0.3, 0.2]
     state = policy.observe(state, chunk, placement, observed(jnp.asarray(last)))
-    assert state.rows.tolist() == [[1, 2]]
+    chex.assert_trees_all_equal(state.rows, np.array([[1, 2]]))
     # A sequence that takes no part in a step changes nothing.
     held, placement, chunk = tova_write(policy, state, np.asarray(placement.lengths), 0)
     assert (placement.slots == NOT_STORED).all()
-    assert placement.lengths.tolist() == [[3, 3]]
+    chex.assert_trees_all_equal(placement.lengths, np.array([[3, 3]]))
     held = policy.observe(held, chunk, placement, observed(jnp.asarray(last[..., ::-1])))
-    assert held.rows.tolist() == [[1, 2]]
+    chex.assert_trees_all_equal(held.rows, np.array([[1, 2]]))
     _, placement, _ = tova_write(policy, state, np.asarray(placement.lengths), 1)
-    assert placement.slots[0, :, 0].tolist() == [1, 2]
-    assert placement.lengths.tolist() == [[3, 3]]
+    chex.assert_trees_all_equal(placement.slots[0, :, 0], np.array([1, 2]))
+    chex.assert_trees_all_equal(placement.lengths, np.array([[3, 3]]))
 
 
 def test_tova_averages_over_the_layer():
@@ -71,7 +72,7 @@ def test_tova_averages_over_the_layer():
     weights = jnp.asarray([[[[0.8, 0.2, 0, 0]], [[0.3, 0.7, 0, 0]]]], jnp.float32)
     state = PolicyState(rows=jnp.zeros((1, 2), jnp.int32))
     state = policy.observe(state, chunk, placement, observed(weights))
-    assert state.rows.tolist() == [[1, 1]]
+    chex.assert_trees_all_equal(state.rows, np.array([[1, 1]]))
 
 
 PAGE_SIZE, WIDTH, TOKENS = 3, 4, 14
@@ -124,8 +125,8 @@ def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
             held = np.asarray(pool.k_pages)[used].reshape(-1, 4)[: lengths[row, head]]
             known = (held[:, None] == keys[row, : done[row], head]).all(-1).any(-1)
             assert known.all()
-            want = quest.page_bounds(query, held, PAGE_SIZE) if len(held) else []
-            np.testing.assert_allclose(bounds, want, rtol=1e-5, atol=1e-5)
+            want = quest.page_bounds(query, held, PAGE_SIZE) if len(held) else np.zeros(0)
+            chex.assert_trees_all_close(bounds, want, rtol=1e-5, atol=1e-5)
     assert (lengths < TOKENS).any() == (evicts and marks[..., : TOKENS - 2].any())
 
 
@@ -139,12 +140,12 @@ def test_the_page_of_the_current_token_is_read_wherever_it_is():
     )
     bounds = PageBounds(low=jnp.zeros((4, 2)), high=jnp.asarray([[9.0, 9], [0, 0], [8, 8], [7, 7]]))
     reading = policy.read(PolicyState(pages=bounds), jnp.ones((1, 1, 2)), chunk, placement)
-    assert reading.page_table.tolist() == [[[1]]]  # slot 3 lies on page 1
-    assert reading.lengths.tolist() == [[2]]
+    chex.assert_trees_all_equal(reading.page_table, np.array([[[1]]]))  # slot 3 lies on page 1
+    chex.assert_trees_all_equal(reading.lengths, np.array([[2]]))
     free = dataclasses.replace(policy, force_last_page=False, budget=6)
     reading = free.read(PolicyState(pages=bounds), jnp.ones((1, 1, 2)), chunk, placement)
-    assert reading.page_table.tolist() == [[[0, 2, 3]]]
-    assert reading.lengths.tolist() == [[5]]  # the last page is half full
+    chex.assert_trees_all_equal(reading.page_table, np.array([[[0, 2, 3]]]))
+    chex.assert_trees_all_equal(reading.lengths, np.array([[5]]))  # the last page is half full
 
 
 def test_quest_reads_its_first_layers_whole():
@@ -164,11 +165,15 @@ def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
     state = PolicyState(rows=jnp.asarray([[1, NOT_STORED]], jnp.int32))
     chunk = rows_chunk(np.zeros((1, 3, 2, 2)), [2], np.zeros((1, 2, 2)), [[3, 2]], 4, first=5)
     state, placement = policy.write(state, chunk)
-    assert placement.slots.tolist() == [[[1, 3, NOT_STORED], [2, 3, NOT_STORED]]]
-    assert placement.lengths.tolist() == [[4, 4]]
-    assert placement.live.tolist() == [[[3, 4, 4], [3, 4, 4]]]
-    assert (placement.past_until < 0).tolist() == [[[s == 1 for s in range(8)], [False] * 8]]
-    assert state.rows.tolist() == [[NOT_STORED] * 2]
+    chex.assert_trees_all_equal(
+        placement.slots, np.array([[[1, 3, NOT_STORED], [2, 3, NOT_STORED]]])
+    )
+    chex.assert_trees_all_equal(placement.lengths, np.array([[4, 4]]))
+    chex.assert_trees_all_equal(placement.live, np.array([[[3, 4, 4], [3, 4, 4]]]))
+    chex.assert_trees_all_equal(
+        placement.past_until < 0, np.array([[[s == 1 for s in range(8)], [False] * 8]])
+    )
+    chex.assert_trees_all_equal(state.rows, np.array([[NOT_STORED] * 2]))
 
 
 def test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner():
@@ -186,9 +191,11 @@ def test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner():
         state = policy.observe(state, chunk, placement, seen)
         lengths = np.asarray(placement.lengths)
         victims.append(int(state.rows[0, 0]))
-        sums.append(np.asarray(state.pages.sums)[[1, 0]].reshape(-1)[: lengths[0, 0]].tolist())
+        sums.append(np.asarray(state.pages.sums)[[1, 0]].reshape(-1)[: lengths[0, 0]])
     # After the third token slot 1 has 1.1 and slot 0 has 1.7: slot 1 goes, token 3 takes it.
     assert victims == [NOT_STORED, NOT_STORED, 1, 2]
-    np.testing.assert_allclose(sums[2], [1.7, 1.1, 0.2], atol=1e-6)
-    np.testing.assert_allclose(sums[3], [1.8, 0.5, 0.6], atol=1e-6)
-    assert np.asarray(state.pages.positions)[[1, 0]].reshape(-1)[:3].tolist() == [0, 3, 2]
+    chex.assert_trees_all_close(sums[2], np.array([1.7, 1.1, 0.2]), rtol=1e-7, atol=1e-6)
+    chex.assert_trees_all_close(sums[3], np.array([1.8, 0.5, 0.6]), rtol=1e-7, atol=1e-6)
+    chex.assert_trees_all_equal(
+        np.asarray(state.pages.positions)[[1, 0]].reshape(-1)[:3], np.array([0, 3, 2])
+    )

@@ -1,5 +1,6 @@
 """The worked examples of DMS, slot by slot through the policy itself."""
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,7 +48,9 @@ def test_six_states_of_the_cache():
     policy = DMS(window=2, shift=0, source="adapter", alpha_scale=1.0, alpha_offset=0.0)
     logits = jnp.asarray(np.log(1 - keep) - np.log(keep))[None, None]
     decisions = policy.decide(tokens_of(np.zeros((1, 6, 1, 2)), adapter_logits=logits))
-    assert decisions.marks[0, 0].tolist() == [True, False, True, False, True, False]
+    chex.assert_trees_all_equal(
+        decisions.marks[0, 0], np.array([True, False, True, False, True, False])
+    )
     states = cache_states(policy, decisions.marks[0, 0].tolist())
     named = ["".join(sorted("ABCDEF"[token] for token in state)) for state in states]
     assert named == ["A", "AB", "ABC", "BCD", "BCDE", "BDEF"]

@@ -1,5 +1,6 @@
 """The losses of compression against NumPy, by hand and against finite differences."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,9 +26,13 @@ def test_shares_are_of_the_tokens_of_documents():
     decisions[1, 0, 0] = [1, 0, 0, 0]
     decisions[1, 1, 0] = [0, 0, 0, 1]
     decisions = jnp.asarray(decisions)
-    np.testing.assert_allclose(evicted_shares(decisions)[..., 0], [[0.5, 0], [0.25, 0.25]])
+    chex.assert_trees_all_close(
+        evicted_shares(decisions)[..., 0], np.array([[0.5, 0], [0.25, 0.25]]), rtol=1e-7
+    )
     valid = jnp.asarray([[True, True, False, False], [True, True, True, True]])
-    np.testing.assert_allclose(evicted_shares(decisions, valid)[..., 0], [[1, 0], [0.5, 0.25]])
+    chex.assert_trees_all_close(
+        evicted_shares(decisions, valid)[..., 0], np.array([[1, 0], [0.5, 0.25]]), rtol=1e-7
+    )
 
 
 def draw(seed=0):
@@ -50,27 +55,33 @@ def test_losses_equal_numpy(ratio):
         ),
     }.items():
         found = compression_loss(shares, target, regulariser=kind, prior=prior)
-        assert found.shape == (4,)
-        np.testing.assert_allclose(found.mean(), want, rtol=1e-12, err_msg=f"{kind} {prior}")
-    np.testing.assert_allclose(head_spread(shares).mean(), dmc.head_spread(decisions), rtol=1e-12)
+        chex.assert_shape(found, (4,))
+        chex.assert_trees_all_close(
+            found.mean(), want, rtol=1e-12, custom_message=f"{kind} {prior}"
+        )
+    chex.assert_trees_all_close(head_spread(shares).mean(), dmc.head_spread(decisions), rtol=1e-12)
 
 
 def test_by_hand():
     shares = jnp.asarray([[[0.2, 0.4]], [[0.9, 0.9]]])  # layers of 0.3 and 0.9, 0.6 in all
-    assert compression_loss(shares, 0.5).tolist() == [0]
-    np.testing.assert_allclose(compression_loss(shares, 0.5, prior="layer"), [0.1])
-    np.testing.assert_allclose(compression_loss(shares, 0.75), [0.15])
-    np.testing.assert_allclose(head_spread(shares), [0.05])
+    chex.assert_trees_all_equal(compression_loss(shares, 0.5), np.array([0]))
+    chex.assert_trees_all_close(
+        compression_loss(shares, 0.5, prior="layer"), np.array([0.1]), rtol=1e-7
+    )
+    chex.assert_trees_all_close(compression_loss(shares, 0.75), np.array([0.15]), rtol=1e-7)
+    chex.assert_trees_all_close(head_spread(shares), np.array([0.05]), rtol=1e-7)
     p, t = 0.001 + 0.998 * 0.6, 0.001 + 0.998 * 0.5
     divergence = p * np.log(p / t) + (1 - p) * np.log((1 - p) / (1 - t))
-    np.testing.assert_allclose(compression_loss(shares, 0.5, regulariser="kl"), [divergence])
+    chex.assert_trees_all_close(
+        compression_loss(shares, 0.5, regulariser="kl"), np.array([divergence]), rtol=1e-7
+    )
 
 
 @every_form
 def test_at_the_target_there_is_nothing_to_lose(regulariser, prior):
     shares = jnp.full((3, 2, 4), 0.75)
     found = compression_loss(shares, 0.75, regulariser=regulariser, prior=prior)
-    np.testing.assert_allclose(found, [0, 0], atol=1e-15)
+    chex.assert_trees_all_close(found, np.array([0, 0]), rtol=1e-7, atol=1e-15)
 
 
 @every_form
@@ -80,7 +91,7 @@ def test_a_model_that_decides_nothing_is_pulled_with_a_finite_force(regulariser,
 
     nothing = jnp.zeros((2, 1, 3))
     pull = jax.grad(loss)(nothing, 0.5)
-    assert np.isfinite(pull).all()
+    chex.assert_tree_all_finite(pull)
     assert (pull < -0.1).all()
 
 
@@ -98,7 +109,7 @@ def test_only_the_divergence_pulls_back_a_model_beyond_the_target():
 
 def test_the_spread_moves_heads_and_not_the_mean():
     gradient = jax.grad(lambda x: head_spread(x).sum())(jnp.asarray([[[0.1, 0.2, 0.9]]]))
-    np.testing.assert_allclose(gradient, [[[-1 / 3, -1 / 3, 1 / 3]]])
+    chex.assert_trees_all_close(gradient, np.array([[[-1 / 3, -1 / 3, 1 / 3]]]), rtol=1e-7)
 
 
 def test_gradients_are_those_of_the_soft_decisions():
@@ -113,7 +124,7 @@ def test_gradients_are_those_of_the_soft_decisions():
     value, gradient = jax.value_and_grad(loss)(jnp.asarray(noisy), straight_through)
     shares = (noisy > 0).mean(axis=(0, 2, 3))
     assert (shares < target).all()
-    np.testing.assert_allclose(value, np.maximum(target - shares, 0).mean(), rtol=1e-12)
+    chex.assert_trees_all_close(value, np.maximum(target - shares, 0).mean(), rtol=1e-12)
 
     step = 1e-6
     for index in [(0, 0, 0, 0), (1, 2, 1, 3), (0, 1, 1, 2)]:
@@ -125,4 +136,4 @@ def test_gradients_are_those_of_the_soft_decisions():
             return np.maximum(target - share, 0).mean()
 
         expected = (soft(noisy + bump) - soft(noisy - bump)) / (2 * step)
-        np.testing.assert_allclose(gradient[index], expected, rtol=1e-7)
+        chex.assert_trees_all_close(gradient[index], expected, rtol=1e-7)

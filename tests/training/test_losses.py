@@ -1,5 +1,6 @@
 """The losses against NumPy in float64 and against finite differences."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,18 +59,30 @@ def test_divergence_and_likelihood_equal_numpy(case, direction, chunk):
     divergence = (np.exp(first) * (first - second)).sum(-1)
     likelihood = np.take_along_axis(student, case["targets"][..., None], -1)[..., 0]
     found = sums(case, direction=direction, chunk=chunk)
-    np.testing.assert_allclose(found.distillation, divergence[case["mask"]].sum(), rtol=1e-12)
+    chex.assert_trees_all_close(found.distillation, divergence[case["mask"]].sum(), rtol=1e-12)
     expected = -likelihood[case["target_mask"]].sum()
-    np.testing.assert_allclose(found.language_modeling, expected, rtol=1e-12)
+    chex.assert_trees_all_close(found.language_modeling, expected, rtol=1e-12)
 
 
-def test_the_directions_differ_and_vanish_at_the_teacher(case):
-    reverse = sums(case, direction="reverse").distillation
-    forward = sums(case, direction="forward").distillation
-    assert abs(reverse - forward) > 0.1
-    same = case | {"teacher": case["student"], "other": case["matrix"]}
-    for direction in ("reverse", "forward"):
-        np.testing.assert_allclose(sums(same, direction=direction).distillation, 0, atol=1e-12)
+class DirectionsTest(chex.TestCase):
+    @pytest.fixture(autouse=True)
+    def _case(self, case):
+        self.case = case
+
+    def divergence(self, case, direction):
+        def distillation(student):
+            return sums(case, direction=direction, student=student).distillation
+
+        return self.variant(distillation)(case["student"])
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_they_differ_and_vanish_at_the_teacher(self):
+        reverse, forward = (self.divergence(self.case, way) for way in ("reverse", "forward"))
+        assert abs(reverse - forward) > 0.1
+        same = self.case | {"teacher": self.case["student"], "other": self.case["matrix"]}
+        for direction in ("reverse", "forward"):
+            found = self.divergence(same, direction)
+            chex.assert_trees_all_close(found, 0, rtol=1e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
@@ -81,9 +94,7 @@ def test_chunks_do_not_change_gradients(case, direction):
     arguments = (jnp.asarray(case["student"]), jnp.asarray(case["matrix"]))
     whole = jax.grad(loss, argnums=(0, 1))(*arguments, 7)
     parts = jax.grad(loss, argnums=(0, 1))(*arguments, 2)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), whole, parts
-    )
+    chex.assert_trees_all_close(whole, parts, rtol=1e-10, atol=1e-12)
 
 
 def test_without_a_teacher_there_is_only_the_likelihood(case):

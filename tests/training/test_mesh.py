@@ -1,5 +1,6 @@
 """Training on a (2, 4) mesh of fake devices equals training on one device (law 5)."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,16 +38,16 @@ def test_a_mesh_changes_nothing(policy, stages):
         )
         assert many.mesh is mesh
         for name in ("loss", "distillation_loss", "lm_loss", "evicted", "grad_norm"):
-            np.testing.assert_allclose(
-                [record[name] for record in records["mesh"]],
-                [record[name] for record in records["one"]],
+            chex.assert_trees_all_close(
+                np.array([record[name] for record in records["mesh"]]),
+                np.array([record[name] for record in records["one"]]),
                 rtol=1e-9,
                 atol=1e-14,  # the teacher's own distance from itself
-                err_msg=name,
+                custom_message=name,
             )
-        expected = parameters(one.transformer)
-        for name, array in parameters(many.transformer).items():
-            np.testing.assert_allclose(array, expected[name], rtol=1e-7, atol=1e-9, err_msg=name)
+        chex.assert_trees_all_close(
+            parameters(many.transformer), parameters(one.transformer), rtol=1e-7, atol=1e-9
+        )
 
 
 def test_parameters_and_moments_are_spread_over_the_mesh():
@@ -60,4 +61,4 @@ def test_parameters_and_moments_are_spread_over_the_mesh():
     arrays += [adam.mu[kernel], adam.nu[kernel]]
     for array in arrays:
         layers, hidden, width = array.shape
-        assert array.addressable_shards[0].data.shape == (layers, hidden // 4, width // 2)
+        chex.assert_shape(array.addressable_shards[0].data, (layers, hidden // 4, width // 2))

@@ -1,5 +1,6 @@
 """Parameters by name, the grafted adapter, the zeroed neuron."""
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ def test_rebuilding_gives_the_same_function():
     model = random_model(tiny_config(tied=False, biases=True), dtype=jnp.float32)
     again = rebuilder(model)(parameters(model))
     tokens = jnp.asarray(random_tokens(0, 2, 6))
-    assert np.array_equal(model(tokens, Vanilla()).hidden, again(tokens, Vanilla()).hidden)
+    hidden = model(tokens, Vanilla()).hidden
+    chex.assert_tree_all_finite(hidden)
+    chex.assert_trees_all_equal(again(tokens, Vanilla()).hidden, hidden)
 
 
 def test_a_grafted_adapter_decides_nothing_and_shares_the_rest():
@@ -34,12 +37,13 @@ def test_a_grafted_adapter_decides_nothing_and_shares_the_rest():
         "layers.adapter.proj.bias",
     }
     assert all(after[name] is before[name] for name in before)
-    assert all(after[name].dtype == jnp.float32 for name in added)
+    chex.assert_type([after[name] for name in added], jnp.float32)
     assert not model.has_adapter
     tokens = jnp.asarray(random_tokens(0, 2, 8))
     result = grafted(tokens, ADAPTER)
     assert not np.any(result.decisions)
-    assert np.array_equal(result.hidden, model(tokens, Vanilla()).hidden)
+    chex.assert_tree_all_finite(result.hidden)
+    chex.assert_trees_all_equal(result.hidden, model(tokens, Vanilla()).hidden)
     assert add_adapter(grafted) is grafted
 
 
@@ -74,7 +78,7 @@ def test_dmc_borrows_of_queries_and_keys(qk_norm, neuron):
         if name in before:
             want = np.array(before[name])
             want[..., :-1, index] = 0
-            np.testing.assert_array_equal(zeroed[name], want)
+            chex.assert_trees_all_equal(zeroed[name], want)
     tokens = jnp.asarray(random_tokens(0, 2, 16))
     eager = DMC(neuron=neuron, offset=-1e-3)  # a neuron of zero merges
     marks = rebuilder(model)(zeroed)(tokens, eager).decisions
@@ -85,7 +89,8 @@ def test_dmc_borrows_of_queries_and_keys(qk_norm, neuron):
 def test_policies_that_borrow_nothing_have_nothing_to_zero():
     before = parameters(random_model(tiny_config(), dtype=jnp.float32))
     zeroed = zero_borrowed_neurons(before, ADAPTER)
-    assert all(np.array_equal(zeroed[name], before[name]) for name in before)
+    chex.assert_tree_all_finite(before)
+    chex.assert_trees_all_equal(zeroed, before)
 
 
 def test_passes_are_narrow_but_for_the_adapter():
@@ -94,7 +99,8 @@ def test_passes_are_narrow_but_for_the_adapter():
     narrow = cast(arrays, jnp.bfloat16)
     for name, array in arrays.items():
         adapter = "adapter" in name
-        assert narrow[name].dtype == (jnp.float32 if adapter else jnp.bfloat16), name
+        dtype = jnp.float32 if adapter else jnp.bfloat16
+        chex.assert_type(narrow[name], dtype, custom_message=name)
         if adapter:
             assert narrow[name] is array
     assert any("adapter" in name for name in arrays)

@@ -1,5 +1,8 @@
 """The relaxation of a decision: the rows of the released code, and the noise."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,24 +17,27 @@ def _float64():
         yield
 
 
-@pytest.mark.parametrize(
-    ("logit", "noise", "noisy", "alpha", "hard", "bias"),
-    [
+class ReleasedCodeTest(chex.TestCase):
+    # logit, noise, their sum over the temperature, its sigmoid, the decision, log(1 - sigmoid)
+    ROWS = (
         (-5, 0, -50, 1.93e-22, 0, -1.93e-22),
         (-5, 4, -10, 4.5398e-5, 0, -4.5399e-5),
         (-5, 6, 10, 0.9999546, 1, -10.0000454),
         (-3, 2.5, -5, 0.00669285, 0, -0.00671535),
         (1, -0.5, 5, 0.99330715, 1, -5.00671535),
-    ],
-)
-def test_the_gating_of_the_released_code(logit, noise, noisy, alpha, hard, bias):
-    found = noisy_logits(jnp.asarray(float(logit)), jnp.asarray(float(noise)), 0.1)
-    np.testing.assert_allclose(found, noisy, rtol=1e-12)
-    np.testing.assert_allclose(jax.nn.sigmoid(found), alpha, rtol=1e-3)
-    np.testing.assert_allclose(log_keep(found), bias, rtol=1e-3)
-    value, gradient = jax.value_and_grad(straight_through)(found)
-    assert value == hard
-    np.testing.assert_allclose(gradient, alpha * (1 - alpha), rtol=1e-2, atol=1e-20)
+    )
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_the_gating(self):
+        logits, noise, noisy, alpha, hard, bias = jnp.asarray(self.ROWS).T
+        found = self.variant(functools.partial(noisy_logits, temperature=0.1))(logits, noise)
+        chex.assert_trees_all_close(found, noisy, rtol=1e-12)
+        chex.assert_trees_all_close(jax.nn.sigmoid(found), alpha, rtol=1e-3)
+        chex.assert_trees_all_close(self.variant(log_keep)(found), bias, rtol=1e-3)
+        decide = jax.vmap(jax.value_and_grad(straight_through))
+        value, gradient = self.variant(decide)(found)
+        chex.assert_trees_all_equal(value, hard)
+        chex.assert_trees_all_close(gradient, alpha * (1 - alpha), rtol=1e-2, atol=1e-20)
 
 
 def test_the_noise_is_logistic():

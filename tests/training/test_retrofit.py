@@ -6,6 +6,7 @@ import json
 import os
 import signal
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,9 @@ def reference(model):
     """The parameters after an uninterrupted run, and its records."""
     records = []
     result = run(model, on_step=records.append)
-    return jax.device_get(parameters(result.transformer)), records
+    arrays = jax.device_get(parameters(result.transformer))
+    chex.assert_tree_all_finite(arrays)
+    return arrays, records
 
 
 def run(model, policy=EAGER, **options):
@@ -48,12 +51,6 @@ def forever():
 
 def log(out):
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert np.array_equal(found[name], array), name
 
 
 def test_a_run_reports_every_step(reference):
@@ -87,7 +84,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
         assert not (tmp_path / "run" / "model").exists()
         assert signal.getsignal(signal.SIGINT) is handler
     result = run(model, out=tmp_path / "run", checkpoint_every=2)
-    assert_same(jax.device_get(parameters(result.transformer)), expected)
+    chex.assert_trees_all_equal(jax.device_get(parameters(result.transformer)), expected)
     timing = ("seconds", "data_seconds", "tokens_per_second")
     without = [{k: v for k, v in record.items() if k not in timing} for record in records]
     logged = [
@@ -99,10 +96,10 @@ def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
     steps = []
     again = run(model, out=tmp_path / "run", on_step=steps.append)
     assert not steps
-    assert_same(jax.device_get(parameters(again.transformer)), expected)
+    chex.assert_trees_all_equal(jax.device_get(parameters(again.transformer)), expected)
     loaded = load(tmp_path / "run" / "model")
     assert loaded.policy == EAGER
-    assert_same(jax.device_get(parameters(loaded.transformer)), expected)
+    chex.assert_trees_all_equal(jax.device_get(parameters(loaded.transformer)), expected)
 
     changed = dataclasses.replace(RECIPE, clip=0.5)
     with pytest.raises(ConfigError, match="another recipe, seed"):
@@ -131,11 +128,14 @@ def test_snapshots_are_the_models_on_the_way(model, reference, tmp_path):
     )
     assert list(snapshots) == [2.5, 4]
     expected, _ = reference
-    assert_same(jax.device_get(parameters(result.transformer)), expected)
-    assert_same(jax.device_get(parameters(snapshots[4].transformer)), expected)
+    chex.assert_trees_all_equal(jax.device_get(parameters(result.transformer)), expected)
+    chex.assert_trees_all_equal(jax.device_get(parameters(snapshots[4].transformer)), expected)
     half = parameters(snapshots[2.5].transformer)
-    assert any(not np.array_equal(half[name], expected[name]) for name in expected)
-    assert_same(parameters(load(tmp_path / "snapshots" / "2.5").transformer), jax.device_get(half))
+    chex.assert_tree_all_finite(half)
+    assert any((half[name] != expected[name]).any() for name in expected)
+    chex.assert_trees_all_equal(
+        parameters(load(tmp_path / "snapshots" / "2.5").transformer), jax.device_get(half)
+    )
     assert snapshots[2.5].policy == EAGER
     assert result.policy == EAGER
 

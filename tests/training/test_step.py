@@ -1,5 +1,6 @@
 """The step: accumulation, groups of parameters, the neuron's decay, types, the schedule's parts."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,12 +52,8 @@ def test_neither_accumulation_nor_rematerialisation_nor_unrolling_changes_gradie
         assert 0 < parts["evicted"] < 0.9
         other = recipe(remat=True, unroll=True)
         pieces, same = gradients(model, EAGER, other, ragged_passes((4, 1)))
-        for name in parts:
-            np.testing.assert_allclose(same[name], parts[name], rtol=1e-10, err_msg=name)
-        for name in whole:
-            np.testing.assert_allclose(
-                pieces[name], whole[name], rtol=1e-8, atol=1e-12, err_msg=name
-            )
+        chex.assert_trees_all_close(same, parts, rtol=1e-10)
+        chex.assert_trees_all_close(pieces, whole, rtol=1e-8, atol=1e-12)
 
 
 def test_padding_changes_nothing():
@@ -70,10 +67,8 @@ def test_padding_changes_nothing():
         want, parts = gradients(model, EAGER, recipe(), alone)
         assert 0.1 < parts["evicted"] < 0.8
         found, same = gradients(model, EAGER, recipe(), padded)
-        for name in parts:
-            np.testing.assert_allclose(same[name], parts[name], rtol=1e-10, err_msg=name)
-        for name in want:
-            np.testing.assert_allclose(found[name], want[name], rtol=1e-8, atol=1e-12, err_msg=name)
+        chex.assert_trees_all_close(same, parts, rtol=1e-10)
+        chex.assert_trees_all_close(found, want, rtol=1e-8, atol=1e-12)
 
 
 def test_passes_of_a_step_have_noise_of_their_own():
@@ -105,7 +100,7 @@ def test_a_fresh_adapter_starts_at_the_teacher():
             if passes.loss_mask[0, row, t + 1] and ids[t] == ids[t + 1]:
                 total -= logits[row, t, passes.tokens[0, row, t + 1]]
                 count += 1
-    np.testing.assert_allclose(parts["lm_loss"], total / count, rtol=1e-5)
+    chex.assert_trees_all_close(parts["lm_loss"], total / count, rtol=1e-5)
 
 
 @pytest.mark.parametrize("positions", ["targets", "inputs"])
@@ -141,7 +136,7 @@ def test_answers_are_distilled_where_they_are_predicted(positions):
         + [(1, t) for t in (7, 8, 9, 10, 11)],
     }[positions]
     expected = np.mean([divergence[place] for place in wanted])
-    np.testing.assert_allclose(parts["distillation_loss"], expected, rtol=1e-9)
+    chex.assert_trees_all_close(parts["distillation_loss"], expected, rtol=1e-9)
 
 
 def test_language_modelling_needs_no_teacher():
@@ -149,7 +144,9 @@ def test_language_modelling_needs_no_teacher():
         language_model(), ADAPTER, recipe(loss="language_modeling"), ragged_passes((1, 4))
     )
     assert parts["distillation_loss"] == 0
-    np.testing.assert_allclose(parts["loss"], parts["lm_loss"] + parts["compression_loss"])
+    chex.assert_trees_all_close(
+        parts["loss"], parts["lm_loss"] + parts["compression_loss"], rtol=1e-7
+    )
 
 
 def test_a_decaying_neuron_evicts_nothing_and_fades():
@@ -188,10 +185,11 @@ def test_the_update_is_adamw_with_a_rate_for_each_group():
     passes = Passes(jnp.asarray(tokens)[None], jnp.ones((1, 4, LENGTH), bool))
     gradient, _ = gradients(model, EAGER, options, passes, key, target=0.0)
     norm = float(optax.tree.norm(gradient))
-    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
+    chex.assert_trees_all_close(metrics["grad_norm"], norm, rtol=1e-4)
     assert norm > options.clip
+    chex.assert_tree_all_finite(copies)
+    chex.assert_trees_all_equal(before, copies)  # the model that was handed over is left alone
     for name, array in before.items():
-        assert np.array_equal(array, copies[name])  # the model that was handed over is left alone
         rate = 3e-2 if "adapter" in name else 1e-3
         decay = 0.0 if name.endswith((".scale", ".bias")) else 0.1
         optimizer = optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=decay)
@@ -200,8 +198,12 @@ def test_the_update_is_adamw_with_a_rate_for_each_group():
         # Adam's first step is nearly the sign of the gradient: compare where it is clear.
         clear = np.abs(clipped) > 1e-5
         found = np.asarray(trainer.state.parameters[name])
-        np.testing.assert_allclose(
-            found[clear], np.asarray(array + update)[clear], rtol=1e-3, atol=1e-5, err_msg=name
+        chex.assert_trees_all_close(
+            found[clear],
+            np.asarray(array + update)[clear],
+            rtol=1e-3,
+            atol=1e-5,
+            custom_message=name,
         )
 
 
@@ -217,8 +219,9 @@ def test_a_frozen_base_has_no_optimizer_state_and_stays_as_it_is():
     for _ in range(3):
         step_once(trainer, options)
     after = parameters(trainer.model().transformer)
+    chex.assert_tree_all_finite(after)
     for name, array in parameters(model.transformer).items():
-        assert np.array_equal(after[name], array), name
+        chex.assert_trees_all_equal(after[name], array, custom_message=name)
     assert np.any(np.asarray(after["layers.adapter.proj.kernel"]))
 
 
@@ -241,7 +244,7 @@ def test_bfloat16_passes_over_float32_parameters():
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), model.transformer)
     logits = exact.unembed(exact(jnp.asarray(tokens), Vanilla()).hidden)
     likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], -1)
-    np.testing.assert_allclose(metrics["lm_loss"], -likelihood.mean(), rtol=2e-2)
+    chex.assert_trees_all_close(metrics["lm_loss"], -likelihood.mean(), rtol=2e-2)
     assert {x.dtype for x in trainer.state.parameters.values()} == {jnp.dtype("float32")}
     moments = [x for x in jax.tree.leaves(trainer.state.optimizer) if x.ndim]
     assert {x.dtype for x in moments} == {jnp.dtype("float32")}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,18 +35,14 @@ def reference(model):
     """The parameters after an uninterrupted run, and its records."""
     records = []
     result = run(model, on_step=records.append)
-    return jax.device_get(parameters(result.transformer)), records
+    arrays = jax.device_get(parameters(result.transformer))
+    chex.assert_tree_all_finite(arrays)
+    return arrays, records
 
 
 def run(model, **options):
     options = dict(recipe=RECIPE, data=documents(), progress=False) | options
     return train(model, **options)
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert np.array_equal(found[name], array), name
 
 
 def batches(count, seed=3):
@@ -103,12 +100,10 @@ def test_a_run_is_adamw_on_the_language_modelling_loss():
                 name: array - rate * (update[name] + 0.1 * decays[name] * array)
                 for name, array in arrays.items()
             }
-            np.testing.assert_allclose(record["loss"], loss, rtol=1e-9)
-            np.testing.assert_allclose(record["grad_norm"], norm, rtol=1e-7)
-            np.testing.assert_allclose(record["learning_rate"], rate, rtol=1e-6)
-        found = parameters(result.transformer)
-        for name, array in arrays.items():
-            np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
+            chex.assert_trees_all_close(record["loss"], loss, rtol=1e-9)
+            chex.assert_trees_all_close(record["grad_norm"], norm, rtol=1e-7)
+            chex.assert_trees_all_close(record["learning_rate"], rate, rtol=1e-6)
+        chex.assert_trees_all_close(parameters(result.transformer), arrays, rtol=1e-5, atol=1e-7)
 
 
 def test_a_run_reports_a_plain_cache(reference):
@@ -136,9 +131,10 @@ def test_a_model_from_scratch_learns(capsys):
     assert records[0]["loss"] == pytest.approx(np.log(VOCABULARY), abs=0.1)
     assert records[-1]["loss"] < 0.1 * records[0]["loss"]
     assert result.policy == Vanilla()
-    np.testing.assert_allclose(
+    chex.assert_trees_all_close(
         held_out_loss(result, {"seen": batches(1)}, compute_dtype=None)["seen"],
         records[-1]["loss"],
+        rtol=1e-7,
         atol=0.02,
     )
     shown = capsys.readouterr().out
@@ -153,7 +149,7 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(model, reference, tmp_path):
         with pytest.raises(KeyboardInterrupt, match=f"stopped after step {done}"):
             run(model, out=tmp_path, stop_after=1e-9)
     result = run(model, out=tmp_path)
-    assert_same(jax.device_get(parameters(result.transformer)), expected)
+    chex.assert_trees_all_equal(jax.device_get(parameters(result.transformer)), expected)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [record["loss"] for record in records]
     assert dms_jax.load(tmp_path / "model").policy == Vanilla()
@@ -179,7 +175,7 @@ def test_the_control_sees_the_tokens_of_the_retrofit(model, policy):
     control = options.control(policy)
     run(model, recipe=control, data=watched(seen[1]), on_step=records[1].append)
     assert len(records[0]) == (6 if policy is NEURON else 4)
-    np.testing.assert_array_equal(seen[1], seen[0])
+    chex.assert_trees_all_equal(seen[1], seen[0])
     for compressed, plain in zip(*records, strict=True):
         assert plain["learning_rate"] == compressed["learning_rate"]
         assert plain["tokens"] == compressed["tokens"]
@@ -240,8 +236,8 @@ def test_a_run_is_measured_on_the_way(model, reference):
         {"number": 1},
         {"number": 2},
     ]
-    assert_same(seen[-1], expected)
-    assert any(not np.array_equal(seen[0][name], expected[name]) for name in expected)
+    chex.assert_trees_all_equal(seen[-1], expected)
+    assert any((seen[0][name] != expected[name]).any() for name in expected)
 
 
 def test_the_held_out_loss_is_that_of_each_part(model):

@@ -1,5 +1,6 @@
 """The demonstration of the reasoning models: what it shows is what was decoded."""
 
+import chex
 import pytest
 
 import dms_jax
@@ -16,12 +17,12 @@ def test_the_shipped_models_solve_the_same_problems_side_by_side(capsys, monkeyp
     policy = dms_jax.DMS(window=16, source="adapter", shift=0)
     assert compressed.settings["policy"] == policy.to_dict()
     assert dense.settings["policy"] == dms_jax.Vanilla().to_dict()
-    assert (dense.prompt_tokens == compressed.prompt_tokens).all()
+    chex.assert_trees_all_equal(dense.prompt_tokens, compressed.prompt_tokens)
     for index, task in enumerate(solve.TASKS):
         problem = task.problem("test", 0)
         assert problem.prompt.splitlines()[0][:60] in shown
         for result in results.values():
-            assert result.scores.shape == (4, 1)
+            chex.assert_shape(result.scores, (4, 1))
             assert result.completions[index][0].strip().splitlines()[-1] in shown
     for result in results.values():
         assert result.scores[3, 0] == 1  # the needle

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import chex
 import numpy as np
 import pytest
 
@@ -120,20 +121,22 @@ def test_sequences_hold_every_document_once_and_count_completions():
     batches = [next(sequences) for _ in range(3)]  # two epochs
     found = {}
     for batch in batches:
-        assert batch["tokens"].shape == (2, 6)
+        chex.assert_shape(batch["tokens"], (2, 6))
         for tokens, segments, mask in zip(*batch.values(), strict=True):
             for segment in range(1, segments.max() + 1):
                 own = segments == segment
                 number = tokens[own][0] // 10
                 expected, prompt = documents[number - 1]
-                assert tokens[own].tolist() == expected[:6].tolist()
-                assert mask[own].tolist() == [i >= prompt for i in range(own.sum())]
+                chex.assert_trees_all_equal(tokens[own], expected[:6])
+                chex.assert_trees_all_equal(
+                    mask[own], np.array([i >= prompt for i in range(own.sum())])
+                )
                 found[number] = found.get(number, 0) + 1
             assert not mask[segments == 0].any()
     assert found == {1: 2, 2: 2, 3: 2, 4: 2}
     again = make(0)
     again.set_state({"step": 2})
-    np.testing.assert_array_equal(next(again)["tokens"], batches[2]["tokens"])
+    chex.assert_trees_all_equal(next(again)["tokens"], batches[2]["tokens"])
     other = make(1)
     orders = [[next(it)["tokens"].tolist() for _ in range(3)] for it in (make(0), other)]
     assert orders[0] != orders[1]

@@ -60,7 +60,7 @@ MUTANTS = [
         """    descending = jnp.argsort(-scores, axis=-1, stable=True)
     rank = jnp.argsort(descending, axis=-1)
     return rank < count[..., None]""",
-        (f"{ALLOCATION}::test_of_equal_scores_the_later_stays",),
+        (f"{ALLOCATION}::HighestTest",),
     ),
     Mutant(
         "policies: a share that is whole is rounded below itself",
@@ -173,8 +173,8 @@ MUTANTS = [
     Mutant(
         "policies: the candidate that leaves the window comes one token late",
         FOLDER + "delayed_eviction.py",
-        "has_candidate = (chunk.first[:, None] + index >= size)[:, None]",
-        "has_candidate = (chunk.first[:, None] + index > size)[:, None]",
+        "has_candidate = (first + index >= size)[:, None]",
+        "has_candidate = (first + index > size)[:, None]",
         (f"{DELAYED}::test_slots_lengths_and_sight_are_those_of_the_ring",),
     ),
     Mutant(
