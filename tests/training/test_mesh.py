@@ -41,7 +41,7 @@ def test_a_mesh_changes_nothing(policy, stages):
                 [record[name] for record in records["mesh"]],
                 [record[name] for record in records["one"]],
                 rtol=1e-9,
-                atol=1e-14,  # the teacher's own distance from itself
+                atol=1e-14,  # the divergence of the teacher from itself
                 err_msg=name,
             )
         expected = parameters(one.transformer)
