@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check: import order, length, comparisons, imports."""
+"""The rules of the house that a machine can check: imports, files, calls, comparisons."""
 
 import ast
 import subprocess
@@ -14,10 +14,11 @@ LONGEST_FILE = 420
 LONGEST_IMPORT_SECONDS = 2.0
 # Comparisons that chex replaces: its assertions take whole trees, and name the leaf that differs.
 BARE_COMPARISONS = {"testing", "allclose", "array_equal", "array_equiv"}
+MOST_PARAMETERS = 8
 HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
 
-# From the bottom up. A module may import what stands on a lower line, its own package, and
-# `pallas_kernels`; modules on one line know nothing of each other.
+# From the bottom up. A module may import modules of earlier lines, its own package, and
+# `pallas_kernels`; modules on one line may not import each other.
 IMPORT_ORDER = """
 errors
 checks
@@ -39,12 +40,24 @@ RANKS = {
 }
 
 
+# Files with functions over many arrays or sizes, and `evaluate`.
+LONG_PARAMETER_LISTS = {
+    "dms_jax/evaluation/evaluating.py",
+    "dms_jax/generation/memory.py",
+    "dms_jax/generation/programs.py",
+    "dms_jax/model/cached_attention.py",
+    "dms_jax/model/caching.py",
+    "dms_jax/model/cutting.py",
+    "dms_jax/model/fetching.py",
+}
+
+
 def python_files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
 def imported_modules(path: Path) -> set[str]:
-    """The absolute dotted names that a file imports, wherever it does.
+    """Returns the absolute dotted names that a file imports anywhere.
 
     `from x.y import z` gives `x.y` and `x.y.z`; `from x import z` gives `x.z` alone.
     """
@@ -168,8 +181,30 @@ def test_files_hold_one_idea(package):
     assert not too_long
 
 
+def long_parameter_lists(path: Path) -> list[str]:
+    """Returns the functions of a file that take too many parameters."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            names = [each.arg for each in arguments if each.arg not in ("self", "cls")]
+            if len(names) > MOST_PARAMETERS:
+                found.append(f"{path.relative_to(ROOT)}: {node.name} takes {len(names)}")
+    return found
+
+
+def test_calls_are_short():
+    long = [
+        line
+        for path in python_files("dms_jax")
+        if str(path.relative_to(ROOT)) not in LONG_PARAMETER_LISTS
+        for line in long_parameter_lists(path)
+    ]
+    assert not long, "\n".join(long)
+
+
 def import_seconds(modules: str) -> tuple[float, str]:
-    """Processor seconds of an import in a process of its own, and which heavy packages came."""
+    """Returns the processor seconds of an import, and the heavy packages that it imports."""
     script = (
         f"import sys, time; start = time.process_time(); import {modules}; "
         "print(time.process_time() - start); "
@@ -183,7 +218,7 @@ def import_seconds(modules: str) -> tuple[float, str]:
 
 
 def test_import_is_quick_and_light():
-    """Under two seconds, or hardly longer than jax, flax and optax take on the same busy cores."""
+    """Under two seconds, or hardly longer than jax, flax and optax on the same busy cores."""
     ours = dependencies = float("inf")
     quick = False
     for _ in range(5):  # the best of a few: the other workers of the run share the cores

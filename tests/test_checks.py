@@ -1,11 +1,11 @@
-"""One way to check an argument: what passes, as what it comes back, and what a refusal says."""
+"""The one way to check an argument: what passes, what it is converted to, and the errors."""
 
 import dataclasses
 import fractions
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,6 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
         (None, Count | None, None),
         (np.bool_(True), bool, True),
         ("head", Literal["head", "layer"], "head"),
+        (print, Callable[[str], None] | None, print),
         ([np.int64(1), 2], Sequence[Seed], (1, 2)),
         (np.asarray([3, 4]), tuple[Count, Count], (3, 4)),
         (2**32 - 1, Seed, 2**32 - 1),
@@ -180,7 +181,7 @@ assert len(generated.tokens[0]) == 2
 
 
 def test_users_give_numbers_of_any_kind():
-    """In a process of its own: the tests check annotations at run time, users' programs do not."""
+    """Runs in its own process, because only the tests check annotations at run time."""
     done = subprocess.run(
         [sys.executable, "-c", AS_A_USER], cwd=ROOT, capture_output=True, text=True
     )

@@ -1,17 +1,18 @@
-"""`generate`, and scoring through the cache."""
+"""`generate` and `score`: the calls that make an engine for one use."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from jaxtyping import Float
 
 from dms_jax.cache.accounting import Meter, Usage
-from dms_jax.checks import Count, CountOnDevice, check
+from dms_jax.checks import Count, CountOnDevice, check, show_options
 from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.generation.calls import carrying
 from dms_jax.generation.engine import Engine
+from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.prompts import check_call, check_list, encode_prompt
 from dms_jax.generation.requests import Completion, OnTokens, Prompt, make_requests
 from dms_jax.generation.sampling import Sampling
@@ -33,32 +34,35 @@ class Generation:
 
     @property
     def texts(self) -> list[str]:
-        """The new tokens decoded by themselves, without end tokens and stop strings."""
+        """The text of the new tokens, without end tokens and stop strings."""
         return [completion.text for completion in self.completions]
 
     @property
     def tokens(self) -> list[list[int]]:
-        """New token ids, end tokens included."""
+        """The ids of the new tokens, end tokens included."""
         return [completion.tokens for completion in self.completions]
 
     @property
     def logprobs(self) -> list[list[float] | None]:
-        """The model's log-probability of each new token, where `Sampling.logprobs` asks."""
+        """The model's log-probability of each new token, if `Sampling.logprobs` is set."""
         return [completion.logprobs for completion in self.completions]
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each one ended: "end", "stop" or "length"."""
+        """Why each completion ended: "end", "stop" or "length"."""
         return [completion.finish_reason for completion in self.completions]
 
     @property
     def usage(self) -> Usage:
-        """Sums over the requests; ratios of the sums."""
+        """The usage of all requests together; see `total_usage`."""
         return total_usage([completion.usage for completion in self.completions])
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Adds up requests: reads, peaks and bytes are sums (the chains of the papers run at once)."""
+    """Adds up the usage of requests, peaks included: the papers run their chains at once.
+
+    The compression ratio is that of the sums.
+    """
 
     def total(name: str) -> Any:
         return sum(getattr(usage, name) for usage in usages)
@@ -79,6 +83,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
     )
 
 
+@show_options(EngineOptions)
 def generate(
     model: LanguageModel,
     prompts: Sequence[Prompt],
@@ -87,43 +92,39 @@ def generate(
     sampling: Sampling | None = None,
     memory: float | int | None = None,
     chunk: int = 32,
-    page_size: int = 64,
-    prefill_chunk: int = 512,
-    kv_dtype: str | None = None,
     on_tokens: OnTokens | None = None,
+    **options: Unpack[EngineKeywords],
 ) -> Generation:
     """Completes prompts from a paged cache that holds only what the policy keeps.
 
-    What is drawn for a request does not depend on the rest of the batch, nor on memory, lanes and
-    chunks. The logits do, by the rounding of sums, which can change an answer where two next tokens
-    are nearly as likely: never in float64, nor in float32 on a CPU, as far as was measured; on a
-    GPU, and in bfloat16, at the rates that `sampling` gives.
+    The random draws of a request do not depend on the rest of the batch, nor on memory, lanes or
+    chunks. Its logits do, through the rounding of sums, which can change an answer where two next
+    tokens are nearly equally likely. No such change was measured in float64, nor in float32 on a
+    CPU; `dms_jax.generation.sampling` gives the rates on a GPU and in bfloat16.
 
     Args:
       model: from `load` or `retrofit`.
-      prompts: strings, lists of token ids, or lists of chat messages; any lengths.
-      policy: the checkpoint's own if None.
-      sampling: `Sampling()` if None.
-      memory: bytes for the cache. Requests that do not fit wait; a running one may be put back in
-        the queue and recomputed. None takes what the requests can need, within the free memory.
-      chunk: decode steps per compiled program; news and stop strings arrive this often.
-      page_size: slots a page.
-      prefill_chunk: prompt tokens of a sequence per compiled program.
-      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits; None for the model's type.
-      on_tokens: called with an `Update` whenever a request has news.
+      prompts: strings, lists of token ids, or lists of chat messages, of any lengths.
+      policy: the cache policy; None for the one that the checkpoint declares.
+      sampling: how tokens are drawn and when generation ends; None for `Sampling()`.
+      memory: bytes for the cache; None for what the requests can need, within the free memory.
+        Requests that do not fit wait; a running one may be preempted and recomputed.
+      chunk: decode steps per compiled program; updates and stop strings arrive this often.
+      on_tokens: called with an `Update` whenever a request has new tokens.
+      **options: page_size, prefill_chunk, kv_dtype, ...: see `dms_jax.generation.EngineOptions`.
 
     Returns:
-      A `Generation`: texts, tokens, usage.
+      A `Generation` with texts, tokens and usage.
 
     Raises:
-      DataError: a prompt is empty, outside the vocabulary, or beyond the model's positions.
-      ConfigError: the policy or an option does not fit.
-      CapacityError: the memory does not hold a single sequence. Where that is known beforehand
-        nothing runs: of prompts that the policy reads whole, and of answers that nothing ends
-        early under a policy that drops no token.
+      DataError: a prompt is empty, outside the vocabulary, or longer than the model's positions.
+      ConfigError: an option is malformed, or the policy does not fit the model.
+      CapacityError: the memory does not hold a single sequence. It is raised before anything runs
+        if that is known in advance: for prompts that the policy stores whole, and for answers
+        that only their length can end under a policy that evicts nothing.
 
-    What interrupts it, KeyboardInterrupt and an error of `on_tokens` too, carries the completions
-    that had ended: `error.finished` is {index of the prompt: Completion}.
+    Any exception that interrupts it, KeyboardInterrupt and an error of `on_tokens` included, has
+    the completions that had ended: `error.finished` is {index of the prompt: Completion}.
     """
     check_model(model)
     check_list(prompts)
@@ -136,67 +137,59 @@ def generate(
         model,
         policy,
         num_lanes=min(len(prompts), MAX_LANES),
-        memory=memory,
         max_tokens=max(map(len, tokens)) + sampling.max_new_tokens,
-        page_size=page_size,
+        memory=memory,
         chunk=chunk,
-        prefill_chunk=prefill_chunk,
-        kv_dtype=kv_dtype,
+        **options,
     )
     return Generation(engine.serve(requests, sampling, on_tokens))
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Log-probabilities of a given sequence, read off the decode steps.
+    """Log-probabilities of a given sequence, from the decode steps.
 
     Attributes:
-      logprobs: [n - 1], of tokens 1 ... n - 1 given those before.
-      usage: of the cache, as if the sequence had been generated.
+      logprobs: [n - 1], the log-probability of each of tokens 1 ... n - 1 given those before it.
+      usage: the use of the cache, as if the sequence had been generated.
     """
 
     logprobs: Float[np.ndarray, " n"]
     usage: Usage
 
 
+@show_options(EngineOptions)
 def score(
     model: LanguageModel,
     sequences: Sequence[Prompt] | np.ndarray,
     *,
     policy: Policy | None = None,
-    chunk: int = 64,
-    page_size: int = 64,
     num_lanes: int = MAX_LANES,
     memory: float | int | None = None,
-    kv_dtype: str | None = None,
-    horizon: int | None = None,
-    table_width: int | None = None,
+    chunk: int = 64,
+    max_length: int | None = None,
+    **options: Unpack[EngineKeywords],
 ) -> list[Score]:
-    """Feeds given sequences token by token through the paged cache, as decoding would.
+    """Scores given sequences by teacher-forced decoding, token by token through the paged cache.
 
-    There is no prompt: what a policy does after one (SnapKV and its like with `interval=None`, the
-    cut of `prefill="dense_then_evict"`, Quest's dense reading) does not come to pass.
+    There is no prompt, so what a policy does with one does not happen: the eviction at its end by
+    SnapKV and similar policies with `interval=None` or by `prefill="dense_then_evict"`, and the
+    full reads of Quest.
 
     Args:
       model: from `load` or `retrofit`.
-      sequences: token ids (or text), at least two each.
-      policy: the checkpoint's own if None.
-      chunk: decode steps per compiled program.
-      page_size: slots a page.
-      num_lanes: sequences at a time.
-      memory: bytes for the cache; None for what they can need.
-      kv_dtype: as for `generate`.
-      horizon: tokens of which a policy with a compression_ratio takes its share; the length of
-        each sequence if None.
-      table_width: pages a row in the compiled shapes; None lets them grow by powers of two, which
-        spares a CPU work and costs an accelerator a program for each.
+      sequences: token ids or text, at least two tokens each.
+      policy: the cache policy; None for the one that the checkpoint declares.
+      num_lanes, memory, chunk, **options: see `dms_jax.generation.EngineOptions`.
+      max_length: tokens from which a policy with a `compression_ratio` computes its budget; None
+        for the length of each sequence.
 
     Raises:
       DataError: a sequence is too short, too long, or outside the vocabulary.
       CapacityError: the memory does not hold `num_lanes` sequences to their end.
 
-    What interrupts it, KeyboardInterrupt too, carries the scores of earlier ones: `error.finished`
-    is {index of the sequence: Score}.
+    Any exception that interrupts it, KeyboardInterrupt included, has the scores of the sequences
+    before: `error.finished` is {index of the sequence: Score}.
     """
     check_model(model)
     check_list(sequences, "sequences")
@@ -210,30 +203,28 @@ def score(
             f"Sequence {shortest} has one token; scoring predicts each token from those before it "
             "and needs two."
         )
-    horizons = [len(sequence) for sequence in tokens]
-    if horizon is not None:
-        horizons = [check("horizon", horizon, CountOnDevice)] * len(tokens)
+    max_lengths = [len(sequence) for sequence in tokens]
+    if max_length is not None:
+        max_lengths = [check("max_length", max_length, CountOnDevice)] * len(tokens)
     scores: list[Score] = []
     num_lanes = min(check("num_lanes", num_lanes, Count), len(tokens))
     engine = Engine(
         model,
         policy,
         num_lanes=num_lanes,
-        memory=memory,
         max_tokens=max(map(len, tokens)),
-        page_size=page_size,
+        memory=memory,
         chunk=chunk,
-        table_width=table_width,
-        kv_dtype=kv_dtype,
+        **options,
     )
     with carrying(lambda: dict(enumerate(scores))):
         for start in range(0, len(tokens), num_lanes):
             some = slice(start, start + num_lanes)
-            scores.extend(_score_batch(engine, tokens[some], horizons[some]))
+            scores.extend(_score_batch(engine, tokens[some], max_lengths[some]))
     return scores
 
 
-def _score_batch(engine: Engine, batch: list[list[int]], horizons: list[int]) -> list[Score]:
+def _score_batch(engine: Engine, batch: list[list[int]], max_lengths: list[int]) -> list[Score]:
     runner, chunk = engine.runner, engine.chunk
     num_lanes, longest = len(runner.seen), max(map(len, batch))
     tokens = np.zeros((-(-longest // chunk) * chunk + 1, num_lanes), np.int32)
@@ -244,8 +235,8 @@ def _score_batch(engine: Engine, batch: list[list[int]], horizons: list[int]) ->
     rows = engine.model.config.num_layers * engine.model.config.num_kv_heads
     meters = [Meter(rows=rows) for _ in batch]
     logprobs: list[list[np.ndarray]] = [[] for _ in batch]
-    # The last token of a sequence predicts nothing of it and is not fed.
-    runner.set_max_lengths(dict(enumerate(horizons)))
+    # The last token of a sequence predicts none of its tokens, so it is not run.
+    runner.set_max_lengths(dict(enumerate(max_lengths)))
     for first in range(0, longest - 1, chunk):
         counts = np.clip(lengths - 1 - first, 0, chunk)
         if not runner.fits(counts):
@@ -269,7 +260,7 @@ def _score_batch(engine: Engine, batch: list[list[int]], horizons: list[int]) ->
             logprobs[lane].append(steps.logprobs[taken, lane])
     held, on_host = runner.cache_bytes(), runner.host_bytes()
     for lane, meter in enumerate(meters):
-        meter.settle(int(runner.lengths[:, lane].sum()))
+        meter.finish(int(runner.lengths[:, lane].sum()))
     scores = [
         Score(
             logprobs=np.concatenate(logprobs[lane]),

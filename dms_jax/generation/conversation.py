@@ -1,12 +1,14 @@
-"""Conversations: turns that share one cache."""
+"""Conversations: several turns over one cache."""
 
 import dataclasses
 import threading
-from typing import Any
+from typing import Any, Unpack
 
+from dms_jax.checks import show_options
 from dms_jax.errors import DataError
 from dms_jax.generation.calls import unless_busy
 from dms_jax.generation.engine import Engine
+from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.prompts import check_call, encode_prompt, is_chat, text_after_answer
 from dms_jax.generation.requests import Completion, OnTokens, Prompt, Turn, make_request
 from dms_jax.generation.sampling import Sampling
@@ -15,14 +17,14 @@ from dms_jax.policies import Policy
 
 
 @dataclasses.dataclass(frozen=True)
-class _Said:
-    """What a conversation has come to. A turn replaces it whole, so that none is half there.
+class _History:
+    """The state of a conversation. Each turn replaces it as a whole, so no turn is half recorded.
 
     Attributes:
-      past: what is in the cache.
-      before: the last answer's newest token, which is not in the cache yet.
-      messages: without the last answer; None once a turn was not chat messages.
-      turns: the completions.
+      past: the prompts and answers in the cache.
+      before: the last token of the last answer, which is not in the cache yet.
+      messages: the chat messages up to the last answer; None once a turn was no chat.
+      turns: the completions so far.
     """
 
     past: tuple[Turn, ...] = ()
@@ -31,18 +33,18 @@ class _Said:
     turns: tuple[Completion, ...] = ()
 
     def with_turn(
-        self, prompt: Prompt, tokens: list[int], horizon: int, completion: Completion
-    ) -> "_Said":
-        """The conversation after a turn."""
+        self, prompt: Prompt, tokens: list[int], max_length: int, completion: Completion
+    ) -> "_History":
+        """Returns the history with one more turn."""
         messages = None
         if self.messages is not None and is_chat(prompt):
             answered = [{"role": "assistant", "content": turn.text} for turn in self.turns[-1:]]
             messages = (*self.messages, *answered, *prompt)
-        return _Said(
+        return _History(
             past=(
                 *self.past,
-                Turn([*self.before, *tokens], True, horizon),
-                Turn(completion.tokens[:-1], False, horizon),
+                Turn([*self.before, *tokens], True, max_length),
+                Turn(completion.tokens[:-1], False, max_length),
             ),
             before=tuple(completion.tokens[-1:]),
             messages=messages,
@@ -51,49 +53,45 @@ class _Said:
 
 
 class Conversation:
-    """Turns that share one cache: nothing of the past is recomputed.
+    """A conversation whose turns share one cache: no earlier turn is recomputed.
 
     Args:
       model: from `load` or `retrofit`.
-      policy: the checkpoint's own if None.
-      memory: bytes for the cache; None for what `max_tokens` can need, within the free memory.
-      max_tokens: of all turns together; the model's positions if None.
-      page_size, chunk, prefill_chunk, kv_dtype: as for `generate`.
+      policy: the cache policy; None for the one that the checkpoint declares.
+      max_tokens: length of the whole conversation; None for all of the model's positions.
+      memory, chunk, **options: see `dms_jax.generation.EngineOptions`.
 
     It answers one call of `say` at a time: a second one, from another thread or from inside a
     callback, raises BusyError and changes nothing.
     """
 
+    @show_options(EngineOptions)
     def __init__(
         self,
         model: LanguageModel,
         policy: Policy | None = None,
         *,
-        memory: float | int | None = None,
         max_tokens: int | None = None,
-        page_size: int = 64,
+        memory: float | int | None = None,
         chunk: int = 32,
-        prefill_chunk: int = 512,
-        kv_dtype: str | None = None,
+        **options: Unpack[EngineKeywords],
     ):
         self._engine = Engine(
             model,
             policy,
             num_lanes=1,
-            memory=memory,
             max_tokens=max_tokens,
-            page_size=page_size,
+            memory=memory,
             chunk=chunk,
-            prefill_chunk=prefill_chunk,
-            kv_dtype=kv_dtype,
+            **options,
         )
         self._lock = threading.Lock()
-        self._said = _Said()
+        self._history = _History()
 
     @property
     def turns(self) -> list[Completion]:
         """The completions so far."""
-        return list(self._said.turns)
+        return list(self._history.turns)
 
     def say(
         self,
@@ -104,42 +102,43 @@ class Conversation:
     ) -> Completion:
         """Appends a prompt to the conversation and returns the answer.
 
-        Text of a later turn is encoded without the beginning-of-sequence token; chat messages of a
-        later turn are the new ones alone. The usage is that of this turn, over a cache that holds
-        all turns. A turn that fails or is interrupted leaves the conversation as it was; the next
-        one recomputes its past.
+        In later turns, text is encoded without the beginning-of-sequence token, and only the new
+        chat messages are given. The usage is that of this turn, over a cache that holds all turns.
+        A turn that fails or is interrupted leaves the conversation as it was; the next one
+        recomputes the past.
 
         Raises:
           DataError: the prompt is malformed, or the conversation outgrows the model's positions.
-          CapacityError: or its memory.
+          CapacityError: the conversation outgrows its memory.
           BusyError: another turn is being answered.
         """
         sampling = check_call(sampling, on_tokens)
         with unless_busy(self._lock, "The conversation"):
-            engine, said = self._engine, self._said
+            engine, history = self._engine, self._history
             tokens = self._encode(prompt)
-            past = sum(len(turn.tokens) for turn in said.past)
+            past = sum(len(turn.tokens) for turn in history.past)
             (seed,) = sampling.seeds(1)
             request = make_request(
-                engine.model.config, tokens, sampling, seed=seed, before=said.before, seen=past
+                engine.model.config, tokens, sampling, seed=seed, before=history.before, seen=past
             )
             if engine.runner.dirty or int(engine.runner.seen[0]) != past:
-                engine.replay(said.past)
+                engine.replay(history.past)
             (completion,) = engine.serve([request], sampling, on_tokens, keep=True)
-            # An interrupt up to here leaves more in the cache than was said: it is recomputed.
-            self._said = said.with_turn(prompt, tokens, request.horizon, completion)
+            # After an interrupt before this line the cache holds more than the history, and the
+            # next turn recomputes it.
+            self._history = history.with_turn(prompt, tokens, request.max_length, completion)
         return completion
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        model, said = self._engine.model, self._said
-        if not said.turns or not is_chat(prompt):
-            return encode_prompt(model, prompt, continuing=bool(said.turns))
-        if said.messages is None:
+        model, history = self._engine.model, self._history
+        if not history.turns or not is_chat(prompt):
+            return encode_prompt(model, prompt, continuing=bool(history.turns))
+        if history.messages is None:
             raise DataError(
                 "The conversation began with plain text or token ids, which chat messages cannot "
-                "follow; go on as it began, or start a new one."
+                "follow. Continue in the same form, or start a new conversation."
             )
-        text = text_after_answer(model, said.messages, prompt)
+        text = text_after_answer(model, history.messages, prompt)
         tokens = model.tokenizer.encode(text, add_special_tokens=False)
-        # The answer's end token stands in the template as well as in what was generated.
-        return tokens[1:] if list(said.before) == tokens[:1] else tokens
+        # The answer's end token is in the template as well as among the generated tokens.
+        return tokens[1:] if list(history.before) == tokens[:1] else tokens

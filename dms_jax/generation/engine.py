@@ -1,23 +1,25 @@
 """The scheduler: which sequences are in the cache, and what runs next.
 
-A request waits, is admitted to a lane when the pool can hold the first part of its prompt, is
-prefilled in chunks, and decodes in chunks until it ends. Before every chunk the pages it may need
-are reserved. When they do not fit, the youngest running request goes back to the queue: its tokens
-are kept and its past is recomputed later, prompt as prompt and answer as answer, so that no policy
-can tell.
+A request waits, is admitted to a lane when the pool can hold the first chunk of its prompt, is
+prefilled in chunks, and decodes in chunks until it ends. The pages that a chunk may need are
+reserved before it runs. If they do not fit, the youngest running request is preempted: it returns
+to the queue with its tokens and is recomputed later, the prompt as a prompt and the answer as an
+answer, so that every policy decides as it did before.
 """
 
 import collections
 import threading
 from collections.abc import Sequence
+from typing import Unpack
 
 import jax
 import numpy as np
 
-from dms_jax.checks import Count, CountOnDevice, check
+from dms_jax.checks import show_options
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation.calls import carrying, unless_busy
 from dms_jax.generation.memory import out_of_memory, pool_pages
+from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.programs import Steps, bucket, request_keys
 from dms_jax.generation.prompts import check_call, check_list, encode_prompt
 from dms_jax.generation.requests import (
@@ -31,7 +33,7 @@ from dms_jax.generation.requests import (
     completion_of,
     finished,
     make_requests,
-    settle,
+    record_usage,
 )
 from dms_jax.generation.room import Room
 from dms_jax.generation.runner import Runner
@@ -45,56 +47,38 @@ class Engine:
     """A model, a policy and a pool, ready to serve requests.
 
     It serves one call at a time: a second one, from another thread or from inside a callback,
-    raises BusyError and disturbs nothing. Threads that generate side by side have an engine each.
+    raises BusyError and changes nothing. Threads that generate in parallel need an engine each.
 
     Args:
-      model: what to run.
-      policy: the checkpoint's own if None.
-      num_lanes: the most sequences in the cache at a time.
-      memory: bytes for the pool, over all devices; None for what the requests can need, within
-        the free memory.
-      max_tokens: the longest sequence expected, for sizing the pool; the model's positions if None.
-      page_size: slots a page.
-      chunk: decode steps per compiled program; no more than `max_tokens` make sense.
-      prefill_chunk: prompt tokens of a sequence per compiled program.
-      prefill_tokens: prompt tokens of all sequences together per compiled program.
-      table_width: pages a row in the compiled shapes; None lets them grow by powers of two.
-      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits; None for the model's type.
+      model: the model to run.
+      policy: the cache policy; None for the one that the checkpoint declares.
+      num_lanes, max_tokens, memory, chunk, **options: see `EngineOptions`.
 
     Raises:
-      ConfigError: an argument or the policy does not fit.
-      CapacityError: the memory does not hold a single sequence's first page per row, or what so
-        many lanes take beside their pages.
+      ConfigError: an option is malformed, or the policy does not fit the model.
+      CapacityError: the memory does not hold the first page of each row of a single sequence, or
+        what so many lanes take besides their pages.
     """
 
+    @show_options(EngineOptions)
     def __init__(
         self,
         model: LanguageModel,
         policy: Policy | None = None,
         *,
         num_lanes: int = 8,
-        memory: float | int | None = None,
         max_tokens: int | None = None,
-        page_size: int = 64,
+        memory: float | int | None = None,
         chunk: int = 32,
-        prefill_chunk: int = 512,
-        prefill_tokens: int = 8192,
-        table_width: int | None = None,
-        kv_dtype: str | None = None,
+        **options: Unpack[EngineKeywords],
     ):
         check_model(model)
-        num_lanes = check("num_lanes", num_lanes, CountOnDevice)
-        page_size = check("page_size", page_size, CountOnDevice)
-        chunk = check("chunk", chunk, CountOnDevice)
-        prefill_chunk = check("prefill_chunk", prefill_chunk, CountOnDevice)
-        prefill_tokens = check("prefill_tokens", prefill_tokens, CountOnDevice)
-        max_tokens = check("max_tokens", max_tokens, Count | None)
-        table_width = check("table_width", table_width, Count | None)
+        self.options = EngineOptions(num_lanes, max_tokens, memory, chunk, **options)
+        num_lanes, page_size = self.options.num_lanes, self.options.page_size
         self.model, self.policy = model, model.resolve_policy(policy)
         positions = model.config.max_position_embeddings
-        max_tokens = min(max_tokens or positions, positions)
-        self.chunk = min(chunk, bucket(max_tokens))  # no answer has more steps
-        self.prefill_chunk, self.prefill_tokens = prefill_chunk, prefill_tokens
+        max_tokens = min(self.options.max_tokens or positions, positions)
+        self.chunk = min(self.options.chunk, bucket(max_tokens))  # no answer has more steps
         self.runner = Runner(
             model,
             self.policy,
@@ -105,18 +89,18 @@ class Engine:
                 num_lanes=num_lanes,
                 max_tokens=max_tokens,
                 page_size=page_size,
-                memory=memory,
-                kv_dtype=kv_dtype,
+                memory=self.options.memory,
+                kv_dtype=self.options.kv_dtype,
             ),
             page_size=page_size,
-            table_width=table_width,
-            kv_dtype=kv_dtype,
+            table_width=self.options.table_width,
+            kv_dtype=self.options.kv_dtype,
         )
-        self._room = Room(self.runner, self.chunk, prefill_chunk)
+        self._room = Room(self.runner, self.chunk, self.options.prefill_chunk)
         self._lock = threading.Lock()
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
         self._keys = np.zeros((num_lanes, *request_keys([0], [0]).shape[1:]), np.uint32)
-        self._newest = np.zeros(num_lanes, np.int32)
+        self._last_tokens = np.zeros(num_lanes, np.int32)
 
     # -- public -----------------------------------------------------------------------------------
 
@@ -127,7 +111,7 @@ class Engine:
         sampling: Sampling | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
-        """Completes prompts; see `dms_jax.generate`."""
+        """Completes prompts as `dms_jax.generate` does."""
         check_list(prompts)
         sampling = check_call(sampling, on_tokens)
         tokens = [
@@ -146,20 +130,20 @@ class Engine:
         *,
         keep: bool = False,
     ) -> list[Completion]:
-        """Runs requests to their end; `keep` leaves them in the cache (a conversation).
+        """Runs requests to their end; with `keep` they stay in the cache (for a conversation).
 
-        Whatever stops it, an interrupt too, leaves an engine that serves again, and carries the
-        completions of the requests that had ended, by their index: `error.finished`.
+        Any exception that stops it, an interrupt included, leaves the engine usable and has the
+        completions of the requests that had ended: `error.finished` is {index: Completion}.
 
         Raises:
-          BusyError: it is serving another call, in another thread or around this one.
-          CapacityError: a request does not fit. What is known at the start is refused then.
-          ConfigError: there are stop strings and no tokenizer to see them with.
+          BusyError: it is serving another call, in another thread or further up the stack.
+          CapacityError: a request does not fit; see `check_room` for what is refused at the start.
+          ConfigError: there are stop strings but no tokenizer.
         """
         if sampling.stop_strings and self.model.tokenizer is None:
             raise ConfigError(
                 "Sampling: stop strings are looked for in text, and this model came without a "
-                "tokenizer: leave them out, or end at a token (generation.eos_token_ids)."
+                "tokenizer. Leave them out, or end at a token (generation.eos_token_ids)."
             )
         done = carrying(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"):
@@ -169,13 +153,13 @@ class Engine:
         return completions
 
     def check_room(self, requests: list[Request], sampling: Sampling) -> None:
-        """Refuses requests that are known not to fit before any of them has run.
+        """Refuses requests that are known not to fit, before any of them runs.
 
         Raises:
-          CapacityError: one never fits, whatever the model will say; see `Room.check`.
+          CapacityError: a request can never fit, whatever the model generates; see `Room.check`.
         """
         self.runner.recover()
-        self.runner.raise_max_length(max((request.horizon for request in requests), default=1))
+        self.runner.raise_max_length(max((request.max_length for request in requests), default=1))
         endless = not (self.model.generation.eos_token_ids or sampling.stop_strings)
         self._room.check(requests, endless=endless)
 
@@ -193,7 +177,7 @@ class Engine:
             self.model.generation.eos_token_ids,
             streaming=on_tokens is not None,
         )
-        # A stop string is seen between chunks; a conversation must not cache tokens beyond it.
+        # Stop strings are found between chunks; a conversation must not cache tokens after one.
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
         waiting, self._running = collections.deque(requests), {}
         try:
@@ -213,29 +197,29 @@ class Engine:
             ) from error
 
     def replay(self, turns: Sequence[Turn]) -> None:
-        """Starts over with a conversation in lane 0.
+        """Clears the cache and recomputes the turns of a conversation in lane 0.
 
         Raises:
-          CapacityError: the pool does not hold them.
+          CapacityError: the pool does not hold the turns.
         """
         runner = self.runner
         runner.restart()
         extra = np.zeros(len(runner.seen), np.int64)
         with runner.working():
             for turn in turns:
-                runner.set_max_lengths({0: turn.horizon})
-                for start in range(0, len(turn.tokens), self.prefill_chunk):
-                    end = start + self.prefill_chunk
+                runner.set_max_lengths({0: turn.max_length})
+                for start in range(0, len(turn.tokens), self.options.prefill_chunk):
+                    end = start + self.options.prefill_chunk
                     part = np.asarray(turn.tokens[start:end], np.int32)
                     extra[0] = len(part)
                     runner.reserve(extra, prompt=turn.prompt)
-                    width = min(self.prefill_chunk, max(8, bucket(len(part))))
+                    width = min(self.options.prefill_chunk, max(8, bucket(len(part))))
                     ends = [0] if turn.prompt and end >= len(turn.tokens) else []
                     runner.extend({0: part}, width=width, prompt=turn.prompt, ends_prompt=ends)
                     runner.trim()
 
     def _admit(self, waiting: collections.deque[Request], sampling: Sampling) -> None:
-        """Moves requests into free lanes and prefills them."""
+        """Moves waiting requests into free lanes and prefills them."""
         extra = np.zeros(self.runner.lengths.shape, np.int64)
         for lane, request in self._running.items():
             extra[:, lane] = min(self.chunk, request.remaining)
@@ -250,8 +234,8 @@ class Engine:
                     raise self._room.too_small(request, "the first chunk")
                 break
             self._running[lane] = waiting.popleft()
-            # A request that was put back recomputes its answer as an answer, where that makes a
-            # difference; its newest token has never been in the cache.
+            # A preempted request recomputes its answer as an answer, if the policy distinguishes
+            # it from a prompt. Its last token has never been in the cache.
             past = request.generated[:-1]
             prompts[lane] = request.before + request.prompt
             if self.policy.parallel != "prompts":
@@ -263,14 +247,14 @@ class Engine:
         started = [self._running[lane] for lane in prompts]
         keys = request_keys([r.seed for r in started], [r.copy for r in started])
         self._keys[list(prompts)] = keys
-        self.runner.set_max_lengths({lane: self._running[lane].horizon for lane in prompts})
+        self.runner.set_max_lengths({lane: self._running[lane].max_length for lane in prompts})
         self._prefill(prompts, waiting, sampling, prompt=True)
         answers = {lane: tokens for lane, tokens in answers.items() if lane in self._running}
         if answers:
             self._prefill(answers, waiting, sampling, prompt=False)
         for lane in prompts:
             if lane in self._running:
-                self._newest[lane] = self._running[lane].generated[-1]
+                self._last_tokens[lane] = self._running[lane].generated[-1]
 
     def _prefill(
         self,
@@ -280,33 +264,33 @@ class Engine:
         *,
         prompt: bool,
     ) -> None:
-        """Runs tokens of several lanes through the cache; draws the token after a prompt."""
+        """Runs tokens of several lanes through the cache and draws the token after a prompt."""
         runner = self.runner
-        width = min(self.prefill_chunk, max(8, bucket(max(map(len, todo.values())))))
+        width = min(self.options.prefill_chunk, max(8, bucket(max(map(len, todo.values())))))
         done = dict.fromkeys(todo, 0)
         while True:
             unfinished = [
                 lane
                 for lane, start in done.items()
-                if start < len(todo[lane]) and lane in self._running  # else put back to make room
+                if start < len(todo[lane]) and lane in self._running  # others were preempted
             ]
             if not unfinished:
                 break
             parts = {
                 lane: np.asarray(todo[lane][done[lane] : done[lane] + width], np.int32)
-                for lane in unfinished[: max(1, self.prefill_tokens // width)]
+                for lane in unfinished[: max(1, self.options.prefill_tokens // width)]
             }
             extra = np.zeros(len(runner.seen), np.int64)
             for lane, part in parts.items():
                 extra[lane] = len(part)
-            if not self._make_room(extra, waiting, prompt=prompt):
+            if not self._reserve_or_preempt(extra, waiting, prompt=prompt):
                 continue
             ends = [lane for lane in parts if prompt and done[lane] + width >= len(todo[lane])]
             extended = runner.extend(parts, width=width, prompt=prompt, ends_prompt=ends)
             for lane, part in parts.items():
                 done[lane] += len(part)
                 self._running[lane].meter.add(extended.live[lane], held=extended.held[lane])
-            self._note_bytes()
+            self._record_peak_bytes()
             runner.trim()
             drawing = [
                 lane
@@ -321,10 +305,10 @@ class Engine:
                     request.generated.append(tokens[lane])
                     request.logprobs.append(logprobs[lane])
 
-    def _make_room(
+    def _reserve_or_preempt(
         self, extra: np.ndarray, waiting: collections.deque[Request], *, prompt: bool
     ) -> bool:
-        """Reserves pages, putting the youngest back until they fit; False if any was."""
+        """Reserves pages, preempting the youngest requests until they fit; False if any was."""
         before = len(self._running)
         while not self.runner.fits(extra, prompt=prompt):
             youngest = next(reversed(self._running))
@@ -344,23 +328,23 @@ class Engine:
         extra = np.zeros(len(self.runner.seen), np.int64)
         for lane, request in self._running.items():
             extra[lane] = min(num_steps, request.remaining)
-        self._make_room(extra, waiting, prompt=False)
+        self._reserve_or_preempt(extra, waiting, prompt=False)
         remaining = np.zeros(len(self.runner.seen), np.int32)
         for lane, request in self._running.items():
             remaining[lane] = request.remaining
-        self._note_bytes()
+        self._record_peak_bytes()
         steps = self.runner.decode(
-            self._newest,
+            self._last_tokens,
             remaining,
             self._keys,
             sampling.filter,
             num_steps=num_steps,
             end_tokens=self.model.generation.eos_token_ids,
         )
-        self._take(steps)
+        self._record_steps(steps)
 
-    def _take(self, steps: Steps) -> None:
-        """Hands every running request its steps: a lane takes the first ones of a chunk."""
+    def _record_steps(self, steps: Steps) -> None:
+        """Adds the steps of a chunk to the running requests; a lane ran the first few of them."""
         counts = steps.ran.sum(0).tolist()
         fields = (steps.tokens, steps.logprobs, steps.live, steps.reads)
         tokens, logprobs, live, reads = (field.T.tolist() for field in fields)
@@ -371,9 +355,9 @@ class Engine:
             request.logprobs += logprobs[lane][:count]
             request.live += live[lane][:count]
             request.reads += reads[lane][:count]
-            self._newest[lane] = request.generated[-1]
+            self._last_tokens[lane] = request.generated[-1]
 
-    def _note_bytes(self) -> None:
+    def _record_peak_bytes(self) -> None:
         held = self.runner.cache_bytes()
         for lane, request in self._running.items():
             request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])
@@ -381,7 +365,7 @@ class Engine:
     # -- results ----------------------------------------------------------------------------------
 
     def _report(self, tracker: TextTracker, on_tokens: OnTokens | None, *, keep: bool) -> None:
-        """Updates texts, streams news, and lets finished requests go."""
+        """Updates texts, streams new tokens, and removes finished requests."""
         self.runner.trim()
         held, on_host = self.runner.cache_bytes(), self.runner.host_bytes()
         finished_lanes, updates = [], []
@@ -392,7 +376,7 @@ class Engine:
             done = request.finish_reason is not None
             if done:
                 finished_lanes.append(lane)
-                settle(
+                record_usage(
                     request,
                     cached=int(self.runner.seen[lane]),
                     live=int(self.runner.lengths[:, lane].sum()),
@@ -406,6 +390,6 @@ class Engine:
             del self._running[lane]
         if finished_lanes and not keep:
             self.runner.clear(finished_lanes)
-        if on_tokens is not None:  # last: a callback that raises loses nothing that has ended
+        if on_tokens is not None:  # last, so that a callback that raises loses no completion
             for update in updates:
                 on_tokens(update)

@@ -1,7 +1,7 @@
-"""The loop of a training run: draws batches, steps, reports, checkpoints, stops where it may.
+"""The training loop: batches, steps, logs, checkpoints, and a clean stop.
 
-A few steps are in flight: the metrics of a step are read while later ones run, so that the host is
-never in the device's way. Ctrl-C ends the run after the current step, with a checkpoint to resume
+A few steps are in flight: the metrics of a step are read while later ones run, so that the device
+never waits for the host. Ctrl-C ends the run after the current step, with a checkpoint to resume
 from.
 """
 
@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,43 +21,28 @@ import numpy as np
 from dms_jax.checkpoint import save
 from dms_jax.data.batches import Batch
 from dms_jax.errors import DataError, TrainingDivergedError
-from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training.display import Display
+from dms_jax.training.options import RunOptions
 from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.trainer import Trainer
 
-OnStep = Callable[[dict[str, Any]], None]
-OnSnapshot = Callable[[float, LanguageModel], None]
-Evaluate = Callable[[LanguageModel], Mapping[str, float]]
-
-# Steps that the device is given before the metrics of the first of them are read.
+# Steps that are dispatched before the metrics of the first of them are read.
 _IN_FLIGHT = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Reports:
-    """Who hears of a run: see `train`."""
-
-    on_step: OnStep | None = None
-    on_snapshot: OnSnapshot | None = None
-    evaluate: Evaluate | None = None
-    evaluate_every: int = 1000
-    show: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class _Pending:
-    """A step that was given to the device.
+    """A step that was dispatched to the device.
 
     Attributes:
-      step: its number, from 1.
-      progress: what it aims at.
-      tokens: that it passes, padding included.
-      data_seconds: that the host waited for its batches.
-      metrics: on their way.
-      ended: the time at which the device was done with it, once it is.
+      step: number of the step, from 1.
+      progress: what the step aims at.
+      tokens: number of its tokens, padding included.
+      data_seconds: time that the host waited for its batches.
+      metrics: its metrics, still on the device.
+      ended: the time at which the device finishes it.
     """
 
     step: int
@@ -68,8 +53,8 @@ class _Pending:
     ended: concurrent.futures.Future[float]
 
 
-class Run:
-    """The steps of a training run, from where the trainer stands to the end."""
+class Loop:
+    """The steps of a training run, from the trainer's current step to the end."""
 
     def __init__(
         self,
@@ -80,52 +65,51 @@ class Run:
         pass_size: int,
         ignored_tokens: tuple[int, ...],
         directory: RunDirectory | None,
-        reports: Reports,
+        options: RunOptions,
     ):
         self._trainer, self._policy, self._recipe = trainer, policy, recipe
         self._source, self._pass_size, self._directory = source, pass_size, directory
-        self._ignored, self._reports = np.asarray(ignored_tokens, np.int32), reports
+        self._ignored, self._options = np.asarray(ignored_tokens, np.int32), options
         self._pending: collections.deque[_Pending] = collections.deque()
         self._clock = time.perf_counter()
         self._display: Any = None
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, "steps")
 
-    def go(self, *, checkpoint_every: int, stop_after: float | int | None) -> None:
+    def run(self) -> None:
         """Runs the steps that are left.
 
         Raises:
           KeyboardInterrupt: on Ctrl-C or after `stop_after` seconds.
         """
+        options = self._options
         total = self._recipe.total_steps(self._policy)
         start = int(self._trainer.state.step)
         snapshots = self._snapshots(total)
-        end = math.inf if stop_after is None else time.perf_counter() + stop_after
+        end = time.perf_counter() + (options.stop_after or math.inf)
         self._display = Display(
             total=total,
             done=start,
             main=self._recipe.loss.replace("_", " "),
             compressing=self._policy.retrofit.possible,
-            enabled=self._reports.show,
+            enabled=options.progress,
         )
         with self._display, self._watcher, _Interrupts() as interrupts:
             for step in range(start, total):
-                self._one(step)
+                self._step(step)
                 done = step + 1
                 self._read(leave=_IN_FLIGHT)
-                if self._reports.evaluate and (
-                    done % self._reports.evaluate_every == 0 or done == total
-                ):
+                if options.evaluate and (done % options.evaluate_every == 0 or done == total):
                     self._read(evaluate=True)
                 for ratio in snapshots.get(done, ()):
                     self._snapshot(ratio)
-                if done % checkpoint_every == 0 or done == total:
+                if done % options.checkpoint_every == 0 or done == total:
                     self._checkpoint(done)
                 if done < total and (interrupts.requested or time.perf_counter() > end):
                     self._checkpoint(done)
                     raise KeyboardInterrupt(f"stopped after step {done}")
             self._read()
 
-    def _one(self, step: int) -> None:
+    def _step(self, step: int) -> None:
         recipe, policy = self._recipe, self._policy
         progress = recipe.progress(step, policy)
         if policy.retrofit.borrowed_neurons is not None and progress.neuron_scale is None:
@@ -134,10 +118,11 @@ class Run:
                 self._trainer.zero_borrowed_neurons()
         size = progress.stage.batch_size or recipe.batch_size
         began = time.perf_counter()
-        drawn = [self._draw(step) for _ in range(size // self._pass_size)]
+        drawn = [self._next_batch(step) for _ in range(size // self._pass_size)]
         if any(batch.keys() != drawn[0].keys() for batch in drawn):
             raise DataError(
-                f"of the batches of step {step + 1}, some have segment_ids, others none"
+                f"Some batches of step {step + 1} have segment_ids and others have none; give them "
+                "to all batches or to none."
             )
         waited = time.perf_counter() - began
         metrics = self._trainer.step(drawn, progress)
@@ -145,26 +130,28 @@ class Run:
         ended = self._watcher.submit(_when_ready, metrics)
         self._pending.append(_Pending(step + 1, progress, tokens, waited, metrics, ended))
 
-    def _draw(self, step: int) -> Batch:
+    def _next_batch(self, step: int) -> Batch:
         try:
             batch = dict(next(self._source))
         except StopIteration as error:
-            raise DataError(f"the data ended before step {step + 1}") from error
+            raise DataError(
+                f"The data ended before step {step + 1}. Give more data or a recipe of fewer steps."
+            ) from error
         known = {"tokens", "loss_mask", "segment_ids"}
         if "tokens" not in batch or batch.keys() - known:
             raise DataError(
-                "a batch is a dict of tokens and, where wanted, loss_mask and segment_ids; got "
-                f"{', '.join(sorted(map(str, batch))) or 'nothing'}"
+                "A batch is a dict of tokens and, optionally, loss_mask and segment_ids; got "
+                f"{', '.join(sorted(map(str, batch))) or 'nothing'}."
             )
         tokens = np.asarray(batch["tokens"], np.int32)
         expected = (self._pass_size, self._recipe.sequence_length)
         if tokens.shape != expected:
-            raise DataError(f"a batch must hold tokens {expected}, got {tokens.shape}")
+            raise DataError(f"A batch must hold tokens of shape {expected}, got {tokens.shape}.")
         for name in ("loss_mask", "segment_ids"):
             if np.shape(batch.get(name, tokens)) != expected:
                 raise DataError(
-                    f"the {name} of a batch must have the shape of its tokens, {expected}, got "
-                    f"{np.shape(batch[name])}"
+                    f"The {name} of a batch must have the shape of its tokens, {expected}, got "
+                    f"{np.shape(batch[name])}."
                 )
         counts = np.asarray(batch.get("loss_mask", np.ones(expected)), bool)
         return batch | {"tokens": tokens, "loss_mask": counts & ~np.isin(tokens, self._ignored)}
@@ -172,24 +159,24 @@ class Run:
     def _read(self, *, leave: int = 0, evaluate: bool = False) -> None:
         """Reads, checks and reports steps in flight until `leave` are left.
 
-        With `evaluate` the last one is of the trainer's present state, which is measured too.
+        With `evaluate` the model is measured too, into the record of the last step.
         """
         while len(self._pending) > leave:
             pending = self._pending.popleft()
             record = self._record(pending)
-            if evaluate and not self._pending and self._reports.evaluate is not None:
-                numbers = self._reports.evaluate(self._trainer.model())
+            if evaluate and not self._pending and self._options.evaluate is not None:
+                numbers = self._options.evaluate(self._trainer.model())
                 record["evaluation"] = {name: float(value) for name, value in numbers.items()}
                 self._clock = time.perf_counter()
             self._display.update(record)
             if self._directory is not None:
                 self._directory.log(record)
-            if self._reports.on_step is not None:
-                self._reports.on_step(record)
+            if self._options.on_step is not None:
+                self._options.on_step(record)
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         values = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
-        # Several steps may be read at once: what counts is when each was done.
+        # Several steps may be read at once, so the time at which each ended is taken beforehand.
         ended = pending.ended.result()
         seconds, self._clock = ended - self._clock, ended
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
@@ -217,7 +204,7 @@ class Run:
         parts = ", ".join(f"{name} {value:g}" for name, value in sorted(values.items()))
         latest = None if self._directory is None else self._directory.latest_step
         back = "" if latest is None else f" The last checkpoint is of step {latest}."
-        return f"step {step} is not finite: {parts}. Lower the learning rates.{back}"
+        return f"Step {step} is not finite: {parts}. Lower the learning rates.{back}"
 
     def _checkpoint(self, done: int) -> None:
         if self._directory is None:
@@ -228,7 +215,7 @@ class Run:
         self._clock = time.perf_counter()
 
     def _snapshots(self, total: int) -> dict[int, list[float]]:
-        """After how many steps which of the recipe's ratios is reached."""
+        """Returns steps done -> the recipe's snapshot ratios that are reached by then."""
         reached: dict[int, list[float]] = {}
         for ratio in sorted(self._recipe.snapshots):
             for done in range(1, total + 1):
@@ -242,21 +229,22 @@ class Run:
         model = self._trainer.model()
         if self._directory is not None:
             save(model, self._policy, self._directory.path / "snapshots" / f"{ratio:g}")
-        if self._reports.on_snapshot is not None:
-            self._reports.on_snapshot(ratio, model)
+        if self._options.on_snapshot is not None:
+            self._options.on_snapshot(ratio, model)
         self._clock = time.perf_counter()
 
 
 def _when_ready(metrics: dict[str, jax.Array]) -> float:
-    """Waits for a step; returns the time at which the device was done with it."""
+    """Waits for a step and returns the time at which the device finished it."""
     jax.block_until_ready(metrics)
     return time.perf_counter()
 
 
 class _Interrupts:
-    """Turns the first Ctrl-C into a request, so that a step and its bookkeeping are whole.
+    """Makes the first Ctrl-C a request to stop after the current step and its records.
 
-    A second one interrupts at once. Signals reach only the main thread; elsewhere nothing changes.
+    A second Ctrl-C interrupts at once. Signals reach only the main thread, so in another thread
+    nothing changes.
     """
 
     def __init__(self):

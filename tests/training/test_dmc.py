@@ -1,4 +1,4 @@
-"""Retrofits that merge, from end to end on a tiny model: stages, what is learned and saved."""
+"""DMC retrofits of a tiny model from end to end: stages, what is learned, what is saved."""
 
 import itertools
 
@@ -16,11 +16,11 @@ from dms_jax.training import retrofit
 from dms_jax.training.compression import compression_loss, evicted_shares, head_spread
 from dms_jax.training.parameters import parameters, rebuilder
 from dms_jax.training.recipe import Stage
-from dms_jax.training.step import Constants, Control, Passes, make_gradients
+from dms_jax.training.step import Constants, Passes, ScheduleValues, make_gradients
 from tests.support.models import random_tokens
 from tests.training.tiny import LENGTH, documents, language_model, recipe
 
-# Softer decisions, a smaller constant and a heavier loss: to be learned within a few steps.
+# Softer decisions, a smaller offset and a heavier loss, so that a few steps suffice.
 MERGING = DMC(offset=2.0, window=4, neuron="first", temperature=1.0)
 STAGES = (
     Stage("neuron_decay", 4, 1e-3),
@@ -31,7 +31,7 @@ STAGES = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A retrofit, its records and its directory."""
+    """A retrofitted model, the records of its steps and the directory of the run."""
     out, records = tmp_path_factory.mktemp("dmc") / "run", []
     model = retrofit(
         language_model(),
@@ -61,7 +61,7 @@ def test_the_stages_come_in_order(run):
 
 
 def test_it_learns_to_merge(run):
-    """Over seven seeds of weights, data and noise the share is 0.632, deviation 0.030."""
+    """Over seven seeds of weights, data and noise the share is 0.632, standard deviation 0.030."""
     _, records, _ = run
     merged = [record["evicted"] for record in records]
     assert np.mean(merged[-6:]) > 0.45
@@ -105,9 +105,9 @@ def test_the_losses_of_the_ablations_are_in_the_step():
     tokens = jnp.asarray(random_tokens(4, 4, LENGTH))
     passes = Passes(tokens[None], jnp.ones((1, 4, LENGTH), bool))
     rates = (jnp.asarray(1e-3),) * 2
-    control = Control(jnp.asarray(0.9), None, *rates, key=jax.random.key(0))
+    schedule = ScheduleValues(jnp.asarray(0.9), None, *rates, key=jax.random.key(0))
     gradients = jax.jit(make_gradients(rebuilder(model), policy, recipe(**changes)))
-    gradient, parts = gradients(arrays, Constants({}, arrays), passes, control, None)
+    gradient, parts = gradients(arrays, Constants({}, arrays), passes, schedule, None)
     chex.assert_tree_all_finite(gradient)
     soft = jax.jit(lambda: model(tokens, policy, relaxation=Relaxation()).decisions)
     shares = evicted_shares(soft())  # without noise, as the gradients above

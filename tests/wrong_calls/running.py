@@ -40,7 +40,9 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             "raise the budget",
             policy=dms_jax.Quest(budget=32),
         ),
-        "kv_dtype a list": case("ConfigError", "kv_dtype must be None", kv_dtype=["float8_e4m3"]),
+        "kv_dtype a list": case(
+            "ConfigError", "kv_dtype must be", "give 'float8_e4m3'", kv_dtype=["float8_e4m3"]
+        ),
         "window beyond the memory": case(
             "CapacityError",
             "bytes of state for 1 sequences",
@@ -123,6 +125,7 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "page_size zero": case("ConfigError", "page_size must be", "got 0", page_size=0),
         "page_size below zero": case("ConfigError", "page_size must be", "-64", page_size=-64),
         "page_size bool": case("ConfigError", "page_size must be", "True", page_size=True),
+        "unknown option": case("ConfigError", "did you mean page_size?", page_sizes=16),
         "prefill_chunk zero": case("ConfigError", "prefill_chunk must be", prefill_chunk=0),
     }
 
@@ -201,8 +204,12 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "score policy": score(
             "Not a cache policy", sequences=[[1, 2]], policy="TOVA", error="ConfigError"
         ),
-        "score horizon huge": score(
-            "horizon", "at most 2**31 - 1", sequences=[[1, 2]], horizon=10**30, error="ConfigError"
+        "score max_length huge": score(
+            "max_length",
+            "at most 2**31 - 1",
+            sequences=[[1, 2]],
+            max_length=10**30,
+            error="ConfigError",
         ),
         "score chunk huge": score(
             "chunk", "at most 2**31 - 1", sequences=[[1, 2]], chunk=10**30, error="ConfigError"
@@ -215,8 +222,8 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
                 "at most 2**31 - 1",
             ),
         ),
-        "score horizon": score(
-            "horizon must be", sequences=[[1, 2]], horizon=0.5, error="ConfigError"
+        "score max_length": score(
+            "max_length must be", sequences=[[1, 2]], max_length=0.5, error="ConfigError"
         ),
         "score table width": score(
             "table_width must be", sequences=[[1, 2]], table_width=0, error="ConfigError"
