@@ -4,9 +4,9 @@
     check("rate", 1.5, Share)               # ConfigError: rate must be a finite number of at least
                                             # 0 and at most 1, got 1.5.
 
-A kind is `int`, `float`, `bool`, `str` or another class; a `Literal`; `Sequence[kind]`,
-`tuple[kind, ...]` or `tuple[kind, kind]`; a union of those; or one of them in `Annotated`, with a
-`Range`, and with a text that says what else the caller can do.
+A kind is `int`, `float`, `bool`, `str` or another class; a `Literal`; a `Callable`;
+`Sequence[kind]`, `tuple[kind, ...]` or `tuple[kind, kind]`; a union of those; or one of them in
+`Annotated`, with a `Range`, and with a text that says what else the caller can do.
 
 A whole number is any `numbers.Integral`, a number any finite `numbers.Real`, of NumPy and JAX too,
 and an array is what it holds. A bool is neither. `float | int` keeps whole numbers whole.
@@ -180,6 +180,8 @@ def _fit(value: Any, kind: Any) -> Any:
         fits = tuple(_fit(each, arguments[0]) for each in value)
         short = _is_pair(kind) and len(fits) != 2
         return _UNFIT if short or _UNFIT in fits else fits
+    if origin is collections.abc.Callable:
+        return value if callable(value) else _UNFIT
     if kind is int:
         return int(value) if is_whole(value) and abs(value) <= MOST else _UNFIT
     if kind is float:
@@ -218,6 +220,8 @@ def _describe(kind: Any, value: Any) -> str:
     if origin in (tuple, collections.abc.Sequence):
         noun = "a pair" if _is_pair(kind) else "a sequence"
         return f"{noun}, each {_describe(arguments[0], value)}"
+    if origin is collections.abc.Callable:
+        return "a function"
     if kind is types.NoneType:
         return "None"
     if kind is int and is_whole(value) and abs(value) > MOST:

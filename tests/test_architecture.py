@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_FILE = 420
 LONGEST_IMPORT_SECONDS = 2.0
+MOST_PARAMETERS = 8
 # Comparisons that chex replaces: its assertions take whole trees, and name the leaf that differs.
 BARE_COMPARISONS = {"testing", "allclose", "array_equal", "array_equiv"}
 HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
@@ -36,6 +37,18 @@ RANKS = {
     name: rank
     for rank, line in enumerate(IMPORT_ORDER.strip().splitlines())
     for name in line.split()
+}
+
+
+# Functions over arrays that a compiled program takes one by one, and `evaluate`.
+LONG_PARAMETER_LISTS = {
+    "dms_jax/evaluation/evaluating.py",
+    "dms_jax/generation/memory.py",
+    "dms_jax/generation/programs.py",
+    "dms_jax/model/cached_attention.py",
+    "dms_jax/model/caching.py",
+    "dms_jax/model/cutting.py",
+    "dms_jax/model/fetching.py",
 }
 
 
@@ -166,6 +179,28 @@ def test_files_hold_one_idea(package):
     too_long = {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE}
     assert lengths, f"{package} holds no Python file"
     assert not too_long
+
+
+def long_parameter_lists(path: Path) -> list[str]:
+    """The functions of a file that take more parameters than a reader can follow in a call."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            names = [each.arg for each in arguments if each.arg not in ("self", "cls")]
+            if len(names) > MOST_PARAMETERS:
+                found.append(f"{path.relative_to(ROOT)}: {node.name} takes {len(names)}")
+    return found
+
+
+def test_calls_are_short():
+    long = [
+        line
+        for path in python_files("dms_jax")
+        if str(path.relative_to(ROOT)) not in LONG_PARAMETER_LISTS
+        for line in long_parameter_lists(path)
+    ]
+    assert not long, "\n".join(long)
 
 
 def import_seconds(modules: str) -> tuple[float, str]:

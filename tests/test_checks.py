@@ -5,7 +5,7 @@ import fractions
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,6 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
         (None, Count | None, None),
         (np.bool_(True), bool, True),
         ("head", Literal["head", "layer"], "head"),
+        (print, Callable[[str], None] | None, print),
         ([np.int64(1), 2], Sequence[Seed], (1, 2)),
         (np.asarray([3, 4]), tuple[Count, Count], (3, 4)),
         (2**32 - 1, Seed, 2**32 - 1),

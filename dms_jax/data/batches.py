@@ -52,8 +52,7 @@ def batches(
     length: int,
     packing: Packing = "concatenate",
     vocab_size: int | None = None,
-    shuffle: bool = True,
-    seed: int = 0,
+    seed: int | None = 0,
     repeat: bool = True,
 ) -> Batches:
     """Returns an iterator over batches.
@@ -67,8 +66,7 @@ def batches(
         does so but starts every sequence with a document; "first_fit" keeps documents apart by
         segment ids.
       vocab_size: V, to check token ids against; None for no check.
-      shuffle: whether documents come in an order drawn from the seed, a new one each epoch.
-      seed: of the order.
+      seed: seed of the order of the documents, a new one each epoch; None keeps their own order.
       repeat: whether to start over at the end; otherwise an incomplete batch is dropped.
 
     Raises:
@@ -80,11 +78,11 @@ def batches(
     from dms_jax.data import packing as packings
 
     batch_size, length = check("batch_size", batch_size, Count), check("length", length, Count)
-    seed = check("seed", seed, int)
+    seed = check("seed", seed, int | None)
     check("packing", packing, Packing)
     documents = _Tokens(as_source(data), tokenizer, vocab_size)
-    dataset = grain.MapDataset.source(documents).seed(seed % 2**32)
-    dataset = dataset.shuffle() if shuffle else dataset
+    dataset = grain.MapDataset.source(documents)
+    dataset = dataset if seed is None else dataset.seed(seed % 2**32).shuffle()
     dataset = dataset.repeat() if repeat else dataset
     # The only document that holds anything may come first in one epoch and last in the next.
     stream = packings.NotEmpty(
@@ -92,7 +90,7 @@ def batches(
         patience=2 * len(documents),
     )
     if packing == "first_fit":
-        packed = packings.first_fit(stream, length=length, bins=_OPEN_SEQUENCES, seed=seed)
+        packed = packings.first_fit(stream, length=length, bins=_OPEN_SEQUENCES, seed=seed or 0)
     else:
         packed = packings.Concatenate(stream, length=length, carry=packing == "concatenate")
     return Batches(iter(packed.batch(batch_size, drop_remainder=True)))

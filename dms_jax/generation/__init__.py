@@ -5,6 +5,7 @@ from dms_jax.generation.api import Generation, Score, generate, score
 from dms_jax.generation.conversation import Conversation
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.memory import Estimate, estimate
+from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.requests import Completion, Update
 from dms_jax.generation.sampling import Sampling
 
@@ -13,6 +14,8 @@ __all__ = [
     "Conversation",
     "Device",
     "Engine",
+    "EngineKeywords",
+    "EngineOptions",
     "Estimate",
     "Generation",
     "Sampling",

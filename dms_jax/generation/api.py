@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from jaxtyping import Float
@@ -12,6 +12,7 @@ from dms_jax.checks import Count, CountOnDevice, check
 from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.generation.calls import carrying
 from dms_jax.generation.engine import Engine
+from dms_jax.generation.options import EngineKeywords
 from dms_jax.generation.prompts import check_call, check_list, encode_prompt
 from dms_jax.generation.requests import Completion, OnTokens, Prompt, make_requests
 from dms_jax.generation.sampling import Sampling
@@ -87,10 +88,8 @@ def generate(
     sampling: Sampling | None = None,
     memory: float | int | None = None,
     chunk: int = 32,
-    page_size: int = 64,
-    prefill_chunk: int = 512,
-    kv_dtype: str | None = None,
     on_tokens: OnTokens | None = None,
+    **options: Unpack[EngineKeywords],
 ) -> Generation:
     """Completes prompts from a paged cache that holds only what the policy keeps.
 
@@ -106,11 +105,9 @@ def generate(
       sampling: `Sampling()` if None.
       memory: bytes for the cache. Requests that do not fit wait; a running one may be put back in
         the queue and recomputed. None takes what the requests can need, within the free memory.
-      chunk: decode steps per compiled program; news and stop strings arrive this often.
-      page_size: slots a page.
-      prefill_chunk: prompt tokens of a sequence per compiled program.
-      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits; None for the model's type.
-      on_tokens: called with an `Update` whenever a request has news.
+      chunk: decode steps per compiled program; updates and stop strings arrive this often.
+      on_tokens: called with an `Update` whenever a request has new tokens.
+      **options: page_size, prefill_chunk, kv_dtype and others; see `EngineOptions`.
 
     Returns:
       A `Generation`: texts, tokens, usage.
@@ -136,12 +133,10 @@ def generate(
         model,
         policy,
         num_lanes=min(len(prompts), MAX_LANES),
-        memory=memory,
         max_tokens=max(map(len, tokens)) + sampling.max_new_tokens,
-        page_size=page_size,
+        memory=memory,
         chunk=chunk,
-        prefill_chunk=prefill_chunk,
-        kv_dtype=kv_dtype,
+        **options,
     )
     return Generation(engine.serve(requests, sampling, on_tokens))
 
@@ -164,13 +159,11 @@ def score(
     sequences: Sequence[Prompt] | np.ndarray,
     *,
     policy: Policy | None = None,
-    chunk: int = 64,
-    page_size: int = 64,
     num_lanes: int = MAX_LANES,
     memory: float | int | None = None,
-    kv_dtype: str | None = None,
+    chunk: int = 64,
     horizon: int | None = None,
-    table_width: int | None = None,
+    **options: Unpack[EngineKeywords],
 ) -> list[Score]:
     """Feeds given sequences token by token through the paged cache, as decoding would.
 
@@ -181,15 +174,9 @@ def score(
       model: from `load` or `retrofit`.
       sequences: token ids (or text), at least two each.
       policy: the checkpoint's own if None.
-      chunk: decode steps per compiled program.
-      page_size: slots a page.
-      num_lanes: sequences at a time.
-      memory: bytes for the cache; None for what they can need.
-      kv_dtype: as for `generate`.
+      num_lanes, memory, chunk, **options: see `EngineOptions`.
       horizon: tokens of which a policy with a compression_ratio takes its share; the length of
         each sequence if None.
-      table_width: pages a row in the compiled shapes; None lets them grow by powers of two, which
-        spares a CPU work and costs an accelerator a program for each.
 
     Raises:
       DataError: a sequence is too short, too long, or outside the vocabulary.
@@ -219,12 +206,10 @@ def score(
         model,
         policy,
         num_lanes=num_lanes,
-        memory=memory,
         max_tokens=max(map(len, tokens)),
-        page_size=page_size,
+        memory=memory,
         chunk=chunk,
-        table_width=table_width,
-        kv_dtype=kv_dtype,
+        **options,
     )
     with carrying(lambda: dict(enumerate(scores))):
         for start in range(0, len(tokens), num_lanes):

@@ -2,11 +2,12 @@
 
 import dataclasses
 import threading
-from typing import Any
+from typing import Any, Unpack
 
 from dms_jax.errors import DataError
 from dms_jax.generation.calls import unless_busy
 from dms_jax.generation.engine import Engine
+from dms_jax.generation.options import EngineKeywords
 from dms_jax.generation.prompts import check_call, encode_prompt, is_chat, text_after_answer
 from dms_jax.generation.requests import Completion, OnTokens, Prompt, Turn, make_request
 from dms_jax.generation.sampling import Sampling
@@ -55,10 +56,9 @@ class Conversation:
 
     Args:
       model: from `load` or `retrofit`.
-      policy: the checkpoint's own if None.
-      memory: bytes for the cache; None for what `max_tokens` can need, within the free memory.
-      max_tokens: of all turns together; the model's positions if None.
-      page_size, chunk, prefill_chunk, kv_dtype: as for `generate`.
+      policy: the cache policy; None for the one that the checkpoint declares.
+      max_tokens: length of the whole conversation; None for all of the model's positions.
+      memory, chunk, **options: see `EngineOptions`.
 
     It answers one call of `say` at a time: a second one, from another thread or from inside a
     callback, raises BusyError and changes nothing.
@@ -69,23 +69,19 @@ class Conversation:
         model: LanguageModel,
         policy: Policy | None = None,
         *,
-        memory: float | int | None = None,
         max_tokens: int | None = None,
-        page_size: int = 64,
+        memory: float | int | None = None,
         chunk: int = 32,
-        prefill_chunk: int = 512,
-        kv_dtype: str | None = None,
+        **options: Unpack[EngineKeywords],
     ):
         self._engine = Engine(
             model,
             policy,
             num_lanes=1,
-            memory=memory,
             max_tokens=max_tokens,
-            page_size=page_size,
+            memory=memory,
             chunk=chunk,
-            prefill_chunk=prefill_chunk,
-            kv_dtype=kv_dtype,
+            **options,
         )
         self._lock = threading.Lock()
         self._said = _Said()

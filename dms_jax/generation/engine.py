@@ -10,14 +10,15 @@ can tell.
 import collections
 import threading
 from collections.abc import Sequence
+from typing import Unpack
 
 import jax
 import numpy as np
 
-from dms_jax.checks import Count, CountOnDevice, check
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation.calls import carrying, unless_busy
 from dms_jax.generation.memory import out_of_memory, pool_pages
+from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.programs import Steps, bucket, request_keys
 from dms_jax.generation.prompts import check_call, check_list, encode_prompt
 from dms_jax.generation.requests import (
@@ -48,23 +49,14 @@ class Engine:
     raises BusyError and disturbs nothing. Threads that generate side by side have an engine each.
 
     Args:
-      model: what to run.
-      policy: the checkpoint's own if None.
-      num_lanes: the most sequences in the cache at a time.
-      memory: bytes for the pool, over all devices; None for what the requests can need, within
-        the free memory.
-      max_tokens: the longest sequence expected, for sizing the pool; the model's positions if None.
-      page_size: slots a page.
-      chunk: decode steps per compiled program; no more than `max_tokens` make sense.
-      prefill_chunk: prompt tokens of a sequence per compiled program.
-      prefill_tokens: prompt tokens of all sequences together per compiled program.
-      table_width: pages a row in the compiled shapes; None lets them grow by powers of two.
-      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits; None for the model's type.
+      model: the model to run.
+      policy: the cache policy; None for the one that the checkpoint declares.
+      num_lanes, max_tokens, memory, chunk, **options: see `EngineOptions`.
 
     Raises:
-      ConfigError: an argument or the policy does not fit.
-      CapacityError: the memory does not hold a single sequence's first page per row, or what so
-        many lanes take beside their pages.
+      ConfigError: an option is malformed, or the policy does not fit the model.
+      CapacityError: the memory does not hold the first page of each row of a single sequence, or
+        what so many lanes take besides their pages.
     """
 
     def __init__(
@@ -73,28 +65,18 @@ class Engine:
         policy: Policy | None = None,
         *,
         num_lanes: int = 8,
-        memory: float | int | None = None,
         max_tokens: int | None = None,
-        page_size: int = 64,
+        memory: float | int | None = None,
         chunk: int = 32,
-        prefill_chunk: int = 512,
-        prefill_tokens: int = 8192,
-        table_width: int | None = None,
-        kv_dtype: str | None = None,
+        **options: Unpack[EngineKeywords],
     ):
         check_model(model)
-        num_lanes = check("num_lanes", num_lanes, CountOnDevice)
-        page_size = check("page_size", page_size, CountOnDevice)
-        chunk = check("chunk", chunk, CountOnDevice)
-        prefill_chunk = check("prefill_chunk", prefill_chunk, CountOnDevice)
-        prefill_tokens = check("prefill_tokens", prefill_tokens, CountOnDevice)
-        max_tokens = check("max_tokens", max_tokens, Count | None)
-        table_width = check("table_width", table_width, Count | None)
+        self.options = EngineOptions(num_lanes, max_tokens, memory, chunk, **options)
+        num_lanes, page_size = self.options.num_lanes, self.options.page_size
         self.model, self.policy = model, model.resolve_policy(policy)
         positions = model.config.max_position_embeddings
-        max_tokens = min(max_tokens or positions, positions)
-        self.chunk = min(chunk, bucket(max_tokens))  # no answer has more steps
-        self.prefill_chunk, self.prefill_tokens = prefill_chunk, prefill_tokens
+        max_tokens = min(self.options.max_tokens or positions, positions)
+        self.chunk = min(self.options.chunk, bucket(max_tokens))  # no answer has more steps
         self.runner = Runner(
             model,
             self.policy,
@@ -105,14 +87,14 @@ class Engine:
                 num_lanes=num_lanes,
                 max_tokens=max_tokens,
                 page_size=page_size,
-                memory=memory,
-                kv_dtype=kv_dtype,
+                memory=self.options.memory,
+                kv_dtype=self.options.kv_dtype,
             ),
             page_size=page_size,
-            table_width=table_width,
-            kv_dtype=kv_dtype,
+            table_width=self.options.table_width,
+            kv_dtype=self.options.kv_dtype,
         )
-        self._room = Room(self.runner, self.chunk, prefill_chunk)
+        self._room = Room(self.runner, self.chunk, self.options.prefill_chunk)
         self._lock = threading.Lock()
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
         self._keys = np.zeros((num_lanes, *request_keys([0], [0]).shape[1:]), np.uint32)
@@ -224,12 +206,12 @@ class Engine:
         with runner.working():
             for turn in turns:
                 runner.set_max_lengths({0: turn.horizon})
-                for start in range(0, len(turn.tokens), self.prefill_chunk):
-                    end = start + self.prefill_chunk
+                for start in range(0, len(turn.tokens), self.options.prefill_chunk):
+                    end = start + self.options.prefill_chunk
                     part = np.asarray(turn.tokens[start:end], np.int32)
                     extra[0] = len(part)
                     runner.reserve(extra, prompt=turn.prompt)
-                    width = min(self.prefill_chunk, max(8, bucket(len(part))))
+                    width = min(self.options.prefill_chunk, max(8, bucket(len(part))))
                     ends = [0] if turn.prompt and end >= len(turn.tokens) else []
                     runner.extend({0: part}, width=width, prompt=turn.prompt, ends_prompt=ends)
                     runner.trim()
@@ -282,7 +264,7 @@ class Engine:
     ) -> None:
         """Runs tokens of several lanes through the cache; draws the token after a prompt."""
         runner = self.runner
-        width = min(self.prefill_chunk, max(8, bucket(max(map(len, todo.values())))))
+        width = min(self.options.prefill_chunk, max(8, bucket(max(map(len, todo.values())))))
         done = dict.fromkeys(todo, 0)
         while True:
             unfinished = [
@@ -294,7 +276,7 @@ class Engine:
                 break
             parts = {
                 lane: np.asarray(todo[lane][done[lane] : done[lane] + width], np.int32)
-                for lane in unfinished[: max(1, self.prefill_tokens // width)]
+                for lane in unfinished[: max(1, self.options.prefill_tokens // width)]
             }
             extra = np.zeros(len(runner.seen), np.int64)
             for lane, part in parts.items():

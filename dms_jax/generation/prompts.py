@@ -1,13 +1,13 @@
 """From what a caller gives to token ids and options, with every mistake named."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard
 
 import jax
 import numpy as np
 
 from dms_jax.checks import check, is_whole, show
-from dms_jax.errors import ConfigError, DataError
+from dms_jax.errors import DataError
 from dms_jax.generation.requests import OnTokens
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import LanguageModel, check_tokens
@@ -18,10 +18,7 @@ _ANSWER = "(the answer that stands here)"  # where a chat template puts an answe
 def check_call(sampling: Sampling | None, on_tokens: OnTokens | None) -> Sampling:
     """Returns the sampling to use; ConfigError if an argument is of another kind."""
     sampling = Sampling() if sampling is None else check("sampling", sampling, Sampling)
-    if on_tokens is not None and not callable(on_tokens):
-        raise ConfigError(
-            f"on_tokens must be a function that takes an Update, got {show(on_tokens)}."
-        )
+    check("on_tokens", on_tokens, Annotated[OnTokens | None, "it is called with an Update"])
     return sampling
 
 

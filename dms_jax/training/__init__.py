@@ -3,6 +3,16 @@
 from dms_jax.training import recipes
 from dms_jax.training.api import retrofit, train
 from dms_jax.training.held_out import held_out_loss
+from dms_jax.training.options import RunKeywords, RunOptions
 from dms_jax.training.recipe import Recipe, Stage
 
-__all__ = ["Recipe", "Stage", "held_out_loss", "recipes", "retrofit", "train"]
+__all__ = [
+    "Recipe",
+    "RunKeywords",
+    "RunOptions",
+    "Stage",
+    "held_out_loss",
+    "recipes",
+    "retrofit",
+    "train",
+]

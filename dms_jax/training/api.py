@@ -8,21 +8,20 @@ Both end in a model and, where wanted, a directory.
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
 from dms_jax import sharding
 from dms_jax.checkpoint import save
-from dms_jax.checks import Count, Positive, Whole, check
+from dms_jax.checks import check
 from dms_jax.data import batches as data_batches
-from dms_jax.data.batches import Batch
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.policies.base import check_policy
-from dms_jax.training.loop import Evaluate, OnSnapshot, OnStep, Reports, Run
+from dms_jax.training.loop import Loop
+from dms_jax.training.options import RunKeywords, RunOptions
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.trainer import Trainer
@@ -35,32 +34,22 @@ def retrofit(
     recipe: Recipe,
     data: Any,
     out: str | os.PathLike | None = None,
-    resume: bool = True,
-    seed: int = 0,
-    mesh: jax.sharding.Mesh | None = None,
-    checkpoint_every: int = 100,
-    stop_after: float | int | None = None,
-    on_step: OnStep | None = None,
-    on_snapshot: OnSnapshot | None = None,
-    evaluate: Evaluate | None = None,
-    evaluate_every: int = 1000,
-    progress: bool = True,
+    **options: Unpack[RunKeywords],
 ) -> LanguageModel:
     """Trains a model to run with a policy, by distillation from itself.
 
     Args:
       model: the original, which is also the teacher; it is not changed.
-      policy: with a trainable form, e.g. `DMS(window=256, source="adapter")`. An adapter is added
-        where the policy reads one and the model has none.
-      recipe: stages with a ramp among them, sizes and rates (`dms_jax.recipes`).
-      data, out, resume, seed, mesh, checkpoint_every, stop_after, on_step, on_snapshot, evaluate,
-        evaluate_every, progress: as for `train`.
+      policy: a policy with a trainable form, e.g. `DMS(window=256, source="adapter")`. An adapter
+        is added where the policy reads one and the model has none.
+      recipe: stages that include a ramp, sizes and learning rates (`dms_jax.recipes`).
+      data, out, **options: as for `train`.
 
     Returns:
       The retrofitted model, whose `policy` is the given one.
 
     Raises:
-      ConfigError: the policy has nothing to learn, the recipe no ramp; and what `train` raises.
+      ConfigError: the policy has nothing to learn, the recipe has no ramp, or what `train` refuses.
     """
     if not isinstance(policy, Policy) or not policy.retrofit.possible:
         name = policy.name if isinstance(policy, Policy) else repr(policy)
@@ -69,23 +58,7 @@ def retrofit(
         raise ConfigError(
             f"the recipe {recipe.name} has no ramp to a compression ratio; add Stage('ramp', ...)"
         )
-    return train(
-        model,
-        policy=policy,
-        recipe=recipe,
-        data=data,
-        out=out,
-        resume=resume,
-        seed=seed,
-        mesh=mesh,
-        checkpoint_every=checkpoint_every,
-        stop_after=stop_after,
-        on_step=on_step,
-        on_snapshot=on_snapshot,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        progress=progress,
-    )
+    return train(model, policy=policy, recipe=recipe, data=data, out=out, **options)
 
 
 def train(
@@ -95,54 +68,37 @@ def train(
     data: Any,
     policy: Policy | None = None,
     out: str | os.PathLike | None = None,
-    resume: bool = True,
-    seed: int = 0,
-    mesh: jax.sharding.Mesh | None = None,
-    checkpoint_every: int = 100,
-    stop_after: float | int | None = None,
-    on_step: OnStep | None = None,
-    on_snapshot: OnSnapshot | None = None,
-    evaluate: Evaluate | None = None,
-    evaluate_every: int = 1000,
-    progress: bool = True,
+    **options: Unpack[RunKeywords],
 ) -> LanguageModel:
     """Trains a model: from scratch, further, or under the decisions of a policy.
 
     Args:
       model: from `dms_jax.initialize` or `dms_jax.load`; it is not changed.
-      recipe: stages, sizes and rates (`dms_jax.recipes`). Without a policy it must be on the
-        language modelling loss, and neuron decay and ramps are steps like others. The control
+      recipe: stages, sizes and learning rates (`dms_jax.recipes`). Without a policy it must use the
+        language modelling loss, and neuron decay and ramps are steps like others. The control run
         of a retrofit, the same tokens without eviction, has `recipe.control(its_policy)`.
       data: texts, conversations, token ids, paths or a source (`dms_jax.data.as_source`), or an
         iterator over batches, resumable if it has `get_state` and `set_state`.
-      policy: whose decisions are in force; None for the plain cache.
+      policy: the policy whose decisions apply; None for vanilla.
       out: directory of the run: checkpoints, log, snapshots and the resulting model.
-      resume: continue the run that `out` holds. It goes on bit for bit as if never interrupted.
-      seed: of the order of the data and of the noise.
-      mesh: devices to train on; None takes the surrounding mesh, or the model's.
-      checkpoint_every: steps between checkpoints.
-      stop_after: seconds after which the run ends like on Ctrl-C, to be resumed; None for never.
-      on_step: called with the record of every step (what the log holds).
-      on_snapshot: called with (compression ratio, model) at the recipe's snapshots.
-      evaluate: measures a model on the way; the numbers go into the step's record.
-      evaluate_every: steps between evaluations; there is one at the end too.
-      progress: whether to show a progress bar.
+      **options: resume, seed, mesh, checkpoint_every, stop_after, on_step, on_snapshot, evaluate,
+        evaluate_every, progress; see `RunOptions`.
 
     Returns:
       The trained model, whose `policy` is the given one.
 
     Raises:
-      ConfigError: model, policy, recipe, mesh and run directory do not go together.
+      ConfigError: an option is malformed, or model, policy, recipe, mesh and run directory do not
+        fit together.
       DataError: the data cannot be used.
       CheckpointError: `out` cannot be written, or what it holds cannot be resumed.
       TrainingDivergedError: the loss or the gradient stopped being finite.
-      KeyboardInterrupt: on Ctrl-C or after `stop_after`, after a checkpoint was written.
+      KeyboardInterrupt: on Ctrl-C or after `stop_after`, once a checkpoint is written.
     """
     policy = Vanilla() if policy is None else policy
     _check(model, policy, recipe)
-    checkpoint_every = check("checkpoint_every", checkpoint_every, Count)
-    evaluate_every = check("evaluate_every", evaluate_every, Count)
-    seed, stop_after = check("seed", seed, Whole), check("stop_after", stop_after, Positive | None)
+    run = RunOptions(**options)
+    mesh = run.mesh
     if mesh is None:
         context = jax.sharding.get_mesh()
         mesh = model.mesh if context.empty else context
@@ -153,20 +109,20 @@ def train(
             "model": dataclasses.asdict(model.config),
             "recipe": {**dataclasses.asdict(recipe), "name": None, "snapshots": None},
             "policy": policy.to_dict(),
-            "seed": seed,
+            "seed": run.seed,
         }
-        directory = RunDirectory(out, settings=settings, resume=resume)
+        directory = RunDirectory(out, settings=settings, resume=run.resume)
     try:
         with use_mesh(mesh):
-            source = _batches(model, recipe, data, pass_size, seed)
-            trainer = Trainer(model, policy, recipe, seed, mesh)
+            source = _batches(model, recipe, data, pass_size, run.seed)
+            trainer = Trainer(model, policy, recipe, run.seed, mesh)
             if directory is not None and directory.latest_step is not None:
-                trainer.state, place = directory.restore(trainer.abstract_state)
-                _go_to(source, place)
-            reports = Reports(on_step, on_snapshot, evaluate, evaluate_every, show=progress)
+                trainer.state, position = directory.restore(trainer.abstract_state)
+                if not hasattr(source, "set_state"):
+                    raise DataError("the data cannot be resumed: its iterator has no set_state")
+                source.set_state(position)
             ignored = _ignored_tokens(model, recipe)
-            run = Run(trainer, policy, recipe, source, pass_size, ignored, directory, reports)
-            run.go(checkpoint_every=checkpoint_every, stop_after=stop_after)
+            Loop(trainer, policy, recipe, source, pass_size, ignored, directory, run).run()
             result = trainer.model()
             if directory is not None:
                 save(result, policy, directory.path / "model")
@@ -209,9 +165,7 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
         )
 
 
-def _batches(
-    model: LanguageModel, recipe: Recipe, data: Any, pass_size: int, seed: int
-) -> Iterator[Batch]:
+def _batches(model: LanguageModel, recipe: Recipe, data: Any, pass_size: int, seed: int) -> Any:
     if hasattr(data, "__next__"):
         return data
     return data_batches(
@@ -233,9 +187,3 @@ def _ignored_tokens(model: LanguageModel, recipe: Recipe) -> tuple[int, ...]:
     if model.tokenizer is not None and model.tokenizer.eos_token_id is not None:
         ends.add(model.tokenizer.eos_token_id)
     return tuple(sorted(ends))
-
-
-def _go_to(source: Any, place: Any) -> None:
-    if not hasattr(source, "set_state"):
-        raise DataError("the data cannot be resumed: its iterator has no set_state")
-    source.set_state(place)

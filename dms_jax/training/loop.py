@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,30 +21,15 @@ import numpy as np
 from dms_jax.checkpoint import save
 from dms_jax.data.batches import Batch
 from dms_jax.errors import DataError, TrainingDivergedError
-from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training.display import Display
+from dms_jax.training.options import RunOptions
 from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.trainer import Trainer
 
-OnStep = Callable[[dict[str, Any]], None]
-OnSnapshot = Callable[[float, LanguageModel], None]
-Evaluate = Callable[[LanguageModel], Mapping[str, float]]
-
 # Steps that the device is given before the metrics of the first of them are read.
 _IN_FLIGHT = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Reports:
-    """Who hears of a run: see `train`."""
-
-    on_step: OnStep | None = None
-    on_snapshot: OnSnapshot | None = None
-    evaluate: Evaluate | None = None
-    evaluate_every: int = 1000
-    show: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +53,8 @@ class _Pending:
     ended: concurrent.futures.Future[float]
 
 
-class Run:
-    """The steps of a training run, from where the trainer stands to the end."""
+class Loop:
+    """The steps of a training run, from the trainer's current step to the end."""
 
     def __init__(
         self,
@@ -80,45 +65,44 @@ class Run:
         pass_size: int,
         ignored_tokens: tuple[int, ...],
         directory: RunDirectory | None,
-        reports: Reports,
+        options: RunOptions,
     ):
         self._trainer, self._policy, self._recipe = trainer, policy, recipe
         self._source, self._pass_size, self._directory = source, pass_size, directory
-        self._ignored, self._reports = np.asarray(ignored_tokens, np.int32), reports
+        self._ignored, self._options = np.asarray(ignored_tokens, np.int32), options
         self._pending: collections.deque[_Pending] = collections.deque()
         self._clock = time.perf_counter()
         self._display: Any = None
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, "steps")
 
-    def go(self, *, checkpoint_every: int, stop_after: float | int | None) -> None:
+    def run(self) -> None:
         """Runs the steps that are left.
 
         Raises:
           KeyboardInterrupt: on Ctrl-C or after `stop_after` seconds.
         """
+        options = self._options
         total = self._recipe.total_steps(self._policy)
         start = int(self._trainer.state.step)
         snapshots = self._snapshots(total)
-        end = math.inf if stop_after is None else time.perf_counter() + stop_after
+        end = time.perf_counter() + (options.stop_after or math.inf)
         self._display = Display(
             total=total,
             done=start,
             main=self._recipe.loss.replace("_", " "),
             compressing=self._policy.retrofit.possible,
-            enabled=self._reports.show,
+            enabled=options.progress,
         )
         with self._display, self._watcher, _Interrupts() as interrupts:
             for step in range(start, total):
                 self._one(step)
                 done = step + 1
                 self._read(leave=_IN_FLIGHT)
-                if self._reports.evaluate and (
-                    done % self._reports.evaluate_every == 0 or done == total
-                ):
+                if options.evaluate and (done % options.evaluate_every == 0 or done == total):
                     self._read(evaluate=True)
                 for ratio in snapshots.get(done, ()):
                     self._snapshot(ratio)
-                if done % checkpoint_every == 0 or done == total:
+                if done % options.checkpoint_every == 0 or done == total:
                     self._checkpoint(done)
                 if done < total and (interrupts.requested or time.perf_counter() > end):
                     self._checkpoint(done)
@@ -177,15 +161,15 @@ class Run:
         while len(self._pending) > leave:
             pending = self._pending.popleft()
             record = self._record(pending)
-            if evaluate and not self._pending and self._reports.evaluate is not None:
-                numbers = self._reports.evaluate(self._trainer.model())
+            if evaluate and not self._pending and self._options.evaluate is not None:
+                numbers = self._options.evaluate(self._trainer.model())
                 record["evaluation"] = {name: float(value) for name, value in numbers.items()}
                 self._clock = time.perf_counter()
             self._display.update(record)
             if self._directory is not None:
                 self._directory.log(record)
-            if self._reports.on_step is not None:
-                self._reports.on_step(record)
+            if self._options.on_step is not None:
+                self._options.on_step(record)
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         values = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
@@ -242,8 +226,8 @@ class Run:
         model = self._trainer.model()
         if self._directory is not None:
             save(model, self._policy, self._directory.path / "snapshots" / f"{ratio:g}")
-        if self._reports.on_snapshot is not None:
-            self._reports.on_snapshot(ratio, model)
+        if self._options.on_snapshot is not None:
+            self._options.on_snapshot(ratio, model)
         self._clock = time.perf_counter()
 
 

@@ -123,6 +123,7 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "page_size zero": case("ConfigError", "page_size must be", "got 0", page_size=0),
         "page_size below zero": case("ConfigError", "page_size must be", "-64", page_size=-64),
         "page_size bool": case("ConfigError", "page_size must be", "True", page_size=True),
+        "unknown option": case("ConfigError", "did you mean page_size?", page_sizes=16),
         "prefill_chunk zero": case("ConfigError", "prefill_chunk must be", prefill_chunk=0),
     }
 

@@ -1,0 +1,59 @@
+"""The options of a training run, which `train` and `retrofit` take as keyword arguments."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
+
+from jax.sharding import Mesh
+
+from dms_jax.checks import Count, Options, Positive, Whole
+from dms_jax.model.language_model import LanguageModel
+
+OnStep = Callable[[dict[str, Any]], None]
+OnSnapshot = Callable[[float, LanguageModel], None]
+Evaluate = Callable[[LanguageModel], Mapping[str, float]]
+
+
+class RunKeywords(TypedDict, total=False):
+    """The options of a run by name, for type checkers; see `RunOptions`."""
+
+    resume: bool
+    seed: Whole
+    mesh: Mesh | None
+    checkpoint_every: Count
+    stop_after: Positive | None
+    on_step: OnStep | None
+    on_snapshot: OnSnapshot | None
+    evaluate: Evaluate | None
+    evaluate_every: Count
+    progress: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions(Options):
+    """How a training run is seeded, placed, saved, measured and shown.
+
+    Attributes:
+      resume: whether to continue the run that the output directory holds. It continues bit for bit
+        as if it had never been interrupted.
+      seed: seed of the order of the data and of the noise.
+      mesh: devices to train on; None takes the mesh of the context, or else the model's.
+      checkpoint_every: steps between checkpoints.
+      stop_after: seconds after which the run ends as on Ctrl-C, to be resumed; None for never.
+      on_step: called with the record of every step (what the log holds).
+      on_snapshot: called with (compression ratio, model) at the recipe's snapshots.
+      evaluate: measures a model during training; its numbers go into the record of the step.
+      evaluate_every: steps between evaluations; there is one at the end too.
+      progress: whether to show a progress bar.
+    """
+
+    resume: bool = True
+    seed: Whole = 0
+    mesh: Mesh | None = None
+    checkpoint_every: Count = 100
+    stop_after: Positive | None = None
+    on_step: OnStep | None = None
+    on_snapshot: OnSnapshot | None = None
+    evaluate: Evaluate | None = None
+    evaluate_every: Count = 1000
+    progress: bool = True

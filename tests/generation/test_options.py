@@ -1,0 +1,55 @@
+"""The options of an engine: one set for everything that generates, checked in one place."""
+
+import dataclasses
+import typing
+
+import pytest
+
+import dms_jax
+from dms_jax.generation import EngineKeywords, EngineOptions
+from dms_jax.generation.engine import Engine
+from tests.generation.support import model_for
+
+SHORT = dms_jax.Sampling(max_new_tokens=1)
+
+
+def test_the_names_for_type_checkers_are_fields_of_the_same_type():
+    fields = typing.get_type_hints(EngineOptions)
+    names = typing.get_type_hints(EngineKeywords)
+    assert names
+    assert names.items() <= fields.items()
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineOptions)}
+    assert all(defaults[name] is not dataclasses.MISSING for name in names)
+
+
+def test_an_engine_keeps_what_it_was_given():
+    engine = Engine(model_for("vanilla"), num_lanes=2, max_tokens=16, page_size=4, chunk=4)
+    assert engine.options == EngineOptions(2, 16, None, 4, page_size=4)
+    assert engine.runner.page_size == 4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, **options: Engine(model, **options),
+        lambda model, **options: dms_jax.Conversation(model, **options),
+        lambda model, **options: dms_jax.generate(model, [[1]], sampling=SHORT, **options),
+        lambda model, **options: dms_jax.score(model, [[1, 2]], **options),
+    ],
+    ids=["Engine", "Conversation", "generate", "score"],
+)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"pagesize": 4}, r"no option pagesize \(did you mean page_size\?\)"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1"),
+        (
+            {"memory": -1},
+            "memory must be a finite number above 0 or None, got -1; give bytes",
+        ),
+        ({"kv_dtype": "int8"}, "kv_dtype must be"),
+    ],
+)
+def test_a_wrong_option_is_answered_by_name_wherever_it_is_given(call, options, says):
+    with pytest.raises(dms_jax.ConfigError, match=says):
+        call(model_for("vanilla"), **options)

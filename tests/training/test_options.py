@@ -1,0 +1,38 @@
+"""The options of a training run: one set for `train` and `retrofit`, checked in one place."""
+
+import typing
+
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.training import RunKeywords, RunOptions
+
+RECIPE = dms_jax.recipes.dms_quickstart(2, steps_per_ratio=1)
+DMS = dms_jax.DMS(window=16, source="adapter")
+
+
+def test_the_names_for_type_checkers_are_the_fields():
+    assert typing.get_type_hints(RunKeywords) == typing.get_type_hints(RunOptions)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, **options: dms_jax.train(model, policy=DMS, **options),
+        lambda model, **options: dms_jax.retrofit(model, DMS, **options),
+    ],
+    ids=["train", "retrofit"],
+)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"checkpoint_evry": 5}, r"no option checkpoint_evry \(did you mean checkpoint_every\?\)"),
+        ({"evaluate_every": 0}, "evaluate_every must be a whole number of at least 1, got 0"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_a_wrong_option_is_answered_by_name(call, options, says):
+    model = dms_jax.load(assets.path("stories260k"))
+    with pytest.raises(dms_jax.ConfigError, match=says):
+        call(model, recipe=RECIPE, data=["Once upon a time."], **options)
