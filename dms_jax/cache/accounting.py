@@ -80,7 +80,7 @@ class Meter:
         self.held = max(self.held, self.peak, held)
         self.reads += sum(reads)
 
-    def settle(self, live: int) -> None:
+    def finish(self, live: int) -> None:
         """Says how many entries were left at the end: a cut comes after its token's attention."""
         self.live = live
 

@@ -85,9 +85,9 @@ def batches(
     dataset = dataset if seed is None else dataset.seed(seed % 2**32).shuffle()
     dataset = dataset.repeat() if repeat else dataset
     # The only document that holds anything may come first in one epoch and last in the next.
-    stream = packings.NotEmpty(
+    stream = packings.NonEmpty(
         dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)),
-        patience=2 * len(documents),
+        max_empty=2 * len(documents),
     )
     if packing == "first_fit":
         packed = packings.first_fit(stream, length=length, bins=_OPEN_SEQUENCES, seed=seed or 0)

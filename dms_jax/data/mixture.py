@@ -279,7 +279,7 @@ class MixtureBatches:
             self._pool = concurrent.futures.ProcessPoolExecutor(
                 workers,
                 mp_context=multiprocessing.get_context("spawn"),
-                initializer=_work_on,
+                initializer=_init_worker,
                 initargs=(mixture,),
             )
 
@@ -291,7 +291,7 @@ class MixtureBatches:
             batch = self._mixture.batch(self._step)
         else:
             while len(self._ahead) < self._depth:
-                self._ahead.append(self._pool.submit(_make, self._step + len(self._ahead)))
+                self._ahead.append(self._pool.submit(_make_batch, self._step + len(self._ahead)))
             batch = self._ahead.popleft().result()
         self._step += 1
         return batch
@@ -315,14 +315,14 @@ class MixtureBatches:
 _mixture: Mixture | None = None  # of a worker process
 
 
-def _work_on(mixture: Mixture) -> None:
+def _init_worker(mixture: Mixture) -> None:
     global _mixture
     _mixture = mixture
     # A terminal sends Ctrl-C to all; the process that trains ends its step, and then this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _make(step: int) -> Batch:
+def _make_batch(step: int) -> Batch:
     assert _mixture is not None
     return _mixture.batch(step)
 

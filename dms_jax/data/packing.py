@@ -22,29 +22,29 @@ import numpy as np
 from dms_jax.errors import DataError
 
 
-class NotEmpty(grain.IterDataset):
+class NonEmpty(grain.IterDataset):
     """The documents that hold a token.
 
     Args:
       parent: documents, as int32 arrays.
-      patience: documents in a row without a token after which the data is given up as empty.
+      max_empty: documents in a row without a token after which the data is given up as empty.
     """
 
-    def __init__(self, parent: grain.IterDataset, *, patience: int):
+    def __init__(self, parent: grain.IterDataset, *, max_empty: int):
         super().__init__(parent)
-        self._patience = patience
+        self._max_empty = max_empty
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _NotEmptyIterator(iter(self._parent), self._patience)
+        return _NonEmptyIterator(iter(self._parent), self._max_empty)
 
 
-class _NotEmptyIterator(grain.DatasetIterator):
-    def __init__(self, parent: grain.DatasetIterator, patience: int):
+class _NonEmptyIterator(grain.DatasetIterator):
+    def __init__(self, parent: grain.DatasetIterator, max_empty: int):
         super().__init__(parent)
-        self._patience = patience
+        self._max_empty = max_empty
 
     def __next__(self) -> np.ndarray:
-        for _ in range(self._patience + 1):
+        for _ in range(self._max_empty + 1):
             document = next(self._parent)
             if len(document):
                 return document

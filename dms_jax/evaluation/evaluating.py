@@ -165,7 +165,7 @@ def _answer(
     """Decodes every prompt, wave by wave: full waves share their compiled shapes."""
     requests = make_requests(model.config, prompts, sampling)
     for request, horizon in zip(requests, horizons, strict=True):
-        request.expected = horizon
+        request.max_length = horizon or request.max_length
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     engine = Engine(
         model,

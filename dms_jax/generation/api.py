@@ -162,7 +162,7 @@ def score(
     num_lanes: int = MAX_LANES,
     memory: float | int | None = None,
     chunk: int = 64,
-    horizon: int | None = None,
+    max_length: int | None = None,
     **options: Unpack[EngineKeywords],
 ) -> list[Score]:
     """Feeds given sequences token by token through the paged cache, as decoding would.
@@ -175,7 +175,7 @@ def score(
       sequences: token ids (or text), at least two each.
       policy: the checkpoint's own if None.
       num_lanes, memory, chunk, **options: see `EngineOptions`.
-      horizon: tokens of which a policy with a compression_ratio takes its share; the length of
+      max_length: tokens of which a policy with a compression_ratio takes its share; the length of
         each sequence if None.
 
     Raises:
@@ -197,9 +197,9 @@ def score(
             f"Sequence {shortest} has one token; scoring predicts each token from those before it "
             "and needs two."
         )
-    horizons = [len(sequence) for sequence in tokens]
-    if horizon is not None:
-        horizons = [check("horizon", horizon, CountOnDevice)] * len(tokens)
+    max_lengths = [len(sequence) for sequence in tokens]
+    if max_length is not None:
+        max_lengths = [check("max_length", max_length, CountOnDevice)] * len(tokens)
     scores: list[Score] = []
     num_lanes = min(check("num_lanes", num_lanes, Count), len(tokens))
     engine = Engine(
@@ -214,11 +214,11 @@ def score(
     with carrying(lambda: dict(enumerate(scores))):
         for start in range(0, len(tokens), num_lanes):
             some = slice(start, start + num_lanes)
-            scores.extend(_score_batch(engine, tokens[some], horizons[some]))
+            scores.extend(_score_batch(engine, tokens[some], max_lengths[some]))
     return scores
 
 
-def _score_batch(engine: Engine, batch: list[list[int]], horizons: list[int]) -> list[Score]:
+def _score_batch(engine: Engine, batch: list[list[int]], max_lengths: list[int]) -> list[Score]:
     runner, chunk = engine.runner, engine.chunk
     num_lanes, longest = len(runner.seen), max(map(len, batch))
     tokens = np.zeros((-(-longest // chunk) * chunk + 1, num_lanes), np.int32)
@@ -230,7 +230,7 @@ def _score_batch(engine: Engine, batch: list[list[int]], horizons: list[int]) ->
     meters = [Meter(rows=rows) for _ in batch]
     logprobs: list[list[np.ndarray]] = [[] for _ in batch]
     # The last token of a sequence predicts nothing of it and is not fed.
-    runner.set_max_lengths(dict(enumerate(horizons)))
+    runner.set_max_lengths(dict(enumerate(max_lengths)))
     for first in range(0, longest - 1, chunk):
         counts = np.clip(lengths - 1 - first, 0, chunk)
         if not runner.fits(counts):
@@ -254,7 +254,7 @@ def _score_batch(engine: Engine, batch: list[list[int]], horizons: list[int]) ->
             logprobs[lane].append(steps.logprobs[taken, lane])
     held, on_host = runner.cache_bytes(), runner.host_bytes()
     for lane, meter in enumerate(meters):
-        meter.settle(int(runner.lengths[:, lane].sum()))
+        meter.finish(int(runner.lengths[:, lane].sum()))
     scores = [
         Score(
             logprobs=np.concatenate(logprobs[lane]),

@@ -16,7 +16,7 @@ from dms_jax.policies import Policy
 
 
 @dataclasses.dataclass(frozen=True)
-class _Said:
+class _History:
     """What a conversation has come to. A turn replaces it whole, so that none is half there.
 
     Attributes:
@@ -32,18 +32,18 @@ class _Said:
     turns: tuple[Completion, ...] = ()
 
     def with_turn(
-        self, prompt: Prompt, tokens: list[int], horizon: int, completion: Completion
-    ) -> "_Said":
+        self, prompt: Prompt, tokens: list[int], max_length: int, completion: Completion
+    ) -> "_History":
         """The conversation after a turn."""
         messages = None
         if self.messages is not None and is_chat(prompt):
             answered = [{"role": "assistant", "content": turn.text} for turn in self.turns[-1:]]
             messages = (*self.messages, *answered, *prompt)
-        return _Said(
+        return _History(
             past=(
                 *self.past,
-                Turn([*self.before, *tokens], True, horizon),
-                Turn(completion.tokens[:-1], False, horizon),
+                Turn([*self.before, *tokens], True, max_length),
+                Turn(completion.tokens[:-1], False, max_length),
             ),
             before=tuple(completion.tokens[-1:]),
             messages=messages,
@@ -84,12 +84,12 @@ class Conversation:
             **options,
         )
         self._lock = threading.Lock()
-        self._said = _Said()
+        self._history = _History()
 
     @property
     def turns(self) -> list[Completion]:
         """The completions so far."""
-        return list(self._said.turns)
+        return list(self._history.turns)
 
     def say(
         self,
@@ -112,30 +112,30 @@ class Conversation:
         """
         sampling = check_call(sampling, on_tokens)
         with unless_busy(self._lock, "The conversation"):
-            engine, said = self._engine, self._said
+            engine, history = self._engine, self._history
             tokens = self._encode(prompt)
-            past = sum(len(turn.tokens) for turn in said.past)
+            past = sum(len(turn.tokens) for turn in history.past)
             (seed,) = sampling.seeds(1)
             request = make_request(
-                engine.model.config, tokens, sampling, seed=seed, before=said.before, seen=past
+                engine.model.config, tokens, sampling, seed=seed, before=history.before, seen=past
             )
             if engine.runner.dirty or int(engine.runner.seen[0]) != past:
-                engine.replay(said.past)
+                engine.replay(history.past)
             (completion,) = engine.serve([request], sampling, on_tokens, keep=True)
             # An interrupt up to here leaves more in the cache than was said: it is recomputed.
-            self._said = said.with_turn(prompt, tokens, request.horizon, completion)
+            self._history = history.with_turn(prompt, tokens, request.max_length, completion)
         return completion
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        model, said = self._engine.model, self._said
-        if not said.turns or not is_chat(prompt):
-            return encode_prompt(model, prompt, continuing=bool(said.turns))
-        if said.messages is None:
+        model, history = self._engine.model, self._history
+        if not history.turns or not is_chat(prompt):
+            return encode_prompt(model, prompt, continuing=bool(history.turns))
+        if history.messages is None:
             raise DataError(
                 "The conversation began with plain text or token ids, which chat messages cannot "
                 "follow; go on as it began, or start a new one."
             )
-        text = text_after_answer(model, said.messages, prompt)
+        text = text_after_answer(model, history.messages, prompt)
         tokens = model.tokenizer.encode(text, add_special_tokens=False)
         # The answer's end token stands in the template as well as in what was generated.
-        return tokens[1:] if list(said.before) == tokens[:1] else tokens
+        return tokens[1:] if list(history.before) == tokens[:1] else tokens

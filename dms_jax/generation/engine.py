@@ -32,7 +32,7 @@ from dms_jax.generation.requests import (
     completion_of,
     finished,
     make_requests,
-    settle,
+    record_usage,
 )
 from dms_jax.generation.room import Room
 from dms_jax.generation.runner import Runner
@@ -98,7 +98,7 @@ class Engine:
         self._lock = threading.Lock()
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
         self._keys = np.zeros((num_lanes, *request_keys([0], [0]).shape[1:]), np.uint32)
-        self._newest = np.zeros(num_lanes, np.int32)
+        self._last_tokens = np.zeros(num_lanes, np.int32)
 
     # -- public -----------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Engine:
           CapacityError: one never fits, whatever the model will say; see `Room.check`.
         """
         self.runner.recover()
-        self.runner.raise_max_length(max((request.horizon for request in requests), default=1))
+        self.runner.raise_max_length(max((request.max_length for request in requests), default=1))
         endless = not (self.model.generation.eos_token_ids or sampling.stop_strings)
         self._room.check(requests, endless=endless)
 
@@ -205,7 +205,7 @@ class Engine:
         extra = np.zeros(len(runner.seen), np.int64)
         with runner.working():
             for turn in turns:
-                runner.set_max_lengths({0: turn.horizon})
+                runner.set_max_lengths({0: turn.max_length})
                 for start in range(0, len(turn.tokens), self.options.prefill_chunk):
                     end = start + self.options.prefill_chunk
                     part = np.asarray(turn.tokens[start:end], np.int32)
@@ -245,14 +245,14 @@ class Engine:
         started = [self._running[lane] for lane in prompts]
         keys = request_keys([r.seed for r in started], [r.copy for r in started])
         self._keys[list(prompts)] = keys
-        self.runner.set_max_lengths({lane: self._running[lane].horizon for lane in prompts})
+        self.runner.set_max_lengths({lane: self._running[lane].max_length for lane in prompts})
         self._prefill(prompts, waiting, sampling, prompt=True)
         answers = {lane: tokens for lane, tokens in answers.items() if lane in self._running}
         if answers:
             self._prefill(answers, waiting, sampling, prompt=False)
         for lane in prompts:
             if lane in self._running:
-                self._newest[lane] = self._running[lane].generated[-1]
+                self._last_tokens[lane] = self._running[lane].generated[-1]
 
     def _prefill(
         self,
@@ -281,14 +281,14 @@ class Engine:
             extra = np.zeros(len(runner.seen), np.int64)
             for lane, part in parts.items():
                 extra[lane] = len(part)
-            if not self._make_room(extra, waiting, prompt=prompt):
+            if not self._reserve_or_preempt(extra, waiting, prompt=prompt):
                 continue
             ends = [lane for lane in parts if prompt and done[lane] + width >= len(todo[lane])]
             extended = runner.extend(parts, width=width, prompt=prompt, ends_prompt=ends)
             for lane, part in parts.items():
                 done[lane] += len(part)
                 self._running[lane].meter.add(extended.live[lane], held=extended.held[lane])
-            self._note_bytes()
+            self._record_peak_bytes()
             runner.trim()
             drawing = [
                 lane
@@ -303,7 +303,7 @@ class Engine:
                     request.generated.append(tokens[lane])
                     request.logprobs.append(logprobs[lane])
 
-    def _make_room(
+    def _reserve_or_preempt(
         self, extra: np.ndarray, waiting: collections.deque[Request], *, prompt: bool
     ) -> bool:
         """Reserves pages, putting the youngest back until they fit; False if any was."""
@@ -326,22 +326,22 @@ class Engine:
         extra = np.zeros(len(self.runner.seen), np.int64)
         for lane, request in self._running.items():
             extra[lane] = min(num_steps, request.remaining)
-        self._make_room(extra, waiting, prompt=False)
+        self._reserve_or_preempt(extra, waiting, prompt=False)
         remaining = np.zeros(len(self.runner.seen), np.int32)
         for lane, request in self._running.items():
             remaining[lane] = request.remaining
-        self._note_bytes()
+        self._record_peak_bytes()
         steps = self.runner.decode(
-            self._newest,
+            self._last_tokens,
             remaining,
             self._keys,
             sampling.filter,
             num_steps=num_steps,
             end_tokens=self.model.generation.eos_token_ids,
         )
-        self._take(steps)
+        self._record_steps(steps)
 
-    def _take(self, steps: Steps) -> None:
+    def _record_steps(self, steps: Steps) -> None:
         """Hands every running request its steps: a lane takes the first ones of a chunk."""
         counts = steps.ran.sum(0).tolist()
         fields = (steps.tokens, steps.logprobs, steps.live, steps.reads)
@@ -353,9 +353,9 @@ class Engine:
             request.logprobs += logprobs[lane][:count]
             request.live += live[lane][:count]
             request.reads += reads[lane][:count]
-            self._newest[lane] = request.generated[-1]
+            self._last_tokens[lane] = request.generated[-1]
 
-    def _note_bytes(self) -> None:
+    def _record_peak_bytes(self) -> None:
         held = self.runner.cache_bytes()
         for lane, request in self._running.items():
             request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])
@@ -374,7 +374,7 @@ class Engine:
             done = request.finish_reason is not None
             if done:
                 finished_lanes.append(lane)
-                settle(
+                record_usage(
                     request,
                     cached=int(self.runner.seen[lane]),
                     live=int(self.runner.lengths[:, lane].sum()),

@@ -56,7 +56,6 @@ class Request:
       seed: of its draws; `copy` tells equal prompts apart.
       before: tokens that precede the prompt and are not in the cache yet (a conversation's last).
       seen: tokens of a conversation's earlier turns, in the cache already.
-      expected: what `horizon` is where the caller knows better.
       generated: new tokens so far; the newest is not in the cache yet.
       live, reads: totals over the rows at each decode step, which feed generated[:-1].
       slots: of each row [L, K] when it was last put back in the queue: what it takes to go on.
@@ -69,10 +68,10 @@ class Request:
     seed: int
     copy: int
     max_new_tokens: int
+    max_length: int
     meter: Meter
     before: list[int] = dataclasses.field(default_factory=list)
     seen: int = 0
-    expected: int | None = None
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     live: list[int] = dataclasses.field(default_factory=list)
@@ -90,13 +89,6 @@ class Request:
             return 0
         return self.max_new_tokens - len(self.generated)
 
-    @property
-    def horizon(self) -> int:
-        """Tokens that the sequence can come to: its past, its prompt and its longest answer."""
-        if self.expected is not None:
-            return self.expected
-        return self.seen + len(self.before) + len(self.prompt) + self.max_new_tokens
-
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
@@ -105,12 +97,12 @@ class Turn:
     Attributes:
       tokens: in order.
       prompt: whether they are a prompt or an answer.
-      horizon: tokens that the conversation could come to when it was said.
+      max_length: max length of the conversation as of this turn, its longest answer included.
     """
 
     tokens: list[int]
     prompt: bool
-    horizon: int
+    max_length: int
 
 
 def make_requests(
@@ -163,12 +155,14 @@ def make_request(
                 else "Start a new conversation."
             )
         )
+    max_new_tokens = min(sampling.max_new_tokens, room)
     return Request(
         index=index,
         prompt=prompt,
         seed=seed,
         copy=copy,
-        max_new_tokens=min(sampling.max_new_tokens, room),
+        max_new_tokens=max_new_tokens,
+        max_length=past + len(prompt) + max_new_tokens,
         meter=Meter(rows=config.num_layers * config.num_kv_heads),
         before=list(before),
         seen=seen,
@@ -208,7 +202,7 @@ def check_finite(request: Request, logprobs: float | np.ndarray) -> None:
         )
 
 
-def settle(request: Request, *, cached: int, live: int, **held: int) -> None:
+def record_usage(request: Request, *, cached: int, live: int, **held: int) -> None:
     """Works out the usage of a request that is done.
 
     Tokens after a stop string count only where pages hold them. `cached` and `live` are the tokens
@@ -218,7 +212,7 @@ def settle(request: Request, *, cached: int, live: int, **held: int) -> None:
     prompt_tokens = len(request.before) + len(request.prompt)
     seen = request.seen + prompt_tokens + len(request.generated) - 1
     if cached == seen:  # nothing came after a stop string
-        request.meter.settle(live)
+        request.meter.finish(live)
     request.usage = request.meter.usage(
         prompt_tokens=prompt_tokens, new_tokens=len(request.generated), seen=seen, **held
     )

@@ -4,10 +4,10 @@ A tokenizer decodes lists of tokens, not single ones: a character may be spread 
 the first token of a list may lose its leading space. So the text of a request is decoded in
 windows that overlap, each starting where an earlier one ended with a whole character:
 
-    tokens   [ ... | s ... c | ... n ]        s: start of the window, c: settled so far
-    settled text += decode(tokens[s:j])[len(decode(tokens[s:c])):]      for the last safe j <= n
+    tokens   [ ... | s ... c | ... n ]        s: start of the window, c: committed so far
+    committed text += decode(tokens[s:j])[len(decode(tokens[s:c])):]      for the last safe j <= n
 
-It is safe to settle after a token that ends neither an incomplete character nor a run of
+It is safe to commit after a token that ends neither an incomplete character nor a run of
 single-byte tokens (the byte fallback of sentencepiece decodes a run as a whole, and special tokens
 do not interrupt it). The work per token does not grow with the text.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from dms_jax.generation.requests import Request
 
 _INCOMPLETE = "\ufffd"
-# A longer wait than this is for no character: what is whole by then is settled.
+# A longer wait than this is for no character: what is whole by then is committed.
 _MOST_PENDING = 64
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -29,7 +29,7 @@ class _Stream:
     """Where the decoding of one request stands.
 
     Attributes:
-      start, settled: s and c of the module's picture.
+      start, committed: s and c of the module's picture.
       prefix: length of the text of tokens[s:c].
       text: of tokens[:c].
       seen: tokens looked at.
@@ -37,7 +37,7 @@ class _Stream:
     """
 
     start: int = 0
-    settled: int = 0
+    committed: int = 0
     prefix: int = 0
     text: str = ""
     seen: int = 0
@@ -93,7 +93,7 @@ class TextTracker:
         elif request.finish_reason is not None:
             text = self._text(stream, tokens, len(tokens))
         else:
-            self._settle(stream, tokens)
+            self._commit(stream, tokens)
             text = stream.text
         stream.seen = len(tokens)
         request.text = text
@@ -111,11 +111,11 @@ class TextTracker:
         """The text of tokens[:end], however it ends."""
         return stream.text + self._decode(tokens[stream.start : end])[stream.prefix :]
 
-    def _settle(self, stream: _Stream, tokens: list[int]) -> None:
-        """Moves the settled end over every token whose text cannot change any more."""
+    def _commit(self, stream: _Stream, tokens: list[int]) -> None:
+        """Moves the committed end over every token whose text cannot change any more."""
         end = len(tokens)
-        while end > stream.settled and (
-            self._leaves_open(tokens[end - 1]) or self._is_incomplete(stream, tokens, end)
+        while end > stream.committed and (
+            self._may_continue(tokens[end - 1]) or self._is_incomplete(stream, tokens, end)
         ):
             end -= 1
             if len(tokens) - end > _MOST_PENDING:
@@ -123,20 +123,20 @@ class TextTracker:
                 complete = (n for n in whole if not self._is_incomplete(stream, tokens, n))
                 end = next(complete, len(tokens))
                 break
-        if end == stream.settled:
+        if end == stream.committed:
             return
         text = self._text(stream, tokens, end)
-        prefix = len(self._decode(tokens[stream.settled : end]))
+        prefix = len(self._decode(tokens[stream.committed : end]))
         if prefix:
-            stream.start, stream.prefix = stream.settled, prefix
+            stream.start, stream.prefix = stream.committed, prefix
         else:  # special tokens alone, or a space that decoding strips: a window needs some text
             stream.prefix += len(text) - len(stream.text)
-        stream.settled, stream.text = end, text
+        stream.committed, stream.text = end, text
 
     def _is_incomplete(self, stream: _Stream, tokens: list[int], end: int) -> bool:
         return self._text(stream, tokens, end).endswith(_INCOMPLETE)
 
-    def _leaves_open(self, token: int) -> bool:
+    def _may_continue(self, token: int) -> bool:
         """Whether a run of single bytes may go on after the token: it is one, or has no text."""
         if token not in self._open:
             piece = self._tokenizer.backend.id_to_token(token) or ""

@@ -95,7 +95,7 @@ class Loop:
         )
         with self._display, self._watcher, _Interrupts() as interrupts:
             for step in range(start, total):
-                self._one(step)
+                self._step(step)
                 done = step + 1
                 self._read(leave=_IN_FLIGHT)
                 if options.evaluate and (done % options.evaluate_every == 0 or done == total):
@@ -109,7 +109,7 @@ class Loop:
                     raise KeyboardInterrupt(f"stopped after step {done}")
             self._read()
 
-    def _one(self, step: int) -> None:
+    def _step(self, step: int) -> None:
         recipe, policy = self._recipe, self._policy
         progress = recipe.progress(step, policy)
         if policy.retrofit.borrowed_neurons is not None and progress.neuron_scale is None:
@@ -118,7 +118,7 @@ class Loop:
                 self._trainer.zero_borrowed_neurons()
         size = progress.stage.batch_size or recipe.batch_size
         began = time.perf_counter()
-        drawn = [self._draw(step) for _ in range(size // self._pass_size)]
+        drawn = [self._next_batch(step) for _ in range(size // self._pass_size)]
         if any(batch.keys() != drawn[0].keys() for batch in drawn):
             raise DataError(
                 f"of the batches of step {step + 1}, some have segment_ids, others none"
@@ -129,7 +129,7 @@ class Loop:
         ended = self._watcher.submit(_when_ready, metrics)
         self._pending.append(_Pending(step + 1, progress, tokens, waited, metrics, ended))
 
-    def _draw(self, step: int) -> Batch:
+    def _next_batch(self, step: int) -> Batch:
         try:
             batch = dict(next(self._source))
         except StopIteration as error:

@@ -96,7 +96,7 @@ class Passes:
 
 
 @struct.dataclass
-class Control:
+class ScheduleValues:
     """The schedule at one step, and the key that the noise of all steps is drawn from.
 
     Attributes:
@@ -128,19 +128,19 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 def make_gradients(
     rebuild: Rebuild, policy: Policy, recipe: Recipe
-) -> Callable[[Parameters, Constants, Passes, Control, Any], tuple[Parameters, Metrics]]:
+) -> Callable[[Parameters, Constants, Passes, ScheduleValues, Any], tuple[Parameters, Metrics]]:
     """Returns the gradients and loss parts of a batch, as a pure function.
 
     Its last argument is the key of the noise; None for no noise.
     """
 
-    def pass_loss(trained, constants: Constants, sequences: Passes, control, key, weights):
+    def pass_loss(trained, constants: Constants, sequences: Passes, schedule, key, weights):
         tokens, segment_ids = sequences.tokens, sequences.segment_ids
         current = constants.frozen | cast(trained, recipe.compute_dtype)
         student = rebuild(current)
         relaxation = None
         if policy.retrofit.possible:
-            relaxation = Relaxation(noise_key=key, neuron_scale=control.neuron_scale)
+            relaxation = Relaxation(noise_key=key, neuron_scale=schedule.neuron_scale)
         result = student(
             tokens,
             policy,
@@ -168,7 +168,7 @@ def make_gradients(
             result.decisions, None if segment_ids is None else segment_ids > 0
         )
         distance = recipe.compression_weight * compression.compression_loss(
-            shares, control.target, regulariser=recipe.regulariser, prior=recipe.prior
+            shares, schedule.target, regulariser=recipe.regulariser, prior=recipe.prior
         )
         if recipe.head_balance:
             distance += recipe.head_balance * compression.head_spread(shares)
@@ -183,13 +183,13 @@ def make_gradients(
         loss = parts[main] + parts["compression_loss"]
         return loss, {"loss": loss, **parts}
 
-    def gradients(trained, constants, passes: Passes, control, key):
+    def gradients(trained, constants, passes: Passes, schedule, key):
         num_passes, num_sequences, _ = passes.tokens.shape
 
         def one_pass(sequences, index):
             own_key = None if key is None else jax.random.fold_in(key, index)
             (_, parts), gradient = jax.value_and_grad(pass_loss, has_aux=True)(
-                trained, constants, sequences, control, own_key, weights
+                trained, constants, sequences, schedule, own_key, weights
             )
             return gradient, parts
 
@@ -230,7 +230,7 @@ def visible_keys(passes: Passes) -> tuple[Float[Array, ""], Float[Array, ""]]:
 
 def make_step(
     rebuild: Rebuild, policy: Policy, recipe: Recipe
-) -> Callable[[TrainState, Constants, Passes, Control], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Constants, Passes, ScheduleValues], tuple[TrainState, Metrics]]:
     """Returns the step as a pure function, to be jitted with the state donated.
 
     Its metrics are scalars: `loss` and its parts (`distillation_loss`, `compression_loss`,
@@ -241,17 +241,17 @@ def make_step(
     gradients = make_gradients(rebuild, policy, recipe)
 
     def step(
-        state: TrainState, constants: Constants, passes: Passes, control: Control
+        state: TrainState, constants: Constants, passes: Passes, schedule: ScheduleValues
     ) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(control.key, state.step)
-        gradient, metrics = gradients(state.parameters, constants, passes, control, key)
+        key = jax.random.fold_in(schedule.key, state.step)
+        gradient, metrics = gradients(state.parameters, constants, passes, schedule, key)
         metrics["grad_norm"] = optax.tree.norm(gradient)
         metrics["visible_keys"], metrics["document_share"] = visible_keys(passes)
         updates: Any
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.parameters)
         arrays = {
             name: array
-            - (control.adapter_learning_rate if is_adapter(name) else control.learning_rate)
+            - (schedule.adapter_learning_rate if is_adapter(name) else schedule.learning_rate)
             * updates[name]
             for name, array in state.parameters.items()
         }

@@ -31,8 +31,8 @@ from dms_jax.training.parameters import (
 from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.step import (
     Constants,
-    Control,
     Passes,
+    ScheduleValues,
     TrainState,
     make_optimizer,
     make_step,
@@ -90,7 +90,7 @@ class Trainer:
         self._peak = peak_operations(mesh)
         self._frozen_layers, self._has_teacher = adapter_only, distilling
         self._optimizer = make_optimizer(recipe)
-        self.state = self._start(jnp.zeros((), jnp.int32), trained)
+        self.state = self._init_state(jnp.zeros((), jnp.int32), trained)
         step = make_step(self._rebuild, policy, recipe)
         if mesh is None:
             self._step = jax.jit(step, donate_argnums=0)
@@ -108,7 +108,7 @@ class Trainer:
         places = shardings(self._transformer, self._mesh, sharding.TRAINING_RULES)
         return {name: jax.device_put(x, places[name]) for name, x in arrays.items()}
 
-    def _start(self, step: Any, trained: Parameters) -> TrainState:
+    def _init_state(self, step: Any, trained: Parameters) -> TrainState:
         """State at `step` with fresh optimizer moments, which live beside their parameters."""
         state = TrainState(step, trained, self._optimizer.init(trained))
         if self._mesh is None:
@@ -127,12 +127,12 @@ class Trainer:
     def zero_borrowed_neurons(self) -> None:
         """Makes the borrowed neurons say nothing, and forgets their moments."""
         arrays = zero_borrowed_neurons(self.state.parameters, self._policy)
-        self.state = self._start(self.state.step, arrays)
+        self.state = self._init_state(self.state.step, arrays)
 
     def step(self, batches: list[Batch], progress: Progress) -> dict[str, jax.Array]:
         """Runs one optimizer step and returns its metrics, which may still be on their way."""
         number = lambda value: jnp.asarray(value, self.wide)  # noqa: E731
-        control = Control(
+        schedule = ScheduleValues(
             target=number(progress.target),
             neuron_scale=None if progress.neuron_scale is None else number(progress.neuron_scale),
             learning_rate=number(progress.learning_rate),
@@ -146,7 +146,7 @@ class Trainer:
             key: jax.device_put(np.stack([batch[key] for batch in batches]), place)
             for key in batches[0]
         }
-        self.state, metrics = self._step(self.state, self._constants, Passes(**stacked), control)
+        self.state, metrics = self._step(self.state, self._constants, Passes(**stacked), schedule)
         return metrics
 
     def utilisation(self, tokens_per_second: float, keys: float) -> float | None:

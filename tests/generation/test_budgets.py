@@ -126,20 +126,20 @@ def test_scores_have_the_share_of_the_whole_sequence():
         assert got.usage.kv_reads == want.usage.kv_reads
 
 
-def test_scores_have_the_share_of_a_horizon_that_is_given():
+def test_scores_have_the_share_of_a_max_length_that_is_given():
     tokens = [list(range(3, 35)), list(range(3, 15))]
     share = dms_jax.H2O(compression_ratio=2)
-    got = dms_jax.score(stories(), tokens, policy=share, chunk=8, horizon=16)
+    got = dms_jax.score(stories(), tokens, policy=share, chunk=8, max_length=16)
     want = dms_jax.score(stories(), tokens, policy=dms_jax.H2O(budget=8), chunk=8)
     one_width = dms_jax.score(
-        stories(), tokens, policy=share, chunk=8, page_size=8, horizon=16, table_width=5
+        stories(), tokens, policy=share, chunk=8, page_size=8, max_length=16, table_width=5
     )
     for each, other, wide in zip(got, want, one_width, strict=True):
         chex.assert_trees_all_close(each.logprobs, other.logprobs, rtol=1e-7, atol=1e-4)
         chex.assert_trees_all_close(each.logprobs, wide.logprobs, rtol=1e-7, atol=1e-4)
         assert each.usage.kv_reads == other.usage.kv_reads == wide.usage.kv_reads
-    with pytest.raises(dms_jax.ConfigError, match="horizon"):
-        dms_jax.score(stories(), tokens, policy=share, horizon=0)
+    with pytest.raises(dms_jax.ConfigError, match="max_length"):
+        dms_jax.score(stories(), tokens, policy=share, max_length=0)
 
 
 @pytest.mark.parametrize("prefill", ["dense_then_evict", "evict_past_budget"])

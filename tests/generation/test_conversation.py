@@ -186,7 +186,7 @@ def test_an_answer_that_ended_is_not_ended_twice(chatting):
     conversation = dms_jax.Conversation(dataclasses.replace(chatting, generation=generation))
     conversation.say(user("A cat"), sampling=SHORT)  # whatever comes first ends it
     ended = (chatting.tokenizer.eos_token_id,)
-    conversation._said = dataclasses.replace(conversation._said, before=ended)
+    conversation._history = dataclasses.replace(conversation._history, before=ended)
     second = conversation.say(user("sat"), sampling=SHORT)
     more = chatting.tokenizer.encode("</s>[user] sat[assistant] ", False)
     assert second.usage.prompt_tokens == len(more)

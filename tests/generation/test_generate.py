@@ -226,7 +226,7 @@ def test_numbers_that_only_bound_something_may_be_as_large_as_they_like():
     assert out.tokens == [expected[0].tokens]
     engine = Engine(model, num_lanes=1, max_tokens=2**62, chunk=most, prefill_tokens=most)
     assert engine.chunk == model.config.max_position_embeddings
-    (scored,) = dms_jax.score(model, prompts([13]), chunk=most, horizon=most, num_lanes=2**62)
+    (scored,) = dms_jax.score(model, prompts([13]), chunk=most, max_length=most, num_lanes=2**62)
     assert len(scored.logprobs) == 12
     unbounded = dataclasses.replace(GREEDY, max_new_tokens=2**62, top_k=2**62)
     (completion,) = dms_jax.generate(model, prompts([505]), sampling=unbounded).completions

@@ -24,7 +24,13 @@ def tokenizer(kind: str) -> Tokenizer:
 
 def request(max_new_tokens: int) -> Request:
     return Request(
-        index=0, prompt=[1], seed=0, copy=0, max_new_tokens=max_new_tokens, meter=Meter(rows=1)
+        index=0,
+        prompt=[1],
+        seed=0,
+        copy=0,
+        max_new_tokens=max_new_tokens,
+        max_length=1 + max_new_tokens,
+        meter=Meter(rows=1),
     )
 
 

@@ -16,7 +16,7 @@ from dms_jax.training import retrofit
 from dms_jax.training.compression import compression_loss, evicted_shares, head_spread
 from dms_jax.training.parameters import parameters, rebuilder
 from dms_jax.training.recipe import Stage
-from dms_jax.training.step import Constants, Control, Passes, make_gradients
+from dms_jax.training.step import Constants, Passes, ScheduleValues, make_gradients
 from tests.support.models import random_tokens
 from tests.training.tiny import LENGTH, documents, language_model, recipe
 
@@ -105,9 +105,9 @@ def test_the_losses_of_the_ablations_are_in_the_step():
     tokens = jnp.asarray(random_tokens(4, 4, LENGTH))
     passes = Passes(tokens[None], jnp.ones((1, 4, LENGTH), bool))
     rates = (jnp.asarray(1e-3),) * 2
-    control = Control(jnp.asarray(0.9), None, *rates, key=jax.random.key(0))
+    schedule = ScheduleValues(jnp.asarray(0.9), None, *rates, key=jax.random.key(0))
     gradients = jax.jit(make_gradients(rebuilder(model), policy, recipe(**changes)))
-    gradient, parts = gradients(arrays, Constants({}, arrays), passes, control, None)
+    gradient, parts = gradients(arrays, Constants({}, arrays), passes, schedule, None)
     chex.assert_tree_all_finite(gradient)
     soft = jax.jit(lambda: model(tokens, policy, relaxation=Relaxation()).decisions)
     shares = evicted_shares(soft())  # without noise, as the gradients above

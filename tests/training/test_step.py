@@ -12,16 +12,16 @@ from dms_jax.policies import Vanilla
 from dms_jax.training import parameters as names
 from dms_jax.training.parameters import add_adapter, parameters, rebuilder
 from dms_jax.training.recipe import Stage
-from dms_jax.training.step import Constants, Control, Passes, make_gradients
+from dms_jax.training.step import Constants, Passes, ScheduleValues, make_gradients
 from dms_jax.training.trainer import Trainer
 from tests.support.models import random_tokens
 from tests.training.tiny import ADAPTER, EAGER, LENGTH, NEURON, language_model, recipe
 
 
-def control(target=0.9, neuron_scale=None):
+def schedule_values(target=0.9, neuron_scale=None):
     number = lambda value: None if value is None else jnp.asarray(value)  # noqa: E731
     rates = (number(1e-3), number(1e-2))
-    return Control(number(target), number(neuron_scale), *rates, key=jax.random.key(0))
+    return ScheduleValues(number(target), number(neuron_scale), *rates, key=jax.random.key(0))
 
 
 def gradients(model, policy, recipe, passes, key=None, **schedule):
@@ -29,7 +29,7 @@ def gradients(model, policy, recipe, passes, key=None, **schedule):
     arrays = parameters(transformer)
     function = jax.jit(make_gradients(rebuilder(transformer), policy, recipe))
     teacher = {name: x for name, x in arrays.items() if not names.is_adapter(name)}
-    return function(arrays, Constants({}, teacher), passes, control(**schedule), key)
+    return function(arrays, Constants({}, teacher), passes, schedule_values(**schedule), key)
 
 
 def ragged_passes(shape):

@@ -202,8 +202,12 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "score policy": score(
             "Not a cache policy", sequences=[[1, 2]], policy="TOVA", error="ConfigError"
         ),
-        "score horizon huge": score(
-            "horizon", "at most 2**31 - 1", sequences=[[1, 2]], horizon=10**30, error="ConfigError"
+        "score max_length huge": score(
+            "max_length",
+            "at most 2**31 - 1",
+            sequences=[[1, 2]],
+            max_length=10**30,
+            error="ConfigError",
         ),
         "score chunk huge": score(
             "chunk", "at most 2**31 - 1", sequences=[[1, 2]], chunk=10**30, error="ConfigError"
@@ -216,8 +220,8 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
                 "at most 2**31 - 1",
             ),
         ),
-        "score horizon": score(
-            "horizon must be", sequences=[[1, 2]], horizon=0.5, error="ConfigError"
+        "score max_length": score(
+            "max_length must be", sequences=[[1, 2]], max_length=0.5, error="ConfigError"
         ),
         "score table width": score(
             "table_width must be", sequences=[[1, 2]], table_width=0, error="ConfigError"

@@ -202,7 +202,7 @@ class Bench:
             policy=policy,
             page_size=self.page_size,
             kv_dtype=system.kv_dtype,
-            horizon=share.limit,
+            max_length=share.limit,
             table_width=self._table_width,
         )
         losses = np.array(

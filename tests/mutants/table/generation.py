@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         "generation: an answer takes the position after the last",
         FOLDER + "requests.py",
-        "max_new_tokens=min(sampling.max_new_tokens, room),",
-        "max_new_tokens=min(sampling.max_new_tokens, room + 1),",
+        "max_new_tokens = min(sampling.max_new_tokens, room)",
+        "max_new_tokens = min(sampling.max_new_tokens, room + 1)",
         (f"{GENERATE}::test_ends_at_an_end_token_and_at_the_last_position",),
     ),
     Mutant(

@@ -40,7 +40,7 @@ MUTANTS = [
     Mutant(
         "training: Adam keeps its moments after the neurons are zeroed",
         FOLDER + "trainer.py",
-        "self.state = self._start(self.state.step, arrays)",
+        "self.state = self._init_state(self.state.step, arrays)",
         "self.state = TrainState(self.state.step, arrays, self.state.optimizer)",
         (f"{COUNTS}::test_the_first_step_after_the_decay_is_adams_first",),
     ),
@@ -54,8 +54,8 @@ MUTANTS = [
     Mutant(
         "training: every step has the same noise",
         FOLDER + "step.py",
-        "key = jax.random.fold_in(control.key, state.step)",
-        "key = jax.random.fold_in(control.key, 0)",
+        "key = jax.random.fold_in(schedule.key, state.step)",
+        "key = jax.random.fold_in(schedule.key, 0)",
         (f"{COUNTS}::test_every_step_has_noise_of_its_own_drawn_from_the_seed",),
     ),
     Mutant(
