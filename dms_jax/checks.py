@@ -1,4 +1,4 @@
-"""One way to check an argument: its kind is an annotation, and what comes back is plain Python.
+"""The one way to check an argument: its kind is an annotation, and the result is plain Python.
 
     check("tokens", np.int64(5), Count)     # 5
     check("rate", 1.5, Share)               # ConfigError: rate must be a finite number of at least
@@ -8,11 +8,12 @@ A kind is `int`, `float`, `bool`, `str` or another class; a `Literal`; a `Callab
 `Sequence[kind]`, `tuple[kind, ...]` or `tuple[kind, kind]`; a union of those; or one of them in
 `Annotated`, with a `Range`, and with a text that says what else the caller can do.
 
-A whole number is any `numbers.Integral`, a number any finite `numbers.Real`, of NumPy and JAX too,
-and an array is what it holds. A bool is neither. `float | int` keeps whole numbers whole.
+A whole number is any `numbers.Integral`, a number is any finite `numbers.Real`, NumPy's and JAX's
+included, and an array counts as its contents. A bool is neither. `float | int` keeps whole numbers
+whole.
 
-A frozen dataclass that a caller fills in inherits from `Options`, which checks every field by its
-annotation. What the fields must be together, the class says itself, with `require`.
+A frozen dataclass of options inherits from `Options`, which checks every field by its annotation.
+Conditions on several fields are checked by the class itself, with `require`.
 """
 
 import collections.abc
@@ -29,9 +30,9 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, overload
 
 from dms_jax.errors import ConfigError, plain
 
-MOST = 2**63 - 1  # of any whole number
-LARGEST = sys.float_info.max  # of any number
-MOST_ON_DEVICE = 2**31 - 1  # of a number that shapes arrays or is an element of one
+MOST = 2**63 - 1  # the largest whole number
+LARGEST = sys.float_info.max  # the largest number
+MOST_ON_DEVICE = 2**31 - 1  # the largest size of an array axis, and the largest int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Range:
     """The numbers from `least` to `most`.
 
     Attributes:
-      least, most: the ends.
-      above, below: whether the least, or the most, is itself outside.
+      least, most: the ends of the range.
+      above: whether `least` itself is excluded.
+      below: whether `most` itself is excluded.
     """
 
     least: float | int = -math.inf
@@ -69,7 +71,7 @@ Number = float | int
 Positive = Annotated[Number, Range(0, above=True)]
 NotNegative = Annotated[Number, Range(0)]
 Share = Annotated[Number, Range(0, 1)]
-Ratio = Annotated[Number, Range(1)]  # of compression
+Ratio = Annotated[Number, Range(1)]  # a compression ratio
 
 
 def require(condition: bool, message: str) -> None:
@@ -79,12 +81,12 @@ def require(condition: bool, message: str) -> None:
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether a value is an integer of any kind; a bool is not."""
+    """Whether a value is an integer of any type; a bool is not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def show(value: Any) -> str:
-    """A value for a message, in few characters whatever it is."""
+    """Returns a short representation of any value, for messages."""
     try:
         return plain(repr(value), 80)
     except ValueError:  # Python writes no integer of more than 4300 digits
@@ -99,12 +101,12 @@ def check(name: str, value: Any, kind: Any) -> Any:
     """Returns the value in plain Python.
 
     Args:
-      name: of the argument, for the message.
-      value: what was given.
-      kind: what it may be; see the module.
+      name: name of the argument, for the message.
+      value: the value that was given.
+      kind: annotation that says what it may be; see the module docstring.
 
     Raises:
-      ConfigError: it is something else.
+      ConfigError: the value is of another kind.
     """
     fit = _fit(value, kind)
     if fit is _UNFIT:
@@ -115,7 +117,7 @@ def check(name: str, value: Any, kind: Any) -> Any:
 
 
 def check_names(what: str, given: Iterable[Any], known: Sequence[str]) -> None:
-    """Raises ConfigError for options that are not known, with the one that may have been meant."""
+    """Raises ConfigError for unknown options, and suggests the one that may have been meant."""
     if unknown := sorted(map(str, set(given) - set(known))):
         meant = difflib.get_close_matches(unknown[0], known, 1)
         guess = f" (did you mean {meant[0]}?)" if meant else ""
@@ -126,14 +128,14 @@ def check_names(what: str, given: Iterable[Any], known: Sequence[str]) -> None:
 
 
 class Options:
-    """Base of frozen dataclasses of options: an unknown name and a misfit are answered by name.
+    """Base class of frozen dataclasses of options, which names unknown options and wrong values.
 
     The fields hold plain Python afterwards, so that equal options are equal as dataclasses, as
-    JSON and as static arguments of `jit`, whatever they were given as.
+    JSON and as static arguments of `jit`, whatever types they were given as.
     """
 
     def __new__(cls, *values: Any, **options: Any):
-        """Looks at the names; Python's own error would be none of ours."""
+        """Checks the names here, because Python's own error is no DmsJaxError."""
         del values
         check_names(cls.__name__, options, list(_kinds(cls)))
         return super().__new__(cls)
@@ -146,7 +148,7 @@ class Options:
 
 @functools.cache
 def _kinds(options: type) -> dict[str, Any]:
-    """The fields of a dataclass with their annotations."""
+    """Returns the fields of a dataclass with their annotations."""
     hints = typing.get_type_hints(options, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(options)}
 
@@ -158,7 +160,7 @@ _NOUNS = {int: "a whole number", float: "a finite number", bool: "True or False"
 
 
 def _fit(value: Any, kind: Any) -> Any:
-    """The value in plain Python, or _UNFIT."""
+    """Returns the value in plain Python, or _UNFIT."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         fit = _fit(value, arguments[0])
@@ -166,7 +168,7 @@ def _fit(value: Any, kind: Any) -> Any:
         is_number = isinstance(fit, int | float)
         return fit if not is_number or all(fit in limit for limit in limits) else _UNFIT
     if origin in (Union, types.UnionType):
-        kinds = sorted(arguments, key=lambda each: each is float)  # 4 is whole where it may be
+        kinds = sorted(arguments, key=lambda each: each is float)  # 4 stays whole if it may
         return next((fit for each in kinds if (fit := _fit(value, each)) is not _UNFIT), _UNFIT)
     if kind is Any:
         return value
@@ -187,7 +189,7 @@ def _fit(value: Any, kind: Any) -> Any:
     if kind is float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             return _UNFIT
-        real: Any = value  # Python promises no order of `Real` and float
+        real: Any = value  # `Real` and float have no order for type checkers
         return float(real) if -LARGEST <= real <= LARGEST else _UNFIT  # which NaN is not
     return value if isinstance(value, kind) else _UNFIT
 
@@ -197,12 +199,12 @@ def _is_pair(kind: Any) -> bool:
 
 
 def _unwrapped(value: Any) -> Any:
-    """What a scalar of NumPy, or an array of NumPy or JAX, holds."""
+    """Returns the contents of a scalar or an array of NumPy or JAX as plain Python."""
     if not (hasattr(value, "tolist") and hasattr(value, "ndim")):
         return value
     try:
         return value.tolist()
-    except TypeError:  # jax is tracing it: it has no value yet
+    except TypeError:  # a traced array has no value yet
         return value
 
 
@@ -230,7 +232,7 @@ def _describe(kind: Any, value: Any) -> str:
 
 
 def _advice(kind: Any) -> str:
-    """The text of an annotation."""
+    """Returns the texts of an annotation, each after a semicolon."""
     texts = [each for each in getattr(kind, "__metadata__", ()) if isinstance(each, str)]
     return "".join(f"; {each}" for each in texts)
 

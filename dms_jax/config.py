@@ -1,9 +1,9 @@
-"""What a model is: `ModelConfig`, and its Hugging Face form both ways.
+"""`ModelConfig`: the configuration of a model, to and from its Hugging Face form.
 
-Served exactly: Llama 2, 3, 3.1 and 3.2, Qwen2 and Qwen2.5, Qwen3, and Mistral without a sliding
+Supported exactly: Llama 2, 3, 3.1 and 3.2, Qwen2 and Qwen2.5, Qwen3, and Mistral without a sliding
 window. They are one architecture (pre-norm, grouped-query attention, rotary positions, SwiGLU)
 with switches: biases, q/k norms, head size, tied embeddings, and the scaling of the rotary
-frequencies. Everything else is refused by name, because a model that is nearly right is wrong.
+frequencies. Everything else is refused by name, because a model that is almost right is wrong.
 
 Both spellings of a Hugging Face config are read: `rope_theta` + `rope_scaling` + `torch_dtype`
 (transformers 4) and `rope_parameters` + `dtype` (transformers 5). The first is written, because
@@ -19,10 +19,10 @@ from dms_jax.config_checks import (
     ARCHITECTURES,
     FAMILIES,
     MAX_LAYERS,
-    SERVED,
+    SUPPORTED,
     family_of,
     refuse_sliding_window,
-    refuse_unserved,
+    refuse_unsupported,
 )
 from dms_jax.errors import ConfigError
 
@@ -33,24 +33,25 @@ Layers = Annotated[int, Range(1, MAX_LAYERS)]
 
 @dataclasses.dataclass(frozen=True)
 class Rope(Options):
-    """The rotary position embedding: base, and how its frequencies are scaled.
+    """The rotary position embedding: its base and the scaling of its frequencies.
 
     Attributes:
-        theta: base of the geometric series of wavelengths.
-        kind: "default", "linear", "llama3" or "yarn".
-        factor: by how much the context is stretched (every kind but "default").
-        original_max_position_embeddings: positions seen in pretraining ("llama3", "yarn").
-        low_freq_factor: "llama3": wavelengths above original / low are divided by `factor`.
-        high_freq_factor: "llama3": wavelengths below original / high are left alone.
-        beta_fast: "yarn": turns over the original context above which nothing is interpolated.
-        beta_slow: "yarn": turns below which everything is.
-        attention_factor: "yarn": multiplies cos and sin; None derives it from the fields below.
-        mscale: "yarn": with `mscale_all_dim`, the ratio that gives `attention_factor`.
-        mscale_all_dim: see `mscale`.
-        truncate: "yarn": round the ends of the ramp outwards to whole dimensions.
+      theta: base of the geometric series of wavelengths.
+      kind: "default", "linear", "llama3" or "yarn".
+      factor: factor by which the context is extended (every kind except "default").
+      original_max_position_embeddings: positions seen in pretraining ("llama3", "yarn").
+      low_freq_factor: "llama3": frequencies of wavelengths above original / low are divided by
+        `factor`.
+      high_freq_factor: "llama3": wavelengths below original / high do not change.
+      beta_fast: "yarn": rotations over the original context above which nothing is interpolated.
+      beta_slow: "yarn": rotations below which everything is interpolated.
+      attention_factor: "yarn": factor of cos and sin; None derives it from the next two fields.
+      mscale: "yarn": numerator of the ratio that gives `attention_factor`.
+      mscale_all_dim: "yarn": its denominator.
+      truncate: "yarn": whether the ends of the ramp are rounded outwards to whole dimensions.
 
     Raises:
-        ConfigError: a parameter is missing, not a finite positive number, or inconsistent.
+      ConfigError: a parameter is missing, not a finite positive number, or inconsistent.
     """
 
     theta: Annotated[Number, Range(1, above=True)] = 10_000.0
@@ -76,34 +77,34 @@ class Rope(Options):
             high = check("Rope: high_freq_factor", self.high_freq_factor, Positive)
             if high <= low:
                 raise ConfigError(
-                    f"Rope: high_freq_factor ({high}) must be above low_freq_factor ({low})"
+                    f"Rope: high_freq_factor ({high}) must be above low_freq_factor ({low})."
                 )
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Options):
-    """Shape and switches of a decoder-only transformer. Hashable: it can be a static argument.
+    """Shape and switches of a decoder-only transformer; hashable, so it can be a static argument.
 
     Attributes:
-        vocab_size: V.
-        hidden_size: E, width of the residual stream.
-        intermediate_size: F, width of the feed-forward layer.
-        num_layers: L.
-        num_heads: H, query heads.
-        num_kv_heads: K, key and value heads; divides H.
-        head_dim: D, even; need not be E / H.
-        max_position_embeddings: longest sequence the model was made for, in tokens.
-        rms_norm_eps: added to the mean square in every RMS norm.
-        rope: the rotary embedding.
-        qkv_bias: whether the q, k and v projections have biases.
-        output_bias: whether the attention output projection has a bias.
-        mlp_bias: whether the feed-forward projections have biases.
-        qk_norm: whether queries and keys are RMS-normed per head before rotation (Qwen3).
-        tie_embeddings: whether the output matrix is the embedding.
-        model_type: Hugging Face family: "llama", "mistral", "qwen2" or "qwen3".
+      vocab_size: V, number of token ids.
+      hidden_size: E, width of the residual stream.
+      intermediate_size: F, width of the feed-forward layer.
+      num_layers: L, number of layers.
+      num_heads: H, number of query heads.
+      num_kv_heads: K, number of key and value heads; divides H.
+      head_dim: D, dimension of a head; even, and not necessarily E / H.
+      max_position_embeddings: longest sequence that the model supports, in tokens.
+      rms_norm_eps: epsilon that every RMS norm adds to the mean square.
+      rope: the rotary position embedding.
+      qkv_bias: whether the q, k and v projections have biases.
+      output_bias: whether the attention output projection has a bias.
+      mlp_bias: whether the feed-forward projections have biases.
+      qk_norm: whether queries and keys are RMS-normed per head before rotation (Qwen3).
+      tie_embeddings: whether the output matrix is the embedding matrix.
+      model_type: Hugging Face family: "llama", "mistral", "qwen2" or "qwen3".
 
     Raises:
-        ConfigError: a field has the wrong type or range, or the fields contradict each other.
+      ConfigError: a field has the wrong type or range, or the fields contradict each other.
     """
 
     vocab_size: CountOnDevice
@@ -126,16 +127,18 @@ class ModelConfig(Options):
     def __post_init__(self):
         super().__post_init__()
         if self.model_type not in FAMILIES:
-            raise ConfigError(f"model_type {show(self.model_type)} is not served; served: {SERVED}")
+            raise ConfigError(
+                f"model_type {show(self.model_type)} is not supported; supported: {SUPPORTED}."
+            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
-                f"({self.num_kv_heads})"
+                f"({self.num_kv_heads})."
             )
         if self.head_dim % 2:
             raise ConfigError(
-                f"head_dim must be even for rotary positions, got {self.head_dim}; set it in the "
-                "config if it is not hidden_size / num_heads"
+                f"head_dim must be even for rotary positions, got {self.head_dim}. Set it in the "
+                "config if it is not hidden_size / num_heads."
             )
 
     @property
@@ -145,13 +148,13 @@ class ModelConfig(Options):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
-        """Read the contents of a Hugging Face `config.json`.
+        """Returns the configuration that a Hugging Face `config.json` describes.
 
         Raises:
-            ConfigError: the config is malformed, or describes what is not served exactly.
+          ConfigError: the config is malformed, or the model is not supported exactly.
         """
         family = family_of(config)
-        refuse_unserved(config)
+        refuse_unsupported(config)
         defaults = FAMILIES[family]
 
         def given(name: str, default: Any = None) -> Any:
@@ -166,7 +169,7 @@ class ModelConfig(Options):
             if hidden_size % num_heads:
                 raise ConfigError(
                     f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads "
-                    f"({num_heads}) and the config gives no head_dim"
+                    f"({num_heads}), and the config gives no head_dim. Set head_dim."
                 )
             head_dim = hidden_size // num_heads
         max_positions = check(
@@ -203,10 +206,10 @@ class ModelConfig(Options):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Give the Hugging Face `config.json` of this model, as transformers 4 and 5 read it.
+        """Returns the Hugging Face `config.json` of this model, as transformers 4 and 5 read it.
 
         Raises:
-            ConfigError: the family has no field for one of the switches (a Mistral with biases).
+          ConfigError: the family has no field for one of the switches (a Mistral with biases).
         """
         architecture = next(a for a, family in ARCHITECTURES.items() if family == self.model_type)
         hf: dict[str, Any] = {
@@ -239,13 +242,13 @@ class ModelConfig(Options):
             raise ConfigError(
                 f"Hugging Face's {architecture} cannot express this combination of qkv_bias="
                 f"{self.qkv_bias}, output_bias={self.output_bias}, mlp_bias={self.mlp_bias}, "
-                f"qk_norm={self.qk_norm}; choose a model_type that has them"
+                f"qk_norm={self.qk_norm}. Choose a model_type that has them."
             )
         return hf
 
 
 def _rope_from_hf(config: Mapping[str, Any], max_positions: int) -> Rope:
-    """Read `rope_parameters`, or `rope_scaling` with `rope_theta`; refuse if they disagree."""
+    """Returns the rope of `rope_parameters` or `rope_scaling`; raises if they disagree."""
     found = {
         name: config[name]
         for name in ("rope_parameters", "rope_scaling")
@@ -253,14 +256,14 @@ def _rope_from_hf(config: Mapping[str, Any], max_positions: int) -> Rope:
     }
     for name, value in found.items():
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{name} must be a JSON object, got {show(value)}")
-    ropes = [_one_rope(value, config, max_positions, name) for name, value in found.items()]
+            raise ConfigError(f"{name} must be a JSON object, got {show(value)}.")
+    ropes = [_parse_rope(value, config, max_positions, name) for name, value in found.items()]
     if len(ropes) == 2 and ropes[0] != ropes[1]:
-        raise ConfigError("rope_parameters and rope_scaling disagree; keep the one that is right")
-    return ropes[0] if ropes else _one_rope({}, config, max_positions, "rope_scaling")
+        raise ConfigError("rope_parameters and rope_scaling disagree. Keep the one that is right.")
+    return ropes[0] if ropes else _parse_rope({}, config, max_positions, "rope_scaling")
 
 
-def _one_rope(
+def _parse_rope(
     fields: Mapping[str, Any], config: Mapping[str, Any], max_positions: int, where: str
 ) -> Rope:
     def given(name: str, default: Any = None) -> Any:
@@ -268,17 +271,22 @@ def _one_rope(
         return default if value is None else value
 
     if any(isinstance(value, Mapping) for value in fields.values()):
-        raise ConfigError(f"{where} differs from layer to layer, which is not served")
+        raise ConfigError(f"{where} differs from layer to layer, which is not supported.")
     for partial in (fields.get("partial_rotary_factor"), config.get("partial_rotary_factor")):
         if partial is not None and partial != 1:
-            raise ConfigError(f"partial_rotary_factor {show(partial)} is not served; served: 1")
+            raise ConfigError(
+                f"partial_rotary_factor {show(partial)} is not supported; supported: 1."
+            )
     kind = given("rope_type", given("type", "default"))
     if kind not in ROPE_KINDS:
         raise ConfigError(
-            f"rotary scaling {show(kind)} ({where}) is not served; served: {', '.join(ROPE_KINDS)}"
+            f"Rotary scaling {show(kind)} ({where}) is not supported; supported: "
+            f"{', '.join(ROPE_KINDS)}."
         )
     if fields.get("mrope_section") is not None:
-        raise ConfigError(f"multimodal rotary positions (mrope_section in {where}) are not served")
+        raise ConfigError(
+            f"Multimodal rotary positions (mrope_section in {where}) are not supported."
+        )
     theta = given("rope_theta", config.get("rope_theta"))
     theta = check("rope_theta", 10_000.0 if theta is None else theta, Positive)
     if kind == "default":
@@ -287,7 +295,7 @@ def _one_rope(
     if kind == "linear":
         return Rope(theta=theta, kind=kind, factor=check(f"{where}.factor", factor, Positive))
 
-    # A value beside the rotary fields wins over one among them, as in transformers 5.
+    # A value outside the rotary fields overrides one inside them, as in transformers 5.
     original = config.get("original_max_position_embeddings")
     original = given("original_max_position_embeddings") if original is None else original
     original = check(

@@ -1,4 +1,4 @@
-"""Checks behind `dms_jax.config`: which families are served, and what of them is not, by name."""
+"""Checks for `dms_jax.config`: the supported model families, and what is refused by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from dms_jax.errors import ConfigError
 
 MAX_LAYERS = 10_000
 
-# What transformers assumes where a config is silent.
+# The defaults of transformers for fields that a config leaves out.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072},
@@ -22,72 +22,78 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3ForCausalLMDMS": "qwen3",
 }
-SERVED = "Llama 2/3/3.1/3.2, Qwen2/2.5, Qwen3, and Mistral without a sliding window"
+SUPPORTED = "Llama 2/3/3.1/3.2, Qwen2/2.5, Qwen3, and Mistral without a sliding window"
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """Find the family that a config names in `model_type` and `architectures`, which must agree."""
+    """Returns the family that `model_type` and `architectures` name, which must agree."""
     if not isinstance(config, Mapping):
-        raise ConfigError(f"a model config is a JSON object, got {show(config)}")
+        raise ConfigError(f"A model config is a JSON object, got {show(config)}.")
     model_type = config.get("model_type")
     names = config.get("architectures")
     if names is not None and not (
         isinstance(names, list) and names and all(isinstance(name, str) for name in names)
     ):
-        raise ConfigError(f"architectures must be a list of names, got {show(names)}")
+        raise ConfigError(f"architectures must be a list of names, got {show(names)}.")
     if model_type is None and names is None:
         raise ConfigError(
-            "the config names neither model_type nor architectures, so it is not a model that "
-            f"can be loaded; served: {SERVED}"
+            "The config names neither model_type nor architectures, so it is not a model that "
+            f"can be loaded; supported: {SUPPORTED}."
         )
     for name in names or []:
         if name not in ARCHITECTURES:
-            raise ConfigError(f"architecture {show(name)} is not served; served: {SERVED}")
+            raise ConfigError(
+                f"Architecture {show(name)} is not supported; supported: {SUPPORTED}."
+            )
     if model_type is None and names:
         model_type = ARCHITECTURES[names[0]]
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"model_type {show(model_type)} is not served; served: {SERVED}")
+        raise ConfigError(
+            f"model_type {show(model_type)} is not supported; supported: {SUPPORTED}."
+        )
     for name in names or []:
         if ARCHITECTURES[name] != model_type:
-            raise ConfigError(f"architecture {name} does not belong to model_type {model_type!r}")
+            raise ConfigError(f"Architecture {name} does not belong to model_type {model_type!r}.")
     return model_type
 
 
-def refuse_unserved(config: Mapping[str, Any]) -> None:
-    """Raise on every field that changes the computation in a way that is not served."""
+def refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for every field that changes the computation in an unsupported way."""
     act = config.get("hidden_act")
     if act is not None and act not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act {show(act)} is not served; served: silu")
+        raise ConfigError(f"hidden_act {show(act)} is not supported; supported: silu.")
     if config.get("quantization_config") is not None:
         raise ConfigError(
-            "the checkpoint is quantized (quantization_config), which is not served; load the "
-            "unquantized weights"
+            "The checkpoint is quantized (quantization_config), which is not supported. Load the "
+            "unquantized weights."
         )
     tp = config.get("pretraining_tp")
     if tp is not None and tp != 1:
-        raise ConfigError(f"pretraining_tp {show(tp)} is not served; set it to 1")
+        raise ConfigError(f"pretraining_tp {show(tp)} is not supported. Set it to 1.")
     for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"):
         if config.get(name):
-            raise ConfigError(f"mixture of experts ({name}) is not served; served: {SERVED}")
+            raise ConfigError(
+                f"Mixture of experts ({name}) is not supported; supported: {SUPPORTED}."
+            )
     if config.get("is_encoder_decoder"):
-        raise ConfigError(f"encoder-decoder models are not served; served: {SERVED}")
+        raise ConfigError(f"Encoder-decoder models are not supported; supported: {SUPPORTED}.")
     if config.get("use_mrope"):
-        raise ConfigError("multimodal rotary positions (use_mrope) are not served")
+        raise ConfigError("Multimodal rotary positions (use_mrope) are not supported.")
 
 
 def refuse_sliding_window(
     config: Mapping[str, Any], family: str, num_layers: int, max_positions: int
 ) -> None:
-    """Raise if any layer attends to a window shorter than the longest sequence."""
+    """Raises ConfigError if a layer attends to a window shorter than the longest sequence."""
     layer_types = config.get("layer_types")
     if layer_types is not None:
         if not isinstance(layer_types, list):
-            raise ConfigError(f"layer_types must be a list, got {show(layer_types)}")
+            raise ConfigError(f"layer_types must be a list, got {show(layer_types)}.")
         for layer, kind in enumerate(layer_types):
             if kind != "full_attention":
                 raise ConfigError(
-                    f"layer {layer} has attention of type {show(kind)}, which is not served; "
-                    "every layer must be full_attention"
+                    f"Layer {layer} has attention of type {show(kind)}, which is not supported; "
+                    "every layer must be full_attention."
                 )
     if family == "llama":
         return
@@ -100,7 +106,7 @@ def refuse_sliding_window(
             return
     if window is not None and check("sliding_window", window, CountOnDevice) < max_positions:
         raise ConfigError(
-            f"sliding-window attention (sliding_window {window} below max_position_embeddings "
-            f"{max_positions}) is not served; if the model was trained without a window, set "
-            "sliding_window to null"
+            f"Sliding-window attention (sliding_window {window} below max_position_embeddings "
+            f"{max_positions}) is not supported. If the model was trained without a window, set "
+            "sliding_window to null."
         )

@@ -1,4 +1,4 @@
-"""What accelerators offer, from their data sheets: for estimates, and for utilisation."""
+"""Memory, bandwidth and peak rate of accelerators, for estimates and utilisation."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ from dms_jax.checks import Options, Positive
 
 @dataclasses.dataclass(frozen=True)
 class Device(Options):
-    """What an accelerator offers, from its data sheet.
+    """The figures of an accelerator from its data sheet.
 
     Attributes:
-      memory: bytes.
-      bandwidth: bytes a second.
-      peak: bfloat16 operations a second.
+      memory: size of its memory in bytes.
+      bandwidth: memory bandwidth in bytes per second.
+      peak: peak rate in bfloat16 operations per second.
     """
 
     memory: Positive
@@ -31,7 +31,7 @@ DEVICES = {
     "v6e": Device(32e9, 1.64e12, 918e12),
 }
 
-# Names under which jax knows them. Others of the same family differ in speed.
+# Their names in jax (`jax.Device.device_kind`). Others of the same family differ in speed.
 _KINDS = {
     "NVIDIA H200": "h200",
     "NVIDIA H100 80GB HBM3": "h100",
@@ -45,6 +45,6 @@ _KINDS = {
 
 
 def data_sheet(kind: str) -> Device | None:
-    """Returns what a kind of device (`jax.Device.device_kind`) offers; None if it is not known."""
+    """Returns the figures of a kind of device (`jax.Device.device_kind`); None if it is unknown."""
     name = _KINDS.get(kind)
     return None if name is None else DEVICES[name]

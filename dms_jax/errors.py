@@ -1,10 +1,10 @@
 """The errors of this library: every one derives from `DmsJaxError`.
 
-A message says what was wrong, where, and what to do about it. It often quotes what strangers wrote
-(names of tensors, what a template says), so it is kept short and printable whatever it quotes.
+A message says what was wrong, where, and what to do about it. It often quotes untrusted text (names
+of tensors, the output of a template), so it is always kept short and printable.
 
-Whatever leaves `generate`, `score` or `evaluate` once they run (one of these errors, an interrupt,
-an error of a callback) has what was finished by then as its attribute `finished`:
+Any exception that ends a running `generate`, `score` or `evaluate` (one of these errors, an
+interrupt, an error of a callback) has what was finished by then as its attribute `finished`:
 
     try:
         completions = dict(enumerate(dms_jax.generate(model, prompts).completions))
@@ -19,12 +19,12 @@ MAX_MESSAGE = 20_000  # characters
 
 
 def plain(text: object, most: int = 120, *, lines: bool = False) -> str:
-    """`text` for a message: at most so many characters, and no control character left.
+    """Returns `text` for a message: shortened, and with control characters escaped.
 
     Args:
-        text: whatever is quoted.
-        most: characters; a longer text loses its middle.
-        lines: whether line breaks may stay.
+      text: the text to quote.
+      most: the most characters; a longer text loses its middle.
+      lines: whether line breaks may stay.
 
     # most: 20  In: "a" * 50  Out: "aaaaaaaaaa ... aaaaa"
     """
@@ -48,7 +48,7 @@ class DmsJaxError(Exception):
     """Base of every error that this library raises on purpose.
 
     Attributes:
-      finished: what was done by then, by its place in the call: completions, or scores of `score`.
+      finished: index in the call -> what was finished: a completion, or a score of `score`.
     """
 
     finished: Mapping[int, Any] = {}
@@ -58,15 +58,15 @@ class DmsJaxError(Exception):
 
 
 class CheckpointError(DmsJaxError):
-    """A checkpoint directory cannot be read, written, or does not fit its own config."""
+    """A checkpoint directory cannot be read or written, or contradicts its own config."""
 
 
 class ConfigError(DmsJaxError):
-    """A configuration is malformed, inconsistent, or asks for what is not served exactly."""
+    """A configuration is malformed, inconsistent, or not supported exactly."""
 
 
 class CapacityError(DmsJaxError):
-    """A request does not fit: the page pool, the model's positions, or the device's memory."""
+    """A request does not fit the page pool, the model's positions, or the device's memory."""
 
 
 class BusyError(DmsJaxError):
@@ -74,7 +74,7 @@ class BusyError(DmsJaxError):
 
 
 class DataError(DmsJaxError):
-    """Training or evaluation data, or a prompt, cannot be used as given."""
+    """Training data, evaluation data or a prompt cannot be used as given."""
 
 
 class TrainingDivergedError(DmsJaxError):

@@ -1,18 +1,19 @@
 """Meshes and the tables that map logical axes to mesh axes.
 
-One sharding mode for the repository: meshes with **Auto** axes (GSPMD). Model code then holds
-plain einsums with no `out_sharding` arguments, the partitioner derives the collectives from where
-parameters and batches live, and everything ragged (caches, kernels) runs inside `jax.shard_map`,
-where a mode makes no difference. The mesh comes from context (`jax.set_mesh`), never from a config.
+The repository uses one sharding mode: meshes with **Auto** axes (GSPMD). Model code then consists
+of plain einsums without `out_sharding` arguments, the partitioner derives the collectives from the
+shardings of parameters and batches, and everything ragged (caches, kernels) runs inside
+`jax.shard_map`, where the mode makes no difference. The mesh comes from the context
+(`jax.set_mesh`), never from a config.
 
-Two mesh axes: `data` (sequences; in training also a shard of every parameter, FSDP) and `model`
-(heads, feed-forward, vocabulary). Attention is split by KV head: queries, keys and values are one
-matrix, grouped by KV head, so where the axis does not divide the KV heads that matrix and the
+There are two mesh axes: `data` (sequences; in training also a shard of every parameter, FSDP) and
+`model` (heads, feed-forward, vocabulary). Attention is split by KV head: queries, keys and values
+are one matrix, grouped by KV head, so if the axis does not divide the KV heads, that matrix and the
 attention over it are replicated, query heads included.
 
-Caches, and all that attention over them takes and returns, are split as their fields declare: the
-class of a state names the logical axes of each array, beside the field that holds it (`axes`), and
-`partition` reads them there. What declares none is refused.
+Caches, and everything that attention over them takes and returns, are split as their fields
+declare: the class of a state declares the logical axes of each array at its field (`axes`), and
+`partition` reads them. A field without declared axes is refused.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ TRAINING_RULES: Rules = {
     "mlp": MODEL,
     "vocab": MODEL,
 }
-# A decode step must not gather parameters: nothing of them lives on `data`.
+# A decode step must not gather parameters, so none is split over `data`.
 DECODING_RULES: Rules = TRAINING_RULES | {"embed": None}
 # Rows never cross devices, and each device holds the pages of its own rows.
 CACHE_RULES: Mapping[str, tuple[str, ...]] = {
@@ -60,7 +61,7 @@ def make_mesh(data: int = 1, model: int = 1, *, devices: Any = None) -> jax.shar
     """Returns a (data, model) mesh with Auto axes over the first `data * model` devices.
 
     Raises:
-      ConfigError: there are not so many.
+      ConfigError: there are fewer devices.
     """
     data, model = check("make_mesh: data", data, Count), check("make_mesh: model", model, Count)
     available = jax.devices() if devices is None else list(devices)
@@ -75,7 +76,7 @@ def make_mesh(data: int = 1, model: int = 1, *, devices: Any = None) -> jax.shar
 
 
 def axis_size(name: str) -> int:
-    """Returns the size of a mesh axis of the context, 1 where there is no mesh."""
+    """Returns the size of a mesh axis of the context, 1 without a mesh."""
     return dict(jax.sharding.get_abstract_mesh().shape).get(name, 1)
 
 
@@ -85,10 +86,10 @@ def parameter_sharding(
     shape: tuple[int, ...],
     rules: Rules = DECODING_RULES,
 ) -> NamedSharding:
-    """Returns where a parameter with these logical axes lives.
+    """Returns the sharding of a parameter with these logical axes.
 
-    A dimension that its mesh axis does not divide is replicated: fewer KV heads than devices, a
-    vocabulary of odd size.
+    A dimension that its mesh axis does not divide is replicated, such as fewer KV heads than
+    devices or a vocabulary of odd size.
     """
     spec = []
     for name, size in zip(axes, shape, strict=True):
@@ -98,7 +99,7 @@ def parameter_sharding(
 
 
 def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
-    """Constrains `x` under the mesh of the context; the identity where there is none."""
+    """Constrains the sharding of `x` on the mesh of the context; the identity without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return x
@@ -112,7 +113,7 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
 def row_axes(num_sequences: int, num_kv_heads: int) -> tuple[str | None, str | None]:
     """Returns the mesh axes over which rows are split: (for sequences, for KV heads).
 
-    `None` where there is no mesh or the axis does not divide: those rows are replicated.
+    None means that rows are replicated: there is no mesh, or the axis does not divide them.
     """
     data, model = axis_size(DATA), axis_size(MODEL)
     return (
@@ -124,20 +125,20 @@ def row_axes(num_sequences: int, num_kv_heads: int) -> tuple[str | None, str | N
 def has_mesh() -> bool:
     """Whether the context has a mesh of more than one device.
 
-    If so, whatever works on rows (Pallas kernels, page tables with shard-local page numbers) must
-    run inside `jax.shard_map`.
+    If so, everything that works on rows (Pallas kernels, page tables with shard-local page numbers)
+    must run inside `jax.shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and math.prod(mesh.shape.values()) > 1 and not mesh.manual_axes
 
 
 def axes(*names: str) -> dict[str, tuple[str, ...]]:
-    """Declares the first logical axes of a field's arrays; those behind them are not split.
+    """Declares the leading logical axes of a field's arrays; the remaining axes are not split.
 
         ring: Int[Array, "B K W"] = struct.field(metadata=axes("sequences", "kv_heads"))
 
     Raises:
-      ConfigError: no table knows such an axis.
+      ConfigError: there is no such axis in `CACHE_RULES`.
     """
     if unknown := [name for name in names if name not in CACHE_RULES]:
         raise ConfigError(
@@ -147,9 +148,9 @@ def axes(*names: str) -> dict[str, tuple[str, ...]]:
 
 
 def declared_axes(tree: Any) -> Any:
-    """Returns, in place of each array, the axes that the innermost field around it declares.
+    """Returns a tree of the declared axes of each array, from the innermost field around it.
 
-    Tuples, lists and dicts declare nothing themselves: the field that holds them speaks for them.
+    Tuples, lists and dicts declare nothing themselves; the declaration of their field applies.
 
     Raises:
       ConfigError: a field declares no axes, or more than its array has.
@@ -174,13 +175,13 @@ def _axes_at(tree: Any, path: tuple, leaf: Any) -> tuple[str, ...]:
             break
     if names is None:
         raise ConfigError(
-            f"{holder} declares no axes, so nobody knows how to split it over devices. Declare "
-            'them beside the field: flax.struct.field(metadata=dms_jax.sharding.axes("sequences", '
-            '"kv_heads")), or "pages" for what belongs to pages.'
+            f"{holder} declares no axes, so it cannot be split over devices. Declare "
+            'them at the field: flax.struct.field(metadata=dms_jax.sharding.axes("sequences", '
+            '"kv_heads")), or "pages" for arrays by page.'
         )
     if len(names) > len(leaf.shape):
         raise ConfigError(
-            f"{holder} declares the axes {', '.join(names)}, and has the shape {leaf.shape}."
+            f"{holder} declares the axes {', '.join(names)}, but has the shape {leaf.shape}."
         )
     return names
 

@@ -204,7 +204,7 @@ def test_yarn_fields():
     assert rope.original_max_position_embeddings == 128
 
 
-def test_a_sliding_window_that_never_slides_is_served():
+def test_a_sliding_window_that_never_slides_is_supported():
     mistral = SMALL | {"model_type": "mistral", "sliding_window": 128}
     assert ModelConfig.from_hf(mistral).model_type == "mistral"
     qwen = SMALL | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}
@@ -212,8 +212,8 @@ def test_a_sliding_window_that_never_slides_is_served():
 
 
 REFUSED = {
-    "mixture of experts": ({"model_type": "mixtral"}, "'mixtral' is not served"),
-    "experts in a known family": ({"num_local_experts": 8}, "mixture of experts"),
+    "mixture of experts": ({"model_type": "mixtral"}, "'mixtral' is not supported"),
+    "experts in a known family": ({"num_local_experts": 8}, "Mixture of experts"),
     "architecture": ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
     "head of another task": (
         {"architectures": ["LlamaForSequenceClassification"]},
@@ -221,7 +221,7 @@ REFUSED = {
     ),
     "mismatch": ({"architectures": ["Qwen2ForCausalLM"]}, "does not belong"),
     "no family": ({"model_type": None}, "neither model_type nor architectures"),
-    "window": ({"model_type": "mistral", "sliding_window": 64}, "sliding-window"),
+    "window": ({"model_type": "mistral", "sliding_window": 64}, "Sliding-window"),
     "window of Qwen": (
         {
             "model_type": "qwen2",
@@ -229,9 +229,9 @@ REFUSED = {
             "sliding_window": 64,
             "max_window_layers": 1,
         },
-        "sliding-window",
+        "Sliding-window",
     ),
-    "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer 1"),
+    "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "Layer 1"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     "longrope": ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
@@ -251,7 +251,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_served_is_refused_by_name(case):
+def test_what_is_not_supported_is_refused_by_name(case):
     changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_hf(SMALL | changes)

@@ -1,4 +1,4 @@
-"""The paged pool for a whole model, its host-side bookkeeping and the accounting of its use."""
+"""The paged pool of keys and values for a whole model, its page allocator and its accounting."""
 
 from dms_jax.cache.accounting import Usage
 from dms_jax.cache.pages import PageAllocator

@@ -1,7 +1,7 @@
-"""What a request used of the cache: reads, live tokens, peak, bytes.
+"""How much of the cache a request used: reads, live tokens, peak, bytes.
 
-All figures are averages over layers and KV heads, so that a plain cache reads t entries at step t
-and holds T tokens after T, whatever the shape of the model.
+Reads and tokens are averages over layers and KV heads, so that the vanilla cache reads t entries at
+step t and holds T tokens after T, whatever the shape of the model.
 """
 
 import dataclasses
@@ -15,29 +15,29 @@ from jaxtyping import Int
 class Usage:
     """Cache use of one request (appendix of the DMS paper: the two budgets of figure 3).
 
-    The figures count what the decisions of this very run led to, to the token. Another run of the
-    same tokens in another batch, or another computation of them, may round a decision that is
-    close to its threshold the other way, and then its figures differ by the tokens of that one and
-    of what follows from it: seldom in float32, often in bfloat16.
+    The figures count exactly the decisions of this run. Another run of the same tokens, in another
+    batch or computed in another way, may round a decision near its threshold differently, and its
+    figures then differ by that token and by what follows from it: seldom in float32, often in
+    bfloat16.
 
     Attributes:
-      prompt_tokens, new_tokens: how many were processed and generated.
+      prompt_tokens: tokens of the prompt.
+      new_tokens: tokens generated.
       kv_reads: key-value entries read by the decode steps, summed over steps and averaged over
-        (layer, KV head), the reads that selection costs (Quest) included, and those of a row that
-        is judged anew to be cut (SnapKV and its like). A row that each query head reads separately
-        counts once per query head.
-      peak_tokens: the most live entries right after any token, of the prompt too, averaged over
-        (layer, KV head): the papers' peak, that of tokens processed one after another.
-      peak_held_tokens: the most entries that were held at once. A chunk of a prompt that is read
-        in one pass is held whole, beside what came before, until what it evicts is gone; so it
-        depends on the size of the chunks, and on recomputing what was put back.
-      live_tokens: live entries at the end, averaged likewise; after a cut (SnapKV and its like), if
-        one came with the last token.
-      compression_ratio: tokens seen over live entries, both at the end.
-      cache_bytes: bytes of the pages held at the end and of the policy's state for this sequence.
-      peak_cache_bytes: the same at its highest, the reserve of the running chunk included.
-      host_bytes: of values in host memory at the end (KCache); not among the cache's bytes, which
-        are the device's.
+        (layer, KV head). Reads for page selection (Quest) count, and so do those that score a row
+        again before an eviction (SnapKV and similar policies). A row that each query head reads
+        separately counts once per query head.
+      peak_tokens: the most live entries after any token, prompt tokens included, averaged over
+        (layer, KV head): the papers' peak, as if tokens were processed one by one.
+      peak_held_tokens: the most entries held at once, averaged likewise. A prompt chunk that runs
+        in one pass is held in full besides the earlier entries until its evictions take effect, so
+        this figure depends on the chunk size and on preemption.
+      live_tokens: live entries at the end, averaged likewise, after any eviction that the last
+        token caused.
+      compression_ratio: tokens seen divided by live entries, both at the end.
+      cache_bytes: device bytes of this sequence at the end: its pages and the policy's state.
+      peak_cache_bytes: the highest device bytes, with the pages reserved for the running chunk.
+      host_bytes: bytes of values in host memory at the end (KCache), which the others leave out.
     """
 
     prompt_tokens: int
@@ -54,7 +54,16 @@ class Usage:
 
 @dataclasses.dataclass
 class Meter:
-    """Adds up one request's use from per-step totals over its L * K rows."""
+    """Adds up one request's use from per-step totals over its L * K rows.
+
+    Attributes:
+      rows: number of rows, L * K.
+      reads: entries read so far.
+      peak: the most live entries so far.
+      held: the most entries held at once so far.
+      live: live entries after the last token.
+      peak_bytes: the most bytes so far.
+    """
 
     rows: int
     reads: int = 0
@@ -70,9 +79,12 @@ class Meter:
         *,
         held: int = 0,
     ) -> None:
-        """Counts tokens by the live entries right after each, and what decode steps read.
+        """Adds tokens.
 
-        `held` is what was there at once while they were processed, if that was more.
+        Args:
+          live: live entries after each token.
+          reads: entries that each decode step read.
+          held: the most entries held at once while the tokens were processed.
         """
         if len(live):
             self.live = int(live[-1])
@@ -81,7 +93,7 @@ class Meter:
         self.reads += sum(reads)
 
     def finish(self, live: int) -> None:
-        """Says how many entries were left at the end: a cut comes after its token's attention."""
+        """Sets the live entries at the end, after any eviction that the last token caused."""
         self.live = live
 
     def usage(

@@ -1,11 +1,11 @@
-"""Values in host memory: a store that compiled programs read and the host writes (KCache).
+"""Values in host memory (KCache): a store that compiled programs read and the host writes.
 
-A program cannot write where it reads: carried through a loop the store would be copied in every
-round (measured: 39 ms for 268 MB). So inside a program the store is read only, and what the
-program's own tokens bring is kept in a `Tail` on the device, a few tokens a row:
+A program cannot write the store that it reads: carried through a loop, it would be copied in every
+iteration (measured: 39 ms for 268 MB). So the store is read-only inside a program, and the values
+of the program's own tokens are kept in a `Tail` on the device, a few tokens per row:
 
-    program   reads store[page, offset], or the tail where it holds a newer value of that slot
-    host      between programs: store[page, offset] = tail, in order, so that the last one stays
+    program   reads store[page, offset], or the tail if that holds a newer value of the slot
+    host      between programs: store[page, offset] = tail, in order, so that the last one wins
 
 On a GPU the store is `pinned_host` memory, read in place by a kernel (`pallas_kernels.fetch_rows`).
 """
@@ -26,12 +26,12 @@ from pallas_kernels import fetch_rows
 @no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
 class Tail:
-    """Values that a program's own tokens brought, up to C a row.
+    """The values of a program's own tokens, up to C per row.
 
     Attributes:
-      values: in the type of the store.
-      slots: where each belongs; negative for none.
-      start: the position of the first of them in each sequence.
+      values: the values, in the dtype of the store.
+      slots: slot of each value in its row; negative for no value.
+      start: position of the first value in each sequence.
     """
 
     values: Float[Array, "L B K C D"] = struct.field(
@@ -44,7 +44,7 @@ class Tail:
     def empty(
         cls, rows: tuple[int, ...], length: int, head_dim: int, dtype: Any, start: Array
     ) -> "Tail":
-        """A tail of no tokens yet, for programs of `length` tokens a row."""
+        """Returns an empty tail for a program of `length` tokens per row."""
         return cls(
             values=jnp.zeros((*rows, length, head_dim), dtype),
             slots=jnp.full((*rows, length), -1, jnp.int32),
@@ -58,7 +58,7 @@ class Tail:
         values: Float[Array, "B T K D"],
         slots: Int[Array, "B K T"],
     ) -> "Tail":
-        """Adds the values of a chunk of one layer."""
+        """Returns the tail with the values of a chunk of one layer added."""
         at = (
             layer,
             jnp.arange(len(positions))[:, None],
@@ -74,7 +74,7 @@ class Tail:
     def newest(
         self, layer: Int[Array, ""], slots: Int[Array, "B K n"]
     ) -> tuple[Float[Array, "B K n D"], Bool[Array, "B K n"]]:
-        """(values, whether there are any) that the tail holds for these slots."""
+        """Returns the newest value of each slot, and whether the tail holds one."""
         own = self.slots[layer]
         index = jnp.arange(1, own.shape[-1] + 1)
         last = jnp.where(slots[..., None] == own[:, :, None], index, 0).max(-1)
@@ -85,9 +85,12 @@ class Tail:
 @no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
 class HostRows:
-    """The store as a program sees it: flat rows, and the first page that lies there.
+    """The store as a program sees it.
 
-    Pages before `first_page` have their values on the device (KCache's first layers).
+    Attributes:
+      rows: one value per slot of the pages in host memory, in the order of the pages.
+      first_page: the first page whose values are in host memory; those of the pages before it are
+        on the device (KCache's first layers).
     """
 
     rows: Float[Array, "S D"]
@@ -96,7 +99,7 @@ class HostRows:
     def fetch(
         self, page: Int[Array, "*shape"], offset: Int[Array, "*shape"], page_size: int
     ) -> Float[Array, "*shape D"]:
-        """The values of single slots; of a page that is none, any."""
+        """Returns the values of single slots; arbitrary ones where a number is no page."""
         flat = (page - self.first_page) * page_size + offset
         flat = jnp.clip(flat, 0, self.rows.shape[0] - 1).reshape(-1)
         return fetch_rows(self.rows, flat).reshape(*page.shape, -1)
@@ -109,7 +112,7 @@ class HostRows:
         slots: Int[Array, "B K n"],
         page_size: int,
     ) -> Float[Array, "B K n D"]:
-        """The values of a row's slots, newer ones from the tail."""
+        """Returns the values of a row's slots, from the tail where it is newer."""
         page = jnp.take_along_axis(page_table, slots // page_size, axis=-1, mode="clip")
         stored = self.fetch(page, slots % page_size, page_size)
         newer, found = tail.newest(layer, slots)
@@ -117,10 +120,10 @@ class HostRows:
 
 
 class HostValues:
-    """The store itself, of `num_pages` pages that begin at `first_page`.
+    """The store itself, of `num_pages` pages from `first_page` on.
 
     Attributes:
-      rows: what programs take; its memory changes between them.
+      rows: the store as programs see it; its memory changes between programs.
     """
 
     def __init__(
@@ -135,24 +138,24 @@ class HostValues:
 
     @property
     def nbytes(self) -> int:
-        """Of the store."""
+        """Size of the store in bytes."""
         return self.rows.rows.nbytes
 
     def write(self, tail: Tail, page_table: Int[np.ndarray, "L B K M"]) -> None:
-        """Puts a finished program's tail where it belongs; no program may be running.
+        """Writes the tail of a finished program into the store; no program may be running.
 
         Args:
-          tail: what the program returned.
-          page_table: that it ran with.
+          tail: the tail that the program returned.
+          page_table: the page table that the program ran with.
         """
         slots, values = np.asarray(tail.slots), np.asarray(tail.values)
         page = np.take_along_axis(page_table, np.maximum(slots, 0) // self.page_size, axis=-1)
         flat = (page - self.rows.first_page) * self.page_size + slots % self.page_size
         mine = (slots >= 0) & (flat >= 0) & (flat < len(self._view))
-        # Of two values for one slot the later token's comes last, and stays.
+        # Of two values for one slot, that of the later token comes last and wins.
         self._view[flat[mine]] = values[mine]
 
     def delete(self) -> None:
-        """Frees the memory."""
+        """Frees the host memory of the store."""
         self._view = np.zeros(0)
         self.rows.rows.delete()

@@ -1,6 +1,6 @@
-"""Who owns which page: reservation and release, on the host.
+"""The page allocator: reserves pages for rows and frees them, on the host.
 
-Pages are reserved before a compiled chunk runs and never allotted inside it. The allocator keeps
+Pages are reserved before a compiled chunk runs and never allocated inside it. The allocator keeps
 the page table as a NumPy array and one free list per shard of the pool; a call costs a few NumPy
 operations, whatever the number of tokens.
 """
@@ -12,15 +12,15 @@ from dms_jax.errors import CapacityError
 
 
 class PageAllocator:
-    """Hands out the pages of a pool to rows.
+    """Allocates the pages of a pool to rows.
 
     Attributes:
       table: Int32[L, B, K, M], the pages of each row, `no_page` where nothing is reserved. Page
         numbers are local to the row's shard.
       reserved: Int32[L, B, K], pages reserved for each row.
 
-    With `first` = (layers, pages) the rows of the first `layers` layers have pages 0 ... pages - 1
-    of each shard to themselves, and the other layers the rest.
+    With `first` = (layers, pages), pages 0 ... pages - 1 of each shard are only for the rows of the
+    first `layers` layers, and the other pages for the rows of the other layers.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PageAllocator:
 
     @property
     def pages_in_use(self) -> int:
-        """Pages reserved over all shards."""
+        """Reserved pages of all shards."""
         return int(self.reserved.sum())
 
     @property
@@ -65,11 +65,11 @@ class PageAllocator:
         return min(len(free) for free in self._free)
 
     def pages_for(self, slots: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
-        """Returns ceil(slots / P)."""
+        """Returns the number of pages that hold so many slots, ceil(slots / P)."""
         return -(-np.asarray(slots) // self.page_size)
 
     def fits(self, slots: Int[np.ndarray, "L B K"]) -> bool:
-        """Whether every row could be topped up to hold `slots` slots."""
+        """Whether there are enough free pages for every row to hold `slots` slots."""
         missing = np.maximum(self.pages_for(slots) - self.reserved, 0)
         wanted = np.bincount(
             self._shard.ravel(), weights=missing.ravel(), minlength=len(self._free)
@@ -77,10 +77,10 @@ class PageAllocator:
         return all(need <= len(free) for need, free in zip(wanted, self._free, strict=True))
 
     def reserve(self, slots: Int[np.ndarray, "L B K"]) -> None:
-        """Tops every row up to ceil(slots / P) pages; rows that have more keep them.
+        """Reserves pages up to ceil(slots / P) for every row; rows that have more keep them.
 
         Raises:
-          CapacityError: if a shard has too few free pages. Nothing is reserved then.
+          CapacityError: a shard has too few free pages; then nothing is reserved.
         """
         if not self.fits(slots):
             raise CapacityError(
@@ -100,7 +100,7 @@ class PageAllocator:
         self.reserved = target
 
     def trim(self, slots: Int[np.ndarray, "L B K"]) -> None:
-        """Gives back the pages of each row beyond ceil(slots / P)."""
+        """Frees the pages of each row beyond ceil(slots / P)."""
         target = np.minimum(self.pages_for(slots), self.reserved).astype(np.int32)
         rows, columns = _cells(target, self.reserved)
         table = self.table.reshape(-1, self.table.shape[-1])
@@ -112,13 +112,13 @@ class PageAllocator:
         self.reserved = target
 
     def release(self, sequences: Int[np.ndarray, " n"]) -> None:
-        """Gives back every page of these sequences."""
+        """Frees every page of these sequences."""
         slots = self.reserved.astype(np.int64) * self.page_size
         slots[:, sequences] = 0
         self.trim(slots)
 
     def table_of_width(self, width: int) -> Int[np.ndarray, "L B K M"]:
-        """The table with exactly `width` columns, so that compiled shapes seldom change."""
+        """Returns the table with exactly `width` columns, so that compiled shapes seldom change."""
         if width <= self.table.shape[-1]:
             if (self.reserved > width).any():
                 raise CapacityError(f"A row holds more than {width} pages.")
@@ -134,7 +134,7 @@ class PageAllocator:
 def _cells(
     start: Int[np.ndarray, "L B K"], end: Int[np.ndarray, "L B K"]
 ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-    """The cells [start, end) of every row, as (flat row, column): work for what changes alone.
+    """Returns the cells [start, end) of every row as (flat row, column).
 
     # start: [1, 0]  end: [3, 1]  Out: [0, 0, 1], [1, 2, 0]
     """

@@ -2,14 +2,14 @@
 
 A row is one (layer, sequence, KV head). It owns a list of pages of P slots and a length, and grows
 by itself: slot s of row (l, b, k) is pool[page_table[l, b, k, s // P], s % P]. Only the last page
-of a row is ever partial, and nothing is padded to the longest row.
+of a row may be partial, and nothing is padded to the longest row.
 
-A pool of float8 numbers has a scale for each slot's key and value (`quantization`). Values may
-live in host memory; then the pool holds those of the first pages alone, and while a program runs
-the values of its own tokens in a tail (`host_values`).
+A pool of float8 numbers has a scale for each slot's key and value (`quantization`). Values may be
+in host memory; then the pool holds the values of only the first pages and, while a program runs,
+those of its own tokens in a tail (`host_values`).
 
-Under a mesh, rows are split over devices, each device holds its own pages, and page numbers are
-local to it.
+On a mesh, rows are split over devices, each device holds the pages of its own rows, and page
+numbers are local to the device.
 """
 
 import dataclasses
@@ -29,7 +29,14 @@ from pallas_kernels import write_pages
 @no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
 class Pool:
-    """Keys (rotated) and values of every row, by page."""
+    """Keys and values of every row, by page.
+
+    Attributes:
+      k_pages: rotated keys.
+      v_pages: values; of fewer pages if the others are in host memory.
+      k_scales, v_scales: scale of each slot if the pool is quantized.
+      tail: values of the running program's tokens if values are in host memory.
+    """
 
     k_pages: Float[Array, "N P D"] = struct.field(metadata=axes("pages"))
     v_pages: Float[Array, "NV P D"] = struct.field(metadata=axes("pages"))
@@ -44,11 +51,11 @@ class Pool:
 
     @property
     def quantized(self) -> bool:
-        """Whether its numbers are float8."""
+        """Whether keys and values are stored in float8."""
         return is_quantized(self.k_pages.dtype)
 
     def as_stored(self, x: Float[Array, "B T K D"]) -> Float[Array, "B T K D"]:
-        """What keys or values will be once they went through the pool."""
+        """Returns keys or values as they are after storing and loading."""
         return snap(x) if self.quantized else x
 
     def store(
@@ -60,9 +67,14 @@ class Pool:
         *,
         on_host: tuple[Int[Array, ""], Int[Array, "B T"]] | None = None,
     ) -> "Pool":
-        """Writes keys and values into the rows' slots; a negative slot is not written.
+        """Writes keys and values into the rows' slots; negative slots are not written.
 
-        `on_host` is the layer and the tokens' positions where the layer's values live on the host.
+        Args:
+          page_table: the pages of the rows.
+          slots: slot of each token in its row.
+          k: keys.
+          v: values.
+          on_host: (layer, positions of the tokens) if the layer's values are in host memory.
         """
         parts = {"k_pages": k, "v_pages": v}
         if self.quantized:
@@ -85,7 +97,7 @@ class Pool:
         slots: Int[Array, "B K 1"],
         parts: dict[str, Float[Array, "B 1 K ..."]],
     ) -> "Pool":
-        """Writes one slot of each row: all arrays in one launch."""
+        """Writes one slot of each row, all arrays in one kernel."""
         rows = slots.size
         new = {
             field: x.reshape(rows, *x.shape[3:]).astype(getattr(self, field).dtype)
@@ -107,7 +119,7 @@ class Pool:
         return dataclasses.replace(self, **dict(zip(fields, written, strict=False)))
 
     def keys(self, page: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape P D"]:
-        """The keys of these pages; those of any page where a number is none."""
+        """Returns the keys of these pages; arbitrary ones where a number is no page."""
         keys = self.k_pages.at[page].get(mode="clip")
         if self.k_scales is None:
             return keys
@@ -116,7 +128,7 @@ class Pool:
     def values(
         self, page: Int[Array, "*shape"], offset: Int[Array, "*shape"], dtype: Any
     ) -> Float[Array, "*shape D"]:
-        """The values of single slots."""
+        """Returns the values of single slots."""
         values = self.v_pages.at[page, offset].get(mode="clip")
         if self.v_scales is None:
             return values
@@ -130,7 +142,7 @@ class Pool:
         slots: Int[Array, "B K n"],
         dtype: Any,
     ) -> Float[Array, "B K n D"]:
-        """The values of single slots of a layer whose values live on the host."""
+        """Returns the values of single slots of a layer whose values are in host memory."""
         assert self.tail is not None
         values = host.fetch_slots(self.tail, layer, page_table, slots, self.page_size)
         if self.v_scales is None:
@@ -142,10 +154,10 @@ class Pool:
     def readable(
         self, page_table: Int[Array, "B K M"], dtype: Any, host: HostRows | None = None
     ) -> tuple[Array, Array, Array]:
-        """(keys, values, table) in device memory and a type that every kernel reads.
+        """Returns (keys, values, page table) in device memory, in a dtype that every kernel reads.
 
-        The pool itself, or a copy of the rows' pages where it holds float8 numbers or the values
-        live on the host: as much as one layer's share of the pool would take in the model's type.
+        They are the pool itself or, if it is quantized or its values are in host memory, a copy of
+        the rows' pages in the model's dtype, as large as one layer's share of the pool.
         """
         if not self.quantized and host is None:
             return self.k_pages, self.v_pages, page_table
@@ -169,18 +181,18 @@ class Pool:
 @no_type_check  # jax also builds it of shapes and of partitions
 @struct.dataclass
 class Cache:
-    """All that generation carries from step to step.
+    """Everything that generation carries from step to step.
 
     Attributes:
       pool: keys and values.
-      page_table: the pages of each row; entries beyond its reserve are N (no page).
+      page_table: the pages of each row; N (no page) beyond the reserved ones.
       lengths: slots in use per row.
-      seen: tokens each sequence has seen, which is the position of its next one.
-      max_lengths: tokens each sequence can come to, its prompt and its longest answer; for policies
+      seen: tokens that each sequence has seen, which is the position of its next token.
+      max_lengths: max length of each sequence, its prompt and its longest answer; for policies
         whose budget is a share of that.
-      row_state: what the policy remembers per row, leaves [L, B, K, ...]; the axes behind L are
-        those of `PolicyState.rows`.
-      page_state: what the policy remembers per page, leaves [N, ...], as `PolicyState.pages`.
+      row_state: the policy's state per row, leaves [L, B, K, ...]; the axes after L are those of
+        `PolicyState.rows`.
+      page_state: the policy's state per page, leaves [N, ...], as in `PolicyState.pages`.
     """
 
     pool: Pool
@@ -195,12 +207,12 @@ class Cache:
 
     @property
     def k_pages(self) -> Float[Array, "N P D"]:
-        """Keys of the pool."""
+        """The keys of the pool, by page."""
         return self.pool.k_pages
 
     @property
     def v_pages(self) -> Float[Array, "NV P D"]:
-        """Values of the pool."""
+        """The values of the pool, by page."""
         return self.pool.v_pages
 
     @property
@@ -215,10 +227,11 @@ def store(
     slots: Int[Array, "B K T"],
     values: Float[Array, "B T K *tail"],
 ) -> Float[Array, "N P *tail"]:
-    """Writes `values` into the rows' slots; a negative slot is not written.
+    """Returns the pages with `values` written into the rows' slots.
 
-    No two tokens of a row may name the same slot. A slot beyond the row's reserve addresses no
-    page and is not written either: the host reserves before it runs and checks lengths after.
+    Negative slots are not written, nor are slots beyond the row's reserved pages: the host reserves
+    before a program runs and checks the lengths after it. No two tokens of a row may have the same
+    slot.
     """
     num_pages, page_size = pages.shape[:2]
     page = _page_of(page_table, slots, num_pages, page_size)
@@ -230,7 +243,7 @@ def store(
 def _page_of(
     page_table: Int[Array, "B K M"], slots: Int[Array, "B K T"], num_pages: int, page_size: int
 ) -> Int[Array, "B K T"]:
-    """The page of each slot; N (no page) of a negative one and of one beyond the row's reserve."""
+    """Returns the page of each slot; N (no page) for slots that are negative or not reserved."""
     page = jnp.take_along_axis(
         page_table, jnp.maximum(slots, 0) // page_size, axis=-1, mode="fill", fill_value=num_pages
     )
@@ -240,7 +253,7 @@ def _page_of(
 def load(
     pages: Shaped[Array, "N P *rest"], page_table: Int[Array, "B K M"], lengths: Int[Array, "B K"]
 ) -> Shaped[Array, "B K S *rest"]:
-    """Reads every slot of the rows, S = M * P of them; zeros beyond a row's length."""
+    """Returns all S = M * P slots of the rows, with zeros beyond a row's length."""
     rest = pages.shape[2:]
     rows = pages.at[page_table].get(mode="fill", fill_value=0)
     rows = rows.reshape(*page_table.shape[:2], -1, *rest)
@@ -253,18 +266,18 @@ def compact(
     page_table: Int[Array, "B K M"],
     keep: Bool[Array, "B K S"],
 ) -> tuple[Any, Int[Array, "B K"]]:
-    """Moves the kept slots of every row to its front, in their order.
+    """Moves the kept slots of every row to its front, in their order, after an eviction.
 
-    Works page by page and in place: a kept slot never moves back, so a page that has been written
-    is never read again.
+    It works page by page and in place: a kept slot never moves to a higher one, so a page that has
+    been written is never read again.
 
     Args:
       pools: arrays [N, P, ...] that are addressed by page.
-      page_table: the rows' pages.
-      keep: slots that stay; none beyond the rows' lengths.
+      page_table: the pages of the rows.
+      keep: retention mask, True for slots that stay; False beyond the rows' lengths.
 
     Returns:
-      the arrays, and the slots in use per row.
+      The arrays, and the slots in use per row.
     """
     lengths = keep.sum(-1, dtype=jnp.int32)
     page_size = keep.shape[-1] // page_table.shape[-1]
@@ -280,7 +293,7 @@ def compact(
 
         def move(pool):
             moved = pool.at[from_page, source % page_size].get(mode="clip")
-            # Out of range is dropped.
+            # A page number out of range is dropped.
             to = jnp.where(target < lengths[..., None], to_page, pool.shape[0])
             return pool.at[to, target % page_size].set(moved, mode="drop")
 

@@ -2,10 +2,10 @@
 
     scale = 2^k, the smallest with max_d |x_d| <= 448 scale        x ~ scale * e4m3(x / scale)
 
-448 is the largest e4m3 number. A floating-point type gains no precision from a scale that fills
-its range exactly, so the scale is a power of two: x -> e4m3 -> x' is exact in bfloat16, and x'
-comes out the same when it is quantised again. Three bits of mantissa: the error is at most 1/16
-of a number, and 2^-10 scale next to zero.
+448 is the largest e4m3 number. A floating-point format gains no precision from a scale that fills
+its range exactly, so the scale is a power of two: the dequantized x' is exact in bfloat16, and
+quantizing x' again gives x'. With three bits of mantissa the error is at most 1/16 of a number, and
+2^-10 scale near zero.
 """
 
 from typing import Any
@@ -23,10 +23,10 @@ KV_DTYPES = {"float8_e4m3": FLOAT8}
 
 
 def storage_dtype(kv_dtype: str | None, dtype: Any) -> Any:
-    """The type of the pool: the model's unless another is named.
+    """Returns the dtype of the pool: the model's unless another is named.
 
     Raises:
-      ConfigError: there is no cache of that type.
+      ConfigError: the cache does not support that dtype.
     """
     if kv_dtype is None:
         return jnp.dtype(dtype)
@@ -39,7 +39,7 @@ def storage_dtype(kv_dtype: str | None, dtype: Any) -> Any:
 
 
 def is_quantized(dtype: Any) -> bool:
-    """Whether a pool of this type has scales."""
+    """Whether a pool of this dtype has scales."""
     return jnp.dtype(dtype) == FLOAT8
 
 
@@ -55,11 +55,11 @@ def quantize(x: Float[Array, "*slots D"]) -> tuple[Float[Array, "*slots D"], Arr
 def dequantize(
     values: Float[Array, "*slots D"], scales: Float[Array, "*slots"], dtype: Any
 ) -> Float[Array, "*slots D"]:
-    """The numbers that a slot stands for."""
+    """Returns the numbers that quantized slots stand for."""
     wide = jnp.promote_types(dtype, jnp.float32)
     return (values.astype(wide) * scales[..., None].astype(wide)).astype(dtype)
 
 
 def snap(x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-    """What is left of x after it was stored in 8 bits, in its own type."""
+    """Returns x quantized to 8 bits and dequantized again, in its own dtype."""
     return dequantize(*quantize(x), x.dtype)

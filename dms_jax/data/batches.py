@@ -1,11 +1,11 @@
-"""Documents to batches: tokenise, shuffle, pack, batch. The iterator can be stopped and resumed.
+"""Documents to batches: tokenize, shuffle, pack, batch. The iterator can be saved and resumed.
 
     batches(source, tokenizer, batch_size=4, length=512)
       -> {"tokens": int32 [B, T], "loss_mask": bool [B, T], "segment_ids": int32 [B, T] or absent}
 
-A text is put between begin tokens of the tokenizer, or, where it has none, closed by its end token.
-A conversation is written through the tokenizer's chat template, which holds its special tokens
-already. Arrays of token ids are taken as they are.
+A text starts with the tokenizer's begin token or, if there is none, ends with its end token. A
+conversation goes through the tokenizer's chat template, which contains the special tokens. Arrays
+of token ids are used as they are.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _OPEN_SEQUENCES = 32
 
 
 class Batches:
-    """An iterator over batches whose place can be saved as JSON data and restored."""
+    """An iterator over batches whose state can be saved as JSON data and restored."""
 
     def __init__(self, iterator: Any):
         self._iterator = iterator
@@ -36,11 +36,11 @@ class Batches:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place as JSON data."""
+        """Returns the state of the iterator as JSON data."""
         return self._iterator.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a place that `get_state` of an iterator over the same data gave."""
+        """Restores a state that `get_state` of an iterator over the same data returned."""
         self._iterator.set_state(state)
 
 
@@ -58,20 +58,21 @@ def batches(
     """Returns an iterator over batches.
 
     Args:
-      data: a source, paths, texts, conversations or token ids (`as_source`).
-      tokenizer: of the model; may be None for token ids.
-      batch_size: B.
-      length: T.
-      packing: "concatenate" cuts the stream of documents every T tokens; "concatenate_whole"
-        does so but starts every sequence with a document; "first_fit" keeps documents apart by
-        segment ids.
+      data: a source, paths, texts, conversations or token ids; see `as_source`.
+      tokenizer: the model's tokenizer; may be None for token ids.
+      batch_size: B, sequences per batch.
+      length: T, tokens per sequence.
+      packing: how documents become sequences. "concatenate" cuts the stream of documents every T
+        tokens; "concatenate_whole" also starts every sequence with a document; "first_fit"
+        separates the documents of a sequence by segment ids.
       vocab_size: V, to check token ids against; None for no check.
-      seed: seed of the order of the documents, a new one each epoch; None keeps their own order.
+      seed: seed of the order of the documents, which is new in each epoch; None keeps the order of
+        the data.
       repeat: whether to start over at the end; otherwise an incomplete batch is dropped.
 
     Raises:
-      ConfigError: a size is not positive, or the packing unknown.
-      DataError: the data cannot be used; naming file and line where it comes from one.
+      ConfigError: an option is malformed.
+      DataError: the data cannot be used; the message names file and line if there are any.
     """
     import grain
 
@@ -84,7 +85,7 @@ def batches(
     dataset = grain.MapDataset.source(documents)
     dataset = dataset if seed is None else dataset.seed(seed % 2**32).shuffle()
     dataset = dataset.repeat() if repeat else dataset
-    # The only document that holds anything may come first in one epoch and last in the next.
+    # The only document with tokens may come first in one epoch and last in the next.
     stream = packings.NonEmpty(
         dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)),
         max_empty=2 * len(documents),
@@ -97,7 +98,7 @@ def batches(
 
 
 class _Tokens:
-    """Documents as int32 arrays of token ids: what Grain reads from."""
+    """The data source for Grain: documents as int32 arrays of token ids."""
 
     def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
@@ -113,7 +114,7 @@ class _Tokens:
                 low, high = int(tokens.min()), int(tokens.max())
                 if low < 0 or high >= self._vocab_size:
                     raise DataError(
-                        f"token ids must lie in 0 ... {self._vocab_size - 1}, got {low} ... {high}"
+                        f"token ids must lie in 0 ... {self._vocab_size - 1}, got {low} ... {high}."
                     )
         except DataError as error:
             raise DataError(f"{self._source.where(index)}: {error}") from error
@@ -124,12 +125,12 @@ def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
     """Returns the token ids of one document, int32 [n].
 
     Raises:
-      DataError: there is no tokenizer for a text, no chat template for a conversation, or the
-        document is neither of these nor token ids.
+      DataError: a text has no tokenizer, a conversation no chat template, or the document is
+        neither of these nor an array of token ids.
     """
     if isinstance(document, str):
         if tokenizer is None:
-            raise DataError("the model has no tokenizer: give token ids in place of texts")
+            raise DataError("the model has no tokenizer. Give token ids instead of texts.")
         ids = tokenizer.encode(document, add_special_tokens=False)
         if tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id, *ids]
@@ -138,13 +139,13 @@ def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
         return np.asarray(ids, np.int32)
     if isinstance(document, Sequence) and document and isinstance(document[0], dict):
         if tokenizer is None:
-            raise DataError("the model has no tokenizer: give token ids in place of conversations")
+            raise DataError("the model has no tokenizer. Give token ids instead of conversations.")
         text = tokenizer.apply_chat_template(document, add_generation_prompt=False)
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
     tokens = np.asarray(document)
     if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
         raise DataError(
             f"expected a text, a list of messages or a list of token ids, got "
-            f"{type(document).__name__} of shape {tokens.shape} and type {tokens.dtype}"
+            f"{type(document).__name__} of shape {tokens.shape} and type {tokens.dtype}."
         )
     return tokens.astype(np.int32)

@@ -1,13 +1,14 @@
-"""A mixture of tasks and plain text as training batches, made from seeds while training runs.
+"""Training batches from a mixture of tasks and plain text, generated from seeds during training.
 
     Mixture(tokenizer, parts).batch(step)
       -> {"tokens": int32 [B, T], "segment_ids": int32 [B, T], "loss_mask": bool [B, T]}
 
 A batch is a pure function of the seed and the step: nothing is stored, nothing repeats, and a run
-resumes anywhere. Documents are whole: a begin token, the prompt, the solution, an end token; they
-are packed several to a sequence, each its own segment. What is left of a sequence is filled with
-prose cut to fit. A part gets its share of the tokens of every batch. Prompts are outside the loss,
-since nobody can predict a random equation; prose is inside.
+can resume anywhere. A document consists of a begin token, the prompt, the solution and an end
+token. Several whole documents are packed into a sequence, each as its own segment, and the rest of
+the sequence is filled with prose cut to fit. Every part of the mixture gets its share of the tokens
+of every batch. Prompts are left out of the loss, because a random equation cannot be predicted;
+prose counts.
 """
 
 import collections
@@ -36,17 +37,17 @@ from dms_jax.data.tasks import (
 )
 from dms_jax.errors import ConfigError
 
-_LEAST_FILLING = 16  # tokens of prose that are worth a segment
+_LEAST_FILLING = 16  # fewest tokens of prose that get a segment
 
 
 @dataclasses.dataclass(frozen=True)
 class Part(Options):
-    """Tasks that share a place in a mixture.
+    """A part of a mixture: a group of tasks.
 
     Attributes:
-      name: for the log.
-      share: of the tokens, relative to the other parts.
-      tasks: drawn from alike.
+      name: name of the part.
+      share: share of the tokens, relative to the other parts.
+      tasks: the tasks, which are drawn with equal probability.
     """
 
     name: str
@@ -55,11 +56,11 @@ class Part(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        require(bool(self.tasks), f"Part: part {self.name!r} needs at least one task")
+        require(bool(self.tasks), f"Part: part {self.name!r} needs at least one task.")
 
 
 def standard_parts(slips: float = 0.0) -> tuple[Part, ...]:
-    """The parts that the shipped reasoning model was trained on, from easy to hard.
+    """Returns the parts that the shipped reasoning model was trained on, from easy to hard.
 
     Args:
       slips: probability of a slip in each step of arithmetic and of chains (`Reasoning.slips`).
@@ -135,7 +136,7 @@ def standard_parts(slips: float = 0.0) -> tuple[Part, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Document:
-    """A document of a part: its token ids, of which the first `prompt` are the prompt's."""
+    """A document of a part: its token ids, of which the first `prompt` come before the solution."""
 
     part: str
     ids: list[int]
@@ -144,15 +145,15 @@ class _Document:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture(Options):
-    """Batches of a mixture; the tokenizer has a begin and an end token.
+    """A mixture of tasks and prose.
 
     Attributes:
-      tokenizer: of the model.
+      tokenizer: the model's tokenizer, which needs a begin and an end token.
       parts: tasks and their shares.
-      batch_size: B.
-      length: T.
-      split: of the tasks and of the prose.
-      seed: of everything.
+      batch_size: B, sequences per batch.
+      length: T, tokens per sequence.
+      split: split of the tasks and of the prose.
+      seed: seed of all random draws.
     """
 
     tokenizer: Any
@@ -165,11 +166,11 @@ class Mixture(Options):
     def __post_init__(self):
         super().__post_init__()
         if self.tokenizer.bos_token_id is None or self.tokenizer.eos_token_id is None:
-            raise ConfigError("a mixture needs a tokenizer with a begin and an end token")
-        require(bool(self.parts), "a mixture needs parts")
+            raise ConfigError("Mixture: the tokenizer must have a begin and an end token.")
+        require(bool(self.parts), "Mixture: there must be at least one part.")
 
     def only(self, name: str) -> "Mixture":
-        """The mixture of one part alone.
+        """Returns the mixture of only one part.
 
         Raises:
           ConfigError: there is no such part.
@@ -177,11 +178,11 @@ class Mixture(Options):
         parts = tuple(part for part in self.parts if part.name == name)
         if not parts:
             known = ", ".join(part.name for part in self.parts)
-            raise ConfigError(f"the mixture has no part {name!r}; it has {known}")
+            raise ConfigError(f"Mixture: there is no part {name!r}; there are {known}.")
         return dataclasses.replace(self, parts=parts)
 
     def document(self, part: Part, rng: random.Random) -> tuple[list[int], int]:
-        """One document of a part: (token ids, how many of them come before the solution)."""
+        """Draws a document: (token ids, how many of them come before the solution)."""
         task = part.tasks[rng.randrange(len(part.tasks))]
         problem = task.problem(self.split, rng.getrandbits(48))
         prompt, solution = (_encode(self.tokenizer, x) for x in (problem.prompt, problem.solution))
@@ -189,7 +190,7 @@ class Mixture(Options):
         return ids, 1 + len(prompt)
 
     def batch(self, step: int) -> Batch:
-        """Batch `step`, always the same one."""
+        """Returns batch `step`, which is always the same."""
         rng = random.Random(f"{self.seed} {self.split} {step}")
         shape = (self.batch_size, self.length)
         tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -222,11 +223,11 @@ class Mixture(Options):
         *,
         last: bool,
     ) -> "_Document | None":
-        """The next document that fits; None once a sequence is nearly full.
+        """Returns the next document that fits; None once a sequence is nearly full.
 
-        A document that does not fit waits for the next sequence. The part that is furthest behind
-        its share comes next. What waits counts as its part's, but in the last sequence, where it
-        is dropped: a part's share is of the tokens that are in the batch.
+        The part that is furthest behind its share comes next. A document that does not fit waits
+        for the next sequence and counts towards its part, except in the last sequence, where
+        waiting documents are dropped: shares refer to the tokens in the batch.
         """
         for index, document in enumerate(waiting):
             if len(document.ids) <= room:
@@ -248,7 +249,7 @@ class Mixture(Options):
         return None
 
     def _prose(self, rng: random.Random, room: int) -> np.ndarray:
-        """Plain text of exactly `room` tokens, or none where that is too short."""
+        """Returns prose of exactly `room` tokens, or none if that is too short."""
         if room < _LEAST_FILLING:
             return np.zeros(0, np.int32)
         texts = _prose(self.tokenizer, self.split)
@@ -257,17 +258,17 @@ class Mixture(Options):
         return np.concatenate([[self.tokenizer.bos_token_id], text[start : start + room - 1]])
 
     def batches(self, *, start: int = 0, workers: int = 0) -> "MixtureBatches":
-        """An endless iterator over the batches from `start` on, made ahead by worker processes.
+        """Returns an endless iterator over the batches from step `start` on.
 
         Args:
           start: the first step.
-          workers: processes; 0 makes each batch when it is asked for.
+          workers: worker processes that prefetch batches; 0 for none.
         """
         return MixtureBatches(self, start, workers)
 
 
 class MixtureBatches:
-    """The batches of a mixture in order; its place is the number of the next step."""
+    """The batches of a mixture in order; the state is the number of the next step."""
 
     def __init__(self, mixture: Mixture, start: int, workers: int):
         self._mixture, self._step = mixture, start
@@ -297,11 +298,11 @@ class MixtureBatches:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place as JSON data."""
+        """Returns the state of the iterator as JSON data."""
         return {"step": self._step}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a place that `get_state` gave."""
+        """Restores a state that `get_state` returned."""
         self._step = int(state["step"])
         while self._ahead:
             self._ahead.pop().cancel()
@@ -312,13 +313,13 @@ class MixtureBatches:
             self._pool.shutdown(cancel_futures=True)
 
 
-_mixture: Mixture | None = None  # of a worker process
+_mixture: Mixture | None = None  # set in a worker process
 
 
 def _init_worker(mixture: Mixture) -> None:
     global _mixture
     _mixture = mixture
-    # A terminal sends Ctrl-C to all; the process that trains ends its step, and then this one.
+    # A terminal sends Ctrl-C to all processes; the training process ends its step, then this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -329,7 +330,7 @@ def _make_batch(step: int) -> Batch:
 
 @functools.lru_cache(maxsize=4)
 def _prose(tokenizer: Any, split: Split) -> tuple[np.ndarray, ...]:
-    """Books and stories of a split as long token streams."""
+    """Returns the books and stories of a split as long token streams."""
     end = tokenizer.eos_token_id
     stories = assets.stories("more") if split == "train" else assets.stories("valid")
     streams = []
@@ -341,9 +342,10 @@ def _prose(tokenizer: Any, split: Split) -> tuple[np.ndarray, ...]:
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text; where digits stand apart, what lies between them is looked up.
+    """Returns the token ids of a text.
 
-    Worked problems are the same few pieces between ever new digits: this is ten times faster.
+    If the tokenizer separates digits, the pieces between them are cached: worked problems are the
+    same few pieces between ever new digits, and this is ten times faster.
     """
     if not _digits_apart(tokenizer):
         return tokenizer.encode(text, add_special_tokens=False)
@@ -353,7 +355,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-# Tokenizers end a word at a line's end, so lines can be encoded one by one.
+# Tokenizers end a word at the end of a line, so lines can be encoded one by one.
 _PIECES = re.compile(r"[0-9]|[^0-9\n]+|\n+")
 
 
@@ -364,7 +366,7 @@ def _piece(tokenizer: Any, piece: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _digits_apart(tokenizer: Any) -> bool:
-    """Whether a tokenizer makes a token of each digit, whatever stands around it."""
+    """Whether a tokenizer makes a token of each digit, whatever is around it."""
     whole = tokenizer.encode("x = 12 + 3*y\nSo 0.", add_special_tokens=False)
     pieces = _PIECES.findall("x = 12 + 3*y\nSo 0.")
     return whole == [token for piece in pieces for token in _piece(tokenizer, piece)]

@@ -1,17 +1,17 @@
-"""Documents of any length to sequences of exactly T tokens, in two ways, as Grain datasets.
+"""Packing: documents of any length to sequences of exactly T tokens, as Grain datasets.
 
-**Concatenate**, as the DMS papers' code does: documents follow one another and are cut every T
-tokens; attention crosses them, positions run on. With `carry=False` what is left of a document
-when its sequence is full is dropped, so that every sequence begins with a document.
+**Concatenate**, as the code of the DMS paper does: documents are joined and cut every T tokens;
+attention crosses their borders and positions continue. With `carry=False` the rest of a document is
+dropped when its sequence is full, so that every sequence begins with a document.
 
     # T=4, documents abcdef, gh   In: abcdef gh   Out: abcd, efgh    (carry)   abcd, gh..  (not)
 
-**First fit**, where attention must stay within documents: whole documents go into the first of a
-few open sequences that has room; segment ids (1, 2, ...; 0 is padding) tell them apart.
+**First fit**, if attention must stay within documents: each document goes as a whole into the first
+of a few open sequences that has room; segment ids (1, 2, ...; 0 for padding) separate them.
 
     # T=4, documents abc, de, f   Out: abcf [1 1 1 2], de.. [1 1 0 0]
 
-This module needs Grain; import it where it is used.
+This module imports Grain; import it only where it is used.
 """
 
 from typing import Any
@@ -23,11 +23,11 @@ from dms_jax.errors import DataError
 
 
 class NonEmpty(grain.IterDataset):
-    """The documents that hold a token.
+    """The documents that are not empty.
 
     Args:
       parent: documents, as int32 arrays.
-      max_empty: documents in a row without a token after which the data is given up as empty.
+      max_empty: number of consecutive empty documents after which the data counts as empty.
     """
 
     def __init__(self, parent: grain.IterDataset, *, max_empty: int):
@@ -48,7 +48,7 @@ class _NonEmptyIterator(grain.DatasetIterator):
             document = next(self._parent)
             if len(document):
                 return document
-        raise DataError("the documents hold no token to train on")
+        raise DataError("The documents hold no token to train on.")
 
     def get_state(self) -> dict[str, Any]:
         return self._parent.get_state()
@@ -58,11 +58,11 @@ class _NonEmptyIterator(grain.DatasetIterator):
 
 
 class Concatenate(grain.IterDataset):
-    """Token arrays of any length to arrays [T].
+    """Joins documents of any length and cuts them into sequences.
 
     Args:
       parent: documents, as int32 arrays.
-      length: T.
+      length: T, tokens per sequence.
       carry: whether the rest of a document goes into the next sequence.
     """
 
@@ -100,13 +100,13 @@ class _ConcatenateIterator(grain.DatasetIterator):
 
 
 def first_fit(parent: grain.IterDataset, *, length: int, bins: int, seed: int) -> grain.IterDataset:
-    """Token arrays to `{"tokens", "segment_ids", "loss_mask"}`, each [T]; longer documents are cut.
+    """Packs whole documents into `{"tokens", "segment_ids", "loss_mask"}`, each [T].
 
     Args:
-      parent: documents, as int32 arrays.
-      length: T.
+      parent: documents, as int32 arrays; what exceeds T tokens is dropped.
+      length: T, tokens per sequence.
       bins: sequences that are open at a time.
-      seed: of the order in which they are given out.
+      seed: seed of the order in which sequences are returned.
     """
     documents = parent.map(lambda tokens: {"tokens": tokens[:length]})
     packed = grain.experimental.FirstFitPackIterDataset(

@@ -2,7 +2,7 @@
 
 A source is a random-access sequence of documents. A document is a string, a conversation (a list of
 `{"role": ..., "content": ...}`) or an array of token ids. Files are indexed once, without parsing,
-and read where they lie, so that a source of many gigabytes costs its index alone.
+and memory-mapped, so that a source of many gigabytes takes only the memory of its index.
 """
 
 import abc
@@ -25,7 +25,7 @@ Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 
 
 class Source(abc.ABC):
-    """A sequence of documents that knows where each came from."""
+    """A sequence of documents that knows where each of them is from."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -34,12 +34,12 @@ class Source(abc.ABC):
     def __getitem__(self, index: int) -> Document: ...
 
     def where(self, index: int) -> str:
-        """Names the place of a document, for messages."""
+        """Returns the origin of a document, for messages."""
         return f"document {index}"
 
 
 class Documents(Source):
-    """Documents that are in memory: strings, conversations or token ids."""
+    """Documents in memory: strings, conversations or token ids."""
 
     def __init__(self, documents: Sequence[Any] | np.ndarray):
         self._documents = documents
@@ -66,17 +66,17 @@ class _Files(Source):
                 with path.open("rb") as file:
                     content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError as error:
-                raise DataError(f"{path} is empty") from error
+                raise DataError(f"{path} is empty.") from error
             except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}") from error
+                raise DataError(f"{path} cannot be read: {error.strerror}.") from error
             self._bytes.append(content)
             for start, end in self._spans(content):
                 self._starts.append(start)
                 self._ends.append(end)
             if len(self._starts) == self._first[-1]:
-                raise DataError(f"{path} holds no document")
+                raise DataError(f"{path} holds no document.")
         if not self._paths:
-            raise DataError("no file was given")
+            raise DataError("No file was given.")
 
     @staticmethod
     @abc.abstractmethod
@@ -89,7 +89,7 @@ class _Files(Source):
         return bisect.bisect_right(self._first, index) - 1
 
     def where(self, index: int) -> str:
-        """File and line of a document."""
+        """Returns the file and line of a document, for messages."""
         file = self._file(index)
         before = self._bytes[file][: self._starts[index]]
         return f"{self._paths[file]}, line {before.count(b'\n') + 1}"
@@ -103,7 +103,7 @@ class _Files(Source):
 
 
 def _split(content: mmap.mmap, separator: bytes) -> Iterator[tuple[int, int]]:
-    """Yields the spans between separators that hold more than white space, trimmed."""
+    """Yields the spans between separators, without surrounding white space and empty ones."""
     start, size = 0, len(content)
     while start < size:
         end = content.find(separator, start)
@@ -116,13 +116,13 @@ def _split(content: mmap.mmap, separator: bytes) -> Iterator[tuple[int, int]]:
 
 
 class TextFiles(_Files):
-    """Plain text whose documents are separated by `<|endoftext|>`.
+    """Text files whose documents are separated by `<|endoftext|>`.
 
     Args:
-      paths: one file or several.
+      paths: path of one file, or several.
 
     Raises:
-      DataError: a file is missing, empty, or (when it is read) not UTF-8.
+      DataError: a file is missing or empty or, once it is read, not UTF-8.
     """
 
     @staticmethod
@@ -134,14 +134,14 @@ class TextFiles(_Files):
 
 
 class JsonLines(_Files):
-    """One JSON object a line, whose field is a text or a list of chat messages.
+    """Files of one JSON object per line, of which a field is a text or a list of chat messages.
 
     Args:
-      paths: one file or several.
-      field: the field to read; None takes "messages" where there is one, else "text".
+      paths: path of one file, or several.
+      field: name of the field; None for "messages" if there is one, otherwise "text".
 
     Raises:
-      DataError: a file is missing or empty, or (when it is read) a line is not what it should be.
+      DataError: a file is missing or empty or, once a line is read, it holds something else.
     """
 
     def __init__(self, paths: Paths, field: str | None = None):
@@ -160,14 +160,14 @@ class JsonLines(_Files):
             raise DataError(f"{self.where(index)}: this is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise DataError(
-                f"{self.where(index)}: expected a JSON object, got a {type(record).__name__}"
+                f"{self.where(index)}: expected a JSON object, got a {type(record).__name__}."
             )
         field = self._field
         if field is None:
             field = "messages" if "messages" in record else "text"
         if field not in record:
             found = ", ".join(sorted(record)) or "none"
-            raise DataError(f"{self.where(index)}: there is no field {field!r}; fields: {found}")
+            raise DataError(f"{self.where(index)}: there is no field {field!r}; fields: {found}.")
         value = record[field]
         if isinstance(value, str):
             return value
@@ -179,19 +179,20 @@ class JsonLines(_Files):
             return value
         raise DataError(
             f"{self.where(index)}: field {field!r} must be a text or a list of messages "
-            '({"role": ..., "content": ...})'
+            '({"role": ..., "content": ...}).'
         )
 
 
 def as_source(data: Any) -> Source:
-    """Turns what a user hands over into a source.
+    """Returns the source of any kind of data that `train` accepts.
 
     Args:
-      data: a source; one path or a list of `pathlib.Path` (`.jsonl` or `.json` are JSON lines,
-        anything else text); a list of strings, of conversations or of token ids; an [N, T] array.
+      data: a source; one path or a list of `pathlib.Path` (`.jsonl` and `.json` are JSON lines,
+        anything else is text); a list of strings, of conversations or of token ids; or an [N, T]
+        array of token ids.
 
     Raises:
-      DataError: it is none of these, or holds nothing.
+      DataError: the data is none of these, or empty.
     """
     if isinstance(data, Source):
         source = data
@@ -202,28 +203,28 @@ def as_source(data: Any) -> Source:
             source = _open(list(data))
         elif len(data) and all(isinstance(item, str) and _is_file_name(item) for item in data):
             raise DataError(
-                f"{data[0]!r} is the name of a file, and a list of strings is a list of texts: "
-                "give the files as pathlib.Path"
+                f"{data[0]!r} is the name of a file, and a list of strings is a list of texts. "
+                "Give the files as pathlib.Path."
             )
         else:
             source = Documents(data)
     else:
         raise DataError(
-            f"cannot train on a {type(data).__name__}: give a path, a list of texts or "
-            "conversations, token ids, or a source of dms_jax.data"
+            f"Cannot train on a {type(data).__name__}. Give a path, a list of texts or "
+            "conversations, token ids, or a source of dms_jax.data."
         )
     if not len(source):
-        raise DataError("there is no document to train on")
+        raise DataError("There is no document to train on.")
     return source
 
 
 def _is_file_name(text: str) -> bool:
-    """Whether a text is one line that ends like the name of a file to train on."""
+    """Whether a text is one line that ends like the name of a data file."""
     return "\n" not in text and text.endswith((".jsonl", ".json", ".txt"))
 
 
 def _open(paths: list[pathlib.Path]) -> Source:
     lines = [path.suffix in (".jsonl", ".json") for path in paths]
     if any(lines) and not all(lines):
-        raise DataError("text files and JSON lines cannot be mixed in one list")
+        raise DataError("Text files and JSON lines cannot be mixed in one list.")
     return JsonLines(paths) if all(lines) else TextFiles(paths)

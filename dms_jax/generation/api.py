@@ -1,4 +1,4 @@
-"""`generate`, and scoring through the cache."""
+"""`generate` and `score`: the calls that make an engine for one use."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,32 +34,35 @@ class Generation:
 
     @property
     def texts(self) -> list[str]:
-        """The new tokens decoded by themselves, without end tokens and stop strings."""
+        """The text of the new tokens, without end tokens and stop strings."""
         return [completion.text for completion in self.completions]
 
     @property
     def tokens(self) -> list[list[int]]:
-        """New token ids, end tokens included."""
+        """The ids of the new tokens, end tokens included."""
         return [completion.tokens for completion in self.completions]
 
     @property
     def logprobs(self) -> list[list[float] | None]:
-        """The model's log-probability of each new token, where `Sampling.logprobs` asks."""
+        """The model's log-probability of each new token, if `Sampling.logprobs` is set."""
         return [completion.logprobs for completion in self.completions]
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each one ended: "end", "stop" or "length"."""
+        """Why each completion ended: "end", "stop" or "length"."""
         return [completion.finish_reason for completion in self.completions]
 
     @property
     def usage(self) -> Usage:
-        """Sums over the requests; ratios of the sums."""
+        """The usage of all requests together; see `total_usage`."""
         return total_usage([completion.usage for completion in self.completions])
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Adds up requests: reads, peaks and bytes are sums (the chains of the papers run at once)."""
+    """Adds up the usage of requests, peaks included: the papers run their chains at once.
+
+    The compression ratio is that of the sums.
+    """
 
     def total(name: str) -> Any:
         return sum(getattr(usage, name) for usage in usages)
@@ -93,34 +96,34 @@ def generate(
 ) -> Generation:
     """Completes prompts from a paged cache that holds only what the policy keeps.
 
-    What is drawn for a request does not depend on the rest of the batch, nor on memory, lanes and
-    chunks. The logits do, by the rounding of sums, which can change an answer where two next tokens
-    are nearly as likely: never in float64, nor in float32 on a CPU, as far as was measured; on a
-    GPU, and in bfloat16, at the rates that `sampling` gives.
+    The random draws of a request do not depend on the rest of the batch, nor on memory, lanes or
+    chunks. Its logits do, through the rounding of sums, which can change an answer where two next
+    tokens are nearly equally likely. No such change was measured in float64, nor in float32 on a
+    CPU; `dms_jax.generation.sampling` gives the rates on a GPU and in bfloat16.
 
     Args:
       model: from `load` or `retrofit`.
-      prompts: strings, lists of token ids, or lists of chat messages; any lengths.
-      policy: the checkpoint's own if None.
-      sampling: `Sampling()` if None.
-      memory: bytes for the cache. Requests that do not fit wait; a running one may be put back in
-        the queue and recomputed. None takes what the requests can need, within the free memory.
+      prompts: strings, lists of token ids, or lists of chat messages, of any lengths.
+      policy: the cache policy; None for the one that the checkpoint declares.
+      sampling: how tokens are drawn and when generation ends; None for `Sampling()`.
+      memory: bytes for the cache; None for what the requests can need, within the free memory.
+        Requests that do not fit wait; a running one may be preempted and recomputed.
       chunk: decode steps per compiled program; updates and stop strings arrive this often.
       on_tokens: called with an `Update` whenever a request has new tokens.
       **options: page_size, prefill_chunk, kv_dtype and others; see `EngineOptions`.
 
     Returns:
-      A `Generation`: texts, tokens, usage.
+      A `Generation` with texts, tokens and usage.
 
     Raises:
-      DataError: a prompt is empty, outside the vocabulary, or beyond the model's positions.
-      ConfigError: the policy or an option does not fit.
-      CapacityError: the memory does not hold a single sequence. Where that is known beforehand
-        nothing runs: of prompts that the policy reads whole, and of answers that nothing ends
-        early under a policy that drops no token.
+      DataError: a prompt is empty, outside the vocabulary, or longer than the model's positions.
+      ConfigError: an option is malformed, or the policy does not fit the model.
+      CapacityError: the memory does not hold a single sequence. It is raised before anything runs
+        if that is known in advance: for prompts that the policy stores whole, and for answers
+        that only their length can end under a policy that evicts nothing.
 
-    What interrupts it, KeyboardInterrupt and an error of `on_tokens` too, carries the completions
-    that had ended: `error.finished` is {index of the prompt: Completion}.
+    Any exception that interrupts it, KeyboardInterrupt and an error of `on_tokens` included, has
+    the completions that had ended: `error.finished` is {index of the prompt: Completion}.
     """
     check_model(model)
     check_list(prompts)
@@ -143,11 +146,11 @@ def generate(
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Log-probabilities of a given sequence, read off the decode steps.
+    """Log-probabilities of a given sequence, from the decode steps.
 
     Attributes:
-      logprobs: [n - 1], of tokens 1 ... n - 1 given those before.
-      usage: of the cache, as if the sequence had been generated.
+      logprobs: [n - 1], the log-probability of each of tokens 1 ... n - 1 given those before it.
+      usage: the use of the cache, as if the sequence had been generated.
     """
 
     logprobs: Float[np.ndarray, " n"]
@@ -165,25 +168,26 @@ def score(
     max_length: int | None = None,
     **options: Unpack[EngineKeywords],
 ) -> list[Score]:
-    """Feeds given sequences token by token through the paged cache, as decoding would.
+    """Scores given sequences by teacher-forced decoding, token by token through the paged cache.
 
-    There is no prompt: what a policy does after one (SnapKV and its like with `interval=None`, the
-    cut of `prefill="dense_then_evict"`, Quest's dense reading) does not come to pass.
+    There is no prompt, so what a policy does with one does not happen: the eviction at its end by
+    SnapKV and similar policies with `interval=None` or by `prefill="dense_then_evict"`, and the
+    full reads of Quest.
 
     Args:
       model: from `load` or `retrofit`.
-      sequences: token ids (or text), at least two each.
-      policy: the checkpoint's own if None.
+      sequences: token ids or text, at least two tokens each.
+      policy: the cache policy; None for the one that the checkpoint declares.
       num_lanes, memory, chunk, **options: see `EngineOptions`.
-      max_length: tokens of which a policy with a compression_ratio takes its share; the length of
-        each sequence if None.
+      max_length: tokens from which a policy with a `compression_ratio` computes its budget; None
+        for the length of each sequence.
 
     Raises:
       DataError: a sequence is too short, too long, or outside the vocabulary.
       CapacityError: the memory does not hold `num_lanes` sequences to their end.
 
-    What interrupts it, KeyboardInterrupt too, carries the scores of earlier ones: `error.finished`
-    is {index of the sequence: Score}.
+    Any exception that interrupts it, KeyboardInterrupt included, has the scores of the sequences
+    before: `error.finished` is {index of the sequence: Score}.
     """
     check_model(model)
     check_list(sequences, "sequences")
@@ -229,7 +233,7 @@ def _score_batch(engine: Engine, batch: list[list[int]], max_lengths: list[int])
     rows = engine.model.config.num_layers * engine.model.config.num_kv_heads
     meters = [Meter(rows=rows) for _ in batch]
     logprobs: list[list[np.ndarray]] = [[] for _ in batch]
-    # The last token of a sequence predicts nothing of it and is not fed.
+    # The last token of a sequence predicts none of its tokens, so it is not run.
     runner.set_max_lengths(dict(enumerate(max_lengths)))
     for first in range(0, longest - 1, chunk):
         counts = np.clip(lengths - 1 - first, 0, chunk)

@@ -1,4 +1,4 @@
-"""Calls that end early, and calls that meet: what is done is carried, and one runs at a time."""
+"""Calls that are interrupted keep what is finished, and calls that overlap are refused."""
 
 import contextlib
 import threading
@@ -10,27 +10,27 @@ from dms_jax.errors import BusyError
 
 @contextlib.contextmanager
 def carrying(done: Callable[[], Mapping[int, Any]]) -> Iterator[None]:
-    """Gives whatever is raised inside the attribute `finished`: `done()` at that time."""
+    """Sets `finished` to `done()` on any exception that is raised inside."""
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(AttributeError):  # an error that takes no attributes goes without
+        with contextlib.suppress(AttributeError):  # an exception may take no attributes
             error.finished = dict(done())  # pyright: ignore[reportAttributeAccessIssue]
         raise
 
 
 def unless_busy(lock: threading.Lock, what: str) -> threading.Lock:
-    """Returns the lock for a `with`, which no interrupt leaves locked.
+    """Returns the lock for use in a `with`, so that no interrupt leaves it locked.
 
-    Two threads that look at the same moment may both find it open; then one waits for the other.
+    Two threads that test it at the same moment may both find it free; then one waits for the other.
 
     Raises:
-      BusyError: it is locked, by another thread or by a call that this one is made from.
+      BusyError: it is locked, by another thread or by a call further up the stack.
     """
     if lock.locked():
         raise BusyError(
             f"{what} is busy with another call, and serves one at a time. Wait for it to end "
             "(calls from on_tokens come in the middle of one), put all prompts into one call, or "
-            "make another one for each thread."
+            "create one for each thread."
         )
     return lock

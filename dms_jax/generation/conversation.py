@@ -1,4 +1,4 @@
-"""Conversations: turns that share one cache."""
+"""Conversations: several turns over one cache."""
 
 import dataclasses
 import threading
@@ -17,13 +17,13 @@ from dms_jax.policies import Policy
 
 @dataclasses.dataclass(frozen=True)
 class _History:
-    """What a conversation has come to. A turn replaces it whole, so that none is half there.
+    """The state of a conversation. Each turn replaces it as a whole, so no turn is half recorded.
 
     Attributes:
-      past: what is in the cache.
-      before: the last answer's newest token, which is not in the cache yet.
-      messages: without the last answer; None once a turn was not chat messages.
-      turns: the completions.
+      past: the prompts and answers in the cache.
+      before: the last token of the last answer, which is not in the cache yet.
+      messages: the chat messages up to the last answer; None once a turn was no chat.
+      turns: the completions so far.
     """
 
     past: tuple[Turn, ...] = ()
@@ -34,7 +34,7 @@ class _History:
     def with_turn(
         self, prompt: Prompt, tokens: list[int], max_length: int, completion: Completion
     ) -> "_History":
-        """The conversation after a turn."""
+        """Returns the history with one more turn."""
         messages = None
         if self.messages is not None and is_chat(prompt):
             answered = [{"role": "assistant", "content": turn.text} for turn in self.turns[-1:]]
@@ -52,7 +52,7 @@ class _History:
 
 
 class Conversation:
-    """Turns that share one cache: nothing of the past is recomputed.
+    """A conversation whose turns share one cache: no earlier turn is recomputed.
 
     Args:
       model: from `load` or `retrofit`.
@@ -100,14 +100,14 @@ class Conversation:
     ) -> Completion:
         """Appends a prompt to the conversation and returns the answer.
 
-        Text of a later turn is encoded without the beginning-of-sequence token; chat messages of a
-        later turn are the new ones alone. The usage is that of this turn, over a cache that holds
-        all turns. A turn that fails or is interrupted leaves the conversation as it was; the next
-        one recomputes its past.
+        In later turns, text is encoded without the beginning-of-sequence token, and only the new
+        chat messages are given. The usage is that of this turn, over a cache that holds all turns.
+        A turn that fails or is interrupted leaves the conversation as it was; the next one
+        recomputes the past.
 
         Raises:
           DataError: the prompt is malformed, or the conversation outgrows the model's positions.
-          CapacityError: or its memory.
+          CapacityError: the conversation outgrows its memory.
           BusyError: another turn is being answered.
         """
         sampling = check_call(sampling, on_tokens)
@@ -122,7 +122,8 @@ class Conversation:
             if engine.runner.dirty or int(engine.runner.seen[0]) != past:
                 engine.replay(history.past)
             (completion,) = engine.serve([request], sampling, on_tokens, keep=True)
-            # An interrupt up to here leaves more in the cache than was said: it is recomputed.
+            # After an interrupt before this line the cache holds more than the history, and the
+            # next turn recomputes it.
             self._history = history.with_turn(prompt, tokens, request.max_length, completion)
         return completion
 
@@ -133,9 +134,9 @@ class Conversation:
         if history.messages is None:
             raise DataError(
                 "The conversation began with plain text or token ids, which chat messages cannot "
-                "follow; go on as it began, or start a new one."
+                "follow. Continue in the same form, or start a new conversation."
             )
         text = text_after_answer(model, history.messages, prompt)
         tokens = model.tokenizer.encode(text, add_special_tokens=False)
-        # The answer's end token stands in the template as well as in what was generated.
+        # The answer's end token is in the template as well as among the generated tokens.
         return tokens[1:] if list(history.before) == tokens[:1] else tokens

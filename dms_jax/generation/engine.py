@@ -1,10 +1,10 @@
 """The scheduler: which sequences are in the cache, and what runs next.
 
-A request waits, is admitted to a lane when the pool can hold the first part of its prompt, is
-prefilled in chunks, and decodes in chunks until it ends. Before every chunk the pages it may need
-are reserved. When they do not fit, the youngest running request goes back to the queue: its tokens
-are kept and its past is recomputed later, prompt as prompt and answer as answer, so that no policy
-can tell.
+A request waits, is admitted to a lane when the pool can hold the first chunk of its prompt, is
+prefilled in chunks, and decodes in chunks until it ends. The pages that a chunk may need are
+reserved before it runs. If they do not fit, the youngest running request is preempted: it returns
+to the queue with its tokens and is recomputed later, the prompt as a prompt and the answer as an
+answer, so that every policy decides as it did before.
 """
 
 import collections
@@ -46,7 +46,7 @@ class Engine:
     """A model, a policy and a pool, ready to serve requests.
 
     It serves one call at a time: a second one, from another thread or from inside a callback,
-    raises BusyError and disturbs nothing. Threads that generate side by side have an engine each.
+    raises BusyError and changes nothing. Threads that generate in parallel need an engine each.
 
     Args:
       model: the model to run.
@@ -109,7 +109,7 @@ class Engine:
         sampling: Sampling | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
-        """Completes prompts; see `dms_jax.generate`."""
+        """Completes prompts as `dms_jax.generate` does."""
         check_list(prompts)
         sampling = check_call(sampling, on_tokens)
         tokens = [
@@ -128,20 +128,20 @@ class Engine:
         *,
         keep: bool = False,
     ) -> list[Completion]:
-        """Runs requests to their end; `keep` leaves them in the cache (a conversation).
+        """Runs requests to their end; with `keep` they stay in the cache (for a conversation).
 
-        Whatever stops it, an interrupt too, leaves an engine that serves again, and carries the
-        completions of the requests that had ended, by their index: `error.finished`.
+        Any exception that stops it, an interrupt included, leaves the engine usable and has the
+        completions of the requests that had ended: `error.finished` is {index: Completion}.
 
         Raises:
-          BusyError: it is serving another call, in another thread or around this one.
-          CapacityError: a request does not fit. What is known at the start is refused then.
-          ConfigError: there are stop strings and no tokenizer to see them with.
+          BusyError: it is serving another call, in another thread or further up the stack.
+          CapacityError: a request does not fit; see `check_room` for what is refused at the start.
+          ConfigError: there are stop strings but no tokenizer.
         """
         if sampling.stop_strings and self.model.tokenizer is None:
             raise ConfigError(
                 "Sampling: stop strings are looked for in text, and this model came without a "
-                "tokenizer: leave them out, or end at a token (generation.eos_token_ids)."
+                "tokenizer. Leave them out, or end at a token (generation.eos_token_ids)."
             )
         done = carrying(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"):
@@ -151,10 +151,10 @@ class Engine:
         return completions
 
     def check_room(self, requests: list[Request], sampling: Sampling) -> None:
-        """Refuses requests that are known not to fit before any of them has run.
+        """Refuses requests that are known not to fit, before any of them runs.
 
         Raises:
-          CapacityError: one never fits, whatever the model will say; see `Room.check`.
+          CapacityError: a request can never fit, whatever the model generates; see `Room.check`.
         """
         self.runner.recover()
         self.runner.raise_max_length(max((request.max_length for request in requests), default=1))
@@ -175,7 +175,7 @@ class Engine:
             self.model.generation.eos_token_ids,
             streaming=on_tokens is not None,
         )
-        # A stop string is seen between chunks; a conversation must not cache tokens beyond it.
+        # Stop strings are found between chunks; a conversation must not cache tokens after one.
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
         waiting, self._running = collections.deque(requests), {}
         try:
@@ -195,10 +195,10 @@ class Engine:
             ) from error
 
     def replay(self, turns: Sequence[Turn]) -> None:
-        """Starts over with a conversation in lane 0.
+        """Clears the cache and recomputes the turns of a conversation in lane 0.
 
         Raises:
-          CapacityError: the pool does not hold them.
+          CapacityError: the pool does not hold the turns.
         """
         runner = self.runner
         runner.restart()
@@ -217,7 +217,7 @@ class Engine:
                     runner.trim()
 
     def _admit(self, waiting: collections.deque[Request], sampling: Sampling) -> None:
-        """Moves requests into free lanes and prefills them."""
+        """Moves waiting requests into free lanes and prefills them."""
         extra = np.zeros(self.runner.lengths.shape, np.int64)
         for lane, request in self._running.items():
             extra[:, lane] = min(self.chunk, request.remaining)
@@ -232,8 +232,8 @@ class Engine:
                     raise self._room.too_small(request, "the first chunk")
                 break
             self._running[lane] = waiting.popleft()
-            # A request that was put back recomputes its answer as an answer, where that makes a
-            # difference; its newest token has never been in the cache.
+            # A preempted request recomputes its answer as an answer, if the policy distinguishes
+            # it from a prompt. Its last token has never been in the cache.
             past = request.generated[:-1]
             prompts[lane] = request.before + request.prompt
             if self.policy.parallel != "prompts":
@@ -262,7 +262,7 @@ class Engine:
         *,
         prompt: bool,
     ) -> None:
-        """Runs tokens of several lanes through the cache; draws the token after a prompt."""
+        """Runs tokens of several lanes through the cache and draws the token after a prompt."""
         runner = self.runner
         width = min(self.options.prefill_chunk, max(8, bucket(max(map(len, todo.values())))))
         done = dict.fromkeys(todo, 0)
@@ -270,7 +270,7 @@ class Engine:
             unfinished = [
                 lane
                 for lane, start in done.items()
-                if start < len(todo[lane]) and lane in self._running  # else put back to make room
+                if start < len(todo[lane]) and lane in self._running  # others were preempted
             ]
             if not unfinished:
                 break
@@ -306,7 +306,7 @@ class Engine:
     def _reserve_or_preempt(
         self, extra: np.ndarray, waiting: collections.deque[Request], *, prompt: bool
     ) -> bool:
-        """Reserves pages, putting the youngest back until they fit; False if any was."""
+        """Reserves pages, preempting the youngest requests until they fit; False if any was."""
         before = len(self._running)
         while not self.runner.fits(extra, prompt=prompt):
             youngest = next(reversed(self._running))
@@ -342,7 +342,7 @@ class Engine:
         self._record_steps(steps)
 
     def _record_steps(self, steps: Steps) -> None:
-        """Hands every running request its steps: a lane takes the first ones of a chunk."""
+        """Adds the steps of a chunk to the running requests; a lane ran the first few of them."""
         counts = steps.ran.sum(0).tolist()
         fields = (steps.tokens, steps.logprobs, steps.live, steps.reads)
         tokens, logprobs, live, reads = (field.T.tolist() for field in fields)
@@ -363,7 +363,7 @@ class Engine:
     # -- results ----------------------------------------------------------------------------------
 
     def _report(self, tracker: TextTracker, on_tokens: OnTokens | None, *, keep: bool) -> None:
-        """Updates texts, streams news, and lets finished requests go."""
+        """Updates texts, streams new tokens, and removes finished requests."""
         self.runner.trim()
         held, on_host = self.runner.cache_bytes(), self.runner.host_bytes()
         finished_lanes, updates = [], []
@@ -388,6 +388,6 @@ class Engine:
             del self._running[lane]
         if finished_lanes and not keep:
             self.runner.clear(finished_lanes)
-        if on_tokens is not None:  # last: a callback that raises loses nothing that has ended
+        if on_tokens is not None:  # last, so that a callback that raises loses no completion
             for update in updates:
                 on_tokens(update)

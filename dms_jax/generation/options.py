@@ -7,6 +7,7 @@ of those that `generate`, `score`, `evaluate` and `Conversation` pass on to `Eng
 import dataclasses
 from typing import Annotated, TypedDict
 
+from dms_jax.cache.quantization import KV_DTYPES
 from dms_jax.checks import Count, CountOnDevice, Options, Positive
 
 
@@ -47,4 +48,4 @@ class EngineOptions(Options):
     prefill_chunk: CountOnDevice = 512
     prefill_tokens: CountOnDevice = 8192
     table_width: Count | None = None
-    kv_dtype: str | None = None
+    kv_dtype: Annotated[str | None, f"give {' or '.join(map(repr, KV_DTYPES))}"] = None

@@ -1,7 +1,7 @@
-"""Tokens of some lanes as the arrays of one compiled chunk, and what the chunk leaves.
+"""The batch of one compiled chunk: which lanes take part, with which tokens, and the result.
 
-A chunk has b places: every lane its own where lanes stay put (on a mesh), else the next power of
-two above the lanes that have tokens. A place without tokens is nobody's.
+A batch has b entries: one for each lane if lanes keep their place (on a mesh), otherwise one for
+each lane that has tokens, rounded up to a power of two. The entries left over belong to no lane.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from dms_jax.generation.programs import bucket
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """The tokens of a chunk.
+    """The tokens of a chunk as arrays.
 
     Attributes:
-      lanes: the lane of each place; beyond the last lane for nobody.
-      tokens: token ids, zero after the last one of each place.
-      counts: tokens of each place.
-      ends: whether they complete the prompt of the lane.
+      lanes: the lane of each entry; a number beyond the last lane means none.
+      tokens: token ids of each entry, padded with zeros.
+      counts: number of tokens of each entry.
+      ends: whether the tokens complete the prompt of the lane.
     """
 
     lanes: Int[np.ndarray, " b"]
@@ -32,13 +32,14 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True)
 class Extended:
-    """What a chunk of given tokens leaves.
+    """The result of running given tokens through the cache.
 
     Attributes:
-      hidden: on the device, [b, E], of each place's last token.
-      lanes: Int[b], the lane of each place; beyond the last lane for nobody.
-      live: lane -> live slots (a total over its L * K rows) right after each of its tokens.
-      held: lane -> entries that were there at once (likewise) in one pass; 0 token by token.
+      hidden: [b, E] on the device, the hidden state of each entry's last token.
+      lanes: Int[b], the lane of each entry; a number beyond the last lane means none.
+      live: lane -> live slots, summed over its L * K rows, after each of its tokens.
+      held: lane -> slots held at once, summed likewise, if the tokens ran in one pass; 0 if they
+        ran one by one.
     """
 
     hidden: Array
@@ -55,13 +56,13 @@ def place(
     stay: bool,
     ends_prompt: Container[int],
 ) -> Placed:
-    """Places tokens for a chunk.
+    """Builds the batch of a chunk.
 
     Args:
       tokens: lane -> up to `width` token ids.
-      num_lanes: B.
+      num_lanes: B, the number of lanes.
       width: T of the compiled chunk.
-      stay: whether every lane has a place of its own.
+      stay: whether every lane has an entry of its own.
       ends_prompt: lanes whose prompt the tokens complete.
     """
     if stay:

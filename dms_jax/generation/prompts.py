@@ -1,4 +1,4 @@
-"""From what a caller gives to token ids and options, with every mistake named."""
+"""Turns prompts into token ids, and says what is wrong with one that cannot be used."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeGuard
@@ -12,18 +12,18 @@ from dms_jax.generation.requests import OnTokens
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import LanguageModel, check_tokens
 
-_ANSWER = "(the answer that stands here)"  # where a chat template puts an answer's text
+_ANSWER = "(the answer that stands here)"  # marks where a chat template puts an answer
 
 
 def check_call(sampling: Sampling | None, on_tokens: OnTokens | None) -> Sampling:
-    """Returns the sampling to use; ConfigError if an argument is of another kind."""
+    """Returns the sampling to use; raises ConfigError if an argument is of another type."""
     sampling = Sampling() if sampling is None else check("sampling", sampling, Sampling)
     check("on_tokens", on_tokens, Annotated[OnTokens | None, "it is called with an Update"])
     return sampling
 
 
 def check_list(prompts: Any, what: str = "prompts") -> None:
-    """Raises DataError unless `prompts` is a list with something in it."""
+    """Raises DataError unless `prompts` is a list that is not empty."""
     if isinstance(prompts, str):
         raise DataError(f"Give a list of {what}, not a single string: [{show(prompts)}].")
     if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence | np.ndarray):
@@ -44,28 +44,28 @@ def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 def encode_prompt(
     model: LanguageModel, prompt: Any, *, name: str = "The prompt", continuing: bool = False
 ) -> list[int]:
-    """Token ids of a prompt: text, chat messages, or ids as they are.
+    """Returns the token ids of a prompt.
 
     Args:
-      model: whose tokenizer, chat template, vocabulary and positions count.
-      prompt: a string, a list of messages, or token ids.
-      name: of the prompt in messages.
-      continuing: a text that goes on needs no beginning-of-sequence token.
+      model: the model whose tokenizer, chat template, vocabulary and positions apply.
+      prompt: a string, a list of chat messages, or token ids.
+      name: what error messages call the prompt.
+      continuing: whether a text continues a sequence, without a beginning-of-sequence token.
 
     Raises:
-      DataError: empty, no token ids, outside the vocabulary, beyond the positions, or text
-        without a tokenizer.
+      DataError: the prompt is empty, of another type, outside the vocabulary, longer than the
+        model's positions, or text for a model without a tokenizer.
     """
     tokenizer = model.tokenizer
     if isinstance(prompt, str) or is_chat(prompt):
         if tokenizer is None:
             raise DataError(
-                f"{name} is text, and this model came without a tokenizer: give token ids."
+                f"{name} is text, and this model came without a tokenizer. Give token ids."
             )
         if isinstance(prompt, str):
             if not prompt:
                 raise DataError(
-                    f"{name} is an empty string; give at least one character, or, to start from "
+                    f"{name} is an empty string. Give at least one character, or, to start from "
                     "nothing, a list of the one token that begins a sequence."
                 )
             text, special = prompt, not continuing
@@ -80,7 +80,7 @@ def encode_prompt(
     else:
         tokens = _ids(prompt, name)
     if not tokens:
-        raise DataError(f"{name} is empty; give at least one token.")
+        raise DataError(f"{name} is empty. Give at least one token.")
     try:
         check_tokens(np.asarray(tokens, np.int64), model.config)
     except DataError as error:
@@ -89,12 +89,12 @@ def encode_prompt(
 
 
 def text_after_answer(model: LanguageModel, past: Sequence[Any], messages: Sequence[Any]) -> str:
-    """What the chat template writes between an answer and the next one, given new messages.
+    """Returns the text that the chat template puts between the last answer and the next one.
 
     Args:
-      model: whose chat template counts.
+      model: the model whose chat template applies.
       past: messages of the earlier turns, without the last answer.
-      messages: the new ones.
+      messages: the new messages.
 
     Raises:
       DataError: a message is malformed, or the template refuses the conversation.
@@ -106,7 +106,7 @@ def text_after_answer(model: LanguageModel, past: Sequence[Any], messages: Seque
     if text.count(_ANSWER) != 1:
         raise DataError(
             "The chat template does not repeat an earlier answer as it was, so a conversation "
-            "cannot continue through it; give the next turn as text."
+            "cannot continue through it. Give the next turn as text."
         )
     return text.partition(_ANSWER)[2]
 
@@ -139,5 +139,5 @@ def _ids(prompt: Any, name: str) -> list[int]:
                 f"{name} holds {show(token)} at place {place}; token ids are whole numbers."
             )
         if not -(2**63) <= token < 2**63:
-            raise DataError(f"{name} holds {show(token)} at place {place}: no token id.")
+            raise DataError(f"{name} holds {show(token)} at place {place}, which is no token id.")
     return [int(token) for token in prompt]

@@ -1,4 +1,4 @@
-"""One request on the host: its tokens, its text so far, why it ended, what it used."""
+"""One request on the host: its tokens, its text so far, why it ended, and its usage."""
 
 import collections
 import dataclasses
@@ -20,13 +20,13 @@ OnTokens = Callable[["Update"], None]
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """News of one request, for streaming.
+    """The new tokens of one request, for streaming.
 
     Attributes:
-      index: which prompt of the call.
-      tokens: new tokens since the last update.
-      text: new text; held back while it may still change.
-      finished: whether this is the last one.
+      index: index of the prompt in the call.
+      tokens: token ids since the last update.
+      text: text since the last update; text that may still change comes later.
+      finished: whether this is the last update.
     """
 
     index: int
@@ -37,7 +37,16 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What became of one prompt."""
+    """The answer to one prompt.
+
+    Attributes:
+      text: the new text, without end tokens and stop strings.
+      tokens: the new token ids, end tokens included.
+      logprobs: the log-probability of each new token; None unless `Sampling.logprobs` is set.
+      finish_reason: "end" for an end token, "stop" for a stop string, "length" for max_new_tokens
+        or the model's last position.
+      usage: the use of the cache.
+    """
 
     text: str
     tokens: list[int]
@@ -51,16 +60,23 @@ class Request:
     """A prompt on its way to a completion.
 
     Attributes:
-      index: place in the call.
-      prompt: token ids that belong to the prompt.
-      seed: of its draws; `copy` tells equal prompts apart.
-      before: tokens that precede the prompt and are not in the cache yet (a conversation's last).
-      seen: tokens of a conversation's earlier turns, in the cache already.
-      generated: new tokens so far; the newest is not in the cache yet.
-      live, reads: totals over the rows at each decode step, which feed generated[:-1].
-      slots: of each row [L, K] when it was last put back in the queue: what it takes to go on.
-      finish_reason: None while running; "end" for an end token, "stop" for a stop string,
-        "length" when it may not grow.
+      index: index of the prompt in the call.
+      prompt: token ids of the prompt.
+      seed: seed of its random draws.
+      copy: number of equal prompts before it in the call; each copy draws differently.
+      max_new_tokens: the most tokens that it may generate.
+      meter: counts its use of the cache.
+      max_length: length that the sequence can reach: its past, its prompt and its longest answer.
+      before: tokens before the prompt that are not in the cache yet (the last of a conversation).
+      seen: tokens of a conversation's earlier turns, which are in the cache.
+      generated: token ids generated so far; the last one is not in the cache yet.
+      logprobs: the log-probability of each of them.
+      live, reads: totals over the rows at each decode step; the steps ran generated[:-1].
+      slots: slots in use per row when it was last preempted; it needs as many to continue.
+      text: text so far.
+      reported_tokens: generated tokens that were streamed.
+      finish_reason: None while it runs; then see `Completion`.
+      usage: None while it runs.
     """
 
     index: int
@@ -84,7 +100,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """New tokens it may still draw."""
+        """The number of tokens that it may still generate."""
         if self.finish_reason is not None:
             return 0
         return self.max_new_tokens - len(self.generated)
@@ -95,9 +111,9 @@ class Turn:
     """A part of a conversation that is in the cache.
 
     Attributes:
-      tokens: in order.
-      prompt: whether they are a prompt or an answer.
-      max_length: max length of the conversation as of this turn, its longest answer included.
+      tokens: token ids in order.
+      prompt: whether they are a prompt; otherwise they are an answer.
+      max_length: length that the conversation could reach in this turn.
     """
 
     tokens: list[int]
@@ -108,7 +124,7 @@ class Turn:
 def make_requests(
     config: ModelConfig, prompts: Sequence[list[int]], sampling: Sampling
 ) -> list[Request]:
-    """Builds a request of each prompt's token ids; copies of a prompt draw differently.
+    """Builds a request from the token ids of each prompt; copies of a prompt draw differently.
 
     Raises:
       DataError: a prompt leaves no room for an answer.
@@ -135,10 +151,10 @@ def make_request(
     before: Sequence[int] = (),
     seen: int = 0,
 ) -> Request:
-    """Builds a request; `seen` tokens are in the cache already, then come those of `before`.
+    """Builds a request; see `Request` for its arguments.
 
     Raises:
-      DataError: no position is left for an answer.
+      DataError: the prompt leaves no position for an answer.
     """
     positions = config.max_position_embeddings
     past = seen + len(before)
@@ -170,7 +186,7 @@ def make_request(
 
 
 def completion_of(request: Request, *, logprobs: bool) -> Completion:
-    """What became of a request that has ended."""
+    """Returns the completion of a request that has ended."""
     assert request.usage is not None
     assert request.finish_reason is not None
     return Completion(
@@ -183,7 +199,7 @@ def completion_of(request: Request, *, logprobs: bool) -> Completion:
 
 
 def finished(requests: Sequence[Request], sampling: Sampling) -> dict[int, Completion]:
-    """What became of the requests that have ended, by their index."""
+    """Returns the completions of the requests that have ended, by index."""
     return {
         request.index: completion_of(request, logprobs=sampling.logprobs)
         for request in requests
@@ -192,7 +208,7 @@ def finished(requests: Sequence[Request], sampling: Sampling) -> dict[int, Compl
 
 
 def check_finite(request: Request, logprobs: float | np.ndarray) -> None:
-    """Raises CheckpointError if the model computed NaN."""
+    """Raises CheckpointError if a log-probability is not finite."""
     if not np.isfinite(logprobs).all():
         position = len(request.before) + len(request.prompt) + len(request.generated)
         raise CheckpointError(
@@ -203,10 +219,15 @@ def check_finite(request: Request, logprobs: float | np.ndarray) -> None:
 
 
 def record_usage(request: Request, *, cached: int, live: int, **held: int) -> None:
-    """Works out the usage of a request that is done.
+    """Sets the usage of a request that has ended.
 
-    Tokens after a stop string count only where pages hold them. `cached` and `live` are the tokens
-    that its lane has seen and that it holds, over all rows.
+    Tokens after a stop string count only towards the pages that hold them.
+
+    Args:
+      request: the request.
+      cached: tokens that its lane has seen.
+      live: live slots of its lane, summed over all rows.
+      **held: `cache_bytes` and `host_bytes` of its lane.
     """
     request.meter.add(request.live, request.reads)
     prompt_tokens = len(request.before) + len(request.prompt)

@@ -1,13 +1,13 @@
 """Choosing the next token: temperature, top-k, top-p, min-p, and seeds that ignore the batch.
 
-The draws never depend on the batch. The logits that they are applied to do, by rounding: what is
-summed in another order differs in the last bit, and where two next tokens are nearly as likely the
-answer goes another way from there. Of 24 greedy answers of 64 tokens to prompts of random tokens,
-this many were others in batches of 4 and 24 than one at a time (shipped models; answers to tasks
-never were; `experiments/results/batch`, `experiments.reproduction.batch_dependence` measures it):
+The draws never depend on the batch. The logits do, through rounding: a sum in another order
+differs in the last bit, and where two next tokens are nearly equally likely the answer diverges
+from there. Of 24 greedy answers of 64 tokens to prompts of random tokens, this many differed
+between batches of 4 or 24 and one prompt at a time (shipped models; answers to tasks never did;
+`experiments.reproduction.batch_dependence` measures it into `experiments/results/batch`):
 
     CPU, float32 and float64                   0
-    CPU, bfloat16, against two lanes           0 to 4 (9 to 12 where XLA may leave out roundings)
+    CPU, bfloat16, against two lanes           0 to 4 (9 to 12 if XLA may leave out roundings)
     CPU, bfloat16, against an engine of one    8 to 13: single rows are summed in another order
     H200, float32 (products in TF32)           2 to 3
     H200, bfloat16                             12 to 18
@@ -27,7 +27,8 @@ from jaxtyping import Array, Float, Int, Key
 from dms_jax.checks import Count, Number, Options, Range, Seed, Share, Whole, show
 from dms_jax.errors import ConfigError
 
-# Below it a device may compute with zero, also where it multiplies by the inverse of a number.
+# The smallest normal number. A device may flush smaller ones to zero, among them the inverse that
+# it multiplies by in place of a division.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
@@ -41,16 +42,16 @@ class Switches(NamedTuple):
 
 @struct.dataclass
 class Filter:
-    """The part of `Sampling` that shapes the distribution, in numbers that float32 holds.
+    """The part of `Sampling` that shapes the distribution, as numbers that fit float32.
 
-    Compiled code depends on which filters are on and on `top_k`; the other values are its data, so
-    that another temperature compiles nothing.
+    Compiled code depends on `top_k` and on which filters are on; the other values are inputs, so
+    another temperature compiles nothing.
 
     Attributes:
-      temperature: a number of float32 whose inverse is one too, whatever was asked.
+      temperature: clipped so that it and its inverse are normal float32 numbers.
       top_k: see `Sampling`.
-      top_p: see `Sampling`; off where float32 makes one of it.
-      log_min_p: logarithm of `min_p`, which float32 holds where it does not hold `min_p`.
+      top_p: see `Sampling`; off if it rounds to 1 in float32.
+      log_min_p: logarithm of `min_p`, which float32 can represent even where `min_p` underflows.
       switches: which filters are on.
     """
 
@@ -70,13 +71,13 @@ class Sampling(Options):
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the smallest set of most likely tokens whose probability reaches this.
       min_p: keep tokens at least this many times as likely as the most likely one.
-      max_new_tokens: per request; the model's positions end it earlier.
-      stop: strings that end a request; they are cut off the text. Special tokens are no text; those
-        that end a sequence are the checkpoint's (generation_config.json).
-      seed: one for all requests, or one each. The draws of a request depend on its seed, its
-        positions, and on how many equal prompts stand before it in the call (so that copies of a
-        prompt become different chains), not on what else is in the batch. The answer can,
-        by rounding, in bfloat16 and on a GPU: the module says how often.
+      max_new_tokens: the most new tokens per request; the model's last position may end it earlier.
+      stop: strings that end a request; they are cut off the text. Special tokens are not text; the
+        end tokens are those of the checkpoint (generation_config.json).
+      seed: one seed for all requests, or one for each. The draws of a request depend on its seed,
+        its positions, and how many equal prompts come before it in the call (so that copies of a
+        prompt become different chains), not on the rest of the batch. The answer can depend on it
+        through rounding, in bfloat16 and on a GPU: the module docstring says how often.
       logprobs: return the model's log-probability of each new token (before temperature and
         filters).
     """
@@ -93,15 +94,15 @@ class Sampling(Options):
     def __post_init__(self):
         super().__post_init__()
         if not all(self.stop_strings):
-            raise ConfigError(f"Sampling: no text of stop may be empty, got {show(self.stop)}.")
+            raise ConfigError(f"Sampling: no stop string may be empty, got {show(self.stop)}.")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, whether one or several were given."""
+        """The stop strings as a tuple, whether one or several were given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def seeds(self, count: int) -> list[int]:
-        """The seed of each of `count` requests.
+        """Returns the seed of each of `count` requests.
 
         Raises:
           ConfigError: a list of seeds has another length.
@@ -117,7 +118,7 @@ class Sampling(Options):
 
     @property
     def filter(self) -> Filter:
-        """What shapes the distribution."""
+        """The filter of these options; see `Filter`."""
         temperature, top_p, min_p = map(float, (self.temperature, self.top_p, self.min_p))
         return Filter(
             temperature=min(max(temperature, _SMALLEST), 1 / _SMALLEST),
@@ -138,16 +139,16 @@ def sample(
     positions: Int[Array, " B"],
     rule: Filter,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Draws one token a row.
+    """Draws one token per row.
 
     Args:
-      logits: of the next token.
-      keys: [B], one key per request.
-      positions: of the token being drawn; each position has its own draw.
+      logits: logits of the next token.
+      keys: one random key per request.
+      positions: position of the token to draw; each position has its own draw.
       rule: the filter.
 
     Returns:
-      (tokens, their log-probability under the unfiltered distribution).
+      The tokens, and their log-probabilities under the unfiltered distribution.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if rule.switches.greedy:
@@ -171,8 +172,8 @@ def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B 
     if rule.switches.top_p:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered, axis=-1)
-        # A token stays if those before it do not reach top_p yet; the first always does, also where
-        # top_p is so small that it is computed with as zero.
+        # A token stays if those before it do not reach top_p yet. The first always does, even
+        # where the device treats a tiny top_p as zero.
         before = jnp.cumsum(probabilities, -1) - probabilities
         last = jnp.maximum(jnp.sum(before < rule.top_p, -1, keepdims=True), 1) - 1
         smallest = jnp.take_along_axis(ordered, last, axis=-1)

@@ -1,15 +1,15 @@
-"""Turning tokens into text as they arrive, and watching for stop strings.
+"""Incremental detokenization: tokens to text as they arrive, with stop strings.
 
-A tokenizer decodes lists of tokens, not single ones: a character may be spread over several, and
-the first token of a list may lose its leading space. So the text of a request is decoded in
-windows that overlap, each starting where an earlier one ended with a whole character:
+A tokenizer decodes lists of tokens, not single ones: a character may span several tokens, and the
+first token of a list may lose its leading space. So the text of a request is decoded in windows
+that overlap, each starting where an earlier one ended with a complete character:
 
     tokens   [ ... | s ... c | ... n ]        s: start of the window, c: committed so far
     committed text += decode(tokens[s:j])[len(decode(tokens[s:c])):]      for the last safe j <= n
 
 It is safe to commit after a token that ends neither an incomplete character nor a run of
 single-byte tokens (the byte fallback of sentencepiece decodes a run as a whole, and special tokens
-do not interrupt it). The work per token does not grow with the text.
+do not interrupt it). The work per token does not grow with the length of the text.
 """
 
 import dataclasses
@@ -19,21 +19,21 @@ from typing import Any
 from dms_jax.generation.requests import Request
 
 _INCOMPLETE = "\ufffd"
-# A longer wait than this is for no character: what is whole by then is committed.
+# Tokens that may be pending; then every complete character is committed.
 _MOST_PENDING = 64
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 @dataclasses.dataclass
 class _Stream:
-    """Where the decoding of one request stands.
+    """The state of decoding one request.
 
     Attributes:
-      start, committed: s and c of the module's picture.
+      start, committed: s and c of the module docstring.
       prefix: length of the text of tokens[s:c].
-      text: of tokens[:c].
-      seen: tokens looked at.
-      shown: characters handed out.
+      text: text of tokens[:c].
+      seen: number of tokens processed.
+      shown: number of characters returned.
     """
 
     start: int = 0
@@ -48,11 +48,11 @@ class TextTracker:
     """Keeps the text, the tokens and the finish reason of requests up to date.
 
     Args:
-      tokenizer: None where the model has none: there is no text then.
+      tokenizer: the model's tokenizer; None if it has none, and then there is no text.
       stop: strings that end a request.
-      end_tokens: ids that end a request.
-      streaming: whether text is wanted as it arrives; without, and without stop strings, each
-        request is decoded once, at its end.
+      end_tokens: token ids that end a request.
+      streaming: whether text is needed as it arrives. If not, and if there are no stop strings,
+        each request is decoded once, at its end.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class TextTracker:
         self._open: dict[int, bool] = {}
 
     def update(self, request: Request) -> str:
-        """Takes in a request's new tokens; returns the text that may be shown now.
+        """Processes the new tokens of a request and returns the new text that is final.
 
         Text that may still change is held back: an incomplete character, and what may become a
-        stop string. Tokens after the one that completes a stop string are taken off the request.
+        stop string. Tokens after the one that completes a stop string are removed from the request.
         """
         if request.generated and request.generated[-1] in self._end_tokens:
             request.finish_reason = "end"
@@ -82,7 +82,7 @@ class TextTracker:
         if self._tokenizer is None or (self._only_at_end and request.finish_reason is None):
             return ""
         stream = self._streams.setdefault(request.index, _Stream())
-        # An end token is no text, whether or not the tokenizer calls it special.
+        # An end token is not text, whether or not the tokenizer calls it special.
         tokens = request.generated[:-1] if request.finish_reason == "end" else request.generated
         found = self._find_stop(stream, tokens) if self._stop else None
         if found is not None:
@@ -108,11 +108,11 @@ class TextTracker:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _text(self, stream: _Stream, tokens: list[int], end: int) -> str:
-        """The text of tokens[:end], however it ends."""
+        """Returns the text of tokens[:end], incomplete characters included."""
         return stream.text + self._decode(tokens[stream.start : end])[stream.prefix :]
 
     def _commit(self, stream: _Stream, tokens: list[int]) -> None:
-        """Moves the committed end over every token whose text cannot change any more."""
+        """Commits every token whose text cannot change any more."""
         end = len(tokens)
         while end > stream.committed and (
             self._may_continue(tokens[end - 1]) or self._is_incomplete(stream, tokens, end)
@@ -129,7 +129,7 @@ class TextTracker:
         prefix = len(self._decode(tokens[stream.committed : end]))
         if prefix:
             stream.start, stream.prefix = stream.committed, prefix
-        else:  # special tokens alone, or a space that decoding strips: a window needs some text
+        else:  # only special tokens or a stripped space, and a window needs some text
             stream.prefix += len(text) - len(stream.text)
         stream.committed, stream.text = end, text
 
@@ -137,20 +137,20 @@ class TextTracker:
         return self._text(stream, tokens, end).endswith(_INCOMPLETE)
 
     def _may_continue(self, token: int) -> bool:
-        """Whether a run of single bytes may go on after the token: it is one, or has no text."""
+        """Whether a run of single-byte tokens may continue after it: a byte, or without text."""
         if token not in self._open:
             piece = self._tokenizer.backend.id_to_token(token) or ""
             self._open[token] = bool(_BYTE_TOKEN.fullmatch(piece)) or not self._decode([token])
         return self._open[token]
 
     def _find_stop(self, stream: _Stream, tokens: list[int]) -> tuple[int, str] | None:
-        """The fewest tokens whose text holds a stop string, and the text before it.
+        """Returns the fewest tokens whose text holds a stop string, and the text before it.
 
-        As if every token had been looked at when it came, whatever the size of the chunks.
+        The result does not depend on the chunks: every token is checked as if it came alone.
         """
         text = self._text(stream, tokens, len(tokens))
         since = max(len(stream.text) - self._longest_stop + 1, 0)
-        # What was there for a moment may be gone again where characters are incomplete.
+        # A stop string may appear and vanish again while a character is incomplete.
         if self._first_stop(text, since) is None and _INCOMPLETE not in text[since:]:
             return None
         for end in range(stream.seen + 1, len(tokens) + 1):
@@ -165,7 +165,7 @@ class TextTracker:
         return min((position for position in found if position >= 0), default=None)
 
     def _safe_length(self, text: str) -> int:
-        """Characters before the longest end of the text that may become a stop string."""
+        """Returns the length of the text without a suffix that may become a stop string."""
         starts = [len(text)]
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(text)), 0, -1):

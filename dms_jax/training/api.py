@@ -1,9 +1,9 @@
 """`train`: one loop for every kind of training; `retrofit`: that loop for a smaller cache.
 
-    train(model, recipe)              from scratch, further on the same tokens, after a conversion
+    train(model, recipe)              from scratch, continued, or after a conversion
     retrofit(model, policy, recipe)   adapter or neuron decay -> ramp of the compression ratio
 
-Both end in a model and, where wanted, a directory.
+Both return a model and can save it.
 """
 
 import dataclasses
@@ -53,10 +53,10 @@ def retrofit(
     """
     if not isinstance(policy, Policy) or not policy.retrofit.possible:
         name = policy.name if isinstance(policy, Policy) else repr(policy)
-        raise ConfigError(f"{name} has nothing to learn; retrofit for DMS(...) or DMC(...)")
+        raise ConfigError(f"{name} has nothing to learn; retrofit for DMS(...) or DMC(...).")
     if isinstance(recipe, Recipe) and recipe.compression_ratio == 1:
         raise ConfigError(
-            f"the recipe {recipe.name} has no ramp to a compression ratio; add Stage('ramp', ...)"
+            f"The recipe {recipe.name} has no ramp to a compression ratio; add Stage('ramp', ...)."
         )
     return train(model, policy=policy, recipe=recipe, data=data, out=out, **options)
 
@@ -70,13 +70,13 @@ def train(
     out: str | os.PathLike | None = None,
     **options: Unpack[RunKeywords],
 ) -> LanguageModel:
-    """Trains a model: from scratch, further, or under the decisions of a policy.
+    """Trains a model: from scratch, continued, or under the decisions of a policy.
 
     Args:
       model: from `dms_jax.initialize` or `dms_jax.load`; it is not changed.
       recipe: stages, sizes and learning rates (`dms_jax.recipes`). Without a policy it must use the
-        language modelling loss, and neuron decay and ramps are steps like others. The control run
-        of a retrofit, the same tokens without eviction, has `recipe.control(its_policy)`.
+        language modelling loss, and neuron decay and ramps are ordinary steps. The control of a
+        retrofit, the same tokens without eviction, uses `recipe.control(policy)`.
       data: texts, conversations, token ids, paths or a source (`dms_jax.data.as_source`), or an
         iterator over batches, resumable if it has `get_state` and `set_state`.
       policy: the policy whose decisions apply; None for vanilla.
@@ -119,7 +119,7 @@ def train(
             if directory is not None and directory.latest_step is not None:
                 trainer.state, position = directory.restore(trainer.abstract_state)
                 if not hasattr(source, "set_state"):
-                    raise DataError("the data cannot be resumed: its iterator has no set_state")
+                    raise DataError("The data cannot be resumed: its iterator has no set_state.")
                 source.set_state(position)
             ignored = _ignored_tokens(model, recipe)
             Loop(trainer, policy, recipe, source, pass_size, ignored, directory, run).run()
@@ -133,35 +133,35 @@ def train(
 
 
 def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
-    """Raises ConfigError for what can be known to fail before anything is done."""
+    """Raises ConfigError if model, policy and recipe do not fit together."""
     check_model(model)
     check_policy(policy)
     check("recipe", recipe, Recipe)
     if not policy.retrofit.possible and policy != Vanilla():
         raise ConfigError(
-            f"{policy.name} has no trainable form: train with the plain cache (policy=None) and "
-            f"run the result with {policy.name}"
+            f"{policy.name} has no trainable form. Train with the vanilla cache (policy=None) and "
+            f"run the result with {policy.name}."
         )
     if not policy.retrofit.possible and recipe.loss == "distillation":
         raise ConfigError(
-            "with the plain cache the model is its own teacher, and distillation has nothing to "
-            "teach; set loss='language_modeling' in the recipe"
+            "With the vanilla cache the model is its own teacher, and distillation has nothing to "
+            "teach. Set loss='language_modeling' in the recipe."
         )
     config = model.config
     if model.policy.retrofit.borrowed_neurons is not None:
         raise ConfigError(
-            f"this model was retrofitted for {model.policy}: neurons of its attention carry "
-            "decisions, so it cannot be the teacher; start from the original checkpoint"
+            f"This model was retrofitted for {model.policy}: neurons of its attention carry "
+            "decisions, so it cannot be the teacher. Start from the original checkpoint."
         )
     if recipe.trainable == "adapter" and not policy.retrofit.adapter:
         raise ConfigError(
-            f"the recipe trains the adapter alone and {policy} has none; use "
-            "DMS(source='adapter') or trainable='all'"
+            f"The recipe trains only the adapter, and {policy} has none. Use "
+            "DMS(source='adapter') or trainable='all'."
         )
     if recipe.sequence_length > config.max_position_embeddings:
         raise ConfigError(
-            f"sequences of {recipe.sequence_length} tokens do not fit the model's "
-            f"{config.max_position_embeddings} positions; set sequence_length in the recipe"
+            f"Sequences of {recipe.sequence_length} tokens do not fit the model's "
+            f"{config.max_position_embeddings} positions. Set sequence_length in the recipe."
         )
 
 
@@ -180,7 +180,7 @@ def _batches(model: LanguageModel, recipe: Recipe, data: Any, pass_size: int, se
 
 
 def _ignored_tokens(model: LanguageModel, recipe: Recipe) -> tuple[int, ...]:
-    """Token ids that do not count in the loss."""
+    """Returns the token ids that are left out of the loss."""
     if not recipe.ignore_end_token:
         return ()
     ends = set(model.generation.eos_token_ids)

@@ -1,19 +1,19 @@
-"""What pulls a model to its compression ratio: the share of decisions to evict or to merge.
+"""The auxiliary loss that drives a model to its compression ratio.
 
-With s_lh the share of yes among the decisions of layer l and head h in a sequence, s_l and s their
-means, and the target s* = 1 - 1 / ratio:
+With s_lh the share of positive decisions (evict or merge) of layer l and head h in a sequence, s_l
+and s its means over the layer and over the model, and the target s* = 1 - 1 / ratio:
 
     one-sided   L = max(0, s* - s)                                        (DMS; DMC, eq. 10)
     kl          L = KL(Bernoulli(s) || Bernoulli(s*))           (two-sided; a review of DMS)
     per layer   the same for each s_l, then the mean      (DMC's local prior, appendix E)
     spread      mean over l, h of |s_lh - stop_gradient(s_l)|                     (DMC-C)
 
-The one-sided global form leaves heads and layers free to differ, and a model that compresses more
-than the target alone. Decisions are hard with a straight-through gradient.
+The one-sided global form lets heads and layers differ, and does not penalise a model that
+compresses more than the target. Decisions are hard with a straight-through gradient.
 
-Ours, where the papers give no formula: the spread of DMC-C, whose paper says only that a loss keeps
-the ratios of a layer's heads similar; and in the divergence both shares are smoothed, p becoming
-0.001 + 0.998 p, since a model starts at a share of exactly 0 and a target of exactly 0.
+Two formulas are ours because the papers give none. DMC-C's paper says only that a loss keeps the
+ratios of a layer's heads similar; the spread is our choice. The divergence smooths both shares,
+p -> 0.001 + 0.998 p, because share and target both start at exactly 0.
 """
 
 from typing import Literal
@@ -31,7 +31,7 @@ _SMOOTHING = 1e-3
 def evicted_shares(
     decisions: Float[Array, "L B K T"], valid: Bool[Array, "B T"] | None = None
 ) -> Float[Array, "L B K"]:
-    """Share of yes among the decisions of each head, over the tokens that are valid."""
+    """Returns the share of positive decisions of each head, over the valid tokens."""
     if valid is None:
         return jnp.mean(decisions, axis=-1)
     kept = jnp.where(valid[None, :, None], decisions, 0)
@@ -46,7 +46,7 @@ def compression_loss(
     regulariser: Regulariser = "one_sided",
     prior: Prior = "global",
 ) -> Float[Array, " B"]:
-    """How far each sequence is from the target, over all layers together or layer by layer."""
+    """Returns the loss of each sequence, over all layers together or layer by layer."""
     share = jnp.mean(shares, axis=-1)  # [L, B]
     if prior == "global":
         share = jnp.mean(share, axis=0, keepdims=True)
@@ -55,7 +55,7 @@ def compression_loss(
 
 
 def head_spread(shares: Float[Array, "L B K"]) -> Float[Array, " B"]:
-    """How far the heads of a layer are from the layer's mean."""
+    """Returns the mean absolute deviation of the heads of a layer from the layer's mean."""
     middle = jax.lax.stop_gradient(jnp.mean(shares, axis=-1, keepdims=True))
     return jnp.mean(jnp.abs(shares - middle), axis=(0, 2))
 

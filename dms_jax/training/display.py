@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a progress bar with loss parts, ratios and tokens per second."""
+"""The progress bar of a training run: losses, compression ratios and tokens per second."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# Either fits 80 columns with the other columns: rich would cut the text, or squeeze them out.
+# With the other columns each fits 80 characters: otherwise rich cuts the text or drops columns.
 _COMPRESSING = (
     "{task.fields[main]} {task.fields[main_loss]:.3f} + CR {task.fields[compression_loss]:.3f}, "
     "ratio {task.fields[compression_ratio]:.2f} of {task.fields[target_ratio]:.2f}, "
@@ -24,12 +24,12 @@ _SHORT = {"distillation": "KL", "language modeling": "LM"}
 
 
 class Display:
-    """The progress bar of a run; nothing where it is not enabled.
+    """The progress bar of a run.
 
     Args:
-      total, done: optimizer steps.
-      main: name of the loss beside that of compression.
-      compressing: whether the cache is compressed.
+      total, done: optimizer steps in total, and those already done.
+      main: name of the main loss, which the compression loss is added to.
+      compressing: whether the run compresses the cache.
       enabled: whether to show anything.
     """
 

@@ -1,4 +1,4 @@
-"""The language modelling loss of a model on batches that it was not trained on."""
+"""The language modelling loss of a model on held-out batches."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -26,20 +26,21 @@ def held_out_loss(
     policy: Policy | None = None,
     compute_dtype: str | None = "bfloat16",
 ) -> dict[str, float]:
-    """Mean negative log-likelihood of the tokens that count, of each part of the data.
+    """Returns the mean negative log-likelihood of each part of the data.
 
     Args:
-      model: to measure.
-      batches: of each part by its name, as `train` takes them; of one shape, for one program.
-      policy: whose hard decisions are in force; the model's own if None.
-      compute_dtype: of the pass; None for that of the parameters.
+      model: the model to measure.
+      batches: name of each part -> its batches, in the form that `train` takes; batches of one
+        shape share one compiled program.
+      policy: the policy whose hard decisions apply; None for the model's own.
+      compute_dtype: dtype of the forward pass; None for that of the parameters.
 
     Returns:
-      The loss of each part, in nats a token.
+      The loss of each part, in nats per token.
 
     Raises:
       ConfigError: the model cannot run the policy.
-      DataError: a part has no token that counts.
+      DataError: the loss mask of a part leaves no token.
     """
     policy = model.resolve_policy(policy)
     result = {}
@@ -57,7 +58,9 @@ def held_out_loss(
                 sums.append(_sums(model.transformer, passes, policy, compute_dtype))
             total, count = np.sum(jax.device_get(sums), axis=0) if sums else (0.0, 0.0)
             if count == 0:
-                raise DataError(f"part {name!r} of the held-out data has no token that counts")
+                raise DataError(
+                    f"Part {name!r} of the held-out data has no token that counts in the loss."
+                )
             result[name] = float(total / count)
     return result
 
@@ -66,7 +69,7 @@ def held_out_loss(
 def _sums(
     transformer: Transformer, passes: Passes, policy: Policy, compute_dtype: str | None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Sum of the losses of a batch, and how many tokens it is over."""
+    """Returns the sum of the losses of a batch, and the number of tokens in it."""
     narrow: Any = rebuilder(transformer)(cast(parameters(transformer), compute_dtype))
     hidden = narrow(passes.tokens, policy, segment_ids=passes.segment_ids).hidden
     sums = losses.token_losses(

@@ -1,7 +1,7 @@
-"""The loop of a training run: draws batches, steps, reports, checkpoints, stops where it may.
+"""The training loop: batches, steps, logs, checkpoints, and a clean stop.
 
-A few steps are in flight: the metrics of a step are read while later ones run, so that the host is
-never in the device's way. Ctrl-C ends the run after the current step, with a checkpoint to resume
+A few steps are in flight: the metrics of a step are read while later ones run, so that the device
+never waits for the host. Ctrl-C ends the run after the current step, with a checkpoint to resume
 from.
 """
 
@@ -28,21 +28,21 @@ from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.trainer import Trainer
 
-# Steps that the device is given before the metrics of the first of them are read.
+# Steps that are dispatched before the metrics of the first of them are read.
 _IN_FLIGHT = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """A step that was given to the device.
+    """A step that was dispatched to the device.
 
     Attributes:
-      step: its number, from 1.
-      progress: what it aims at.
-      tokens: that it passes, padding included.
-      data_seconds: that the host waited for its batches.
-      metrics: on their way.
-      ended: the time at which the device was done with it, once it is.
+      step: number of the step, from 1.
+      progress: what the step aims at.
+      tokens: number of its tokens, padding included.
+      data_seconds: time that the host waited for its batches.
+      metrics: its metrics, still on the device.
+      ended: the time at which the device finishes it.
     """
 
     step: int
@@ -121,7 +121,8 @@ class Loop:
         drawn = [self._next_batch(step) for _ in range(size // self._pass_size)]
         if any(batch.keys() != drawn[0].keys() for batch in drawn):
             raise DataError(
-                f"of the batches of step {step + 1}, some have segment_ids, others none"
+                f"Some batches of step {step + 1} have segment_ids and others have none; give them "
+                "to all batches or to none."
             )
         waited = time.perf_counter() - began
         metrics = self._trainer.step(drawn, progress)
@@ -133,22 +134,24 @@ class Loop:
         try:
             batch = dict(next(self._source))
         except StopIteration as error:
-            raise DataError(f"the data ended before step {step + 1}") from error
+            raise DataError(
+                f"The data ended before step {step + 1}. Give more data or a recipe of fewer steps."
+            ) from error
         known = {"tokens", "loss_mask", "segment_ids"}
         if "tokens" not in batch or batch.keys() - known:
             raise DataError(
-                "a batch is a dict of tokens and, where wanted, loss_mask and segment_ids; got "
-                f"{', '.join(sorted(map(str, batch))) or 'nothing'}"
+                "A batch is a dict of tokens and, optionally, loss_mask and segment_ids; got "
+                f"{', '.join(sorted(map(str, batch))) or 'nothing'}."
             )
         tokens = np.asarray(batch["tokens"], np.int32)
         expected = (self._pass_size, self._recipe.sequence_length)
         if tokens.shape != expected:
-            raise DataError(f"a batch must hold tokens {expected}, got {tokens.shape}")
+            raise DataError(f"A batch must hold tokens of shape {expected}, got {tokens.shape}.")
         for name in ("loss_mask", "segment_ids"):
             if np.shape(batch.get(name, tokens)) != expected:
                 raise DataError(
-                    f"the {name} of a batch must have the shape of its tokens, {expected}, got "
-                    f"{np.shape(batch[name])}"
+                    f"The {name} of a batch must have the shape of its tokens, {expected}, got "
+                    f"{np.shape(batch[name])}."
                 )
         counts = np.asarray(batch.get("loss_mask", np.ones(expected)), bool)
         return batch | {"tokens": tokens, "loss_mask": counts & ~np.isin(tokens, self._ignored)}
@@ -156,7 +159,7 @@ class Loop:
     def _read(self, *, leave: int = 0, evaluate: bool = False) -> None:
         """Reads, checks and reports steps in flight until `leave` are left.
 
-        With `evaluate` the last one is of the trainer's present state, which is measured too.
+        With `evaluate` the model is measured too, into the record of the last step.
         """
         while len(self._pending) > leave:
             pending = self._pending.popleft()
@@ -173,7 +176,7 @@ class Loop:
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         values = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
-        # Several steps may be read at once: what counts is when each was done.
+        # Several steps may be read at once, so the time at which each ended is taken beforehand.
         ended = pending.ended.result()
         seconds, self._clock = ended - self._clock, ended
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
@@ -201,7 +204,7 @@ class Loop:
         parts = ", ".join(f"{name} {value:g}" for name, value in sorted(values.items()))
         latest = None if self._directory is None else self._directory.latest_step
         back = "" if latest is None else f" The last checkpoint is of step {latest}."
-        return f"step {step} is not finite: {parts}. Lower the learning rates.{back}"
+        return f"Step {step} is not finite: {parts}. Lower the learning rates.{back}"
 
     def _checkpoint(self, done: int) -> None:
         if self._directory is None:
@@ -212,7 +215,7 @@ class Loop:
         self._clock = time.perf_counter()
 
     def _snapshots(self, total: int) -> dict[int, list[float]]:
-        """After how many steps which of the recipe's ratios is reached."""
+        """Returns steps done -> the recipe's snapshot ratios that are reached by then."""
         reached: dict[int, list[float]] = {}
         for ratio in sorted(self._recipe.snapshots):
             for done in range(1, total + 1):
@@ -232,15 +235,16 @@ class Loop:
 
 
 def _when_ready(metrics: dict[str, jax.Array]) -> float:
-    """Waits for a step; returns the time at which the device was done with it."""
+    """Waits for a step and returns the time at which the device finished it."""
     jax.block_until_ready(metrics)
     return time.perf_counter()
 
 
 class _Interrupts:
-    """Turns the first Ctrl-C into a request, so that a step and its bookkeeping are whole.
+    """Turns the first Ctrl-C into a request to stop after the current step and its records.
 
-    A second one interrupts at once. Signals reach only the main thread; elsewhere nothing changes.
+    A second Ctrl-C interrupts at once. Signals reach only the main thread, so in another thread
+    nothing changes.
     """
 
     def __init__(self):

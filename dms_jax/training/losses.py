@@ -1,12 +1,12 @@
-"""What training minimises beside compression: logit distillation, or language modelling.
+"""The main loss of training: logit distillation, or language modelling.
 
     reverse   L_D = mean over tokens of KL(student || teacher) = sum_v p_S (log p_S - log p_T)
     forward   L_D = mean over tokens of KL(teacher || student) = sum_v p_T (log p_T - log p_S)
 
 NVIDIA's code computes the reverse direction.
 
-Logits are formed a few positions at a time, in at least float32, and again in the backward pass:
-the [B, T, V] log-probabilities of teacher and student are never all alive.
+Logits are computed for a few positions at a time, in at least float32, and recomputed in the
+backward pass: the [B, T, V] log-probabilities of teacher and student never exist as a whole.
 """
 
 import math
@@ -21,17 +21,17 @@ from jaxtyping import Array, Bool, Float, Int
 Direction = Literal["reverse", "forward"]
 Unembed = Callable[[Float[Array, "*rows E"]], Float[Array, "*rows V"]]
 
-# Logits of teacher and student that may be alive at a time, in elements each.
+# Logits of the teacher, and of the student, that may exist at a time, in elements.
 CHUNK_ELEMENTS = 2**26
 
 
 @struct.dataclass
 class TokenLosses:
-    """Sums over the positions that count.
+    """Sums over the positions that count in the loss.
 
     Attributes:
-      distillation: of the divergence from the teacher; zero without one.
-      language_modeling: of the negative log-likelihood of the next token.
+      distillation: sum of the divergence from the teacher; zero without a teacher.
+      language_modeling: sum of the negative log-likelihood of the next token.
     """
 
     distillation: Float[Array, ""]
@@ -41,7 +41,7 @@ class TokenLosses:
 def divergence(
     student: Float[Array, "*rows V"], teacher: Float[Array, "*rows V"], direction: Direction
 ) -> Float[Array, "*rows"]:
-    """KL divergence of log-probabilities, in nats: of the student from the teacher if "reverse"."""
+    """Returns the KL divergence of log-probabilities, in nats; see the module docstring."""
     if direction == "reverse":
         return jnp.sum(jnp.exp(student) * (student - teacher), axis=-1)
     return jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1)
@@ -57,16 +57,16 @@ def token_losses(
     direction: Direction,
     chunk: int | None = None,
 ) -> TokenLosses:
-    """Sums of the losses over the positions of a batch.
+    """Returns the sums of the losses over the positions of a batch.
 
     Args:
-      student: hidden states after the final norm, and what makes logits of them.
-      teacher: the same of the teacher; None for language modelling alone.
+      student: hidden states after the final norm, and the function that turns them into logits.
+      teacher: the same for the teacher; None for language modelling alone.
       targets: the token after each position.
-      mask: positions whose distributions over the next token are compared.
-      target_mask: positions whose next token counts.
-      direction: of the divergence.
-      chunk: positions of a sequence that are unembedded at a time; None chooses.
+      mask: positions where the distillation loss compares student and teacher.
+      target_mask: positions whose next token counts in the language modelling loss.
+      direction: direction of the divergence.
+      chunk: positions of a sequence that are unembedded at a time; None for a choice by size.
     """
     hidden, unembed = student
     batch, length, _ = hidden.shape
@@ -93,7 +93,7 @@ def token_losses(
     count = math.ceil(length / chunk)
 
     def chunks(x: Array) -> Array:
-        """[B, T, ...] to [chunks, B, chunk, ...], padded with what the masks leave out."""
+        """[B, T, ...] to [chunks, B, chunk, ...], with padding that the masks leave out."""
         pad = ((0, 0), (0, count * chunk - length), *((0, 0),) * (x.ndim - 2))
         x = jnp.pad(x, pad).reshape(batch, count, chunk, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)

@@ -1,12 +1,12 @@
-"""The parameters of a transformer by name: which are trained, where they live, and two surgeries.
+"""The parameters of a transformer by name: which are trained, how they are sharded, two changes.
 
 A module is a pytree; its parameters by name ("layers.adapter.proj.kernel") are a flat dictionary,
-which splits into what is trained and what is frozen, goes through `jax.grad` and Optax as it is,
-and is what a training checkpoint holds.
+which is split into trained and frozen parameters, passes through `jax.grad` and Optax as it is, and
+is what a training checkpoint holds.
 
-Surgeries: grafting an adapter that starts at zero, and really zeroing the borrowed neurons once
-they have decayed: with their rows of the projections at zero every decision logit starts at minus
-its offset, where rows that are merely unused would saturate the decisions at random.
+The two changes: an adapter that starts at zero is added, and the borrowed neurons are set to zero
+once they have decayed. With their rows of the projections at zero every decision logit starts at
+minus its offset; rows that are merely unused would saturate the decisions at random.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def parameters(transformer: Transformer) -> Parameters:
 
 
 def rebuilder(transformer: Transformer) -> Rebuild:
-    """Returns the inverse of `parameters`: a transformer of this structure around other arrays."""
+    """Returns the inverse of `parameters`: a function from arrays to such a transformer."""
     names = [name for name, _ in _named(transformer)]
     structure = jax.tree.structure(transformer)
     return lambda arrays: jax.tree.unflatten(structure, [arrays[name] for name in names])
@@ -52,7 +52,7 @@ def rebuilder(transformer: Transformer) -> Rebuild:
 def shardings(
     transformer: Transformer, mesh: Mesh, rules: sharding.Rules
 ) -> dict[str, NamedSharding]:
-    """Returns where each parameter lives on a mesh."""
+    """Returns the sharding of each parameter on a mesh."""
     return {
         name: sharding.parameter_sharding(mesh, param.axes, param.shape, rules)
         for name, param in _named(transformer)
@@ -65,12 +65,12 @@ def is_adapter(name: str) -> bool:
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies: to matrices, not to norms and biases."""
+    """Whether weight decay applies to a parameter: to matrices, not to norms and biases."""
     return not name.endswith((".scale", ".bias"))
 
 
 def add_adapter(transformer: Transformer) -> Transformer:
-    """Returns the transformer with decision adapters, zero where it has none: nothing is evicted.
+    """Returns the transformer with decision adapters, added if needed with an output of zero.
 
     The other parameters are shared with the original.
     """
@@ -78,7 +78,7 @@ def add_adapter(transformer: Transformer) -> Transformer:
         return transformer
     config = transformer.config
     dtype = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)
-    # Only the adapters are made: the rest of the structure holds no arrays.
+    # Only the adapters get arrays; the rest of the skeleton is abstract.
     skeleton = nnx.eval_shape(
         lambda: Transformer(config, adapter=True, dtype=dtype, rngs=nnx.Rngs(0))
     )
@@ -91,10 +91,10 @@ def add_adapter(transformer: Transformer) -> Transformer:
 
 
 def zero_borrowed_neurons(arrays: Parameters, policy: Policy) -> Parameters:
-    """Returns the parameters with the weights that produce the borrowed neurons at zero."""
+    """Returns the parameters with the weights of the borrowed neurons set to zero."""
 
     def of_head(x: jax.Array) -> jax.Array:
-        """[L, E, G + 2, D], the query heads of a group, their key and their value."""
+        """Clears one group [L, E, G + 2, D]: its query heads, its key and its value."""
         q, k = policy.clear_borrowed(x[..., :-2, :], x[..., -2:-1, :])
         return jnp.concatenate([q, k, x[..., -1:, :]], axis=-2)
 
@@ -110,14 +110,20 @@ def zero_borrowed_neurons(arrays: Parameters, policy: Policy) -> Parameters:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Parameters that are trained, and parameters that are not."""
+    """The parameters that are trained and those that are frozen."""
 
     trained: Parameters
     frozen: Parameters
 
 
 def split(arrays: Parameters, *, adapter: bool, others: bool) -> Split:
-    """Splits parameters into trained and frozen ones, by group."""
+    """Splits parameters into trained and frozen ones.
+
+    Args:
+      arrays: the parameters.
+      adapter: whether the adapters are trained.
+      others: whether all other parameters are trained.
+    """
     trained = {
         name: array for name, array in arrays.items() if (adapter if is_adapter(name) else others)
     }
@@ -125,7 +131,7 @@ def split(arrays: Parameters, *, adapter: bool, others: bool) -> Split:
 
 
 def cast(arrays: Parameters, dtype: Any) -> Parameters:
-    """Casts parameters for the passes; the adapter, whose output is thresholded, stays as it is."""
+    """Casts parameters for a pass, except the adapter, whose output is thresholded."""
     if dtype is None:
         return arrays
     return {name: x if is_adapter(name) else x.astype(dtype) for name, x in arrays.items()}

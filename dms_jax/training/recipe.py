@@ -1,4 +1,4 @@
-"""What a training run is made of: stages, what a step aims at, and the recipe of a whole run."""
+"""The recipe of a training run, its stages, and what each step aims at."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -29,17 +29,17 @@ class Stage(Options):
     """A run of optimizer steps with one objective.
 
     Attributes:
-      kind: "neuron_decay" fades the borrowed neuron out and evicts nothing (left out for policies
-        that borrow none); "ramp" moves the compression ratio linearly from where it stands;
-        "train" leaves it where it stands, at 1 before any ramp.
+      kind: "neuron_decay" fades the borrowed neuron out and evicts nothing (skipped for policies
+        that borrow none); "ramp" changes the compression ratio linearly from its current value;
+        "train" keeps the current value, which is 1 before any ramp.
       steps: optimizer steps.
-      learning_rate: constant over the stage, but for the next two.
-      warmup_steps: at the start of the stage, over which the rate rises linearly from nothing.
-      final_learning_rate: what half a cosine falls to over the rest of the stage, for every
-        parameter; None for no fall.
-      compression_ratio: at the end of a ramp.
-      adapter_learning_rate: of the adapter; None for the same.
-      batch_size: sequences a step; None for the recipe's.
+      learning_rate: learning rate, constant over the stage except for warm-up and decay.
+      compression_ratio: compression ratio at the end of a ramp.
+      adapter_learning_rate: learning rate of the adapter; None for the same.
+      batch_size: sequences per step; None for the recipe's batch size.
+      warmup_steps: steps at the start of the stage over which the rate rises linearly from zero.
+      final_learning_rate: rate to which a half-cosine falls over the rest of the stage, for every
+        parameter; None for no decay.
     """
 
     kind: Literal["neuron_decay", "ramp", "train"]
@@ -56,11 +56,11 @@ class Stage(Options):
         require(
             self.warmup_steps <= self.steps,
             f"Stage: warmup_steps must lie between 0 and the stage's {self.steps} steps, got "
-            f"{self.warmup_steps}",
+            f"{self.warmup_steps}.",
         )
         require(
             self.kind == "ramp" or self.compression_ratio == 1,
-            f"Stage: only a ramp has a compression_ratio to go to, not a stage {self.kind!r}",
+            f"Stage: only a ramp changes the compression_ratio, not a stage {self.kind!r}.",
         )
 
 
@@ -69,10 +69,10 @@ class Progress:
     """What one optimizer step aims at.
 
     Attributes:
-      stage: the stage it belongs to.
-      step: of the stage.
-      compression_ratio: scheduled.
-      neuron_scale: what is left of the borrowed neuron; None outside its decay.
+      stage: the stage that the step belongs to.
+      step: number of the step within the stage, from 0.
+      compression_ratio: scheduled compression ratio.
+      neuron_scale: remaining scale of the borrowed neuron; None outside its decay.
     """
 
     stage: Stage
@@ -82,17 +82,17 @@ class Progress:
 
     @property
     def target(self) -> Number:
-        """Share of tokens to evict."""
+        """Scheduled share of tokens to evict."""
         return schedules.eviction_target(self.compression_ratio)
 
     @property
     def learning_rate(self) -> Number:
-        """Scheduled, of everything but the adapter."""
+        """Scheduled learning rate of all parameters except the adapter."""
         return self._rate(self.stage.learning_rate)
 
     @property
     def adapter_learning_rate(self) -> Number:
-        """Scheduled, of the adapter."""
+        """Scheduled learning rate of the adapter."""
         rate = self.stage.adapter_learning_rate
         return self._rate(self.stage.learning_rate if rate is None else rate)
 
@@ -109,37 +109,39 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe(Options):
-    """A training run, but for the model, the policy and the data.
+    """All settings of a training run except the model, the policy and the data.
 
     Attributes:
-      name: for the log.
-      stages: in order.
-      sequence_length: T, tokens a training sequence.
-      batch_size: sequences an optimizer step.
-      micro_batch_size: sequences that a device (a shard of the `data` axis) passes forward and
-        back at a time; gradients are accumulated over the passes. None for the whole batch.
-      trainable: "adapter" freezes everything else; "all" trains every weight; "auto" takes the
-        adapter alone where the policy has one and all weights where it borrows a neuron.
+      name: name for messages.
+      stages: the stages in order.
+      sequence_length: T, tokens per training sequence.
+      batch_size: sequences per optimizer step.
+      micro_batch_size: sequences that a device (a shard of the `data` axis) processes in one
+        forward and backward pass; gradients are accumulated over the passes. None for the whole
+        batch.
+      trainable: "adapter" freezes everything else; "all" trains every weight; "auto" trains only
+        the adapter if the policy has one, and all weights if it borrows a neuron.
       loss: "distillation" from the original model, or "language_modeling".
       kl: direction of the distillation, "reverse" = KL(student || teacher).
-      distillation_positions: where the two are compared. The logits at position t are those of
-        token t + 1: "targets" takes the positions whose next token counts, as the language
-        modelling loss does; "inputs" those whose own token counts, as NVIDIA's code does.
-      regulariser: of the compression (`dms_jax.training.compression`): "one_sided" leaves a model
-        alone that compresses more than the target, "kl" pulls from both sides.
-      compression_weight: of the regulariser beside the main loss.
-      prior: whether the target holds for all layers together or for each ("layer").
-      head_balance: weight of a loss that keeps the heads of a layer alike (DMC-C); 0 for none.
-      beta1, beta2, epsilon, weight_decay: of AdamW; the decay spares norms and biases.
+      distillation_positions: positions where student and teacher are compared. The logits at
+        position t predict token t + 1: "targets" takes the positions whose next token counts, as
+        the language modelling loss does; "inputs" those whose own token counts, as NVIDIA's code
+        does.
+      regulariser: form of the compression loss (`dms_jax.training.compression`): "one_sided" does
+        not penalise compression beyond the target, "kl" penalises deviations on both sides.
+      compression_weight: weight of the compression loss; the main loss has weight 1.
+      prior: whether the target applies to all layers together ("global") or to each ("layer").
+      head_balance: weight of a loss that keeps the heads of a layer similar (DMC-C); 0 for none.
+      beta1, beta2, epsilon, weight_decay: settings of AdamW; norms and biases do not decay.
       clip: largest global norm of the gradient.
-      compute_dtype: of the passes; None for that of the parameters. Parameters, gradients and
-        optimizer state are in at least float32 whatever it is.
-      remat: recompute each layer in the backward pass, for memory.
-      unroll: write the layers out in place of a loop: faster for small models, slower to compile.
-      packing: of documents into sequences (`dms_jax.data.batches`).
-      ignore_end_token: the model's end tokens do not count in the loss, wherever the data
-        comes from.
-      snapshots: compression ratios at which the model is handed out on the way.
+      compute_dtype: dtype of the passes; None for that of the parameters. Parameters, gradients
+        and optimizer state are always in at least float32.
+      remat: whether to recompute each layer in the backward pass, to save memory.
+      unroll: whether to unroll the loop over layers: faster for small models, slower to compile.
+      packing: how documents are packed into sequences (`dms_jax.data.batches`).
+      ignore_end_token: whether the model's end tokens are left out of the loss, also where the
+        data brings its own batches.
+      snapshots: compression ratios at which the model is saved and handed to `on_snapshot`.
     """
 
     name: str
@@ -169,23 +171,23 @@ class Recipe(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        require(bool(self.stages), "Recipe: there is no stage")
+        require(bool(self.stages), "Recipe: there is no stage.")
         self.pass_size(1)
         kinds = [stage.kind for stage in self.stages]
         require(
-            "neuron_decay" not in kinds[1:], "Recipe: only the first stage may decay the neuron"
+            "neuron_decay" not in kinds[1:], "Recipe: only the first stage may decay the neuron."
         )
-        require(kinds != ["neuron_decay"], "Recipe: nothing comes after the decay of the neuron")
+        require(kinds != ["neuron_decay"], "Recipe: nothing comes after the decay of the neuron.")
         ratios = [stage.compression_ratio for stage in self.stages if stage.kind == "ramp"]
-        require(ratios == sorted(ratios), f"Recipe: the compression ratio may not fall: {ratios}")
+        require(ratios == sorted(ratios), f"Recipe: the compression ratio may not fall: {ratios}.")
         highest = self.compression_ratio
         require(
             all(1 < ratio <= highest for ratio in self.snapshots),
-            f"Recipe: snapshots must lie above 1 and up to {highest}, got {self.snapshots}",
+            f"Recipe: snapshots must lie above 1 and up to {highest}, got {self.snapshots}.",
         )
 
     def pass_size(self, data_shards: int) -> int:
-        """Sequences that all devices together pass forward and back at a time.
+        """Returns the sequences that all devices together process in one pass.
 
         Raises:
           ConfigError: a batch does not divide into such passes.
@@ -197,33 +199,34 @@ class Recipe(Options):
             require(
                 batch % size == 0 and size % data_shards == 0,
                 f"Recipe: a batch of {batch} does not divide into passes of {size} sequences over "
-                f"{data_shards} shards of data; set batch_size and micro_batch_size to suit",
+                f"{data_shards} shards of data. Change batch_size or micro_batch_size.",
             )
         return size
 
     @property
     def compression_ratio(self) -> Number:
-        """Scheduled at the end; 1 where nothing ramps."""
+        """The compression ratio at the end; 1 without a ramp."""
         return max(stage.compression_ratio for stage in self.stages)
 
     def stages_for(self, policy: Policy) -> tuple[Stage, ...]:
-        """The stages that a policy goes through.
+        """Returns the stages that a policy goes through.
 
-        One that learns but borrows no neuron has none to decay. One that learns nothing goes
-        through all of them, decay and ramp as steps like others: `control` takes out what the
-        policy of a retrofit leaves out.
+        A trainable policy that borrows no neuron skips its decay. A policy that learns nothing
+        goes through all stages as ordinary steps; `control` gives the recipe that skips what the
+        policy of a retrofit skips.
         """
         if policy.retrofit.borrowed_neurons is not None or not policy.retrofit.possible:
             return self.stages
         return tuple(stage for stage in self.stages if stage.kind != "neuron_decay")
 
     def control(self, policy: Policy) -> "Recipe":
-        """The recipe of the control of a retrofit: the same tokens and rates, nothing evicted.
+        """Returns the recipe of a retrofit's control: the same tokens and rates, no eviction.
+
+        The control goes through the same stages with the vanilla cache and trains all weights on
+        the language modelling loss: `train(model, recipe=recipe.control(policy), data=...)`.
 
         Args:
-          policy: of the retrofit, whose stages the control goes through with the plain cache, all
-            weights trained on the language modelling loss:
-            `train(model, recipe=recipe.control(policy), data=...)`.
+          policy: the policy of the retrofit.
         """
         return dataclasses.replace(
             self,
@@ -238,13 +241,13 @@ class Recipe(Options):
         )
 
     def total_steps(self, policy: Policy) -> int:
-        """Optimizer steps of a run."""
+        """Returns the number of optimizer steps of a run."""
         return sum(stage.steps for stage in self.stages_for(policy))
 
     def progress(self, step: int, policy: Policy) -> Progress:
-        """What optimizer step `step` (from 0) aims at; past the end, what the last one reached.
+        """Returns what optimizer step `step` (from 0) aims at; past the end, the last step's aims.
 
-        A policy that learns nothing goes through the same steps at ratio 1.
+        A policy that learns nothing goes through the same steps at a ratio of 1.
         """
         ratio = 1.0
         for stage in self.stages_for(policy):

@@ -1,11 +1,11 @@
-"""The published recipes as data, one for a laptop, and one for training from scratch.
+"""The published recipes as data, recipes for a laptop, and one for training from scratch.
 
-A recipe is a list of stages and what stays the same over them. Change one with
+A recipe is a list of stages and the settings that they share. Change one with
 `dataclasses.replace(recipe, batch_size=16)`. The window, the source of decisions and the
 temperature belong to the policy, not to the recipe.
 
-Sources: NVIDIA's released training code (adapters on a frozen Qwen3); the paper's text and its
-tables 2 to 4 (all weights, a borrowed neuron); the DMC paper; measured recipes for the
+Sources: NVIDIA's released training code (adapters on a frozen Qwen3); the DMS paper's text and its
+tables 2 to 4 (all weights, a borrowed neuron); the DMC paper; and our measurements for the
 260K-parameter model that ships with this library.
 """
 
@@ -25,10 +25,10 @@ def _ramp_steps(compression_ratio: Number, steps_per_ratio: int) -> int:
 
 
 def dms_published(compression_ratio: Number = 8.0) -> Recipe:
-    """NVIDIA's released recipe: adapters on a frozen model, 34 steps a unit of compression ratio.
+    """NVIDIA's released recipe: adapters on a frozen model, 34 steps per unit of compression ratio.
 
-    Qwen3-8B takes about 250 steps of 8 sequences of 32768 tokens to ratio 8. A policy that borrows
-    a neuron trains all weights instead, after the paper's 2000 steps of decay.
+    Qwen3-8B takes about 250 steps of 8 sequences of 32768 tokens to reach ratio 8. A policy that
+    borrows a neuron trains all weights instead, after the paper's 2000 steps of decay.
     """
     return Recipe(
         name="dms_published",
@@ -47,11 +47,11 @@ def dms_published(compression_ratio: Number = 8.0) -> Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class _PaperRow:
-    """A row of tables 2 and 3: how one model was retrofitted with DMS."""
+    """A row of tables 2 and 3 of the DMS paper: how one model was retrofitted."""
 
     sequence_length: int
     decay_learning_rate: Number
-    ramps: tuple[tuple[Number, int, Number], ...]  # up to this ratio: steps a unit, learning rate
+    ramps: tuple[tuple[Number, int, Number], ...]  # final ratio, steps per unit, learning rate
     ramp_batch_size: int = 1024
     loss: Loss = "distillation"
 
@@ -69,19 +69,19 @@ _PAPER = {
 
 
 def dms_paper(compression_ratio: Number = 4.0, *, model: str = "text") -> Recipe:
-    """The paper's recipe: all weights, 2000 steps of neuron decay, then the ramp.
+    """The DMS paper's recipe: all weights, 2000 steps of neuron decay, then the ramp.
 
     Args:
-      compression_ratio: to reach.
-      model: "text" for the 100 steps a unit of the paper's text, or a row of its tables:
+      compression_ratio: compression ratio to reach.
+      model: "text" for the 100 steps per unit of the paper's text, or a row of its tables:
         llama-3.2-1b, llama-2-7b, llama-3.1-8b, qwen-r1-1.5b, qwen-r1-7b, qwen-r1-32b.
 
     Raises:
-      ConfigError: there is no such row, or it does not go to this ratio.
+      ConfigError: there is no such row, or it does not reach this ratio.
     """
     require(
         model in _PAPER,
-        f"recipes: the paper has no model {model!r}; there are {', '.join(sorted(_PAPER))}",
+        f"recipes: the paper has no model {model!r}; there are {', '.join(sorted(_PAPER))}.",
     )
     row = _PAPER[model]
     _ramp_steps(compression_ratio, 1)
@@ -96,7 +96,7 @@ def dms_paper(compression_ratio: Number = 4.0, *, model: str = "text") -> Recipe
     require(
         reached == compression_ratio,
         f"recipes: the paper takes {model} to a compression ratio of {reached:g}, not "
-        f"{compression_ratio:g}",
+        f"{compression_ratio:g}.",
     )
     return Recipe(
         name=f"dms_paper {model}",
@@ -116,7 +116,7 @@ def dms_quickstart(
     steps_per_ratio: int = 15,
     snapshots: tuple[Number, ...] = (),
 ) -> Recipe:
-    """For the 260K-parameter model of the demo, on a laptop: all weights and the adapter.
+    """DMS on the 260K-parameter model of the demo, on a laptop: all weights and the adapter.
 
     With window 64 and ratio 8 it takes 105 steps of 4 sequences of 512 tokens.
     """
@@ -139,7 +139,7 @@ class _DmcRow:
 
     decay_steps: int
     decay_learning_rate: Number
-    learning_rate: Number  # ten times what it falls to in the end
+    learning_rate: Number  # ten times the final one
     loss: Loss
 
 
@@ -160,27 +160,28 @@ def dmc_paper(
     variant: Literal["dmc", "dmc-c", "local_prior", "immediate"] = "dmc",
     steps_per_ratio: int = 6000,
 ) -> Recipe:
-    """The recipe of the DMC paper: neuron decay, a slow ramp, 2000 steps to solidify.
+    """The DMC paper's recipe: neuron decay, a slow ramp, solidification for 2000 steps.
 
     Args:
-      compression_ratio: to reach; the paper went to 2, 3 and 4 (to 2 with 70B).
+      compression_ratio: compression ratio to reach; the paper's are 2, 3 and 4 (2 with 70B).
       model: llama-2-7b, llama-2-13b or llama-2-70b; llama-2-7b-dms-paper or llama-3.2-1b for
         DMC as a baseline of the DMS paper.
-      variant: of the paper's ablations: "dmc-c" keeps the heads of a layer alike (the weight of
-        that loss is ours, 1), "local_prior" sets the target for each layer, "immediate" for every
-        step instead of a ramp (from the second step on). DMC-HardC and uniform weighting are
-        options of the policy, fixed memory pooling is a policy.
-      steps_per_ratio: 6000 of 4M tokens a unit; the paper's short regime has 3000.
+      variant: one of the paper's ablations: "dmc-c" keeps the heads of a layer similar (the weight
+        of that loss, 1, is ours), "local_prior" sets the target for each layer, "immediate" sets
+        the final target from the second step on instead of a ramp. DMC-HardC and uniform weighting
+        are options of the policy, fixed memory pooling is a policy.
+      steps_per_ratio: steps of 4M tokens per unit of compression ratio; 3000 in the paper's short
+        regime.
 
     Raises:
       ConfigError: there is no such model or variant.
     """
     require(
         model in _DMC_PAPER,
-        f"recipes: the paper has no model {model!r}; there are {', '.join(sorted(_DMC_PAPER))}",
+        f"recipes: the paper has no model {model!r}; there are {', '.join(sorted(_DMC_PAPER))}.",
     )
     variants = ("dmc", "dmc-c", "local_prior", "immediate")
-    require(variant in variants, f"recipes: variant must be one of {variants}, got {variant!r}")
+    require(variant in variants, f"recipes: variant must be one of {variants}, got {variant!r}.")
     row = _DMC_PAPER[model]
     rate, steps = row.learning_rate, _ramp_steps(compression_ratio, steps_per_ratio)
     if variant == "immediate":
@@ -211,11 +212,11 @@ def dmc_quickstart(
     steps_per_ratio: int = 80,
     snapshots: tuple[Number, ...] = (),
 ) -> Recipe:
-    """DMC on the 260K-parameter model of the demo: all weights, some hundred short steps.
+    """DMC on the 260K-parameter model of the demo: all weights, a few hundred short steps.
 
-    For `DMC(neuron="first", offset=2.0, temperature=0.3)`: the paper's constant of 5 and
-    temperature of 0.1 take thousands of steps to be overcome. The neuron is an eighth of that
-    model's head, so that its loss costs more than the merging
+    Made for `DMC(neuron="first", offset=2.0, temperature=0.3)`: with the paper's offset of 5 and
+    temperature of 0.1 it takes thousands of steps until a decision changes. The neuron is an eighth
+    of that model's head dimension, so losing it costs more than the partial accumulation
     (`experiments/reproduction/dmc_stories.py`).
     """
     steps = _ramp_steps(compression_ratio, steps_per_ratio)
@@ -245,16 +246,16 @@ def pretraining(
     sequence_length: int = 2048,
     batch_size: int = 64,
 ) -> Recipe:
-    """Trains a small model from scratch: warm-up, the peak rate, half a cosine down to nothing.
+    """Training a small model from scratch: warm-up, peak rate, half-cosine decay to zero.
 
     Args:
       steps: optimizer steps.
-      learning_rate: peak, of all weights.
-      warmup_steps: of the rate; no more than a tenth of the steps are taken.
-      decay_share: share of the steps over which the rate falls; what it leaves is spent at the
-        peak.
-      sequence_length: T.
-      batch_size: sequences a step.
+      learning_rate: peak learning rate of all weights.
+      warmup_steps: steps of warm-up, capped at a tenth of all steps.
+      decay_share: share of the steps over which the rate falls; between warm-up and decay it stays
+        at the peak.
+      sequence_length: T, tokens per training sequence.
+      batch_size: sequences per step.
 
     Raises:
       ConfigError: a number is out of range.

@@ -1,14 +1,14 @@
-"""The directory of a run: resumable checkpoints and a log, nothing half-written.
+"""The directory of a run: resumable checkpoints and a log, written atomically.
 
     out/
-      checkpoints/<step>/   Orbax: parameters, optimizer, and as JSON the place in the data, the
-                            recipe, the policy and the seed
-      log.jsonl             one line a step
-      snapshots/<ratio>/    Hugging Face directories on the way
-      model/                the result
+      checkpoints/<step>/   Orbax: parameters, optimizer state, and as JSON the state of the data
+                            iterator, the recipe, the policy and the seed
+      log.jsonl             one line per step
+      snapshots/<ratio>/    Hugging Face directories at the recipe's snapshots
+      model/                the resulting Hugging Face directory
 
-Orbax writes a checkpoint beside its place and renames it. A resumed run cuts the log back to the
-step that it resumes from.
+Orbax writes a checkpoint to a temporary directory and renames it. A resumed run truncates the log
+at the step that it resumes from.
 """
 
 import json
@@ -25,21 +25,21 @@ KEPT_CHECKPOINTS = 2
 
 
 class RunDirectory:
-    """Where a run keeps what it needs to continue.
+    """The directory of one run.
 
     Args:
-      path: made if it does not exist.
-      settings: JSON data that a resumed run must agree with.
-      resume: whether to continue what is there; otherwise it must hold no run.
+      path: path of the directory, which is created if needed.
+      settings: JSON data that must be the same when the run is resumed.
+      resume: whether to continue a run that the directory holds; otherwise it must hold none.
 
     Raises:
-      CheckpointError: it cannot be written.
-      ConfigError: it holds a run that is not to be resumed, or one with other settings.
+      CheckpointError: the directory cannot be written.
+      ConfigError: it holds a run and `resume` is False.
     """
 
     def __init__(self, path: str | os.PathLike, *, settings: dict[str, Any], resume: bool):
         self.path = pathlib.Path(path).expanduser().absolute()
-        # What a checkpoint holds is what JSON makes of it (tuples become lists).
+        # As it comes back from a checkpoint: JSON turns tuples into lists.
         self._settings = json.loads(json.dumps(settings))
         self._log: Any = None
         _check_writable(self.path)
@@ -55,12 +55,15 @@ class RunDirectory:
         self.latest_step: int | None = self._manager.latest_step()
         if self.latest_step is not None and not resume:
             raise ConfigError(
-                f"{self.path} holds a run at step {self.latest_step}: resume it, or give another "
-                "directory"
+                f"{self.path} holds a run at step {self.latest_step}. Resume it, or give another "
+                "directory."
             )
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any] | None]:
-        """Returns the latest state, placed as `abstract_state` says, and the place in the data.
+        """Returns the latest training state and the state of the data iterator.
+
+        Args:
+          abstract_state: shapes, dtypes and shardings of the training state.
 
         Raises:
           ConfigError: the run had other settings.
@@ -77,7 +80,7 @@ class RunDirectory:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"the checkpoint of step {step} in {self.path} cannot be resumed: {error}"
+                f"The checkpoint of step {step} in {self.path} cannot be resumed: {error}"
             ) from error
         return state["state"], meta["data"]
 
@@ -89,12 +92,12 @@ class RunDirectory:
         )
         if differing:
             raise ConfigError(
-                f"{self.path} holds a run with another {', '.join(differing)}; give the same "
-                "ones to resume it, or another directory"
+                f"{self.path} holds a run with another {', '.join(differing)}. Give the same "
+                "to resume it, or another directory."
             )
 
     def save(self, step: int, state: Any, data_state: dict[str, Any] | None) -> None:
-        """Writes a checkpoint; a no-op if there is one of this step."""
+        """Writes a checkpoint, unless there is one of this step."""
         if step == self.latest_step:
             return
         args = self._orbax.args
@@ -108,7 +111,7 @@ class RunDirectory:
             self._manager.wait_until_finished()
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be written to {self.path}: {error}"
+                f"The checkpoint of step {step} cannot be written to {self.path}: {error}"
             ) from error
         self.latest_step = step
 
@@ -122,7 +125,7 @@ class RunDirectory:
         self._log.flush()
 
     def _open_log(self, next_step: int) -> Any:
-        """Opens the log to append, without the lines from `next_step` on and broken ones."""
+        """Opens the log to append, after removing broken lines and those from `next_step` on."""
         path = self.path / "log.jsonl"
         kept = []
         if path.exists():
@@ -151,5 +154,5 @@ def _check_writable(path: pathlib.Path) -> None:
             pass
     except OSError as error:
         raise CheckpointError(
-            f"the run cannot be written to {path}: {error.strerror or error}; give another `out`"
+            f"The run cannot be written to {path}: {error.strerror or error}. Give another `out`."
         ) from error

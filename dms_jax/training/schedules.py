@@ -1,4 +1,4 @@
-"""How the target of compression, the borrowed neuron and the rate change over a stage's steps.
+"""Schedules over the steps of a stage: compression ratio, borrowed neuron, learning rate.
 
     ratio(t)  = start + (end - start) * min(t / steps, 1),     target(t) = 1 - 1 / ratio(t)
     neuron(t) = max(0, 1 - t / steps)
@@ -6,7 +6,7 @@
                 final + (peak - final) * (1 + cos(pi * (t - warmup) / (steps - warmup))) / 2   then
 
 The ramp is linear in the compression ratio, not in the share of evicted tokens. NVIDIA's adapters
-go from 1 to 16 in 510 steps (34 a unit); the paper takes 100 steps a unit.
+go from 1 to 16 in 510 steps (34 per unit); the paper takes 100 steps per unit.
 """
 
 import math
@@ -28,7 +28,7 @@ def eviction_target(ratio: Number) -> Number:
 
 
 def neuron_scale(step: int, *, steps: int) -> Number:
-    """Returns what is left of the borrowed neuron at step `step` (from 0) of its decay."""
+    """Returns the scale of the borrowed neuron at step `step` (from 0) of its decay."""
     return max(0.0, 1.0 - step / steps)
 
 
@@ -38,11 +38,11 @@ def learning_rate(
     """Returns the learning rate of step `step` (from 0) of a stage.
 
     Args:
-      step: of the stage; past its end, the rate stays at the end's.
+      step: number of the step; past the end of the stage, the rate stays at its last value.
       peak: rate after the warm-up.
-      steps: of the stage.
-      warmup_steps: over which the rate rises linearly; the last of them has the peak.
-      final: what half a cosine falls to over the rest of the stage; None keeps the peak.
+      steps: steps of the stage.
+      warmup_steps: steps over which the rate rises linearly; the last of them has the peak rate.
+      final: rate to which a half-cosine falls over the rest of the stage; None keeps the peak.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -1,10 +1,10 @@
 """One optimizer step: teacher pass, student pass, gradients, AdamW.
 
-The teacher is the original model, every token of its cache in place; language modelling has none.
-The student runs the soft form of its policy's decisions on the same tokens, under logistic noise
-that depends on the seed, the step and the pass; with the plain cache there is nothing to relax.
-Gradients are summed over A passes of B sequences, each loss already divided by
-what the whole batch holds, so that accumulation equals one large batch.
+The teacher is the original model with the vanilla cache; language modelling has no teacher. The
+student runs the relaxed form of its policy's decisions on the same tokens, with logistic noise that
+depends on the seed, the step and the pass; with the vanilla cache there is nothing to relax.
+Gradients are summed over A passes of B sequences, and each loss is already divided by the counts of
+the whole batch, so that accumulation equals one large batch.
 
 Only trained parameters have gradients and optimizer state. Parameters are kept in at least float32
 and cast for the passes.
@@ -31,15 +31,15 @@ Metrics = dict[str, Array]
 
 @struct.dataclass
 class TrainState:
-    """What a step changes.
+    """The state that a step changes.
 
     Attributes:
-      step: how many were taken, int32.
-      parameters: those that are trained.
-      optimizer: moments of those.
+      step: number of steps taken, int32.
+      parameters: the trained parameters.
+      optimizer: the optimizer state of these parameters.
     """
 
-    # Whole states are mapped to their shapes and places, so the leaves are not always arrays.
+    # The leaves are not always arrays: restoring a checkpoint needs a state of shapes.
     step: Any
     parameters: Any
     optimizer: Any
@@ -47,11 +47,11 @@ class TrainState:
 
 @struct.dataclass
 class Constants:
-    """Arrays that no step changes, in the type of the passes.
+    """Arrays that no step changes, in the dtype of the passes.
 
     Attributes:
       frozen: parameters of the student that are not trained.
-      teacher: parameters of the teacher where they differ from the student's frozen ones.
+      teacher: parameters of the teacher that are not among the student's frozen ones.
     """
 
     frozen: Parameters
@@ -60,12 +60,13 @@ class Constants:
 
 @struct.dataclass
 class Passes:
-    """The sequences of an optimizer step, A passes of B (of one pass: without the A).
+    """The sequences of an optimizer step: A passes of B sequences, or one pass without the A.
 
     Attributes:
       tokens: token ids.
       loss_mask: tokens that count in the loss, as targets of the position before them.
-      segment_ids: documents packed into a sequence, 0 for padding; None where there are none.
+      segment_ids: number of each token's document within the sequence, 0 for padding; None for
+        sequences that are not packed.
     """
 
     tokens: Int[Array, "*A B T"]
@@ -74,14 +75,14 @@ class Passes:
 
     @property
     def counts(self) -> Bool[Array, "*A B T"]:
-        """Tokens of documents that count; padding does not, whatever the mask says."""
+        """The tokens that count in the loss; padding never does."""
         if self.segment_ids is None:
             return self.loss_mask
         return self.loss_mask & (self.segment_ids > 0)
 
     @property
     def target_mask(self) -> Bool[Array, "*A B T"]:
-        """Positions whose next token counts and belongs to the same document.
+        """The positions whose next token counts and belongs to the same document.
 
         # loss_mask  In: [0, 1, 1, 1], segment_ids [1, 1, 1, 2]  Out: [1, 1, 0, 0]
         """
@@ -91,19 +92,20 @@ class Passes:
         return after & (self.segment_ids == jnp.roll(self.segment_ids, -1, axis=-1))
 
     def distillation_mask(self, positions: DistillationPositions) -> Bool[Array, "*A B T"]:
-        """Positions where student and teacher are compared: see `Recipe`."""
+        """Returns the positions where student and teacher are compared; see `Recipe`."""
         return self.target_mask if positions == "targets" else self.counts
 
 
 @struct.dataclass
 class ScheduleValues:
-    """The schedule at one step, and the key that the noise of all steps is drawn from.
+    """The values of the schedules at one step, and the random key of the run.
 
     Attributes:
       target: share of tokens to evict.
-      neuron_scale: what is left of the borrowed neuron; None outside its decay.
-      learning_rate, adapter_learning_rate: of the two groups of parameters.
-      key: of the run.
+      neuron_scale: scale of the borrowed neuron; None outside its decay.
+      learning_rate: learning rate of all parameters except the adapter.
+      adapter_learning_rate: learning rate of the adapter.
+      key: key from which the noise of every step is drawn.
     """
 
     target: Float[Array, ""]
@@ -118,7 +120,7 @@ def _decay_mask(arrays: Any) -> Any:
 
 
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Clipping and AdamW, but for the learning rate: each group of parameters has its own."""
+    """Returns clipping and AdamW without the learning rate, which differs between parameters."""
     return optax.chain(
         optax.clip_by_global_norm(recipe.clip),
         optax.scale_by_adam(recipe.beta1, recipe.beta2, recipe.epsilon),
@@ -129,9 +131,9 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def make_gradients(
     rebuild: Rebuild, policy: Policy, recipe: Recipe
 ) -> Callable[[Parameters, Constants, Passes, ScheduleValues, Any], tuple[Parameters, Metrics]]:
-    """Returns the gradients and loss parts of a batch, as a pure function.
+    """Returns a pure function that computes the gradients and the losses of a batch.
 
-    Its last argument is the key of the noise; None for no noise.
+    Its last argument is the random key of the noise; None for no noise.
     """
 
     def pass_loss(trained, constants: Constants, sequences: Passes, schedule, key, weights):
@@ -216,7 +218,7 @@ def make_gradients(
 
 
 def visible_keys(passes: Passes) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns how many keys a token of a document sees on average, and the share of such tokens.
+    """Returns the mean number of keys that a document token sees, and the share of such tokens.
 
     # segment_ids  In: [1, 1, 1, 2, 2, 0]  Out: (1 + 2 + 3 + 1 + 2) / 5, 5 / 6
     """
@@ -235,7 +237,8 @@ def make_step(
 
     Its metrics are scalars: `loss` and its parts (`distillation_loss`, `compression_loss`,
     `lm_loss`), `evicted` (share of hard decisions to evict), `grad_norm` (before clipping),
-    `visible_keys` (that a token sees) and `document_share` (of the tokens, the rest is padding).
+    `visible_keys` (mean number of keys that a token sees) and `document_share` (share of the tokens
+    that are not padding).
     """
     optimizer = make_optimizer(recipe)
     gradients = make_gradients(rebuild, policy, recipe)

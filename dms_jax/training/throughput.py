@@ -1,14 +1,14 @@
-"""What a training step computes: model operations a token, and their share of the device's peak.
+"""Model FLOPs utilisation: model operations per token, and their share of the device's peak.
 
 A token of a document takes, forward,
 
     2 (parameters of the layers) + 2 E V + 4 L H D (keys it sees)
 
-operations: its products with the matrices, with the output matrix (tied or not; the lookup is
-free), and with keys and values. The backward pass takes twice that; once where the matrices are
-frozen, for then only the gradients of the activations are formed. A teacher takes one forward pass
-more. Padding, recomputation and norms do not count: this is what the model needs, not what the
-program happens to do.
+operations: its products with the layers' matrices, with the output matrix (tied or not; the lookup
+is free), and with keys and values. The backward pass takes twice as many, or as many if the
+matrices are frozen, because then only gradients of activations are computed. A teacher takes one
+more forward pass. Padding, recomputation and norms do not count: the figure is what the model
+needs, not what the program executes.
 """
 
 import math
@@ -22,7 +22,7 @@ from dms_jax.training.parameters import is_adapter, parameters
 
 
 def layer_parameters(transformer: Transformer) -> int:
-    """Parameters of the layers' matrices: of what a token is multiplied with, not looked up in."""
+    """Returns the number of parameters in the layers' matrices, without adapters."""
     return sum(
         math.prod(x.shape)
         for name, x in parameters(transformer).items()
@@ -38,14 +38,14 @@ def token_operations(
     frozen: bool = False,
     teacher: bool = False,
 ) -> float:
-    """Model operations of one token of a training step.
+    """Returns the model operations of one token in a training step.
 
     Args:
-      config: of the model.
-      layer_parameters: of its layers.
-      keys: that a token sees, itself included, on average.
-      frozen: whether the matrices are not trained.
-      teacher: whether a second model is run forward.
+      config: configuration of the model.
+      layer_parameters: number of parameters in the layers' matrices.
+      keys: mean number of keys that a token sees, itself included.
+      frozen: whether the matrices are frozen.
+      teacher: whether a teacher runs forward too.
     """
     forward = (
         2 * layer_parameters
@@ -56,7 +56,7 @@ def token_operations(
 
 
 def peak_operations(mesh: jax.sharding.Mesh | None) -> float | None:
-    """Bfloat16 operations a second of all devices of a run; None where they are not known."""
+    """Returns the peak bfloat16 operations per second of all devices; None if one is unknown."""
     devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
     known = [data_sheet(device.device_kind) for device in devices]
     return None if None in known else float(sum(each.peak for each in known if each is not None))

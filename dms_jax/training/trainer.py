@@ -1,8 +1,8 @@
-"""A run's arrays and its compiled step, on one device or spread over a mesh.
+"""The training state and its compiled step, on one device or sharded over a mesh.
 
-Under a mesh, parameters and optimizer state live where `sharding.TRAINING_RULES` says (a shard of
-every parameter on `data`, heads and feed-forward on `model`) and sequences on `data`; the
-partitioner derives the collectives of FSDP and tensor parallelism from that.
+On a mesh, parameters and optimizer state are sharded by `sharding.TRAINING_RULES` (every parameter
+over `data`, heads and feed-forward over `model`) and sequences over `data`; the partitioner derives
+the collectives of FSDP and tensor parallelism from that.
 """
 
 import dataclasses
@@ -41,17 +41,17 @@ from dms_jax.training.throughput import layer_parameters, peak_operations, token
 
 
 class Trainer:
-    """Holds what a run trains and steps it.
+    """The training state of a run, and the step that advances it.
 
     Args:
-      model: the original; its arrays are never changed.
-      policy: whose decisions are in force.
-      recipe: how.
-      seed: of the noise.
-      mesh: of the devices; None for one device.
+      model: the original model; its arrays are never changed.
+      policy: the policy whose decisions apply.
+      recipe: the recipe of the run.
+      seed: seed of the noise.
+      mesh: mesh of devices; None for one device.
 
     Attributes:
-      state: parameters that are trained, optimizer state, step.
+      state: trained parameters, optimizer state and step.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Trainer:
         parts = split(arrays, adapter=policy.retrofit.adapter, others=not adapter_only)
         self._frozen = parts.frozen
         self._dtypes = {name: x.dtype for name, x in parts.trained.items()}
-        # Copies: the step gives their memory to its results.
+        # Copies, because the step donates them.
         trained = {
             name: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True)
             for name, x in parts.trained.items()
@@ -109,7 +109,7 @@ class Trainer:
         return {name: jax.device_put(x, places[name]) for name, x in arrays.items()}
 
     def _init_state(self, step: Any, trained: Parameters) -> TrainState:
-        """State at `step` with fresh optimizer moments, which live beside their parameters."""
+        """Returns a state at `step` with fresh moments, sharded like their parameters."""
         state = TrainState(step, trained, self._optimizer.init(trained))
         if self._mesh is None:
             return state
@@ -119,18 +119,18 @@ class Trainer:
 
     @property
     def abstract_state(self) -> TrainState:
-        """Shapes, types and places of the state, for a restore."""
+        """Shapes, dtypes and shardings of the state, to restore a checkpoint."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
         )
 
     def zero_borrowed_neurons(self) -> None:
-        """Makes the borrowed neurons say nothing, and forgets their moments."""
+        """Sets the borrowed neurons to zero and resets the optimizer state."""
         arrays = zero_borrowed_neurons(self.state.parameters, self._policy)
         self.state = self._init_state(self.state.step, arrays)
 
     def step(self, batches: list[Batch], progress: Progress) -> dict[str, jax.Array]:
-        """Runs one optimizer step and returns its metrics, which may still be on their way."""
+        """Runs one optimizer step and returns its metrics, which may still be computing."""
         number = lambda value: jnp.asarray(value, self.wide)  # noqa: E731
         schedule = ScheduleValues(
             target=number(progress.target),
@@ -150,11 +150,11 @@ class Trainer:
         return metrics
 
     def utilisation(self, tokens_per_second: float, keys: float) -> float | None:
-        """Share of the devices' peak that the model's operations take; None if that is not known.
+        """Returns the model FLOPs utilisation; None if the devices' peak is unknown.
 
         Args:
-          tokens_per_second: of documents, without padding.
-          keys: that a token sees on average.
+          tokens_per_second: tokens of documents per second, without padding.
+          keys: mean number of keys that a token sees.
         """
         if self._peak is None:
             return None
@@ -168,7 +168,7 @@ class Trainer:
         return operations * tokens_per_second / self._peak
 
     def model(self) -> LanguageModel:
-        """The student as it stands, in the types that the model came in."""
+        """Returns the current student, in the dtypes of the original model."""
         trained = {
             name: jnp.array(x, self._dtypes[name], copy=True)
             for name, x in self.state.parameters.items()

@@ -146,7 +146,7 @@ def test_worker_processes_give_the_same_batches_and_can_be_put_back(mixture):
 
 def test_one_part_alone(mixture):
     assert [part.name for part in mixture.only("linear").parts] == ["linear"]
-    with pytest.raises(ConfigError, match="no part 'chess'; it has linear, tracking"):
+    with pytest.raises(ConfigError, match="no part 'chess'; there are linear, tracking"):
         mixture.only("chess")
 
 

@@ -65,7 +65,7 @@ def test_files_that_hold_nothing_are_refused(tmp_path):
         TextFiles(write(tmp_path / "blank.txt", " \n<|endoftext|>\n"))
     with pytest.raises(DataError, match=r"missing\.txt cannot be read"):
         TextFiles(tmp_path / "missing.txt")
-    with pytest.raises(DataError, match="no file was given"):
+    with pytest.raises(DataError, match="No file was given"):
         JsonLines([])
 
 
@@ -85,5 +85,5 @@ def test_as_source_takes_what_a_user_has(tmp_path):
         as_source([str(text), str(lines)])
     with pytest.raises(DataError, match="no document"):
         as_source([])
-    with pytest.raises(DataError, match="cannot train on a dict"):
+    with pytest.raises(DataError, match="Cannot train on a dict"):
         as_source({"text": "x"})

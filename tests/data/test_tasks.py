@@ -293,7 +293,7 @@ def test_a_fitted_haystack_is_the_largest_that_fits():
         (lambda: tasks.LinearEquation(constant=0), "constant must be a whole number of at least 1"),
         (lambda: tasks.Arithmetic(operations=(5, 2)), r"operations must be \(low, high\)"),
         (lambda: tasks.WordChain(steps=(1, 90)), "people are too many"),
-        (lambda: tasks.LinearEquation(slips=0.1), "without slips"),
+        (lambda: tasks.LinearEquation(slips=0.1), "have no slips"),
         (lambda: tasks.VariableTracking(chains=0), "chains must be a whole number of at least 1"),
         (lambda: tasks.VariableTracking(hops=-1), "hops must be a whole number of at least 0"),
         (lambda: tasks.Needle(needles=True), "needles must be a whole number of at least 1"),

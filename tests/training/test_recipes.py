@@ -266,7 +266,7 @@ def test_a_bad_recipe_is_refused(changes, message):
             "learning_rate must be a finite number of at least 0",
         ),
         (dict(compression_ratio=0.5), "compression_ratio must be a finite number of at least 1"),
-        (dict(kind="train"), "only a ramp has a compression_ratio to go to"),
+        (dict(kind="train"), "only a ramp changes the compression_ratio"),
         (dict(final_learning_rate=-1.0), "learning_rate must be a finite number of at least 0"),
         (dict(warmup_steps=11), "warmup_steps must lie between 0 and the stage's 10 steps"),
         (dict(warmup_steps=-1), "warmup_steps must be"),

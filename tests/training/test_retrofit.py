@@ -162,9 +162,9 @@ def test_the_data_may_be_an_iterator(model):
     records = []
     run(model, data=forever(), on_step=records.append)
     assert len(records) == 6
-    with pytest.raises(DataError, match="the data ended before step 2"):
+    with pytest.raises(DataError, match="The data ended before step 2"):
         run(model, data=iter([{"tokens": random_tokens(0, 4, LENGTH)}]))
-    with pytest.raises(DataError, match=r"must hold tokens \(4, 12\), got \(4, 5\)"):
+    with pytest.raises(DataError, match=r"must hold tokens of shape \(4, 12\), got \(4, 5\)"):
         run(model, data=iter([{"tokens": random_tokens(0, 4, 5)}]))
 
 
@@ -183,7 +183,7 @@ def test_divergence_is_an_error(model, tmp_path):
     broken = jax.tree.map(jnp.copy, model.transformer)
     broken.final_norm.scale[...] = broken.final_norm.scale[...].at[0].set(jnp.nan)
     broken = dataclasses.replace(model, transformer=broken)
-    with pytest.raises(TrainingDivergedError, match=r"step 1 is not finite: .*loss nan"):
+    with pytest.raises(TrainingDivergedError, match=r"Step 1 is not finite: .*loss nan"):
         run(broken, out=tmp_path / "broken", checkpoint_every=1)
     assert not (tmp_path / "broken" / "model").exists()
     # A step later than the last checkpoint: the message says where to go back to.
@@ -195,7 +195,7 @@ def test_divergence_is_an_error(model, tmp_path):
 def test_an_unwritable_directory_is_found_before_training(model, tmp_path):
     (tmp_path / "file").write_text("")
     started = []
-    with pytest.raises(CheckpointError, match=r"cannot be written to .*give another `out`"):
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*Give another `out`"):
         run(model, out=tmp_path / "file" / "run", on_step=started.append)
     assert not started
 
@@ -204,7 +204,7 @@ def test_an_unwritable_directory_is_found_before_training(model, tmp_path):
     ("policy", "changes", "message"),
     [
         (Vanilla(), {}, "Vanilla has nothing to learn"),
-        (NEURON, dict(trainable="adapter"), "trains the adapter alone"),
+        (NEURON, dict(trainable="adapter"), "trains only the adapter"),
         (ADAPTER, dict(sequence_length=600), "600 tokens do not fit the model's 512 positions"),
     ],
 )

@@ -248,7 +248,7 @@ def test_the_held_out_loss_is_that_of_each_part(model):
     assert found["one"] == pytest.approx(one, rel=1e-5)
     assert found["two"] == pytest.approx(np.mean(both), rel=1e-5)  # as many tokens each
     silent = batches(1)[0] | {"loss_mask": np.zeros((4, LENGTH), bool)}
-    with pytest.raises(dms_jax.DataError, match="part 'none' of the held-out data has no token"):
+    with pytest.raises(dms_jax.DataError, match="Part 'none' of the held-out data has no token"):
         held_out_loss(model, {"none": [silent]})
 
 
@@ -256,12 +256,12 @@ def test_the_held_out_loss_is_that_of_each_part(model):
     ("options", "message"),
     [
         (dict(recipe=recipe(STAGE)), "the model is its own teacher"),
-        (dict(policy=TOVA(budget=8)), "TOVA has no trainable form: train with the plain cache"),
+        (dict(policy=TOVA(budget=8)), "TOVA has no trainable form. Train with the vanilla cache"),
         (dict(stop_after=0), "stop_after must be a finite number above 0"),
         (dict(evaluate_every=0), "evaluate_every must be a whole number of at least 1"),
         (
             dict(recipe=dataclasses.replace(RECIPE, trainable="adapter")),
-            "trains the adapter alone",
+            "trains only the adapter",
         ),
     ],
 )
@@ -271,5 +271,5 @@ def test_what_cannot_work_is_refused(model, options, message):
 
 
 def test_a_retrofit_needs_a_ramp(model):
-    with pytest.raises(ConfigError, match="the recipe tiny has no ramp"):
+    with pytest.raises(ConfigError, match="The recipe tiny has no ramp"):
         retrofit(model, ADAPTER, recipe=recipe(STAGE), data=documents())

@@ -187,5 +187,5 @@ def test_segments_are_in_all_passes_of_a_step_or_in_none(model, first):
     tokens = random_tokens(5, 2, LENGTH)
     batches = [{"tokens": tokens}, {"tokens": tokens, "segment_ids": np.ones_like(tokens)}]
     options = recipe(Stage("train", 1, 1e-3), loss="language_modeling", micro_batch_size=2)
-    with pytest.raises(DataError, match="step 1, some have segment_ids"):
+    with pytest.raises(DataError, match="Some batches of step 1 have segment_ids"):
         train(model, recipe=options, data=reversed(batches) if first else iter(batches))

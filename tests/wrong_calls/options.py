@@ -170,7 +170,7 @@ def task_cases() -> dict[str, Case]:
         "task operations fraction": case(tasks.Arithmetic, "operations", pair, operations=(1.5, 2)),
         "task slips text": case(tasks.Arithmetic, "slips", "'often'", slips="often"),
         "task slips nan": case(tasks.Arithmetic, "slips", "nan", slips=NAN),
-        "task slips of equations": case(tasks.LinearEquation, "without slips", slips=0.1),
+        "task slips of equations": case(tasks.LinearEquation, "have no slips", slips=0.1),
         "task size text": case(tasks.Needle, "size", whole + "1", size="1k"),
         "task needles bool": case(tasks.Needle, "needles", whole + "1", needles=True),
         "task haystack": case(tasks.Needle, "haystack", "'hay'", haystack="hay"),

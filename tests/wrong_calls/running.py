@@ -40,7 +40,9 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             "raise the budget",
             policy=dms_jax.Quest(budget=32),
         ),
-        "kv_dtype a list": case("ConfigError", "kv_dtype must be None", kv_dtype=["float8_e4m3"]),
+        "kv_dtype a list": case(
+            "ConfigError", "kv_dtype must be", "give 'float8_e4m3'", kv_dtype=["float8_e4m3"]
+        ),
         "window beyond the memory": case(
             "CapacityError",
             "bytes of state for 1 sequences",

@@ -1,10 +1,10 @@
-"""What a synthetic task is: problems drawn from seeds, worked solutions, exact scores.
+"""Synthetic tasks: problems drawn from seeds, worked solutions, exact scores.
 
 A task is a frozen dataclass of difficulty and length. `task.problem(split, index)` is a pure
 function of the task's fields, the split and the index, so that data needs no files and a run can
-resume anywhere. Splits are disjoint by construction: what makes a problem that problem (its
-`identity`: the equation, the needle's key and value) is hashed, and the hash says which split it
-belongs to; other splits' problems are drawn again.
+resume anywhere. Splits are disjoint by construction: the `identity` of a problem (the equation, the
+needle's key and value) is hashed, and the hash determines the split; a problem of another split is
+drawn again.
 
     0 test, 1 validation, 2..15 train   of sixteen
 """
@@ -30,11 +30,11 @@ class Problem:
     """One problem with its worked solution.
 
     Attributes:
-      prompt: what the model reads.
-      solution: how the text goes on: the working, where there is any, and the answer. It starts
+      prompt: the text that the model reads.
+      solution: the text that follows: the working, if there is any, and the answer. It starts
         where the prompt ends; an end token follows it.
-      answers: what a scorer looks for.
-      identity: what must not be shared between splits.
+      answers: the reference answers.
+      identity: what makes the problem unique; no two splits share it.
     """
 
     prompt: str
@@ -48,7 +48,7 @@ class Task(Options, abc.ABC):
     """A family of problems of one difficulty and length.
 
     Attributes:
-      seed: of the problems; another seed gives other problems of the same splits.
+      seed: seed of the problems; another seed gives other problems of the same splits.
     """
 
     name: ClassVar[str]
@@ -57,42 +57,42 @@ class Task(Options, abc.ABC):
 
     @abc.abstractmethod
     def draw(self, rng: random.Random) -> Problem:
-        """Draws one problem, whatever split it belongs to."""
+        """Draws one problem of any split."""
 
     @abc.abstractmethod
     def answer(self, completion: str) -> str | None:
-        """What a completion answers, in a normal form to count votes by; None for nothing.
+        """Returns the answer of a completion in a normal form, for voting; None if it has none.
 
-        A completion is whatever a model wrote; judging it never raises.
+        A completion is any text that a model wrote; parsing it never raises.
         """
 
     @abc.abstractmethod
     def score(self, problem: Problem, completion: str) -> float:
-        """The exact score of a completion, from 0 to 1."""
+        """Returns the exact score of a completion, from 0 to 1."""
 
     def score_answer(self, problem: Problem, answer: str) -> float:
-        """The score of what `answer` found in a completion, and of nothing else that stands there.
+        """Returns the score of an answer that `answer` found, without the rest of the completion.
 
-        A vote is worth the score of the answer it chose. By default an answer is judged as a
-        completion that says nothing else.
+        A vote gets the score of the answer that it chose. By default an answer is scored as a
+        completion that consists of it.
         """
         return self.score(problem, answer)
 
     def problem(self, split: Split, index: int) -> Problem:
-        """Returns problem `index` of a split: always the same one.
+        """Returns problem `index` of a split, which is always the same.
 
         Raises:
           ConfigError: there is no such split, or the task has no problem in it.
         """
         if split not in SPLITS:
-            raise ConfigError(f"there is no split {split!r}; there are {', '.join(SPLITS)}")
+            raise ConfigError(f"There is no split {split!r}; there are {', '.join(SPLITS)}.")
         fields = ",".join(f"{key}={value!r}" for key, value in sorted(vars(self).items()))
         rng = random.Random(f"{self.name}({fields}) {split} {index}")
         for _ in range(_DRAWS):
             problem = self.draw(rng)
             if split_of(problem.identity) == split:
                 return problem
-        raise ConfigError(f"{self} has no problem in the {split} split; make it more varied")
+        raise ConfigError(f"{self} has no problem in the {split} split. Make the task more varied.")
 
     def problems(self, split: Split, count: int, start: int = 0) -> list[Problem]:
         """Returns problems start .. start + count - 1 of a split."""
@@ -104,6 +104,6 @@ class Task(Options, abc.ABC):
 
 
 def split_of(identity: str) -> Split:
-    """The split that an identity belongs to."""
+    """Returns the split that an identity belongs to."""
     share = hashlib.blake2b(identity.encode(), digest_size=8).digest()[0] % _SHARES
     return "test" if share == 0 else "validation" if share == 1 else "train"

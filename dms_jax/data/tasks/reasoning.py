@@ -2,10 +2,9 @@
 
 `LinearEquation` has the format of the DMS paper's appendix C, which is that of DeepMind's
 mathematics dataset: "Solve 5*b - 2355 = -50*b - 2740 for b." `Arithmetic` reduces an expression one
-operation at a time. `WordChain` is a chain of comparisons told in any order, between distractors:
-the solution traces it back from what is asked and then computes forward, so that it has to look
-things up in the prompt all the way. Their working runs from about 50 to 1500 tokens of the shipped
-tokenizer.
+operation at a time. `WordChain` is a chain of comparisons in any order, among distractors: the
+solution traces it back from the question and then computes forward, so that every step has to look
+something up in the prompt. The working has about 50 to 1500 tokens of the shipped tokenizer.
 """
 
 import abc
@@ -28,20 +27,20 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning(Task):
-    """Problems with one whole number as the answer, which ends the working.
+    """Problems whose answer is one whole number at the end of the working.
 
     Attributes:
-      slips: probability that the result of a step is off by one in one digit, as a lost carry
-        leaves it. The working goes on from the wrong result; the answer that scores is the true
-        one. A model that learns from such solutions slips now and then as people do: its chains
-        fail at random, and votes over them help.
+      slips: probability that the result of a step is off by one in one digit, as after a lost
+        carry. The working continues from the wrong result, while the reference answer is the true
+        one. A model that learns from such solutions makes random mistakes like a person: its
+        chains fail independently, and voting over them helps.
     """
 
     slips: Slips = dataclasses.field(default=0.0, kw_only=True)
 
     @abc.abstractmethod
     def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:
-        """Returns (question, lines of the working, what they arrive at, the true answer)."""
+        """Returns (question, lines of the working, their result, the true answer)."""
 
     def draw(self, rng: random.Random) -> Problem:
         question, lines, result, answer = self.work(rng)
@@ -53,7 +52,7 @@ class Reasoning(Task):
         )
 
     def slip(self, rng: random.Random, value: int) -> int:
-        """The value, or by chance one that is off by one in one digit."""
+        """Returns the value or, with probability `slips`, one that is off by one in one digit."""
         if not self.slips or rng.random() >= self.slips:
             return value
         return value + rng.choice((-1, 1)) * 10 ** rng.randrange(len(str(abs(value))))
@@ -70,7 +69,7 @@ class Reasoning(Task):
 
 
 def _whole_number(text: str) -> str:
-    """As `str(int(text))`, of any length and of the digits of any script: "-007" is "-7"."""
+    """Returns `str(int(text))` for any length and the digits of any script: "-007" is "-7"."""
     digits = "".join(str(unicodedata.decimal(digit)) for digit in text.removeprefix("-"))
     value = digits.lstrip("0") or "0"
     return f"-{value}" if text.startswith("-") and value != "0" else value
@@ -79,7 +78,7 @@ def _whole_number(text: str) -> str:
 def _range(name: str, pair: tuple[int, int], least: int) -> None:
     if not (len(pair) == 2 and least <= pair[0] <= pair[1]):
         raise ConfigError(
-            f"{name} must be (low, high), whole numbers with {least} <= low <= high, got {pair!r}"
+            f"{name} must be (low, high), whole numbers with {least} <= low <= high, got {pair!r}."
         )
 
 
@@ -87,12 +86,13 @@ def _range(name: str, pair: tuple[int, int], least: int) -> None:
 class LinearEquation(Reasoning):
     """Linear equations in one variable, as in "Solve 5*b - 2355 = -50*b - 2740 for b".
 
-    They are worked without slips: a long division goes on from what it has left.
+    In a*x + b = c*x + d the answer x is whole. There are no slips: a long division could not
+    continue from a wrong remainder.
 
     Attributes:
-      coefficient: largest size of a and c.
-      constant: largest size of b.
-      solution: largest size of the answer, which is whole.
+      coefficient: largest absolute value of a and c.
+      constant: largest absolute value of b.
+      solution: largest absolute value of the answer.
     """
 
     name: ClassVar[str] = "linear"
@@ -104,7 +104,7 @@ class LinearEquation(Reasoning):
     def __post_init__(self):
         super().__post_init__()
         if self.slips:
-            raise ConfigError("linear equations are worked without slips; leave slips at 0")
+            raise ConfigError("Linear equations have no slips. Leave slips at 0.")
 
     def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:
         x = rng.choice(_LETTERS)
@@ -144,7 +144,7 @@ def _signed_term(coefficient: int, x: str) -> str:
 
 
 def _side(coefficient: int, constant: int, x: str, rng: random.Random) -> str:
-    """One side of an equation: its two terms in either order."""
+    """Returns one side of an equation, with its two terms in either order."""
     if not coefficient:
         return str(constant)
     if rng.random() < 0.5:
@@ -153,7 +153,7 @@ def _side(coefficient: int, constant: int, x: str, rng: random.Random) -> str:
 
 
 def _division(dividend: int, divisor: int) -> list[str]:
-    """The lines of a long division that leaves no remainder.
+    """Returns the lines of a long division without a remainder.
 
     # 2310 / 55   Out: 231 - 55*4 = 231 - 220 = 11 / 110 - 55*2 = 110 - 110 = 0
     """
@@ -171,12 +171,12 @@ def _division(dividend: int, divisor: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic(Reasoning):
-    """Nested sums, differences and products of whole numbers, one operation a line.
+    """Nested sums, differences and products of whole numbers, one operation per line.
 
     Attributes:
       operations: fewest and most operations.
-      numbers: largest number to start from.
-      largest: bound on the numbers on the way.
+      numbers: largest number in the expression.
+      largest: largest absolute value of intermediate results.
     """
 
     name: ClassVar[str] = "arithmetic"
@@ -212,7 +212,7 @@ class Arithmetic(Reasoning):
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """Two expressions and the sign between them."""
+    """An operation: two expressions and the sign between them."""
 
     sign: str
     left: "int | Operation"
@@ -233,7 +233,7 @@ def _value(tree: Expression) -> int:
 
 
 def _show(tree: Expression) -> str:
-    """An expression with brackets around every operation but the outermost."""
+    """Returns an expression with brackets around every operation but the outermost."""
     if isinstance(tree, int):
         return str(tree)
     sides = (
@@ -244,7 +244,7 @@ def _show(tree: Expression) -> str:
 
 
 def _reduce(tree: Operation, slip: Callable[[int], int]) -> tuple[Expression, str]:
-    """Carries out the leftmost operation between two numbers, as well as it can."""
+    """Computes the leftmost operation between two numbers, perhaps with a slip."""
     if isinstance(tree.left, Operation):
         left, done = _reduce(tree.left, slip)
         return dataclasses.replace(tree, left=left), done
@@ -257,12 +257,12 @@ def _reduce(tree: Operation, slip: Callable[[int], int]) -> tuple[Expression, st
 
 @dataclasses.dataclass(frozen=True)
 class WordChain(Reasoning):
-    """Who has how many, through a chain of comparisons told in any order.
+    """Questions of who has how many, through a chain of comparisons in any order.
 
     Attributes:
-      steps: fewest and most comparisons between what is known and what is asked.
-      distractors: fewest and most people who hang on the chain and do not matter.
-      largest: bound on the numbers.
+      steps: fewest and most comparisons between the known number and the one in question.
+      distractors: fewest and most people who are compared with the chain but do not matter.
+      largest: largest number.
     """
 
     name: ClassVar[str] = "words"
@@ -277,7 +277,7 @@ class WordChain(Reasoning):
         _range("distractors", self.distractors, 0)
         most = self.steps[1] + 1 + self.distractors[1]
         if most > len(NAMES):
-            raise ConfigError(f"{most} people are too many: there are {len(NAMES)} names")
+            raise ConfigError(f"{most} people are too many: there are {len(NAMES)} names.")
 
     def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:
         steps, others = rng.randint(*self.steps), rng.randint(*self.distractors)
@@ -305,7 +305,7 @@ class WordChain(Reasoning):
         return question, lines, result, value[asked]
 
     def _compare(self, rng: random.Random, known: int) -> tuple[str, int, int]:
-        """Draws a comparison with someone who has `known`: (kind, by how much, value)."""
+        """Draws a comparison with a person who has `known`: (kind, by how much, value)."""
         step = max(1, self.largest // 5)
         while True:
             kind = rng.choice(("more", "more", "fewer", "fewer", "times", "half"))

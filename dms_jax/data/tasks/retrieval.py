@@ -2,13 +2,13 @@
 
 Source: RULER (Hsieh et al., arXiv 2404.06654), `niah` and `variable_tracking` of its generators:
 templates, needles, noise, depths (40 places from 0 to 100%), 7-digit numbers, 5-letter variables,
-and the score: the share of references that occur in the completion, whatever the case.
+and the score: the share of references that occur in the completion, ignoring case.
 
-What differs, since nothing is downloaded: the essays are public-domain novels, read from a random
-sentence to the end of another; sentences are split by a rule of ours, which drops a quotation mark
-that closes one; adjectives and nouns come from our lists; a needle may come after the last line of
-noise; several chains are spread over the noise independently of one another; and no worked example
-precedes the question (zero-shot).
+Some things differ, because nothing is downloaded: the essays are public-domain novels, from a
+random sentence to the end of another; our rule splits sentences, and drops a quotation mark that
+closes one; adjectives and nouns come from our lists; a needle may come after the last line of
+noise; several chains are spread over the noise independently; and there is no worked example before
+the question (zero-shot).
 """
 
 import bisect
@@ -34,10 +34,10 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])['\")\]]?\s+(?=[A-Z\"'(\[])")
 
 @dataclasses.dataclass(frozen=True)
 class Retrieval(Task):
-    """Tasks that find something in a long text.
+    """Tasks to find something in a long text.
 
     Attributes:
-      size: length of the haystack: words of an essay, or repetitions of the noise.
+      size: length of the haystack, in words of an essay or repetitions of the noise.
     """
 
     size: Count = 600
@@ -50,13 +50,13 @@ class Retrieval(Task):
 def fitted[Sized: "Retrieval"](
     task: Sized, length: Callable[[str], int], *, max_tokens: int, room: int, probes: int = 8
 ) -> Sized:
-    """The task with the largest haystack whose prompts stay within a number of tokens.
+    """Returns the task with the largest haystack that fits a number of tokens.
 
     Args:
       task: a needle or tracking task.
-      length: tokens of a text.
-      max_tokens: of a prompt and its answer.
-      room: tokens kept for the answer (RULER: 128 for needles, 30 for tracking).
+      length: function that returns the number of tokens of a text.
+      max_tokens: the most tokens of a prompt and its answer together.
+      room: tokens for the answer (RULER: 128 for needles, 30 for tracking).
       probes: problems of the validation split that must all fit.
 
     Raises:
@@ -69,7 +69,7 @@ def fitted[Sized: "Retrieval"](
         return max(map(length, prompts)) + room <= max_tokens
 
     if not fits(1):
-        raise ConfigError(f"{task} does not fit {max_tokens} tokens with {room} for the answer")
+        raise ConfigError(f"{task} does not fit {max_tokens} tokens with {room} for the answer.")
     sizes = range(1, max_tokens + 1)  # a word or a repetition is at least one token
     last = bisect.bisect_left(sizes, True, key=lambda size: not fits(size))
     return dataclasses.replace(task, size=sizes[last - 1])
@@ -81,8 +81,8 @@ class Needle(Retrieval):
 
     Attributes:
       haystack: "essay" (niah_single_2) or "noise" (niah_single_1).
-      needles: how many there are; the question is for one of them. 1 is the single needle, more
-        is niah_multikey, whose wording is that of the single one.
+      needles: number of needles; the question is for one of them. 1 is the single needle, more
+        are niah_multikey, with the wording of the single needle.
     """
 
     name: ClassVar[str] = "needle"
@@ -132,11 +132,12 @@ class Needle(Retrieval):
 
 @dataclasses.dataclass(frozen=True)
 class VariableTracking(Retrieval):
-    """RULER's variable tracking: all variables that come to hold a value, directly or by a chain.
+    """RULER's variable tracking: all variables that hold a value, directly or through a chain.
 
     Attributes:
-      chains: chains of assignments in the text; the first is asked for.
-      hops: assignments of one variable to another in each.
+      size: repetitions of the noise.
+      chains: chains of assignments in the text; the question is for the first.
+      hops: assignments of one variable to another in each chain.
     """
 
     name: ClassVar[str] = "tracking"
@@ -182,7 +183,7 @@ class VariableTracking(Retrieval):
 
 
 def _inserted(sentences: list[str], extra: list[tuple[int, str]]) -> list[str]:
-    """Sentences with others put before the given places, which are in order."""
+    """Returns sentences with others inserted at the given places, which are in order."""
     result, start = [], 0
     for place, text in extra:
         result += sentences[start:place]
@@ -192,15 +193,17 @@ def _inserted(sentences: list[str], extra: list[tuple[int, str]]) -> list[str]:
 
 
 def _essay(rng: random.Random, words: int, split: str) -> list[str]:
-    """Sentences of about `words` words from the split's part of the books, from a random start.
+    """Returns sentences of about `words` words, from a random place in the split's books.
 
     Raises:
-      ConfigError: the part is not that long.
+      ConfigError: the books of the split are shorter.
     """
     sentences, ends = _sentences(split)
     last = bisect.bisect_left(ends, ends[-1] - words)
     if not 0 < words < ends[-1]:
-        raise ConfigError(f"a haystack of {words} words is longer than the text, {ends[-1]} words")
+        raise ConfigError(
+            f"A haystack of {words} words is longer than the text of {ends[-1]} words."
+        )
     start = rng.randrange(max(1, last))
     before = ends[start - 1] if start else 0
     end = bisect.bisect_left(ends, before + words)
@@ -209,7 +212,7 @@ def _essay(rng: random.Random, words: int, split: str) -> list[str]:
 
 @functools.cache
 def _sentences(split: str) -> tuple[list[str], list[int]]:
-    """The sentences of a split's part of the books, and the words up to the end of each."""
+    """Returns the sentences of a split's books, and the number of words up to the end of each."""
     sentences = _SENTENCE_END.split(" ".join(" ".join(assets.books(split)).split()))
     ends, total = [], 0
     for sentence in sentences:

@@ -1,4 +1,4 @@
-"""Word lists that the tasks draw from: people, things, adjectives and nouns."""
+"""The word lists of the tasks: people, things, adjectives and nouns."""
 
 # ruff: noqa: SIM905 - lists of words are read as text
 
