@@ -52,7 +52,7 @@ from dms_jax.training import Recipe, recipes, retrofit, train
 
 try:
     __version__ = importlib.metadata.version("dms-jax")
-except importlib.metadata.PackageNotFoundError:  # a checkout on the path, which nobody installed
+except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+checkout"
 
 __all__ = [

@@ -79,7 +79,7 @@ class Meter:
         *,
         held: int = 0,
     ) -> None:
-        """Adds tokens.
+        """Adds the use of one or more tokens.
 
         Args:
           live: live entries after each token.

@@ -46,7 +46,7 @@ class Pool:
 
     @property
     def page_size(self) -> int:
-        """Slots a page."""
+        """P, the number of slots per page."""
         return self.k_pages.shape[1]
 
     @property
@@ -217,7 +217,7 @@ class Cache:
 
     @property
     def page_size(self) -> int:
-        """Slots a page."""
+        """P, the number of slots per page."""
         return self.pool.page_size
 
 

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: float8 (e4m3) numbers and one scale a slot.
+"""Keys and values in 8 bits: float8 (e4m3) numbers and one scale per slot.
 
     scale = 2^k, the smallest with max_d |x_d| <= 448 scale        x ~ scale * e4m3(x / scale)
 

@@ -1,4 +1,4 @@
-"""Turns prompts into token ids, and says what is wrong with one that cannot be used."""
+"""Prompts to token ids, with an error that names whatever cannot be used."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeGuard

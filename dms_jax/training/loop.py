@@ -241,7 +241,7 @@ def _when_ready(metrics: dict[str, jax.Array]) -> float:
 
 
 class _Interrupts:
-    """Turns the first Ctrl-C into a request to stop after the current step and its records.
+    """Makes the first Ctrl-C a request to stop after the current step and its records.
 
     A second Ctrl-C interrupts at once. Signals reach only the main thread, so in another thread
     nothing changes.

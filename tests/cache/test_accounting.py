@@ -27,7 +27,7 @@ def test_what_is_held_at_once_is_told_beside_what_is_live():
     meter.add([6, 6], [6, 6])
     usage = meter.usage(prompt_tokens=6, new_tokens=3, seen=8, cache_bytes=0)
     assert (usage.peak_tokens, usage.peak_held_tokens) == (3.0, 4.0)
-    meter.add([10], [10])  # live tokens are held
+    meter.add([10], [10])  # live entries are held entries
     usage = meter.usage(prompt_tokens=6, new_tokens=4, seen=9, cache_bytes=0)
     assert usage.peak_tokens == usage.peak_held_tokens == 5.0
 
@@ -48,7 +48,7 @@ def test_nothing_seen_is_nothing_compressed():
 
 
 def test_the_peak_is_never_less_than_what_is_held_at_the_end():
-    """A conversation's turn may begin with more than any of its chunks reserves."""
+    """A turn of a conversation may start with more bytes than any of its chunks reserves."""
     meter = Meter(rows=2, peak_bytes=300)
     usage = meter.usage(prompt_tokens=1, new_tokens=1, seen=1, cache_bytes=700)
     assert (usage.cache_bytes, usage.peak_cache_bytes) == (700, 700)

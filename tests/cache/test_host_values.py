@@ -20,7 +20,7 @@ LAYERS, BATCH, HEADS, HEAD_DIM, PAGE_SIZE = 2, 2, 2, 4, 3
 
 
 def table_of(random) -> np.ndarray:
-    """Six pages a row beyond the two that belong to layers on the device."""
+    """Six pages per row, after the two that belong to layers on the device."""
     rows = LAYERS * BATCH * HEADS
     return 2 + random.permutation(rows * 6).reshape(LAYERS, BATCH, HEADS, 6).astype(np.int32)
 
@@ -45,11 +45,11 @@ def test_what_programs_leave_is_what_the_next_one_reads(dtype):
             for layer in range(LAYERS):
                 v = random.normal(size=(BATCH, 1, HEADS, HEAD_DIM)).astype(dtype)
                 slots = random.integers(0, 4, (BATCH, HEADS, 1)).astype(np.int32)
-                if program < 2:  # every slot in turn, whatever is drawn later
+                if program < 2:  # write every slot at least once
                     slots[:] = (5 * program + step) % 4
                 slots = np.where(active[:, None, None], slots, -1)
                 positions = (seen + np.minimum(step, [4, 2]))[:, None].astype(np.int32)
-                if not active[1]:  # an idle lane's position stays beyond what it took
+                if not active[1]:  # an idle lane stays at the position after its last token
                     positions[1] = seen[1] + 3
                 tail = append(tail, np.int32(layer), positions, v, slots)
                 for row, head in np.ndindex(BATCH, HEADS):
@@ -81,7 +81,7 @@ def test_first_layers_have_pages_of_their_own():
     allocator.trim(slots)
     more = slots.copy()
     more[0] = 8
-    assert not allocator.fits(more)  # the free pages are the other layers'
+    assert not allocator.fits(more)  # the free pages belong to the other layers
     with pytest.raises(CapacityError):
         allocator.reserve(more)
     more[0], more[2] = 4, 8
@@ -145,7 +145,7 @@ def test_the_pool_holds_what_the_accounting_says(stories):
 
 @pytest.mark.parametrize("policy", [KCache(top=6, first_layers=1), KCache(top=500)])
 def test_rounds_of_questions_over_one_context(stories, policy):
-    """Every round may look at another part of the context: nothing of it is gone (the motive)."""
+    """Each question may need another part of the context, and KCache has evicted none of it."""
     model = dataclasses.replace(
         stories, generation=dataclasses.replace(stories.generation, eos_token_ids=())
     )
@@ -171,7 +171,7 @@ def test_rounds_of_questions_over_one_context(stories, policy):
             np.array(there.logprobs), np.array(here.logprobs), rtol=1e-7, atol=1e-5
         )
     assert there.usage.live_tokens == len(context) + sum(map(len, questions)) + 3 * 10 - 1
-    if policy.top == 500:  # everything is fetched: plain attention
+    if policy.top == 500:  # everything is fetched, so this equals vanilla
         plain = Conversation(model, Vanilla(), max_tokens=256, page_size=16)
         answers = [plain.say(prompt, sampling=sampling).tokens for prompt in prompts]
         assert [turn.tokens for turn in talk.turns] == answers

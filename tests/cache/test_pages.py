@@ -32,7 +32,7 @@ def shard_of(row: tuple[int, int, int], sequence_shards: int, head_shards: int) 
 
 
 def check(pages: PageAllocator, shards: tuple[int, int]) -> dict[tuple, list[int]]:
-    """No page has two owners, free and owned pages are all there are; returns pages by row."""
+    """Asserts that each page is free or has one owner; returns the pages of each row."""
     owned = {}
     by_shard: dict[tuple, list[int]] = {}
     for row in np.ndindex(ROWS):
@@ -79,7 +79,7 @@ def test_random_orders_keep_every_page_in_one_place(seed, shards, page_size):
             after = check(pages, shards)
             for row, held in after.items():
                 assert len(held) == max(len(before[row]), needed[row])
-                assert held[: len(before[row])] == before[row]  # what is written stays put
+                assert held[: len(before[row])] == before[row]  # written pages do not move
         elif action == "trim":
             pages.trim(slots)
             for row, held in check(pages, shards).items():

@@ -1,4 +1,4 @@
-"""Writing into the pool: every value where its slot lies, and nowhere else."""
+"""Writing into the pool: every value into its own slot and nowhere else."""
 
 import chex
 import jax
@@ -40,7 +40,7 @@ def test_values_land_in_their_slots(seed):
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e4m3fn], ids=np.dtype)
 def test_one_token_of_each_row_is_written_as_tokens_of_a_chunk_are(dtype):
-    """Beside rows that write there are some that store nothing, and one beyond its reserve."""
+    """Besides rows that write there are some that store nothing, and one beyond its reserve."""
     random = np.random.default_rng(5)
     shape = (PAGES, PAGE_SIZE, HEAD_DIM)
     table = random.permutation(PAGES)[: BATCH * KV_HEADS * WIDTH].astype(np.int32)
@@ -96,7 +96,7 @@ def slots_of(pool, table, row, head, count):
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**20), share=st.sampled_from([0.0, 0.3, 0.8, 1.0]))
 def test_kept_slots_close_ranks_in_their_order(seed, share):
-    """Every array that is addressed by page moves alike; what is not a row's own stays."""
+    """Every array that is addressed by page moves in the same way; other pages do not change."""
     random = np.random.default_rng(seed)
     lengths = random.integers(0, WIDTH * PAGE_SIZE + 1, (BATCH, KV_HEADS))
     table = scattered_rows(random, lengths)

@@ -1,4 +1,4 @@
-"""Eight bits: the numbers of the format, scales, and that nothing is lost twice."""
+"""Keys and values in 8 bits: the numbers of the format, scales, and repeated quantization."""
 
 import chex
 import jax
@@ -35,7 +35,7 @@ def test_slots_hold_what_the_format_can_say(seed, dtype):
     stored = np.asarray(values).astype(np.float64) * np.asarray(scales)[:, None]
     chex.assert_trees_all_equal(stored, float8.snap(wide))
     chex.assert_trees_all_equal(np.asarray(round_trip(x)).astype(np.float64), stored)
-    # A number that is not close to nothing beside its slot's largest keeps 3 bits.
+    # A number that is not tiny compared with the largest of its slot keeps 3 bits.
     normal = np.abs(wide) >= 2.0**-6 * np.asarray(scales)[:, None]
     assert (np.abs(stored - wide)[normal] <= np.abs(wide)[normal] / 16).all()
 
@@ -86,7 +86,7 @@ def test_a_pool_of_eight_bits_gives_back_what_it_stored():
         chex.assert_trees_all_equal(row[[0, 5]], float8.snap(given_[0, :2, 0]))
     chex.assert_trees_all_equal(pool.as_stored(jnp.asarray(k)), float8.snap(k))
     chex.assert_trees_all_equal(pool.keys(jnp.asarray([1]), jnp.float32)[0, 1], keys[1, 1])
-    # Another type keeps numbers as they are, and needs no copy to be read.
+    # A pool in another dtype keeps numbers as they are and is read without a copy.
     plain = Pool(k_pages=jnp.zeros(shape), v_pages=jnp.zeros(shape))
     assert not plain.quantized
     assert plain.as_stored(k) is k

@@ -1,4 +1,4 @@
-"""Packing by both ways against hand examples and a plain loop, and iterators that resume."""
+"""Packing against examples by hand and a plain loop, and iterators that resume."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ def test_first_fit_keeps_documents_apart():
     for batch in drawn:
         key = tuple(batch["tokens"][0].tolist())
         rows[key] = (batch["segment_ids"][0].tolist(), batch["loss_mask"][0].tolist())
-    # The document of 6 is cut to 4; 7 8 and 9 share a sequence; the order of sequences is drawn.
+    # The document of 6 is cut to 4; 7 8 and 9 share a sequence; the order of sequences is random.
     assert rows == {
         (1, 2, 3, 4): ([1, 1, 1, 1], [True] * 4),
         (7, 8, 9, 0): ([1, 1, 2, 0], [True, True, True, False]),
@@ -62,7 +62,7 @@ def test_documents_without_a_token_never_end_in_waiting(packing):
         with pytest.raises(DataError, match="hold no token"):
             draw(empty, 1, repeat=True, **options)
         assert draw(empty, 1, repeat=False, **options) == []
-    # One that holds something is found, wherever the shuffles of two epochs put it.
+    # The only document with tokens is found, wherever the shuffles of two epochs put it.
     for seed in range(2):
         lone = [*[[]] * 9, [1, 2, 3, 4]]
         drawn = draw(lone, 4, repeat=True, packing=packing, seed=seed)
@@ -118,7 +118,7 @@ def test_texts_begin_with_the_begin_token():
 
 
 class EndToken:
-    """A tokenizer with an end token alone, and a chat template."""
+    """A tokenizer without a begin token, with an end token and a chat template."""
 
     bos_token_id = None
     eos_token_id = 9

@@ -92,8 +92,8 @@ def test_parts_get_their_shares(tokenizer):
 def test_a_part_is_not_charged_for_a_document_that_the_batch_drops(tokenizer):
     """Documents of 7 and of 2 tokens, equal shares, one sequence of 20.
 
-    7, four times 2, then the first part is behind again and nothing of it fits: prose, and not
-    more of the second part as if it were the one behind.
+    One of 7, four of 2; then the first part is behind again but does not fit, and prose follows
+    instead of more of the second part.
     """
 
     class Sized(Mixture):
@@ -105,7 +105,7 @@ def test_a_part_is_not_charged_for_a_document_that_the_batch_drops(tokenizer):
 
     one = Sized(tokenizer, (LINEAR, TRACKING), batch_size=1, length=20)
     chex.assert_trees_all_equal(one.batch(0)["tokens"][0], np.array([5] * 7 + [6] * 8 + [0] * 5))
-    # In an earlier sequence it waits for the next one, and counts until then.
+    # In earlier sequences it waits for the next one, and counts meanwhile.
     two = Sized(tokenizer, (LINEAR, TRACKING), batch_size=2, length=20)
     first, second = two.batch(0)["tokens"].tolist()
     assert first == [5] * 7 + [6] * 12 + [0]
@@ -133,7 +133,7 @@ def test_worker_processes_give_the_same_batches_and_can_be_put_back(mixture):
             chex.assert_trees_all_equal(next(ahead)["tokens"], mixture.batch(step)["tokens"])
         ahead.set_state(place)
         chex.assert_trees_all_equal(next(ahead)["tokens"], mixture.batch(4)["tokens"])
-        # Ctrl-C, which a terminal sends to them too, does not take the data from the last step.
+        # Workers survive Ctrl-C, which a terminal sends to them too, so the last step has its data.
         for process in list(ahead._pool._processes.values()):
             os.kill(process.pid, signal.SIGINT)
         for step in range(5, 25):

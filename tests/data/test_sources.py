@@ -1,4 +1,4 @@
-"""Documents from files and from memory; what is wrong with them is named with its place."""
+"""Documents from files and from memory; errors name file and line."""
 
 import json
 import pathlib

@@ -130,7 +130,7 @@ def test_slips_are_as_frequent_as_told_and_off_by_one_in_one_digit(task):
         failed += task.score(problem, problem.solution) == 0
     assert results > 600
     assert 0.15 < wrong / results < 0.25
-    assert 50 < failed < 95  # 1 - 0.8^7.5 is 0.81, less what cancels
+    assert 50 < failed < 95  # 1 - 0.8^7.5 is 0.81, minus slips that cancel
 
 
 def test_the_needle_is_worded_as_in_ruler():
@@ -264,7 +264,7 @@ def test_the_score_of_an_answer_is_not_that_of_what_stands_beside_it():
     problem = needle.problem("test", 0)
     right = problem.answers[0]
     text = f" 1111111, or {right}"
-    assert needle.score(problem, text) == 1  # RULER's: it is there
+    assert needle.score(problem, text) == 1  # RULER's score: it occurs
     assert needle.score_answer(problem, needle.answer(text)) == 0
     assert needle.score_answer(problem, right) == 1
     assert needle.score_answer(problem, right + "0") == 0

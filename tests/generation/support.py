@@ -20,7 +20,7 @@ POLICIES = {
     "random": dms_jax.RandomEviction(window=10, rate=0.6),
 }
 SHAPE = dict(num_lanes=2, page_size=16, chunk=8, prefill_chunk=8)
-# Prompts of one to thirty tokens and answers of twenty stay within four pages a row.
+# Prompts of one to thirty tokens and answers of twenty fit four pages per row.
 LENGTHS = (5, 30, 1, 13)
 NEW_TOKENS = 20
 GREEDY = dms_jax.Sampling(temperature=0, max_new_tokens=NEW_TOKENS, logprobs=True)
@@ -34,26 +34,26 @@ def stories() -> LanguageModel:
 
 @functools.cache
 def model_for(name: str, *, ends: bool = True) -> LanguageModel:
-    """The shipped model, said to be made for a policy; without end tokens where asked."""
+    """Returns the shipped model, declared for a policy, with or without end tokens."""
     model = dataclasses.replace(stories(), policy=POLICIES[name])
     return model if ends else dataclasses.replace(model, generation=GenerationDefaults())
 
 
 @functools.cache
 def engine_for(name: str) -> Engine:
-    """Answers run to their length: no end tokens."""
+    """Returns the model without end tokens, so that answers reach their full length."""
     return Engine(model_for(name, ends=False), max_tokens=64, **SHAPE)
 
 
 @functools.cache
 def story_tokens() -> list[int]:
-    """Tokens of real text."""
+    """Returns tokens of real text."""
     text = " ".join(assets.stories("valid")[:4])
     return stories().tokenizer.encode(text)
 
 
 def prompts(lengths=LENGTHS) -> list[list[int]]:
-    """Token lists of these lengths out of real text."""
+    """Returns prompts of these lengths from real text."""
     starts = np.cumsum([0, *lengths])
     return [
         story_tokens()[start : start + n] for start, n in zip(starts[:-1], lengths, strict=True)

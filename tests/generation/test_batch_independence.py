@@ -1,5 +1,5 @@
-"""What an answer owes to its neighbours: nothing in float32 and float64, and in bfloat16 no more
-than the order in which products are summed."""
+"""Answers do not depend on the batch in float32 and float64; in bfloat16 they depend only on the
+order in which products are summed."""
 
 import chex
 import jax
@@ -16,7 +16,7 @@ from tests.support.models import random_model, random_tokens, tiny_config
 
 LENGTHS = (11, 3, 20, 7, 20)
 PROMPTS = [random_tokens(index, length).tolist() for index, length in enumerate(LENGTHS)]
-# Lanes, and how the requests are cut into pages, prompt chunks and steps.
+# Lanes, page sizes, prompt chunks and decode chunks.
 ARRANGEMENTS = (
     dict(num_lanes=5, page_size=4, chunk=5, prefill_chunk=32),
     dict(num_lanes=2, page_size=16, chunk=16, prefill_chunk=8),
@@ -53,7 +53,7 @@ def test_neither_answers_nor_draws_depend_on_the_batch(policy, dtype):
 
 @pytest.mark.usefixtures("optimized")
 def test_what_is_rounded_to_bfloat16_does_not_depend_on_how_many_prompts_there_are():
-    """XLA may keep more bits of what it fuses: of one prompt's weights it did, of four's not."""
+    """XLA may keep more bits in a fusion: it did for the weights of one prompt, not of four."""
     length, window, slots, dim = 128, 16, 64, 64
     keys = jax.random.split(jax.random.key(0), 3)
     heads = (8, 2, 2)

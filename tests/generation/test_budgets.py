@@ -1,4 +1,4 @@
-"""Budgets that are a share of the request: each sequence of a batch has its own."""
+"""Budgets as a share of the request: each sequence of a batch has its own."""
 
 import functools
 
@@ -89,7 +89,7 @@ def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
 
 
 def test_a_window_that_grows_with_the_turns_keeps_the_sinks_and_the_most_recent():
-    """The second turn has a longer share: nothing leaves before that is full."""
+    """The second turn has a larger budget: nothing is evicted before it is full."""
     policy = dms_jax.StreamingLLM(compression_ratio=2, sinks=2)
     chat = dms_jax.Conversation(stories(), policy, max_tokens=128, **SHARED)
     first = chat.say(PROMPTS[0], sampling=SAMPLING)
@@ -144,7 +144,7 @@ def test_scores_have_the_share_of_a_max_length_that_is_given():
 
 @pytest.mark.parametrize("prefill", ["dense_then_evict", "evict_past_budget"])
 def test_what_is_left_after_a_cut_is_what_counts(prefill):
-    """An answer of one token: nothing was fed after the cut."""
+    """An answer of one token: no token was run after the eviction."""
     policies = {
         dms_jax.SnapKV(budget=16, window=4, interval=8): 16,
         dms_jax.H2O(budget=16, prefill=prefill): 16 + (prefill == "evict_past_budget"),
@@ -176,7 +176,7 @@ def test_a_prompt_that_is_cut_gives_its_pages_back():
     config = stories().config
     rows = config.num_layers * config.num_kv_heads
     assert held[0] == rows * 2  # 16 of 64 tokens
-    assert max(held) <= rows * 3  # and 8 more until the next cut
+    assert max(held) <= rows * 3  # and 8 more until the next eviction
 
 
 def test_the_pool_is_sized_by_what_a_share_can_come_to():
@@ -186,4 +186,4 @@ def test_the_pool_is_sized_by_what_a_share_can_come_to():
     assert sized(dms_jax.TOVA(compression_ratio=4)) == sized(dms_jax.TOVA(budget=32))
     assert sized(dms_jax.TOVA(compression_ratio=4)) < sized(dms_jax.Vanilla())
     whole = dms_jax.TOVA(compression_ratio=4, prefill="dense_then_evict")
-    assert sized(whole) == sized(dms_jax.Vanilla())  # the prompt lies in it whole
+    assert sized(whole) == sized(dms_jax.Vanilla())  # the whole prompt is in it

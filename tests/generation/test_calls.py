@@ -1,4 +1,4 @@
-"""Calls that end early carry what is done; calls that meet are told so; neither harms the other."""
+"""Interrupted calls keep what is finished, and overlapping calls are refused without harm."""
 
 import dataclasses
 import threading
@@ -18,7 +18,7 @@ from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_
 
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
 TALK = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
-PAGES = 3  # of sixteen tokens: what the small engines below hold of one row
+PAGES = 3  # pages of sixteen tokens per row in the small engines below
 
 
 def small_engine(policy=None, *, ends: bool = False, lanes: int = 1) -> Engine:
@@ -32,7 +32,7 @@ class Enough(Exception):
     pass
 
 
-# -- what is done is carried -------------------------------------------------------------------
+# -- what is finished is kept ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [Enough, KeyboardInterrupt, SystemExit])
@@ -41,7 +41,7 @@ def test_an_interrupt_carries_the_completions_that_had_ended(error):
     expected = engine_for("vanilla").generate(given, sampling=GREEDY)
 
     def interrupt(update):
-        if update.finished and update.index == 1:  # beside the first, while two wait
+        if update.finished and update.index == 1:  # next to the first, while two wait
             raise error("enough")
 
     with pytest.raises(error, match="enough") as caught:
@@ -90,7 +90,7 @@ def test_a_second_interrupt_carries_them_too(monkeypatch):
 
 
 def test_running_out_of_memory_carries_them():
-    """DMS decides as it goes, so nobody knows beforehand that the last one does not fit."""
+    """DMS decides during generation, so it is not known in advance that the last does not fit."""
     given = [*prompts((5, 9, 13)), prompts((200,))[0]]
     engine = small_engine(POLICIES["dms"])
     expected = engine.generate(given[:3], sampling=SHORT)
@@ -179,12 +179,12 @@ def test_an_evaluation_carries_the_answers_that_could_not_be_judged():
     assert sorted(caught.value.finished) == list(range(6))
 
 
-# -- what is known is refused ------------------------------------------------------------------
+# -- what is known not to fit is refused -------------------------------------------------------
 
 
 @pytest.fixture
 def ran(monkeypatch) -> list[int]:
-    """Programs over prompts that ran."""
+    """Counts the compiled programs that ran over prompts."""
     calls, extend = [], Runner.extend
 
     def counted(self, tokens, **options):
@@ -214,7 +214,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_anything_runs(policy, ran):
 
 
 def test_a_first_chunk_that_cannot_fit_is_refused_before_anything_runs(ran):
-    """Under any policy: here one that says nothing of how much it keeps."""
+    """This holds under any policy, here one that does not declare how much it keeps."""
     model = model_for("dms", ends=True)
     engine = small_engine(POLICIES["dms"], ends=True)
     engine = Engine(
@@ -246,7 +246,7 @@ def test_an_answer_that_cannot_fit_is_refused_where_nothing_ends_it_early(ran):
 
 
 def test_an_evaluation_refuses_before_its_first_wave(ran):
-    """Of the problems of three waves the second prompt is the longest."""
+    """The second of the prompts of three waves is the longest."""
     task, model = Continue(), model_for("vanilla")
     lengths = [len(model.tokenizer.encode(each.prompt)) for each in task.problems("test", 3)]
     assert lengths[0] < max(lengths)
@@ -259,7 +259,7 @@ def test_an_evaluation_refuses_before_its_first_wave(ran):
     assert ran == []
 
 
-# -- calls that meet ---------------------------------------------------------------------------
+# -- calls that overlap ------------------------------------------------------------------------
 
 
 def test_a_call_from_inside_a_callback_is_refused_and_harms_nothing():
@@ -298,7 +298,7 @@ def test_a_turn_from_inside_a_turn_is_refused_and_harms_nothing():
 
 
 def test_threads_are_refused_or_answered_rightly():
-    """Eight threads over one engine, then each with one of its own."""
+    """Eight threads share one engine; then each has its own."""
     given = [prompts((5, 13)), prompts((9, 30)), prompts((1, 4)), prompts((13, 2))]
     engine = Engine(model_for("vanilla", ends=False), max_tokens=64, **SHAPE)
     expected = [engine.generate(each, sampling=SHORT) for each in given]

@@ -1,4 +1,4 @@
-"""Turns that share a cache: one run over all of it, recomputing nothing."""
+"""Turns that share a cache equal one run over all tokens, and recompute nothing."""
 
 import dataclasses
 import shutil
@@ -19,7 +19,7 @@ SPLIT_INVARIANT = [name for name, policy in POLICIES.items() if policy.parallel 
 
 @pytest.fixture
 def fed(monkeypatch) -> list[int]:
-    """How many tokens each call of Runner.extend ran."""
+    """Records the number of tokens of each call of Runner.extend."""
     counts = []
     extend = Runner.extend
 
@@ -38,7 +38,7 @@ def test_turns_equal_one_run_over_all_tokens(name, fed):
     past: list[int] = []
     for turn in turns:
         completion = conversation.say(turn, sampling=SHORT)
-        # The prompt, and the last answer's newest token, which was never fed. Nothing else.
+        # Only the prompt and the last token of the last answer, which had not been run.
         assert sum(fed) == len(turn) + (len(past) > 0)
         assert completion.usage.prompt_tokens == sum(fed)
         (whole,) = engine_for(name).generate([past + turn], sampling=SHORT)
@@ -53,7 +53,7 @@ def test_turns_equal_one_run_over_all_tokens(name, fed):
 
 
 def test_quest_turns_keep_their_prompts_dense():
-    """Not one run over all tokens: the earlier answer was read with selection, and stays."""
+    """It differs from one run over all tokens: the earlier answer was computed with selection."""
     conversation = dms_jax.Conversation(model_for("quest", ends=False), **SHAPE)
     for turn in prompts([20, 6]):
         completion = conversation.say(turn, sampling=SHORT)
@@ -122,7 +122,7 @@ def test_when_the_memory_runs_out():
     first = conversation.say(prompts([9])[0], sampling=SHORT)
     with pytest.raises(CapacityError, match="cannot hold the sequence to its end"):
         conversation.say(prompts([29])[0], sampling=SHORT)
-    second = conversation.say([7, 8, 9], sampling=SHORT)  # a shorter turn still goes
+    second = conversation.say([7, 8, 9], sampling=SHORT)  # a shorter turn still fits
     whole = prompts([9])[0] + first.tokens + [7, 8, 9]
     (expected,) = engine_for("vanilla").generate([whole], sampling=SHORT)
     assert second.tokens == expected.tokens
@@ -169,7 +169,7 @@ def test_chat_turns_are_written_once(chatting, fed):
     assert sum(fed) == len(encode("<s>[user] A cat[assistant] ", False))
     fed.clear()
     second = conversation.say(user("sat"), sampling=SHORT)
-    # The cut answer is closed by the template; neither <s> nor the first turn comes again.
+    # The template closes the truncated answer; neither <s> nor the first turn is repeated.
     more = encode("</s>[user] sat[assistant] ", False)
     assert sum(fed) == 1 + len(more)
     past = encode("<s>[user] A cat[assistant] ", False) + first.tokens
@@ -184,7 +184,7 @@ def test_an_answer_that_ended_is_not_ended_twice(chatting):
         chatting.generation, eos_token_ids=tuple(range(chatting.config.vocab_size))
     )
     conversation = dms_jax.Conversation(dataclasses.replace(chatting, generation=generation))
-    conversation.say(user("A cat"), sampling=SHORT)  # whatever comes first ends it
+    conversation.say(user("A cat"), sampling=SHORT)  # any first token ends it
     ended = (chatting.tokenizer.eos_token_id,)
     conversation._history = dataclasses.replace(conversation._history, before=ended)
     second = conversation.say(user("sat"), sampling=SHORT)

@@ -1,4 +1,4 @@
-"""What a call costs besides the arithmetic: compilations, and work on the host."""
+"""The overhead of a call: compilations, and work on the host."""
 
 import time
 
@@ -14,14 +14,14 @@ from tests.generation.support import model_for, prompts
 
 
 class Compilations:
-    """Counts the programs that jax traces and lowers anew."""
+    """Counts the programs that jax traces and lowers."""
 
     def __init__(self):
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, name: str, seconds: float, **_) -> None:
-        # Traced and lowered anew, whether or not the persistent cache holds the result.
+        # Traced and lowered, whether or not the persistent cache holds the result.
         self.count += name == "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
     def of(self, call) -> int:
@@ -44,7 +44,7 @@ def test_a_repeated_call_compiles_nothing():
     # The empty cache, keys, clearing; a chunk of prompts, the first tokens, a chunk of steps.
     assert 0 < first <= 8
     assert compilations.of(call([11, 14])) == 0
-    # Nor do other prompts, shorter and longer ones, as long as the next power of two holds them.
+    # Shorter and longer prompts compile nothing either, up to the next power of two.
     assert compilations.of(call([9, 16])) == 0
     assert compilations.of(call([10, 13], on_tokens=lambda update: None)) == 0
 
@@ -69,7 +69,7 @@ def test_another_temperature_compiles_nothing():
 
 
 def test_growing_sequences_compile_few_programs():
-    """From 1 to 16 pages a row: one program for each power of two from four on."""
+    """From 1 to 16 pages per row: one program for each power of two from four on."""
     compilations = Compilations()
     model = model_for("vanilla", ends=False)
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=500)
@@ -89,7 +89,7 @@ def test_keys_do_not_depend_on_how_many_are_made():
 
 @pytest.fixture(scope="module")
 def large() -> PageAllocator:
-    """256 lanes, 32 layers, 8 heads, about 64 pages a row."""
+    """256 lanes, 32 layers, 8 heads, about 64 pages per row."""
     allocator = PageAllocator(
         num_layers=32,
         num_sequences=256,
@@ -115,7 +115,7 @@ def best_of(call, count: int = 5) -> float:
 
 
 def test_pages_of_a_large_batch_are_handed_out_quickly(large):
-    """The bookkeeping of a chunk; generous bounds, for the other work of the machine."""
+    """The bookkeeping of a chunk, with generous bounds because the machine has other work."""
     slots = lengths()
 
     def chunk():

@@ -28,7 +28,7 @@ EVERY_POLICY = pytest.mark.parametrize("name", POLICIES)
 
 
 def same_usage(left, right, *, bytes_too: bool = False) -> None:
-    """What memory held (`bytes_too`) depends on chunks, pages and put-backs; nothing else does."""
+    """Only the bytes held (`bytes_too`) depend on chunks, pages and preemption."""
     left, right = dataclasses.asdict(left), dataclasses.asdict(right)
     for field in left:
         if bytes_too or ("bytes" not in field and field != "peak_held_tokens"):
@@ -56,7 +56,7 @@ def test_answers_are_the_argmax_of_the_logits(name):
 
 @EVERY_POLICY
 def test_under_pressure_nothing_changes(name):
-    """A pool that holds one sequence and a bit: requests wait, are put back, are recomputed."""
+    """A pool for little more than one sequence: requests wait, are preempted and recomputed."""
     engine, given = engine_for(name), prompts()
     expected = engine.generate(given, sampling=GREEDY)
     runner, whole = engine.runner, engine.runner.allocator._free[0]
@@ -90,12 +90,12 @@ def test_under_pressure_nothing_changes(name):
         same_usage(left.usage, right.usage)
     assert sum(fed) >= sum(LENGTHS)
     if name in ("vanilla", "quest"):
-        assert sum(fed) > sum(LENGTHS)  # something was put back and recomputed
+        assert sum(fed) > sum(LENGTHS)  # a request was preempted and recomputed
 
 
 @pytest.mark.parametrize("name", ["vanilla", "dms", "quest"])
 def test_chunks_pages_and_lanes_change_nothing(name):
-    """Quest selects pages, so for it their size is part of the method."""
+    """Quest selects pages, so the page size is part of the method."""
     given = prompts()
     expected = engine_for(name).generate(given, sampling=GREEDY)
     page_size = 16 if name == "quest" else 8
@@ -133,7 +133,7 @@ def test_usage_of_a_plain_cache_is_counted_by_hand():
     rows = config.num_layers * config.num_kv_heads
     for length, completion in zip(LENGTHS, completions, strict=True):
         usage = completion.usage
-        fed = length + NEW_TOKENS - 1  # the newest token is never fed
+        fed = length + NEW_TOKENS - 1  # the last token is never run
         assert (usage.prompt_tokens, usage.new_tokens) == (length, NEW_TOKENS)
         assert usage.kv_reads == sum(range(length + 1, fed + 1))
         assert usage.peak_tokens == usage.live_tokens == fed
@@ -173,7 +173,7 @@ def test_a_single_sequence_that_cannot_fit():
     engine = Engine(model, memory=2 * rows * page, max_tokens=64, **SHAPE)
     with pytest.raises(CapacityError, match=r"prompt 0 .* even alone: it has 40 pages of 16"):
         engine.generate(prompts([30]), sampling=GREEDY)
-    # Nothing is left behind, and what fits is served.
+    # Nothing is left in the cache, and requests that fit run.
     short = dataclasses.replace(GREEDY, max_new_tokens=4)
     (completion,) = engine.generate(prompts([5]), sampling=short)
     (expected,) = engine_for("vanilla").generate(prompts([5]), sampling=short)
@@ -194,7 +194,7 @@ def test_strings_and_token_lists_are_the_same_prompts():
 
 
 def test_an_adapter_model_without_a_tokenizer():
-    """Decisions from an adapter, q and k norms, biases, an output matrix of its own."""
+    """Decisions from an adapter, q and k norms, biases, an untied output matrix."""
     policy = dms_jax.DMS(window=6, source="adapter", shift=0, alpha_offset=0.0)
     config = tiny_config(tied=False, biases=True, num_kv_heads=1)
     transformer = random_model(config, adapter=True, dtype=np.float32)
@@ -216,7 +216,7 @@ def test_an_adapter_model_without_a_tokenizer():
 
 
 def test_numbers_that_only_bound_something_may_be_as_large_as_they_like():
-    """The largest that are taken: a chunk is no longer than what it could be used for."""
+    """The largest accepted options: a chunk is no longer than an answer can be."""
     given, most = prompts([5]), 2**31 - 1
     model = model_for("vanilla", ends=False)
     expected = engine_for("vanilla").generate(given, sampling=GREEDY)

@@ -1,8 +1,8 @@
-"""A second Ctrl-C, at every line of the cleaning after the first: the next answers are right.
+"""A second Ctrl-C at every line of the cleanup after the first: later answers are correct.
 
-CPython lets a signal in after calls and where loops turn back. The tests raise at every line of
-this library that runs while an interrupt passes, which is more often. One place is left out: a line
-that releases a lock is reached as a line, and never by a signal, before it has done so.
+CPython handles signals after calls and at the end of loop iterations. The tests raise more often:
+at every line of this library that runs while an interrupt propagates. They leave out lines that
+release a lock, because a signal cannot arrive at such a line before it has run.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Strike:
         self.lines: set[tuple[str, int]] = set()
 
     def arm(self) -> None:
-        """Begins to count, in the frames that are open too."""
+        """Starts counting, in the frames that are already running too."""
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename.startswith(LIBRARY):
@@ -59,15 +59,15 @@ class Strike:
         return self
 
     def disarm(self) -> bool:
-        """Whether it struck."""
+        """Whether the interrupt was raised."""
         sys.settrace(self.before)
         return len(self.lines) >= self.nth
 
 
 def interrupted(call, nth: int) -> bool:
-    """Makes a call whose second update is interrupted, and its cleaning again at the n-th line.
+    """Makes a call whose second update is interrupted, and its cleanup again at the n-th line.
 
-    Returns whether there were so many lines.
+    Returns whether the cleanup has that many lines.
     """
     strike, updates = Strike(nth), []
 
@@ -86,7 +86,7 @@ def interrupted(call, nth: int) -> bool:
 
 
 def same(left: Completion, right: Completion) -> bool:
-    """Whether the tokens and what they cost are: greedy answers to other prompts may be alike."""
+    """Whether tokens and usage are equal: greedy answers to different prompts may be equal too."""
     usages = [(usage.kv_reads, usage.live_tokens) for usage in (left.usage, right.usage)]
     return left.tokens == right.tokens and usages[0] == pytest.approx(usages[1])
 
@@ -109,13 +109,13 @@ def test_answers_after_an_interrupted_cleaning(policy):
         assert engine.runner.allocator.pages_in_use == 0
         if not struck:
             break
-    assert nth > 40  # there is that much to clean
+    assert nth > 40  # the cleanup has that many lines
 
 
 @pytest.mark.slow
 @every_case("dms", "kcache")
 def test_a_conversation_after_an_interrupted_cleaning(policy, monkeypatch):
-    """Interrupted before its new turn has reached the cache, which then looks like its past."""
+    """The turn is interrupted before it reaches the cache, which then equals the history."""
     turns = prompts((9, 4))
     undisturbed = dms_jax.Conversation(model(), policy, **TALK)
     expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]
@@ -144,7 +144,7 @@ def test_a_conversation_after_an_interrupted_cleaning(policy, monkeypatch):
 
 @pytest.mark.slow
 def test_starting_over_before_the_next_call_may_be_interrupted_too():
-    """And again, at every line of it: the cache is not taken for whole until it is."""
+    """A restart is interrupted at every line: the cache counts as valid only once it is."""
     given = prompts((5, 13))
     engine = Engine(model(), CASES["kcache"], max_tokens=64, **SHAPE)
     expected = engine.generate(given, sampling=SHORT)
@@ -175,7 +175,7 @@ def test_starting_over_before_the_next_call_may_be_interrupted_too():
 
 
 def test_a_turn_is_there_or_not():
-    """Interrupts at the lines that note down a turn, after its answer."""
+    """Interrupts at the lines that record a turn, after its answer."""
     turns = prompts((9, 4))
     undisturbed = dms_jax.Conversation(model(), **TALK)
     expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]

@@ -1,4 +1,4 @@
-"""What a cache needs: by hand for a large model, against the real bytes for a small one."""
+"""Memory estimates: by hand for a large model, and against the real bytes of a small one."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ def test_llama_8b_under_dms_by_hand():
     assert dms.batch == 64
     read = 2 * (PARAMETERS - 128_256 * 4096) + 64 * live * TOKEN
     assert dms.step_seconds == pytest.approx(read / 3.35e12)
-    # With enough sequences the arithmetic takes longer than the reading.
+    # With enough sequences the arithmetic takes longer than the reads.
     slow = Device(memory=1e13, bandwidth=1e13, peak=1e12)
     busy = dms_jax.estimate(LLAMA_8B, tokens=1024, device=slow, batch=512)
     operations = 2 * (PARAMETERS - 128_256 * 4096) + 4 * 32 * 32 * 128 * 1024
@@ -98,7 +98,7 @@ def test_what_other_policies_keep_and_read():
 
 def test_eight_bits_and_values_on_the_host():
     eight = dms_jax.estimate(LLAMA_8B, tokens=8192, batch=16, kv_dtype="float8_e4m3")
-    entry = 2 * (128 + 4)  # a byte a number, and a float32 scale
+    entry = 2 * (128 + 4)  # one byte per number, and a float32 scale
     assert eight.sequence_bytes == 8192 * 8 * 32 * entry
     read = 2 * (PARAMETERS - 128_256 * 4096) + 16 * eight.sequence_bytes
     assert eight.step_seconds == pytest.approx(read / 4.8e12)
@@ -123,10 +123,10 @@ def test_tied_embeddings_are_read_whole():
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_against_the_bytes_of_a_real_cache(name):
-    """In pages of one token, where the mean over heads needs no rounding."""
+    """With pages of one token the mean over heads needs no rounding."""
     model, policy, tokens = model_for(name), POLICIES[name], prompts([42])[0]
     (score,) = dms_jax.score(model, [tokens], chunk=41, page_size=1)
-    # The ratio past the window that the model really shows on these tokens.
+    # The compression ratio past the window that was measured on these tokens.
     ratio, window = 1.0, policy.visible_window + 1
     if policy.retrofit.needed or name == "random":
         ratio = (41 - window) / (score.usage.live_tokens - window)
@@ -219,7 +219,7 @@ def test_running_out_of_memory_while_it_runs(monkeypatch):
 
 
 def test_lanes_are_counted_beside_their_pages(monkeypatch):
-    """What is free holds the lanes first, then pages; nothing is allotted that has no room."""
+    """Free memory holds the lanes first, then pages; nothing is allocated that does not fit."""
     model, free = model_for("vanilla"), 20_000_000
     monkeypatch.setattr(memory, "_device_memory", lambda model: (free, 10 * free))
     beside = memory.lane_bytes(model.config, 64, 16)

@@ -1,4 +1,4 @@
-"""Sequences over `data`, heads over `model`: the same answers, from pages that never cross."""
+"""Sequences over `data`, heads over `model`: the same answers, and each device keeps its pages."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, prompt
 @pytest.mark.slow
 @pytest.mark.parametrize(("lanes", "shards"), [(4, 4), (3, 2)])
 def test_answers_do_not_depend_on_the_mesh(lanes, shards):
-    """Three lanes do not divide over two devices, while two of them would: they must not."""
+    """Three lanes do not divide over two devices; two of them would, but must not be split."""
     mesh = dms_jax.make_mesh(2, 2)
     model = dataclasses.replace(
         dms_jax.load(assets.path("stories260k"), mesh=mesh),

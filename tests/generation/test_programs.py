@@ -7,7 +7,7 @@ from dms_jax.generation import programs
 
 
 def test_xla_knows_the_options_of_a_step():
-    """Their names and values, on every platform; one that it does not know fails like this."""
+    """XLA knows the names and values on every platform; it refuses an unknown one like this."""
     step = jax.jit(lambda x: x + 1, compiler_options=programs.GPU_STEP_OPTIONS)
     assert step(1) == 2
     unknown = programs.GPU_STEP_OPTIONS | {"xla_gpu_enable_while_loop_unrolling": "SOMETIMES"}
@@ -17,7 +17,7 @@ def test_xla_knows_the_options_of_a_step():
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"], ids="on {}".format)
 def test_options_are_those_of_the_backend(backend, monkeypatch):
-    """An option that XLA does not know, on one kind of device alone."""
+    """An unknown option on only one kind of device."""
     program = programs.Program(lambda x: x + 1, gpu_options={"xla_no_such_option": True})
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     if backend == "cpu":

@@ -1,4 +1,4 @@
-"""Drawing tokens: the filters against NumPy, and draws that know nothing of the batch."""
+"""Drawing tokens: the filters against NumPy, and draws that do not depend on the batch."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ CHI_SQUARE = 37.4
 
 
 def oracle(logits: np.ndarray, rule: Sampling) -> np.ndarray:
-    """Probabilities of one row in float64, token by token in order of their likelihood."""
+    """Returns the probabilities of one row in float64, one token after another by likelihood."""
     logits = np.asarray(logits, np.float64) / rule.temperature
     order = np.argsort(-logits, kind="stable")
     kept = list(order)
@@ -117,7 +117,7 @@ def test_draws_follow_the_filtered_distribution(name):
 
 
 def test_the_smallest_temperature_still_draws_among_equals():
-    """Zero takes the first; anything above it, also what float32 makes zero, takes any."""
+    """Zero takes the first of equal tokens; anything above, even if it underflows, takes any."""
     logits = jnp.broadcast_to(jnp.array([3.0, 80.0, -jnp.inf, 80.0, 79.99]), (64, 5))
     keys = jax.random.split(jax.random.key(0), 64)
     drawn = {
@@ -137,7 +137,7 @@ def test_the_smallest_temperature_still_draws_among_equals():
 @pytest.mark.parametrize("name", ["top_p", "min_p"])
 @pytest.mark.parametrize("share", [1e-300, 1e-46, 1e-44, 1e-40, 1e-38, 1e-30])
 def test_no_share_is_too_small(name, share):
-    """Against float64, for tokens that differ by factors far outside float32."""
+    """Against float64, for probabilities whose ratios are far outside float32."""
     logits = np.array([[-700.0, -600.0, -110.0, -95.0, -80.0, -60.0, 0.0]], np.float32)
     rule = Sampling(**{name: share})
     kept = np.isfinite(np.asarray(filter_logits(jnp.asarray(logits), rule.filter)))
@@ -145,7 +145,7 @@ def test_no_share_is_too_small(name, share):
 
 
 def test_half_precision_logits_are_sampled_in_float32():
-    """4000 tokens: in bfloat16 their mass is not one, and a log-probability has two digits."""
+    """4000 tokens: in bfloat16 their mass is not 1, and a log-probability has two digits."""
     draws, rule = 400, Sampling(top_p=0.9)
     logits = jnp.asarray(example(4, size=4000), jnp.bfloat16)
     wide = np.asarray(logits, np.float64)
@@ -156,7 +156,7 @@ def test_half_precision_logits_are_sampled_in_float32():
     chex.assert_trees_all_close(
         logprobs, log_softmax(wide)[np.asarray(tokens)], rtol=1e-7, atol=1e-4
     )
-    # Equal logits share a fate: none below the last one of the nucleus is drawn.
+    # Equal logits are kept or excluded together: nothing below the nucleus is drawn.
     least = wide[oracle(wide, rule) > 0].min()
     assert (wide[np.asarray(tokens)] >= least - 1e-9).all()
 
@@ -176,7 +176,7 @@ def test_a_request_draws_alike_alone_and_in_any_company():
         assert alone.tokens == together[index].tokens
     backwards = run(given[::-1])
     assert [c.tokens for c in backwards[::-1]] == [c.tokens for c in together]
-    # Under pressure: a pool of one sequence and a bit, where requests are put back.
+    # Under memory pressure: a pool for little more than one sequence preempts requests.
     engine = engine_for("vanilla")
     whole = engine.runner.allocator._free[0]
     engine.runner.allocator._free[0] = whole[-75:]
@@ -185,7 +185,7 @@ def test_a_request_draws_alike_alone_and_in_any_company():
     finally:
         engine.runner.allocator._free[0] = whole
     assert [c.tokens for c in squeezed] == [c.tokens for c in together]
-    # The log-probability of what was drawn, by the model's own logits.
+    # The log-probability of the drawn token under the model's own logits.
     sequences = np.zeros((len(given), max(map(len, given)) + 12), np.int32)
     for row, (prompt, completion) in enumerate(zip(given, together, strict=True)):
         sequences[row, : len(prompt) + 12] = prompt + completion.tokens
@@ -216,7 +216,7 @@ def test_copies_differ_and_seeds_decide():
 
 
 def test_positions_draw_for_themselves():
-    """A request that goes on from its own first tokens draws the same ones from there."""
+    """A request that continues from its own first tokens draws the same tokens after them."""
     (prompt,) = prompts([13])
     (whole,) = run([prompt])
     (rest,) = run([prompt + whole.tokens[:4]])

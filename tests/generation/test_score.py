@@ -1,4 +1,4 @@
-"""Scores read off decode steps equal those of one pass; their usage is counted independently."""
+"""Scores from teacher-forced decoding equal those of one pass; usage is counted independently."""
 
 import chex
 import numpy as np
@@ -26,7 +26,7 @@ def expected_logprobs(model, sequences) -> list[np.ndarray]:
 
 
 def live_entries(name: str, sequences: list[list[int]]) -> list[np.ndarray]:
-    """[n - 1] each, live entries right after each fed token, averaged over layers and heads."""
+    """Returns the live entries after each token, averaged over layers and heads, [n - 1] each."""
     policy, model = POLICIES[name], model_for(name)
     seen = [np.arange(1, len(sequence), dtype=float) for sequence in sequences]
     if name == "tova":
@@ -58,7 +58,7 @@ def test_scores_are_those_of_one_pass(name):
         assert usage.live_tokens == pytest.approx(live[-1])
         assert usage.peak_tokens == pytest.approx(live.max())
         assert usage.compression_ratio == pytest.approx((len(sequence) - 1) / live[-1])
-        if name == "quest":  # selection reads less than what is live, beyond its budget
+        if name == "quest":  # beyond its budget, selection reads less than the live entries
             assert usage.kv_reads <= 1.2 * live.sum()
         else:
             assert usage.kv_reads == pytest.approx(live.sum())
@@ -66,7 +66,7 @@ def test_scores_are_those_of_one_pass(name):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prompt_in_one_pass_is_held_whole(name):
-    """In chunks of 16, the first before anything is evicted; scoring goes token by token."""
+    """Prompts run in chunks of 16, the first before any eviction; scoring goes token by token."""
     model, (prompt,) = model_for(name), prompts([40])
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=1)
     (done,) = dms_jax.generate(

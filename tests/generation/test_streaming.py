@@ -1,4 +1,4 @@
-"""News as it comes: updates add up; stop strings end a request; interrupts leave no trace."""
+"""Streaming: updates add up, stop strings end a request, interrupts have no lasting effect."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ class Listener:
         self.updates[update.index].append(update)
 
     def check(self, completions) -> None:
-        """Updates add up to the completions; exactly the last one of each says so."""
+        """Updates add up to the completions; exactly the last one of each is marked as finished."""
         for updates, completion in zip(self.updates, completions, strict=True):
             assert [t for update in updates for t in update.tokens] == completion.tokens
             assert "".join(update.text for update in updates) == completion.text
@@ -43,13 +43,13 @@ def test_updates_add_up():
     listener = Listener(4)
     completions = engine_for("vanilla").generate(prompts(), sampling=GREEDY, on_tokens=listener)
     listener.check(completions)
-    assert all(len(updates) >= 3 for updates in listener.updates)  # twenty tokens, eight a chunk
+    assert all(len(updates) >= 3 for updates in listener.updates)  # twenty tokens, eight per chunk
     decode = stories().tokenizer.decode
     assert [c.text for c in completions] == [decode(c.tokens) for c in completions]
 
 
 def test_updates_add_up_for_any_characters():
-    """Hot draws from a model whose tokens are mostly single bytes: broken characters abound."""
+    """A high temperature on a model of mostly single-byte tokens gives many broken characters."""
     sampling = dms_jax.Sampling(temperature=100.0, max_new_tokens=NEW_TOKENS, seed=1)
     listener = Listener(4)
     completions = engine_for("vanilla").generate(prompts(), sampling=sampling, on_tokens=listener)
@@ -63,7 +63,7 @@ def test_updates_add_up_for_any_characters():
 def test_stop_strings_end_a_request_and_its_usage(name):
     engine = engine_for(name)
     (free,) = engine.generate(prompts([13]), sampling=GREEDY)
-    stop = free.text[16:21]  # begins and ends within tokens, in the second chunk or later
+    stop = free.text[16:21]  # starts and ends within tokens, in the second chunk or later
     cut = free.text.index(stop)
     decode = stories().tokenizer.decode
     fewest = next(n for n in range(1, 99) if stop in decode(free.tokens[:n]))
@@ -74,7 +74,7 @@ def test_stop_strings_end_a_request_and_its_usage(name):
     assert (completion.finish_reason, completion.text) == ("stop", free.text[:cut])
     assert completion.tokens == free.tokens[:fewest]
     assert completion.logprobs == free.logprobs[:fewest]
-    # What a request of just so many tokens uses; the steps beyond do not count.
+    # The usage of a request of exactly that many tokens; later steps do not count.
     exact = dataclasses.replace(GREEDY, max_new_tokens=fewest)
     (short,) = engine.generate(prompts([13]), sampling=exact)
     for field in ("prompt_tokens", "new_tokens", "kv_reads", "peak_tokens", "live_tokens"):

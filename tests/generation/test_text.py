@@ -1,4 +1,4 @@
-"""Text as it arrives: pieces add up, whatever the chunks; stop strings end where they should."""
+"""Incremental detokenization: pieces add up for any chunks, and stop strings end the text."""
 
 import functools
 import pathlib
@@ -35,7 +35,7 @@ def request(max_new_tokens: int) -> Request:
 
 
 def stream(kind: str, tokens, sizes, *, stop=(), limit=None, end_tokens=()):
-    """Feeds tokens in chunks of the given sizes (the last one repeats); returns what came out."""
+    """Feeds tokens in chunks of the given sizes (the last one repeats); returns the pieces."""
     tracker = TextTracker(tokenizer(kind), tuple(stop), tuple(end_tokens))
     running = request(len(tokens) if limit is None else limit)
     pieces, done = [], 0
@@ -54,7 +54,7 @@ def stream(kind: str, tokens, sizes, *, stop=(), limit=None, end_tokens=()):
 
 
 def random_tokens(kind: str, count: int, seed: int) -> list[int]:
-    """Any ids, with runs of ids of real text between them."""
+    """Returns random ids with runs of real text among them."""
     random = np.random.default_rng(seed)
     known = tokenizer(kind).encode("Ünïcödé: 你好, мир 🙂🙂 naïve\n\n  two  spaces", False)
     tokens: list[int] = []
@@ -83,7 +83,7 @@ def test_a_character_cut_across_tokens_is_held_back(kind):
     text = "a 🙂"
     tokens = tokenizer(kind).encode(text, False)
     parts = [tokenizer(kind).decode(tokens[:n]) for n in range(1, len(tokens))]
-    assert any("\ufffd" in part for part in parts)  # else nothing is cut here
+    assert any("\ufffd" in part for part in parts)  # otherwise the test cuts nothing
     running, pieces = stream(kind, tokens, [1])
     assert running.text == text
     assert not any("\ufffd" in piece for piece in pieces)
@@ -94,8 +94,8 @@ def test_a_character_cut_across_tokens_is_held_back(kind):
 def test_a_stop_string_is_found_whatever_the_chunks(kind, seed):
     tokens = random_tokens(kind, 120, seed + 10)
     whole = tokenizer(kind).decode(tokens)
-    # Two strings out of the middle, which begin and end anywhere within tokens; one that is never
-    # there; one that begins like what is there.
+    # Two strings from the middle, which start and end anywhere within tokens; one that is never
+    # there; one of which only the start is there.
     stops = [whole[60:64], whole[80:83], "never there", whole[20:22] + "\x00"]
     fewest = next(
         n

@@ -1,9 +1,9 @@
-"""Usage of selective reading, counted again from the decisions that a run made, to the token.
+"""The usage of selective reading, recounted exactly from the recorded decisions of a run.
 
 In float32 a near tie (two pages with equal bounds, a logit at its threshold) may fall one way in
-one program and the other way in another, and what comes after it differs. A recount from another
-computation would then differ by the entries of that decision. Here the decisions of the very run
-are recorded as they are made, marks and chosen pages, and all else is counted from them alone.
+one program and the other way in another, and everything after it differs. A recount from another
+computation would then differ by the entries of that decision. Here the decisions of the run itself,
+evictions and selected pages, are recorded, and everything else is counted from them.
 """
 
 import collections
@@ -34,7 +34,7 @@ def _note_marks(layer, positions, found):
 
 
 def _note_pages(layer, positions, table, read):
-    """Which of a row's pages a query head was given."""
+    """Records the pages that were selected for each query head."""
     read = read.reshape(*table.shape[1:2], GROUP, -1)
     columns = (read[..., None] == table[0, :, None, None, :]).argmax(-1)
     chosen[int(layer), int(positions[0, 0])] = columns
@@ -42,7 +42,7 @@ def _note_pages(layer, positions, table, read):
 
 @dataclasses.dataclass(frozen=True)
 class RecordedDMS(DMS):
-    """DMS that tells its marks; the last word on a position is that of its token, not padding."""
+    """DMS that records its eviction decisions; a token overwrites what padding recorded."""
 
     def decide(self, projections):
         decisions = super().decide(projections)
@@ -53,7 +53,7 @@ class RecordedDMS(DMS):
 
 @dataclasses.dataclass(frozen=True)
 class RecordedQuest(Quest):
-    """Quest that tells the pages that it gave."""
+    """Quest that records the pages that it selects."""
 
     def read(self, state, q, chunk, placement):
         reading = super().read(state, q, chunk, placement)
@@ -70,7 +70,7 @@ def model_with_adapter() -> LanguageModel:
 
 
 def entries(policy: KCache | Quest, live: int, page_size: int, pages) -> int:
-    """What a row of `live` tokens costs to read, in entries of a key and a value."""
+    """Returns the reads of a row of `live` tokens, in key-value entries."""
     if isinstance(policy, KCache):
         return live if live <= policy.top else -(-(live + GROUP * policy.top) // 2)
     in_use = -(-live // page_size)

@@ -1,4 +1,4 @@
-"""The losses of compression against NumPy, by hand and against finite differences."""
+"""The compression losses against NumPy, by hand and against finite differences."""
 
 import chex
 import jax

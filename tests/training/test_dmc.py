@@ -1,4 +1,4 @@
-"""Retrofits that merge, from end to end on a tiny model: stages, what is learned and saved."""
+"""DMC retrofits of a tiny model from end to end: stages, what is learned, what is saved."""
 
 import itertools
 
@@ -20,7 +20,7 @@ from dms_jax.training.step import Constants, Passes, ScheduleValues, make_gradie
 from tests.support.models import random_tokens
 from tests.training.tiny import LENGTH, documents, language_model, recipe
 
-# Softer decisions, a smaller constant and a heavier loss: to be learned within a few steps.
+# Softer decisions, a smaller offset and a heavier loss, so that a few steps suffice.
 MERGING = DMC(offset=2.0, window=4, neuron="first", temperature=1.0)
 STAGES = (
     Stage("neuron_decay", 4, 1e-3),
@@ -31,7 +31,7 @@ STAGES = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A retrofit, its records and its directory."""
+    """A retrofitted model, the records of its steps and the directory of the run."""
     out, records = tmp_path_factory.mktemp("dmc") / "run", []
     model = retrofit(
         language_model(),
@@ -61,7 +61,7 @@ def test_the_stages_come_in_order(run):
 
 
 def test_it_learns_to_merge(run):
-    """Over seven seeds of weights, data and noise the share is 0.632, deviation 0.030."""
+    """Over seven seeds of weights, data and noise the share is 0.632, standard deviation 0.030."""
     _, records, _ = run
     merged = [record["evicted"] for record in records]
     assert np.mean(merged[-6:]) > 0.45

@@ -42,7 +42,7 @@ def test_a_mesh_changes_nothing(policy, stages):
                 np.array([record[name] for record in records["mesh"]]),
                 np.array([record[name] for record in records["one"]]),
                 rtol=1e-9,
-                atol=1e-14,  # the teacher's own distance from itself
+                atol=1e-14,  # the divergence of the teacher from itself
                 custom_message=name,
             )
         chex.assert_trees_all_close(

@@ -1,6 +1,6 @@
 """Every number of tables 2 to 4 of the DMS paper against the recipes.
 
-`paper_tables.md` has the tables as they are printed.
+`paper_tables.md` holds the tables as printed.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ COMMON = ("clip", "weight_decay", "beta1", "beta2")
 
 
 def tables() -> list[list[dict[str, str]]]:
-    """The rows of each table, by the names of its columns."""
+    """Returns the rows of each table as dictionaries by column name."""
     text = (pathlib.Path(__file__).parent / "paper_tables.md").read_text()
     found: list[list[dict[str, str]]] = []
     columns: list[str] = []
@@ -48,7 +48,7 @@ def check_common(recipe):
 
 
 def stages(recipe):
-    """(kind, steps, rate, ratio, batch) of every stage."""
+    """Returns (kind, steps, rate, ratio, batch size) of every stage."""
     return [
         (s.kind, s.steps, s.learning_rate, s.compression_ratio, s.batch_size or recipe.batch_size)
         for s in recipe.stages

@@ -1,4 +1,4 @@
-"""Parameters by name, the grafted adapter, the zeroed neuron."""
+"""Parameters by name, the added adapter, the zeroed neuron."""
 
 import chex
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def test_a_zeroed_neuron_starts_every_logit_at_the_offset(qk_norm):
     changed = {name for name in before if zeroed[name] is not before[name]}
     bias = set() if qk_norm else {"layers.attention.qkv_proj.bias"}
     assert changed == {"layers.attention.qkv_proj.kernel"} | bias
-    # [L, E, K, G + 2, D]: the first query head of each group, dim 7, and nothing else.
+    # [L, E, K, G + 2, D]: only the first query head of each group, dimension 7.
     kernel = "layers.attention.qkv_proj.kernel"
     difference = np.asarray(zeroed[kernel] != before[kernel])
     assert difference[..., 0, 7].all()
@@ -72,7 +72,7 @@ def test_dmc_borrows_of_queries_and_keys(qk_norm, neuron):
     policy = DMC(neuron=neuron)
     before = parameters(model)
     zeroed = zero_borrowed_neurons(before, policy)
-    # [L, E, K, G + 2, D]: every query head and the key, not the value; one dim and nothing else.
+    # [L, E, K, G + 2, D]: every query head and the key, not the value; only one dimension.
     index = {"first": 0, "last": 7}[neuron]
     for name in ("layers.attention.qkv_proj.kernel", "layers.attention.qkv_proj.bias"):
         if name in before:

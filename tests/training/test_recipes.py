@@ -1,4 +1,4 @@
-"""The published recipes step by step, and what a recipe refuses."""
+"""The published recipes step by step, and the errors of malformed recipes."""
 
 import dataclasses
 
@@ -107,7 +107,7 @@ def test_the_recipe_of_the_dmc_paper():
     assert recipes.dmc_paper(2, model="llama-2-70b").stages[-1].learning_rate == 1.5e-5
     small = recipes.dmc_paper(2, model="llama-3.2-1b")
     assert (small.loss, small.stages[0].steps) == ("distillation", 2000)
-    # Nothing to decay where nothing is borrowed.
+    # A policy that borrows no neuron has none to decay.
     assert recipe.total_steps(FixedPooling(every=4)) == 20_000
 
 
@@ -140,7 +140,7 @@ def recipe_with(stages=(Stage("ramp", 10, 1e-3, 4.0),), **changes):
     ("warmup", "final"), [(0, None), (4, None), (0, 1e-4), (4, 0.0), (10, 0.0)]
 )
 def test_the_learning_rate_follows_optax(warmup, final):
-    """A rise to the peak at the last step of the warm-up, then half a cosine."""
+    """A rise to the peak at the last step of the warm-up, then a half-cosine decay."""
     rise = optax.linear_schedule(0.0, 2e-3, max(warmup, 1))
     fall = optax.cosine_decay_schedule(
         2e-3, max(10 - warmup, 1), 0 if final is None else final / 2e-3
@@ -219,7 +219,7 @@ def test_pretraining_warms_up_and_falls():
     held = recipes.pretraining(1000, learning_rate=1e-3, warmup_steps=50, decay_share=0.2)
     assert held.total_steps(Vanilla()) == 1000
     assert rates(held, 49, 799, 800, 900) == pytest.approx([1e-3, 1e-3, 1e-3, 5e-4])
-    # No more than a tenth of a short run warms up.
+    # Warm-up is capped at a tenth of a short run.
     assert rates(recipes.pretraining(20, learning_rate=1e-3), 0, 1) == pytest.approx([5e-4, 1e-3])
     assert recipes.pretraining(1).total_steps(Vanilla()) == 1
     for steps, share in ((0, 1.0), (10, 0.0), (10, 1.5)):

@@ -32,7 +32,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def reference(model):
-    """The parameters after an uninterrupted run, and its records."""
+    """The parameters after an uninterrupted run, and the records of its steps."""
     records = []
     result = run(model, on_step=records.append)
     arrays = jax.device_get(parameters(result.transformer))
@@ -72,7 +72,7 @@ def test_a_run_reports_every_step(reference):
 def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
     """Ctrl-C twice: at a checkpoint's step and between checkpoints."""
     expected, records = reference
-    handler = signal.getsignal(signal.SIGINT)  # a shell may have asked to ignore it
+    handler = signal.getsignal(signal.SIGINT)  # the parent shell may ignore the signal
     for stop in (1, 3):
 
         def interrupt(record, stop=stop):
@@ -92,7 +92,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
     ]
     assert logged == without
 
-    # What is finished is only read back; its export is a checkpoint that declares the policy.
+    # A finished run is only restored; its export is a checkpoint that declares the policy.
     steps = []
     again = run(model, out=tmp_path / "run", on_step=steps.append)
     assert not steps
@@ -117,7 +117,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
 
 
 def test_snapshots_are_the_models_on_the_way(model, reference, tmp_path):
-    """At ratio 2.5, half way up: what a run of three of the six steps has reached."""
+    """The snapshot at ratio 2.5 equals a run of the first three of the six steps."""
     snapshots = {}
     options = dataclasses.replace(RECIPE, snapshots=(4, 2.5))
     result = run(
@@ -141,10 +141,10 @@ def test_snapshots_are_the_models_on_the_way(model, reference, tmp_path):
 
 
 def test_the_borrowed_neuron_decays_and_starts_from_nothing(model):
-    """Were its weights left as they were, half of the decisions would be saturated."""
+    """If its weights were not zeroed, half of the decisions would be saturated."""
     options = recipe(Stage("neuron_decay", 3, 1e-4), Stage("ramp", 3, 1e-4, 4.0), trainable="auto")
     records = []
-    # The same batch at every step: how far the student is from its teacher differs more by batch.
+    # The same batch at every step, because the divergence differs more between batches.
     result = run(model, NEURON, recipe=options, data=forever(), on_step=records.append)
     assert [record["stage"] for record in records] == ["neuron_decay"] * 3 + ["ramp"] * 3
     assert [record["evicted"] for record in records[:3]] == [0, 0, 0]
@@ -186,7 +186,7 @@ def test_divergence_is_an_error(model, tmp_path):
     with pytest.raises(TrainingDivergedError, match=r"Step 1 is not finite: .*loss nan"):
         run(broken, out=tmp_path / "broken", checkpoint_every=1)
     assert not (tmp_path / "broken" / "model").exists()
-    # A step later than the last checkpoint: the message says where to go back to.
+    # One step after the last checkpoint: the message names the step of the checkpoint.
     steep = recipe(Stage("ramp", 2, 1e-3, 2.0), Stage("ramp", 4, 1e30, 4.0), batch_size=4)
     with pytest.raises(TrainingDivergedError, match="The last checkpoint is of step 2"):
         run(model, recipe=steep, out=tmp_path / "steep", checkpoint_every=2)
@@ -223,12 +223,12 @@ def test_a_progress_bar_is_shown_in_80_columns(model, capsys):
 
 
 def test_a_retrofit_reaches_its_target(model):
-    """A fresh adapter learns to evict about as much as it is told to: half of the tokens.
+    """A new adapter learns to evict about as much as its target says: half of the tokens.
 
-    Decisions are softer than the paper's, so that gradients reach them within few steps, and the
-    target stays for as long as it took to come and weighs more than distillation. Over ten seeds of
-    weights, data and noise, small and large, the share is 0.551, deviation 0.029, and that of hard
-    decisions 0.542, deviation 0.033. The bars are five deviations away.
+    Decisions are softer than the paper's, so that gradients reach them within a few steps. The
+    target stays as long as the ramp took, and the compression loss outweighs distillation. Over ten
+    seeds of weights, data and noise, small and large, the share is 0.551, standard deviation 0.029,
+    and that of hard decisions 0.542, standard deviation 0.033. The bounds are five deviations away.
     """
     policy = dataclasses.replace(ADAPTER, temperature=1.0)
     stages = (

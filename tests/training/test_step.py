@@ -33,7 +33,7 @@ def gradients(model, policy, recipe, passes, key=None, **schedule):
 
 
 def ragged_passes(shape):
-    """Two documents a sequence and padding, of different lengths."""
+    """Sequences of two documents and padding, of different lengths."""
     tokens = random_tokens(1, 4, LENGTH)
     segment_ids = np.zeros_like(tokens)
     for row, (first, second) in enumerate([(5, 12), (3, 7), (6, 6), (1, 11)]):
@@ -57,7 +57,7 @@ def test_neither_accumulation_nor_rematerialisation_nor_unrolling_changes_gradie
 
 
 def test_padding_changes_nothing():
-    """A document of 7 tokens and 5 of padding: every loss, share and gradient is the document's."""
+    """A document of 7 tokens and 5 of padding: every loss, share and gradient ignores padding."""
     with jax.enable_x64(True):
         model = language_model(adapter=True, dtype=jnp.float64)
         tokens = jnp.asarray(random_tokens(1, 2, LENGTH))[None]
@@ -72,7 +72,7 @@ def test_padding_changes_nothing():
 
 
 def test_passes_of_a_step_have_noise_of_their_own():
-    """The same tokens twice: with the same noise the mean over both were that of the first."""
+    """Two passes of the same tokens draw different noise, so their mean differs from the first."""
     model = language_model(adapter=True)
     one = ragged_passes((1, 4))
     two = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
@@ -83,7 +83,7 @@ def test_passes_of_a_step_have_noise_of_their_own():
 
 
 def test_a_fresh_adapter_starts_at_the_teacher():
-    """All decisions say keep: no divergence, the language-modelling loss of the dense model."""
+    """All decisions say keep: no divergence, and the language modelling loss of vanilla."""
     model = language_model()
     passes = ragged_passes((1, 4))
     _, parts = gradients(model, ADAPTER, recipe(), passes, target=0.0)
@@ -150,7 +150,7 @@ def test_language_modelling_needs_no_teacher():
 
 
 def test_a_decaying_neuron_evicts_nothing_and_fades():
-    """At scale 1 the student is the teacher; on the way to 0 it departs from it."""
+    """At scale 1 the student equals the teacher; as the scale falls to 0 it diverges."""
     model = language_model()
     passes = ragged_passes((1, 4))
     losses = [
@@ -188,7 +188,7 @@ def test_the_update_is_adamw_with_a_rate_for_each_group():
     chex.assert_trees_all_close(metrics["grad_norm"], norm, rtol=1e-4)
     assert norm > options.clip
     chex.assert_tree_all_finite(copies)
-    chex.assert_trees_all_equal(before, copies)  # the model that was handed over is left alone
+    chex.assert_trees_all_equal(before, copies)  # the given model does not change
     for name, array in before.items():
         rate = 3e-2 if "adapter" in name else 1e-3
         decay = 0.0 if name.endswith((".scale", ".bias")) else 0.1
@@ -237,7 +237,7 @@ def test_auto_trains_the_adapter_alone_or_everything():
 def test_bfloat16_passes_over_float32_parameters():
     model = language_model(dtype=jnp.bfloat16)
     options = recipe(compute_dtype="bfloat16")
-    # Decisions that the adapter, zero at first, leaves at "keep": the passes are dense.
+    # The adapter starts at zero and every decision says keep, so nothing is masked.
     trainer = Trainer(model, ADAPTER, options, seed=0, mesh=None)
     tokens = random_tokens(0, 4, LENGTH)
     metrics = step_once(trainer, options, tokens)

@@ -32,7 +32,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def reference(model):
-    """The parameters after an uninterrupted run, and its records."""
+    """The parameters after an uninterrupted run, and the records of its steps."""
     records = []
     result = run(model, on_step=records.append)
     arrays = jax.device_get(parameters(result.transformer))
@@ -46,7 +46,7 @@ def run(model, **options):
 
 
 def batches(count, seed=3):
-    """Two documents a sequence and a little padding."""
+    """Batches of two documents per sequence and a little padding."""
     segment_ids = np.zeros((4, LENGTH), np.int32)
     for row, (first, second) in enumerate([(5, 12), (3, 7), (6, 6), (1, 11)]):
         segment_ids[row, :first] = 1
@@ -64,7 +64,7 @@ def batches(count, seed=3):
 
 
 def mean_loss(transformer, batch):
-    """The mean over tokens that count and follow one of their own document."""
+    """The mean loss over counted tokens whose predecessor is in the same document."""
     tokens, ids, mask = (jnp.asarray(batch[x]) for x in ("tokens", "segment_ids", "loss_mask"))
     hidden = transformer(tokens, Vanilla(), segment_ids=ids).hidden
     logits = jax.nn.log_softmax(transformer.unembed(hidden[:, :-1]))
@@ -116,12 +116,12 @@ def test_a_run_reports_a_plain_cache(reference):
         assert record["distillation_loss"] == record["compression_loss"] == 0
         assert record["visible_keys"] == pytest.approx((LENGTH + 1) / 2)
         assert record["document_share"] == 1
-        assert record["model_flops_utilisation"] is None  # what a CPU can do is not known
+        assert record["model_flops_utilisation"] is None  # the peak of a CPU is unknown
         assert record["data_seconds"] >= 0
 
 
 def test_a_model_from_scratch_learns(capsys):
-    """One batch by heart: from the loss of a uniform guess to a tenth of it."""
+    """Overfitting one batch: from the loss of a uniform guess to a tenth of it."""
     model = dms_jax.initialize(tiny_config(num_layers=1), seed=1)
     schedule = Stage("train", 60, 3e-2, warmup_steps=5, final_learning_rate=0)
     options = recipe(schedule, loss="language_modeling", unroll=True)
@@ -157,7 +157,7 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(model, reference, tmp_path):
 
 @pytest.mark.parametrize("policy", [ADAPTER, NEURON], ids=["adapter", "neuron"])
 def test_the_control_sees_the_tokens_of_the_retrofit(model, policy):
-    """Its batches and rates step by step, with nothing evicted."""
+    """The control has the same batches and rates at every step, without eviction."""
     stages = (
         Stage("neuron_decay", 2, 1e-4),
         Stage("ramp", 3, 1e-3, 4.0),
@@ -183,7 +183,7 @@ def test_the_control_sees_the_tokens_of_the_retrofit(model, policy):
 
 
 def test_every_step_is_timed_by_itself(model):
-    """The steps that are in flight at the end are read at once, and took their time each."""
+    """Steps in flight at the end are read together, but each has its own duration."""
     wait, records = 0.1, []
 
     def slow():
@@ -193,9 +193,9 @@ def test_every_step_is_timed_by_itself(model):
 
     options = recipe(dataclasses.replace(STAGE, steps=6), loss="language_modeling")
     run(model, recipe=options, data=slow(), on_step=records.append)
-    # A busy machine may see the end of a step late, which takes from the next: of one, not of most.
+    # A busy machine may see one step end late, at the cost of the next, but not most of them.
     assert np.median([record["seconds"] for record in records]) > 0.7 * wait
-    for record in records:  # those read at once would have a hundredth of it
+    for record in records:  # steps read together would have a hundredth of it
         assert record["seconds"] > 0.1 * wait
         assert record["tokens_per_second"] == record["tokens"] / record["seconds"]
 
@@ -246,7 +246,7 @@ def test_the_held_out_loss_is_that_of_each_part(model):
     one = float(mean_loss(model.transformer, parts["one"][0]))
     both = [float(mean_loss(model.transformer, batch)) for batch in parts["two"]]
     assert found["one"] == pytest.approx(one, rel=1e-5)
-    assert found["two"] == pytest.approx(np.mean(both), rel=1e-5)  # as many tokens each
+    assert found["two"] == pytest.approx(np.mean(both), rel=1e-5)  # the same number of tokens each
     silent = batches(1)[0] | {"loss_mask": np.zeros((4, LENGTH), bool)}
     with pytest.raises(dms_jax.DataError, match="Part 'none' of the held-out data has no token"):
         held_out_loss(model, {"none": [silent]})

@@ -1,6 +1,6 @@
-"""Which tokens a loss is of, whom the student is compared with, and when noise and moments are new.
+"""Which tokens the losses count, what the teacher is, and when noise and moments are reset.
 
-Through what a run reports and the models on its way, whose logits NumPy compares.
+All of it is seen in the records of a run and in its models, whose logits NumPy compares.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from dms_jax.training.step import Passes
 from tests.support.models import random_tokens
 from tests.training.tiny import EAGER, LENGTH, NEURON, language_model, recipe
 
-# Nothing is ever evicted: the student is a plain model.
+# Nothing is ever evicted, so the student equals vanilla.
 PLAIN = DMS(window=3, source="adapter", alpha_offset=1e6)
 
 
@@ -29,19 +29,19 @@ def model():
 
 
 def log_softmax(model, tokens):
-    """Of the plain cache, [B, T, V]."""
+    """Returns vanilla log-probabilities, [B, T, V]."""
     hidden = model.transformer(jnp.asarray(tokens), Vanilla()).hidden
     return np.asarray(jax.nn.log_softmax(model.transformer.unembed(hidden)), np.float64)
 
 
 def likelihoods(model, tokens):
-    """Of tokens 1, 2, ... of each sequence, [B, T - 1]."""
+    """Returns the log-probabilities of tokens 1, 2, ... of each sequence, [B, T - 1]."""
     logits = log_softmax(model, tokens)[:, :-1]
     return np.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
 
 
 def run(model, policy, options, batch, **more):
-    """Every step on one batch: the records, and the model after each step."""
+    """Runs every step on one batch; returns the records and the model after each step."""
     records, models = [], []
 
     def evaluate(model):
@@ -63,10 +63,10 @@ def run(model, policy, options, batch, **more):
 
 
 def test_the_teacher_stays_and_the_mean_is_over_what_counts(model):
-    """Weights fade by a fifth in each step; half of the sequences do not count.
+    """Weights decay by a fifth in each step; half of the sequences do not count.
 
-    A sequence of one token repeated has the same distribution at every position, so that it does
-    not matter which of them are compared.
+    A sequence that repeats one token has the same distribution at every position, so it does not
+    matter which positions are compared.
     """
     tokens = np.repeat(np.array([[3], [7], [11], [19]], np.int32), LENGTH, axis=1)
     mask = np.repeat(np.array([[True], [True], [False], [False]]), LENGTH, axis=1)
@@ -87,7 +87,7 @@ def test_the_teacher_stays_and_the_mean_is_over_what_counts(model):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_last_token_of_a_sequence_predicts_nothing(model, packed):
-    """Above all not the first one of the same document."""
+    """In particular, the first token of the same sequence is no target."""
     tokens = random_tokens(5, 4, LENGTH)
     batch = {"tokens": tokens} | ({"segment_ids": np.ones_like(tokens)} if packed else {})
     records = []
@@ -104,7 +104,7 @@ def test_the_held_out_loss_is_a_mean_over_tokens(model):
     batches = [{"tokens": random_tokens(seed, 4, LENGTH)} for seed in (1, 2)]
     batches[1]["loss_mask"] = few
     all_targets, some = (-likelihoods(model, batch["tokens"]) for batch in batches)
-    some = some[:, 3:5]  # those that predict tokens 4 and 5
+    some = some[:, 3:5]  # the positions that predict tokens 4 and 5
     want = (all_targets.sum() + some.sum()) / (all_targets.size + some.size)
     assert abs(want - (all_targets.mean() + some.mean()) / 2) > 1e-3
     found = held_out_loss(model, {"both": batches}, compute_dtype=None)["both"]
@@ -112,7 +112,7 @@ def test_the_held_out_loss_is_a_mean_over_tokens(model):
 
 
 def test_every_step_has_noise_of_its_own_drawn_from_the_seed(model):
-    """One batch, and weights that stand still."""
+    """One batch, and weights that do not change."""
     options = recipe(Stage("ramp", 4, 1e-30, 1.0001), weight_decay=0.0)
     batch = {"tokens": random_tokens(6, 4, LENGTH)}
     grafted = language_model(adapter=True)
@@ -125,7 +125,7 @@ def test_every_step_has_noise_of_its_own_drawn_from_the_seed(model):
 
 
 def test_the_first_step_after_the_decay_is_adams_first(model):
-    """Its length is the rate for every weight: g / sqrt(g^2), nothing of what came before."""
+    """Every weight moves by the learning rate: g / sqrt(g^2), without earlier moments."""
     rate = 1e-3
     options = recipe(
         Stage("neuron_decay", 2, rate), Stage("ramp", 2, rate, 4.0), weight_decay=0.0, clip=1e9
@@ -135,7 +135,7 @@ def test_the_first_step_after_the_decay_is_adams_first(model):
     arrays = [parameters(each.transformer) for each in models]
 
     def lengths(step):
-        """Of a step, in rates; without the matrix whose borrowed neurons are zeroed between."""
+        """Returns the update of a step in units of the rate, without the matrix that is zeroed."""
         return np.concatenate(
             [
                 np.abs(np.asarray(arrays[step][name] - arrays[step - 1][name])).ravel() / rate
@@ -151,7 +151,7 @@ def test_the_first_step_after_the_decay_is_adams_first(model):
 
 @pytest.mark.parametrize("positions", ["targets", "inputs"])
 def test_padding_does_not_count(positions):
-    """Segment 0 is no document, with a mask that says nothing of it and without one."""
+    """Segment 0 is padding, with a loss mask that includes it and without a loss mask."""
     shape = (2, LENGTH)
     tokens, segments = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32)
     passes = Passes(tokens, jnp.ones(shape, bool), segments.at[:, :5].set(1))
@@ -183,7 +183,7 @@ def test_masks_and_segments_have_the_shape_of_the_tokens(model, name, shape):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_segments_are_in_all_passes_of_a_step_or_in_none(model, first):
-    """Those of the second pass were left out where the first had none."""
+    """A second pass with segment ids after a first without used to ignore them."""
     tokens = random_tokens(5, 2, LENGTH)
     batches = [{"tokens": tokens}, {"tokens": tokens, "segment_ids": np.ones_like(tokens)}]
     options = recipe(Stage("train", 1, 1e-3), loss="language_modeling", micro_batch_size=2)

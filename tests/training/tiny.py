@@ -13,7 +13,7 @@ from tests.support.models import VOCABULARY, random_model, tiny_config
 LENGTH = 12
 ADAPTER = DMS(window=3, source="adapter")
 NEURON = DMS(window=3, source="query_neuron")
-# Decisions that fall both ways from the start, for tests of a few steps.
+# Some decisions are positive from the start, for tests of a few steps.
 EAGER = DMS(window=3, source="adapter", alpha_scale=2.0, alpha_offset=0.5)
 
 
