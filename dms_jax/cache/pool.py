@@ -21,7 +21,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dms_jax.cache.host_values import HostRows, Tail
-from dms_jax.cache.quantization import dequantize, is_quantized, quantize, snap
+from dms_jax.cache.quantization import dequantize, fake_quantize, is_quantized, quantize
 from dms_jax.sharding import axes
 from pallas_kernels import write_pages
 
@@ -56,7 +56,7 @@ class Pool:
 
     def as_stored(self, x: Float[Array, "B T K D"]) -> Float[Array, "B T K D"]:
         """Returns keys or values as they are after storing and loading."""
-        return snap(x) if self.quantized else x
+        return fake_quantize(x) if self.quantized else x
 
     def store(
         self,

@@ -60,6 +60,6 @@ def dequantize(
     return (values.astype(wide) * scales[..., None].astype(wide)).astype(dtype)
 
 
-def snap(x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
+def fake_quantize(x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
     """Returns x quantized to 8 bits and dequantized again, in its own dtype."""
     return dequantize(*quantize(x), x.dtype)

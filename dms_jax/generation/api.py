@@ -110,7 +110,7 @@ def generate(
         Requests that do not fit wait; a running one may be preempted and recomputed.
       chunk: decode steps per compiled program; updates and stop strings arrive this often.
       on_tokens: called with an `Update` whenever a request has new tokens.
-      **options: page_size, prefill_chunk, kv_dtype and others; see `EngineOptions`.
+      **options: page_size, prefill_chunk, kv_dtype, ...: see `dms_jax.generation.EngineOptions`.
 
     Returns:
       A `Generation` with texts, tokens and usage.
@@ -178,7 +178,7 @@ def score(
       model: from `load` or `retrofit`.
       sequences: token ids or text, at least two tokens each.
       policy: the cache policy; None for the one that the checkpoint declares.
-      num_lanes, memory, chunk, **options: see `EngineOptions`.
+      num_lanes, memory, chunk, **options: see `dms_jax.generation.EngineOptions`.
       max_length: tokens from which a policy with a `compression_ratio` computes its budget; None
         for the length of each sequence.
 

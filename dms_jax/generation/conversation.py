@@ -58,7 +58,7 @@ class Conversation:
       model: from `load` or `retrofit`.
       policy: the cache policy; None for the one that the checkpoint declares.
       max_tokens: length of the whole conversation; None for all of the model's positions.
-      memory, chunk, **options: see `EngineOptions`.
+      memory, chunk, **options: see `dms_jax.generation.EngineOptions`.
 
     It answers one call of `say` at a time: a second one, from another thread or from inside a
     callback, raises BusyError and changes nothing.

@@ -82,7 +82,7 @@ def train(
       policy: the policy whose decisions apply; None for vanilla.
       out: directory of the run: checkpoints, log, snapshots and the resulting model.
       **options: resume, seed, mesh, checkpoint_every, stop_after, on_step, on_snapshot, evaluate,
-        evaluate_every, progress; see `RunOptions`.
+        evaluate_every, progress: see `dms_jax.training.RunOptions`.
 
     Returns:
       The trained model, whose `policy` is the given one.

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dms_jax.cache import Pool
-from dms_jax.cache.quantization import FLOAT8, quantize, snap, storage_dtype
+from dms_jax.cache.quantization import FLOAT8, fake_quantize, quantize, storage_dtype
 from dms_jax.errors import ConfigError
 from tests.oracles import float8
 
 put = jax.jit(quantize)
-round_trip = jax.jit(snap)
+round_trip = jax.jit(fake_quantize)
 
 
 def draws(seed: int, dtype) -> np.ndarray:
