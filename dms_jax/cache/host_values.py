@@ -23,7 +23,7 @@ from dms_jax.sharding import axes
 from pallas_kernels import fetch_rows
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and partitions
 @struct.dataclass
 class Tail:
     """The values of a program's own tokens, up to C per row.
@@ -82,7 +82,7 @@ class Tail:
         return jnp.take_along_axis(self.values[layer], at, axis=2), last > 0
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and partitions
 @struct.dataclass
 class HostRows:
     """The store as a program sees it.

@@ -26,7 +26,7 @@ from dms_jax.sharding import axes
 from pallas_kernels import write_pages
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and partitions
 @struct.dataclass
 class Pool:
     """Keys and values of every row, by page.
@@ -178,7 +178,7 @@ class Pool:
         return self.keys(page, dtype), values, table
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and partitions
 @struct.dataclass
 class Cache:
     """Everything that generation carries from step to step.

@@ -19,7 +19,7 @@ from typing import Any
 from dms_jax.generation.requests import Request
 
 _INCOMPLETE = "\ufffd"
-# Tokens that may be pending; then every complete character is committed.
+# The most tokens that may be pending; then every complete character is committed.
 _MOST_PENDING = 64
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
