@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check: import order, length, comparisons, imports."""
+"""The rules of the house that a machine can check: imports, lengths, short calls, comparisons."""
 
 import ast
 import subprocess
@@ -17,8 +17,8 @@ MOST_PARAMETERS = 8
 BARE_COMPARISONS = {"testing", "allclose", "array_equal", "array_equiv"}
 HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
 
-# From the bottom up. A module may import what stands on a lower line, its own package, and
-# `pallas_kernels`; modules on one line know nothing of each other.
+# From the bottom up. A module may import modules of earlier lines, its own package, and
+# `pallas_kernels`; modules on one line may not import each other.
 IMPORT_ORDER = """
 errors
 checks
@@ -40,7 +40,7 @@ RANKS = {
 }
 
 
-# Functions over arrays that a compiled program takes one by one, and `evaluate`.
+# Files with functions over many arrays or sizes, and `evaluate`.
 LONG_PARAMETER_LISTS = {
     "dms_jax/evaluation/evaluating.py",
     "dms_jax/generation/memory.py",
@@ -57,7 +57,7 @@ def python_files(package: str) -> list[Path]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """The absolute dotted names that a file imports, wherever it does.
+    """Returns the absolute dotted names that a file imports anywhere.
 
     `from x.y import z` gives `x.y` and `x.y.z`; `from x import z` gives `x.z` alone.
     """
@@ -182,7 +182,7 @@ def test_files_hold_one_idea(package):
 
 
 def long_parameter_lists(path: Path) -> list[str]:
-    """The functions of a file that take more parameters than a reader can follow in a call."""
+    """Returns the functions of a file that take too many parameters."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -204,7 +204,7 @@ def test_calls_are_short():
 
 
 def import_seconds(modules: str) -> tuple[float, str]:
-    """Processor seconds of an import in a process of its own, and which heavy packages came."""
+    """Returns the processor seconds of an import, and the heavy packages that it imports."""
     script = (
         f"import sys, time; start = time.process_time(); import {modules}; "
         "print(time.process_time() - start); "
@@ -218,7 +218,7 @@ def import_seconds(modules: str) -> tuple[float, str]:
 
 
 def test_import_is_quick_and_light():
-    """Under two seconds, or hardly longer than jax, flax and optax take on the same busy cores."""
+    """Under two seconds, or hardly longer than jax, flax and optax on the same busy cores."""
     ours = dependencies = float("inf")
     quick = False
     for _ in range(5):  # the best of a few: the other workers of the run share the cores

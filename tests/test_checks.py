@@ -1,4 +1,4 @@
-"""One way to check an argument: what passes, as what it comes back, and what a refusal says."""
+"""The one way to check an argument: what passes, what it is converted to, and the errors."""
 
 import dataclasses
 import fractions
@@ -181,7 +181,7 @@ assert len(generated.tokens[0]) == 2
 
 
 def test_users_give_numbers_of_any_kind():
-    """In a process of its own: the tests check annotations at run time, users' programs do not."""
+    """Runs in its own process, because only the tests check annotations at run time."""
     done = subprocess.run(
         [sys.executable, "-c", AS_A_USER], cwd=ROOT, capture_output=True, text=True
     )

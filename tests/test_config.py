@@ -1,4 +1,4 @@
-"""Model configs: released ones in both spellings, refusals by name, and garbage."""
+"""Model configs: released ones in both spellings, unsupported ones, and malformed ones."""
 
 import json
 import math
@@ -125,7 +125,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def transformers_5_spelling(config: dict) -> dict:
-    """The same config with rope_parameters and dtype."""
+    """Returns the same config with rope_parameters and dtype."""
     config = dict(config)
     rope = {"rope_type": "default"} | (config.pop("rope_scaling", None) or {})
     rope["rope_theta"] = config.pop("rope_theta", 10000.0)

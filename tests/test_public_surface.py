@@ -18,7 +18,7 @@ from tests.test_architecture import ROOT, python_files
 
 NAME = re.compile(r"\bdms_jax(?:\.[A-Za-z_]+)+")
 
-# Runs where no import hook of the tests stands between the packages and their caller.
+# Runs without the import hook of the tests, so that warnings name the real caller.
 CALLER = """
 import warnings
 
@@ -40,7 +40,7 @@ for one in caught:
 
 
 def names_in_text(path: Path) -> set[str]:
-    """The dotted names of dms_jax that its messages and docstrings give to a reader."""
+    """Returns the dotted names of dms_jax in the messages and docstrings of a file."""
     strings = (
         node.value
         for node in ast.walk(ast.parse(path.read_text()))

@@ -1,4 +1,4 @@
-"""Axes are declared beside the fields of a state, and what declares none is refused."""
+"""The fields of a state declare their axes, and a field without declared axes is refused."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from tests.support.models import tiny_config
 
 @struct.dataclass
 class Silent:
-    """Declares the axes of one of its fields alone."""
+    """A state that declares the axes of only one of its fields."""
 
     ring: Any = struct.field(metadata=axes("sequences", "kv_heads"))
     notes: Any = None
@@ -30,7 +30,7 @@ class Silent:
 
 @dataclasses.dataclass(frozen=True)
 class Careless(Vanilla):
-    """Remembers what no mesh could split, per row or per page."""
+    """A policy whose state, per row or per page, declares no axes."""
 
     per_row: bool = True
 
