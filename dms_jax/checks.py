@@ -20,12 +20,13 @@ import collections.abc
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
 import numbers
 import sys
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeGuard, Union, overload
 
 from dms_jax.errors import ConfigError, plain
@@ -144,6 +145,28 @@ class Options:
         for name, kind in _kinds(type(self)).items():
             value = check(f"{type(self).__name__}: {name}", getattr(self, name), kind)
             object.__setattr__(self, name, value)
+
+
+def show_options[F: Callable](options: type) -> Callable[[F], F]:
+    """Decorates a function whose last parameter is `**options: Unpack[Keywords]`.
+
+    `help` and `inspect.signature` then show the keywords, with the defaults of the dataclass
+    `options`, as if the function declared each of them.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *named, rest = signature.parameters.values()
+        (keywords,) = typing.get_args(rest.annotation)
+        shown = [
+            inspect.Parameter(name, rest.KEYWORD_ONLY, default=defaults[name], annotation=kind)
+            for name, kind in typing.get_type_hints(keywords).items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*named, *shown])  # pyright: ignore
+        return function
+
+    return decorate
 
 
 @functools.cache

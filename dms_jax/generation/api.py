@@ -8,11 +8,11 @@ import numpy as np
 from jaxtyping import Float
 
 from dms_jax.cache.accounting import Meter, Usage
-from dms_jax.checks import Count, CountOnDevice, check
+from dms_jax.checks import Count, CountOnDevice, check, show_options
 from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.generation.calls import carrying
 from dms_jax.generation.engine import Engine
-from dms_jax.generation.options import EngineKeywords
+from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.prompts import check_call, check_list, encode_prompt
 from dms_jax.generation.requests import Completion, OnTokens, Prompt, make_requests
 from dms_jax.generation.sampling import Sampling
@@ -83,6 +83,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
     )
 
 
+@show_options(EngineOptions)
 def generate(
     model: LanguageModel,
     prompts: Sequence[Prompt],
@@ -157,6 +158,7 @@ class Score:
     usage: Usage
 
 
+@show_options(EngineOptions)
 def score(
     model: LanguageModel,
     sequences: Sequence[Prompt] | np.ndarray,

@@ -4,10 +4,11 @@ import dataclasses
 import threading
 from typing import Any, Unpack
 
+from dms_jax.checks import show_options
 from dms_jax.errors import DataError
 from dms_jax.generation.calls import unless_busy
 from dms_jax.generation.engine import Engine
-from dms_jax.generation.options import EngineKeywords
+from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.prompts import check_call, encode_prompt, is_chat, text_after_answer
 from dms_jax.generation.requests import Completion, OnTokens, Prompt, Turn, make_request
 from dms_jax.generation.sampling import Sampling
@@ -64,6 +65,7 @@ class Conversation:
     callback, raises BusyError and changes nothing.
     """
 
+    @show_options(EngineOptions)
     def __init__(
         self,
         model: LanguageModel,

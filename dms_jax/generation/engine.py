@@ -15,6 +15,7 @@ from typing import Unpack
 import jax
 import numpy as np
 
+from dms_jax.checks import show_options
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation.calls import carrying, unless_busy
 from dms_jax.generation.memory import out_of_memory, pool_pages
@@ -59,6 +60,7 @@ class Engine:
         what so many lanes take besides their pages.
     """
 
+    @show_options(EngineOptions)
     def __init__(
         self,
         model: LanguageModel,

@@ -14,7 +14,7 @@ import jax
 
 from dms_jax import sharding
 from dms_jax.checkpoint import save
-from dms_jax.checks import check
+from dms_jax.checks import check, show_options
 from dms_jax.data import batches as data_batches
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
@@ -27,6 +27,7 @@ from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.trainer import Trainer
 
 
+@show_options(RunOptions)
 def retrofit(
     model: LanguageModel,
     policy: Policy,
@@ -61,6 +62,7 @@ def retrofit(
     return train(model, policy=policy, recipe=recipe, data=data, out=out, **options)
 
 
+@show_options(RunOptions)
 def train(
     model: LanguageModel,
     *,

@@ -1,6 +1,7 @@
 """The options of an engine: one set for everything that generates, checked in one place."""
 
 import dataclasses
+import inspect
 import typing
 
 import pytest
@@ -20,6 +21,20 @@ def test_the_names_for_type_checkers_are_fields_of_the_same_type():
     assert names.items() <= fields.items()
     defaults = {field.name: field.default for field in dataclasses.fields(EngineOptions)}
     assert all(defaults[name] is not dataclasses.MISSING for name in names)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [Engine, dms_jax.Conversation, dms_jax.generate, dms_jax.score],
+    ids=lambda f: f.__name__,
+)
+def test_help_shows_the_options_with_their_defaults(call):
+    shown = inspect.signature(call).parameters
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineOptions)}
+    for name, kind in typing.get_type_hints(EngineKeywords).items():
+        assert shown[name].default == defaults[name]
+        assert shown[name].annotation == kind
+    assert "options" not in shown
 
 
 def test_an_engine_keeps_what_it_was_given():

@@ -1,5 +1,7 @@
 """The options of a training run: one set for `train` and `retrofit`, checked in one place."""
 
+import dataclasses
+import inspect
 import typing
 
 import pytest
@@ -14,6 +16,14 @@ DMS = dms_jax.DMS(window=16, source="adapter")
 
 def test_the_names_for_type_checkers_are_the_fields():
     assert typing.get_type_hints(RunKeywords) == typing.get_type_hints(RunOptions)
+
+
+@pytest.mark.parametrize("call", [dms_jax.train, dms_jax.retrofit], ids=["train", "retrofit"])
+def test_help_shows_the_options_with_their_defaults(call):
+    shown = inspect.signature(call).parameters
+    for field in dataclasses.fields(RunOptions):
+        assert shown[field.name].default == field.default
+    assert "options" not in shown
 
 
 @pytest.mark.parametrize(
