@@ -45,10 +45,7 @@ LONG_PARAMETER_LISTS = {
     "dms_jax/evaluation/evaluating.py",
     "dms_jax/generation/memory.py",
     "dms_jax/generation/programs.py",
-    "dms_jax/model/cached_attention.py",
     "dms_jax/model/caching.py",
-    "dms_jax/model/cutting.py",
-    "dms_jax/model/fetching.py",
 }
 
 
