@@ -31,7 +31,7 @@ from dms_jax.checkpoint.files import (
 from dms_jax.errors import CheckpointError, DmsJaxError, plain
 
 # How Qwen2 and later cut text into words before merging bytes within each.
-_QWEN_WORDS = (
+QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -127,7 +127,7 @@ def _byte_level(vocabulary: dict[str, Any], merges: str, words: str) -> tokenize
         backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated"),
+                pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )

@@ -77,7 +77,7 @@ class Tokenizer:
             if backend is None:
                 return None
             special = _special_tokens(directory, config)
-            _apply_sequence_ends(backend, config, special)
+            apply_sequence_ends(backend, config, special)
         extra = {
             name: config[name]
             for name in ("tokenizer_class", "add_bos_token", "add_eos_token")
@@ -233,7 +233,7 @@ def _special_tokens(directory: pathlib.Path, config: Mapping[str, Any]) -> dict[
     return special
 
 
-def _apply_sequence_ends(
+def apply_sequence_ends(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> None:
     """Make the ends of a sequence what `add_bos_token` and `add_eos_token` ask, where they do.

@@ -3,7 +3,9 @@
 Opening reads headers only. A tensor, or a slice of one, is read when it is asked for.
 """
 
+import abc
 import pathlib
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,17 +25,46 @@ _DTYPES = {
 }
 
 
-class Weights:
-    """Tensors by name, read lazily.
+class Tensors(abc.ABC):
+    """The tensors of a model under their Hugging Face names, whatever files they come from.
+
+    Attributes:
+        shapes: shape of every tensor.
+        dtypes: type of every tensor's numbers, as they are read by default.
+        config_name: what describes the model's shape, for messages.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, np.dtype]
+    config_name: str
+
+    @abc.abstractmethod
+    def read(self, name: str, index: tuple[slice, ...] = (), dtype: Any = None) -> np.ndarray:
+        """Read a tensor, or the given slices of its dimensions, as `dtype`."""
+
+    @abc.abstractmethod
+    def file_name(self, name: str) -> str:
+        """Name of the file that holds a tensor, for messages."""
+
+    def stored_name(self, name: str) -> str:
+        """Name of a tensor in its file, for messages."""
+        return name
+
+
+class Weights(Tensors):
+    """Tensors of safetensors files, read lazily.
 
     Attributes:
         shapes: of every tensor.
         dtypes: of every tensor.
+        config_name: what describes the model's shape, for messages.
 
     Raises:
         CheckpointError: files are missing, damaged or cut short, lie outside the directory, or
             hold numbers of a kind that is not served.
     """
+
+    config_name = "config.json"
 
     def __init__(self, directory: pathlib.Path):
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -42,17 +73,22 @@ class Weights:
         for file in _shards(directory):
             self._open(file)
 
-    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Read a tensor, or the given slices of its dimensions."""
+    def read(self, name: str, index: tuple[slice, ...] = (), dtype: Any = None) -> np.ndarray:
         path, handle = self._files[name]
         try:
             if all(part == slice(None) for part in index):
-                return handle.get_tensor(name)
-            return handle.get_slice(name)[index]
+                tensor = handle.get_tensor(name)
+            else:
+                tensor = handle.get_slice(name)[index]
         except Exception as error:  # the library raises nothing more precise
             raise CheckpointError(
                 f"{path.name}: tensor {plain(name)} cannot be read: {plain(error, 300)}"
             ) from error
+        with np.errstate(over="ignore"):
+            return tensor if dtype is None else tensor.astype(dtype, copy=False)
+
+    def file_name(self, name: str) -> str:
+        return self._files[name][0].name
 
     def _open(self, path: pathlib.Path) -> None:
         try:
@@ -107,7 +143,7 @@ def _shards(directory: pathlib.Path) -> list[pathlib.Path]:
     if names is None:
         others = sorted(
             plain(file.name)
-            for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")
+            for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
             for file in directory.glob(pattern)
         )
         hint = (
