@@ -31,6 +31,7 @@ def fill(
     *,
     adapter: bool,
     dtype: Any,
+    adapter_dtype: Any,
     mesh: jax.sharding.Mesh | None,
 ) -> Transformer:
     """Build the model of a config and read its parameters.
@@ -40,6 +41,7 @@ def fill(
         weights: the tensors of the checkpoint.
         adapter: whether the model has the head that makes DMS decisions.
         dtype: type of the parameters; None keeps what the files hold.
+        adapter_dtype: type of the adapter's.
         mesh: devices over which to place the parameters; None takes the default device.
 
     Raises:
@@ -55,7 +57,7 @@ def fill(
             weights,
             names.PIECES[path],
             param.get_value().shape,
-            dtype=dtype,
+            dtype=adapter_dtype if names.is_adapter(names.PIECES[path]) else dtype,
             place=None
             if mesh is None
             else sharding.parameter_sharding(

@@ -176,6 +176,11 @@ EMBEDDING = "model.embed_tokens.weight"
 ADAPTER_MARK = ".self_attn.dms_proj_alpha"
 
 
+def is_adapter(pieces: tuple[Piece, ...]) -> bool:
+    """Whether a parameter belongs to the head that makes DMS decisions."""
+    return ADAPTER_MARK in pieces[0].layout.name
+
+
 def is_derived(name: str) -> bool:
     """Whether a tensor only repeats what the config says (rotary tables of old checkpoints)."""
     return name.endswith(".rotary_emb.inv_freq")

@@ -14,6 +14,7 @@ removes it.
 
 import contextlib
 import ctypes
+import dataclasses
 import fnmatch
 import os
 import pathlib
@@ -23,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, ADAPTER_TENSORS
 from dms_jax.checkpoint.weights import INDEX, SINGLE, shard_names
 from dms_jax.errors import CheckpointError, plain
 
@@ -31,39 +33,62 @@ try:
 except ImportError:  # not on Windows: litter stays there
     fcntl = None
 
-# What a checkpoint consists of, besides the tensors that an index names. Others would come to
-# stand beside a tokenizer that they do not fit.
-_LAYOUT = {
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a directory of one kind consists of.
+
+    Attributes:
+        kind: its name, for messages.
+        mark: the file without which it is none.
+        files: names of all its files, besides the tensors that an index names.
+    """
+
+    kind: str
+    mark: str
+    files: frozenset[str]
+
+
+# Files of a tokenizer that are not written: others would come to stand beside one that they do not
+# fit.
+CHECKPOINT = Layout(
+    "a checkpoint",
     "config.json",
-    "generation_config.json",
-    SINGLE,
-    INDEX,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-}
+    frozenset(
+        {
+            "config.json",
+            "generation_config.json",
+            SINGLE,
+            INDEX,
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "tokenizer.model",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "vocab.json",
+            "merges.txt",
+            "chat_template.jinja",
+            "chat_template.json",
+        }
+    ),
+)
+ADAPTER = Layout("an adapter", ADAPTER_CONFIG, frozenset({ADAPTER_CONFIG, ADAPTER_TENSORS}))
 # What stands beside it and stays, whatever the case of the letters.
 _DOCUMENTS = ("*.md", "readme*", "licen[cs]e*", "notice*", "copying*", ".gitattributes")
 
 
 @contextlib.contextmanager
-def replacement(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A directory to write a checkpoint into, which takes the place of `target` at the end.
+def replacement(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Path]:
+    """A directory to write into, which takes the place of `target` at the end.
 
     If the block raises, or the place cannot be taken, `target` is what it was.
 
     Raises:
-        CheckpointError: the target holds what is not of a checkpoint.
+        CheckpointError: the target holds what is not of this layout.
         OSError: something cannot be written.
     """
     _remove_litter(target)
-    own, documents = _survey(target)
+    own, documents = _survey(target, layout)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _stage(target) as stage:
         new = stage / "new"
@@ -77,12 +102,12 @@ def replacement(target: pathlib.Path) -> Iterator[pathlib.Path]:
         old = _swap(new, target)
         if old is not None:
             for entry in old.iterdir():
-                if entry.name not in own | documents | _LAYOUT:  # came in the meantime
+                if entry.name not in own | documents | layout.files:  # came in the meantime
                     entry.rename(target / entry.name)
 
 
-def _survey(target: pathlib.Path) -> tuple[set[str], set[str]]:
-    """Names of the files of a checkpoint, and of the documents beside it.
+def _survey(target: pathlib.Path, layout: Layout) -> tuple[set[str], set[str]]:
+    """Names of the files of this layout, and of the documents beside it.
 
     Raises:
         CheckpointError: there is something else, which a replacement would destroy.
@@ -90,24 +115,27 @@ def _survey(target: pathlib.Path) -> tuple[set[str], set[str]]:
     if not os.path.lexists(target):
         return set(), set()
     if not target.is_dir():
-        raise CheckpointError(f"{target} is a file; give a directory to write the checkpoint to")
+        raise CheckpointError(f"{target} is a file; give a directory to write {layout.kind} to")
     if target.samefile("."):
         raise CheckpointError(
             f"{target} is the current directory, which a new one cannot take the place of; save "
             "to a directory in it, or from outside it"
         )
-    shards = {name for name in shard_names(target) or () if name.endswith(".safetensors")}
+    shards = set()
+    if layout is CHECKPOINT:
+        shards = {name for name in shard_names(target) or () if name.endswith(".safetensors")}
     own, documents, tensors, others = set(), set(), [], []
     for entry in sorted(target.iterdir()):
         name = entry.name
         if entry.is_dir() and not entry.is_symlink():
             others.append(name)
-        elif name in _LAYOUT | shards:
+        elif name in layout.files | shards:
             own.add(name)
         elif any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _DOCUMENTS):
             documents.add(name)
         else:
-            (tensors if name.endswith(".safetensors") else others).append(name)
+            loose = layout is CHECKPOINT and name.endswith(".safetensors")
+            (tensors if loose else others).append(name)
     if tensors:
         raise CheckpointError(
             f"{target} holds tensors that no index of it accounts for ({_some(tensors)}), which "
@@ -115,13 +143,13 @@ def _survey(target: pathlib.Path) -> tuple[set[str], set[str]]:
         )
     if others:
         raise CheckpointError(
-            f"{target} holds more than a checkpoint ({_some(others)}), which replacing it would "
+            f"{target} holds more than {layout.kind} ({_some(others)}), which replacing it would "
             "destroy; give a new directory"
         )
-    if own and "config.json" not in own:
+    if own and layout.mark not in own:
         raise CheckpointError(
-            f"{target} holds {_some(sorted(own))} and no config.json, so it is no checkpoint that "
-            "can be replaced; give a new directory"
+            f"{target} holds {_some(sorted(own))} and no {layout.mark}, so it is not {layout.kind} "
+            "that can be replaced; give a new directory"
         )
     return own, documents
 

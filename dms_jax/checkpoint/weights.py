@@ -5,6 +5,7 @@ Opening reads headers only. A tensor, or a slice of one, is read when it is aske
 
 import abc
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -66,11 +67,11 @@ class Weights(Tensors):
 
     config_name = "config.json"
 
-    def __init__(self, directory: pathlib.Path):
+    def __init__(self, files: Sequence[pathlib.Path]):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, np.dtype] = {}
         self._files: dict[str, tuple[pathlib.Path, safetensors.safe_open]] = {}
-        for file in _shards(directory):
+        for file in files:
             self._open(file)
 
     def read(self, name: str, index: tuple[slice, ...] = (), dtype: Any = None) -> np.ndarray:
@@ -134,8 +135,12 @@ def shard_names(directory: pathlib.Path) -> list[str] | None:
     return sorted(set(weight_map.values()))
 
 
-def _shards(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Files that hold the tensors."""
+def tensor_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The files of a checkpoint that hold its tensors.
+
+    Raises:
+        CheckpointError: files are missing, or lie outside the directory.
+    """
     single = find(directory, SINGLE)
     if single is not None:
         return [single]
