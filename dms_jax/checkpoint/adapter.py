@@ -12,6 +12,7 @@ float32.
 import collections
 import dataclasses
 import hashlib
+import os
 import pathlib
 from typing import Any
 
@@ -116,6 +117,8 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     Raises:
         CheckpointError: it is none, or is damaged.
     """
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise CheckpointError(f"the path of an adapter must be a directory: {plain(repr(path))}")
     directory = expanded(path)
     if not directory.is_dir():
         raise CheckpointError(f"there is no directory {directory} of an adapter")

@@ -19,11 +19,13 @@ from dms_jax.checkpoint.weights import Weights
 from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import DMS, TOVA, Vanilla
+from dms_jax.training import retrofit
 from dms_jax.training.parameters import add_adapter, is_adapter, parameters, rebuilder
 from tests.checkpoint.gguf_files import convert
 from tests.checkpoint.support import GOLDEN, copy, rewrite, tensors
 from tests.checkpoint.test_gguf import KINDS, assert_same, wide
 from tests.checkpoint.test_gguf import parameters as numpy_parameters
+from tests.training.tiny import EAGER, documents, language_model, recipe
 
 POLICY = DMS(window=4, shift=0, source="adapter")
 FILES = ["dms_adapter.json", "dms_adapter.safetensors"]
@@ -155,7 +157,7 @@ def test_a_base_that_was_trained_is_refused(base, tmp_path, part):
     def change(name, x):
         return x.at[(0,) * x.ndim].multiply(1.5) if part in name else x
 
-    with pytest.raises(CheckpointError, match="1 of its other tensors were changed .*whole model"):
+    with pytest.raises(CheckpointError, match=r"1 of its other tensors were changed .*whole model"):
         save(changed(load(base), change), POLICY, tmp_path / "adapter", adapter_only=True)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base"]
 
@@ -293,3 +295,18 @@ def test_nothing_of_the_base_is_read_twice_from_the_adapter(base, adapter, monke
     name = "model.layers.0.mlp.up_proj.weight"
     assert taken[name] == (36 + 3) * 24
     assert len(numpy_parameters(model)) > 10
+
+
+def test_a_retrofit_of_frozen_weights_and_of_all(tmp_path):
+    """What `retrofit` leaves of the base is what `save` finds."""
+    model = language_model()
+    save(model, Vanilla(), tmp_path / "base")
+    model = load(tmp_path / "base")
+    options = dict(data=documents(), progress=False)
+    frozen = retrofit(model, EAGER, recipe=recipe(trainable="adapter"), **options)
+    save(frozen, EAGER, tmp_path / "adapter", adapter_only=True)
+    assert_same(load(tmp_path / "base", adapter=tmp_path / "adapter"), frozen)
+    trained = retrofit(model, EAGER, recipe=recipe(trainable="all"), **options)
+    with pytest.raises(CheckpointError, match=r"were changed .* by training all weights"):
+        save(trained, EAGER, tmp_path / "all", adapter_only=True)
+    assert not (tmp_path / "all").exists()
