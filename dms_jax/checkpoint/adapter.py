@@ -1,12 +1,12 @@
-"""An adapter as files of its own, beside a checkpoint whose weights it was trained on.
+"""A DMS adapter saved by itself, without the model that it was trained on (its base).
 
     dms_adapter.json          the policy, and the identity of the base
     dms_adapter.safetensors   the adapter's tensors, under NVIDIA's names
 
-The identity is what the base must have in common with the one that the adapter was trained on,
-whatever files it comes from and in whatever type it is loaded: the numbers that give its shape, and
-a hash for each kind of tensor, over all layers, of vectors and of three rows of matrices in
-float32.
+The identity tells whether a base is the one that the adapter was trained on. It depends neither on
+the file format nor on the dtype that the base is loaded in: it is the numbers that define the
+model's shape, and one SHA-256 for each kind of tensor, over all layers, of vectors and of three
+rows of each matrix in float32.
 """
 
 import collections
@@ -48,13 +48,13 @@ _SHAPE = (
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """What the directory of an adapter holds.
+    """The contents of an adapter directory.
 
     Attributes:
         directory: where it is.
         policy: the policy that it was trained for.
-        shape: the base's numbers by name.
-        hashes: the base's hashes by kind of tensor.
+        shape: the fields of the base's config that define its shape.
+        hashes: SHA-256 of the base's tensors, by kind of tensor.
         weights: the adapter's tensors.
     """
 
@@ -66,7 +66,7 @@ class Adapter:
 
 
 class _Joined(Tensors):
-    """The tensors of a base, with an adapter's added, or in the place of its own."""
+    """The tensors of a base and of an adapter, which replaces an adapter of the base's own."""
 
     def __init__(self, base: Tensors, adapter: Tensors):
         self.config_name = base.config_name
@@ -87,7 +87,7 @@ class _Joined(Tensors):
 
 
 def base_identity(config: ModelConfig, weights: Tensors) -> dict[str, Any]:
-    """The identity of a base, as it stands in `dms_adapter.json`."""
+    """Compute the identity of a base, in the form of `dms_adapter.json`."""
     hashes: dict[str, Any] = collections.defaultdict(hashlib.sha256)
     for name in sorted(weights.shapes):
         skipped = names.is_derived(name) or names.ADAPTER_MARK in name
@@ -115,7 +115,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     """Read the directory of an adapter.
 
     Raises:
-        CheckpointError: it is none, or is damaged.
+        CheckpointError: it is not the directory of an adapter, or is damaged.
     """
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise CheckpointError(f"the path of an adapter must be a directory: {plain(repr(path))}")
@@ -157,13 +157,16 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
 def attach(
     adapter: Adapter, config: ModelConfig, weights: Tensors, policy: Policy
 ) -> tuple[Policy, Tensors]:
-    """The policy and the tensors of a base with an adapter.
+    """Check an adapter against a base and join their tensors.
 
     Args:
         adapter: the adapter.
         config: the base's config.
         weights: the base's tensors.
         policy: the policy that the base declares.
+
+    Returns:
+        the adapter's policy, and the tensors of both.
 
     Raises:
         CheckpointError: the adapter was trained on another base.
@@ -189,12 +192,12 @@ def attach(
 
 
 def differing_shape(config: ModelConfig, other: ModelConfig) -> list[str]:
-    """What differs between the numbers that give the shapes of two models, for a message."""
+    """Describe how the shapes of two models differ; an empty list if they are equal."""
     return _differing(*({field: getattr(c, field) for field in _SHAPE} for c in (config, other)))
 
 
 def describe_adapter(directory: pathlib.Path) -> str:
-    """What must be given with an adapter, for a message."""
+    """Describe how to load an adapter, for a message."""
     fields = _read_config(directory) or {}
     base = fields.get("base")
     shape = base.get("shape") if isinstance(base, dict) else None
@@ -216,7 +219,7 @@ def _read_config(directory: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _kind(name: str) -> str:
-    """The name of a tensor without its layer.
+    """Strip the layer from the name of a tensor.
 
     # model.layers.3.mlp.up_proj.weight  ->  mlp.up_proj.weight
     """

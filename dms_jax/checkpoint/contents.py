@@ -1,6 +1,6 @@
-"""What a checkpoint holds: `Contents`, of a Hugging Face directory, a hub model or a GGUF file.
+"""Read the contents of a checkpoint: a Hugging Face directory, a hub model or a GGUF file.
 
-Everything is read but the tensors, which are read when a model is filled from them.
+Everything but the tensors is read at once; the tensors are read when a model is filled from them.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from dms_jax.errors import CheckpointError, plain
 from dms_jax.model.language_model import GenerationDefaults
 from dms_jax.policies import Policy, Vanilla
 
-# No checkpoint has more than ten; each takes part in every step of generation.
+# Published checkpoints have at most ten; every step of generation compares with each.
 MAX_END_TOKENS = 64
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-# Repositories often hold the same weights again, in a folder or under this name.
+# Repositories often contain the same weights twice, in a folder or under this name.
 _NOT_HUB_FILES = ["*/*", "consolidated*"]
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds; the tensors are read later."""
+    """The contents of a checkpoint; the tensors are read later."""
 
     config: ModelConfig
     weights: Tensors
@@ -44,7 +44,7 @@ def read_checkpoint(place: pathlib.Path) -> Contents:
     """Read a directory or a GGUF file.
 
     Raises:
-        CheckpointError: it cannot be read, or holds what is not served.
+        CheckpointError: it cannot be read, or holds something that is not served.
         ConfigError: its config is malformed, or describes a model that is not served exactly.
     """
     return _read_gguf(place) if place.is_file() else _read_directory(place)
@@ -84,7 +84,7 @@ def _read_gguf(path: pathlib.Path) -> Contents:
 
 
 def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
-    """The local directory or GGUF file of a checkpoint, fetched from the hub if it is there."""
+    """Find the local directory or GGUF file of a checkpoint; download a hub model."""
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise CheckpointError(
             "the path of a checkpoint must be a directory, a GGUF file or a hub id: "
@@ -109,7 +109,7 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
             allow_patterns=_HUB_FILES,
             ignore_patterns=_NOT_HUB_FILES,
         )
-    except Exception as error:  # network, authorisation and absence come as many classes
+    except Exception as error:  # network, authorisation and absence raise many different classes
         raise CheckpointError(
             f"there is no directory {path!r} here, and it could not be fetched from the hub: "
             f"{plain(error, 300)}"
@@ -120,7 +120,7 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
 def _generation_defaults(
     directory: pathlib.Path, hf_config: dict[str, Any], tokenizer: Tokenizer | None
 ) -> GenerationDefaults:
-    """Ends of a sequence: generation_config.json, else config.json, else the tokenizer."""
+    """Special tokens, from generation_config.json, else config.json, else the tokenizer."""
     fields = read_json(directory, "generation_config.json", max_bytes=MAX_CONFIG_BYTES) or {}
 
     def ids(name: str) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ def _generation_defaults(
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """The ids that a config gives: one or a list. -1 is what old configs write for none."""
+    """Token ids of a config: one or a list. Old configs write -1 for none."""
     listed = value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
         raise CheckpointError(f"{name} must be a token id or a list of them")

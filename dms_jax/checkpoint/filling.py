@@ -1,8 +1,8 @@
 """Fill the parameters of a model from the tensors of a checkpoint.
 
-Every missing, unexpected and mis-shaped tensor is named in one message before anything is read.
-Then parameters are filled one at a time, tensor by tensor, each device's slice read straight from
-the files where a mesh is given, so that nothing is held twice.
+Every missing, unexpected and mis-shaped tensor is named in one message before any data is read.
+Then the parameters are filled one at a time, tensor by tensor. With a mesh, each device's slice is
+read directly from the files. Thus there is never a second copy of the model in memory.
 """
 
 import functools
@@ -21,7 +21,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, plain
 from dms_jax.model.transformer import Transformer
 
-# Beyond so many, a message lists no more tensors: a model of 80 layers that lacks two of each.
+# The most tensors that a message lists: two for each layer of a model of 80 layers.
 _MOST_PROBLEMS = 160
 
 
@@ -41,7 +41,7 @@ def fill(
         weights: the tensors of the checkpoint.
         adapter: whether the model has the head that makes DMS decisions.
         dtype: type of the parameters; None keeps what the files hold.
-        adapter_dtype: type of the adapter's.
+        adapter_dtype: type of the adapter's parameters; None keeps what the files hold.
         mesh: devices over which to place the parameters; None takes the default device.
 
     Raises:
@@ -69,7 +69,7 @@ def fill(
 
 
 def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) -> None:
-    """Raise one error that names every tensor that is missing, unexpected or mis-shaped."""
+    """Raise a single error that names all missing, unexpected and mis-shaped tensors."""
     expected: dict[str, tuple[int, ...]] = {}
     for path, value in parameters.items():
         for piece in names.PIECES[path]:
@@ -150,7 +150,7 @@ def _read_parameter(
         chosen = range(layers)[index[0]]
         sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True)]
         out = np.empty(sizes, dtype)
-        for piece in pieces:  # side by side along an axis that no mesh axis divides
+        for piece in pieces:  # concatenated along an axis that is never sharded
             piece_shape = piece.shape(shape[1:])
             within = piece.index(len(piece_shape))
             for row, layer in enumerate(chosen):
@@ -161,7 +161,7 @@ def _read_parameter(
 
     if place is None:
         return jax.device_put(part((slice(None),) * len(shape)))
-    # Replicas ask for the same part: read it once.
+    # Replicas request the same part: read it once.
     parts: dict[tuple, np.ndarray] = {}
 
     def cached(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -198,7 +198,7 @@ def _read_tensor(
 
 
 def _is_finite(tensor: np.ndarray) -> bool:
-    """Whether no number is NaN or infinite; bfloat16 by its exponent bits, which is quicker."""
+    """Whether all numbers are finite; bfloat16 is checked by its exponent bits, which is faster."""
     if tensor.dtype == ml_dtypes.bfloat16:
         return int((tensor.view(np.uint16) & 0x7FFF).max(initial=0)) < 0x7F80
     return bool(np.isfinite(tensor).all())

@@ -1,4 +1,4 @@
-"""Load a checkpoint as a `LanguageModel`: a Hugging Face directory, a model of the hub, a GGUF."""
+"""Load a Hugging Face directory, a hub model or a GGUF file as a `LanguageModel`."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ from dms_jax.checkpoint.filling import fill
 from dms_jax.errors import ConfigError, plain
 from dms_jax.model.language_model import LanguageModel
 
-# Those that a model can be trained and run in; a float8 that is stored means nothing by itself.
+# Types that a model can be trained and run in. Stored float8 needs scales, so it is not one.
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -34,11 +34,11 @@ def load(
             quantised numbers.
         mesh: devices over which to place the parameters; None places them on the default device.
         adapter: directory of an adapter that was trained on this checkpoint with its weights frozen
-            (`save(..., adapter_only=True)`). Its tensors keep their type, because what they say is
-            held against a threshold; its policy becomes the model's.
+            (`save(..., adapter_only=True)`). Its tensors keep their type, because decisions compare
+            its output with a threshold; its policy becomes the model's.
 
     Returns:
-        the model, with its tokenizer (None where there is none) and the policy that its config
+        the model, with its tokenizer (None if there is none) and the policy that its config
         declares (`Vanilla()` where it declares none).
 
     Raises:
@@ -75,12 +75,12 @@ def load(
 
 
 def _check_dtype(dtype: Any) -> np.dtype | None:
-    """The dtype of the parameters; None for that of the files."""
+    """Check the dtype of the parameters; None keeps that of the files."""
     if dtype is None:
         return None
     try:
         known = jnp.dtype(dtype)
-    except Exception as error:  # numpy raises most kinds there are
+    except Exception as error:  # numpy raises many different classes
         raise ConfigError(
             f"dtype {plain(repr(dtype), 80)} is not known; give e.g. 'bfloat16'"
         ) from error

@@ -1,9 +1,10 @@
 """Save a model and its policy as a Hugging Face directory that transformers opens.
 
-Of a model whose base stayed as it was loaded, the adapter can be saved alone (`adapter.py`).
+If only an adapter was trained, it can be saved by itself (`adapter.py`).
 
-Everything is written into a directory beside the target, which takes its place at the end
-(`replacing.py`), so that a full disk or an interrupt leaves the old checkpoint, never half of one.
+Everything is written into a directory beside the target, which replaces it at the end
+(`replacing.py`), so that a full disk or an interrupt leaves the old checkpoint and never part of
+a new one.
 """
 
 import json
@@ -53,24 +54,24 @@ def save(
     """Write config, tensors, tokenizer and generation defaults; the policy goes into the config.
 
     Args:
-        model: what to write; tensors keep the dtype of its parameters.
+        model: the model to write; tensors keep the dtype of its parameters.
         policy: the cache policy that the model is meant to run with.
-        path: directory to make; where it is a link, what it leads to. A checkpoint that is already
-            there is replaced: its config, tensors and tokenizer. What stands beside them stays
-            (README, licence), and so do the fields of its generation_config.json that say how to
-            sample.
-        adapter_only: write the adapter's tensors, the policy and the identity of the base alone, a
-            few hundred kilobytes; `load(base, adapter=path)` puts them together again. The base is
-            read again to see that its weights are what they were.
-        max_shard_bytes: tensors beyond this many bytes are split over several files.
+        path: directory to write, following a link. If it already contains a checkpoint, its config,
+            tensors and tokenizer are replaced; documents beside them (README, licence) are kept,
+            and so are the sampling fields of its generation_config.json.
+        adapter_only: write only the adapter's tensors, the policy and the identity of the base (a
+            few hundred kilobytes), for `load(base, adapter=path)`. The base's files are read again
+            to check that the model still has their weights.
+        max_shard_bytes: size of a file of tensors, beyond which another one is begun.
 
     Raises:
-        CheckpointError: the path cannot be written, or holds something that is of no checkpoint
-            (tensors that its index does not name are not); or a tensor holds NaN; or the adapter
-            alone is asked for, and the model's other weights are not those of a checkpoint.
-        ConfigError: the policy reads an adapter that the model does not have, would use neurons
-            that carry decisions, or would take decisions for what they were not trained to be; or
-            the family cannot express the model.
+        CheckpointError: the path cannot be written, or contains files that do not belong to a
+            checkpoint (such as tensors that its index does not name); or a tensor contains NaN; or
+            `adapter_only` is set and the other weights are not those of the checkpoint that the
+            model was loaded from.
+        ConfigError: the policy needs an adapter that the model does not have, would use neurons
+            that carry decisions, or gives decisions another meaning than they were trained for; or
+            the model's family cannot express its switches.
     """
     check_model(model)
     check_policy(policy)
@@ -131,10 +132,10 @@ def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path) ->
 
 
 def _unchanged_base(model: LanguageModel) -> dict[str, Any]:
-    """The identity of the checkpoint that a model was loaded from, whose weights it still has.
+    """Compute the identity of a model's base, after checking that its weights are unchanged.
 
     Raises:
-        CheckpointError: it was not loaded, its checkpoint is gone, or its weights have changed.
+        CheckpointError: the model was not loaded, or its base is gone or has other weights.
     """
     whole = "save the whole model (adapter_only=False)"
     if model.source is None:
@@ -178,7 +179,7 @@ def _config(model: LanguageModel, policy: Policy) -> dict[str, Any]:
 
 
 def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
-    """What a generation_config.json says besides the special tokens, which are the model's."""
+    """The fields of a generation_config.json other than the special tokens."""
     return {name: value for name, value in fields.items() if name not in _SPECIAL_IDS}
 
 
@@ -194,7 +195,7 @@ def _generation(model: LanguageModel) -> dict[str, Any]:
 
 
 def _tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under its Hugging Face name, one at a time."""
+    """Yield every tensor with its Hugging Face name, one at a time."""
     for path, param in nnx.to_flat_state(nnx.state(model.transformer, nnx.Param)):
         value = jax.device_get(param.get_value())
         for piece in names.PIECES[path]:
@@ -250,16 +251,16 @@ def _check_finite(name: str, tensor: np.ndarray) -> None:
 
 
 def _mode(file: pathlib.Path) -> int:
-    """The permissions that new files get."""
+    """The permissions of a new file."""
     return file.stat().st_mode & 0o777
 
 
 def _save_file(tensors: dict[str, np.ndarray], file: pathlib.Path, mode: int) -> None:
     try:
         save_file(tensors, str(file), metadata={"format": "pt"})
-    except SafetensorError as error:  # of a system call that failed, too
+    except SafetensorError as error:  # also raised when a system call fails
         raise OSError(str(error)) from error
-    file.chmod(mode)  # the library's files are private
+    file.chmod(mode)  # the library makes files private
 
 
 def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:

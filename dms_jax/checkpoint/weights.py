@@ -1,6 +1,6 @@
 """The tensors of a Hugging Face directory: `model.safetensors`, or shards named by an index.
 
-Opening reads headers only. A tensor, or a slice of one, is read when it is asked for.
+Opening reads only the headers. A tensor, or a slice of one, is read on demand.
 """
 
 import abc
@@ -31,7 +31,7 @@ class Tensors(abc.ABC):
 
     Attributes:
         shapes: shape of every tensor.
-        dtypes: type of every tensor's numbers, as they are read by default.
+        dtypes: type of every tensor, as it is read by default.
         config_name: what describes the model's shape, for messages.
     """
 
@@ -56,13 +56,13 @@ class Weights(Tensors):
     """Tensors of safetensors files, read lazily.
 
     Attributes:
-        shapes: of every tensor.
-        dtypes: of every tensor.
+        shapes: shape of every tensor.
+        dtypes: type of every tensor.
         config_name: what describes the model's shape, for messages.
 
     Raises:
-        CheckpointError: files are missing, damaged or cut short, lie outside the directory, or
-            hold numbers of a kind that is not served.
+        CheckpointError: a file is damaged or cut short, or has numbers of a type that is not
+            served.
     """
 
     config_name = "config.json"
@@ -118,10 +118,10 @@ class Weights(Tensors):
 
 
 def shard_names(directory: pathlib.Path) -> list[str] | None:
-    """Names of the files that the index of a checkpoint accounts for; None without an index.
+    """Names of the files that the index of a checkpoint lists; None if there is no index.
 
     Raises:
-        CheckpointError: the index is damaged, or names what is no file of the checkpoint.
+        CheckpointError: the index is damaged.
     """
     index = read_json(directory, INDEX, max_bytes=MAX_INDEX_BYTES)
     if index is None:
@@ -136,10 +136,10 @@ def shard_names(directory: pathlib.Path) -> list[str] | None:
 
 
 def tensor_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The files of a checkpoint that hold its tensors.
+    """Find the files of a checkpoint that contain its tensors.
 
     Raises:
-        CheckpointError: files are missing, or lie outside the directory.
+        CheckpointError: files are missing, or are outside the directory.
     """
     single = find(directory, SINGLE)
     if single is not None:

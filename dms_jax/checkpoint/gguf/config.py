@@ -1,15 +1,15 @@
-"""The metadata of a GGUF file as a `ModelConfig`.
+"""Convert the metadata of a GGUF file into a `ModelConfig`.
 
-Every entry under the architecture's name (`llama.block_count`) either is known here or must be
-neutral (0, false, empty): one that is not known could change what the model computes.
+Every entry under the architecture's name (`llama.block_count`) must be known here or be neutral (0,
+false, empty), because an unknown entry could change what the model computes.
 
-The rotary scaling of Llama 3.1 and later is not among the metadata. It lies in a tensor,
-rope_freqs.weight [D/2], as what each frequency is divided by:
+The rotary scaling of Llama 3.1 and later is not in the metadata, but in a tensor,
+rope_freqs.weight [D/2], as the factor that each frequency is divided by:
 
     f_i = 1 / ((1 - s_i) / F + s_i)
-    s_i = (original / wavelength_i - low) / (high - low), cut off at 0 and 1
+    s_i = clip((original / wavelength_i - low) / (high - low), 0, 1)
 
-from which the parameters are found again, and held against the tensor.
+The parameters are recovered from it, and checked against it.
 """
 
 import math
@@ -26,7 +26,7 @@ from dms_jax.errors import CheckpointError, ConfigError, plain
 # GGUF architecture: Hugging Face family. llama.cpp's converter writes Mistral models as llama.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
-# What other kinds of files call themselves.
+# Values of general.type in files that are not models.
 _KINDS = {
     "adapter": "a LoRA adapter; give the GGUF of the whole model",
     "mmproj": "the vision or audio part of a model, which is not served",
@@ -35,7 +35,7 @@ _KINDS = {
 }
 _VISION = ("clip", "mllama", "qwen2vl", "qwen3vl", "qwen3vlmoe", "mmproj")
 
-# Entries that are read below, or that say nothing about what is computed.
+# Entries that are read below, or that do not affect what is computed.
 _KNOWN = {
     "vocab_size",
     "context_length",
@@ -64,11 +64,10 @@ _KNOWN = {
 
 
 def read_model(files: GgufFiles) -> tuple[ModelConfig, GgufWeights]:
-    """The config of a model and its tensors.
+    """Read the config of a model and find its tensors.
 
     Raises:
-        CheckpointError: the file holds something else than a model that is served, or it is
-            damaged.
+        CheckpointError: the file is damaged, or does not contain a model that is served.
         ConfigError: the metadata are malformed, or describe a model that is not served exactly.
     """
     family = ARCHITECTURES[_architecture(files)]
@@ -137,7 +136,7 @@ def _config(
 
 
 def _architecture(files: GgufFiles) -> str:
-    """The architecture of a file; raises CheckpointError for what is not served."""
+    """Read the architecture of a file; raises CheckpointError if it is not served."""
     kind = files.metadata.get("general.type", "model")
     if kind != "model":
         what = _KINDS.get(kind, "not served") if isinstance(kind, str) else "not served"
@@ -159,7 +158,7 @@ def _architecture(files: GgufFiles) -> str:
 
 
 class _Metadata:
-    """The entries of one architecture, by what follows its name."""
+    """The metadata entries of the architecture, by key without its name."""
 
     def __init__(self, files: GgufFiles):
         self.name = files.name
@@ -177,7 +176,7 @@ class _Metadata:
         return name in self._values
 
     def get(self, name: str, kind: Any, default: Any = None, *, per_layer: bool = False) -> Any:
-        """An entry, checked; an array of one number for each layer if they are all equal."""
+        """Read and check an entry; with `per_layer` also an array of equal numbers."""
         value = self._values.get(name)
         if value is None and default is not None:
             return default
@@ -221,7 +220,7 @@ def _rope(metadata: _Metadata, weights: GgufWeights, positions: int, head_dim: i
     factor = metadata.get("rope.scaling.factor", Positive, 0) or metadata.get(
         "rope.scale_linear", Positive, 1.0
     )
-    # Files from before rope.scaling.type say linear by giving a factor.
+    # Files older than rope.scaling.type mean linear scaling if they have a factor.
     kind = metadata.get("rope.scaling.type", str, "none" if factor == 1 else "linear")
     original = metadata.get("rope.scaling.original_context_length", int, 0)
     factors = weights.rope_factors()
@@ -259,12 +258,12 @@ def _rope(metadata: _Metadata, weights: GgufWeights, positions: int, head_dim: i
 
 
 def _llama3(name: str, factors: np.ndarray, theta: float, original: int) -> Rope:
-    """The parameters that give these factors.
+    """Recover the parameters of Llama 3's scaling from its factors.
 
-    Llama's own bounds, 1 and 4, are tried first: then one factor between 1 and F gives the original
-    length. Else two of them are needed: s is a line in 1 / wavelength, and its slope original /
-    (high - low) and intercept -low / (high - low) fix the three up to a common scale, which does
-    not matter.
+    Llama's own bounds, 1 and 4, are tried first: with them, one factor between 1 and F gives the
+    original length. Otherwise two such factors are needed: s is linear in 1 / wavelength, and its
+    slope original / (high - low) and intercept -low / (high - low) determine the three parameters
+    up to a common scale, which has no effect.
     """
     turns = theta ** (-np.arange(len(factors)) / len(factors)) / (2 * math.pi)  # 1 / wavelength
     largest = float(str(np.float32(factors.max())))

@@ -1,13 +1,13 @@
-"""The header of a GGUF file: its metadata, and where each tensor lies.
+"""Read the header of a GGUF file: its metadata, and the position of each tensor.
 
     magic "GGUF", version, number of tensors, number of metadata entries
     entries: key, type, value
     tensors: name, dimensions (fastest first), type, offset from the start of the data
     padding to the alignment, then the data
 
-All numbers are little-endian. A stranger may have made the file, so every count is held against
-the bytes that are there before anything is read by it. A model may be split over several files,
-name-00001-of-00003.gguf; the first holds the metadata.
+All numbers are little-endian. The file is untrusted input: every count is checked against the size
+of the file before it is used. A model may be split over several files, name-00001-of-00003.gguf;
+the first one has the metadata.
 """
 
 import dataclasses
@@ -51,13 +51,13 @@ _NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies.
+    """Shape, type and position of a tensor.
 
     Attributes:
-        shape: rows first, as NumPy counts.
+        shape: rows first, as in NumPy.
         kind: number of its type in the GGUF format.
         offset: bytes from the start of the file.
-        file: the file that holds it.
+        file: the file that contains it.
     """
 
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class TensorInfo:
 
 
 def is_gguf(path: pathlib.Path) -> bool:
-    """Whether a path is a regular file that begins as GGUF does, or has its name."""
+    """Whether a path is a regular file with the magic bytes or the extension of GGUF."""
     if not path.is_file():
         return False
     try:
@@ -78,7 +78,7 @@ def is_gguf(path: pathlib.Path) -> bool:
 
 
 class GgufFiles:
-    """A model in GGUF: one file, or all the files that it is split over.
+    """A model in GGUF: one file, or all files of a split model.
 
     Attributes:
         name: name of the (first) file, for messages.
@@ -116,10 +116,10 @@ class GgufFiles:
 
 
 def _parts(path: pathlib.Path, count: Any) -> list[pathlib.Path]:
-    """The files of a model that is split, in order.
+    """Find the files of a split model, in order.
 
     Raises:
-        CheckpointError: the name is not that of a part, or parts are missing.
+        CheckpointError: the file is not named as a part, or parts are missing.
     """
     named = _SPLIT_NAME.fullmatch(path.name)
     if named is None or int(named[3]) != count:
@@ -136,7 +136,7 @@ def _parts(path: pathlib.Path, count: Any) -> list[pathlib.Path]:
             f"{len(absent)} are not beside it: {', '.join(absent[:20])}"
             f"{' ...' if len(absent) > 20 else ''}"
         )
-    # A link leads to a file that may be called anything: parts keep their names.
+    # Not the targets of links (in a hub cache), which have other names.
     return [path.parent / part for part in parts]
 
 
@@ -151,12 +151,12 @@ def _check_parts(files: list["GgufFile"]) -> None:
 
 
 class GgufFile:
-    """One file.
+    """A single GGUF file.
 
     Attributes:
-        path: where it is.
-        metadata: its entries by key; strings, bools, numbers and lists of them.
-        tensors: where each tensor lies.
+        path: path of the file.
+        metadata: strings, bools, numbers and lists of them, by key.
+        tensors: every tensor by its GGUF name.
 
     Raises:
         CheckpointError: it is cut short, damaged, or of a version that is not served.
@@ -182,10 +182,10 @@ class GgufFile:
             self.tensors[name] = TensorInfo(shape, kind, start + offset, self)
 
     def read(self, name: str, offset: int, size: int) -> np.ndarray:
-        """Bytes of the data.
+        """Read bytes of a tensor.
 
         Raises:
-            CheckpointError: the file ends before.
+            CheckpointError: the file is too short.
         """
         end = offset + size
         if end > len(self._bytes):
@@ -214,7 +214,7 @@ class GgufFile:
 
 
 class _Header:
-    """Reads one value after the other from the start of a file."""
+    """Reads the values of a header one after the other."""
 
     def __init__(self, path: pathlib.Path, data: mmap.mmap):
         self._path = path
@@ -228,7 +228,7 @@ class _Header:
         )
 
     def begin(self) -> tuple[int, int]:
-        """Check magic and version; the numbers of tensors and of metadata entries."""
+        """Check magic and version; returns the numbers of tensors and of metadata entries."""
         if self._take(len(MAGIC)) != MAGIC:
             raise self.damaged("it does not begin with GGUF")
         version = self.number("<I")
@@ -276,7 +276,7 @@ class _Header:
         dtype = _NUMBERS[kind]
         values = np.frombuffer(self._take(count * dtype.itemsize), dtype)
         if dtype == np.float32:
-            # The decimal that was meant: 1e-05, not 9.999999747378752e-06.
+            # The shortest decimal: 1e-05, not 9.999999747378752e-06.
             return [float(str(value)) for value in values]
         return values.tolist()
 
@@ -298,7 +298,7 @@ class _Header:
 
 
 def _map(path: pathlib.Path) -> mmap.mmap:
-    """The bytes of a regular file, read as they are asked for."""
+    """Map a regular file into memory."""
     flags = os.O_RDONLY
     for flag in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
         flags |= getattr(os, flag, 0)

@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file, built from its metadata.
+"""Build the tokenizer of a GGUF file from its metadata.
 
-`tokenizer.ggml.model` says what kind it is: "gpt2" is byte-level byte-pair encoding, with
-`tokenizer.ggml.pre` for how text is cut into words first; "llama" is a sentencepiece model, whose
-pieces are merged by score. Each token has a type, numbered as in sentencepiece.
+`tokenizer.ggml.model` is its kind: "gpt2" for byte-level byte-pair encoding, with the pre-tokenizer
+that `tokenizer.ggml.pre` names; "llama" for a sentencepiece model, whose pieces are merged by
+score. Each token has a type, numbered as in sentencepiece.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ _TEKKEN_WORDS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Words:
-    """A way of cutting text into words.
+    """A pre-tokenizer: how text is split into words, within which bytes are merged.
 
     Attributes:
-        cuts: expressions whose matches are words, each applied to what the ones before left.
-        whole: whether a word that is a token is not built from merges.
-        begin: whether a text begins with the begin token where the file does not say.
-        nfc: whether text is brought into Unicode's composed form first.
+        cuts: regular expressions, each of which splits the parts that the previous ones made.
+        whole: whether a word that is a token is taken as it is, without merges.
+        begin: whether a text begins with the begin token if the file does not say.
+        nfc: whether text is normalized to Unicode's NFC first.
     """
 
     cuts: tuple[str, ...]
@@ -78,8 +78,8 @@ _WORDS = {
     "tekken": _Words((_TEKKEN_WORDS,), whole=True, begin=True),
 }
 
-# Tokens that end an answer whatever the metadata say of them, as llama.cpp has it: many files name
-# only the end of a text, and not that of a turn.
+# Tokens that end an answer even if the metadata do not say so, as in llama.cpp: many files declare
+# only the token that ends a text, and not the one that ends a turn.
 _ENDS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -97,7 +97,7 @@ _ENDS = (
 def read_tokenizer(
     files: GgufFiles, vocab_size: int
 ) -> tuple[Tokenizer | None, GenerationDefaults]:
-    """The tokenizer of a model (None where there is none) and its special tokens.
+    """Read the tokenizer of a model (None if there is none) and its special tokens.
 
     Args:
         files: its metadata.
@@ -160,7 +160,7 @@ def read_tokenizer(
 
 
 class _Vocabulary:
-    """The tokens of a file and what it says about them.
+    """The tokens of a file.
 
     Attributes:
         tokens: text of every token.
@@ -195,16 +195,16 @@ class _Vocabulary:
             )
 
     def get(self, key: str, kind: Any, default: Any) -> Any:
-        """An entry, checked; the default where there is none."""
+        """Read and check an entry; the default if there is none."""
         value = self._metadata.get(_KEY + key, default)
         if kind is list:
             return value if isinstance(value, list) else None
         return value if value is default else check(f"{self.name}: {_KEY}{key}", value, kind)
 
     def token_id(self, key: str, default: int | None) -> int | None:
-        """The id of a special token; the default if that is a control token.
+        """The id of a special token; if none is given, the default if that is a control token.
 
-        # -1 and 2^32 - 1 are what converters write for none
+        # Converters write -1 and 2^32 - 1 for none.
         """
         given = self.get(key, int, None)
         if given is not None:
@@ -222,7 +222,7 @@ class _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    """The tokenizer, and whether texts begin with the begin token where nothing is said."""
+    """Build the tokenizer; returns also whether texts begin with the begin token by default."""
     pre = vocabulary.get("pre", str, None)
     if pre not in _WORDS:
         said = "does not say how" if pre is None else f"says {plain(repr(pre))} for how"
@@ -307,7 +307,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _end_tokens(vocabulary: _Vocabulary, end: int | None) -> tuple[int, ...]:
-    """Tokens that end an answer: the end of a text, of a turn, of a message."""
+    """Tokens that end an answer: the ends of a text, of a turn and of a message."""
     named = [end, *(vocabulary.token_id(f"{name}_token_id", None) for name in ("eot", "eom"))]
     special = (PieceType.CONTROL, PieceType.USER_DEFINED)
     known = (vocabulary.ids.get(text) for text in _ENDS)
@@ -316,7 +316,7 @@ def _end_tokens(vocabulary: _Vocabulary, end: int | None) -> tuple[int, ...]:
 
 
 def _chat_template(files: GgufFiles) -> str | dict[str, str] | None:
-    """The chat template, or several by name."""
+    """Read the chat template, or several by name."""
     key = "tokenizer.chat_template"
     names = files.metadata.get(key + "s", [])
     keys = {"default": key}

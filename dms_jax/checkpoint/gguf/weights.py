@@ -1,13 +1,13 @@
 """The tensors of a GGUF model under their Hugging Face names, dequantised as they are read.
 
-Names differ; so does one layout: in files of the architecture llama, the rows of each query and
-key head are interleaved, because llama.cpp rotates neighbours where Hugging Face rotates halves.
+In files of the architecture llama, the rows of each query and key head are interleaved, because
+llama.cpp rotates adjacent rows where Hugging Face rotates the two halves of a head.
 
     Hugging Face rows of a head of 8:  0 1 2 3 4 5 6 7  (i is rotated with i + 4)
     the same rows in the file:         0 4 1 5 2 6 3 7  (2 i is rotated with 2 i + 1)
 
-A quantised tensor is dequantised by the package `gguf`, some rows at a time, straight into the
-type that is asked for.
+A quantised tensor is dequantised by the package `gguf`, in blocks of rows, directly into the type
+that is requested.
 """
 
 import importlib
@@ -53,7 +53,7 @@ _OF_LAYERS = {
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,6})\.(.+)")
 _INTERLEAVED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
 
-# Kinds of numbers that are read as they are.
+# Types that are not quantised.
 _PLAIN = {
     0: np.dtype(np.float32),
     1: np.dtype(np.float16),
@@ -63,11 +63,11 @@ _PLAIN = {
 _TERNARY = ("TQ1_0", "TQ2_0")
 _INTEGERS = ("I8", "I16", "I32", "I64")
 
-_CHUNK = 2**22  # elements that are dequantised at a time
+_CHUNK = 2**20  # elements to dequantise at a time
 
 
 def package() -> ModuleType:
-    """The package `gguf`, which is an extra.
+    """Import the package `gguf`, which is an extra.
 
     Raises:
         CheckpointError: it is not installed.
@@ -86,7 +86,7 @@ class GgufWeights(Tensors):
 
     Attributes:
         shapes: shape of every tensor.
-        dtypes: type of every tensor's numbers; float32 for all where one of them is quantised.
+        dtypes: type of every tensor; float32 for all if one of them is quantised.
         config_name: what describes the model's shape, for messages.
 
     Raises:
@@ -134,7 +134,7 @@ class GgufWeights(Tensors):
         order = self._order(name, info.shape[0])
         if order is None or not rows:
             tensor = self._rows(self._stored[name], info, slice(rows.start, rows.stop), dtype)
-        else:  # whole heads as they lie, then their rows in order
+        else:  # the range that has all of them, then in order
             chosen = order[rows.start : rows.stop]
             first, last = int(chosen.min()), int(chosen.max()) + 1
             tensor = self._rows(self._stored[name], info, slice(first, last), dtype)
@@ -142,7 +142,7 @@ class GgufWeights(Tensors):
         return tensor[:, index[1]]
 
     def interleaved(self, num_heads: int, num_kv_heads: int) -> None:
-        """Say that the rows of so many query and key heads are interleaved in the file."""
+        """Declare that the rows of these query and key heads are interleaved in the file."""
         self._interleaved_heads = {"q": num_heads, "k": num_kv_heads}
 
     def file_name(self, name: str) -> str:
@@ -154,11 +154,11 @@ class GgufWeights(Tensors):
         return gguf_name(name)
 
     def has(self, suffix: str) -> bool:
-        """Whether the first layer has a tensor with this end of a name."""
+        """Whether the first layer has a tensor whose name ends so."""
         return f"{_LAYER.replace('{i}', '0')}{suffix}" in self.shapes
 
     def rope_factors(self) -> np.ndarray | None:
-        """What the rotary frequencies are divided by; None where nothing is said."""
+        """The factors that rotary frequencies are divided by; None if there are none."""
         if self._rope_factors is None:
             return None
         stored, info = self._rope_factors
@@ -171,7 +171,7 @@ class GgufWeights(Tensors):
         return factors
 
     def _check(self, stored: str, info: TensorInfo) -> None:
-        """Raise CheckpointError for numbers of a type that is not served, or that are not there."""
+        """Raise CheckpointError if a tensor's type is not served, or its data are cut short."""
         where = f"{info.file.path.name}: tensor {plain(stored)}"
         if info.kind not in _PLAIN:
             try:
@@ -201,7 +201,7 @@ class GgufWeights(Tensors):
         info.file.read(stored, info.offset, _row_bytes(self._package, info) * _num_rows(info))
 
     def _rows(self, stored: str, info: TensorInfo, rows: slice, dtype: np.dtype) -> np.ndarray:
-        """Some rows of a tensor as `dtype`; a vector has one."""
+        """Read rows of a tensor as `dtype`; a vector is one row."""
         width, size = info.shape[-1], _row_bytes(self._package, info)
         count = rows.stop - rows.start
         data = info.file.read(stored, info.offset + rows.start * size, count * size)
@@ -219,7 +219,7 @@ class GgufWeights(Tensors):
         return out
 
     def _order(self, name: str, size: int) -> np.ndarray | None:
-        """Where each row lies in the file; None where they lie in order."""
+        """The position of each row in the file; None if they are in order."""
         found = _INTERLEAVED.search(name)
         heads = self._interleaved_heads.get(found[1]) if found else None
         if heads is None or size % (2 * heads):  # else its shape is reported as wrong
@@ -228,7 +228,7 @@ class GgufWeights(Tensors):
 
 
 def hugging_face_name(stored: str) -> str | None:
-    """The Hugging Face name of a tensor; None where there is none."""
+    """The Hugging Face name of a tensor; None if there is none."""
     if stored in _WHOLE:
         return _WHOLE[stored]
     found = _LAYER_TENSOR.fullmatch(stored)
@@ -238,7 +238,7 @@ def hugging_face_name(stored: str) -> str | None:
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a tensor; its own where there is none."""
+    """The GGUF name of a tensor; the name itself if there is none."""
     for stored, ours in _WHOLE.items():
         if ours == name:
             return stored
