@@ -160,6 +160,30 @@ def test_the_same_as_its_dequantised_weights(family, kinds, tmp_path):
     assert len(text[0].tokens) == 8
 
 
+def q4_0(data: np.ndarray) -> np.ndarray:
+    """By hand: a float16 scale d and 16 bytes for 32 numbers, d * (digit - 8), low digits first."""
+    blocks = data.reshape(-1, 18)
+    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    digits = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
+    return (scale * (digits.astype(np.float32) - 8)).reshape(len(data), -1)
+
+
+def q8_0(data: np.ndarray) -> np.ndarray:
+    """By hand: a float16 scale d and 32 int8 for 32 numbers."""
+    blocks = data.reshape(-1, 34)
+    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    return (scale * blocks[:, 2:].view(np.int8).astype(np.float32)).reshape(len(data), -1)
+
+
+@pytest.mark.parametrize(("kind", "by_hand"), [(Kind.Q4_0, q4_0), (Kind.Q8_0, q8_0)])
+def test_dequantised_as_by_hand(kind, by_hand, tmp_path):
+    directory, kept = wide(tmp_path / "model", "qwen2"), {}
+    convert(directory, tmp_path / "model.gguf", lambda name: kind, change=kept.update)
+    expected = by_hand(kept["token_embd.weight"][0])
+    model = load(tmp_path / "model.gguf")
+    np.testing.assert_array_equal(np.asarray(model.transformer.embedding[...]), expected)
+
+
 def test_types_are_kept_unless_one_is_asked_for(tmp_path):
     directory = wide(tmp_path / "model", "qwen2")
     convert(directory, tmp_path / "half.gguf", lambda name: Kind.F16)
