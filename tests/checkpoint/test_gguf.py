@@ -13,6 +13,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 import dms_jax
 from dms_jax.checkpoint import load
+from dms_jax.checkpoint.gguf import weights
+from dms_jax.checkpoint.gguf.weights import package
 from dms_jax.config import Rope
 from dms_jax.errors import CheckpointError
 from tests.checkpoint.gguf_files import convert, permute
@@ -198,25 +200,33 @@ def test_types_are_kept_unless_one_is_asked_for(tmp_path):
     assert {value.dtype for value in parameters(asked).values()} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_each_device_reads_its_part(tmp_path):
+def test_each_device_reads_its_part(tmp_path, monkeypatch):
     directory = wide(tmp_path / "model", "llama2")
     convert(directory, tmp_path / "model.gguf", KINDS["mixed"])
     mesh = dms_jax.make_mesh(model=2)
-    model, whole = load(tmp_path / "model.gguf", mesh=mesh), load(tmp_path / "model.gguf")
+    whole = load(tmp_path / "model.gguf")
+    quants, taken = package().quants, []
+    dequantize = quants.dequantize
+    monkeypatch.setattr(
+        quants, "dequantize", lambda *args: taken.append(out := dequantize(*args)) or out
+    )
+    model = load(tmp_path / "model.gguf", mesh=mesh)
     assert_same(model, whole)
+    # Two layers of down_proj, whose columns are cut: no number is dequantised twice.
+    assert sum(part.size for part in taken if part.shape == (256, 256)) >= 2 * 256 * 512
+    sizes = sum(x.size for x in tensors(directory).values() if x.ndim == 2)
+    assert sum(part.size for part in taken) <= sizes + 10 * 256
     kernel = model.transformer.layers.attention.qkv_proj.kernel[...]
     assert kernel.addressable_shards[0].data.shape[2] * 2 == kernel.shape[2]
 
 
 def test_no_second_copy_in_float32(tmp_path, monkeypatch):
     """A tensor is dequantised some rows at a time into the type that is asked for."""
-    from dms_jax.checkpoint.gguf import weights
-
     directory = wide(tmp_path / "model", "qwen2")
     convert(directory, tmp_path / "model.gguf", lambda name: Kind.Q8_0)
     monkeypatch.setattr(weights, "_CHUNK", 1024)
     largest = []
-    quants = weights.package().quants
+    quants = package().quants
     dequantize = quants.dequantize
     monkeypatch.setattr(
         quants, "dequantize", lambda *args: largest.append(out := dequantize(*args)) or out

@@ -124,22 +124,20 @@ class GgufWeights(Tensors):
 
     def read(self, name: str, index: tuple[slice, ...] = (), dtype: Any = None) -> np.ndarray:
         dtype = self.dtypes[name] if dtype is None else np.dtype(dtype)
-        info = self._infos[name]
+        stored, info = self._stored[name], self._infos[name]
         index = index or (slice(None),) * len(info.shape)
+        order = self._order(name, info.shape[0])
         if len(info.shape) == 1:
-            vector = self._rows(self._stored[name], info, slice(0, 1), dtype)[0]
-            order = self._order(name, info.shape[0])
+            vector = self._rows(stored, info, slice(0, 1), slice(None), dtype)[0]
             return (vector if order is None else vector[order])[index[0]]
         rows = range(info.shape[0])[index[0]]
-        order = self._order(name, info.shape[0])
         if order is None or not rows:
-            tensor = self._rows(self._stored[name], info, slice(rows.start, rows.stop), dtype)
-        else:  # the range that has all of them, then in order
-            chosen = order[rows.start : rows.stop]
-            first, last = int(chosen.min()), int(chosen.max()) + 1
-            tensor = self._rows(self._stored[name], info, slice(first, last), dtype)
-            tensor = tensor[chosen - first]
-        return tensor[:, index[1]]
+            return self._rows(stored, info, slice(rows.start, rows.stop), index[1], dtype)
+        # The range that has all of them, then in order.
+        chosen = order[rows.start : rows.stop]
+        first, last = int(chosen.min()), int(chosen.max()) + 1
+        tensor = self._rows(stored, info, slice(first, last), index[1], dtype)
+        return tensor[chosen - first]
 
     def interleaved(self, num_heads: int, num_kv_heads: int) -> None:
         """Declare that the rows of these query and key heads are interleaved in the file."""
@@ -162,7 +160,7 @@ class GgufWeights(Tensors):
         if self._rope_factors is None:
             return None
         stored, info = self._rope_factors
-        factors = self._rows(stored, info, slice(0, 1), np.dtype(np.float64))[0]
+        factors = self._rows(stored, info, slice(0, 1), slice(None), np.dtype(np.float64))[0]
         if not np.isfinite(factors).all() or (factors < 1).any():
             raise CheckpointError(
                 f"{info.file.path.name}: {stored} holds numbers below 1 or NaN, by which no "
@@ -200,23 +198,27 @@ class GgufWeights(Tensors):
                 ) from error
         info.file.read(stored, info.offset, _row_bytes(self._package, info) * _num_rows(info))
 
-    def _rows(self, stored: str, info: TensorInfo, rows: slice, dtype: np.dtype) -> np.ndarray:
-        """Read rows of a tensor as `dtype`; a vector is one row."""
-        width, size = info.shape[-1], _row_bytes(self._package, info)
-        count = rows.stop - rows.start
+    def _rows(
+        self, stored: str, info: TensorInfo, rows: slice, columns: slice, dtype: np.dtype
+    ) -> np.ndarray:
+        """Read rows and columns of a tensor as `dtype`; a vector is one row."""
+        size, count = _row_bytes(self._package, info), rows.stop - rows.start
         data = info.file.read(stored, info.offset + rows.start * size, count * size)
         data = data.reshape(count, size)
         with np.errstate(over="ignore", invalid="ignore"):
             if info.kind in _PLAIN:
-                return data.view(_PLAIN[info.kind]).astype(dtype)
-            out = np.empty((count, width), dtype)
-            step = max(1, _CHUNK // width)
-            for start in range(0, count, step):
-                part = slice(start, start + step)
-                out[part] = self._package.quants.dequantize(
-                    data[part], self._package.GGMLQuantizationType(info.kind)
-                )
-        return out
+                return data.view(_PLAIN[info.kind])[:, columns].astype(dtype)
+            kind = self._package.GGMLQuantizationType(info.kind)
+            block, block_bytes = self._package.GGML_QUANT_SIZES[kind]
+            start, stop, _ = columns.indices(info.shape[-1])
+            first, last = start // block, -(-stop // block)  # whole blocks
+            data = data[:, first * block_bytes : last * block_bytes]
+            out = np.empty((count, (last - first) * block), dtype)
+            step = max(1, _CHUNK // max(1, out.shape[1]))
+            for row in range(0, count, step):
+                part = np.ascontiguousarray(data[row : row + step])
+                out[row : row + step] = self._package.quants.dequantize(part, kind)
+        return out[:, start - first * block : stop - first * block]
 
     def _order(self, name: str, size: int) -> np.ndarray | None:
         """The position of each row in the file; None if they are in order."""
