@@ -75,7 +75,10 @@ class Config:
     """Compare every cache policy on one checkpoint."""
 
     model: str = "stories260k"
-    """Hugging Face directory or hub id, or a model that ships: stories260k, reasoner-11m."""
+    """Hugging Face directory, GGUF file or hub id, or a model that ships: stories260k,
+    reasoner-11m."""
+    adapter: str | None = None
+    """Directory of an adapter that was trained on the model."""
     text: pathlib.Path | None = None
     """Text to decode, of which the learned systems see nothing. Unless given: stories, or for
     reasoner-11m problems of the validation split with their solutions."""
@@ -210,7 +213,7 @@ def option(name: str) -> str:
 def load(config: Config) -> dms_jax.LanguageModel:
     """The base model."""
     path = assets.path(config.model) if config.model in SHIPPED else config.model
-    return dms_jax.load(str(path))
+    return dms_jax.load(str(path), adapter=config.adapter)
 
 
 def read_text(config: Config, model: dms_jax.LanguageModel) -> Text:

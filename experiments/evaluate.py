@@ -33,7 +33,10 @@ class Config:
     """Let a model answer the problems of a task from a small cache, and score the answers."""
 
     model: str = ""
-    """Hugging Face directory or hub id ("owner/name"); the shipped reasoning model unless given."""
+    """Hugging Face directory, GGUF file or hub id ("owner/name"); the shipped reasoning model
+    unless given."""
+    adapter: str | None = None
+    """Directory of an adapter that was trained on the model."""
     task: str = "reasoning"
     """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn."""
     task_options: tuple[str, ...] = ()
@@ -74,7 +77,8 @@ def main(config: Config) -> Result:
     """Evaluates, prints the table, writes the file."""
     if config.out is not None:
         make_place("--out", config.out)
-    model = dms_jax.load(config.model or assets.path("reasoner-11m"), dtype=config.dtype)
+    path = config.model or assets.path("reasoner-11m")
+    model = dms_jax.load(path, dtype=config.dtype, adapter=config.adapter)
     result = evaluate(
         model,
         read_tasks(config.task, config.task_options),

@@ -32,7 +32,7 @@ def main(config: Config) -> None:
         f"{recipe.compression_ratio:g}, {policy}"
     )
     dms_jax.retrofit(
-        dms_jax.load(config.model, mesh=mesh),
+        dms_jax.load(config.model, mesh=mesh, adapter=config.adapter),
         policy,
         recipe=recipe,
         data=list(config.data),

@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face directories to models and back, and the text side of them."""
+"""Checkpoints: load and save models, adapters and tokenizers."""
 
 from dms_jax.checkpoint.loading import load
 from dms_jax.checkpoint.saving import save

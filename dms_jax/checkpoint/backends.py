@@ -1,7 +1,7 @@
-"""The `tokenizers.Tokenizer` of a Hugging Face directory, built from whichever files it has.
+"""Build the `tokenizers.Tokenizer` of a Hugging Face directory from the files that it has.
 
 In order of preference: `tokenizer.json`; a sentencepiece `tokenizer.model`; `vocab.json` with
-`merges.txt` (byte-level byte-pair encoding, GPT-2's or Qwen's way of cutting text into words).
+`merges.txt` (byte-level byte-pair encoding with the pre-tokenizer of GPT-2 or Qwen).
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from dms_jax.checkpoint.files import (
 )
 from dms_jax.errors import CheckpointError, DmsJaxError, plain
 
-# How Qwen2 and later cut text into words before merging bytes within each.
-_QWEN_WORDS = (
+# The pre-tokenizer of Qwen2 and later: bytes are merged within its matches.
+QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -39,10 +39,10 @@ _QWEN_WORDS = (
 
 @contextlib.contextmanager
 def library_errors(kind: type[DmsJaxError], what: str) -> Iterator[None]:
-    """Turn what the tokenizers library raises into an error of ours.
+    """Convert the exceptions of the tokenizers library into an error of ours.
 
-    It raises nothing more precise than `Exception`, and where its Rust code panics, a
-    `PanicException`, which is none.
+    The library raises plain `Exception`, and `PanicException`, which does not derive from it, where
+    its Rust code panics.
     """
     try:
         yield
@@ -57,9 +57,9 @@ def library_errors(kind: type[DmsJaxError], what: str) -> Iterator[None]:
 
 
 def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer | None:
-    """The tokenizer that a directory holds; None where it holds none.
+    """Read the tokenizer of a directory; None if it has none.
 
-    What only a sentencepiece model says (its special tokens) is added to `config`.
+    Special tokens that only a sentencepiece model declares are added to `config`.
 
     Raises:
         CheckpointError: the files are damaged, or of a kind that is not served.
@@ -68,7 +68,7 @@ def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.
     if fast is not None:
         with library_errors(CheckpointError, "tokenizer.json cannot be read as a tokenizer"):
             backend = tokenizers.Tokenizer.from_buffer(fast)
-            # Before anything is encoded: padding to 10^18 tokens would end the process.
+            # Before anything is encoded: padding to 10^18 tokens would exhaust the memory.
             backend.no_padding()
             backend.no_truncation()
             return backend
@@ -93,7 +93,7 @@ def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.
 
 
 def _words(directory: pathlib.Path, config: Mapping[str, Any]) -> str:
-    """Which way of cutting text into words goes with a vocabulary: "qwen" or "gpt2"."""
+    """Choose the pre-tokenizer of a vocabulary: "qwen" or "gpt2"."""
     name = config.get("tokenizer_class")
     if name is None:
         fields = read_json(directory, "config.json", max_bytes=MAX_CONFIG_BYTES) or {}
@@ -127,7 +127,7 @@ def _byte_level(vocabulary: dict[str, Any], merges: str, words: str) -> tokenize
         backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated"),
+                pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -139,7 +139,7 @@ def _byte_level(vocabulary: dict[str, Any], merges: str, words: str) -> tokenize
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Add `added_tokens_decoder`, whose keys are ids, and check that each gets its id."""
+    """Add the tokens of `added_tokens_decoder` and check that each gets the id that is its key."""
     declared = config.get("added_tokens_decoder") or {}
     try:
         declared = sorted((int(index), dict(token)) for index, token in declared.items())

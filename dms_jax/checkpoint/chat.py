@@ -1,8 +1,8 @@
 """Render the chat template of a checkpoint, in jinja2's sandbox, in a process with limits.
 
-A template is code that came with the checkpoint: it runs where it can neither change what it is
-given nor reach anything outside, and where its time and its memory are bounded. The process is
-started with the first template (`chat_worker.py`), and serves until this one ends.
+A template is code from the checkpoint's author. The sandbox keeps it from changing its inputs and
+from reaching anything outside; the process limits its time and memory. The process
+(`chat_worker.py`) is started for the first template and runs until this process ends.
 """
 
 import atexit
@@ -18,19 +18,19 @@ from typing import Any
 
 from dms_jax.errors import DataError, plain
 
-MAX_SECONDS = 10.0  # for one conversation; templates take about a millisecond
-MAX_MEMORY = 2**30  # bytes of the process, where the system can bound them
+MAX_SECONDS = 10.0  # for each conversation; templates usually take about a millisecond
+MAX_MEMORY = 2**30  # bytes for the process, on systems that can limit them
 _START_SECONDS = 60.0
-_MAX_ANSWER = 2**29  # bytes: what the process may write, with every character escaped
+_MAX_ANSWER = 2**29  # bytes of the longest answer, with every character escaped
 _PROGRAM = pathlib.Path(__file__).with_name("chat_worker.py")
 
 
 def render_chat(template: str, **variables: Any) -> str:
-    """Render `template` with `messages`, `add_generation_prompt` and what else it reads.
+    """Render `template` with `messages`, `add_generation_prompt` and its other variables.
 
     Raises:
-        DataError: the template does not compile, refuses these messages, or takes more time or
-            memory than any conversation needs; or the messages are not JSON data.
+        DataError: the template does not compile, rejects these messages, or exceeds the limits of
+            time or memory; or the messages are not JSON data.
     """
     try:
         request = json.dumps({"template": template, "variables": variables}, default=_as_json)
@@ -54,7 +54,7 @@ def _as_json(value: Any) -> Any:
 
 
 class _Worker:
-    """The process that renders templates, and the pipes to it."""
+    """The process that renders templates, and the pipes that connect to it."""
 
     def __init__(self):
         # The search path of this process, so that the same jinja2 is found.
@@ -65,14 +65,14 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the program that asks
+            start_new_session=True,  # Ctrl-C must reach only the parent
         )
         if self._exchange(b"", _START_SECONDS) != b"ready\n":
             self.close()
             raise OSError(f"{sys.executable} did not start {_PROGRAM.name}")
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """The answer to a request; the process is not to be used again if `spent` is in it."""
+        """Send a request and return the answer; with `spent` in it, the process is unusable."""
         start = time.monotonic()
         line = self._exchange(request, MAX_SECONDS)
         if line.endswith(b"\n"):
@@ -83,16 +83,16 @@ class _Worker:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone: something else than a request ended it."""
+        """Whether the process has ended for a reason other than a request."""
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """Kill the process and wait for its end, so that nothing of it is left."""
+        """Kill the process and wait until it has ended."""
         self._process.kill()
         self._process.communicate()
 
     def _exchange(self, request: bytes, seconds: float) -> bytes:
-        """Write a line and read one; what is read is cut short if the process ends before."""
+        """Write a line and read one; the line read is incomplete if the process ends early."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -144,7 +144,7 @@ def _close() -> None:
 
 
 def _forget() -> None:
-    """After a fork the process belongs to the parent."""
+    """Drop the process after a fork: it belongs to the parent."""
     global _lock, _worker
     _lock, _worker = threading.Lock(), None
 

@@ -1,10 +1,10 @@
-"""The program in which chat templates run: `chat.py` starts it as a process of its own.
+"""The program in which chat templates run; `chat.py` starts it as a separate process.
 
-A template is code that came with the checkpoint. jinja2's sandbox keeps it from reaching anything
-outside, but not from running without end or asking for all memory; a process can be bounded. This
-file imports nothing of the library, so that it starts quickly.
+A template is code from the checkpoint's author. jinja2's sandbox keeps it from reaching anything
+outside, but not from running forever or allocating all memory; a separate process can be limited.
+This file imports nothing from the library, so that it starts quickly.
 
-Requests and answers are lines of JSON, on standard input and output:
+Requests and answers are lines of JSON on standard input and output:
 
     {"template": "...", "variables": {...}}  ->  {"text": "..."}  or  {"error": "..."}
 """
@@ -58,7 +58,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def answer(line: bytes) -> dict[str, Any]:
-    """The answer to a request, whatever the template does short of ending the process."""
+    """Answer a request, whatever the template does, unless it ends the process."""
     try:
         request = json.loads(line)
         text = _compile(request["template"]).render(**request["variables"])
@@ -89,7 +89,7 @@ def main() -> None:
     output.write(b"ready\n")
     output.flush()
     for line in sys.stdin.buffer:
-        # Whoever asked ends this process when time is up; the alarm is for when they are gone.
+        # The parent kills this process after the time limit; the alarm is for a dead parent.
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, most_seconds)
         reply = answer(line)

@@ -1,8 +1,8 @@
-"""Files of a checkpoint directory, which a stranger may have made, read with care.
+"""Read the files of a checkpoint directory, which is untrusted input.
 
-Everything that is read from a checkpoint is found and read here. It must be a regular file (not a
-pipe that never ends, nor a device), lie inside the checkpoint (not behind a link to somebody's
-keys), and be no larger than a file of its kind can need.
+Every file of a checkpoint is found and read here. It must be a regular file (not an endless pipe
+or a device), be inside the checkpoint (not a link to somebody's private keys), and be no larger
+than a file of its kind can need.
 """
 
 import errno
@@ -15,25 +15,25 @@ from typing import Any
 
 from dms_jax.errors import CheckpointError, plain
 
-# Bytes by kind. A config is a few kB: one list of a hundred layer types is the most there is.
-# The largest vocabularies in use come to about 70 MB as JSON, the largest index to a few.
+# Bytes by kind of file. A config takes a few kB, with a list of a hundred layer types at most. The
+# largest vocabularies in use take about 70 MB as JSON, the largest index a few MB.
 MAX_CONFIG_BYTES = 2**20
 MAX_TEMPLATE_BYTES = 2**20
 MAX_INDEX_BYTES = 64 * 2**20
 MAX_TOKENIZER_CONFIG_BYTES = 16 * 2**20
 MAX_VOCABULARY_BYTES = 128 * 2**20
 
-_SHARED_BLOBS = ".huggingface-shared-blobs"  # huggingface_hub's mark of a folder of shared files
+_SHARED_BLOBS = ".huggingface-shared-blobs"  # how huggingface_hub marks a folder of shared files
 
-# Half of a surrogate pair, as JSON may write it: no text that can be encoded holds one.
+# Half of a surrogate pair, escaped as in JSON. Text with one cannot be encoded.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The path that a caller gives, with `~` for the home directory.
+    """Expand `~` in a path that a caller gave.
 
     Raises:
-        CheckpointError: it is no path that a system can have.
+        CheckpointError: it is not a valid path.
     """
     try:
         os.fsencode(path)
@@ -45,14 +45,14 @@ def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def find(directory: pathlib.Path, name: str) -> pathlib.Path | None:
-    """The regular file of this name in a checkpoint, links followed; None where there is none.
+    """Find the regular file of this name in a checkpoint, following links; None if there is none.
 
     Links are followed only within the checkpoint, and from a hub cache's `snapshots/` into its
     `blobs/`.
 
     Raises:
-        CheckpointError: the name climbs out of the directory, the file is a link that leaves it or
-            leads nowhere, or it is no regular file.
+        CheckpointError: the name leads out of the directory, the file is a link that leaves it or
+            is broken, or it is not a regular file.
     """
     relative = pathlib.PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or "\\" in name or "\0" in name:
@@ -81,7 +81,7 @@ def find(directory: pathlib.Path, name: str) -> pathlib.Path | None:
 
 
 def read(directory: pathlib.Path, name: str, *, max_bytes: int) -> bytes | None:
-    """The contents of a checkpoint's file; None where there is none.
+    """Read a file of a checkpoint; None if there is none.
 
     Raises:
         CheckpointError: see `find`; or the file is too large, or cannot be read.
@@ -89,8 +89,8 @@ def read(directory: pathlib.Path, name: str, *, max_bytes: int) -> bytes | None:
     path = find(directory, name)
     if path is None:
         return None
-    # What stood there when it was found may have been exchanged: without waiting for a pipe's
-    # other end, and without another link.
+    # The file may have been replaced since it was found: do not wait for the other end of a pipe,
+    # and do not follow another link.
     flags = os.O_RDONLY
     for flag in ("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"):
         flags |= getattr(os, flag, 0)
@@ -98,7 +98,7 @@ def read(directory: pathlib.Path, name: str, *, max_bytes: int) -> bytes | None:
         with open(os.open(path, flags), "rb") as file:
             status = os.fstat(file.fileno())
             _check_regular(name, status.st_mode)
-            # A file may grow, or not know its size (those under /proc).
+            # A file may grow, or not report its size (as under /proc).
             content = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -112,7 +112,7 @@ def read(directory: pathlib.Path, name: str, *, max_bytes: int) -> bytes | None:
 
 
 def read_text(directory: pathlib.Path, name: str, *, max_bytes: int) -> str | None:
-    """As `read`, of a file of UTF-8."""
+    """Read a file of UTF-8 text; see `read`."""
     content = read(directory, name, max_bytes=max_bytes)
     try:
         return None if content is None else content.decode("utf-8")
@@ -124,10 +124,11 @@ def read_text(directory: pathlib.Path, name: str, *, max_bytes: int) -> str | No
 
 
 def read_json(directory: pathlib.Path, name: str, *, max_bytes: int) -> dict[str, Any] | None:
-    """As `read`, of a file that holds a JSON object.
+    """Read a file that contains a JSON object; see `read`.
 
     Raises:
-        CheckpointError: see `read`; or it is not JSON, not an object, or holds half of a character.
+        CheckpointError: as for `read`; or it is not JSON, not an object, or has an incomplete
+            surrogate pair.
     """
     content = read(directory, name, max_bytes=max_bytes)
     if content is None:
@@ -139,7 +140,7 @@ def read_json(directory: pathlib.Path, name: str, *, max_bytes: int) -> dict[str
     except UnicodeEncodeError as error:
         raise CheckpointError(
             f"{directory / name} holds half of a surrogate pair, which is no character; write the "
-            "text anew"
+            "text again"
         ) from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(
@@ -153,7 +154,7 @@ def read_json(directory: pathlib.Path, name: str, *, max_bytes: int) -> dict[str
 
 
 def _places(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Where the files of a checkpoint may lie: in it, and in the hub cache that it is part of.
+    """Directories that may contain the files of a checkpoint: its own, and those of its hub cache.
 
     # cache/models--owner--name/snapshots/0123abcd/config.json -> ../../blobs/4567 (a file),
     # which may itself be a link -> ../../blobs/89/89ab, shared by the models of the cache
@@ -163,7 +164,7 @@ def _places(directory: pathlib.Path) -> list[pathlib.Path]:
         return [root]
     model = root.parent.parent
     own, shared = model / "blobs", model.parent / "blobs"
-    # A folder that is a link itself could lead anywhere.
+    # A folder that is itself a link could point anywhere.
     places = [own] if own.is_dir() and not own.is_symlink() else []
     if (shared / _SHARED_BLOBS).is_file() and not shared.is_symlink():
         places.append(shared)

@@ -1,13 +1,13 @@
-"""Which Hugging Face tensor holds which parameter, and how it is laid out there.
+"""The Hugging Face tensor of each parameter, and its layout there.
 
 A Hugging Face matrix is [out, in] with heads flattened into one dimension, one tensor a layer.
-A parameter here is [in, out] with heads and head dims apart, stacked over the layers. `Layout`
-says which dimensions of the parameter each dimension of the tensor is made of:
+A parameter here is [in, out] with separate dimensions for heads and head dims, stacked over the
+layers. `Layout` lists which dimensions of the parameter make up each dimension of the tensor:
 
     o_proj.kernel [L, H, D, E]  <->  model.layers.{i}.self_attn.o_proj.weight [E, H * D]
     groups ((2,), (0, 1)): rows run over dim 2 (E), columns over dims 0 and 1 (H, D)
 
-A parameter may hold several tensors side by side along one axis; a `Piece` is one of them:
+A parameter may concatenate several tensors along one axis; a `Piece` is one of them:
 
     qkv_proj.kernel [L, E, K, G + 2, D]: q_proj is [:, :, :, :-2], k_proj [-2:-1], v_proj [-1:]
 """
@@ -23,34 +23,34 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One parameter's tensor(s): `name` holds `{i}` where there is one tensor a layer."""
+    """The tensor(s) of a parameter: `name` contains `{i}` if there is one tensor for each layer."""
 
     name: str
     groups: tuple[tuple[int, ...], ...]
 
     @property
     def stacked(self) -> bool:
-        """Whether the parameter is stacked over the layers, one tensor each."""
+        """Whether the parameter stacks one tensor for each layer."""
         return "{i}" in self.name
 
     def tensor_name(self, layer: int) -> str:
-        """Name of the tensor of a layer (the layer is ignored where there is but one)."""
+        """Name of the tensor of a layer (the layer is ignored if there is only one tensor)."""
         return self.name.replace("{i}", str(layer))
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the tensor that holds a parameter of `shape` (without its layer axis)."""
+        """Shape of the tensor for a parameter of `shape` (without its layer axis)."""
         return tuple(math.prod(shape[dim] for dim in group) for group in self.groups)
 
     def tensor_slices(
         self, shape: tuple[int, ...], index: tuple[slice, ...]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Split a slice of the parameter into one of the tensor and the rest.
+        """Split a slice of the parameter into slices of the tensor and slices of what is read.
 
-        Only the leading dimension of a group (the first longer than one) can be cut in the file,
-        because the others lie between its entries; what is left is cut after reading.
+        Only the leading dimension of a group (the first longer than one) can be sliced in the file,
+        because its entries are contiguous there; the other dimensions are sliced after reading.
 
         Returns:
-            slices of the tensor's dimensions, and slices of the parameter as read.
+            slices of the tensor's dimensions, and slices of the parameter as it was read.
         """
         cut, rest = [], list(index)
         for group in self.groups:
@@ -62,7 +62,7 @@ class Layout:
         return tuple(cut), tuple(rest)
 
     def to_parameter(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Lay a tensor (or a slice of its leading dims) out as the parameter of `shape`."""
+        """Rearrange a tensor (or a slice of its leading dims) into the parameter of `shape`."""
         order = [dim for group in self.groups for dim in group]
         split = []
         for size, group in zip(tensor.shape, self.groups, strict=True):
@@ -75,7 +75,7 @@ class Layout:
         return tensor.reshape(split).transpose(back)
 
     def to_tensor(self, parameter: np.ndarray) -> np.ndarray:
-        """Lay a parameter (without its layer axis) out as the tensor."""
+        """Rearrange a parameter (without its layer axis) into the tensor."""
         order = [dim for group in self.groups for dim in group]
         shape = self.tensor_shape(parameter.shape)
         if self._is_transpose:
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def _is_transpose(self) -> bool:
-        """Whether the tensor is the transpose of the parameter seen as a matrix."""
+        """Whether the tensor is the transpose of the parameter, viewed as a matrix."""
         if len(self.groups) != 2:
             return False
         dims = (*self.groups[1], *self.groups[0])
@@ -92,13 +92,13 @@ class Layout:
 
 
 def _leading(group: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The place in a group of its first dimension longer than one (0 where there is none)."""
+    """Index in a group of its first dimension longer than one (0 if there is none)."""
     return next((place for place, dim in enumerate(group) if shape[dim] > 1), 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A tensor's part of a parameter: `part` of `axis` (without the layer axis), or all of it."""
+    """The part of a parameter that one tensor fills: `part` of `axis` (not of layers), or all."""
 
     layout: Layout
     axis: int | None = None
@@ -117,7 +117,7 @@ class Piece:
 
 
 def _transpose(matrix: np.ndarray) -> np.ndarray:
-    """Transpose into new memory, some rows at a time: three times as fast as all at once."""
+    """Transpose into new memory in blocks of rows: three times as fast as in one step."""
     out = np.empty(matrix.shape[::-1], matrix.dtype)
     for start in range(0, matrix.shape[0], 64):
         out[:, start : start + 64] = matrix[start : start + 64].T
@@ -148,7 +148,7 @@ _tensor(("layers", "attention", "o_proj", "kernel"), _ATTENTION + "o_proj.weight
 _tensor(("layers", "attention", "o_proj", "bias"), _ATTENTION + "o_proj.bias", _VECTOR)
 _tensor(("layers", "mlp", "down_proj", "kernel"), _LAYER + "mlp.down_proj.weight", _TRANSPOSED)
 _tensor(("layers", "mlp", "down_proj", "bias"), _LAYER + "mlp.down_proj.bias", _VECTOR)
-# NVIDIA's names for the head that makes DMS decisions from the residual stream.
+# NVIDIA's names for the head that makes DMS decisions from the residual stream (the adapter).
 _DMS = _ATTENTION + "dms_proj_alpha"
 _tensor(("layers", "adapter", "norm", "scale"), _DMS + "_norm.weight", _VECTOR)
 _tensor(("layers", "adapter", "proj", "kernel"), _DMS + ".weight", _TRANSPOSED)
@@ -162,7 +162,7 @@ PIECES["layers", "attention", "qkv_proj", "kernel"] = tuple(
 PIECES["layers", "attention", "qkv_proj", "bias"] = tuple(
     Piece(Layout(f"{_ATTENTION}{name}.bias", ((0, 1, 2),)), 1, part) for name, part in _QKV
 )
-# Kernel [E, 2, F] and bias [2, F]: the gate, then what it multiplies.
+# Kernel [E, 2, F] and bias [2, F]: the gate projection, then the up projection.
 _GATE_UP = (("gate_proj", slice(0, 1)), ("up_proj", slice(1, 2)))
 PIECES["layers", "mlp", "gate_up_proj", "kernel"] = tuple(
     Piece(Layout(f"{_LAYER}mlp.{name}.weight", ((1, 2), (0,))), 1, part) for name, part in _GATE_UP
@@ -176,6 +176,11 @@ EMBEDDING = "model.embed_tokens.weight"
 ADAPTER_MARK = ".self_attn.dms_proj_alpha"
 
 
+def is_adapter(pieces: tuple[Piece, ...]) -> bool:
+    """Whether a parameter belongs to the head that makes DMS decisions."""
+    return ADAPTER_MARK in pieces[0].layout.name
+
+
 def is_derived(name: str) -> bool:
-    """Whether a tensor only repeats what the config says (rotary tables of old checkpoints)."""
+    """Whether a tensor can be computed from the config (rotary tables of old checkpoints)."""
     return name.endswith(".rotary_emb.inv_freq")

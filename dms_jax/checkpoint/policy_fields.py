@@ -1,10 +1,9 @@
-"""How a cache policy travels in `config.json`.
+"""How a cache policy is stored in `config.json`.
 
-DMS travels as the `dms_*` fields of NVIDIA's configs (Model-Optimizer `Qwen3ConfigDMS`, and the
-checkpoint nvidia/Qwen3-8B-DMS-8x, which gives only `dms_window_size` and `dms_cr`, the latter
-for the reader). Fields that are absent have NVIDIA's defaults. `dms_decision_*` are ours, and
-written only where they are not what NVIDIA's code does. Every other policy travels under
-`cache_policy`.
+DMS is stored as the `dms_*` fields of NVIDIA's configs (Model-Optimizer `Qwen3ConfigDMS`, and the
+checkpoint nvidia/Qwen3-8B-DMS-8x, which has only `dms_window_size` and `dms_cr`, the latter for
+information). Absent fields have NVIDIA's defaults. `dms_decision_*` are ours, and are written only
+if they differ from what NVIDIA's code does. Every other policy is stored under `cache_policy`.
 """
 
 from collections.abc import Mapping
@@ -32,15 +31,15 @@ _OURS = ("dms_decision_shift", "dms_decision_rule", "dms_decision_seed")
 
 
 def policy_from_hf(config: Mapping[str, Any], *, has_adapter: bool) -> Policy | None:
-    """The policy that a `config.json` declares; None where it declares none.
+    """Read the policy that a `config.json` declares; None if it declares none.
 
     Args:
         config: the contents of `config.json`.
-        has_adapter: whether the checkpoint holds adapter tensors, which tells the source of
-            decisions where `dms_separate_alpha` is not given.
+        has_adapter: whether the checkpoint has adapter tensors, which determines the source of
+            decisions if `dms_separate_alpha` is absent.
 
     Raises:
-        ConfigError: the declaration is malformed, or given twice and differently.
+        ConfigError: the declaration is malformed, or there are two that differ.
     """
     declared = None
     if config.get(POLICY_KEY) is not None:
@@ -58,7 +57,7 @@ def policy_from_hf(config: Mapping[str, Any], *, has_adapter: bool) -> Policy | 
 
 
 def policy_to_hf(policy: Policy, *, has_adapter: bool) -> dict[str, Any]:
-    """Fields of `config.json` that declare the policy; none for a plain Vanilla model."""
+    """Build the fields of `config.json` that declare the policy; none for a plain Vanilla model."""
     if isinstance(policy, DMS):
         fields: dict[str, Any] = {
             name: getattr(policy, field) for name, (field, _) in _FIELDS.items()

@@ -1,19 +1,19 @@
-"""Put a new checkpoint in the place of an old one, and lose nothing that is not its own.
+"""Replace a checkpoint by a new one, and delete nothing that does not belong to it.
 
     out/                      the old checkpoint
     .out.saving-k3x9/new/     the new one while it is written; then the old one, to be removed
-    .out.saving-k3x9/old/     the old one for a moment, where the two cannot be exchanged
+    .out.saving-k3x9/old/     the old one temporarily, if the two cannot be exchanged
 
-On Linux the two directories are exchanged in one step (renameat2), so that there is a whole
-checkpoint at `out` whenever one looks. Elsewhere, and on file systems that cannot do it, two
-renames follow each other: a process killed between them leaves none at `out`, and the next save
-brings the old one back. Every save holds a lock on the directory that it writes into, which ends
-with its process; what nobody holds is the litter of a save that was killed, and the next one
-removes it.
+On Linux the two directories are exchanged atomically (renameat2), so that there is a complete
+checkpoint at `out` at any time. On other systems, and on file systems without that call, there are
+two renames: a process killed between them leaves none at `out`, and the next save restores the old
+one. Every save locks the directory that it writes into, until its process ends. An unlocked
+directory was left by a save that was killed, and the next save removes it.
 """
 
 import contextlib
 import ctypes
+import dataclasses
 import fnmatch
 import os
 import pathlib
@@ -23,47 +23,70 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, ADAPTER_TENSORS
 from dms_jax.checkpoint.weights import INDEX, SINGLE, shard_names
 from dms_jax.errors import CheckpointError, plain
 
 try:
     import fcntl
-except ImportError:  # not on Windows: litter stays there
+except ImportError:  # not on Windows, where leftovers stay
     fcntl = None
 
-# What a checkpoint consists of, besides the tensors that an index names. Others would come to
-# stand beside a tokenizer that they do not fit.
-_LAYOUT = {
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The files of one kind of directory.
+
+    Attributes:
+        kind: what it is called in messages.
+        mark: the file that every directory of this kind has.
+        files: names of all its files, except the tensors that an index names.
+    """
+
+    kind: str
+    mark: str
+    files: frozenset[str]
+
+
+# Includes tokenizer files that are never written: old ones would not fit the new tokenizer.
+CHECKPOINT = Layout(
+    "a checkpoint",
     "config.json",
-    "generation_config.json",
-    SINGLE,
-    INDEX,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-}
-# What stands beside it and stays, whatever the case of the letters.
+    frozenset(
+        {
+            "config.json",
+            "generation_config.json",
+            SINGLE,
+            INDEX,
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "tokenizer.model",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "vocab.json",
+            "merges.txt",
+            "chat_template.jinja",
+            "chat_template.json",
+        }
+    ),
+)
+ADAPTER = Layout("an adapter", ADAPTER_CONFIG, frozenset({ADAPTER_CONFIG, ADAPTER_TENSORS}))
+# Files beside a checkpoint that are kept, in upper or lower case.
 _DOCUMENTS = ("*.md", "readme*", "licen[cs]e*", "notice*", "copying*", ".gitattributes")
 
 
 @contextlib.contextmanager
-def replacement(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A directory to write a checkpoint into, which takes the place of `target` at the end.
+def replacement(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Path]:
+    """Yield a directory to write into, which replaces `target` at the end.
 
-    If the block raises, or the place cannot be taken, `target` is what it was.
+    If the block raises, or `target` cannot be replaced, `target` stays as it was.
 
     Raises:
-        CheckpointError: the target holds what is not of a checkpoint.
+        CheckpointError: the target contains files that are not part of this layout.
         OSError: something cannot be written.
     """
     _remove_litter(target)
-    own, documents = _survey(target)
+    own, documents = _survey(target, layout)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _stage(target) as stage:
         new = stage / "new"
@@ -71,43 +94,46 @@ def replacement(target: pathlib.Path) -> Iterator[pathlib.Path]:
         yield new
         for name in documents:
             _carry(target / name, new / name)
-        if target.is_dir():  # as private, or as shared, as it was
+        if target.is_dir():  # keep its permissions
             shutil.copymode(target, new)
         _flush(new)
         old = _swap(new, target)
         if old is not None:
             for entry in old.iterdir():
-                if entry.name not in own | documents | _LAYOUT:  # came in the meantime
+                if entry.name not in own | documents | layout.files:  # created in the meantime
                     entry.rename(target / entry.name)
 
 
-def _survey(target: pathlib.Path) -> tuple[set[str], set[str]]:
-    """Names of the files of a checkpoint, and of the documents beside it.
+def _survey(target: pathlib.Path, layout: Layout) -> tuple[set[str], set[str]]:
+    """List the files of this layout, and the documents beside them.
 
     Raises:
-        CheckpointError: there is something else, which a replacement would destroy.
+        CheckpointError: there are other files, which a replacement would destroy.
     """
     if not os.path.lexists(target):
         return set(), set()
     if not target.is_dir():
-        raise CheckpointError(f"{target} is a file; give a directory to write the checkpoint to")
+        raise CheckpointError(f"{target} is a file; give a directory to write {layout.kind} to")
     if target.samefile("."):
         raise CheckpointError(
             f"{target} is the current directory, which a new one cannot take the place of; save "
             "to a directory in it, or from outside it"
         )
-    shards = {name for name in shard_names(target) or () if name.endswith(".safetensors")}
+    shards = set()
+    if layout is CHECKPOINT:
+        shards = {name for name in shard_names(target) or () if name.endswith(".safetensors")}
     own, documents, tensors, others = set(), set(), [], []
     for entry in sorted(target.iterdir()):
         name = entry.name
         if entry.is_dir() and not entry.is_symlink():
             others.append(name)
-        elif name in _LAYOUT | shards:
+        elif name in layout.files | shards:
             own.add(name)
         elif any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _DOCUMENTS):
             documents.add(name)
         else:
-            (tensors if name.endswith(".safetensors") else others).append(name)
+            loose = layout is CHECKPOINT and name.endswith(".safetensors")
+            (tensors if loose else others).append(name)
     if tensors:
         raise CheckpointError(
             f"{target} holds tensors that no index of it accounts for ({_some(tensors)}), which "
@@ -115,13 +141,13 @@ def _survey(target: pathlib.Path) -> tuple[set[str], set[str]]:
         )
     if others:
         raise CheckpointError(
-            f"{target} holds more than a checkpoint ({_some(others)}), which replacing it would "
+            f"{target} holds more than {layout.kind} ({_some(others)}), which replacing it would "
             "destroy; give a new directory"
         )
-    if own and "config.json" not in own:
+    if own and layout.mark not in own:
         raise CheckpointError(
-            f"{target} holds {_some(sorted(own))} and no config.json, so it is no checkpoint that "
-            "can be replaced; give a new directory"
+            f"{target} holds {_some(sorted(own))} and no {layout.mark}, so it is not {layout.kind} "
+            "that can be replaced; give a new directory"
         )
     return own, documents
 
@@ -131,7 +157,7 @@ def _some(names: list[str]) -> str:
 
 
 def _carry(source: pathlib.Path, target: pathlib.Path) -> None:
-    """The same file in another directory; a link stays one, and is not read."""
+    """Link or copy a file into another directory; a symbolic link is copied as a link."""
     try:
         os.link(source, target, follow_symlinks=False)
     except (OSError, NotImplementedError):  # a file system without hard links
@@ -139,7 +165,7 @@ def _carry(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def _flush(directory: pathlib.Path) -> None:
-    """Wait until a directory and its files are on the disk: some disks are full only then."""
+    """Flush a directory and its files to disk; some disks report only then that they are full."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     files = [file for file in directory.iterdir() if file.is_file() and not file.is_symlink()]
@@ -152,7 +178,7 @@ def _flush(directory: pathlib.Path) -> None:
 
 
 def _swap(new: pathlib.Path, target: pathlib.Path) -> pathlib.Path | None:
-    """Put `new` in the place of `target`; returns where the old one is now."""
+    """Replace `target` by `new`; returns the new path of the old one."""
     if not os.path.lexists(target):
         new.rename(target)
         return None
@@ -169,12 +195,12 @@ def _swap(new: pathlib.Path, target: pathlib.Path) -> pathlib.Path | None:
 
 
 def _exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
-    """Exchange two directories in one step; False if that cannot be done here."""
+    """Exchange two directories atomically; False if the system cannot."""
     if not sys.platform.startswith("linux"):
         return False
     try:
         renameat2 = ctypes.CDLL(None).renameat2
-    except (OSError, AttributeError):  # a C library without it
+    except (OSError, AttributeError):  # the C library lacks it
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
@@ -182,14 +208,14 @@ def _exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def _stage(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A directory beside the target, locked for as long as it is there."""
+    """Make a directory beside the target, locked until it is removed."""
     while True:
         stage = pathlib.Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
         try:
             with _lock(stage) as mine:
                 if (
                     mine is not False and stage.exists()
-                ):  # else another save took it for litter just now
+                ):  # else another save has just removed it as a leftover
                     yield stage
                     return
         finally:
@@ -201,7 +227,7 @@ def _prefix(target: pathlib.Path) -> str:
 
 
 def _remove_litter(target: pathlib.Path) -> None:
-    """Remove what saves to this target left that were killed; bring back what they put aside."""
+    """Remove what killed saves to this target left behind; restore a checkpoint they had moved."""
     if not target.parent.is_dir():
         return
     for stage in list(target.parent.iterdir()):
@@ -217,7 +243,7 @@ def _remove_litter(target: pathlib.Path) -> None:
 
 
 def _is_stage(path: pathlib.Path, target: pathlib.Path) -> bool:
-    """Whether a directory is one that `_stage` made for this target, by its name and contents."""
+    """Whether `_stage` made a directory for this target, judging by its name and contents."""
     if path.is_symlink() or not path.is_dir():
         return False
     made = re.fullmatch(re.escape(_prefix(target)) + "[a-z0-9_]{8}", path.name)
@@ -226,13 +252,13 @@ def _is_stage(path: pathlib.Path, target: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def _lock(directory: pathlib.Path) -> Iterator[bool | None]:
-    """Hold a directory; False if another process does, None if it cannot be known.
+    """Lock a directory; yields False if another process has the lock, None if locks do not work.
 
-    The system lets go when a process ends, however it ends.
+    The system releases the lock when the process ends for any reason.
     """
     number, mine = None, None
     if fcntl is not None:
-        with contextlib.suppress(OSError):  # a file system without locks, or somebody else's
+        with contextlib.suppress(OSError):  # a file system without locks, or no permission
             number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)

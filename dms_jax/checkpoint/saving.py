@@ -1,7 +1,10 @@
 """Save a model and its policy as a Hugging Face directory that transformers opens.
 
-Everything is written into a directory beside the target, which takes its place at the end
-(`replacing.py`), so that a full disk or an interrupt leaves the old checkpoint, never half of one.
+If only an adapter was trained, it can be saved by itself (`adapter.py`).
+
+Everything is written into a directory beside the target, which replaces it at the end
+(`replacing.py`), so that a full disk or an interrupt leaves the old checkpoint and never part of
+a new one.
 """
 
 import json
@@ -17,10 +20,19 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from dms_jax.checkpoint import names
+from dms_jax.checkpoint.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    adapter_config,
+    base_identity,
+    differing_shape,
+)
+from dms_jax.checkpoint.contents import read_checkpoint
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
 from dms_jax.checkpoint.policy_fields import policy_to_hf
-from dms_jax.checkpoint.replacing import replacement
+from dms_jax.checkpoint.replacing import ADAPTER, CHECKPOINT, replacement
 from dms_jax.checkpoint.weights import INDEX, SINGLE
+from dms_jax.checks import check
 from dms_jax.errors import CheckpointError, ConfigError, plain
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
@@ -36,25 +48,30 @@ def save(
     policy: Policy,
     path: str | pathlib.Path,
     *,
+    adapter_only: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write config, tensors, tokenizer and generation defaults; the policy goes into the config.
 
     Args:
-        model: what to write; tensors keep the dtype of its parameters.
+        model: the model to write; tensors keep the dtype of its parameters.
         policy: the cache policy that the model is meant to run with.
-        path: directory to make; where it is a link, what it leads to. A checkpoint that is already
-            there is replaced: its config, tensors and tokenizer. What stands beside them stays
-            (README, licence), and so do the fields of its generation_config.json that say how to
-            sample.
-        max_shard_bytes: tensors beyond this many bytes are split over several files.
+        path: directory to write, following a link. If it already contains a checkpoint, its config,
+            tensors and tokenizer are replaced; documents beside them (README, licence) are kept,
+            and so are the sampling fields of its generation_config.json.
+        adapter_only: write only the adapter's tensors, the policy and the identity of the base (a
+            few hundred kilobytes), for `load(base, adapter=path)`. The base's files are read again
+            to check that the model still has their weights.
+        max_shard_bytes: size of a file of tensors, beyond which another one is begun.
 
     Raises:
-        CheckpointError: the path cannot be written, or holds something that is of no checkpoint
-            (tensors that its index does not name are not); or a tensor holds NaN.
-        ConfigError: the policy reads an adapter that the model does not have, would use neurons
-            that carry decisions, or would take decisions for what they were not trained to be; or
-            the family cannot express the model.
+        CheckpointError: the path cannot be written, or contains files that do not belong to a
+            checkpoint (such as tensors that its index does not name); or a tensor contains NaN; or
+            `adapter_only` is set and the other weights are not those of the checkpoint that the
+            model was loaded from.
+        ConfigError: the policy needs an adapter that the model does not have, would use neurons
+            that carry decisions, or gives decisions another meaning than they were trained for; or
+            the model's family cannot express its switches.
     """
     check_model(model)
     check_policy(policy)
@@ -76,19 +93,80 @@ def save(
             f"this model was made for {model.policy}: its decisions mean {trained}; saved for "
             f"{policy} they would be read as {asked}. Save it with its own policy"
         )
-    config = _config(model, policy)
     try:
-        with replacement(target) as directory:
-            _write_json(directory / "config.json", config)
-            before = read_json(target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES)
-            _write_json(
-                directory / "generation_config.json", _sampling(before or {}) | _generation(model)
-            )
-            if model.tokenizer is not None:
-                model.tokenizer.save(directory)
-            _write_tensors(model, directory, max_shard_bytes)
+        if check("adapter_only", adapter_only, bool):
+            _save_adapter(model, policy, target)
+        else:
+            _save_model(model, policy, target, max_shard_bytes)
     except OSError as error:
         raise CheckpointError(f"the checkpoint cannot be written to {target}: {error}") from error
+
+
+def _save_model(
+    model: LanguageModel, policy: Policy, target: pathlib.Path, max_shard_bytes: int
+) -> None:
+    config = _config(model, policy)
+    with replacement(target, CHECKPOINT) as directory:
+        _write_json(directory / "config.json", config)
+        before = read_json(target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES)
+        _write_json(
+            directory / "generation_config.json", _sampling(before or {}) | _generation(model)
+        )
+        if model.tokenizer is not None:
+            model.tokenizer.save(directory)
+        _write_tensors(model, directory, max_shard_bytes)
+
+
+def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path) -> None:
+    if not policy.retrofit.adapter:
+        raise ConfigError(
+            f"{policy} reads no adapter that could be saved alone; save the whole model"
+        )
+    config = adapter_config(policy, _unchanged_base(model))
+    tensors = {name: value for name, value in _tensors(model) if names.ADAPTER_MARK in name}
+    for name, value in tensors.items():
+        _check_finite(name, value)
+    with replacement(target, ADAPTER) as directory:
+        _write_json(directory / ADAPTER_CONFIG, config)
+        _save_file(tensors, directory / ADAPTER_TENSORS, _mode(directory / ADAPTER_CONFIG))
+
+
+def _unchanged_base(model: LanguageModel) -> dict[str, Any]:
+    """Compute the identity of a model's base, after checking that its weights are unchanged.
+
+    Raises:
+        CheckpointError: the model was not loaded, or its base is gone or has other weights.
+    """
+    whole = "save the whole model (adapter_only=False)"
+    if model.source is None:
+        raise CheckpointError(
+            "this model was not loaded from a checkpoint, so that there is no base which an "
+            f"adapter could be saved beside; {whole}, or save the base first and load that"
+        )
+    try:
+        base = read_checkpoint(pathlib.Path(model.source))
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(
+            f"the base {model.source}, with which the model must be compared before its adapter "
+            f"is saved alone, cannot be read any more: {error}"
+        ) from error
+    reason = f"the model is not its base {model.source} with an adapter: "
+    different = differing_shape(base.config, model.config)
+    if different:
+        raise CheckpointError(f"{reason}{'; '.join(different)}; {whole}")
+    changed = [
+        name
+        for name, value in _tensors(model)
+        if names.ADAPTER_MARK not in name
+        and not np.array_equal(base.weights.read(name, (), value.dtype), value)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{reason}{len(changed)} of its other tensors were changed ({changed[0]}"
+            f"{', ...' if len(changed) > 1 else ''}), by training all weights or because the files "
+            f"were replaced; {whole}"
+        )
+    return base_identity(base.config, base.weights)
 
 
 def _config(model: LanguageModel, policy: Policy) -> dict[str, Any]:
@@ -101,7 +179,7 @@ def _config(model: LanguageModel, policy: Policy) -> dict[str, Any]:
 
 
 def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
-    """What a generation_config.json says besides the special tokens, which are the model's."""
+    """The fields of a generation_config.json other than the special tokens."""
     return {name: value for name, value in fields.items() if name not in _SPECIAL_IDS}
 
 
@@ -117,7 +195,7 @@ def _generation(model: LanguageModel) -> dict[str, Any]:
 
 
 def _tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under its Hugging Face name, one at a time."""
+    """Yield every tensor with its Hugging Face name, one at a time."""
     for path, param in nnx.to_flat_state(nnx.state(model.transformer, nnx.Param)):
         value = jax.device_get(param.get_value())
         for piece in names.PIECES[path]:
@@ -132,7 +210,7 @@ def _tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
 
 def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_bytes: int) -> None:
     """Write `model.safetensors`, or numbered shards and their index."""
-    mode = (directory / "config.json").stat().st_mode & 0o777
+    mode = _mode(directory / "config.json")
     written: list[tuple[pathlib.Path, list[str]]] = []
     shard: dict[str, np.ndarray] = {}
     total = size = 0
@@ -140,20 +218,12 @@ def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_byte
     def flush() -> None:
         nonlocal shard, size
         file = directory / f"shard-{len(written)}"
-        try:
-            save_file(shard, str(file), metadata={"format": "pt"})
-        except SafetensorError as error:  # of a system call that failed, too
-            raise OSError(str(error)) from error
-        file.chmod(mode)  # the library's files are private
+        _save_file(shard, file, mode)
         written.append((file, list(shard)))
         shard, size = {}, 0
 
     for name, tensor in _tensors(model):
-        if not np.isfinite(tensor).all():
-            raise CheckpointError(
-                f"tensor {name} holds NaN or infinite values; nothing was written, for it could "
-                "not be loaded again"
-            )
+        _check_finite(name, tensor)
         if shard and size + tensor.nbytes > max_shard_bytes:
             flush()
         shard[name] = tensor
@@ -170,6 +240,27 @@ def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_byte
         weight_map |= dict.fromkeys(tensor_names, final)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(directory / INDEX, index)
+
+
+def _check_finite(name: str, tensor: np.ndarray) -> None:
+    if not np.isfinite(tensor).all():
+        raise CheckpointError(
+            f"tensor {name} holds NaN or infinite values; nothing was written, for it could not be "
+            "loaded again"
+        )
+
+
+def _mode(file: pathlib.Path) -> int:
+    """The permissions of a new file."""
+    return file.stat().st_mode & 0o777
+
+
+def _save_file(tensors: dict[str, np.ndarray], file: pathlib.Path, mode: int) -> None:
+    try:
+        save_file(tensors, str(file), metadata={"format": "pt"})
+    except SafetensorError as error:  # also raised when a system call fails
+        raise OSError(str(error)) from error
+    file.chmod(mode)  # the library makes files private
 
 
 def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:

@@ -1,12 +1,12 @@
 """Read a sentencepiece `.model` and rebuild it in the `tokenizers` library.
 
-A `.model` is a protobuf message (sentencepiece_model.proto); only the fields that decide how text
-is split are read here, straight from the wire format, so that sentencepiece itself is not needed.
+A `.model` is a protobuf message (sentencepiece_model.proto). Only the fields that affect how text
+is split are read here, directly from the wire format, so that sentencepiece itself is not needed.
 
-Byte-pair models: sentencepiece merges the adjacent pair whose union is the piece of highest score,
-so each way to halve a piece becomes a merge, ranked by the piece's score. Unigram models carry
-their scores over. Text is escaped as sentencepiece does: a space becomes U+2581, one is put in
-front if the model says so, and what no piece covers falls back to bytes.
+Byte-pair models: sentencepiece merges the adjacent pair whose concatenation is the piece of highest
+score, so each way to split a piece in two becomes a merge, ranked by the piece's score. Unigram
+models keep their scores. Text is escaped as in sentencepiece: a space becomes U+2581, one is
+prepended if the model asks for it, and text that no piece covers falls back to bytes.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _LONGEST_PIECE = (
 
 
 class PieceType(enum.IntEnum):
-    """What a piece stands for."""
+    """The type of a piece."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -39,7 +39,7 @@ class PieceType(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class SentencePieceModel:
-    """The fields of a sentencepiece model that decide how text is split."""
+    """The fields of a sentencepiece model that affect how text is split."""
 
     pieces: tuple[str, ...]
     scores: tuple[float, ...]
@@ -190,7 +190,7 @@ def _parse(data: bytes) -> SentencePieceModel:
 
 
 def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
-    """Every way to halve a piece into two pieces, best score first."""
+    """Every way to split a piece into two pieces, best score first."""
     usable = (PieceType.NORMAL, PieceType.USER_DEFINED)
     identifiers = {
         piece: index

@@ -1,8 +1,8 @@
-"""Text to token ids and back: `Tokenizer`, read from what a Hugging Face directory holds.
+"""Text to token ids and back: `Tokenizer`, read from a Hugging Face directory.
 
 In order of preference: `tokenizer.json`; a sentencepiece `tokenizer.model`; `vocab.json` with
-`merges.txt` (byte-level byte-pair encoding, GPT-2's or Qwen's way of cutting text into words).
-`tokenizer_config.json` and `special_tokens_map.json` say which tokens are special and whether a
+`merges.txt` (byte-level byte-pair encoding with the pre-tokenizer of GPT-2 or Qwen).
+`tokenizer_config.json` and `special_tokens_map.json` declare the special tokens and whether a
 sequence begins with one; the chat template is in the former or in `chat_template.jinja`.
 """
 
@@ -48,7 +48,7 @@ class Tokenizer:
         chat_template: str | Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
     ):
-        # Truncation and padding kept from training would change what a prompt means.
+        # Truncation and padding settings from training would change prompts.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -64,7 +64,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | pathlib.Path) -> "Tokenizer | None":
-        """Read the tokenizer of a Hugging Face directory; None where there is none.
+        """Read the tokenizer of a Hugging Face directory; None if there is none.
 
         Raises:
             CheckpointError: the files are damaged, or of a kind that is not served.
@@ -77,14 +77,14 @@ class Tokenizer:
             if backend is None:
                 return None
             special = _special_tokens(directory, config)
-            _apply_sequence_ends(backend, config, special)
+            apply_sequence_ends(backend, config, special)
         extra = {
             name: config[name]
             for name in ("tokenizer_class", "add_bos_token", "add_eos_token")
             if name in config
         }
         if find(directory, "tokenizer.json") is None:
-            # The slow classes would rebuild the tokenizer from the files that we do not write.
+            # The slow classes would rebuild the tokenizer from files that we do not write.
             extra["tokenizer_class"] = "PreTrainedTokenizerFast"
         return cls(
             backend,
@@ -110,17 +110,17 @@ class Tokenizer:
 
     @property
     def pad_token_id(self) -> int | None:
-        """Id of the token that fills up a batch, or None."""
+        """Id of the padding token, or None."""
         return self._special_id("pad_token")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; the checkpoint decides whether a begin token is put in front.
+        """Encode a text; the checkpoint decides whether a begin token is prepended.
 
-        Text made by `apply_chat_template` holds its special tokens already: encode it with
+        Text made by `apply_chat_template` already contains its special tokens: encode it with
         `add_special_tokens=False`.
 
         Raises:
-            DataError: it is no text, or one that the tokenizer fails on.
+            DataError: it is not a text, or the tokenizer fails on it.
         """
         if not isinstance(text, str):
             raise DataError(f"a text to encode must be a string, got {type(text).__name__}")
@@ -135,10 +135,10 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[SupportsInt], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`.
+        """Decode token ids.
 
         Raises:
-            DataError: they are no token ids.
+            DataError: they are not token ids.
         """
         whole = []
         for index in ids:
@@ -156,15 +156,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Write a conversation as the model was trained to read it.
+        """Format a conversation with the chat template.
 
         Args:
             messages: `{"role": ..., "content": ...}` in order.
-            add_generation_prompt: whether to open the assistant's turn.
-            **variables: what the template understands besides (`tools`, `enable_thinking`, ...).
+            add_generation_prompt: whether to begin the assistant's turn.
+            **variables: other variables of the template (`tools`, `enable_thinking`, ...).
 
         Raises:
-            DataError: the checkpoint has no chat template, or it refuses these messages.
+            DataError: the checkpoint has no chat template, or it rejects these messages.
         """
         template = self.chat_template
         if isinstance(template, Mapping):
@@ -189,7 +189,7 @@ class Tokenizer:
         """Write `tokenizer.json` and `tokenizer_config.json` into an existing directory.
 
         Raises:
-            CheckpointError: the tokenizer cannot be written down.
+            CheckpointError: the tokenizer cannot be serialized.
             OSError: the files cannot be written.
         """
         directory = pathlib.Path(directory)
@@ -233,12 +233,12 @@ def _special_tokens(directory: pathlib.Path, config: Mapping[str, Any]) -> dict[
     return special
 
 
-def _apply_sequence_ends(
+def apply_sequence_ends(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> None:
-    """Make the ends of a sequence what `add_bos_token` and `add_eos_token` ask, where they do.
+    """Add or remove the begin and end tokens as `add_bos_token` and `add_eos_token` ask.
 
-    Silence leaves the post-processor of `tokenizer.json` in charge.
+    If neither is given, the post-processor of `tokenizer.json` stays.
     """
     if not any(isinstance(config.get(f"add_{end}_token"), bool) for end in ("bos", "eos")):
         return

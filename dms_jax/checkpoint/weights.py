@@ -1,9 +1,12 @@
 """The tensors of a Hugging Face directory: `model.safetensors`, or shards named by an index.
 
-Opening reads headers only. A tensor, or a slice of one, is read when it is asked for.
+Opening reads only the headers. A tensor, or a slice of one, is read on demand.
 """
 
+import abc
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,36 +26,70 @@ _DTYPES = {
 }
 
 
-class Weights:
-    """Tensors by name, read lazily.
+class Tensors(abc.ABC):
+    """The tensors of a model under their Hugging Face names, whatever files they come from.
 
     Attributes:
-        shapes: of every tensor.
-        dtypes: of every tensor.
-
-    Raises:
-        CheckpointError: files are missing, damaged or cut short, lie outside the directory, or
-            hold numbers of a kind that is not served.
+        shapes: shape of every tensor.
+        dtypes: type of every tensor, as it is read by default.
+        config_name: what describes the model's shape, for messages.
     """
 
-    def __init__(self, directory: pathlib.Path):
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, np.dtype]
+    config_name: str
+
+    @abc.abstractmethod
+    def read(self, name: str, index: tuple[slice, ...] = (), dtype: Any = None) -> np.ndarray:
+        """Read a tensor, or the given slices of its dimensions, as `dtype`."""
+
+    @abc.abstractmethod
+    def file_name(self, name: str) -> str:
+        """Name of the file that holds a tensor, for messages."""
+
+    def stored_name(self, name: str) -> str:
+        """Name of a tensor in its file, for messages."""
+        return name
+
+
+class Weights(Tensors):
+    """Tensors of safetensors files, read lazily.
+
+    Attributes:
+        shapes: shape of every tensor.
+        dtypes: type of every tensor.
+        config_name: what describes the model's shape, for messages.
+
+    Raises:
+        CheckpointError: a file is damaged or cut short, or has numbers of a type that is not
+            served.
+    """
+
+    config_name = "config.json"
+
+    def __init__(self, files: Sequence[pathlib.Path]):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, np.dtype] = {}
         self._files: dict[str, tuple[pathlib.Path, safetensors.safe_open]] = {}
-        for file in _shards(directory):
+        for file in files:
             self._open(file)
 
-    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Read a tensor, or the given slices of its dimensions."""
+    def read(self, name: str, index: tuple[slice, ...] = (), dtype: Any = None) -> np.ndarray:
         path, handle = self._files[name]
         try:
             if all(part == slice(None) for part in index):
-                return handle.get_tensor(name)
-            return handle.get_slice(name)[index]
+                tensor = handle.get_tensor(name)
+            else:
+                tensor = handle.get_slice(name)[index]
         except Exception as error:  # the library raises nothing more precise
             raise CheckpointError(
                 f"{path.name}: tensor {plain(name)} cannot be read: {plain(error, 300)}"
             ) from error
+        with np.errstate(over="ignore"):
+            return tensor if dtype is None else tensor.astype(dtype, copy=False)
+
+    def file_name(self, name: str) -> str:
+        return self._files[name][0].name
 
     def _open(self, path: pathlib.Path) -> None:
         try:
@@ -81,10 +118,10 @@ class Weights:
 
 
 def shard_names(directory: pathlib.Path) -> list[str] | None:
-    """Names of the files that the index of a checkpoint accounts for; None without an index.
+    """Names of the files that the index of a checkpoint lists; None if there is no index.
 
     Raises:
-        CheckpointError: the index is damaged, or names what is no file of the checkpoint.
+        CheckpointError: the index is damaged.
     """
     index = read_json(directory, INDEX, max_bytes=MAX_INDEX_BYTES)
     if index is None:
@@ -98,8 +135,12 @@ def shard_names(directory: pathlib.Path) -> list[str] | None:
     return sorted(set(weight_map.values()))
 
 
-def _shards(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Files that hold the tensors."""
+def tensor_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """Find the files of a checkpoint that contain its tensors.
+
+    Raises:
+        CheckpointError: files are missing, or are outside the directory.
+    """
     single = find(directory, SINGLE)
     if single is not None:
         return [single]
@@ -107,7 +148,7 @@ def _shards(directory: pathlib.Path) -> list[pathlib.Path]:
     if names is None:
         others = sorted(
             plain(file.name)
-            for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")
+            for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
             for file in directory.glob(pattern)
         )
         hint = (

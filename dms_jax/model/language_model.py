@@ -45,6 +45,7 @@ class LanguageModel:
       policy: what the checkpoint was made for, `Vanilla()` if it says nothing.
       generation: end tokens and the like.
       mesh: devices over which the parameters are spread; None for the default device.
+      source: path of the checkpoint that the parameters were loaded from; None for a new model.
     """
 
     transformer: Transformer
@@ -52,6 +53,7 @@ class LanguageModel:
     policy: Policy = dataclasses.field(default_factory=Vanilla)
     generation: GenerationDefaults = dataclasses.field(default_factory=GenerationDefaults)
     mesh: jax.sharding.Mesh | None = None
+    source: str | None = None
 
     @property
     def config(self) -> ModelConfig:

@@ -21,8 +21,10 @@ class Generating:
     """A model, its cache, and how tokens are drawn."""
 
     model: str = SHIPPED[0]
-    """A Hugging Face directory, a hub id (owner/name), or a model that ships: stories260k,
-    reasoner-11m, reasoner-11m-dms."""
+    """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
+    stories260k, reasoner-11m, reasoner-11m-dms."""
+    adapter: str | None = None
+    """Directory of an adapter that was trained on the model."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and the cache; that of the files unless given."""
     policy: str | None = None
@@ -56,7 +58,7 @@ class Generating:
     def load(self) -> dms_jax.LanguageModel:
         """The model."""
         path = assets.path(self.model) if self.model in SHIPPED else self.model
-        return dms_jax.load(path, dtype=self.dtype)
+        return dms_jax.load(path, dtype=self.dtype, adapter=self.adapter)
 
     def make_policy(self) -> Policy | None:
         """The policy that is named."""

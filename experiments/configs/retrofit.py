@@ -20,11 +20,13 @@ class Config:
     """Train a checkpoint to run with a small cache."""
 
     model: str
-    """Hugging Face directory, or a hub id ("owner/name")."""
+    """Hugging Face directory, a GGUF file, or a hub id ("owner/name")."""
     data: tuple[pathlib.Path, ...]
     """JSON lines (.jsonl, with "messages" or "text"), or texts with <|endoftext|> in between."""
     out: pathlib.Path
     """Directory of the run: checkpoints, log.jsonl, model. A run that is there is resumed."""
+    adapter: str | None = None
+    """Directory of an adapter that was trained on the model, to be trained further."""
 
     policy: Literal["DMS", "DMC", "FixedPooling"] = "DMS"
     """What to learn: to evict, to merge, or to live with the averages of a fixed number."""

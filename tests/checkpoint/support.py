@@ -19,7 +19,7 @@ def copy(source: str, target: pathlib.Path) -> pathlib.Path:
 def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
     """Every tensor of a directory."""
     found = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in sorted(directory.glob("model*.safetensors")):
         found |= load_file(file)
     return found
 

@@ -1,5 +1,6 @@
 """A save that fails, wherever it does, leaves what was there and says so in an error of ours."""
 
+import dataclasses
 import io
 import os
 import subprocess
@@ -12,6 +13,7 @@ from dms_jax import assets
 from dms_jax.checkpoint import load, save, saving
 from dms_jax.errors import CheckpointError
 from dms_jax.policies import TOVA, Vanilla
+from tests.checkpoint.support import copy
 
 _FULL = "No space left on device"
 # Every way in which saving touches the disk.
@@ -88,6 +90,36 @@ def test_whichever_write_fails(stories, tmp_path, monkeypatch, error, there_befo
     assert at > 20
     assert failed >= {"os.mkdir", "io.open", "os.chmod", "os.fsync", "os.rename", "save_file"}
     assert load(out).policy == Vanilla()
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+def test_whichever_write_of_an_adapter_fails(tmp_path, monkeypatch, there_before):
+    copy("dms/adapter", tmp_path / "base")
+    model, out = load(tmp_path / "base"), tmp_path / "out"
+    other = dataclasses.replace(model.policy, window=9)
+    if there_before:
+        save(model, other, out, adapter_only=True)
+    failed = set()
+    for at in range(1, 100):
+        with monkeypatch.context() as patches:
+            failing = Failing(patches, OSError, at)
+            raised = None
+            try:
+                save(model, model.policy, out, adapter_only=True)
+            except BaseException as error:
+                raised = error
+        if failing.count < at:
+            break
+        assert type(raised) is CheckpointError
+        assert _FULL in str(raised)
+        failed.add(failing.failed)
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == (
+            ["base", "out"] if there_before else ["base"]
+        )
+        if there_before:
+            assert load(tmp_path / "base", adapter=out).policy == other
+    assert failed >= {"os.mkdir", "io.open", "os.chmod", "os.fsync", "save_file"}
+    assert load(tmp_path / "base", adapter=out).policy == model.policy
 
 
 # A process in which no file may grow beyond so many bytes: errors come from the system.

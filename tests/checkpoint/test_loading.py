@@ -316,8 +316,8 @@ def test_straight_to_the_shards_of_a_mesh(source, tmp_path):
 def test_nothing_is_read_twice(sharded, monkeypatch):
     read, taken = Weights.read, {}
 
-    def record(self, name, index=()):
-        result = read(self, name, index)
+    def record(self, name, index=(), dtype=None):
+        result = read(self, name, index, dtype)
         taken.setdefault(name, []).append(result.nbytes)
         return result
 

@@ -252,7 +252,7 @@ def test_the_litter_of_a_killed_save_is_removed_by_the_next(stories, out, tmp_pa
 
 
 def test_what_another_save_is_writing_is_left_alone(stories, out, tmp_path):
-    with replacing.replacement(out) as directory:
+    with replacing.replacement(out, replacing.CHECKPOINT) as directory:
         (directory / "config.json").write_text("{}")
         # The lock is the open file's: this process meets its own.
         save(stories, stories.policy, out)

@@ -21,8 +21,15 @@ def file_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[str,
     (scratch / "busy").mkdir()
     (scratch / "busy" / "thesis.tex").write_text("kept")
 
-    def save(*says: str, path: Any, error="CheckpointError", given: Any = model, policy=vanilla):
-        return Case(lambda: dms_jax.save(given, policy, path), error, says)
+    def save(
+        *says: str,
+        path: Any,
+        error="CheckpointError",
+        given: Any = model,
+        policy=vanilla,
+        **options,
+    ):
+        return Case(lambda: dms_jax.save(given, policy, path, **options), error, says)
 
     def load(*says: str, path: Any = stories, error: str = "CheckpointError", **options) -> Case:
         return Case(lambda: dms_jax.load(path, **options), error, says)
@@ -36,6 +43,20 @@ def file_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[str,
         "load dtype": load("dtype", "'half!'", dtype="half!", error="ConfigError"),
         "load whole dtype": load("dtype", "int32", dtype="int32", error="ConfigError"),
         "load mesh": load("mesh", mesh=4, error="ConfigError"),
+        "load adapter": load("7", adapter=7),
+        "load nameless adapter": load("path of an adapter", adapter=""),
+        "load absent adapter": load("no directory", adapter=scratch / "absent"),
+        "load a model as adapter": load("holds a whole model", adapter=stories),
+        "save an adapter perhaps": save(
+            "adapter_only",
+            "'perhaps'",
+            path=scratch / "x",
+            error="ConfigError",
+            adapter_only="perhaps",
+        ),
+        "save the adapter of a policy without": save(
+            "reads no adapter", path=scratch / "x", error="ConfigError", adapter_only=True
+        ),
         "save under a file": save("cannot be written", path=scratch / "a file" / "model"),
         "save over a file": save("is a file", path=scratch / "a file"),
         "save over other things": save("thesis.tex", path=scratch / "busy"),

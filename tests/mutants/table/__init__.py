@@ -1,11 +1,20 @@
 """The mutants, by area."""
 
-from tests.mutants.table import cache, evaluation, generation, kernels, policies, training
+from tests.mutants.table import (
+    cache,
+    checkpoint,
+    evaluation,
+    generation,
+    kernels,
+    policies,
+    training,
+)
 
 MUTANTS = [
     *policies.MUTANTS,
     *training.MUTANTS,
     *cache.MUTANTS,
+    *checkpoint.MUTANTS,
     *generation.MUTANTS,
     *evaluation.MUTANTS,
     *kernels.MUTANTS,

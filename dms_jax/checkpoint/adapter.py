@@ -1,0 +1,235 @@
+"""A DMS adapter saved by itself, without the model that it was trained on (its base).
+
+    dms_adapter.json          the policy, and the identity of the base
+    dms_adapter.safetensors   the adapter's tensors, under NVIDIA's names
+
+The identity tells whether a base is the one that the adapter was trained on. It depends neither on
+the file format nor on the dtype that the base is loaded in: it is the numbers that define the
+model's shape, and one SHA-256 for each kind of tensor, over all layers, of vectors and of three
+rows of each matrix in float32.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from dms_jax import policies
+from dms_jax.checkpoint import names
+from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, find, read_json
+from dms_jax.checkpoint.weights import Tensors, Weights
+from dms_jax.config import ModelConfig
+from dms_jax.errors import CheckpointError, ConfigError, plain
+from dms_jax.policies import Policy
+
+ADAPTER_CONFIG = "dms_adapter.json"
+ADAPTER_TENSORS = "dms_adapter.safetensors"
+_FORMAT = 1
+
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "qkv_bias",
+    "output_bias",
+    "mlp_bias",
+    "qk_norm",
+    "tie_embeddings",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """The contents of an adapter directory.
+
+    Attributes:
+        directory: where it is.
+        policy: the policy that it was trained for.
+        shape: the fields of the base's config that define its shape.
+        hashes: SHA-256 of the base's tensors, by kind of tensor.
+        weights: the adapter's tensors.
+    """
+
+    directory: pathlib.Path
+    policy: Policy
+    shape: dict[str, Any]
+    hashes: dict[str, Any]
+    weights: Weights
+
+
+class _Joined(Tensors):
+    """The tensors of a base and of an adapter, which replaces an adapter of the base's own."""
+
+    def __init__(self, base: Tensors, adapter: Tensors):
+        self.config_name = base.config_name
+        self._parts = {name: base for name in base.shapes if names.ADAPTER_MARK not in name}
+        self._parts |= dict.fromkeys(adapter.shapes, adapter)
+        self.shapes = {name: part.shapes[name] for name, part in self._parts.items()}
+        self.dtypes = {name: part.dtypes[name] for name, part in self._parts.items()}
+        self._base = base
+
+    def read(self, name: str, index: tuple[slice, ...] = (), dtype: Any = None) -> np.ndarray:
+        return self._parts[name].read(name, index, dtype)
+
+    def file_name(self, name: str) -> str:
+        return self._parts[name].file_name(name)
+
+    def stored_name(self, name: str) -> str:
+        return self._parts.get(name, self._base).stored_name(name)
+
+
+def base_identity(config: ModelConfig, weights: Tensors) -> dict[str, Any]:
+    """Compute the identity of a base, in the form of `dms_adapter.json`."""
+    hashes: dict[str, Any] = collections.defaultdict(hashlib.sha256)
+    for name in sorted(weights.shapes):
+        skipped = names.is_derived(name) or names.ADAPTER_MARK in name
+        if skipped or (name == names.LM_HEAD and config.tie_embeddings):
+            continue
+        shape = weights.shapes[name]
+        rows = sorted({0, shape[0] // 2, shape[0] - 1}) if len(shape) > 1 else []
+        parts = [(slice(row, row + 1), *(slice(None),) * (len(shape) - 1)) for row in rows]
+        digest = hashes[_kind(name)]
+        digest.update(f"{name} {list(shape)}\n".encode())
+        for part in parts or [()]:
+            digest.update(weights.read(name, part, np.float32).astype("<f4").tobytes())
+    return {
+        "shape": {field: getattr(config, field) for field in _SHAPE},
+        "sha256": {kind: digest.hexdigest() for kind, digest in sorted(hashes.items())},
+    }
+
+
+def adapter_config(policy: Policy, identity: dict[str, Any]) -> dict[str, Any]:
+    """The contents of `dms_adapter.json`."""
+    return {"format": _FORMAT, "policy": policy.to_dict(), "base": identity}
+
+
+def read_adapter(path: str | pathlib.Path) -> Adapter:
+    """Read the directory of an adapter.
+
+    Raises:
+        CheckpointError: it is not the directory of an adapter, or is damaged.
+    """
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise CheckpointError(f"the path of an adapter must be a directory: {plain(repr(path))}")
+    directory = expanded(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no directory {directory} of an adapter")
+    fields = _read_config(directory)
+    if fields is None:
+        hint = "; it holds a whole model: load that" if find(directory, "config.json") else ""
+        raise CheckpointError(f"{directory / ADAPTER_CONFIG} does not exist{hint}")
+    try:
+        base = dict(fields["base"])
+        shape, hashes = dict(base["shape"]), dict(base["sha256"])
+        policy = policies.from_dict(fields["policy"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory / ADAPTER_CONFIG} does not say what policy and what base the adapter is "
+            "for; copy it again"
+        ) from error
+    except ConfigError as error:
+        raise CheckpointError(f"{directory / ADAPTER_CONFIG}: {error}") from error
+    if not policy.retrofit.adapter:
+        raise CheckpointError(
+            f"{directory / ADAPTER_CONFIG} names {policy}, which reads no adapter; copy it again"
+        )
+    file = find(directory, ADAPTER_TENSORS)
+    if file is None:
+        raise CheckpointError(f"{directory / ADAPTER_TENSORS} does not exist; copy it again")
+    weights = Weights([file])
+    others = [name for name in weights.shapes if names.ADAPTER_MARK not in name]
+    if others:
+        raise CheckpointError(
+            f"{directory / ADAPTER_TENSORS} holds tensors that are of no adapter: "
+            f"{', '.join(plain(name) for name in sorted(others)[:5])}"
+        )
+    return Adapter(directory, policy, shape, hashes, weights)
+
+
+def attach(
+    adapter: Adapter, config: ModelConfig, weights: Tensors, policy: Policy
+) -> tuple[Policy, Tensors]:
+    """Check an adapter against a base and join their tensors.
+
+    Args:
+        adapter: the adapter.
+        config: the base's config.
+        weights: the base's tensors.
+        policy: the policy that the base declares.
+
+    Returns:
+        the adapter's policy, and the tensors of both.
+
+    Raises:
+        CheckpointError: the adapter was trained on another base.
+    """
+    if policy.retrofit.borrowed_neurons is not None:
+        raise CheckpointError(
+            f"the base was made for {policy}, whose decisions live in neurons that must take no "
+            f"part in attention; the adapter in {adapter.directory} was trained on a plain one"
+        )
+    found = base_identity(config, weights)
+    differences = _differing(found["shape"], adapter.shape)
+    if not differences:
+        kinds = sorted(found["sha256"].keys() | adapter.hashes.keys())
+        other = [k for k in kinds if found["sha256"].get(k) != adapter.hashes.get(k)]
+        if other:
+            differences = [f"other numbers in {', '.join(plain(kind, 60) for kind in other)}"]
+    if differences:
+        raise CheckpointError(
+            f"the adapter in {adapter.directory} was trained on another base: "
+            f"{'; '.join(differences)}. Load it with the checkpoint that it was trained on"
+        )
+    return adapter.policy, _Joined(weights, adapter.weights)
+
+
+def differing_shape(config: ModelConfig, other: ModelConfig) -> list[str]:
+    """Describe how the shapes of two models differ; an empty list if they are equal."""
+    return _differing(*({field: getattr(c, field) for field in _SHAPE} for c in (config, other)))
+
+
+def describe_adapter(directory: pathlib.Path) -> str:
+    """Describe how to load an adapter, for a message."""
+    fields = _read_config(directory) or {}
+    base = fields.get("base")
+    shape = base.get("shape") if isinstance(base, dict) else None
+    said = ""
+    if isinstance(shape, dict):
+        known = ("num_layers", "hidden_size", "vocab_size")
+        said = " ({})".format(", ".join(f"{name} {plain(shape.get(name), 20)}" for name in known))
+    return f"load the model that it was trained on{said} with adapter={str(directory)!r}"
+
+
+def _read_config(directory: pathlib.Path) -> dict[str, Any] | None:
+    fields = read_json(directory, ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
+    if fields is not None and fields.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{directory / ADAPTER_CONFIG} has format {plain(repr(fields.get('format')), 40)}, "
+            f"which is not served (served: {_FORMAT}); a later version of dms_jax wrote it"
+        )
+    return fields
+
+
+def _kind(name: str) -> str:
+    """Strip the layer from the name of a tensor.
+
+    # model.layers.3.mlp.up_proj.weight  ->  mlp.up_proj.weight
+    """
+    parts = name.split(".")
+    return ".".join(parts[3:] if parts[:2] == ["model", "layers"] else parts)
+
+
+def _differing(base: dict[str, Any], there: dict[str, Any]) -> list[str]:
+    return [
+        f"{field} is {base[field]} in the base, and {plain(there.get(field), 40)} for the adapter"
+        for field in _SHAPE
+        if base[field] != there.get(field)
+    ]

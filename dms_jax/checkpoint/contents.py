@@ -1,0 +1,158 @@
+"""Read the contents of a checkpoint: a Hugging Face directory, a hub model or a GGUF file.
+
+Everything but the tensors is read at once; the tensors are read when a model is filled from them.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+from typing import Any
+
+from dms_jax.checkpoint import gguf, names
+from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, describe_adapter
+from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
+from dms_jax.checkpoint.policy_fields import policy_from_hf
+from dms_jax.checkpoint.tokenizer import Tokenizer
+from dms_jax.checkpoint.weights import Tensors, Weights, tensor_files
+from dms_jax.config import ModelConfig
+from dms_jax.errors import CheckpointError, plain
+from dms_jax.model.language_model import GenerationDefaults
+from dms_jax.policies import Policy, Vanilla
+
+# Published checkpoints have at most ten; every step of generation compares with each.
+MAX_END_TOKENS = 64
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+# Repositories often contain the same weights twice, in a folder or under this name.
+_NOT_HUB_FILES = ["*/*", "consolidated*"]
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """The contents of a checkpoint; the tensors are read later."""
+
+    config: ModelConfig
+    weights: Tensors
+    has_adapter: bool
+    policy: Policy
+    tokenizer: Tokenizer | None
+    generation: GenerationDefaults
+
+
+def read_checkpoint(place: pathlib.Path) -> Contents:
+    """Read a directory or a GGUF file.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds something that is not served.
+        ConfigError: its config is malformed, or describes a model that is not served exactly.
+    """
+    return _read_gguf(place) if place.is_file() else _read_directory(place)
+
+
+def _read_directory(directory: pathlib.Path) -> Contents:
+    hf_config = read_json(directory, "config.json", max_bytes=MAX_CONFIG_BYTES)
+    if hf_config is None:
+        if (directory / ADAPTER_CONFIG).exists():
+            raise CheckpointError(
+                f"{directory} holds an adapter alone, and no model: {describe_adapter(directory)}"
+            )
+        found = sorted(plain(file.name) for file in directory.glob("*.gguf"))
+        hint = f"; give the GGUF file itself ({', '.join(found[:3])})" if found else ""
+        raise CheckpointError(f"{directory / 'config.json'} does not exist{hint}")
+    config = ModelConfig.from_hf(hf_config)
+    weights = Weights(tensor_files(directory))
+    has_adapter = any(names.ADAPTER_MARK in name for name in weights.shapes)
+    policy = policy_from_hf(hf_config, has_adapter=has_adapter)
+    tokenizer = Tokenizer.from_directory(directory)
+    return Contents(
+        config=config,
+        weights=weights,
+        # Adapter tensors that no policy accounts for are reported as unexpected.
+        has_adapter=policy is not None and (policy.retrofit.adapter or has_adapter),
+        policy=Vanilla() if policy is None else policy,
+        tokenizer=tokenizer,
+        generation=_generation_defaults(directory, hf_config, tokenizer),
+    )
+
+
+def _read_gguf(path: pathlib.Path) -> Contents:
+    files = gguf.GgufFiles(path)
+    config, weights = gguf.read_model(files)
+    tokenizer, generation = gguf.read_tokenizer(files, config.vocab_size)
+    return Contents(config, weights, False, Vanilla(), tokenizer, generation)
+
+
+def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
+    """Find the local directory or GGUF file of a checkpoint; download a hub model."""
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise CheckpointError(
+            "the path of a checkpoint must be a directory, a GGUF file or a hub id: "
+            f"{plain(repr(path))}"
+        )
+    directory = expanded(path)
+    if directory.is_dir() or gguf.is_gguf(directory):
+        return directory
+    if directory.exists():
+        raise CheckpointError(
+            f"{directory} is a file and no GGUF; give the directory that holds config.json"
+        )
+    if not isinstance(path, str) or not _HUB_ID.fullmatch(path):
+        raise CheckpointError(f"no directory {directory}, and it is not a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = path.partition("@")
+    try:
+        found = snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=_HUB_FILES,
+            ignore_patterns=_NOT_HUB_FILES,
+        )
+    except Exception as error:  # network, authorisation and absence raise many different classes
+        raise CheckpointError(
+            f"there is no directory {path!r} here, and it could not be fetched from the hub: "
+            f"{plain(error, 300)}"
+        ) from error
+    return pathlib.Path(found)
+
+
+def _generation_defaults(
+    directory: pathlib.Path, hf_config: dict[str, Any], tokenizer: Tokenizer | None
+) -> GenerationDefaults:
+    """Special tokens, from generation_config.json, else config.json, else the tokenizer."""
+    fields = read_json(directory, "generation_config.json", max_bytes=MAX_CONFIG_BYTES) or {}
+
+    def ids(name: str) -> tuple[int, ...]:
+        for source in (fields, hf_config):
+            value = source.get(name)
+            if value is None:
+                continue
+            return _token_ids(name, value)
+        value = getattr(tokenizer, name, None)
+        return () if value is None else (value,)
+
+    def one(name: str) -> int | None:
+        return next(iter(ids(name)), None)
+
+    return GenerationDefaults(
+        eos_token_ids=ids("eos_token_id"),
+        bos_token_id=one("bos_token_id"),
+        pad_token_id=one("pad_token_id"),
+    )
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Token ids of a config: one or a list. Old configs write -1 for none."""
+    listed = value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
+        raise CheckpointError(f"{name} must be a token id or a list of them")
+    if any(not -1 <= i < 2**31 for i in listed):
+        raise CheckpointError(f"{name} holds a number that is no token id: they lie in 0 ... 2^31")
+    kept = tuple(dict.fromkeys(i for i in listed if i >= 0))
+    if len(kept) > MAX_END_TOKENS:
+        raise CheckpointError(
+            f"{name} lists {len(kept)} tokens, more than the {MAX_END_TOKENS} that are served; "
+            "keep those that end an answer"
+        )
+    return kept

@@ -1,0 +1,204 @@
+"""Fill the parameters of a model from the tensors of a checkpoint.
+
+Every missing, unexpected and mis-shaped tensor is named in one message before any data is read.
+Then the parameters are filled one at a time, tensor by tensor. With a mesh, each device's slice is
+read directly from the files. Thus there is never a second copy of the model in memory.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from dms_jax import sharding
+from dms_jax.checkpoint import names
+from dms_jax.checkpoint.weights import Tensors
+from dms_jax.config import ModelConfig
+from dms_jax.errors import CheckpointError, plain
+from dms_jax.model.transformer import Transformer
+
+# The most tensors that a message lists: two for each layer of a model of 80 layers.
+_MOST_PROBLEMS = 160
+
+
+def fill(
+    config: ModelConfig,
+    weights: Tensors,
+    *,
+    adapter: bool,
+    dtype: Any,
+    adapter_dtype: Any,
+    mesh: jax.sharding.Mesh | None,
+) -> Transformer:
+    """Build the model of a config and read its parameters.
+
+    Args:
+        config: the model's shape.
+        weights: the tensors of the checkpoint.
+        adapter: whether the model has the head that makes DMS decisions.
+        dtype: type of the parameters; None keeps what the files hold.
+        adapter_dtype: type of the adapter's parameters; None keeps what the files hold.
+        mesh: devices over which to place the parameters; None takes the default device.
+
+    Raises:
+        CheckpointError: the tensors do not fit the config, or cannot be read.
+    """
+    abstract = nnx.eval_shape(lambda: Transformer(config, adapter=adapter, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    parameters = dict(nnx.to_flat_state(state))
+    _check(config, weights, {path: param.get_value() for path, param in parameters.items()})
+    filled = []
+    for path, param in parameters.items():
+        value = _read_parameter(
+            weights,
+            names.PIECES[path],
+            param.get_value().shape,
+            dtype=adapter_dtype if names.is_adapter(names.PIECES[path]) else dtype,
+            place=None
+            if mesh is None
+            else sharding.parameter_sharding(
+                mesh, param.get_metadata("axes"), param.get_value().shape
+            ),
+        )
+        filled.append((path, param.replace(value)))
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) -> None:
+    """Raise a single error that names all missing, unexpected and mis-shaped tensors."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for path, value in parameters.items():
+        for piece in names.PIECES[path]:
+            layout = piece.layout
+            shape = piece.shape(value.shape[1:] if layout.stacked else value.shape)
+            for layer in range(value.shape[0] if layout.stacked else 1):
+                expected[layout.tensor_name(layer)] = layout.tensor_shape(shape)
+    found = {name: shape for name, shape in weights.shapes.items() if not names.is_derived(name)}
+    if config.tie_embeddings and names.LM_HEAD in found:
+        expected[names.LM_HEAD] = expected[names.EMBEDDING]
+        if found[names.LM_HEAD] == found.get(names.EMBEDDING) == expected[names.EMBEDDING]:
+            _check_tied(weights, found[names.LM_HEAD])
+
+    def show(name: str) -> str:
+        shape = found.get(name, expected.get(name, ()))
+        return f"{plain(weights.stored_name(name))} {plain(list(shape))}"
+
+    problems = [f"missing: {show(name)}" for name in expected if name not in found]
+    problems += [f"unexpected: {show(name)}" for name in found if name not in expected]
+    problems += [
+        f"mis-shaped: {weights.stored_name(name)} is {plain(list(found[name]))}, the config asks "
+        f"for {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        listed = sorted(problems)[:_MOST_PROBLEMS]
+        if len(problems) > len(listed):
+            listed.append(f"and {len(problems) - len(listed)} more")
+        hint = ""
+        if any(names.ADAPTER_MARK in name for name in found if name not in expected):
+            hint = (
+                "\nThe dms_proj_alpha tensors are a DMS adapter: set dms_window_size and "
+                '"dms_separate_alpha": true in config.json to use it.'
+            )
+        raise CheckpointError(
+            f"the tensors do not fit {weights.config_name} ({config.model_type}), "
+            f"{len(problems)} problems:\n" + "\n".join(listed) + hint
+        )
+
+
+def _check_tied(weights: Tensors, shape: tuple[int, ...]) -> None:
+    rows = max(1, 2**26 // max(shape[1], 1))
+    for start in range(0, shape[0], rows):
+        part = (slice(start, min(start + rows, shape[0])), slice(None))
+        if not np.array_equal(
+            weights.read(names.LM_HEAD, part), weights.read(names.EMBEDDING, part)
+        ):
+            raise CheckpointError(
+                f"config.json ties the output matrix to the embedding, but {names.LM_HEAD} and "
+                f"{names.EMBEDDING} differ; set tie_word_embeddings to false"
+            )
+
+
+def _read_parameter(
+    weights: Tensors,
+    pieces: tuple[names.Piece, ...],
+    shape: tuple[int, ...],
+    *,
+    dtype: Any,
+    place: jax.sharding.Sharding | None,
+) -> jax.Array:
+    """Read a parameter, or each device's part of it."""
+    stacked = pieces[0].layout.stacked
+    layers = shape[0] if stacked else 1
+    if dtype is None:
+        stored = {
+            weights.dtypes[piece.layout.tensor_name(layer)]
+            for piece in pieces
+            for layer in range(layers)
+        }
+        dtype = functools.reduce(jnp.promote_types, stored)
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        if not stacked:
+            return _read_tensor(weights, pieces[0].layout, 0, shape, index, dtype)
+        chosen = range(layers)[index[0]]
+        sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True)]
+        out = np.empty(sizes, dtype)
+        for piece in pieces:  # concatenated along an axis that is never sharded
+            piece_shape = piece.shape(shape[1:])
+            within = piece.index(len(piece_shape))
+            for row, layer in enumerate(chosen):
+                out[row][within] = _read_tensor(
+                    weights, piece.layout, layer, piece_shape, index[1:], dtype
+                )
+        return out
+
+    if place is None:
+        return jax.device_put(part((slice(None),) * len(shape)))
+    # Replicas request the same part: read it once.
+    parts: dict[tuple, np.ndarray] = {}
+
+    def cached(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = (slice(None),) * len(shape) if index is None else index
+        key = tuple(cut.indices(size) for cut, size in zip(index, shape, strict=True))
+        if key not in parts:
+            parts[key] = part(index)
+        return parts[key]
+
+    return jax.make_array_from_callback(shape, place, cached)
+
+
+def _read_tensor(
+    weights: Tensors,
+    layout: names.Layout,
+    layer: int,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
+    dtype: np.dtype,
+) -> np.ndarray:
+    name = layout.tensor_name(layer)
+    cut, rest = layout.tensor_slices(shape, index)
+    whole = all(
+        part.indices(size) == (0, size, 1)
+        for part, size in zip(cut, weights.shapes[name], strict=True)
+    )
+    tensor = weights.read(name, () if whole else cut, dtype)
+    if not _is_finite(tensor):
+        raise CheckpointError(
+            f"{weights.file_name(name)}: tensor {weights.stored_name(name)} holds NaN or infinite "
+            f"values as {dtype.name}; the file is damaged, or its numbers do not fit this dtype"
+        )
+    return layout.to_parameter(tensor, shape)[rest]
+
+
+def _is_finite(tensor: np.ndarray) -> bool:
+    """Whether all numbers are finite; bfloat16 is checked by its exponent bits, which is faster."""
+    if tensor.dtype == ml_dtypes.bfloat16:
+        return int((tensor.view(np.uint16) & 0x7FFF).max(initial=0)) < 0x7F80
+    return bool(np.isfinite(tensor).all())

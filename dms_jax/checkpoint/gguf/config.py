@@ -1,0 +1,295 @@
+"""Convert the metadata of a GGUF file into a `ModelConfig`.
+
+Every entry under the architecture's name (`llama.block_count`) must be known here or be neutral (0,
+false, empty), because an unknown entry could change what the model computes.
+
+The rotary scaling of Llama 3.1 and later is not in the metadata, but in a tensor,
+rope_freqs.weight [D/2], as the factor that each frequency is divided by:
+
+    f_i = 1 / ((1 - s_i) / F + s_i)
+    s_i = clip((original / wavelength_i - low) / (high - low), 0, 1)
+
+The parameters are recovered from it, and checked against it.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from dms_jax.checkpoint.gguf.file import GgufFiles
+from dms_jax.checkpoint.gguf.weights import ROPE_FACTORS, GgufWeights
+from dms_jax.checks import CountOnDevice, Number, Positive, check
+from dms_jax.config import Layers, ModelConfig, Rope
+from dms_jax.errors import CheckpointError, ConfigError, plain
+
+# GGUF architecture: Hugging Face family. llama.cpp's converter writes Mistral models as llama.
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+
+# Values of general.type in files that are not models.
+_KINDS = {
+    "adapter": "a LoRA adapter; give the GGUF of the whole model",
+    "mmproj": "the vision or audio part of a model, which is not served",
+    "imatrix": "an importance matrix, not a model",
+    "vocab": "a vocabulary without a model",
+}
+_VISION = ("clip", "mllama", "qwen2vl", "qwen3vl", "qwen3vlmoe", "mmproj")
+
+# Entries that are read below, or that do not affect what is computed.
+_KNOWN = {
+    "vocab_size",
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.causal",
+    "attention.sliding_window",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "tensor_data_layout",
+}
+
+
+def read_model(files: GgufFiles) -> tuple[ModelConfig, GgufWeights]:
+    """Read the config of a model and find its tensors.
+
+    Raises:
+        CheckpointError: the file is damaged, or does not contain a model that is served.
+        ConfigError: the metadata are malformed, or describe a model that is not served exactly.
+    """
+    family = ARCHITECTURES[_architecture(files)]
+    metadata = _Metadata(files)
+    metadata.refuse_unknown()
+    weights = GgufWeights(files)
+    try:
+        config = _config(files, metadata, weights, family)
+    except ConfigError as error:
+        if files.name in str(error):
+            raise
+        raise ConfigError(f"{files.name}: {error}") from error
+    if family == "llama":
+        weights.interleaved(config.num_heads, config.num_kv_heads)
+    return config, weights
+
+
+def _config(
+    files: GgufFiles, metadata: "_Metadata", weights: GgufWeights, family: str
+) -> ModelConfig:
+    num_layers = metadata.get("block_count", Layers)
+    hidden_size = metadata.get("embedding_length", CountOnDevice)
+    num_heads = metadata.get("attention.head_count", CountOnDevice, per_layer=True)
+    if metadata.has("attention.key_length"):
+        head_dim = metadata.get("attention.key_length", CountOnDevice)
+    elif hidden_size % num_heads:
+        raise ConfigError(
+            f"{files.name}: embedding_length ({hidden_size}) is not a multiple of "
+            f"attention.head_count ({num_heads}) and there is no attention.key_length"
+        )
+    else:
+        head_dim = hidden_size // num_heads
+    for key in ("attention.value_length", "rope.dimension_count"):
+        metadata.must_be(key, head_dim, CountOnDevice, "the size of a head")
+    metadata.must_be("attention.causal", True, bool, "attention to the past alone")
+    vocab_size = weights.shapes.get("model.embed_tokens.weight", (0,))[0]
+    if vocab_size:  # else the tensor is reported as missing
+        metadata.must_be("vocab_size", vocab_size, CountOnDevice, "the rows of token_embd.weight")
+    positions = metadata.get("context_length", CountOnDevice)
+    window = metadata.get("attention.sliding_window", int, 0)
+    if 0 < window < positions:
+        raise ConfigError(
+            f"{files.name}: a sliding window of {window} tokens "
+            f"({metadata.key('attention.sliding_window')}) is not served"
+        )
+    return ModelConfig(
+        vocab_size=vocab_size or metadata.get("vocab_size", CountOnDevice, 1),
+        hidden_size=hidden_size,
+        intermediate_size=metadata.get("feed_forward_length", CountOnDevice, per_layer=True),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=metadata.get(
+            "attention.head_count_kv", CountOnDevice, num_heads, per_layer=True
+        ),
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        rms_norm_eps=metadata.get("attention.layer_norm_rms_epsilon", Positive),
+        rope=_rope(metadata, weights, positions, head_dim),
+        qkv_bias=family == "qwen2" or weights.has("self_attn.q_proj.bias"),
+        output_bias=weights.has("self_attn.o_proj.bias"),
+        mlp_bias=weights.has("mlp.down_proj.bias"),
+        qk_norm=family == "qwen3",
+        tie_embeddings="lm_head.weight" not in weights.shapes,
+        model_type=family,
+    )
+
+
+def _architecture(files: GgufFiles) -> str:
+    """Read the architecture of a file; raises CheckpointError if it is not served."""
+    kind = files.metadata.get("general.type", "model")
+    if kind != "model":
+        what = _KINDS.get(kind, "not served") if isinstance(kind, str) else "not served"
+        raise CheckpointError(f"{files.name} holds general.type {plain(repr(kind))}: {what}")
+    architecture = files.metadata.get("general.architecture")
+    if architecture not in tuple(ARCHITECTURES):
+        what = plain(repr(architecture))
+        if architecture in _VISION:
+            what += " (images or sound)"
+        elif isinstance(architecture, str) and architecture.startswith("bitnet"):
+            what += " (ternary weights with layers of their own)"
+        elif isinstance(architecture, str) and "moe" in architecture:
+            what += " (a mixture of experts)"
+        raise CheckpointError(
+            f"{files.name} holds the architecture {what}, which is not served; served: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return architecture
+
+
+class _Metadata:
+    """The metadata entries of the architecture, by key without its name."""
+
+    def __init__(self, files: GgufFiles):
+        self.name = files.name
+        self._prefix = f"{files.metadata['general.architecture']}."
+        self._values = {
+            key.removeprefix(self._prefix): value
+            for key, value in files.metadata.items()
+            if key.startswith(self._prefix)
+        }
+
+    def key(self, name: str) -> str:
+        return self._prefix + name
+
+    def has(self, name: str) -> bool:
+        return name in self._values
+
+    def get(self, name: str, kind: Any, default: Any = None, *, per_layer: bool = False) -> Any:
+        """Read and check an entry; with `per_layer` also an array of equal numbers."""
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if per_layer and isinstance(value, list) and value:
+            if any(entry != value[0] for entry in value):
+                raise ConfigError(
+                    f"{self.name}: {self.key(name)} differs from layer to layer, which is not "
+                    "served"
+                )
+            value = value[0]
+        if value is None:
+            raise ConfigError(f"{self.name} lacks {self.key(name)}")
+        return check(f"{self.name}: {self.key(name)}", value, kind)
+
+    def must_be(self, name: str, wanted: Any, kind: Any, what: str) -> None:
+        found = self.get(name, kind, wanted)
+        if found != wanted:
+            raise ConfigError(
+                f"{self.name}: {self.key(name)} is {found}, and only {what} ({wanted}) is served"
+            )
+
+    def refuse_unknown(self) -> None:
+        experts = [n for n, value in self._values.items() if n.startswith("expert_") and value]
+        if experts:
+            raise ConfigError(
+                f"{self.name} is a mixture of experts ({self.key(experts[0])}), which is not served"
+            )
+        unknown = [
+            f"{self.key(name)} = {plain(repr(value), 40)}"
+            for name, value in self._values.items()
+            if name not in _KNOWN and value not in (0, "", []) and value is not False
+        ]
+        if unknown:
+            raise ConfigError(
+                f"{self.name} asks for what is not served: {', '.join(sorted(unknown)[:20])}"
+            )
+
+
+def _rope(metadata: _Metadata, weights: GgufWeights, positions: int, head_dim: int) -> Rope:
+    theta = metadata.get("rope.freq_base", Number, 10_000.0)
+    factor = metadata.get("rope.scaling.factor", Positive, 0) or metadata.get(
+        "rope.scale_linear", Positive, 1.0
+    )
+    # Files older than rope.scaling.type mean linear scaling if they have a factor.
+    kind = metadata.get("rope.scaling.type", str, "none" if factor == 1 else "linear")
+    original = metadata.get("rope.scaling.original_context_length", int, 0)
+    factors = weights.rope_factors()
+    if factors is not None and (factors != 1).any():
+        if kind != "none":
+            raise ConfigError(
+                f"{metadata.name} scales rotary frequencies by {metadata.key('rope.scaling.type')} "
+                f"{plain(kind)} and by {ROPE_FACTORS}, which is not served"
+            )
+        if factors.shape != (head_dim // 2,):
+            raise CheckpointError(
+                f"{metadata.name}: {ROPE_FACTORS} is {plain(list(factors.shape))}, the metadata "
+                f"ask for {[head_dim // 2]}"
+            )
+        return _llama3(metadata.name, factors, theta, original)
+    if kind == "none":
+        return Rope(theta=theta)
+    if kind == "linear":
+        return Rope(theta=theta, kind="linear", factor=factor)
+    if kind != "yarn":
+        raise ConfigError(
+            f"{metadata.name}: rotary scaling {plain(repr(kind))} "
+            f"({metadata.key('rope.scaling.type')}) is not served; served: none, linear, yarn and "
+            f"the factors of Llama 3"
+        )
+    metadata.must_be("rope.scaling.yarn_ext_factor", 1.0, Number, "the whole of the ramp")
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position_embeddings=original or positions,
+        beta_fast=metadata.get("rope.scaling.yarn_beta_fast", Positive, 32.0),
+        beta_slow=metadata.get("rope.scaling.yarn_beta_slow", Positive, 1.0),
+    )
+
+
+def _llama3(name: str, factors: np.ndarray, theta: float, original: int) -> Rope:
+    """Recover the parameters of Llama 3's scaling from its factors.
+
+    Llama's own bounds, 1 and 4, are tried first: with them, one factor between 1 and F gives the
+    original length. Otherwise two such factors are needed: s is linear in 1 / wavelength, and its
+    slope original / (high - low) and intercept -low / (high - low) determine the three parameters
+    up to a common scale, which has no effect.
+    """
+    turns = theta ** (-np.arange(len(factors)) / len(factors)) / (2 * math.pi)  # 1 / wavelength
+    largest = float(str(np.float32(factors.max())))
+    length = original or 8192
+    candidates = [(length, 1.0, 4.0)]
+    between = (factors > 1.001) & (factors < 0.999 * largest)
+    smooth = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
+    if between.any():
+        candidates.append((round(float(np.median((3 * smooth + 1) / turns[between]))), 1.0, 4.0))
+    if between.sum() >= 2:
+        slope, intercept = np.polyfit(turns[between], smooth, 1)
+        if slope > 0 > intercept:
+            low, width = -intercept * length / slope, length / slope
+            candidates.append((length, float(low), float(low + width)))
+    for length, low, high in candidates:
+        smooth = np.clip((length * turns - low) / (high - low), 0, 1)
+        if np.allclose(1 / ((1 - smooth) / largest + smooth), factors, rtol=1e-5, atol=0):
+            return Rope(
+                theta=theta,
+                kind="llama3",
+                factor=largest,
+                original_max_position_embeddings=length,
+                low_freq_factor=low,
+                high_freq_factor=high,
+            )
+    raise ConfigError(
+        f"{name}: the factors of rotary frequencies in {ROPE_FACTORS} are not of the kind that "
+        "Llama 3 has, and others are not served"
+    )

@@ -1,0 +1,334 @@
+"""Build the tokenizer of a GGUF file from its metadata.
+
+`tokenizer.ggml.model` is its kind: "gpt2" for byte-level byte-pair encoding, with the pre-tokenizer
+that `tokenizer.ggml.pre` names; "llama" for a sentencepiece model, whose pieces are merged by
+score. Each token has a type, numbered as in sentencepiece.
+"""
+
+import dataclasses
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from dms_jax.checkpoint import sentencepiece
+from dms_jax.checkpoint.backends import QWEN_WORDS, library_errors
+from dms_jax.checkpoint.files import MAX_TEMPLATE_BYTES
+from dms_jax.checkpoint.gguf.file import GgufFiles
+from dms_jax.checkpoint.sentencepiece import PieceType
+from dms_jax.checkpoint.tokenizer import Tokenizer, apply_sequence_ends
+from dms_jax.checks import check
+from dms_jax.errors import CheckpointError, plain
+from dms_jax.model.language_model import GenerationDefaults
+
+_KEY = "tokenizer.ggml."
+_LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_TEKKEN_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Words:
+    """A pre-tokenizer: how text is split into words, within which bytes are merged.
+
+    Attributes:
+        cuts: regular expressions, each of which splits the parts that the previous ones made.
+        whole: whether a word that is a token is taken as it is, without merges.
+        begin: whether a text begins with the begin token if the file does not say.
+        nfc: whether text is normalized to Unicode's NFC first.
+    """
+
+    cuts: tuple[str, ...]
+    whole: bool = False
+    begin: bool = False
+    nfc: bool = False
+
+
+_GPT2 = _Words((_GPT2_WORDS,))
+_DIGITS = _Words((r"\p{N}", _GPT2_WORDS))
+_LLAMA3 = _Words((_LLAMA3_WORDS,), whole=True, begin=True)
+_QWEN2 = _Words((QWEN_WORDS,), nfc=True)
+_WORDS = {
+    "default": _Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": _GPT2,
+    "phi-2": _GPT2,
+    "mpt": _GPT2,
+    "olmo": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "command-r": _DIGITS,
+    "codeshell": _DIGITS,
+    "exaone": _DIGITS,
+    "minerva-7b": _DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "smaug-bpe": _Words((_LLAMA3_WORDS,)),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "megrez": _QWEN2,
+    "deepseek-coder": _Words((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "tekken": _Words((_TEKKEN_WORDS,), whole=True, begin=True),
+}
+
+# Tokens that end an answer even if the metadata do not say so, as in llama.cpp: many files declare
+# only the token that ends a text, and not the one that ends a turn.
+_ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "[EOT]",
+)
+
+
+def read_tokenizer(
+    files: GgufFiles, vocab_size: int
+) -> tuple[Tokenizer | None, GenerationDefaults]:
+    """Read the tokenizer of a model (None if there is none) and its special tokens.
+
+    Args:
+        files: its metadata.
+        vocab_size: rows of the embedding, which may be more than there are tokens.
+
+    Raises:
+        CheckpointError: the metadata are damaged, or of a tokenizer that is not served exactly.
+        ConfigError: an entry has the wrong type.
+    """
+    kind = files.metadata.get(_KEY + "model", "none")
+    if kind in ("none", "no_vocab"):
+        return None, GenerationDefaults()
+    vocabulary = _Vocabulary(files)
+    with library_errors(CheckpointError, f"the tokenizer of {files.name} cannot be built"):
+        if kind == "gpt2":
+            backend, begins = _byte_level(vocabulary)
+        elif kind == "llama":
+            backend, begins = _sentencepiece(vocabulary), True
+        else:
+            raise CheckpointError(
+                f"{files.name} has a tokenizer of the kind {plain(repr(kind))} ({_KEY}model), "
+                "which is not served; served: gpt2, llama"
+            )
+        special = {
+            f"{name}_token": vocabulary.tokens[index]
+            for name, index in (
+                ("bos", vocabulary.token_id("bos_token_id", 1 if kind == "llama" else None)),
+                ("eos", vocabulary.token_id("eos_token_id", 2 if kind == "llama" else None)),
+                ("unk", vocabulary.token_id("unknown_token_id", 0 if kind == "llama" else None)),
+                ("pad", vocabulary.token_id("padding_token_id", None)),
+            )
+            if index is not None
+        }
+        ends = {
+            "add_bos_token": vocabulary.get("add_bos_token", bool, begins),
+            "add_eos_token": vocabulary.get("add_eos_token", bool, False),
+        }
+        if ends["add_bos_token"] and "bos_token" not in special and begins is not True:
+            raise CheckpointError(
+                f"{files.name} asks for a begin token ({_KEY}add_bos_token) and names none "
+                f"({_KEY}bos_token_id)"
+            )
+        apply_sequence_ends(backend, ends, special)
+    if len(vocabulary.tokens) > vocab_size:
+        raise CheckpointError(
+            f"{files.name} has {len(vocabulary.tokens)} tokens, and token_embd.weight {vocab_size} "
+            "rows: they are not of one model"
+        )
+    tokenizer = Tokenizer(
+        backend,
+        special_tokens=special,
+        chat_template=_chat_template(files),
+        extra=ends | {"tokenizer_class": "PreTrainedTokenizerFast"},
+    )
+    return tokenizer, GenerationDefaults(
+        eos_token_ids=_end_tokens(vocabulary, tokenizer.eos_token_id),
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+class _Vocabulary:
+    """The tokens of a file.
+
+    Attributes:
+        tokens: text of every token.
+        types: type of every token.
+        ids: id of every text.
+    """
+
+    def __init__(self, files: GgufFiles):
+        self.name = files.name
+        self._metadata = files.metadata
+        tokens = self.get("tokens", list, None)
+        if not tokens or not all(isinstance(token, str) for token in tokens):
+            raise CheckpointError(f"{self.name}: {_KEY}tokens is not a list of texts")
+        self.tokens: list[str] = tokens
+        types = self.get("token_type", list, [int(PieceType.NORMAL)] * len(tokens))
+        try:
+            self.types = [PieceType(kind) for kind in types]
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.name}: {_KEY}token_type holds what is no type of a token: {plain(error)}"
+            ) from error
+        if len(types) != len(tokens):
+            raise CheckpointError(
+                f"{self.name}: {_KEY}token_type has {len(types)} entries for {len(tokens)} tokens"
+            )
+        self.ids = {token: index for index, token in enumerate(tokens)}
+        if len(self.ids) != len(tokens):
+            twice = next(t for index, t in enumerate(tokens) if self.ids[t] != index)
+            raise CheckpointError(
+                f"{self.name}: {_KEY}tokens holds {plain(repr(twice))} twice, so that text does "
+                "not say which is meant"
+            )
+
+    def get(self, key: str, kind: Any, default: Any) -> Any:
+        """Read and check an entry; the default if there is none."""
+        value = self._metadata.get(_KEY + key, default)
+        if kind is list:
+            return value if isinstance(value, list) else None
+        return value if value is default else check(f"{self.name}: {_KEY}{key}", value, kind)
+
+    def token_id(self, key: str, default: int | None) -> int | None:
+        """The id of a special token; if none is given, the default if that is a control token.
+
+        # Converters write -1 and 2^32 - 1 for none.
+        """
+        given = self.get(key, int, None)
+        if given is not None:
+            if given in (-1, 2**32 - 1):
+                return None
+            if not 0 <= given < len(self.tokens):
+                raise CheckpointError(
+                    f"{self.name}: {_KEY}{key} is {given}, beyond the {len(self.tokens)} tokens"
+                )
+            return given
+        control = (PieceType.CONTROL, PieceType.UNKNOWN)
+        if default is None or default >= len(self.types) or self.types[default] not in control:
+            return None
+        return default
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """Build the tokenizer; returns also whether texts begin with the begin token by default."""
+    pre = vocabulary.get("pre", str, None)
+    if pre not in _WORDS:
+        said = "does not say how" if pre is None else f"says {plain(repr(pre))} for how"
+        raise CheckpointError(
+            f"{vocabulary.name} {said} text is cut into words ({_KEY}pre), which is not served; "
+            f"served: {', '.join(_WORDS)}"
+        )
+    words = _WORDS[pre]
+    merges = vocabulary.get("merges", list, None)
+    if merges is None:
+        raise CheckpointError(f"{vocabulary.name} lacks {_KEY}merges")
+    pairs = []
+    for number, merge in enumerate(merges):
+        pair = tuple(merge.split(" ")) if isinstance(merge, str) else ()
+        if len(pair) != 2 or pair[0] + pair[1] not in vocabulary.ids:
+            raise CheckpointError(
+                f"{vocabulary.name}: {_KEY}merges holds {plain(repr(merge))} (number {number}), "
+                "which is no pair of tokens that make a token"
+            )
+        pairs.append(pair)
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary.ids, merges=pairs, ignore_merges=words.whole)
+    )
+    if words.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in words.cuts),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if kind in (PieceType.CONTROL, PieceType.UNKNOWN):
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == PieceType.USER_DEFINED:
+            backend.add_tokens([AddedToken(token, normalized=False)])
+    return backend, words.begin
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    scores = vocabulary.get("scores", list, None)
+    if scores is None or len(scores) != len(vocabulary.tokens):
+        raise CheckpointError(
+            f"{vocabulary.name}: {_KEY}scores is not a list of one number for each token"
+        )
+    normal = {
+        score
+        for score, kind in zip(scores, vocabulary.types, strict=True)
+        if kind == PieceType.NORMAL
+    }
+    if len(normal) == 1 and len(scores) > 1:
+        raise CheckpointError(
+            f"{vocabulary.name}: all of {_KEY}scores are equal, so that they do not say which "
+            "pieces are merged first; convert the model again from its tokenizer.model"
+        )
+    if vocabulary.get("precompiled_charsmap", list, None):
+        raise CheckpointError(
+            f"{vocabulary.name} maps characters before it splits text "
+            f"({_KEY}precompiled_charsmap), which is not served"
+        )
+    if PieceType.UNKNOWN not in vocabulary.types:
+        raise CheckpointError(
+            f"{vocabulary.name}: none of {_KEY}tokens is of the type for unknown text"
+        )
+    return sentencepiece.build(
+        sentencepiece.SentencePieceModel(
+            pieces=tuple(vocabulary.tokens),
+            scores=tuple(scores),
+            types=tuple(vocabulary.types),
+            algorithm="bpe",
+            byte_fallback=PieceType.BYTE in vocabulary.types,
+            unknown_id=vocabulary.types.index(PieceType.UNKNOWN),
+            begin_id=-1,
+            end_id=-1,
+            character_map=b"",
+            add_dummy_prefix=vocabulary.get("add_space_prefix", bool, True),
+            remove_extra_whitespaces=vocabulary.get("remove_extra_whitespaces", bool, False),
+        )
+    )
+
+
+def _end_tokens(vocabulary: _Vocabulary, end: int | None) -> tuple[int, ...]:
+    """Tokens that end an answer: the ends of a text, of a turn and of a message."""
+    named = [end, *(vocabulary.token_id(f"{name}_token_id", None) for name in ("eot", "eom"))]
+    special = (PieceType.CONTROL, PieceType.USER_DEFINED)
+    known = (vocabulary.ids.get(text) for text in _ENDS)
+    known = [index for index in known if index is not None and vocabulary.types[index] in special]
+    return tuple(dict.fromkeys(index for index in (*named, *known) if index is not None))
+
+
+def _chat_template(files: GgufFiles) -> str | dict[str, str] | None:
+    """Read the chat template, or several by name."""
+    key = "tokenizer.chat_template"
+    names = files.metadata.get(key + "s", [])
+    keys = {"default": key}
+    if isinstance(names, list):
+        keys |= {name: f"{key}.{name}" for name in names if isinstance(name, str)}
+    found = {name: files.metadata[where] for name, where in keys.items() if where in files.metadata}
+    for name, template in found.items():
+        if not isinstance(template, str) or len(template) > MAX_TEMPLATE_BYTES:
+            raise CheckpointError(
+                f"{files.name}: {keys[name]} must be a text of at most {MAX_TEMPLATE_BYTES} "
+                "characters"
+            )
+    if not found:
+        return None
+    return found["default"] if list(found) == ["default"] else found

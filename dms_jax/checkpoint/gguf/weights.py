@@ -1,0 +1,277 @@
+"""The tensors of a GGUF model under their Hugging Face names, dequantised as they are read.
+
+In files of the architecture llama, the rows of each query and key head are interleaved, because
+llama.cpp rotates adjacent rows where Hugging Face rotates the two halves of a head.
+
+    Hugging Face rows of a head of 8:  0 1 2 3 4 5 6 7  (i is rotated with i + 4)
+    the same rows in the file:         0 4 1 5 2 6 3 7  (2 i is rotated with 2 i + 1)
+
+A quantised tensor is dequantised by the package `gguf`, in blocks of rows, directly into the type
+that is requested.
+"""
+
+import importlib
+import re
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dms_jax.checkpoint import names
+from dms_jax.checkpoint.gguf.file import GgufFiles, TensorInfo
+from dms_jax.checkpoint.weights import Tensors
+from dms_jax.errors import CheckpointError, plain
+
+ROPE_FACTORS = "rope_freqs.weight"
+
+_BLOCK = "blk.{i}."
+_LAYER = "model.layers.{i}."
+_WHOLE = {
+    "token_embd.weight": names.EMBEDDING,
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": names.LM_HEAD,
+}
+_OF_LAYERS = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+} | {
+    f"{ours}.{part}": f"{theirs}.{part}"
+    for part in ("weight", "bias")
+    for ours, theirs in {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }.items()
+}
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,6})\.(.+)")
+_INTERLEAVED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
+
+# Types that are not quantised.
+_PLAIN = {
+    0: np.dtype(np.float32),
+    1: np.dtype(np.float16),
+    28: np.dtype(np.float64),
+    30: np.dtype(ml_dtypes.bfloat16),
+}
+_TERNARY = ("TQ1_0", "TQ2_0")
+_INTEGERS = ("I8", "I16", "I32", "I64")
+
+_CHUNK = 2**20  # elements to dequantise at a time
+
+
+def package() -> ModuleType:
+    """Import the package `gguf`, which is an extra.
+
+    Raises:
+        CheckpointError: it is not installed.
+    """
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise CheckpointError(
+            "reading a GGUF file needs the package gguf, which is not installed: "
+            "pip install 'dms-jax[gguf]'"
+        ) from error
+
+
+class GgufWeights(Tensors):
+    """Tensors by their Hugging Face names, read lazily.
+
+    Attributes:
+        shapes: shape of every tensor.
+        dtypes: type of every tensor; float32 for all if one of them is quantised.
+        config_name: what describes the model's shape, for messages.
+
+    Raises:
+        CheckpointError: a tensor is unknown, of a type that is not served, or cut short.
+    """
+
+    def __init__(self, files: GgufFiles):
+        self.config_name = f"the metadata of {files.name}"
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, np.dtype] = {}
+        self._package = package()
+        self._infos: dict[str, TensorInfo] = {}
+        self._stored: dict[str, str] = {}
+        self._interleaved_heads: dict[str, int] = {}
+        self._rope_factors: tuple[str, TensorInfo] | None = None
+        quantized = False
+        unknown = []
+        for stored, info in files.tensors.items():
+            name = hugging_face_name(stored)
+            if stored == ROPE_FACTORS:
+                self._rope_factors = stored, info
+            elif name is None:
+                unknown.append(stored)
+                continue
+            else:
+                self.shapes[name] = info.shape
+                self._infos[name] = info
+                self._stored[name] = stored
+            self._check(stored, info)
+            quantized |= info.kind not in _PLAIN
+        if unknown:
+            raise _unknown(files.name, unknown)
+        for name, info in self._infos.items():
+            self.dtypes[name] = np.dtype(np.float32) if quantized else _PLAIN[info.kind]
+
+    def read(self, name: str, index: tuple[slice, ...] = (), dtype: Any = None) -> np.ndarray:
+        dtype = self.dtypes[name] if dtype is None else np.dtype(dtype)
+        stored, info = self._stored[name], self._infos[name]
+        index = index or (slice(None),) * len(info.shape)
+        order = self._order(name, info.shape[0])
+        if len(info.shape) == 1:
+            vector = self._rows(stored, info, slice(0, 1), slice(None), dtype)[0]
+            return (vector if order is None else vector[order])[index[0]]
+        rows = range(info.shape[0])[index[0]]
+        if order is None or not rows:
+            return self._rows(stored, info, slice(rows.start, rows.stop), index[1], dtype)
+        # The range that has all of them, then in order.
+        chosen = order[rows.start : rows.stop]
+        first, last = int(chosen.min()), int(chosen.max()) + 1
+        tensor = self._rows(stored, info, slice(first, last), index[1], dtype)
+        return tensor[chosen - first]
+
+    def interleaved(self, num_heads: int, num_kv_heads: int) -> None:
+        """Declare that the rows of these query and key heads are interleaved in the file."""
+        self._interleaved_heads = {"q": num_heads, "k": num_kv_heads}
+
+    def file_name(self, name: str) -> str:
+        return self._infos[name].file.path.name
+
+    def stored_name(self, name: str) -> str:
+        if name in self._stored:
+            return self._stored[name]
+        return gguf_name(name)
+
+    def has(self, suffix: str) -> bool:
+        """Whether the first layer has a tensor whose name ends so."""
+        return f"{_LAYER.replace('{i}', '0')}{suffix}" in self.shapes
+
+    def rope_factors(self) -> np.ndarray | None:
+        """The factors that rotary frequencies are divided by; None if there are none."""
+        if self._rope_factors is None:
+            return None
+        stored, info = self._rope_factors
+        factors = self._rows(stored, info, slice(0, 1), slice(None), np.dtype(np.float64))[0]
+        if not np.isfinite(factors).all() or (factors < 1).any():
+            raise CheckpointError(
+                f"{info.file.path.name}: {stored} holds numbers below 1 or NaN, by which no "
+                "frequency is divided"
+            )
+        return factors
+
+    def _check(self, stored: str, info: TensorInfo) -> None:
+        """Raise CheckpointError if a tensor's type is not served, or its data are cut short."""
+        where = f"{info.file.path.name}: tensor {plain(stored)}"
+        if info.kind not in _PLAIN:
+            try:
+                kind = self._package.GGMLQuantizationType(info.kind)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{where} has type {info.kind}, which the package gguf does not know; load a "
+                    "GGUF that is quantised as llama.cpp does, or update the package"
+                ) from error
+            if kind.name in _TERNARY or kind.name in _INTEGERS:
+                what = "ternary weights" if kind.name in _TERNARY else "integers"
+                raise CheckpointError(f"{where} holds {kind.name} ({what}), which are not served")
+            block, size = self._package.GGML_QUANT_SIZES[kind]
+            if info.shape[-1] % block:
+                raise CheckpointError(
+                    f"{where} has rows of {info.shape[-1]} numbers, which blocks of {block} "
+                    f"({kind.name}) do not divide: the file is damaged"
+                )
+            try:
+                with np.errstate(all="ignore"):
+                    self._package.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+            except NotImplementedError as error:
+                raise CheckpointError(
+                    f"{where} is quantised as {kind.name}, which the package gguf cannot "
+                    "dequantise; load another quantisation of the model"
+                ) from error
+        info.file.read(stored, info.offset, _row_bytes(self._package, info) * _num_rows(info))
+
+    def _rows(
+        self, stored: str, info: TensorInfo, rows: slice, columns: slice, dtype: np.dtype
+    ) -> np.ndarray:
+        """Read rows and columns of a tensor as `dtype`; a vector is one row."""
+        size, count = _row_bytes(self._package, info), rows.stop - rows.start
+        data = info.file.read(stored, info.offset + rows.start * size, count * size)
+        data = data.reshape(count, size)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if info.kind in _PLAIN:
+                return data.view(_PLAIN[info.kind])[:, columns].astype(dtype)
+            kind = self._package.GGMLQuantizationType(info.kind)
+            block, block_bytes = self._package.GGML_QUANT_SIZES[kind]
+            start, stop, _ = columns.indices(info.shape[-1])
+            first, last = start // block, -(-stop // block)  # whole blocks
+            data = data[:, first * block_bytes : last * block_bytes]
+            out = np.empty((count, (last - first) * block), dtype)
+            step = max(1, _CHUNK // max(1, out.shape[1]))
+            for row in range(0, count, step):
+                part = np.ascontiguousarray(data[row : row + step])
+                out[row : row + step] = self._package.quants.dequantize(part, kind)
+        return out[:, start - first * block : stop - first * block]
+
+    def _order(self, name: str, size: int) -> np.ndarray | None:
+        """The position of each row in the file; None if they are in order."""
+        found = _INTERLEAVED.search(name)
+        heads = self._interleaved_heads.get(found[1]) if found else None
+        if heads is None or size % (2 * heads):  # else its shape is reported as wrong
+            return None
+        return np.arange(size).reshape(heads, size // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def hugging_face_name(stored: str) -> str | None:
+    """The Hugging Face name of a tensor; None if there is none."""
+    if stored in _WHOLE:
+        return _WHOLE[stored]
+    found = _LAYER_TENSOR.fullmatch(stored)
+    if found is None or found[2] not in _OF_LAYERS:
+        return None
+    return _LAYER.replace("{i}", found[1]) + _OF_LAYERS[found[2]]
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a tensor; the name itself if there is none."""
+    for stored, ours in _WHOLE.items():
+        if ours == name:
+            return stored
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    for stored, ours in _OF_LAYERS.items():
+        if found and ours == found[2]:
+            return _BLOCK.replace("{i}", found[1]) + stored
+    return name
+
+
+def _num_rows(info: TensorInfo) -> int:
+    return int(np.prod(info.shape[:-1], dtype=object)) if len(info.shape) > 1 else 1
+
+
+def _row_bytes(package: ModuleType, info: TensorInfo) -> int:
+    if info.kind in _PLAIN:
+        return info.shape[-1] * _PLAIN[info.kind].itemsize
+    block, size = package.GGML_QUANT_SIZES[package.GGMLQuantizationType(info.kind)]
+    return info.shape[-1] // block * size
+
+
+def _unknown(name: str, tensors: list[str]) -> CheckpointError:
+    listed = ", ".join(plain(tensor) for tensor in sorted(tensors)[:20])
+    more = f" and {len(tensors) - 20} more" if len(tensors) > 20 else ""
+    why = ""
+    if any("_exps" in tensor or "ffn_gate_inp" in tensor for tensor in tensors):
+        why = ": a mixture of experts"
+    elif any(tensor.startswith(("v.", "mm.", "a.")) for tensor in tensors):
+        why = ": a part for images or sound"
+    elif any("_sub_norm" in tensor or tensor.endswith(".scale") for tensor in tensors):
+        why = ": a BitNet model, or one with scales beside its weights"
+    return CheckpointError(
+        f"{name} holds {len(tensors)} tensors that no served model has{why} ({listed}{more})"
+    )

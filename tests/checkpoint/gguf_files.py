@@ -1,0 +1,196 @@
+"""Write GGUF files: a Hugging Face directory as llama.cpp's converter would, and what is wrong."""
+
+import json
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gguf
+import numpy as np
+
+from tests.checkpoint.support import tensors
+
+Kind = gguf.GGMLQuantizationType
+NAMES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+
+
+def permute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """What the converter does to query and key rows of the architecture llama.
+
+    It takes each head's rows as two halves and writes them in turns: first of the one, first of the
+    other, second of the one ...
+    """
+    out = np.empty_like(rows)
+    size = len(rows) // heads
+    for head in range(heads):
+        for place in range(size // 2):
+            for half in range(2):
+                source = head * size + half * (size // 2) + place
+                out[head * size + 2 * place + half] = rows[source]
+    return out
+
+
+def rope_factors(rope: Mapping[str, Any], size: int) -> np.ndarray:
+    """The tensor that carries Llama 3's rotary scaling, frequency by frequency."""
+    original, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    out = []
+    for place in range(size // 2):
+        length = 2 * math.pi * rope["rope_theta"] ** (2 * place / size)
+        if length < original / high:
+            out.append(1.0)
+        elif length > original / low:
+            out.append(factor)
+        else:
+            smooth = (original / length - low) / (high - low)
+            out.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(out, np.float32)
+
+
+def random_blocks(shape: tuple[int, ...], kind: Kind, seed: int) -> np.ndarray:
+    """Bytes of a K-quant, which the package writes only as they are: small scales, any digits."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(seed)
+    data = random.integers(0, 256, (math.prod(shape) // block, size)).astype(np.uint8)
+    # Where the block's float16 numbers lie: d and dmin in front, or d at the end.
+    places = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (size - 2,), Kind.Q3_K: (size - 2,)}
+    for place in places[kind]:
+        scale = (1e-4 * random.uniform(0.5, 1.5, len(data))).astype(np.float16)
+        data[:, place : place + 2] = scale.view(np.uint8).reshape(-1, 2)
+    return data.reshape(*shape[:-1], shape[-1] // block * size)
+
+
+def encode(values: np.ndarray, kind: Kind, seed: int = 0) -> np.ndarray:
+    """The numbers as a GGUF file holds them."""
+    plain = {Kind.F32: np.float32, Kind.F16: np.float16, Kind.F64: np.float64}
+    if kind in plain:
+        return values.astype(plain[kind])
+    if kind in (Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K):
+        return random_blocks(values.shape, kind, seed)
+    return gguf.quants.quantize(values.astype(np.float32), kind)
+
+
+def decode(data: np.ndarray, kind: Kind) -> np.ndarray:
+    """The numbers again, as the package reads them."""
+    if kind in (Kind.F32, Kind.F16, Kind.F64):
+        return data
+    return gguf.quants.dequantize(data, kind)
+
+
+def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that the converter writes of a Hugging Face config."""
+    rope = config.get("rope_parameters") or {
+        "rope_theta": config.get("rope_theta", 10_000.0),
+        **(config.get("rope_scaling") or {}),
+    }
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    entries: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.dimension_count": size,
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    if rope.get("rope_type") in ("linear", "yarn"):
+        entries["rope.scaling.type"] = rope["rope_type"]
+        entries["rope.scaling.factor"] = float(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        entries["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    return entries
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def write(
+    path: pathlib.Path,
+    architecture: str,
+    entries: Mapping[str, Any],
+    content: Mapping[str, tuple[np.ndarray, Kind | None]],
+    **options: Any,
+) -> pathlib.Path:
+    """A GGUF of these entries (None leaves one out) and tensors, through the package's writer."""
+    writer = gguf.GGUFWriter(path, architecture, **options)
+    for key, value in entries.items():
+        if value is not None:
+            add(writer, key, value)
+    for name, (data, kind) in content.items():
+        raw = None if kind in (Kind.F32, Kind.F16, Kind.F64) else kind
+        writer.add_tensor(name, data, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def convert(
+    directory: pathlib.Path,
+    path: pathlib.Path,
+    kind_of: Callable[[str], Kind] = lambda name: Kind.F32,
+    extra: Mapping[str, Any] | None = None,
+    change: Callable[[dict], None] = lambda content: None,
+    **options: Any,
+) -> dict[str, np.ndarray]:
+    """Write a Hugging Face directory as GGUF; returns its tensors as they are once dequantised.
+
+    Args:
+        directory: the model.
+        path: the file to write.
+        kind_of: type of each matrix by its GGUF name; vectors are float32.
+        extra: entries of the metadata besides the converter's own, by their whole keys.
+        change: changes the tensors {name: (data, kind)} before they are written.
+        **options: for the package's writer.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    family = config["model_type"]
+    architecture = NAMES[family]
+    layers = config["num_hidden_layers"]
+    names = gguf.get_tensor_name_map(
+        {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], layers
+    )
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    content, read = {}, {}
+    for place, (theirs, values) in enumerate(sorted(tensors(directory).items())):
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        kind = Kind.F32 if values.ndim == 1 else kind_of(name)
+        head = theirs.split(".")[-2].removesuffix("_proj") if "_proj." in theirs else ""
+        swapped = architecture == "llama" and head in heads
+        if swapped:
+            values = permute(values, heads[head])
+        data = encode(values, kind, place)
+        content[name] = data, kind
+        back = decode(data, kind)
+        read[theirs] = unpermute(back, heads[head]) if swapped else back
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        content["rope_freqs.weight"] = rope_factors(rope, config["head_dim"]), Kind.F32
+    change(content)
+    entries = {f"{architecture}.{key}": value for key, value in metadata(config).items()}
+    write(path, architecture, entries | dict(extra or {}), content, **options)
+    return read
+
+
+def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The other way round: where `permute` sent each row."""
+    order = permute(np.arange(len(rows)), heads)
+    out = np.empty_like(rows)
+    out[order] = rows
+    return out

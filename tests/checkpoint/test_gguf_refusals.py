@@ -1,0 +1,357 @@
+"""GGUF files that are damaged, or of what is not served: refused by name."""
+
+import os
+import pathlib
+import struct
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from dms_jax.checkpoint import gguf as reading
+from dms_jax.checkpoint import load
+from dms_jax.checkpoint.gguf import file
+from dms_jax.errors import CheckpointError, ConfigError, DmsJaxError
+from tests.checkpoint.gguf_files import convert, encode, write
+from tests.checkpoint.support import GOLDEN
+from tests.checkpoint.test_gguf import TOKENIZER, TOKENIZER_OF_61
+
+LLAMA = GOLDEN / "families" / "llama2"
+F32 = Kind.F32
+Refusal = (CheckpointError, ConfigError)
+
+
+def refusal(path: pathlib.Path) -> str:
+    with pytest.raises(Refusal) as caught:
+        load(path)
+    assert path.name in str(caught.value)
+    return str(caught.value)
+
+
+def with_entries(tmp_path: pathlib.Path, **entries) -> pathlib.Path:
+    """A small model whose metadata say something else; `__` stands for a full stop."""
+    path = tmp_path / "model.gguf"
+    convert(LLAMA, path, extra={key.replace("__", "."): value for key, value in entries.items()})
+    return path
+
+
+def with_tensors(tmp_path: pathlib.Path, change) -> pathlib.Path:
+    path = tmp_path / "model.gguf"
+    convert(LLAMA, path, change=change)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("gemma3", "'gemma3'"),
+        ("qwen3moe", "mixture of experts"),
+        ("qwen2vl", "images or sound"),
+        ("clip", "images or sound"),
+        ("bitnet-b1.58", "ternary"),
+        ("mistral3", "served: llama, qwen2, qwen3"),
+    ],
+)
+def test_other_architectures(architecture, message, tmp_path):
+    path = write(tmp_path / "model.gguf", architecture, {}, {"a": (np.ones(2, np.float32), F32)})
+    assert message in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("adapter", "LoRA"), ("mmproj", "vision"), ("imatrix", "not a model")]
+)
+def test_other_kinds_of_files(kind, message, tmp_path):
+    assert message in refusal(with_entries(tmp_path, general__type=kind))
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"llama__expert_count": 8}, "mixture of experts (llama.expert_count)"),
+        ({"llama__attention__sliding_window": 16}, "sliding window of 16 tokens"),
+        ({"llama__logit_scale": 0.5}, "llama.logit_scale = 0.5"),
+        ({"llama__pooling_type": 3}, "llama.pooling_type = 3"),
+        ({"llama__attention__causal": False}, "llama.attention.causal is False"),
+        ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count is 4"),
+        ({"llama__attention__value_length": 4}, "llama.attention.value_length is 4"),
+        ({"llama__vocab_size": 60}, "llama.vocab_size is 60"),
+        ({"llama__block_count": None}, "lacks llama.block_count"),
+        ({"llama__block_count": "two"}, "llama.block_count must be a whole number"),
+        ({"llama__block_count": 2**31}, "llama.block_count must be a whole number"),
+        ({"llama__attention__head_count": [4, 2]}, "differs from layer to layer"),
+        ({"llama__attention__key_length": None, "llama__embedding_length": 25}, "not a multiple"),
+        ({"llama__rope__freq_base": 0.5}, "theta must be"),
+        ({"llama__rope__freq_base": float("nan")}, "freq_base must be"),
+        ({"llama__rope__scaling__type": "longrope"}, "'longrope'"),
+        (
+            {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_ext_factor": 0.5},
+            "yarn_ext_factor is 0.5",
+        ),
+        ({"llama__rope__scaling__yarn_attn_factor": 0.8}, "yarn_attn_factor = 0.8"),
+        ({"general__alignment": 48}, "general.alignment is 48, not a power of two"),
+        ({"llama__block_count": 3}, "missing: blk.2.attn_norm.weight"),
+        ({"llama__block_count": 1}, "unexpected: blk.1.attn_norm.weight"),
+        ({"llama__feed_forward_length": 35}, "mis-shaped: blk.0.ffn_down.weight"),
+        ({"split__count": 2}, "split over 2 files, and its name does not say so"),
+    ],
+)
+def test_metadata_that_are_not_served(entries, message, tmp_path):
+    assert message in refusal(with_entries(tmp_path, **entries))
+
+
+def test_entries_that_change_nothing_are_accepted(tmp_path):
+    path = with_entries(
+        tmp_path,
+        llama__expert_count=0,
+        llama__use_parallel_residual=False,
+        llama__attention__sliding_window=64,
+        llama__attention__head_count=[4, 4],
+        llama__rope__scaling__type="none",
+        llama__tensor_data_layout="Meta AI original pth",
+    )
+    assert load(path).config.num_heads == 4
+
+
+def renamed(old: str, new: str):
+    def change(content):
+        content[new] = content.pop(old)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (renamed("blk.0.attn_q.weight", "blk.0.attn_qkv.weight"), "blk.0.attn_qkv.weight"),
+        (renamed("blk.0.ffn_up.weight", "blk.0.ffn_up_exps.weight"), "mixture of experts"),
+        (renamed("blk.0.ffn_up.weight", "blk.0.ffn_gate_inp.weight"), "mixture of experts"),
+        (renamed("output.weight", "v.patch_embd.weight"), "images or sound"),
+        (renamed("blk.1.ffn_norm.weight", "blk.1.ffn_sub_norm.weight"), "BitNet"),
+        (renamed("output_norm.weight", "token_types.weight"), "token_types.weight"),
+        (lambda c: c.pop("blk.1.attn_k.weight"), "missing: blk.1.attn_k.weight"),
+        (lambda c: c.pop("token_embd.weight"), "missing: token_embd.weight"),
+        (
+            lambda c: c.update({"rope_freqs.weight": (np.array([1, 3, 5], np.float32), F32)}),
+            "not of the kind that Llama 3 has",
+        ),
+        (
+            lambda c: c.update({"rope_freqs.weight": (np.array([1, 2], np.float32), F32)}),
+            "rope_freqs.weight is [2], the metadata ask for [3]",
+        ),
+        (
+            lambda c: c.update({"rope_freqs.weight": (np.array([1, 0.5, 2], np.float32), F32)}),
+            "below 1 or NaN",
+        ),
+        (
+            lambda c: c.update({"output_norm.weight": (np.full(24, np.nan, np.float32), F32)}),
+            "output_norm.weight holds NaN",
+        ),
+    ],
+)
+def test_tensors_that_are_not_served(change, message, tmp_path):
+    assert message in refusal(with_tensors(tmp_path, change))
+
+
+@pytest.mark.parametrize("kind", [Kind.TQ1_0, Kind.TQ2_0])
+def test_ternary_weights(kind, tmp_path):
+    data = encode(np.ones((24, 256)), kind)
+    path = with_tensors(tmp_path, lambda c: c.update({"blk.0.attn_q.weight": (data, kind)}))
+    assert f"blk.0.attn_q.weight holds {kind.name} (ternary weights)" in refusal(path)
+
+
+def test_integers(tmp_path):
+    data = np.ones((24, 24), np.int8)
+    path = with_tensors(tmp_path, lambda c: c.update({"blk.0.attn_q.weight": (data, None)}))
+    assert "holds I8 (integers)" in refusal(path)
+
+
+def with_kind(tmp_path: pathlib.Path, kind: int) -> pathlib.Path:
+    """A file whose first matrix says that it is of this type."""
+    path = tmp_path / "model.gguf"
+    convert(LLAMA, path)
+    data = bytearray(path.read_bytes())
+    place = data.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 16
+    data[place : place + 4] = struct.pack("<I", kind)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (36, "type 36, which the package gguf does not know"),
+        (4, "type 4, which the package gguf does not know"),
+        (2**31, "does not know"),
+        (int(Kind.Q4_0), "rows of 24 numbers, which blocks of 32 (Q4_0) do not divide"),
+    ],
+)
+def test_types_of_numbers(kind, message, tmp_path):
+    assert message in refusal(with_kind(tmp_path, kind))
+
+
+def test_a_type_that_the_package_cannot_dequantise(tmp_path, monkeypatch):
+    from dms_jax.checkpoint.gguf.weights import package
+
+    data = encode(np.ones((24, 32)), Kind.Q5_1)
+
+    def refuse(*_):
+        raise NotImplementedError("Dequantization for Q5_1 is not yet implemented")
+
+    monkeypatch.setattr(package().quants, "dequantize", refuse)
+    path = tmp_path / "model.gguf"
+    entries = {"blk.0.attn_q.weight": (data, Kind.Q5_1)}
+    convert(LLAMA, path, change=lambda c: c.update(entries))
+    assert "quantised as Q5_1, which the package gguf cannot" in refusal(path)
+
+
+def test_a_file_cut_short_at_any_place(tmp_path):
+    path = tmp_path / "model.gguf"
+    convert(LLAMA, path, extra=TOKENIZER_OF_61)
+    data = path.read_bytes()
+    start = file.GgufFile(path).tensors["output.weight"].offset
+    for keep in (0, 3, 4, 9, 23, 24, 40, 100, *range(200, start, 397), start - 1, len(data) - 33):
+        path.write_bytes(data[:keep])
+        message = refusal(path)
+        assert "cut short" in message or "empty" in message, (keep, message)
+
+
+def test_a_file_of_other_bytes(tmp_path):
+    """Nothing but an error of ours, wherever a byte is not what it was."""
+    path = tmp_path / "model.gguf"
+    convert(LLAMA, path, extra=TOKENIZER_OF_61)
+    data = path.read_bytes()
+    end = min(info.offset for info in file.GgufFile(path).tensors.values())
+    random = np.random.default_rng(0)
+    refused = 0
+    for place in random.integers(0, end, 300):
+        changed = bytearray(data)
+        changed[place] ^= int(random.integers(1, 256))
+        path.write_bytes(changed)
+        try:
+            files = reading.GgufFiles(path)
+            config, _ = reading.read_model(files)
+            reading.read_tokenizer(files, config.vocab_size)
+        except DmsJaxError:
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"GGUF" + struct.pack("<I", 1), "version 1 of GGUF"),
+        (b"GGUF" + struct.pack("<I", 4), "version 4 of GGUF"),
+        (b"GGUF" + struct.pack(">I", 3), "big-endian"),
+        (b"GGML" + struct.pack("<I", 3), "does not begin with GGUF"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "cut short"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "cut short"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63), "cut short"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<I", 99), "type 99"),
+        (
+            b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**60),
+            "cut short",
+        ),
+        (
+            b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 9, 1),
+            "array of the unknown type 9",
+        ),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2) + b"\xff\xfe", "not text in UTF-8"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + struct.pack("<I", 9), "9 dimensions"),
+        (
+            b"GGUF"
+            + struct.pack("<IQQQ", 3, 1, 0, 1)
+            + b"a"
+            + struct.pack("<IQQQ", 3, 2**40, 2**40, 2**40),
+            "has the shape",
+        ),
+    ],
+)
+def test_headers(header, message, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header)
+    assert message in refusal(path)
+
+
+def test_what_is_no_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="no GGUF"):
+        load(tmp_path / "model.gguf")
+    (tmp_path / "notes.txt").write_text("notes")
+    with pytest.raises(CheckpointError, match="no GGUF"):
+        load(tmp_path / "notes.txt")
+
+
+def test_a_directory_with_a_gguf_in_it(tmp_path):
+    convert(LLAMA, tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match=r"give the GGUF file itself.*model\.gguf"):
+        load(tmp_path)
+
+
+@pytest.fixture
+def parts(tmp_path) -> list[pathlib.Path]:
+    convert(LLAMA, tmp_path / "model.gguf", split_max_tensors=8)
+    return sorted(tmp_path.glob("*.gguf"))
+
+
+def test_a_part_that_is_missing(parts):
+    parts[1].unlink()
+    assert "1 are not beside it: model-00002-of-00003.gguf" in refusal(parts[0])
+
+
+def test_a_part_under_another_name(parts):
+    other = parts[0].with_name("first.gguf")
+    parts[0].rename(other)
+    assert "its name does not say so" in refusal(other)
+
+
+def test_a_part_of_another_place(parts):
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(CheckpointError, match="should be part 1 of 3"):
+        load(parts[0])
+
+
+def test_parts_of_different_models(parts, tmp_path):
+    (tmp_path / "other").mkdir()
+    convert(LLAMA, tmp_path / "other" / "model.gguf", split_max_tensors=9)
+    parts[2].write_bytes(sorted((tmp_path / "other").iterdir())[2].read_bytes())
+    with pytest.raises(CheckpointError, match=r"not of one model|in both"):
+        load(parts[0])
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"model": "t5"}, "the kind 't5'"),
+        ({"pre": "poro-chat"}, "says 'poro-chat' for how text is cut into words"),
+        ({"pre": None}, "does not say how text is cut into words"),
+        ({"merges": None}, "lacks tokenizer.ggml.merges"),
+        ({"merges": ["h e", "hello"]}, "holds 'hello' (number 1), which is no pair"),
+        ({"merges": ["h x"]}, "holds 'h x' (number 0), which is no pair"),
+        ({"tokens": None}, "tokens is not a list of texts"),
+        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "'a' twice"),
+        ({"token_type": [1, 1]}, "token_type has 2 entries for 261 tokens"),
+        ({"token_type": [9] * 261}, "no type of a token"),
+        ({"eos_token_id": 261}, "eos_token_id is 261, beyond the 261 tokens"),
+        ({"eos_token_id": "end"}, "eos_token_id must be a whole number"),
+        ({"add_bos_token": True}, "asks for a begin token"),
+        ({"model": "llama"}, "scores is not a list"),
+        ({"model": "llama", "scores": [-1000.0] * 261}, "scores are equal"),
+    ],
+)
+def test_tokenizers_that_are_not_served(entries, message, tmp_path):
+    entries = {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
+    path = tmp_path / "model.gguf"
+    convert(LLAMA, path, extra=TOKENIZER | entries)
+    assert message in refusal(path)
+
+
+def test_a_chat_template_that_is_no_text(tmp_path):
+    path = tmp_path / "model.gguf"
+    convert(LLAMA, path, extra=TOKENIZER_OF_61 | {"tokenizer.chat_template": 3})
+    assert "tokenizer.chat_template must be a text" in refusal(path)
+
+
+def test_more_tokens_than_the_embedding_has(tmp_path):
+    path = tmp_path / "model.gguf"
+    convert(LLAMA, path, extra=TOKENIZER)
+    assert "has 261 tokens, and token_embd.weight 61 rows" in refusal(path)

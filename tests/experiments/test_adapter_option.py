@@ -1,0 +1,40 @@
+"""Every script that takes the path of a model takes an adapter beside it."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+import dms_jax
+from experiments import chat, compare, evaluate, generate, retrofit
+from experiments.configs.retrofit import PRESETS
+
+
+class Loaded(Exception):
+    """What the script asked to be loaded."""
+
+
+@pytest.fixture(autouse=True)
+def record(monkeypatch):
+    def load(path, **options):
+        raise Loaded(str(path), options.get("adapter"))
+
+    monkeypatch.setattr(dms_jax, "load", load)
+
+
+def configs(tmp_path: pathlib.Path) -> dict:
+    preset = PRESETS["stories260k"][1]
+    return {
+        chat: chat.Config(model="m.gguf", adapter="a"),
+        generate: generate.Config(prompts=("Once",), model="m.gguf", adapter="a"),
+        evaluate: evaluate.Config(model="m.gguf", adapter="a"),
+        compare: compare.Config(model="m.gguf", adapter="a"),
+        retrofit: dataclasses.replace(preset, model="m.gguf", adapter="a", out=tmp_path / "run"),
+    }
+
+
+@pytest.mark.parametrize("script", [chat, generate, evaluate, compare, retrofit])
+def test_the_adapter_is_loaded_with_the_model(script, tmp_path):
+    with pytest.raises(Loaded) as loaded:
+        script.main(configs(tmp_path)[script])
+    assert loaded.value.args == ("m.gguf", "a")

@@ -1,0 +1,89 @@
+"""Mistakes in `dms_jax/checkpoint`."""
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "dms_jax/checkpoint/"
+GGUF = "tests/checkpoint/test_gguf.py"
+REFUSALS = "tests/checkpoint/test_gguf_refusals.py"
+TOKENIZERS = "tests/checkpoint/test_gguf_tokenizers.py"
+ADAPTER = "tests/checkpoint/test_adapter.py"
+
+MUTANTS = [
+    Mutant(
+        "gguf: the rows of heads are permuted once more instead of back",
+        FOLDER + "gguf/weights.py",
+        ".reshape(heads, size // heads // 2, 2)",
+        ".reshape(heads, 2, size // heads // 2)",
+        (f"{GGUF}::test_logits_equal_those_of_transformers",),
+    ),
+    Mutant(
+        "gguf: Qwen's rows are taken as interleaved",
+        FOLDER + "gguf/config.py",
+        '    if family == "llama":\n        weights',
+        "    if True:\n        weights",
+        (f"{GGUF}::test_logits_equal_those_of_transformers",),
+    ),
+    Mutant(
+        "gguf: keys have as many heads as queries",
+        FOLDER + "gguf/config.py",
+        "weights.interleaved(config.num_heads, config.num_kv_heads)",
+        "weights.interleaved(config.num_heads, config.num_heads)",
+        (f"{GGUF}::test_logits_equal_those_of_transformers",),
+    ),
+    Mutant(
+        "gguf: Llama 3's rotary factors are left out",
+        FOLDER + "gguf/config.py",
+        "if factors is not None and (factors != 1).any():",
+        "if factors is None:",
+        (f"{GGUF}::test_rotary_factors_of_llama3",),
+    ),
+    Mutant(
+        "gguf: an output matrix is tied to the embedding",
+        FOLDER + "gguf/config.py",
+        'tie_embeddings="lm_head.weight" not in weights.shapes',
+        "tie_embeddings=True",
+        (f"{GGUF}::test_logits_equal_those_of_transformers",),
+    ),
+    Mutant(
+        "gguf: unknown metadata are accepted",
+        FOLDER + "gguf/config.py",
+        "        if unknown:\n            raise ConfigError(",
+        "        if False:\n            raise ConfigError(",
+        (f"{REFUSALS}::test_metadata_that_are_not_served",),
+    ),
+    Mutant(
+        "gguf: the end of a turn does not end an answer",
+        FOLDER + "gguf/tokenizer.py",
+        'for name in ("eot", "eom"))',
+        'for name in ("eom",))',
+        (f"{TOKENIZERS}::test_end_tokens",),
+    ),
+    Mutant(
+        "gguf: a word that is a token is built from merges",
+        FOLDER + "gguf/tokenizer.py",
+        "ignore_merges=words.whole",
+        "ignore_merges=False",
+        (f"{TOKENIZERS}::test_a_word_that_is_a_token_needs_no_merges",),
+    ),
+    Mutant(
+        "adapter: only the shape of a base is compared",
+        FOLDER + "adapter.py",
+        'other = [k for k in kinds if found["sha256"].get(k) != adapter.hashes.get(k)]',
+        "other = []",
+        (f"{ADAPTER}::test_other_numbers_are_named",),
+    ),
+    Mutant(
+        "adapter: a base that was trained is not noticed",
+        FOLDER + "saving.py",
+        "    if changed:\n",
+        "    if False:\n",
+        (f"{ADAPTER}::test_a_base_that_was_trained_is_refused",),
+    ),
+    Mutant(
+        "adapter: its tensors are cast to the type of the base",
+        FOLDER + "loading.py",
+        "adapter_dtype=dtype if adapter is None else None",
+        "adapter_dtype=dtype",
+        (f"{ADAPTER}::test_whatever_type_the_base_is_loaded_in",),
+    ),
+]
