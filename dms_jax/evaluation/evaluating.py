@@ -10,18 +10,18 @@ import numpy as np
 from dms_jax.checks import Count, CountOnDevice, Whole, check
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation.prompting import Chat, encode_problem
 from dms_jax.evaluation.result import Result
+from dms_jax.evaluation.serving import prefill_tokens
+from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.calls import carrying
-from dms_jax.generation.prompts import check_call, encode_prompt
+from dms_jax.generation.prompts import check_call
 from dms_jax.generation.requests import Completion, finished, make_requests
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
-# A policy that runs prompts token by token takes as long for many sequences as for one: all that
-# fit this many bytes of activations go at once. For the others so many tokens keep a device busy.
-_ACTIVATION_BYTES = 8e9
-_PREFILL_TOKENS = 1 << 16
+DRAWN_PROBLEMS = 200  # of tasks that draw them, unless more or fewer are asked for
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=512)  # of answers, unless given
 
 
@@ -30,11 +30,12 @@ def evaluate(
     task: Task | Sequence[Task],
     *,
     policy: Policy | None = None,
-    problems: int = 200,
+    problems: int | None = None,
     split: Split = "test",
     start: int = 0,
     chains: int = 1,
     sampling: Sampling | None = None,
+    chat: Chat | None = None,
     seed: int = 0,
     lanes: int = 1024,
     memory: float | int | None = None,
@@ -48,13 +49,16 @@ def evaluate(
 
     Args:
       model: with a tokenizer.
-      task: or several, whose problems take turns: problem i is number i // n of task i % n.
+      task: or several, whose problems take turns until there are no more of one: problem i is
+        number i // n of task i % n.
       policy: the checkpoint's own if None.
-      problems: how many, of all tasks together.
+      problems: how many, of all tasks together; if None all that are in files, and 200 where
+        they are drawn from seeds.
       split: "test" unless something is being tuned.
       start: the first problem of each task.
       chains: W, answers to each problem, each with draws of its own.
       sampling: `SAMPLING` if None: temperature 0.7, at most 512 new tokens. Its seed is not used.
+      chat: to ask through the model's chat template; None for plain text.
       seed: of the draws; every chain of every problem has its own out of it.
       lanes: sequences in the cache at a time. More than a thousand keep a large GPU busy.
       memory: bytes for the cache; None for what the lanes can need, within the free memory.
@@ -77,19 +81,23 @@ def evaluate(
     names = tuple(each.name for each in tasks)
     if len(set(names)) < len(names):
         raise ConfigError(f"evaluate tells tasks apart by their names, got {', '.join(names)}.")
-    problems = check("evaluate: problems", problems, Count)
+    problems = check("evaluate: problems", problems, Count | None)
+    check("evaluate: chat", chat, Chat | None)
     chains, lanes = check("evaluate: chains", chains, Count), check("evaluate: lanes", lanes, Count)
     start, seed = check("evaluate: start", start, Whole), check("evaluate: seed", seed, Whole)
-    if problems < len(tasks):
+    if problems is not None and problems < len(tasks):
         raise ConfigError(f"evaluate: {problems} problems are too few for {len(tasks)} tasks.")
     if model.tokenizer is None:
         raise DataError("evaluate needs a tokenizer, and this model came without one.")
     horizons = _horizons(horizon, len(tasks))
     sampling = check_call(SAMPLING if sampling is None else sampling, None)
-    sampling = dataclasses.replace(sampling, seed=_seeds(seed, problems, chains))
-    given = _problems(tasks, split, start, problems)
+    task_of, given = _problems(tasks, split, start, problems)
+    sampling = dataclasses.replace(sampling, seed=_seeds(seed, len(given), chains))
     begin = time.perf_counter()
-    prompts = [encode_prompt(model, problem.prompt, name="A problem") for problem in given]
+    prompts = [
+        encode_problem(model, problem, chat, name=tasks[number].name)
+        for number, problem in zip(task_of, given, strict=True)
+    ]
     completions = _answer(
         model,
         model.resolve_policy(policy),
@@ -101,7 +109,7 @@ def evaluate(
         page_size=page_size,
         prefill_chunk=prefill_chunk,
         kv_dtype=kv_dtype,
-        horizons=[horizons[i % len(tasks)] for i in range(problems) for _ in range(chains)],
+        horizons=[horizons[number] for number in task_of for _ in range(chains)],
     )
     seconds = time.perf_counter() - begin
     settings = {
@@ -112,21 +120,52 @@ def evaluate(
         "seed": seed,
         "kv_dtype": kv_dtype,
         "horizon": horizons,
+        "chat": None if chat is None else dataclasses.asdict(chat),
         "sampling": {
             name: getattr(sampling, name)
             for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
         },
     }
     with carrying(lambda: dict(enumerate(completions))):
-        return _scored(settings, tasks, given, completions, chains, seconds)
+        return _scored(settings, tasks, task_of, given, completions, chains, seconds)
 
 
-@functools.lru_cache(maxsize=8)  # many systems answer the same problems
-def _problems(tasks: tuple[Task, ...], split: Split, start: int, count: int) -> tuple[Problem, ...]:
-    return tuple(
-        tasks[index % len(tasks)].problem(split, start + index // len(tasks))
-        for index in range(count)
+def _problems(
+    tasks: tuple[Task, ...], split: Split, start: int, count: int | None
+) -> tuple[tuple[int, ...], tuple[Problem, ...]]:
+    """The task of each problem, and the problems.
+
+    Raises:
+      DataError: there are fewer.
+    """
+    most = [len(task.records) if isinstance(task, FileTask) else None for task in tasks]
+    if count is None and None in most:
+        count = max(DRAWN_PROBLEMS, len(tasks))
+    places = [
+        (number, index)
+        for index in range(start, start + (count or max(filter(None, most), default=0)))
+        for number, size in enumerate(most)
+        if size is None or index < size
+    ][:count]
+    if not places or len(places) < (count or 1):
+        raise DataError(
+            f"evaluate: {count or 'more'} problems were asked for from number {start} on, and "
+            f"there are {len(places)} ({', '.join(task.name for task in tasks)})."
+        )
+    return (
+        tuple(number for number, _ in places),
+        tuple(
+            task.problem(split, index)  # a file may change between calls
+            if isinstance(task := tasks[number], FileTask)
+            else _drawn(task, split, index)
+            for number, index in places
+        ),
     )
+
+
+@functools.lru_cache(maxsize=1 << 14)  # many systems answer the same problems
+def _drawn(task: Task, split: Split, index: int) -> Problem:
+    return task.problem(split, index)
 
 
 def _horizons(horizon: int | Sequence[int] | None, tasks: int) -> list[int | None]:
@@ -176,7 +215,7 @@ def _answer(
         page_size=page_size,
         chunk=chunk,
         prefill_chunk=prefill_chunk,
-        prefill_tokens=_prefill_tokens(model, policy),
+        prefill_tokens=prefill_tokens(model, policy),
         table_width=-(-(longest + chunk) // page_size),
         kv_dtype=kv_dtype,
     )
@@ -188,16 +227,10 @@ def _answer(
     return completions
 
 
-def _prefill_tokens(model: LanguageModel, policy: Policy) -> int:
-    """Prompt tokens of all sequences together in one program."""
-    bytes_a_token = 3 * model.config.intermediate_size * model.dtype.itemsize
-    most = max(1, int(_ACTIVATION_BYTES / bytes_a_token))
-    return min(most, _PREFILL_TOKENS) if policy.parallel(prompt=True) else most
-
-
 def _scored(
     settings: dict,
     tasks: tuple[Task, ...],
+    task_of: tuple[int, ...],
     problems: tuple[Problem, ...],
     completions: list[Completion],
     chains: int,
@@ -207,7 +240,7 @@ def _scored(
     scores, answer_scores = np.zeros((count, chains)), np.zeros((count, chains))
     answers, texts = [], []
     for index, problem in enumerate(problems):
-        task = tasks[index % len(tasks)]
+        task = tasks[task_of[index]]
         own = [done.text for done in completions[index * chains : (index + 1) * chains]]
         scores[index] = [task.score(problem, text) for text in own]
         answers.append(tuple(task.answer(text) for text in own))
@@ -223,7 +256,7 @@ def _scored(
     return Result(
         settings=settings,
         tasks=tuple(task.name for task in tasks),
-        task_of=np.arange(count) % len(tasks),
+        task_of=np.asarray(task_of),
         scores=scores,
         answers=tuple(answers),
         answer_scores=answer_scores,

@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 
 import dms_jax
+from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.data.tasks import Problem, Task
-from dms_jax.errors import ConfigError
+from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation import evaluate, summary_table
+from dms_jax.evaluation.prompting import Chat, encode_problem
 from dms_jax.evaluation.result import Result
+from dms_jax.evaluation.tasks import GPQA
+from tests.evaluation.tasks import published
+from tests.evaluation.tasks.published import text
 from tests.generation.support import stories
 
 SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=24)
@@ -253,3 +258,78 @@ def test_what_cannot_be_evaluated():
         run(start=-1)
     with pytest.raises(ConfigError, match="1 problems are too few for 2 tasks"):
         evaluate(stories(), [Continue(), Other()], problems=1)
+
+
+# -- tasks on files, and chats --------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<quiet>{% endif %}"
+)
+
+
+def chatting():
+    """The shipped model with a chat template."""
+    tokenizer = Tokenizer(stories().tokenizer.backend, chat_template=TEMPLATE)
+    return dataclasses.replace(stories(), tokenizer=tokenizer)
+
+
+@pytest.fixture
+def gpqa(tmp_path):
+    examples = text(tmp_path / "examples.csv", published.GPQA_CSV.replace("lightest", "heaviest"))
+    return GPQA(text(tmp_path / "gpqa.csv", published.GPQA_CSV), few_shot=1, examples=examples)
+
+
+def test_a_problem_is_asked_in_plain_text_after_its_examples(gpqa):
+    problem = gpqa.problem("test", 1)
+    ((question, answer),) = problem.examples
+    assert "heaviest" in question
+    assert answer.startswith("Answer: ")
+    tokens = encode_problem(stories(), problem, None, name="gpqa")
+    assert tokens == stories().tokenizer.encode(f"{question}{answer}\n\n{problem.prompt}")
+
+
+def test_a_problem_is_asked_through_the_chat_template(gpqa):
+    """System prompt, worked examples as turns, and the template's own variables."""
+    problem = gpqa.problem("test", 1)
+    ((question, answer),) = problem.examples
+    chat = Chat(system="Be brief.", variables={"enable_thinking": False})
+    tokens = encode_problem(chatting(), problem, chat, name="gpqa")
+    want = (
+        f"<system>Be brief.<user>{question}<assistant>{answer}<user>{problem.prompt}"
+        "<assistant><quiet>"
+    )
+    assert tokens == stories().tokenizer.encode(want, add_special_tokens=False)
+    plain = encode_problem(chatting(), Continue().problem("test", 0), Chat(), name="continue")
+    assert stories().tokenizer.decode(plain).startswith("<user>")
+
+
+def test_a_model_without_a_chat_template_is_told_so(gpqa):
+    with pytest.raises(DataError, match=r"gpqa is to be asked as a chat.* no chat template"):
+        evaluate(stories(), gpqa, chat=Chat())
+    with pytest.raises(ConfigError, match="messages comes from the problem"):
+        Chat(variables={"messages": []})
+
+
+def test_all_problems_of_files_take_turns_until_there_are_no_more(gpqa, tmp_path):
+    short = dms_jax.Sampling(max_new_tokens=1)
+
+    @dataclasses.dataclass(frozen=True)
+    class Few(GPQA):
+        name = "few"
+
+    one = "\n".join(published.GPQA_CSV.splitlines()[:3]) + "\n"
+    few = Few(text(tmp_path / "few.csv", one))
+    bare = dataclasses.replace(gpqa, few_shot=0)
+    run = dict(sampling=short, page_size=16, chunk=8, prefill_chunk=64)
+    result = evaluate(stories(), [bare, few], **run)
+    assert result.task_of.tolist() == [0, 1, 0]
+    assert result.settings["task"][0]["path"] == str(bare.path)
+    json.dumps(result.to_dict())
+    with pytest.raises(
+        DataError, match="4 problems were asked for from number 0 on, and there are 3"
+    ):
+        evaluate(stories(), [bare, few], problems=4, **run)
+    with pytest.raises(DataError, match="from number 2 on, and there are 0"):
+        evaluate(stories(), bare, start=2, **run)
