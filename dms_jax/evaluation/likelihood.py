@@ -84,8 +84,8 @@ def encode_pair(model: LanguageModel, context: str, continuation: str) -> tuple[
     bare = context.rstrip()
     if bare:
         continuation, context = context[len(bare) :] + continuation, bare
-        before = tokenizer.encode(context)
-        both = tokenizer.encode(context + continuation)
+        before = encode_text(model, context)
+        both = encode_text(model, context + continuation)
         after = both[len(before) :] or tokenizer.encode(continuation, add_special_tokens=False)
         before = both[: len(before)]
     else:
@@ -95,6 +95,13 @@ def encode_pair(model: LanguageModel, context: str, continuation: str) -> tuple[
     if not after:
         raise DataError(f"The continuation {continuation!r} has no token of its own.")
     return tuple(before), tuple(after)
+
+
+def encode_text(model: LanguageModel, text: str) -> list[int]:
+    """Token ids of a text, which may begin with the token that begins a sequence, as chats do."""
+    begin = model.tokenizer.special_tokens.get("bos_token")
+    begins = begin is not None and text.startswith(begin)
+    return model.tokenizer.encode(text, add_special_tokens=not begins)
 
 
 def first_token(model: LanguageModel) -> int:
