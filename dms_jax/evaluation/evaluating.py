@@ -2,19 +2,25 @@
 
 import dataclasses
 import functools
+import json
+import pathlib
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from dms_jax.checks import Count, CountOnDevice, Whole, check
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation.answering import answer
+from dms_jax.evaluation.journal import Journal, model_mark
+from dms_jax.evaluation.progress import progress_bar
 from dms_jax.evaluation.prompting import Chat, encode_problem
-from dms_jax.evaluation.result import Result
-from dms_jax.evaluation.serving import prefill_tokens
+from dms_jax.evaluation.result import Result, summary_table
+from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.tasks.files import FileTask
-from dms_jax.generation import Engine, Sampling
+from dms_jax.generation import Sampling
 from dms_jax.generation.calls import carrying
 from dms_jax.generation.prompts import check_call
 from dms_jax.generation.requests import Completion, finished, make_requests
@@ -37,13 +43,10 @@ def evaluate(
     sampling: Sampling | None = None,
     chat: Chat | None = None,
     seed: int = 0,
-    lanes: int = 1024,
-    memory: float | int | None = None,
-    chunk: int = 32,
-    page_size: int = 64,
-    prefill_chunk: int = 512,
-    kv_dtype: str | None = None,
     horizon: int | Sequence[int] | None = None,
+    serving: Serving | None = None,
+    out: str | pathlib.Path | None = None,
+    progress: bool = False,
 ) -> Result:
     """Answers problems from a cache that holds only what the policy keeps, and scores the answers.
 
@@ -60,15 +63,17 @@ def evaluate(
       sampling: `SAMPLING` if None: temperature 0.7, at most 512 new tokens. Its seed is not used.
       chat: to ask through the model's chat template; None for plain text.
       seed: of the draws; every chain of every problem has its own out of it.
-      lanes: sequences in the cache at a time. More than a thousand keep a large GPU busy.
-      memory: bytes for the cache; None for what the lanes can need, within the free memory.
-      chunk, page_size, prefill_chunk, kv_dtype: as for `dms_jax.generate`.
       horizon: tokens of which a policy with a compression_ratio takes its share, one number or one
-        for each task; those of the prompt and of the longest answer if None.
+        for each task; if None each problem has its own, its prompt and the longest answer.
+      serving: of the cache; `Serving()` if None.
+      out: a folder for `answers.jsonl`, which holds every answer as soon as it has ended, and for
+        `results.json` and `table.md` at the end. An evaluation whose folder holds answers of the
+        same settings goes on after them.
+      progress: whether to show a bar with the running score on standard error.
 
     Raises:
       ConfigError: an argument or the policy does not fit, or a task has too few problems.
-      DataError: a prompt leaves no room for an answer.
+      DataError: a prompt leaves no room for an answer, or `out` holds answers of other settings.
       CapacityError: the memory does not hold a single sequence.
 
     What interrupts it, KeyboardInterrupt too, carries the completions that had ended:
@@ -83,7 +88,7 @@ def evaluate(
         raise ConfigError(f"evaluate tells tasks apart by their names, got {', '.join(names)}.")
     problems = check("evaluate: problems", problems, Count | None)
     check("evaluate: chat", chat, Chat | None)
-    chains, lanes = check("evaluate: chains", chains, Count), check("evaluate: lanes", lanes, Count)
+    chains = check("evaluate: chains", chains, Count)
     start, seed = check("evaluate: start", start, Whole), check("evaluate: seed", seed, Whole)
     if problems is not None and problems < len(tasks):
         raise ConfigError(f"evaluate: {problems} problems are too few for {len(tasks)} tasks.")
@@ -98,36 +103,92 @@ def evaluate(
         encode_problem(model, problem, chat, name=tasks[number].name)
         for number, problem in zip(task_of, given, strict=True)
     ]
-    completions = _answer(
-        model,
-        model.resolve_policy(policy),
-        [prompt for prompt in prompts for _ in range(chains)],
-        sampling,
-        lanes=lanes,
-        memory=memory,
-        chunk=chunk,
-        page_size=page_size,
-        prefill_chunk=prefill_chunk,
-        kv_dtype=kv_dtype,
-        horizons=[horizons[number] for number in task_of for _ in range(chains)],
+    requests = make_requests(
+        model.config, [prompt for prompt in prompts for _ in range(chains)], sampling
     )
-    seconds = time.perf_counter() - begin
+    for request in requests:
+        request.expected = horizons[task_of[request.index // chains]]
+    policy, serving = model.resolve_policy(policy), serving or Serving()
     settings = {
         "task": [each.to_dict() for each in tasks],
-        "policy": model.resolve_policy(policy).to_dict(),
+        "policy": policy.to_dict(),
         "split": split,
         "start": start,
         "seed": seed,
-        "kv_dtype": kv_dtype,
+        "kv_dtype": serving.kv_dtype,
         "horizon": horizons,
         "chat": None if chat is None else dataclasses.asdict(chat),
         "sampling": {
             name: getattr(sampling, name)
-            for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+            for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop")
         },
     }
-    with carrying(lambda: dict(enumerate(completions))):
-        return _scored(settings, tasks, task_of, given, completions, chains, seconds)
+    journal = None if out is None else Journal(out, {**settings, "model": model_mark(model)})
+    known = {} if journal is None else journal.answers
+    done = {
+        problem * chains + chain: completion
+        for (problem, chain), completion in known.items()
+        if problem < len(given) and chain < chains
+    }
+    waiting = [request for request in requests if request.index not in done]
+    judge = Judge(tasks, task_of, given)
+    ended = carrying(lambda: done | finished(waiting, sampling))
+    with progress_bar(len(requests), shown=progress) as tick, ended:
+
+        def keep(index: int, completion: Completion) -> None:
+            done[index] = completion
+            if journal is not None and (place := divmod(index, chains)) not in known:
+                journal.add(*place, completion)
+            if progress:
+                tick(judge(index // chains, completion.text))
+
+        try:
+            for index, completion in done.items():
+                keep(index, completion)
+            watched = keep if progress or journal is not None else None
+            answers = answer(model, policy, waiting, sampling, serving, watched)
+        finally:
+            if journal is not None:
+                journal.close()
+        done |= {request.index: each for request, each in zip(waiting, answers, strict=True)}
+        completions = [done[index] for index in range(len(requests))]
+        seconds = time.perf_counter() - begin
+        result = _scored(settings, tasks, judge, completions, chains, seconds)
+    if out is not None:
+        _write(pathlib.Path(out), result)
+    return result
+
+
+class Judge:
+    """Scores answers, each text once."""
+
+    def __init__(
+        self, tasks: tuple[Task, ...], task_of: tuple[int, ...], problems: tuple[Problem, ...]
+    ):
+        self.tasks, self.task_of, self.problems = tasks, task_of, problems
+        self._scores: dict[tuple[int, str], float] = {}
+
+    def __call__(self, problem: int, text: str) -> float:
+        """The score of a completion of a problem."""
+        if (problem, text) not in self._scores:
+            task = self.tasks[self.task_of[problem]]
+            self._scores[problem, text] = task.score(self.problems[problem], text)
+        return self._scores[problem, text]
+
+
+def _write(folder: pathlib.Path, result: Result) -> None:
+    """Writes the figures and their table beside the answers."""
+    data = result.to_dict(problems=True)
+    rows = [{"label": ", ".join(result.tasks), **data}]
+    if len(result.tasks) > 1:
+        rows += [{"label": name, **result.of_task(name).to_dict()} for name in result.tasks]
+    for name, content in (
+        ("results.json", json.dumps(data, indent=1) + "\n"),
+        ("table.md", summary_table(rows) + "\n"),
+    ):
+        part = folder / f"{name}.part"
+        part.write_text(content, encoding="utf-8")
+        part.replace(folder / name)
 
 
 def _problems(
@@ -187,62 +248,21 @@ def _seeds(seed: int, problems: int, chains: int) -> list[int]:
     return np.concatenate(drawn).tolist()
 
 
-def _answer(
-    model: LanguageModel,
-    policy: Policy,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    *,
-    lanes: int,
-    memory: float | int | None,
-    chunk: int,
-    page_size: int,
-    prefill_chunk: int,
-    kv_dtype: str | None,
-    horizons: list[int | None],
-) -> list[Completion]:
-    """Decodes every prompt, wave by wave: full waves share their compiled shapes."""
-    requests = make_requests(model.config, prompts, sampling)
-    for request, horizon in zip(requests, horizons, strict=True):
-        request.expected = horizon
-    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    engine = Engine(
-        model,
-        policy,
-        num_lanes=min(lanes, len(prompts)),
-        memory=memory,
-        max_tokens=longest,
-        page_size=page_size,
-        chunk=chunk,
-        prefill_chunk=prefill_chunk,
-        prefill_tokens=prefill_tokens(model, policy),
-        table_width=-(-(longest + chunk) // page_size),
-        kv_dtype=kv_dtype,
-    )
-    completions = []
-    with carrying(lambda: finished(requests, sampling)):
-        engine.check_room(requests, sampling)
-        for first in range(0, len(requests), lanes):
-            completions += engine.serve(requests[first : first + lanes], sampling)
-    return completions
-
-
 def _scored(
-    settings: dict,
+    settings: dict[str, Any],
     tasks: tuple[Task, ...],
-    task_of: tuple[int, ...],
-    problems: tuple[Problem, ...],
+    judge: Judge,
     completions: list[Completion],
     chains: int,
     seconds: float,
 ) -> Result:
-    count = len(problems)
+    count = len(judge.problems)
     scores, answer_scores = np.zeros((count, chains)), np.zeros((count, chains))
     answers, texts = [], []
-    for index, problem in enumerate(problems):
-        task = tasks[task_of[index]]
+    for index, problem in enumerate(judge.problems):
+        task = tasks[judge.task_of[index]]
         own = [done.text for done in completions[index * chains : (index + 1) * chains]]
-        scores[index] = [task.score(problem, text) for text in own]
+        scores[index] = [judge(index, text) for text in own]
         answers.append(tuple(task.answer(text) for text in own))
         answer_scores[index] = [
             0.0 if answer is None else task.score_answer(problem, answer) for answer in answers[-1]
@@ -256,7 +276,7 @@ def _scored(
     return Result(
         settings=settings,
         tasks=tuple(task.name for task in tasks),
-        task_of=np.asarray(task_of),
+        task_of=np.asarray(judge.task_of),
         scores=scores,
         answers=tuple(answers),
         answer_scores=answer_scores,

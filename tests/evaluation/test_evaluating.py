@@ -11,7 +11,7 @@ import dms_jax
 from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.data.tasks import Problem, Task
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.evaluation import evaluate, summary_table
+from dms_jax.evaluation import Serving, evaluate, summary_table
 from dms_jax.evaluation.prompting import Chat, encode_problem
 from dms_jax.evaluation.result import Result
 from dms_jax.evaluation.tasks import GPQA
@@ -20,6 +20,7 @@ from tests.evaluation.tasks.published import text
 from tests.generation.support import stories
 
 SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=24)
+SERVING = Serving(lanes=18, page_size=16, chunk=8)
 BEGINNINGS = ("Once upon a time", "One day, Lily", "The little dog", "Tom had a", "There was a big")
 
 
@@ -46,7 +47,7 @@ class Other(Continue):
 
 
 def run(**changes):
-    options = dict(problems=6, chains=3, sampling=SAMPLING, lanes=18, page_size=16, chunk=8)
+    options = dict(problems=6, chains=3, sampling=SAMPLING, serving=SERVING)
     return evaluate(stories(), Continue(), **(options | changes))
 
 
@@ -86,8 +87,8 @@ def test_the_figures_of_a_plain_cache_follow_from_its_lengths(vanilla):
     assert len({text for texts in vanilla.completions for text in texts}) == 18
 
 
-def test_lanes_and_waves_change_nothing_and_more_chains_only_add(vanilla):
-    few = run(lanes=4)
+def test_lanes_change_nothing_and_more_chains_only_add(vanilla):
+    few = run(serving=dataclasses.replace(SERVING, lanes=4))
     assert few.completions == vanilla.completions
     np.testing.assert_array_equal(few.reads, vanilla.reads)
     one = run(chains=1)
@@ -107,7 +108,7 @@ def test_a_budget_bounds_the_peak(vanilla):
 def test_tasks_take_turns():
     result = run(problems=5, chains=1)
     both = evaluate(
-        stories(), [Continue(), Other()], problems=5, sampling=SAMPLING, page_size=16, chunk=8
+        stories(), [Continue(), Other()], problems=5, sampling=SAMPLING, serving=SERVING
     )
     assert both.tasks == ("continue", "other")
     assert both.task_of.tolist() == [0, 1, 0, 1, 0]
@@ -139,7 +140,7 @@ def test_problems_of_several_tasks_are_the_first_of_each():
     ASKED.clear()
     tasks = [Asked("a"), Asked("b"), Asked("c")]
     short = dms_jax.Sampling(max_new_tokens=1)
-    options = dict(sampling=short, page_size=16, chunk=8, split="validation")
+    options = dict(sampling=short, serving=SERVING, split="validation")
     evaluate(stories(), tasks, problems=7, start=10, **options)
     want = [("a", 10), ("b", 10), ("c", 10), ("a", 11), ("b", 11), ("c", 11), ("a", 12)]
     asked = [(name, index) for name, split, index in ASKED if split == "validation"]
@@ -182,9 +183,7 @@ def test_a_vote_has_the_score_of_the_answer_that_won():
         def score(self, problem: Problem, completion: str) -> float:
             return 1.0 if completion != "wrong" else 0.0
 
-    result = evaluate(
-        stories(), Two(), problems=2, chains=2, sampling=SAMPLING, page_size=16, chunk=8
-    )
+    result = evaluate(stories(), Two(), problems=2, chains=2, sampling=SAMPLING, serving=SERVING)
     assert result.accuracy.value == 1
     assert result.voted.value == 0
     data = result.to_dict()
@@ -223,7 +222,7 @@ def test_figures_by_hand():
 def test_each_task_has_the_share_of_its_own_horizon():
     def peaks(policy, **options):
         result = evaluate(
-            stories(), [Continue(), Other()], policy=policy, problems=4, page_size=16, **options
+            stories(), [Continue(), Other()], policy=policy, problems=4, serving=SERVING, **options
         )
         assert (result.new_tokens > 20).all()
         return result.peak[:, 0].tolist()
@@ -240,7 +239,7 @@ def test_each_task_has_the_share_of_its_own_horizon():
 
 
 def test_a_cache_of_8_bits_takes_half_the_room(vanilla):
-    small = run(kv_dtype="float8_e4m3")
+    small = run(serving=dataclasses.replace(SERVING, kv_dtype="float8_e4m3"))
     assert small.settings["kv_dtype"] == "float8_e4m3"
     assert small.cache_bytes.mean() < vanilla.cache_bytes.mean() / 1.9
 
@@ -322,7 +321,7 @@ def test_all_problems_of_files_take_turns_until_there_are_no_more(gpqa, tmp_path
     one = "\n".join(published.GPQA_CSV.splitlines()[:3]) + "\n"
     few = Few(text(tmp_path / "few.csv", one))
     bare = dataclasses.replace(gpqa, few_shot=0)
-    run = dict(sampling=short, page_size=16, chunk=8, prefill_chunk=64)
+    run = dict(sampling=short, serving=dataclasses.replace(SERVING, prefill_chunk=64))
     result = evaluate(stories(), [bare, few], **run)
     assert result.task_of.tolist() == [0, 1, 0]
     assert result.settings["task"][0]["path"] == str(bare.path)
