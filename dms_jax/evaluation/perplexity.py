@@ -1,7 +1,8 @@
 """`perplexity`: how well a model predicts a text, every token read from the real paged cache.
 
-The text is cut into windows. Each token is predicted once: the first one of the text after the
-token that begins a sequence, the first one of any other window after the last one before it.
+The text is cut into its documents (at `<|endoftext|>`, where there is any), and those into windows.
+Each token is predicted once: the first one of a document after the token that begins a sequence,
+the first one of any other window after the last one before it.
 
     [begin] t0 t1 t2 | t3 t4 t5 | t6      windows of 3: begin t0 t1 t2, t2 t3 t4 t5, t5 t6
 """
@@ -16,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dms_jax.checks import Count, check
+from dms_jax.data import TextFiles
 from dms_jax.errors import DataError
 from dms_jax.evaluation.likelihood import first_token
 from dms_jax.evaluation.serving import Serving
@@ -34,8 +36,8 @@ class Perplexity:
     Attributes:
       settings: what was run, as JSON data.
       tokens: predicted.
-      characters, words, size: of the text that they stand for; words are what white space
-        separates, the size is in bytes of UTF-8.
+      words, size: of the text that they stand for; words are what white space separates, the size
+        is in bytes of UTF-8.
       window_nats: mean loss of each window.
       nats: of the whole text.
       reads: entries of the cache read a token, averaged over layers and KV heads.
@@ -44,7 +46,6 @@ class Perplexity:
 
     settings: Mapping[str, Any]
     tokens: int
-    characters: int
     words: int
     size: int
     window_nats: Float[np.ndarray, " windows"]
@@ -106,7 +107,7 @@ def perplexity(
 
     Args:
       model: with a tokenizer.
-      path: a text in UTF-8.
+      path: a text in UTF-8, whose documents may be separated by `<|endoftext|>`.
       policy: the checkpoint's own if None.
       window: tokens predicted together; what the model's positions hold, at most 4096, if None.
       max_tokens: predict the first ones alone; all of them if None.
@@ -129,25 +130,30 @@ def perplexity(
             f"perplexity: a window of {window} tokens and the one before them are beyond the "
             f"model's {positions} positions."
         )
-    text = _read(pathlib.Path(path))
-    tokens = model.tokenizer.encode(text, add_special_tokens=False)
-    if max_tokens is not None and max_tokens < len(tokens):
-        tokens = tokens[:max_tokens]
-        text = model.tokenizer.decode(tokens, skip_special_tokens=False)
-    windows = cut_into_windows(tokens, window, first_token(model))
+    texts, windows, room = [], [], max_tokens
+    for text in TextFiles(path):
+        tokens = model.tokenizer.encode(text, add_special_tokens=False)
+        if room is not None and room < len(tokens):
+            tokens = tokens[:room]
+            text = model.tokenizer.decode(tokens, skip_special_tokens=False)
+        texts.append(text)
+        windows += cut_into_windows(tokens, window, first_token(model))
+        room = None if room is None else room - len(tokens)
+        if room == 0:
+            break
+    count = sum(len(each) - 1 for each in windows)
     scores = score_tokens(model, windows, policy, serving)
     nats = [-float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]
     return Perplexity(
         settings={"path": str(path), "policy": policy.to_dict(), "window": window},
-        tokens=len(tokens),
-        characters=len(text),
-        words=len(text.split()),
-        size=len(text.encode()),
+        tokens=count,
+        words=sum(len(text.split()) for text in texts),
+        size=sum(len(text.encode()) for text in texts),
         window_nats=np.asarray(
             [total / len(each.logprobs) for total, each in zip(nats, scores, strict=True)]
         ),
         nats=math.fsum(nats),
-        reads=sum(each.usage.kv_reads for each in scores) / len(tokens),
+        reads=sum(each.usage.kv_reads for each in scores) / count,
         peak=float(np.mean([each.usage.peak_tokens for each in scores])),
     )
 
@@ -177,15 +183,3 @@ def cut_into_windows(tokens: list[int], window: int, first: int) -> list[list[in
         [tokens[start - 1] if start else first, *tokens[start : start + window]]
         for start in range(0, len(tokens), window)
     ]
-
-
-def _read(path: pathlib.Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}.") from error
-    if not text.strip():
-        raise DataError(f"{path} holds no text.")
-    return text

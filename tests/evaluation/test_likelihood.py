@@ -228,10 +228,25 @@ def test_perplexity_of_a_text_is_that_of_plain_passes(tmp_path):
     assert small.nats > found.nats
 
 
+def test_documents_are_predicted_for_themselves(tmp_path):
+    first, second = "Once upon a time, there was a dog.", "One day, Lily saw a bird."
+    both = text(tmp_path / "both.txt", f"{first}\n<|endoftext|>\n{second}\n")
+    found = perplexity(stories(), both, window=64, serving=SERVING)
+    alone = [
+        perplexity(stories(), text(tmp_path / "one.txt", each), window=64, serving=SERVING)
+        for each in (first, second)
+    ]
+    assert found.nats == pytest.approx(sum(each.nats for each in alone), abs=1e-3)
+    assert found.tokens == sum(each.tokens for each in alone)
+    assert (found.words, found.size) == (14, len(first) + len(second))
+    cut = perplexity(stories(), both, window=64, max_tokens=alone[0].tokens + 3, serving=SERVING)
+    assert (cut.tokens, len(cut.window_nats)) == (alone[0].tokens + 3, 2)
+
+
 def test_texts_that_cannot_be_read(tmp_path):
     for path, options, message in (
         (tmp_path / "none.txt", {}, r"none\.txt cannot be read"),
-        (text(tmp_path / "blank.txt", " \n"), {}, r"blank\.txt holds no text"),
+        (text(tmp_path / "blank.txt", " \n"), {}, r"blank\.txt holds no document"),
         (text(tmp_path / "a.txt", "words"), {"window": 512}, "beyond the model's 512 positions"),
     ):
         with pytest.raises(DataError, match=message):
