@@ -1,7 +1,7 @@
-"""How long a decode step takes, and which share of it is the cache (DMS paper, appendix H).
+"""Latency model of a decode step, and the share of the cache in it (DMS paper, appendix H).
 
-With B sequences of S live tokens each, two operations a multiply-accumulate, and two bytes a number
-(equations 2 and 3; there d = E = H D, d_ff = F, d_kv = K D, n = L, L = S):
+With B sequences of S live tokens each, two operations per multiply-accumulate and two bytes per
+number (equations 2 and 3; there d = E = H D, d_ff = F, d_kv = K D, n = L, L = S):
 
     operations  L B (6 E F + 4 E H D + 4 E K D + 4 H D S) + 2 B E V
     bytes       L (6 E F + 4 E H D + 4 E K D + 4 B S K D) + 2 E V
@@ -32,10 +32,10 @@ class Step:
     """One decode step of a model on a device.
 
     Attributes:
-      operations: floating-point, two a multiply-accumulate.
-      weight_bytes: read from memory whatever the batch is.
-      cache_bytes: keys and values read.
-      compute_seconds, read_seconds: of the two, as if the other took no time.
+      operations: floating-point operations, two per multiply-accumulate.
+      weight_bytes: weights read from memory, whatever the batch.
+      cache_bytes: keys and values read from memory.
+      compute_seconds, read_seconds: time of the operations alone, and of the reads alone.
     """
 
     operations: float
@@ -46,17 +46,17 @@ class Step:
 
     @property
     def bytes(self) -> float:
-        """All that is read (equation 3)."""
+        """Total bytes read (equation 3)."""
         return self.weight_bytes + self.cache_bytes
 
     @property
     def seconds(self) -> float:
-        """The longer of the two: they overlap ideally (equation 6)."""
+        """The longer of the two times: computation and reads overlap ideally (equation 6)."""
         return max(self.compute_seconds, self.read_seconds)
 
     @property
     def cache_share(self) -> float:
-        """The time of reading the cache, as a share of the step's (figure 6)."""
+        """Time of the cache reads as a share of the step (figure 6)."""
         return self.read_seconds * self.cache_bytes / self.bytes / self.seconds
 
 
@@ -107,13 +107,13 @@ def step(
     batch: int = 1,
     compression_ratio: float | int = 1,
 ) -> Step:
-    """Works out a decode step.
+    """Estimates a decode step.
 
     Args:
       config: the model.
       device: what the accelerator offers; see `dms_jax.devices.DEVICES`.
-      tokens: of each sequence so far.
-      batch: sequences.
+      tokens: length of each sequence.
+      batch: number of sequences.
       compression_ratio: tokens over live tokens.
 
     Raises:
@@ -135,7 +135,7 @@ def step(
 
 
 def _layer_parameters(config: ModelConfig) -> int:
-    """Numbers in the matrices of a layer."""
+    """Parameters in the matrices of a layer."""
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     return config.hidden_size * (3 * config.intermediate_size + heads * config.head_dim)
 

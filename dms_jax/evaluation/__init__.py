@@ -1,4 +1,4 @@
-"""Evaluation: tasks answered from the real cache, exact scores, budgets, comparisons."""
+"""Evaluation: tasks answered from the real cache, scores, budgets and comparisons."""
 
 from dms_jax.evaluation.choosing import ChoiceResult, evaluate_choices
 from dms_jax.evaluation.evaluating import SAMPLING, evaluate

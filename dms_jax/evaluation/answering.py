@@ -1,4 +1,4 @@
-"""Every prompt decoded from the cache: one queue, whose answers are handed out as they end."""
+"""Decodes all prompts of an evaluation from one queue, and reports each answer as it ends."""
 
 from collections.abc import Callable
 
@@ -19,19 +19,19 @@ def answer(
     serving: Serving,
     on_answer: OnAnswer | None = None,
 ) -> list[Completion]:
-    """Decodes requests to their ends.
+    """Runs requests to completion.
 
-    They share one queue: a lane that is free takes the next request. A policy that runs prompts
-    token by token, which takes as long for one prompt as for many, starts them together instead:
-    the next ones wait until every lane is free.
+    They share one queue: a free lane takes the next request. Policies that run prompts token by
+    token take as long for one prompt as for many, so they start a full set of lanes together, and
+    the next set waits until every lane is free.
 
     Args:
       model: from `load` or `retrofit`.
-      policy: to run.
-      requests: in order; what they have been given before this call is not looked at.
-      sampling: of all of them; seeds are the requests' own.
-      serving: of the cache.
-      on_answer: called with the index of each request that has ended and its completion.
+      policy: the cache policy.
+      requests: fresh requests, in the order in which they start.
+      sampling: how all of them are sampled; the seeds are in the requests.
+      serving: options of the cache.
+      on_answer: called with the index and the completion of each request that has ended.
 
     Raises:
       CapacityError: the memory does not hold a single sequence.

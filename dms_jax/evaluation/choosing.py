@@ -1,7 +1,7 @@
 """`evaluate_choices`: questions answered by the likelihood of their options, from the real cache.
 
-Two scores, those of lm-evaluation-harness: **acc**, how often the right option is the likeliest,
-and **acc_norm**, how often it is the one with the largest log-probability per character.
+Two scores, as in lm-evaluation-harness: **acc**, how often the right option is the most likely, and
+**acc_norm**, how often it is the one with the largest log-probability per character.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ from dms_jax.policies import Policy
 
 @dataclasses.dataclass(frozen=True)
 class ChoiceResult:
-    """What a model found likeliest.
+    """The log-probabilities that a model gives the options of questions.
 
     Attributes:
-      settings: what was run, as JSON data.
-      logprobs: of each question's options, in nats.
-      lengths: their characters.
-      gold: which option is right.
-      groups: what each question belongs to.
-      peak: the most live tokens of each question's options.
-      seconds: of wall time, compilation included.
+      settings: task, policy and start, as JSON data.
+      logprobs: log-probabilities of the options of each question, in nats.
+      lengths: characters of the options.
+      gold: index of the right option.
+      groups: subject of each question; empty if it has none.
+      peak: peak of live tokens of each question.
+      seconds: wall time, compilation included.
     """
 
     settings: Mapping[str, Any]
@@ -46,7 +46,7 @@ class ChoiceResult:
 
     @property
     def chosen(self) -> Int[np.ndarray, " questions"]:
-        """The likeliest option of each question."""
+        """The most likely option of each question."""
         return np.asarray([int(np.argmax(each)) for each in self.logprobs])
 
     @property
@@ -57,19 +57,19 @@ class ChoiceResult:
 
     @property
     def accuracy(self) -> Measured:
-        """How often the right option is the likeliest."""
+        """acc: how often the right option is the most likely."""
         return mean_over_problems((self.chosen == self.gold).astype(np.float64)[:, None])
 
     @property
     def accuracy_norm(self) -> Measured:
-        """How often it is the one with the largest log-probability per character."""
+        """acc_norm: how often it has the largest log-probability per character."""
         return mean_over_problems((self.chosen_norm == self.gold).astype(np.float64)[:, None])
 
     def to_dict(self, *, questions: bool = False) -> dict[str, Any]:
         """Returns the figures as JSON data.
 
         Args:
-          questions: also what was chosen for each question, for paired comparisons.
+          questions: include the chosen option of each question, for paired comparisons.
         """
         data: dict[str, Any] = {
             **self.settings,
@@ -110,12 +110,12 @@ def evaluate_choices(
     """Answers questions by the likelihood of their options after the question.
 
     Args:
-      model: with a tokenizer.
+      model: a model with a tokenizer.
       task: one of `dms_jax.evaluation.tasks` that is answered by likelihood.
       policy: the checkpoint's own if None.
-      problems: how many; all that the file holds if None.
-      start: the first one.
-      serving: of the cache; `Serving()` if None.
+      problems: number of questions; all of the file if None.
+      start: index of the first question.
+      serving: options of the cache; `Serving()` if None.
 
     Raises:
       ConfigError: an argument or the policy does not fit.

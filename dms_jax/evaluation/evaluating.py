@@ -1,4 +1,4 @@
-"""`evaluate`: a model answers a task's problems, every token decoded from the real paged cache."""
+"""`evaluate`: answers to the problems of a task, decoded from the real paged cache and scored."""
 
 import dataclasses
 import functools
@@ -48,28 +48,28 @@ def evaluate(
     out: str | pathlib.Path | None = None,
     progress: bool = False,
 ) -> Result:
-    """Answers problems from a cache that holds only what the policy keeps, and scores the answers.
+    """Answers problems with a cache that holds only what the policy keeps, and scores the answers.
 
     Args:
-      model: with a tokenizer.
-      task: or several, whose problems take turns until there are no more of one: problem i is
-        number i // n of task i % n.
+      model: a model with a tokenizer.
+      task: one task, or several whose problems alternate: problem i is number i // n of task
+        i % n. A file that runs out of problems is left out from there on.
       policy: the checkpoint's own if None.
-      problems: how many, of all tasks together; if None all that are in files, and 200 where
-        they are drawn from seeds.
-      split: "test" unless something is being tuned.
+      problems: number of problems, over all tasks; None for every problem of tasks on files, and
+        for 200 of tasks that draw them from seeds.
+      split: which split; use "validation" to tune anything.
       start: the first problem of each task.
-      chains: W, answers to each problem, each with draws of its own.
-      sampling: `SAMPLING` if None: temperature 0.7, at most 512 new tokens. Its seed is not used.
-      chat: to ask through the model's chat template; None for plain text.
-      seed: of the draws; every chain of every problem has its own out of it.
+      chains: W, independent answers to each problem.
+      sampling: `SAMPLING` if None: temperature 0.7, at most 512 new tokens. Its seed is ignored.
+      chat: options of the model's chat template; None for plain text prompts.
+      seed: every chain of every problem derives its own sampling seed from it.
       horizon: tokens of which a policy with a compression_ratio takes its share, one number or one
         for each task; if None each problem has its own, its prompt and the longest answer.
-      serving: of the cache; `Serving()` if None.
-      out: a folder for `answers.jsonl`, which holds every answer as soon as it has ended, and for
-        `results.json` and `table.md` at the end. An evaluation whose folder holds answers of the
-        same settings goes on after them.
-      progress: whether to show a bar with the running score on standard error.
+      serving: options of the cache; `Serving()` if None.
+      out: a folder for `answers.jsonl`, to which every answer is written as soon as it ends, and
+        for `results.json` and `table.md` at the end. If the folder holds answers of the same
+        settings, the evaluation resumes after them.
+      progress: whether to show a progress bar with the running score on standard error.
 
     Raises:
       ConfigError: an argument or the policy does not fit, or a task has too few problems.
@@ -160,7 +160,7 @@ def evaluate(
 
 
 class Judge:
-    """Scores answers, each text once."""
+    """Scores completions and remembers the scores: judging can be slow."""
 
     def __init__(
         self, tasks: tuple[Task, ...], task_of: tuple[int, ...], problems: tuple[Problem, ...]
@@ -169,7 +169,7 @@ class Judge:
         self._scores: dict[tuple[int, str], float] = {}
 
     def __call__(self, problem: int, text: str) -> float:
-        """The score of a completion of a problem."""
+        """Returns the score of a completion of a problem."""
         if (problem, text) not in self._scores:
             task = self.tasks[self.task_of[problem]]
             self._scores[problem, text] = task.score(self.problems[problem], text)
@@ -230,7 +230,7 @@ def _drawn(task: Task, split: Split, index: int) -> Problem:
 
 
 def _horizons(horizon: int | Sequence[int] | None, tasks: int) -> list[int | None]:
-    """What was given, for each task."""
+    """The horizon of each task."""
     if horizon is None:
         return [None] * tasks
     given = list(horizon) if isinstance(horizon, Iterable) else [horizon] * tasks
@@ -240,7 +240,7 @@ def _horizons(horizon: int | Sequence[int] | None, tasks: int) -> list[int | Non
 
 
 def _seeds(seed: int, problems: int, chains: int) -> list[int]:
-    """One seed for each chain of each problem: the first chains are the same however many run."""
+    """One seed for each chain of each problem; more chains do not change the seeds of the first."""
     drawn = [
         np.random.SeedSequence([seed, problem]).generate_state(chains)
         for problem in range(problems)

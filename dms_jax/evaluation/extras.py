@@ -10,9 +10,9 @@ def import_extra(module: str, *, package: str, purpose: str) -> ModuleType:
     """Imports a module of the extra `eval`.
 
     Args:
-      module: its name in Python.
-      package: its name in messages.
-      purpose: what it is needed for, as the beginning of a sentence.
+      module: name of the module.
+      package: name of the package, for messages.
+      purpose: what needs it, as the subject of a sentence.
 
     Raises:
       ConfigError: it is not installed.

@@ -15,7 +15,7 @@ from dms_jax.errors import DmsJaxError
 from dms_jax.evaluation.extras import import_extra
 
 NAME = "dms_jax"
-_TARGET = "dms_jax.evaluation.harness_model:HarnessModel"
+_TARGET = f"{__package__}.harness_model:HarnessModel"
 
 
 def register() -> None:

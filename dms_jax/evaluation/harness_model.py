@@ -33,14 +33,15 @@ class HarnessModel(LM):
     Args:
       path: a Hugging Face directory, or a hub id; from Python also a loaded model.
       policy: the policy's name; what the checkpoint declares if None.
-      dtype: of the weights and the cache; that of the files if None.
+      dtype: type of the weights and the cache; the type in the files if None.
       lanes: sequences in the cache at a time; `--batch_size` does the same.
       memory, chunk, page_size, prefill_chunk, kv_dtype: see `Serving`.
-      enable_thinking: of the chat template, where it understands that.
-      chat_variables: what the chat template understands besides, from Python.
-      batch_size, max_batch_size, device: of the harness. A batch size above 1 is `lanes`; jax
-        chooses the device (JAX_PLATFORMS).
-      **options: of the policy: budget=512, window=256.
+      enable_thinking: variable of the chat template, for templates that have it.
+      chat_variables: further variables of the chat template; from Python only.
+      batch_size: what the harness passes; above 1 it replaces `lanes`.
+      max_batch_size, device: what the harness passes; not used. jax chooses the device
+        (JAX_PLATFORMS).
+      **options: options of the policy, such as budget=512 or window=256.
 
     Raises:
       ConfigError: the policy or an option does not fit.
@@ -112,7 +113,7 @@ class HarnessModel(LM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each text, cut into windows of all the model's positions."""
+        """The log-probability of each text, in windows as long as the model's positions allow."""
         del disable_tqdm
         start = first_token(self.model)
         most = self.max_length - 1  # a window is read with the token before it
@@ -138,7 +139,7 @@ class HarnessModel(LM):
         return answers
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to a stop string."""
+        """The model's answer to each context, up to a stop string."""
         del disable_tqdm
         groups: dict[Sampling, list[int]] = collections.defaultdict(list)
         for index, request in enumerate(requests):
@@ -169,7 +170,7 @@ class HarnessModel(LM):
     def _fitting(
         self, context: Sequence[int], continuation: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """The end of the context that fits the model's positions with the continuation."""
+        """Truncates the context on the left so that both fit the model's positions."""
         room = self.max_length - len(continuation)
         return context[-max(room, 1) :], continuation
 
@@ -182,11 +183,11 @@ class HarnessModel(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The path of the checkpoint, which tells caches of requests apart."""
+        """The path of the checkpoint; the harness uses it as a key of its request cache."""
         return self._path.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The source of the chat template; empty where none is asked for."""
+        """The source of the chat template; empty if it is not requested."""
         template = self.model.tokenizer.chat_template if chat_template else None
         if isinstance(template, Mapping):
             template = template.get(chat_template if isinstance(chat_template, str) else "default")
@@ -195,7 +196,7 @@ class HarnessModel(LM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation; the last message stays open unless an answer is asked for."""
+        """Renders a conversation; without a generation prompt the last message is left open."""
         text = self.model.tokenizer.apply_chat_template(
             chat_history, add_generation_prompt=add_generation_prompt, **self._chat_variables
         )
@@ -205,7 +206,7 @@ class HarnessModel(LM):
         return text[: text.rindex(last) + len(last)]
 
     def get_model_info(self) -> dict[str, Any]:
-        """What goes beside the results: the policy, and the live tokens it came to on average."""
+        """Stored with the results: the policy, cache options, and mean peak of live tokens."""
         peak = float(np.mean(self._peaks)) if self._peaks else None
         return {
             "policy": self.policy.to_dict(),

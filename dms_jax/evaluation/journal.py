@@ -1,8 +1,8 @@
-"""The answers of an evaluation on disk, so that one that was interrupted goes on where it stopped.
+"""The answers of an evaluation on disk, so that an interrupted one can resume.
 
-`answers.jsonl` holds the settings in its first line and an answer in each other one, written when
-the answer has ended. Problems and chains are no part of the settings: their draws depend on
-neither, so that more of both can be added to what is there.
+The first line of `answers.jsonl` holds the settings, each following line an answer, written when it
+ends. The numbers of problems and chains are not among the settings: the seeds do not depend on
+them, so a later evaluation can add more of both.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ class Journal:
     """The answers of one evaluation in a folder.
 
     Args:
-      folder: made if it is not there.
-      settings: what decides the answers, as JSON data.
+      folder: the folder, created if needed.
+      settings: everything that determines the answers, as JSON data.
 
     Attributes:
-      answers: those that the folder held already, by problem and chain.
+      answers: the answers that the folder held already, by problem and chain.
 
     Raises:
       DataError: the folder cannot be written, or holds the answers of other settings.
@@ -45,7 +45,7 @@ class Journal:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lines = self._path.read_text("utf-8").split("\n") if self._path.exists() else []
-            whole = lines[:-1]  # what follows the last line break was cut short
+            whole = lines[:-1]  # an incomplete last line was interrupted
             self.answers = self._read(whole, settings) if whole else {}
             start = sum(len(line.encode()) + 1 for line in whole)
             self._file: io.BufferedRandom = self._path.open("r+b" if lines else "w+b")
@@ -57,7 +57,7 @@ class Journal:
             self._write({"settings": settings})
 
     def add(self, problem: int, chain: int, completion: Completion) -> None:
-        """Writes an answer; it is on disk when this returns."""
+        """Writes an answer and flushes the file."""
         self._write({"problem": problem, "chain": chain, **dataclasses.asdict(completion)})
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Journal:
 
 
 def model_mark(model: LanguageModel) -> str:
-    """A few characters that differ between models: a hash of some of every parameter."""
+    """A fingerprint of a model: a hash of a part of every parameter."""
     state = hashlib.blake2b(digest_size=8)
     for leaf in jax.tree.leaves(model.transformer):
         part = leaf[(0,) * (leaf.ndim - 1)][:64]

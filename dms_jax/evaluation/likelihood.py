@@ -1,13 +1,13 @@
-"""How likely a continuation is after a context, from the real paged cache.
+"""Log-probabilities of continuations given contexts, from the real paged cache.
 
-The context goes into the cache as a prompt does, and is cut as one; the continuation is read as an
-answer, one decode step a token. So a policy does what it would if the model had written the
-continuation itself. What several questions share is computed once: a context whose continuations
-have one token each (the letters of a multiple-choice question) takes one sequence and no step.
+The context is prefilled as a prompt, with whatever the policy evicts at its end; the continuation
+is teacher-forced, one decode step per token. So a policy does what it would do if the model had
+generated the continuation itself. Work that several continuations share is done once: a context
+whose continuations have one token each (the letters of a multiple-choice question) takes one
+sequence and no decode step.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,11 +31,11 @@ Tokens = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-    """What a model says of a continuation.
+    """The likelihood of a continuation.
 
     Attributes:
-      logprob: in nats, of the whole continuation given its context.
-      greedy: whether the model would have written it at temperature 0.
+      logprob: log-probability of the whole continuation given its context, in nats.
+      greedy: whether greedy decoding would generate it.
       peak_tokens: the most live entries after any token, averaged over layers and KV heads.
     """
 
@@ -46,13 +46,14 @@ class Likelihood:
 
 @dataclasses.dataclass
 class _Sequence:
-    """One sequence in the cache: a context, what is read after it, and who asks about it.
+    """One sequence in the cache: a context and a teacher-forced continuation.
 
     Attributes:
       context: at least one token.
-      read: the continuation but for its last token.
-      asked: index of the call -> the last token.
-      logprobs, greedy: of the tokens of `read`; of the last token by index.
+      read: the continuation without its last token.
+      asked: last token of each continuation, by index of its pair.
+      logprobs, greedy: log-probabilities of the tokens of `read`, and whether all are greedy.
+      last: the same for the last tokens, by index of the pair.
     """
 
     context: Tokens
@@ -69,11 +70,12 @@ class _Sequence:
 
 
 def encode_pair(model: LanguageModel, context: str, continuation: str) -> tuple[Tokens, Tokens]:
-    """Token ids of a context and of what follows it, cut where the context's own tokens end.
+    """Token ids of a context and of its continuation.
 
-    Both are encoded together, since a tokenizer may join what stands at the seam; spaces at the
-    context's end belong to the continuation, where most tokenizers put them. An empty context is
-    the token that begins a sequence.
+    Both are encoded together, because a tokenizer may merge across the boundary, and split after
+    as many tokens as the context has alone. Trailing spaces of the context are moved to the
+    continuation, where most tokenizers put them. An empty context becomes the token that begins a
+    sequence.
 
     Raises:
       DataError: there is no tokenizer, or the continuation has no token.
@@ -98,14 +100,14 @@ def encode_pair(model: LanguageModel, context: str, continuation: str) -> tuple[
 
 
 def encode_text(model: LanguageModel, text: str) -> list[int]:
-    """Token ids of a text, which may begin with the token that begins a sequence, as chats do."""
+    """Token ids of a text; a leading beginning-of-sequence token, as in chats, is not repeated."""
     begin = model.tokenizer.special_tokens.get("bos_token")
     begins = begin is not None and text.startswith(begin)
     return model.tokenizer.encode(text, add_special_tokens=not begins)
 
 
 def first_token(model: LanguageModel) -> int:
-    """The token that begins a sequence, or else one that ends it.
+    """The beginning-of-sequence token, or an end-of-sequence token if there is none.
 
     Raises:
       DataError: the checkpoint declares neither.
@@ -129,21 +131,21 @@ def likelihoods(
     policy: Policy | None = None,
     serving: Serving | None = None,
 ) -> list[Likelihood]:
-    """How likely continuations are after their contexts.
+    """Computes the log-probabilities of continuations given their contexts.
 
     Args:
       model: from `load` or `retrofit`.
       pairs: token ids of a context and of a continuation, at least one each.
       policy: the checkpoint's own if None. One with a compression_ratio takes its share of each
         pair's own length.
-      serving: of the cache; `Serving()` if None.
+      serving: options of the cache; `Serving()` if None.
 
     Raises:
       DataError: a part is empty, outside the vocabulary, or both are beyond the positions.
       CapacityError: the memory does not hold a single sequence.
 
-    What interrupts it, KeyboardInterrupt too, carries what was known: `error.finished` is
-    {index of the pair: Likelihood}.
+    An exception that interrupts it, KeyboardInterrupt too, carries the finished part:
+    `error.finished` is {index of the pair: Likelihood}.
     """
     policy, serving = model.resolve_policy(policy), serving or Serving()
     sequences: dict[tuple[Tokens, Tokens], _Sequence] = {}
@@ -159,8 +161,8 @@ def likelihoods(
     if not sequences:
         return []
     done: dict[int, Likelihood] = {}
-    # Sequences of similar lengths share a program; the longest come first, and so does the news
-    # that the memory is too small.
+    # Sequences of similar lengths share a program. The longest come first, so that too little
+    # memory shows at once.
     waiting = sorted(sequences.values(), key=lambda each: (-each.length, each.context, each.read))
     longest = waiting[0].length + 1
     engine = serving.engine(model, policy, sequences=len(waiting), max_tokens=longest)
@@ -177,7 +179,7 @@ def likelihoods(
 
 
 def _batch(engine: Engine, waiting: Sequence[_Sequence]) -> list[_Sequence]:
-    """The first sequences that fit the lanes and the pool together; at least one."""
+    """The first sequences that fit the lanes and the pool together, at least one."""
     runner = engine.runner
     extra = np.zeros(len(runner.seen), np.int64)
     runner.allow(waiting[0].length + 1)
@@ -189,7 +191,7 @@ def _batch(engine: Engine, waiting: Sequence[_Sequence]) -> list[_Sequence]:
 
 
 def _run(engine: Engine, batch: Sequence[_Sequence], most: int) -> list[float]:
-    """Runs sequences through the cache, one a lane; returns the peak of each."""
+    """Runs sequences through the cache, one per lane; returns the peak of each."""
     runner, config = engine.runner, engine.model.config
     rows = config.num_layers * config.num_kv_heads
     meters = [Meter(rows=rows) for _ in batch]
@@ -199,14 +201,14 @@ def _run(engine: Engine, batch: Sequence[_Sequence], most: int) -> list[float]:
     for first in range(0, len(batch), together):
         lanes = range(first, min(first + together, len(batch)))
         for parts, ends in _prompt_parts(batch, lanes, width):
-            _take(engine, batch, meters, parts, width=width, ends=ends)
+            _run_tokens(engine, batch, meters, parts, width=width, ends=ends)
     for step in range(max(len(each.read) for each in batch)):
         parts = {
             lane: np.asarray(each.read[step : step + 1], np.int32)
             for lane, each in enumerate(batch)
             if step < len(each.read)
         }
-        _take(engine, batch, meters, parts, width=1, step=step)
+        _run_tokens(engine, batch, meters, parts, width=1, step=step)
     runner.clear(list(range(len(batch))))
     return [meter.peak / rows for meter in meters]
 
@@ -225,7 +227,7 @@ def _prompt_parts(
         yield parts, [lane for lane in parts if start + width >= len(batch[lane].context)]
 
 
-def _take(
+def _run_tokens(
     engine: Engine,
     batch: Sequence[_Sequence],
     meters: Sequence[Meter],
@@ -235,16 +237,16 @@ def _take(
     ends: Sequence[int] = (),
     step: int | None = None,
 ) -> None:
-    """Runs the next tokens of some lanes, and looks at what follows where that is known.
+    """Runs the next tokens of some lanes, and scores the tokens that follow them.
 
     Args:
       engine: with the cache.
       batch: the sequence of each lane.
-      meters: of each lane.
+      meters: the meter of each lane.
       parts: lane -> its next tokens.
-      width: of the compiled chunk.
-      ends: lanes whose context they complete.
-      step: place of the tokens in the continuations; None for contexts.
+      width: tokens per lane in the compiled chunk.
+      ends: lanes whose context is complete after these tokens.
+      step: position of the tokens in the continuations; None for contexts.
     """
     runner, prompt = engine.runner, step is None
     extra = np.zeros(len(runner.seen), np.int64)
@@ -262,7 +264,7 @@ def _take(
         meters[lane].add(extended.live[lane], held=extended.held[lane])
     looking = ends if step is None else parts
     place = 0 if step is None else step + 1  # in the continuation, of the token that follows
-    wanted = {lane: _following(batch[lane], place) for lane in looking}
+    wanted = {lane: _targets(batch[lane], place) for lane in looking}
     if not wanted:
         return
     lanes = extended.lanes.tolist()
@@ -271,21 +273,21 @@ def _take(
         targets[lanes.index(lane), : len(tokens)] = tokens
     with use_mesh(engine.model.mesh):
         logprobs, greedy = jax.tree.map(
-            np.asarray, _look(engine.model.transformer, extended.hidden, targets)
+            np.asarray, _score(engine.model.transformer, extended.hidden, targets)
         )
     for lane, tokens in wanted.items():
         row = lanes.index(lane)
-        _note(batch[lane], place, logprobs[row, : len(tokens)], greedy[row, : len(tokens)])
+        _record(batch[lane], place, logprobs[row, : len(tokens)], greedy[row, : len(tokens)])
 
 
-def _following(sequence: _Sequence, place: int) -> list[int]:
-    """The tokens to look at: the next one that is read, or the last ones that are asked about."""
+def _targets(sequence: _Sequence, place: int) -> list[int]:
+    """The tokens to score: the next one of `read`, or the last tokens of the continuations."""
     if place < len(sequence.read):
         return [sequence.read[place]]
     return list(sequence.asked.values())
 
 
-def _note(
+def _record(
     sequence: _Sequence,
     place: int,
     logprobs: Float[np.ndarray, " n"],
@@ -304,9 +306,11 @@ def _note(
         sequence.last = dict(zip(sequence.asked, found, strict=True))
 
 
-@functools.partial(jax.jit)
-def _look(transformer: Transformer, hidden: Float[Array, "b E"], targets: Int[Array, "b n"]) -> Any:
-    """Log-probabilities of tokens after hidden states, and whether each is the likeliest."""
+@jax.jit
+def _score(
+    transformer: Transformer, hidden: Float[Array, "b E"], targets: Int[Array, "b n"]
+) -> Any:
+    """Log-probabilities of tokens given hidden states, and whether each is the argmax."""
     logits = transformer.unembed(hidden)
     chosen = jnp.take_along_axis(logits, targets, axis=-1)
     logprobs = chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)

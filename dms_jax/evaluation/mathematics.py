@@ -1,8 +1,8 @@
 r"""Judging answers to mathematical problems, with Math-Verify (the extra `eval`).
 
-An answer is looked for where the prompts ask for it (`\boxed{...}`, "the final answer is ..."), and
-else is an expression of the text. Two answers are the same if they are the same number, expression,
-set, interval or word, however they are written: 0.5 is \frac{1}{2}.
+An answer is looked for where the prompts request it (`\boxed{...}`, "the final answer is ..."), and
+otherwise among the expressions of the text. Two answers are the same if they are the same number,
+expression, set, interval or word, however they are written: 0.5 is \frac{1}{2}.
 """
 
 import threading
@@ -10,9 +10,9 @@ from typing import Any
 
 from dms_jax.evaluation.extras import import_extra
 
-_SECONDS = 5  # that parsing or comparing may take
+_SECONDS = 5  # limit for parsing and for comparing
 _LARGEST = 10**100
-MAX_CHARACTERS = 20_000  # of a completion, from its end: an answer is short and comes last
+MAX_CHARACTERS = 20_000  # the end of a completion; an answer is short and comes last
 
 
 def require_math_verify(task: str) -> None:
@@ -58,12 +58,12 @@ def _parse(text: str) -> list[Any]:
 
 
 def _math_verify() -> tuple[Any, tuple[type[BaseException], ...]]:
-    """The library, and what it raises on a text: its time limit is not an `Exception`."""
+    """The library, and the exceptions it raises; its timeout does not derive from `Exception`."""
     library = import_extra("math_verify", package="Math-Verify", purpose="Judging an answer")
     errors = import_extra("math_verify.errors", package="Math-Verify", purpose="Judging an answer")
     return library, (Exception, errors.TimeoutException)
 
 
 def _time_limit() -> int | None:
-    """Math-Verify stops itself by a signal, which only the main thread receives."""
+    """Math-Verify's timeout uses a signal, which works only in the main thread."""
     return _SECONDS if threading.current_thread() is threading.main_thread() else None

@@ -1,4 +1,4 @@
-"""`perplexity`: how well a model predicts a text, every token read from the real paged cache.
+"""`perplexity`: the loss of a model on a text, teacher-forced through the real paged cache.
 
 The text is cut into its documents (at `<|endoftext|>`, where there is any), and those into windows.
 Each token is predicted once: the first one of a document after the token that begins a sequence,
@@ -26,22 +26,22 @@ from dms_jax.generation import Score, score
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
-_LONGEST_WINDOW = 4096  # unless asked: a text in one window of 131,072 takes days
+_LONGEST_WINDOW = 4096  # by default: one window of 131,072 tokens would take days
 
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """How well a text was predicted.
+    """The loss on a text.
 
     Attributes:
-      settings: what was run, as JSON data.
-      tokens: predicted.
-      words, size: of the text that they stand for; words are what white space separates, the size
-        is in bytes of UTF-8.
-      window_nats: mean loss of each window.
-      nats: of the whole text.
-      reads: entries of the cache read a token, averaged over layers and KV heads.
-      peak: the most live entries, averaged over windows, layers and KV heads.
+      settings: path, policy and window, as JSON data.
+      tokens: number of predicted tokens.
+      words: number of words of the text, separated by white space.
+      size: bytes of the text in UTF-8.
+      window_nats: mean loss of each window, in nats per token.
+      nats: total loss of the text.
+      reads: cache entries read per token, averaged over layers and KV heads.
+      peak: peak of live entries, averaged over windows, layers and KV heads.
     """
 
     settings: Mapping[str, Any]
@@ -106,12 +106,12 @@ def perplexity(
     """Predicts a text file token by token through the cache, as decoding would.
 
     Args:
-      model: with a tokenizer.
+      model: a model with a tokenizer.
       path: a text in UTF-8, whose documents may be separated by `<|endoftext|>`.
       policy: the checkpoint's own if None.
       window: tokens predicted together; what the model's positions hold, at most 4096, if None.
-      max_tokens: predict the first ones alone; all of them if None.
-      serving: of the cache; 64 windows at a time if None.
+      max_tokens: predict only so many tokens; all of them if None.
+      serving: options of the cache; 64 windows at a time if None.
 
     Raises:
       DataError: the file cannot be read or is empty, or a window is beyond the model's positions.

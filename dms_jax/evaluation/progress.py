@@ -11,7 +11,7 @@ Tick = Callable[[float], None]
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Tick]:
-    """Shows how many of `total` answers there are, and their mean score, on standard error.
+    """Shows the number of answers and their mean score on standard error.
 
     Yields:
       A function to call with the score of each answer.

@@ -1,8 +1,8 @@
-"""From a problem to the tokens that a model reads: plain text, or a chat by the model's template.
+"""Encodes problems as prompts: as plain text, or through the model's chat template.
 
-As a chat, every worked example is a turn of the user and one of the assistant, after the system's;
-the problem is the last turn. In plain text the examples stand before the problem, with an empty
-line between.
+In a chat every worked example is a user turn and an assistant turn, after the system prompt, and
+the problem is the last user turn. In plain text the examples precede the problem, separated by
+empty lines.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ SEPARATOR = "\n\n"  # between worked examples in plain text
 
 @dataclasses.dataclass(frozen=True)
 class Chat(Options):
-    """Asks through the model's chat template.
+    """Options of a chat prompt.
 
     Attributes:
-      system: the system prompt; None for none, or for what the template says by itself.
-      variables: what the template understands besides: {"enable_thinking": False} for Qwen3,
-        {"date_string": "23 July 2024"} for Llama 3 as the DMS paper ran it.
+      system: the system prompt; None for the default of the template, if it has one.
+      variables: further variables of the template: {"enable_thinking": False} for Qwen3,
+        {"date_string": "23 July 2024"} for Llama 3 as in the DMS paper.
     """
 
     system: str | None = None
@@ -47,10 +47,10 @@ def encode_problem(
     """Token ids of a problem.
 
     Args:
-      model: whose tokenizer and chat template count.
-      problem: the problem; one of a file may come with worked examples.
-      chat: how to ask through the chat template; None for plain text.
-      name: of the task, for messages.
+      model: the model, with its tokenizer and chat template.
+      problem: the problem, with its worked examples if it has any.
+      chat: options of the chat; None for plain text.
+      name: name of the task, for messages.
 
     Raises:
       DataError: the model has no chat template, or the tokens do not fit it.
@@ -61,8 +61,8 @@ def encode_problem(
         return encode_prompt(model, text, name=f"A problem of {name}")
     if getattr(model.tokenizer, "chat_template", None) is None:
         raise DataError(
-            f"{name} is to be asked as a chat, and this model's tokenizer has no chat template. "
-            "Leave chat out to ask in plain text, or set model.tokenizer.chat_template."
+            f"{name}: chat prompts were requested, and the model's tokenizer has no chat template. "
+            "Leave chat out for plain text prompts, or set model.tokenizer.chat_template."
         )
     messages = [] if chat.system is None else [{"role": "system", "content": chat.system}]
     for question, answer in examples:

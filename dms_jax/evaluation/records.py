@@ -1,9 +1,9 @@
-"""Records of a data set's files: JSON lines, JSON, CSV or parquet, each with its place.
+"""Reads the records of data set files (JSON lines, JSON, CSV, parquet) with their line numbers.
 
     for record in read_records("gsm8k/test.jsonl"):
         record.text("question")    # DataError: gsm8k/test.jsonl, line 7: there is no "question"
 
-A folder stands for all the files in it that can be read, in the order of their names.
+A folder is read as all its files of these kinds, in the order of their names.
 """
 
 import csv
@@ -33,14 +33,14 @@ class Record:
     file: str
 
     def error(self, message: str) -> DataError:
-        """An error that names the record's place."""
+        """Returns an error that names the file and the line of the record."""
         return DataError(f"{self.where}: {message}")
 
     def value(self, *names: str) -> Any:
-        """The first of the fields that is there.
+        """The value of the first field that is present.
 
         Raises:
-          DataError: none of them is.
+          DataError: none is present.
         """
         for name in names:
             if self.fields.get(name) is not None:
@@ -50,10 +50,10 @@ class Record:
         raise self.error(f"there is no {wanted}; fields: {found}.")
 
     def text(self, *names: str) -> str:
-        """The first of the fields that is there, which must be a text or a number.
+        """The first field that is present, which must be a text or a number.
 
         Raises:
-          DataError: none of them is there, or it is something else or blank.
+          DataError: none is present, or the value is blank or of another type.
         """
         value = self.value(*names)
         if is_whole(value) or isinstance(value, float):
@@ -82,9 +82,9 @@ class Record:
         """A field that says which of several options is right, counted from 0.
 
         Args:
-          names: of the field.
+          names: names of the field; the first one that is present counts.
           below: how many options there are.
-          first: the number of the first one in the file.
+          first: the number that the file uses for the first option.
 
         Raises:
           DataError: it is no such number.

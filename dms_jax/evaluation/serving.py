@@ -1,4 +1,4 @@
-"""How a model is served while it is evaluated: the size and the shape of its cache."""
+"""Options of the cache and the engine during an evaluation."""
 
 import dataclasses
 from typing import Annotated, Any
@@ -8,21 +8,22 @@ from dms_jax.generation import Engine
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
-# A policy that runs prompts token by token takes as long for many sequences as for one: all that
-# fit this many bytes of activations go at once. For the others so many tokens keep a device busy.
+# A policy that runs prompts token by token takes as long for many sequences as for one: as many run
+# together as fit this many bytes of activations. For other policies this many tokens saturate a
+# device.
 _ACTIVATION_BYTES = 8e9
 _PREFILL_TOKENS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Serving(Options):
-    """Options of the engine that answers.
+    """Options of the cache and the engine.
 
     Attributes:
       lanes: sequences in the cache at a time. More than a thousand keep a large GPU busy.
       memory: bytes for the cache; None for what the lanes can need, within the free memory.
       chunk: decode steps per compiled program.
-      page_size: slots a page; 16 for Quest as published.
+      page_size: slots per page; 16 for Quest as published.
       prefill_chunk: prompt tokens of a sequence per compiled program.
       kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits; None for the model's type.
     """
@@ -37,7 +38,7 @@ class Serving(Options):
     def engine(
         self, model: LanguageModel, policy: Policy, *, sequences: int, max_tokens: int
     ) -> Engine:
-        """An engine for so many sequences of at most so many tokens, of one compiled shape."""
+        """An engine for so many sequences of at most `max_tokens`, with one compiled width."""
         return Engine(
             model,
             policy,
@@ -58,7 +59,7 @@ class Serving(Options):
 
 
 def prefill_tokens(model: LanguageModel, policy: Policy) -> int:
-    """Prompt tokens of all sequences together in one program."""
+    """The most prompt tokens of all sequences together in one compiled program."""
     bytes_a_token = 3 * model.config.intermediate_size * model.dtype.itemsize
     most = max(1, int(_ACTIVATION_BYTES / bytes_a_token))
     return min(most, _PREFILL_TOKENS) if policy.parallel(prompt=True) else most

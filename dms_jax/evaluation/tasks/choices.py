@@ -1,4 +1,4 @@
-"""Questions whose answer is the likeliest of several continuations.
+"""Multiple-choice tasks: the answer is the most likely of several continuations.
 
 Prompts are those of lm-evaluation-harness, as the DMS paper uses it (appendix G). Each task reads
 its publisher's form, and one that several collections share: {"query", "choices", "gold"}, or
@@ -21,10 +21,10 @@ class Choices:
     """A question with its options.
 
     Attributes:
-      contexts: of each option; the same for all of them but in WinoGrande.
-      continuations: what may follow, without the space before it.
-      gold: which one is right.
-      group: what the question belongs to, such as a subject.
+      contexts: one for each option; they are all the same except in WinoGrande.
+      continuations: the text of each option, without the space before it.
+      gold: index of the right option.
+      group: the subject that the question belongs to, if any.
     """
 
     contexts: tuple[str, ...]
@@ -40,7 +40,7 @@ class Choices:
 
 @dataclasses.dataclass(frozen=True)
 class ChoiceTask(FromFile, abc.ABC):
-    """Questions of a file that are answered by likelihood.
+    """Questions from a file that are answered by likelihood.
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
@@ -64,23 +64,23 @@ class ChoiceTask(FromFile, abc.ABC):
         """The question of a record, without examples."""
 
     def describe(self, record: Record) -> str:
-        """What stands before the examples: nothing, unless overridden."""
+        """Text before the worked examples; empty unless overridden."""
         del record
         return ""
 
 
-def asked(prompt: str, options: tuple[str, ...], gold: int, group: str = "") -> Choices:
+def with_options(prompt: str, options: tuple[str, ...], gold: int, group: str = "") -> Choices:
     """A question with one prompt for all options."""
     return Choices((prompt,) * len(options), options, gold, group)
 
 
 def shared_form(record: Record) -> Choices | None:
-    """The question of a record of the form {"query", "choices", "gold"}; None of another form."""
+    """Reads a record of the form {"query", "choices", "gold"}; None for records of other forms."""
     if not {"query", "choices", "gold"} <= record.fields.keys():
         return None
     options = record.texts("choices")
     prompt = f"{record.text('query').strip()}\nAnswer:"
-    return asked(prompt, options, record.index("gold", below=len(options)))
+    return with_options(prompt, options, record.index("gold", below=len(options)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class MMLU(ChoiceTask):
         letters = tuple("ABCDEFGHIJ"[: len(options)])
         lines = [f"{letter}. {text}" for letter, text in zip(letters, options, strict=True)]
         prompt = "\n".join([record.text("question").strip(), *lines, "Answer:"])
-        return asked(prompt, letters, gold, subject_of(record))
+        return with_options(prompt, letters, gold, subject_of(record))
 
     def describe(self, record: Record) -> str:
         subject = subject_of(record).replace("_", " ")
@@ -125,7 +125,7 @@ class MMLU(ChoiceTask):
 
 
 def subject_of(record: Record) -> str:
-    """What a record says, or the name of its file without the split."""
+    """The subject of a record: its field, or the name of its file without the split."""
     if record.fields.get("subject"):
         return record.text("subject")
     for split in ("_test", "_val", "_dev"):
@@ -166,4 +166,4 @@ class ARC(ChoiceTask):
         if key not in labels:
             raise record.error(f'"answerKey" must be one of {", ".join(labels)}, got {key!r}.')
         prompt = f"Question: {inner.text('question')}\nAnswer:"
-        return asked(prompt, inner.texts("choices"), labels.index(key))
+        return with_options(prompt, inner.texts("choices"), labels.index(key))

@@ -1,11 +1,11 @@
-"""Common sense by likelihood: HellaSwag, PIQA, WinoGrande, BoolQ."""
+"""Commonsense tasks answered by likelihood: HellaSwag, PIQA, WinoGrande, BoolQ."""
 
 import dataclasses
 import re
 from typing import ClassVar
 
 from dms_jax.evaluation.records import Record
-from dms_jax.evaluation.tasks.choices import Choices, ChoiceTask, asked, shared_form
+from dms_jax.evaluation.tasks.choices import Choices, ChoiceTask, shared_form, with_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +24,11 @@ class HellaSwag(ChoiceTask):
             context += f" {record.text('ctx_b').capitalize()}"
         endings = tuple(_cleaned(each) for each in record.texts("endings"))
         prompt = _cleaned(f"{record.text('activity_label')}: {context}")
-        return asked(prompt, endings, record.index("label", below=len(endings)))
+        return with_options(prompt, endings, record.index("label", below=len(endings)))
 
 
 def _cleaned(text: str) -> str:
-    """A text of WikiHow without its markup, as the harness does it."""
+    """Removes the markup of WikiHow as lm-evaluation-harness does."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
@@ -48,14 +48,15 @@ class PIQA(ChoiceTask):
             return shared
         prompt = f"Question: {record.text('goal')}\nAnswer:"
         options = (record.text("sol1"), record.text("sol2"))
-        return asked(prompt, options, record.index("label", below=2))
+        return with_options(prompt, options, record.index("label", below=2))
 
 
 @dataclasses.dataclass(frozen=True)
 class WinoGrande(ChoiceTask):
-    """Whom a sentence means: {"sentence", "option1", "option2", "answer"}, with "_" for the name.
+    """Which name a blank stands for: {"sentence", "option1", "option2", "answer"}.
 
-    The options differ in what stands before, and what follows the name is scored.
+    The sentence has "_" in place of the name. The contexts end with each option; the rest of
+    the sentence is scored.
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
@@ -89,4 +90,4 @@ class BoolQ(ChoiceTask):
     def pose(self, record: Record) -> Choices:
         question = record.text("question").strip().removesuffix("?")
         prompt = f"{record.text('passage')}\nQuestion: {question}?\nAnswer:"
-        return asked(prompt, ("no", "yes"), record.index("answer", "label", below=2))
+        return with_options(prompt, ("no", "yes"), record.index("answer", "label", below=2))

@@ -1,6 +1,6 @@
-"""Tasks whose problems are the records of a file, in the form in which it is published.
+"""Tasks whose problems are the records of a published data file.
 
-The file is the split: whatever split is asked for, the problems are those of the file, in order.
+The file is the split: for every split the problems are those of the file, in order.
 Worked examples come from another file of the same form, so that no problem is its own example.
 """
 
@@ -25,7 +25,7 @@ class FileProblem(Problem):
     """A problem of a file.
 
     Attributes:
-      examples: (question, answer) of worked examples that stand before it.
+      examples: worked examples before it, as (question, answer).
     """
 
     examples: tuple[tuple[str, str], ...] = ()
@@ -33,12 +33,12 @@ class FileProblem(Problem):
 
 @dataclasses.dataclass(frozen=True)
 class FromFile(Options):
-    """What reads a file, with worked examples from another.
+    """A task that reads its problems from one file and its worked examples from another.
 
     Attributes:
       path: JSON lines, JSON, CSV or parquet, or a folder of such files.
       few_shot: worked examples before each problem.
-      examples: the file that they come from: its first records.
+      examples: the file whose first records are the worked examples.
     """
 
     name: ClassVar[str]
@@ -99,7 +99,7 @@ class FromFile(Options):
         return own[: self.few_shot]
 
     def examples_for(self, record: Record, examples: Sequence[Record]) -> Sequence[Record]:
-        """Those of the examples that may stand before a record: all, unless overridden."""
+        """The examples that may precede a record; all of them unless overridden."""
         del record
         return examples
 
@@ -113,11 +113,11 @@ class FromFile(Options):
 
 @dataclasses.dataclass(frozen=True)
 class FileTask(FromFile, Task):
-    """Problems of a file that a model answers in its own words.
+    """Problems from a file that a model answers in generated text.
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
-      seed: for tasks that shuffle.
+      seed: for tasks that shuffle their options.
     """
 
     @abc.abstractmethod

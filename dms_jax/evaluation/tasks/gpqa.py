@@ -1,4 +1,4 @@
-"""GPQA: four options in an order drawn from a seed, and a letter for an answer.
+"""GPQA: four options, shuffled from a seed, answered by a letter.
 
 The prompt is Open-R1's, as the DMS paper asks it (appendix G). The file is the published CSV:
 "Question", "Correct Answer", "Incorrect Answer 1" ... "Incorrect Answer 3".
@@ -25,11 +25,11 @@ _ANSWER = re.compile(r"answer\s*:[\s*]*\$?(?:\\boxed\{|\\text\{|\()*([A-D])(?![A
 
 @dataclasses.dataclass(frozen=True)
 class GPQA(FileTask):
-    """Questions of graduates with four options each.
+    """Graduate-level questions with four options each.
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
-      seed: of the order of the options; every question has its own order.
+      seed: decides the order of the options; every question has its own order.
     """
 
     name: ClassVar[str] = "gpqa"

@@ -37,7 +37,7 @@ class Mathematics(FileTask):
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
-      style: "instruct" asks in words for an answer that can be found; "plain" gives the problem.
+      style: "instruct" says in which format to answer; "plain" gives the problem alone.
     """
 
     name: ClassVar[str] = "mathematics"
@@ -62,13 +62,13 @@ class Mathematics(FileTask):
         return Problem(prompt, solution, (answer,), record.where)
 
     def read_solution(self, record: Record) -> tuple[str, str]:
-        """The worked solution of a record, the answer alone where there is none, and the answer."""
+        """The worked solution of a record (the answer if there is none), and the answer."""
         answer = record.text("answer", "Answer").strip()
         working = [name for name in ("solution", "Solution") if record.fields.get(name)]
         return (record.text(*working) if working else answer), answer
 
     def finish(self, working: str, answer: str) -> str:
-        """A worked solution that ends as the prompt asks."""
+        """A worked solution that ends in the format that the prompt requests."""
         return f"{working}\nThe final answer is {answer}"
 
     def answer(self, completion: str) -> str | None:
