@@ -4,7 +4,12 @@
     python -m experiments.evaluate --model path/to/model --task needle --task-options size=600 \
         --policy TOVA --options budget=128 --out runs/needle.json
 
-Problems are made from seeds; those of the test split are never trained on.
+    python -m experiments.evaluate --task gsm8k --task-options path=gsm8k/test.jsonl --chat
+    python -m experiments.evaluate --task mmlu --task-options path=mmlu/test few_shot=5 \
+        examples=mmlu/dev --problems 200
+
+Problems are made from seeds (those of the test split are never trained on), or read from a file in
+the form in which its publisher distributes it.
 """
 
 import dataclasses
@@ -20,11 +25,28 @@ import jax
 import dms_jax
 from dms_jax import assets
 from dms_jax.data.tasks import Split
-from dms_jax.evaluation import SAMPLING, Result, evaluate, summary_table
+from dms_jax.evaluation import (
+    SAMPLING,
+    Chat,
+    ChoiceResult,
+    Result,
+    Serving,
+    evaluate,
+    evaluate_choices,
+    percent,
+    summary_table,
+)
 from experiments.shared.command_line import command, run
-from experiments.shared.options import read_policy, read_tasks
+from experiments.shared.options import (
+    CHOICES,
+    read_choices,
+    read_options,
+    read_policy,
+    read_tasks,
+)
 from experiments.shared.reports import make_place, write_json
 
+SERVING = Serving()
 CALL = {name: each.default for name, each in inspect.signature(evaluate).parameters.items()}
 
 
@@ -38,15 +60,24 @@ class Config:
     adapter: str | None = None
     """Directory of an adapter that was trained on the model."""
     task: str = "reasoning"
-    """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn."""
+    """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn; from
+    a file and answered in words gsm8k, math500, aime, gpqa, mathematics; from a file and answered
+    by likelihood mmlu, arc, hellaswag, piqa, winogrande, boolq."""
     task_options: tuple[str, ...] = ()
-    """Difficulty and length of the task, as name=value or as one JSON object."""
+    """Difficulty and length of the task, as name=value or as one JSON object; of tasks on files
+    path=, few_shot= and examples=."""
+    chat: bool = False
+    """Ask through the model's chat template."""
+    system: str | None = None
+    """System prompt of the chat."""
+    template: tuple[str, ...] = ()
+    """Variables of the chat template, as name=value (enable_thinking=false)."""
     policy: str | None = None
     """Cache policy by name; the one that the checkpoint declares unless given."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
-    problems: int = CALL["problems"]
-    """How many."""
+    problems: int | None = CALL["problems"]
+    """How many; all of a file, and 200 of those made from seeds, unless given."""
     chains: int = CALL["chains"]
     """Answers to each problem; more than one are also put to the vote."""
     split: Split = CALL["split"]
@@ -57,28 +88,42 @@ class Config:
     """Longest answer; the model's positions may end it earlier."""
     seed: int = CALL["seed"]
     """Of the draws."""
-    lanes: int = CALL["lanes"]
+    lanes: int = SERVING.lanes
     """Sequences in the cache at a time."""
-    page_size: int = CALL["page_size"]
+    page_size: int = SERVING.page_size
     """Tokens a page of the cache; 16 for Quest as published."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and the cache; that of the files unless given."""
+    answers: pathlib.Path | None = None
+    """Folder for every answer as it ends; the same call goes on after those that are in it."""
     samples: int = 3
     """Completions to keep in the file."""
     out: pathlib.Path | None = None
     """JSON file for the figures, with device, versions, date and command."""
 
+    def make_serving(self) -> Serving:
+        """The cache."""
+        return Serving(lanes=self.lanes, page_size=self.page_size)
+
     def make_sampling(self) -> dms_jax.Sampling:
         """How answers are drawn."""
         return dms_jax.Sampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
 
+    def make_chat(self) -> Chat | None:
+        """How to ask."""
+        if not self.chat:
+            return None
+        return Chat(system=self.system, variables=read_options(self.template))
 
-def main(config: Config) -> Result:
+
+def main(config: Config) -> Result | ChoiceResult:
     """Evaluates, prints the table, writes the file."""
     if config.out is not None:
         make_place("--out", config.out)
     path = config.model or assets.path("reasoner-11m")
     model = dms_jax.load(path, dtype=config.dtype, adapter=config.adapter)
+    if config.task in CHOICES:
+        return choose(config, model)
     result = evaluate(
         model,
         read_tasks(config.task, config.task_options),
@@ -87,9 +132,11 @@ def main(config: Config) -> Result:
         split=config.split,
         chains=config.chains,
         sampling=config.make_sampling(),
+        chat=config.make_chat(),
         seed=config.seed,
-        lanes=config.lanes,
-        page_size=config.page_size,
+        out=config.answers,
+        progress=sys.stderr.isatty(),
+        serving=config.make_serving(),
     )
     data = result.to_dict(samples=config.samples)
     rows = [{"label": config.task, **data}]
@@ -101,6 +148,27 @@ def main(config: Config) -> Result:
         f"\n{data['policy']['name']}: {result.seconds:.1f} s with compilation, {rate:,.0f} tokens/s"
         "\nIn percent, ± one standard error clustered by problem. peak, reads: tokens of all chains"
         "\nof a problem, averages over layers and heads. ratio: tokens seen over live ones."
+    )
+    if config.out is not None:
+        write_json(config.out, {**provenance(), "model": config.model or "reasoner-11m", **data})
+    return result
+
+
+def choose(config: Config, model: dms_jax.LanguageModel) -> ChoiceResult:
+    """Evaluates a task that is answered by likelihood."""
+    result = evaluate_choices(
+        model,
+        read_choices(config.task, config.task_options),
+        policy=read_policy(config.policy, config.options),
+        problems=config.problems,
+        serving=config.make_serving(),
+    )
+    data = result.to_dict(questions=True)
+    print(
+        f"{config.task}, {data['questions']} questions: acc {percent(data['acc'])}, acc_norm "
+        f"{percent(data['acc_norm'])}, peak {data['peak']:,.1f} tokens\n"
+        f"{data['policy']['name']}: {result.seconds:.1f} s with compilation. In percent, "
+        "± one standard error."
     )
     if config.out is not None:
         write_json(config.out, {**provenance(), "model": config.model or "reasoner-11m", **data})

@@ -1,4 +1,4 @@
-"""Looking at what a policy does: per-head compression, plots, and a page of evicted tokens."""
+"""Analysis of policies: compression per head, a latency model, plots, a page of evicted tokens."""
 
 from dms_jax.analysis.compression import evictions, live_after, memory_trace
 from dms_jax.analysis.page import eviction_page, token_texts

@@ -1,4 +1,4 @@
-"""Which tokens each head evicts, and what stays."""
+"""Which tokens each head evicts, and how many it keeps."""
 
 import functools
 
@@ -20,16 +20,19 @@ def evictions(
     *,
     policy: Policy | None = None,
 ) -> Bool[np.ndarray, "L B K T"]:
-    """Returns which keys each head lets go when they leave the window.
+    """Returns which keys each head evicts when they leave the window.
 
-    A key that no later token has decided on yet counts as kept.
+    A key on which no later token has decided yet counts as kept.
 
     Raises:
       ConfigError: the policy decides from attention, not from the tokens.
     """
     policy = model.resolve_policy(policy)
     if not isinstance(policy, DelayedEviction):
-        raise ConfigError(f"{policy.name} does not say token by token what to evict.")
+        raise ConfigError(
+            f"{policy.name} does not decide token by token what to evict. Evictions are shown for "
+            "policies that do, such as DMS, StreamingLLM and RandomEviction."
+        )
     check_tokens(np.asarray(tokens), model.config)
     with use_mesh(model.mesh):
         marks = np.asarray(_marks(model.transformer, tokens, policy)) > 0
@@ -41,7 +44,7 @@ def evictions(
 
 
 def live_after(evicted: Bool[np.ndarray, "... T"], window: int) -> Int[np.ndarray, "..."]:
-    """Returns how many keys the last query sees: the window, itself, and what was kept before.
+    """Returns how many keys the last query sees: its own, the window, and the kept keys before.
 
     # window=1  In: [1, 0, 1, 1]  Out: 3 (key 1 is kept; keys 2 and 3 are in the window)
     """
@@ -63,11 +66,11 @@ def memory_trace(
     chunk: int = 32,
     page_size: int = 16,
 ) -> tuple[list[int], list[int], list[int]]:
-    """Feeds sequences token by token through the cache and watches the pool.
+    """Feeds sequences token by token through the cache and records the size of the pool.
 
     Returns:
-      After each chunk: tokens per sequence, bytes of the pages held once the chunk's surplus is
-      given back, and bytes of the live slots alone.
+      After each chunk: tokens per sequence, bytes of the pages held after unused pages of the chunk
+      are returned, and bytes of the live slots alone.
     """
     engine = Engine(
         model,

@@ -1,7 +1,8 @@
-"""When values in host memory pay (KCache, arXiv 2404.18057, Table 1 and equations 1 to 4).
+"""When values in host memory pay off (KCache, arXiv 2404.18057, Table 1 and equations 1 to 4).
 
-The paper counts one KV head a query head. Under grouped queries a layer of H query and K KV heads
-of D numbers, batch B, S tokens, N fetched a query head and two bytes a number, reads in a step
+The paper assumes one KV head per query head. Under grouped queries a layer of H query and K KV
+heads of D numbers, batch B, S tokens, N fetched per query head and two bytes per number, reads in a
+step
 
     scores      2 B (H D + K S D + H S)                  queries, keys, weights
     sum, plain  2 B (H S + K S D + H D)                  weights, values, outputs
@@ -11,8 +12,9 @@ so that reading is saved where (equation 3, with G = H / K and S, D far above 1)
 
     H N D / link < (K S D - H N D) / device    <=>    S / N > G (device / link + 1)
 
-For G = 1 that is equation 4 but for the fetched rows' own reading, which it leaves out. The
-prompt's values leave while the next layer is computed, which hides them where (equation 1)
+For G = 1 that is equation 4 except for the read of the fetched rows, which it leaves out. The
+values of the prompt are copied to the host while the next layer is computed, which hides the copy
+if (equation 1)
 
     operations of a layer / peak > 2 B S K D / link back
 """
@@ -32,10 +34,10 @@ class Traffic:
     """Bytes of the attention of one decode step over all layers.
 
     Attributes:
-      fetched: over the link from the host.
-      read: from device memory, the fetched rows included.
-      plain: from device memory where all values are on the device.
-      host: of values that live on the host.
+      fetched: read over the link from the host.
+      read: read from device memory, the fetched rows included.
+      plain: read from device memory if all values were on the device.
+      host: bytes of the values in host memory.
     """
 
     fetched: int
@@ -45,12 +47,12 @@ class Traffic:
 
 
 def step_traffic(config: ModelConfig, policy: KCache, *, tokens: int, batch: int = 1) -> Traffic:
-    """Works out Table 1 for a whole model.
+    """Computes Table 1 for a whole model.
 
     Args:
-      config: the model.
-      policy: whose N and first layers count; its rows hold every token.
-      tokens: S, in the cache.
+      config: configuration of the model.
+      policy: provides N and the number of first layers; its rows hold every token.
+      tokens: S, tokens in the cache.
       batch: B.
 
     Raises:
@@ -81,12 +83,12 @@ def step_traffic(config: ModelConfig, policy: KCache, *, tokens: int, batch: int
 def break_even(
     config: ModelConfig, *, device_bandwidth: float | int, link_bandwidth: float | int
 ) -> float:
-    """S / N beyond which fetching is faster than reading all values (equation 4, for any G).
+    """The S / N above which fetching is faster than reading all values (equation 4, any G).
 
     Args:
-      config: the model.
-      device_bandwidth: bytes a second of device memory.
-      link_bandwidth: bytes a second from the host, as measured for such fetches.
+      config: configuration of the model.
+      device_bandwidth: bytes per second of device memory.
+      link_bandwidth: bytes per second from the host, as measured for such fetches.
 
     Raises:
       ConfigError: a bandwidth is not positive.
@@ -99,13 +101,13 @@ def break_even(
 def prompt_hides_copies(
     config: ModelConfig, *, tokens: int, peak: float | int, link_bandwidth: float | int
 ) -> float:
-    """How many times longer a layer of a prompt computes than its values take to leave (eq. 1).
+    """Ratio of the compute time of a prompt layer to the copy time of its values (equation 1).
 
     Args:
-      config: the model.
-      tokens: S, prompt tokens at a time.
-      peak: operations a second.
-      link_bandwidth: bytes a second to the host.
+      config: configuration of the model.
+      tokens: S, prompt tokens processed together.
+      peak: operations per second.
+      link_bandwidth: bytes per second to the host.
     """
     embed, head_dim = config.hidden_size, config.head_dim
     weights = embed * head_dim * 2 * (config.num_heads + config.num_kv_heads)

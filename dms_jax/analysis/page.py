@@ -1,4 +1,4 @@
-"""A page that shows which tokens which heads evicted: one self-contained HTML file."""
+"""A self-contained HTML page that shows which heads evicted which tokens."""
 
 import html
 import json
@@ -81,10 +81,10 @@ draw();
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """Returns what each token adds to the text, spaces included; they join to the whole text.
+    """Returns the text that each token adds, spaces included; joined they give the whole text.
 
-    A token alone may decode without its space, or to half a character: the text of all tokens so
-    far is compared with that of one more.
+    A single token may decode without its space, or to a part of a character. So the text of all
+    tokens so far is compared with the text of one token more.
     """
     texts, before = [], ""
     for end in range(1, len(tokens) + 1):
@@ -102,12 +102,12 @@ def eviction_page(
     title: str,
     note: str,
 ) -> str:
-    """Returns an HTML page of a text, shaded by who evicted what.
+    """Returns an HTML page of a text in which evicted tokens are shaded.
 
     Args:
-      tokens: the text of each token, from `token_texts`.
-      evicted: which keys each head let go, from `evictions`.
-      window: tokens this far back are shown as still in the window.
+      tokens: text of each token, from `token_texts`.
+      evicted: which keys each head evicted, from `evictions`.
+      window: the last tokens, which are shown as still in the window.
       title: heading.
       note: a sentence below it.
     """

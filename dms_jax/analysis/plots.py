@@ -1,4 +1,4 @@
-"""The figures of the experiments. matplotlib is imported where it is used."""
+"""Figures of the experiments. matplotlib is imported where it is used."""
 
 import dataclasses
 import pathlib
@@ -13,9 +13,10 @@ class Point:
     """One method at one setting.
 
     Attributes:
-      method: family, which decides colour and line.
-      peak_ratio, reads_ratio: how many times less than the dense cache, measured.
-      increase: nats a token above dense, with its standard error.
+      method: name of the method, which decides the colour.
+      peak_ratio, reads_ratio: measured ratios of the dense cache to this one.
+      increase: loss above the dense cache in nats per token.
+      error: standard error of `increase`.
     """
 
     method: str
@@ -42,14 +43,14 @@ def compression_figure(
     *,
     title: str,
 ) -> None:
-    """Draws loss against measured compression, pool bytes against tokens, and the heads' shares.
+    """Draws loss against measured compression, pool bytes against tokens, and tokens kept per head.
 
     Args:
-      path: where to write; the suffix decides the format.
-      points: of every method.
-      traces: label -> (tokens generated, bytes of pages held).
-      kept: share of tokens beyond the window that each head keeps.
-      title: of the whole.
+      path: output file; the suffix decides the format.
+      points: all points of all methods.
+      traces: (tokens generated, bytes of pages held) by label.
+      kept: share of the tokens beyond the window that each head keeps.
+      title: title of the figure.
     """
     from matplotlib.figure import Figure
 

@@ -1,8 +1,13 @@
-"""Evaluation: tasks answered from the real cache, exact scores, budgets, comparisons."""
+"""Evaluation: tasks answered from the real cache, scores, budgets and comparisons."""
 
+from dms_jax.evaluation.choosing import ChoiceResult, evaluate_choices
 from dms_jax.evaluation.evaluating import SAMPLING, evaluate
+from dms_jax.evaluation.likelihood import Likelihood, encode_pair, likelihoods
 from dms_jax.evaluation.pareto import Level, at_budget, average_gain, frontier, gain_at
+from dms_jax.evaluation.perplexity import Perplexity, perplexity
+from dms_jax.evaluation.prompting import Chat
 from dms_jax.evaluation.result import Result, percent, summary_table
+from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.statistics import (
     Measured,
     difference,
@@ -14,19 +19,28 @@ from dms_jax.evaluation.statistics import (
 
 __all__ = [
     "SAMPLING",
+    "Chat",
+    "ChoiceResult",
     "Level",
+    "Likelihood",
     "Measured",
+    "Perplexity",
     "Result",
+    "Serving",
     "at_budget",
     "average_gain",
     "difference",
+    "encode_pair",
     "evaluate",
+    "evaluate_choices",
     "frontier",
     "gain_at",
+    "likelihoods",
     "majority",
     "mean_over_problems",
     "mean_over_seeds",
     "percent",
+    "perplexity",
     "standard_error",
     "summary_table",
 ]

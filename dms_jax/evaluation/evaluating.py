@@ -1,27 +1,33 @@
-"""`evaluate`: a model answers a task's problems, every token decoded from the real paged cache."""
+"""`evaluate`: answers to the problems of a task, decoded from the real paged cache and scored."""
 
 import dataclasses
 import functools
+import json
+import pathlib
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from dms_jax.checks import Count, CountOnDevice, Whole, check
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.evaluation.result import Result
-from dms_jax.generation import Engine, Sampling
+from dms_jax.evaluation.answering import answer
+from dms_jax.evaluation.journal import Journal, model_mark
+from dms_jax.evaluation.progress import progress_bar
+from dms_jax.evaluation.prompting import Chat, encode_problem
+from dms_jax.evaluation.result import Result, summary_table
+from dms_jax.evaluation.serving import Serving
+from dms_jax.evaluation.tasks.files import FileTask
+from dms_jax.generation import Sampling
 from dms_jax.generation.calls import carrying
-from dms_jax.generation.prompts import check_call, encode_prompt
+from dms_jax.generation.prompts import check_call
 from dms_jax.generation.requests import Completion, finished, make_requests
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
-# A policy that runs prompts token by token takes as long for many sequences as for one: all that
-# fit this many bytes of activations go at once. For the others so many tokens keep a device busy.
-_ACTIVATION_BYTES = 8e9
-_PREFILL_TOKENS = 1 << 16
+DRAWN_PROBLEMS = 200  # of tasks that draw them, unless more or fewer are asked for
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=512)  # of answers, unless given
 
 
@@ -30,41 +36,44 @@ def evaluate(
     task: Task | Sequence[Task],
     *,
     policy: Policy | None = None,
-    problems: int = 200,
+    problems: int | None = None,
     split: Split = "test",
     start: int = 0,
     chains: int = 1,
     sampling: Sampling | None = None,
+    chat: Chat | None = None,
     seed: int = 0,
-    lanes: int = 1024,
-    memory: float | int | None = None,
-    chunk: int = 32,
-    page_size: int = 64,
-    prefill_chunk: int = 512,
-    kv_dtype: str | None = None,
-    horizon: int | Sequence[int] | None = None,
+    max_length: int | Sequence[int] | None = None,
+    serving: Serving | None = None,
+    out: str | pathlib.Path | None = None,
+    progress: bool = False,
 ) -> Result:
-    """Answers problems from a cache that holds only what the policy keeps, and scores the answers.
+    """Answers problems with a cache that holds only what the policy keeps, and scores the answers.
 
     Args:
-      model: with a tokenizer.
-      task: or several, whose problems take turns: problem i is number i // n of task i % n.
+      model: a model with a tokenizer.
+      task: one task, or several whose problems alternate: problem i is number i // n of task
+        i % n. A file that runs out of problems is left out from there on.
       policy: the checkpoint's own if None.
-      problems: how many, of all tasks together.
-      split: "test" unless something is being tuned.
+      problems: number of problems, over all tasks; None for every problem of tasks on files, and
+        for 200 of tasks that draw them from seeds.
+      split: which split; use "validation" to tune anything.
       start: the first problem of each task.
-      chains: W, answers to each problem, each with draws of its own.
-      sampling: `SAMPLING` if None: temperature 0.7, at most 512 new tokens. Its seed is not used.
-      seed: of the draws; every chain of every problem has its own out of it.
-      lanes: sequences in the cache at a time. More than a thousand keep a large GPU busy.
-      memory: bytes for the cache; None for what the lanes can need, within the free memory.
-      chunk, page_size, prefill_chunk, kv_dtype: as for `dms_jax.generate`.
-      horizon: tokens of which a policy with a compression_ratio takes its share, one number or one
-        for each task; those of the prompt and of the longest answer if None.
+      chains: W, independent answers to each problem.
+      sampling: `SAMPLING` if None: temperature 0.7, at most 512 new tokens. Its seed is ignored.
+      chat: options of the model's chat template; None for plain text prompts.
+      seed: every chain of every problem derives its own sampling seed from it.
+      max_length: tokens of which a policy with a compression_ratio takes its share, one number or
+        one for each task; if None each problem has its own, its prompt and the longest answer.
+      serving: options of the cache; `Serving()` if None.
+      out: a folder for `answers.jsonl`, to which every answer is written as soon as it ends, and
+        for `results.json` and `table.md` at the end. If the folder holds answers of the same
+        settings, the evaluation resumes after them.
+      progress: whether to show a progress bar with the running score on standard error.
 
     Raises:
       ConfigError: an argument or the policy does not fit, or a task has too few problems.
-      DataError: a prompt leaves no room for an answer.
+      DataError: a prompt leaves no room for an answer, or `out` holds answers of other settings.
       CapacityError: the memory does not hold a single sequence.
 
     What interrupts it, KeyboardInterrupt too, carries the completions that had ended:
@@ -77,70 +86,162 @@ def evaluate(
     names = tuple(each.name for each in tasks)
     if len(set(names)) < len(names):
         raise ConfigError(f"evaluate tells tasks apart by their names, got {', '.join(names)}.")
-    problems = check("evaluate: problems", problems, Count)
-    chains, lanes = check("evaluate: chains", chains, Count), check("evaluate: lanes", lanes, Count)
+    problems = check("evaluate: problems", problems, Count | None)
+    check("evaluate: chat", chat, Chat | None)
+    chains = check("evaluate: chains", chains, Count)
     start, seed = check("evaluate: start", start, Whole), check("evaluate: seed", seed, Whole)
-    if problems < len(tasks):
+    if problems is not None and problems < len(tasks):
         raise ConfigError(f"evaluate: {problems} problems are too few for {len(tasks)} tasks.")
     if model.tokenizer is None:
         raise DataError("evaluate needs a tokenizer, and this model came without one.")
-    horizons = _horizons(horizon, len(tasks))
+    max_lengths = _max_lengths(max_length, len(tasks))
     sampling = check_call(SAMPLING if sampling is None else sampling, None)
-    sampling = dataclasses.replace(sampling, seed=_seeds(seed, problems, chains))
-    given = _problems(tasks, split, start, problems)
+    task_of, given = _problems(tasks, split, start, problems)
+    sampling = dataclasses.replace(sampling, seed=_seeds(seed, len(given), chains))
     begin = time.perf_counter()
-    prompts = [encode_prompt(model, problem.prompt, name="A problem") for problem in given]
-    completions = _answer(
-        model,
-        model.resolve_policy(policy),
-        [prompt for prompt in prompts for _ in range(chains)],
-        sampling,
-        lanes=lanes,
-        memory=memory,
-        chunk=chunk,
-        page_size=page_size,
-        prefill_chunk=prefill_chunk,
-        kv_dtype=kv_dtype,
-        horizons=[horizons[i % len(tasks)] for i in range(problems) for _ in range(chains)],
+    prompts = [
+        encode_problem(model, problem, chat, name=tasks[number].name)
+        for number, problem in zip(task_of, given, strict=True)
+    ]
+    requests = make_requests(
+        model.config, [prompt for prompt in prompts for _ in range(chains)], sampling
     )
-    seconds = time.perf_counter() - begin
+    for request in requests:
+        given_length = max_lengths[task_of[request.index // chains]]
+        request.max_length = given_length or request.max_length
+    policy, serving = model.resolve_policy(policy), serving or Serving()
     settings = {
         "task": [each.to_dict() for each in tasks],
-        "policy": model.resolve_policy(policy).to_dict(),
+        "policy": policy.to_dict(),
         "split": split,
         "start": start,
         "seed": seed,
-        "kv_dtype": kv_dtype,
-        "horizon": horizons,
+        "kv_dtype": serving.kv_dtype,
+        "max_length": max_lengths,
+        "chat": None if chat is None else dataclasses.asdict(chat),
         "sampling": {
             name: getattr(sampling, name)
-            for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+            for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop")
         },
     }
-    with carrying(lambda: dict(enumerate(completions))):
-        return _scored(settings, tasks, given, completions, chains, seconds)
+    journal = None if out is None else Journal(out, {**settings, "model": model_mark(model)})
+    known = {} if journal is None else journal.answers
+    done = {
+        problem * chains + chain: completion
+        for (problem, chain), completion in known.items()
+        if problem < len(given) and chain < chains
+    }
+    waiting = [request for request in requests if request.index not in done]
+    judge = Judge(tasks, task_of, given)
+    ended = carrying(lambda: done | finished(waiting, sampling))
+    with progress_bar(len(requests), shown=progress) as tick, ended:
+
+        def keep(index: int, completion: Completion) -> None:
+            done[index] = completion
+            if journal is not None and (place := divmod(index, chains)) not in known:
+                journal.add(*place, completion)
+            if progress:
+                tick(judge(index // chains, completion.text))
+
+        try:
+            for index, completion in done.items():
+                keep(index, completion)
+            watched = keep if progress or journal is not None else None
+            answers = answer(model, policy, waiting, sampling, serving, watched)
+        finally:
+            if journal is not None:
+                journal.close()
+        done |= {request.index: each for request, each in zip(waiting, answers, strict=True)}
+        completions = [done[index] for index in range(len(requests))]
+        seconds = time.perf_counter() - begin
+        result = _scored(settings, tasks, judge, completions, chains, seconds)
+    if out is not None:
+        _write(pathlib.Path(out), result)
+    return result
 
 
-@functools.lru_cache(maxsize=8)  # many systems answer the same problems
-def _problems(tasks: tuple[Task, ...], split: Split, start: int, count: int) -> tuple[Problem, ...]:
-    return tuple(
-        tasks[index % len(tasks)].problem(split, start + index // len(tasks))
-        for index in range(count)
+class Judge:
+    """Scores completions and remembers the scores: judging can be slow."""
+
+    def __init__(
+        self, tasks: tuple[Task, ...], task_of: tuple[int, ...], problems: tuple[Problem, ...]
+    ):
+        self.tasks, self.task_of, self.problems = tasks, task_of, problems
+        self._scores: dict[tuple[int, str], float] = {}
+
+    def __call__(self, problem: int, text: str) -> float:
+        """Returns the score of a completion of a problem."""
+        if (problem, text) not in self._scores:
+            task = self.tasks[self.task_of[problem]]
+            self._scores[problem, text] = task.score(self.problems[problem], text)
+        return self._scores[problem, text]
+
+
+def _write(folder: pathlib.Path, result: Result) -> None:
+    """Writes the figures and their table beside the answers."""
+    data = result.to_dict(problems=True)
+    rows = [{"label": ", ".join(result.tasks), **data}]
+    if len(result.tasks) > 1:
+        rows += [{"label": name, **result.of_task(name).to_dict()} for name in result.tasks]
+    for name, content in (
+        ("results.json", json.dumps(data, indent=1) + "\n"),
+        ("table.md", summary_table(rows) + "\n"),
+    ):
+        part = folder / f"{name}.part"
+        part.write_text(content, encoding="utf-8")
+        part.replace(folder / name)
+
+
+def _problems(
+    tasks: tuple[Task, ...], split: Split, start: int, count: int | None
+) -> tuple[tuple[int, ...], tuple[Problem, ...]]:
+    """The task of each problem, and the problems.
+
+    Raises:
+      DataError: there are fewer.
+    """
+    most = [len(task.records) if isinstance(task, FileTask) else None for task in tasks]
+    if count is None and None in most:
+        count = max(DRAWN_PROBLEMS, len(tasks))
+    places = [
+        (number, index)
+        for index in range(start, start + (count or max(filter(None, most), default=0)))
+        for number, size in enumerate(most)
+        if size is None or index < size
+    ][:count]
+    if not places or len(places) < (count or 1):
+        raise DataError(
+            f"evaluate: {count or 'more'} problems were asked for from number {start} on, and "
+            f"there are {len(places)} ({', '.join(task.name for task in tasks)})."
+        )
+    return (
+        tuple(number for number, _ in places),
+        tuple(
+            task.problem(split, index)  # a file may change between calls
+            if isinstance(task := tasks[number], FileTask)
+            else _drawn(task, split, index)
+            for number, index in places
+        ),
     )
 
 
-def _horizons(horizon: int | Sequence[int] | None, tasks: int) -> list[int | None]:
-    """What was given, for each task."""
-    if horizon is None:
+@functools.lru_cache(maxsize=1 << 14)  # many systems answer the same problems
+def _drawn(task: Task, split: Split, index: int) -> Problem:
+    return task.problem(split, index)
+
+
+def _max_lengths(max_length: int | Sequence[int] | None, tasks: int) -> list[int | None]:
+    """The max_length of each task."""
+    if max_length is None:
         return [None] * tasks
-    given = list(horizon) if isinstance(horizon, Iterable) else [horizon] * tasks
+    given = list(max_length) if isinstance(max_length, Iterable) else [max_length] * tasks
     if len(given) != tasks:
-        raise ConfigError(f"evaluate: {len(given)} horizons were given for {tasks} tasks.")
-    return [check("evaluate: horizon", each, CountOnDevice) for each in given]
+        raise ConfigError(f"evaluate: {len(given)} max_lengths were given for {tasks} tasks.")
+    return [check("evaluate: max_length", each, CountOnDevice) for each in given]
 
 
 def _seeds(seed: int, problems: int, chains: int) -> list[int]:
-    """One seed for each chain of each problem: the first chains are the same however many run."""
+    """One seed for each chain of each problem; more chains do not change the seeds of the first."""
     drawn = [
         np.random.SeedSequence([seed, problem]).generate_state(chains)
         for problem in range(problems)
@@ -148,68 +249,21 @@ def _seeds(seed: int, problems: int, chains: int) -> list[int]:
     return np.concatenate(drawn).tolist()
 
 
-def _answer(
-    model: LanguageModel,
-    policy: Policy,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    *,
-    lanes: int,
-    memory: float | int | None,
-    chunk: int,
-    page_size: int,
-    prefill_chunk: int,
-    kv_dtype: str | None,
-    horizons: list[int | None],
-) -> list[Completion]:
-    """Decodes every prompt, wave by wave: full waves share their compiled shapes."""
-    requests = make_requests(model.config, prompts, sampling)
-    for request, horizon in zip(requests, horizons, strict=True):
-        request.max_length = horizon or request.max_length
-    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    engine = Engine(
-        model,
-        policy,
-        num_lanes=min(lanes, len(prompts)),
-        memory=memory,
-        max_tokens=longest,
-        page_size=page_size,
-        chunk=chunk,
-        prefill_chunk=prefill_chunk,
-        prefill_tokens=_prefill_tokens(model, policy),
-        table_width=-(-(longest + chunk) // page_size),
-        kv_dtype=kv_dtype,
-    )
-    completions = []
-    with carrying(lambda: finished(requests, sampling)):
-        engine.check_room(requests, sampling)
-        for first in range(0, len(requests), lanes):
-            completions += engine.serve(requests[first : first + lanes], sampling)
-    return completions
-
-
-def _prefill_tokens(model: LanguageModel, policy: Policy) -> int:
-    """Prompt tokens of all sequences together in one program."""
-    bytes_a_token = 3 * model.config.intermediate_size * model.dtype.itemsize
-    most = max(1, int(_ACTIVATION_BYTES / bytes_a_token))
-    return min(most, _PREFILL_TOKENS) if policy.parallel != "never" else most
-
-
 def _scored(
-    settings: dict,
+    settings: dict[str, Any],
     tasks: tuple[Task, ...],
-    problems: tuple[Problem, ...],
+    judge: Judge,
     completions: list[Completion],
     chains: int,
     seconds: float,
 ) -> Result:
-    count = len(problems)
+    count = len(judge.problems)
     scores, answer_scores = np.zeros((count, chains)), np.zeros((count, chains))
     answers, texts = [], []
-    for index, problem in enumerate(problems):
-        task = tasks[index % len(tasks)]
+    for index, problem in enumerate(judge.problems):
+        task = tasks[judge.task_of[index]]
         own = [done.text for done in completions[index * chains : (index + 1) * chains]]
-        scores[index] = [task.score(problem, text) for text in own]
+        scores[index] = [judge(index, text) for text in own]
         answers.append(tuple(task.answer(text) for text in own))
         answer_scores[index] = [
             0.0 if answer is None else task.score_answer(problem, answer) for answer in answers[-1]
@@ -223,7 +277,7 @@ def _scored(
     return Result(
         settings=settings,
         tasks=tuple(task.name for task in tasks),
-        task_of=np.arange(count) % len(tasks),
+        task_of=np.asarray(judge.task_of),
         scores=scores,
         answers=tuple(answers),
         answer_scores=answer_scores,

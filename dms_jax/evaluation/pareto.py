@@ -26,7 +26,7 @@ Points = Sequence[tuple[Number, Number]]
 
 
 def frontier(points: Points) -> list[tuple[Number, Number]]:
-    """The points that no cheaper one reaches, by budget: (budget, accuracy), both increasing.
+    """The Pareto-optimal points by budget: (budget, accuracy), both increasing.
 
     # In: (1, .2), (2, .5), (3, .4), (4, .6)  Out: (1, .2), (2, .5), (4, .6)
     """
@@ -38,9 +38,9 @@ def frontier(points: Points) -> list[tuple[Number, Number]]:
 
 
 def average_gain(left: Points, right: Points) -> float | None:
-    """Mean gap between two frontiers over the budgets that both cover; None where there are none.
+    """Mean gap between two frontiers over the budgets that both cover; None if there are none.
 
-    A system's frontier goes on at its best accuracy up to its largest measured budget.
+    A system's frontier stays at its best accuracy up to its largest measured budget.
     """
     curves = []
     for points in (left, right):
@@ -68,7 +68,7 @@ class Level:
 
     Attributes:
       budget: measured tokens a problem (peak or reads), the mean over seeds and problems.
-      scores: of each problem, the mean over its chains.
+      scores: mean score of each problem over its chains.
     """
 
     budget: Number
@@ -107,6 +107,6 @@ def at_budget(
 
 
 def gain_at(level: Level, baseline: Sequence[Level]) -> Measured | None:
-    """How much a system scores above another at equal budget; None outside what was measured."""
+    """Score difference of two systems at equal budget; None outside the measured budgets."""
     other = at_budget(baseline, level.budget)
     return None if other is None else difference(level.scores, other)

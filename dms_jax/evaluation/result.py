@@ -1,4 +1,4 @@
-"""What an evaluation measured: scores, votes, and what the cache was used for.
+"""The result of an evaluation: scores, votes, and the use of the cache.
 
 The two budgets are those of the DMS paper: **KV reads**, the entries attended to, summed over the
 decode steps, and **peak tokens**, the most live entries after any token; both averaged over layers
@@ -23,21 +23,21 @@ class Result:
     """A system's answers to the problems of one or several tasks, W chains each.
 
     Attributes:
-      settings: what was run (tasks, policy, sampling, seed), as JSON data.
-      tasks: their names; `task_of[i]` says which one problem i belongs to.
-      scores: of each chain, 0 to 1.
-      answers: what each chain answered; None for nothing.
-      answer_scores: of that answer alone. A completion may name the right one beside another
+      settings: tasks, policy, sampling and seed, as JSON data.
+      tasks: names of the tasks; problem i belongs to task `task_of[i]`.
+      scores: score of each chain, 0 to 1.
+      answers: the answer of each chain; None if it gave none.
+      answer_scores: score of that answer alone. A completion may name the right one beside another
         (RULER's score finds it anywhere), but a vote is for a single one.
-      prompt_tokens: of each problem.
-      new_tokens: generated, end tokens included.
-      reads, peak, held, live: tokens of each chain: read by all its decode steps, live at most,
-        held at once at most (`Usage.peak_held_tokens`), live at its end; averages over layers and
-        KV heads.
-      cache_bytes: of each chain's pages and state at their highest.
-      ended: whether a chain ended by an end token, not by its length.
-      completions: the texts.
-      seconds: of wall time, compilation included.
+      prompt_tokens: tokens of each prompt.
+      new_tokens: generated tokens, end tokens included.
+      reads, peak, held, live: tokens of each chain, averaged over layers and KV heads: read by all
+        its decode steps, peak of live tokens, peak held at once (`Usage.peak_held_tokens`), live at
+        its end.
+      cache_bytes: peak bytes of each chain's pages and policy state.
+      ended: whether a chain ended with an end token, not at its maximum length.
+      completions: the generated texts.
+      seconds: wall time, compilation included.
     """
 
     settings: Mapping[str, Any]
@@ -64,11 +64,11 @@ class Result:
 
     @property
     def voted(self) -> Measured:
-        """Mean score of the answer that most chains of a problem gave."""
+        """Mean score of the majority vote of the chains."""
         return self.voted_of(self.scores.shape[1])
 
     def voted_of(self, chains: int) -> Measured:
-        """The same over the first `chains` chains of each problem."""
+        """Mean score of the majority vote of the first `chains` chains."""
         winners = [majority(answers[:chains]) for answers in self.answers]
         scores = [
             0.0 if winner is None else self.answer_scores[problem, winner]
@@ -98,7 +98,7 @@ class Result:
         return float(seen.sum() / self.live.sum())
 
     def of_task(self, name: str) -> "Result":
-        """The problems of one task alone."""
+        """The result restricted to one task."""
         own = np.flatnonzero(self.task_of == self.tasks.index(name))
         changes: dict[str, Any] = {
             field.name: getattr(self, field.name)[own]
@@ -115,8 +115,8 @@ class Result:
         """Returns the figures as JSON data.
 
         Args:
-          problems: also each problem's mean score, reads and peak, for paired comparisons.
-          samples: also so many completions, the first chain of the first problems.
+          problems: include the mean score, reads and peak of each problem, for paired comparisons.
+          samples: number of completions to include: the first chain of the first problems.
         """
         chains = self.scores.shape[1]
         data: dict[str, Any] = {
@@ -169,7 +169,7 @@ class Result:
 def summary_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table of results (`Result.to_dict`), each with a "label".
 
-    Figures in percent, with one standard error clustered by problem; tokens a problem.
+    Scores in percent with one standard error clustered by problem; tokens per problem.
     """
     columns = ("", "one chain", "vote", "pass@all", "peak", "reads", "ratio", "new tokens", "ended")
     lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]

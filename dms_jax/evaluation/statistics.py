@@ -1,22 +1,22 @@
-"""Means, votes, and how far they can be trusted.
+"""Means and majority votes with standard errors.
 
 Chains of one problem are not independent, so a problem is one observation (a cluster): a mean over
 problems has the standard error of the problems' means,
 
     SE = s / sqrt(n)        s: standard deviation over the n problems, with n - 1
 
-Of a single problem it is not known: NaN, which is beyond no threshold; None in JSON.
+For a single problem it is unknown: NaN, which exceeds no threshold, and None in JSON.
 
-Several seeds answer the same problems. Their mean has an error from the choice of problems and one
-from the seeds, and the sum of both, a little too large since one holds part of the other, is what
-is reported:
+Several seeds answer the same problems. The error of their mean comes from the choice of problems
+and from the seeds. The sum of both variances is reported; it is slightly too large, since the first
+contains a part of the second:
 
     SE^2 = SE_problems(mean over seeds)^2 + s_seeds^2 / seeds
 
-With one seed the second term is left out: the error is that of the problems alone.
+With one seed the second term is left out.
 
-Two systems that answered the same problems are compared problem by problem: the differences are the
-observations, and what made a problem hard for both drops out.
+Two systems that answered the same problems are compared by paired differences, which removes the
+variation in difficulty between problems.
 """
 
 import collections
@@ -32,17 +32,17 @@ from dms_jax.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A figure and its standard error; NaN where that is not known."""
+    """A value with its standard error; NaN if the error is unknown."""
 
     value: float | int
     error: float | int
 
     def beyond(self, threshold: float | int = 0, errors: float | int = 2) -> bool:
-        """Whether the figure is above a threshold by more than some standard errors."""
+        """Whether the value exceeds a threshold by more than a number of standard errors."""
         return self.value - threshold > errors * self.error
 
     def to_list(self) -> list[float | None]:
-        """[value, error] as JSON data; None for an error that is not known."""
+        """[value, error] as JSON data; None for an unknown error."""
         return [float(self.value), None if math.isnan(self.error) else float(self.error)]
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Measured:
 
 
 def standard_error(values: Float[np.ndarray, " observations"]) -> float:
-    """Standard error of the mean of independent observations; NaN where there is but one."""
+    """Standard error of the mean of independent observations; NaN for a single one."""
     count = len(values)
     return float(values.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
 
@@ -63,7 +63,7 @@ def mean_over_problems(values: Float[np.ndarray, "problems chains"]) -> Measured
 
 
 def mean_over_seeds(values: Float[np.ndarray, "seeds problems"]) -> Measured:
-    """Mean of seeds that answered the same problems."""
+    """Mean over several seeds on the same problems."""
     return Measured(float(values.mean()), _error(values.mean(0), _seed_variance(values)))
 
 
@@ -71,10 +71,10 @@ def difference(
     left: Float[np.ndarray, "seeds problems"],
     right: Float[np.ndarray, "other_seeds other_problems"],
 ) -> Measured:
-    """How much more `left` has than `right` on the same problems.
+    """Mean paired difference `left` - `right` on the same problems.
 
     Raises:
-      DataError: they are not the same number of problems.
+      DataError: the numbers of problems differ.
     """
     if left.shape[1] != right.shape[1]:
         raise DataError(
@@ -91,14 +91,14 @@ def _error(observations: Float[np.ndarray, " problems"], seed_variance: float) -
 
 
 def _seed_variance(values: Float[np.ndarray, "seeds problems"]) -> float:
-    """Variance of the mean over seeds, as far as there are several that differ."""
+    """Variance of the mean over seeds; 0 for a single seed."""
     return standard_error(values.mean(1)) ** 2 if len(values) > 1 else 0.0
 
 
 def majority(answers: Sequence[str | None]) -> int | None:
-    """The first chain that gave the most frequent answer; None where no chain answered.
+    """Index of the first chain with the most frequent answer; None if no chain answered.
 
-    Of answers given equally often the one seen first wins; chains without an answer do not vote.
+    Ties go to the answer seen first; chains without an answer do not vote.
 
     # In: ["7", None, "8", "8"]  Out: 2        ["7", "8"]  Out: 0
     """

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from dms_jax.evaluation import difference, evaluate, percent
+from dms_jax.evaluation import Serving, difference, evaluate, percent
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training import Stage
@@ -261,8 +261,7 @@ def measure(
         sampling=dms_jax.Sampling(
             temperature=plan.temperature, max_new_tokens=config.max_new_tokens
         ),
-        lanes=plan.lanes,
-        page_size=plan.page_size,
+        serving=Serving(lanes=plan.lanes, page_size=plan.page_size),
     )
     data = result.to_dict(problems=True, samples=0)
     kept = ("accuracy", "tasks", "peak", "reads", "compression_ratio", "per_problem")

@@ -2,17 +2,36 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import dms_jax
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
+from dms_jax.evaluation.tasks import (
+    AIME,
+    ARC,
+    GPQA,
+    GSM8K,
+    MATH500,
+    MMLU,
+    PIQA,
+    BoolQ,
+    ChoiceTask,
+    HellaSwag,
+    Mathematics,
+    WinoGrande,
+)
+from dms_jax.evaluation.tasks.files import FromFile
 
 SHIPPED = ("stories260k", "reasoner-11m", "reasoner-11m-dms")
 TASKS: dict[str, tuple[type[Task], ...]] = {
     task.name: (task,) for task in (LinearEquation, Arithmetic, WordChain, Needle, VariableTracking)
 }
 TASKS["reasoning"] = (LinearEquation, Arithmetic, WordChain)
+TASKS |= {task.name: (task,) for task in (GSM8K, MATH500, AIME, GPQA, Mathematics)}
+CHOICES: dict[str, type[ChoiceTask]] = {
+    task.name: task for task in (MMLU, ARC, HellaSwag, PIQA, WinoGrande, BoolQ)
+}
 
 
 def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Policy | None:
@@ -27,7 +46,7 @@ def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Po
 def read_tasks(name: str, options: Sequence[str]) -> list[Task]:
     """The tasks of a name, each with those of the options that it has."""
     if name not in TASKS:
-        raise dms_jax.ConfigError(f"--task {name!r} is none of {', '.join(TASKS)}.")
+        raise dms_jax.ConfigError(f"--task {name!r} is none of {', '.join([*TASKS, *CHOICES])}.")
     fields = read_options(options)
     fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
     known = {
@@ -37,7 +56,21 @@ def read_tasks(name: str, options: Sequence[str]) -> list[Task]:
     unknown = fields.keys() - set().union(*known.values())
     if unknown:
         raise dms_jax.ConfigError(f"--task {name} has no option {', '.join(sorted(unknown))}.")
+    _check_path(name, TASKS[name][0], fields)
     return [task(**{key: fields[key] for key in keys}) for task, keys in known.items()]
+
+
+def read_choices(name: str, options: Sequence[str]) -> ChoiceTask:
+    """The task of a name that is answered by likelihood."""
+    fields = read_options(options)
+    _check_path(name, CHOICES[name], fields)
+    return CHOICES[name](**fields)
+
+
+def _check_path(name: str, task: type, fields: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a task on a file was given none."""
+    if issubclass(task, FromFile) and "path" not in fields:
+        raise dms_jax.ConfigError(f"--task {name} reads a file: --task-options path=FILE.")
 
 
 def read_options(options: Sequence[str]) -> dict[str, Any]:

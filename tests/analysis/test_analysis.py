@@ -33,7 +33,7 @@ def test_evictions_are_by_key_and_agree_with_the_cache(model):
     live = live_after(evicted[..., :59], 4)  # the last token is never fed
     (score,) = dms_jax.score(model, tokens.tolist(), policy=policy)
     assert score.usage.live_tokens == pytest.approx(live.mean())
-    with pytest.raises(dms_jax.ConfigError, match="does not say token by token"):
+    with pytest.raises(dms_jax.ConfigError, match="does not decide token by token"):
         evictions(model, tokens, policy=dms_jax.TOVA(budget=8))
 
 

@@ -9,13 +9,19 @@ import numpy as np
 import pytest
 
 import dms_jax
+from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.data.tasks import Problem, Task
-from dms_jax.errors import ConfigError
-from dms_jax.evaluation import evaluate, summary_table
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation import Serving, evaluate, summary_table
+from dms_jax.evaluation.prompting import Chat, encode_problem
 from dms_jax.evaluation.result import Result
+from dms_jax.evaluation.tasks import GPQA
+from tests.evaluation.tasks import published
+from tests.evaluation.tasks.published import text
 from tests.generation.support import stories
 
 SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=24)
+SERVING = Serving(lanes=18, page_size=16, chunk=8)
 BEGINNINGS = ("Once upon a time", "One day, Lily", "The little dog", "Tom had a", "There was a big")
 
 
@@ -42,7 +48,7 @@ class Other(Continue):
 
 
 def run(**changes):
-    options = dict(problems=6, chains=3, sampling=SAMPLING, lanes=18, page_size=16, chunk=8)
+    options = dict(problems=6, chains=3, sampling=SAMPLING, serving=SERVING)
     return evaluate(stories(), Continue(), **(options | changes))
 
 
@@ -82,8 +88,8 @@ def test_the_figures_of_a_plain_cache_follow_from_its_lengths(vanilla):
     assert len({text for texts in vanilla.completions for text in texts}) == 18
 
 
-def test_lanes_and_waves_change_nothing_and_more_chains_only_add(vanilla):
-    few = run(lanes=4)
+def test_lanes_change_nothing_and_more_chains_only_add(vanilla):
+    few = run(serving=dataclasses.replace(SERVING, lanes=4))
     assert few.completions == vanilla.completions
     chex.assert_trees_all_equal(few.reads, vanilla.reads)
     one = run(chains=1)
@@ -103,7 +109,7 @@ def test_a_budget_bounds_the_peak(vanilla):
 def test_tasks_take_turns():
     result = run(problems=5, chains=1)
     both = evaluate(
-        stories(), [Continue(), Other()], problems=5, sampling=SAMPLING, page_size=16, chunk=8
+        stories(), [Continue(), Other()], problems=5, sampling=SAMPLING, serving=SERVING
     )
     assert both.tasks == ("continue", "other")
     chex.assert_trees_all_equal(both.task_of, np.array([0, 1, 0, 1, 0]))
@@ -135,7 +141,7 @@ def test_problems_of_several_tasks_are_the_first_of_each():
     ASKED.clear()
     tasks = [Asked("a"), Asked("b"), Asked("c")]
     short = dms_jax.Sampling(max_new_tokens=1)
-    options = dict(sampling=short, page_size=16, chunk=8, split="validation")
+    options = dict(sampling=short, serving=SERVING, split="validation")
     evaluate(stories(), tasks, problems=7, start=10, **options)
     want = [("a", 10), ("b", 10), ("c", 10), ("a", 11), ("b", 11), ("c", 11), ("a", 12)]
     asked = [(name, index) for name, split, index in ASKED if split == "validation"]
@@ -178,9 +184,7 @@ def test_a_vote_has_the_score_of_the_answer_that_won():
         def score(self, problem: Problem, completion: str) -> float:
             return 1.0 if completion != "wrong" else 0.0
 
-    result = evaluate(
-        stories(), Two(), problems=2, chains=2, sampling=SAMPLING, page_size=16, chunk=8
-    )
+    result = evaluate(stories(), Two(), problems=2, chains=2, sampling=SAMPLING, serving=SERVING)
     assert result.accuracy.value == 1
     assert result.voted.value == 0
     data = result.to_dict()
@@ -216,27 +220,27 @@ def test_figures_by_hand():
     )
 
 
-def test_each_task_has_the_share_of_its_own_horizon():
+def test_each_task_has_the_share_of_its_own_max_length():
     def peaks(policy, **options):
         result = evaluate(
-            stories(), [Continue(), Other()], policy=policy, problems=4, page_size=16, **options
+            stories(), [Continue(), Other()], policy=policy, problems=4, serving=SERVING, **options
         )
         assert (result.new_tokens > 20).all()
         return result.peak[:, 0].tolist()
 
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=32)
     share = dms_jax.TOVA(compression_ratio=2)
-    assert peaks(share, sampling=sampling, horizon=[12, 20]) == [7, 11, 7, 11]
-    assert peaks(share, sampling=sampling, horizon=12) == [7] * 4
-    with pytest.raises(ConfigError, match="1 horizons were given for 2 tasks"):
-        peaks(share, horizon=[12])
-    for horizon in (0, [12, 0]):
-        with pytest.raises(ConfigError, match="evaluate: horizon"):
-            peaks(share, horizon=horizon)
+    assert peaks(share, sampling=sampling, max_length=[12, 20]) == [7, 11, 7, 11]
+    assert peaks(share, sampling=sampling, max_length=12) == [7] * 4
+    with pytest.raises(ConfigError, match="1 max_lengths were given for 2 tasks"):
+        peaks(share, max_length=[12])
+    for max_length in (0, [12, 0]):
+        with pytest.raises(ConfigError, match="evaluate: max_length"):
+            peaks(share, max_length=max_length)
 
 
 def test_a_cache_of_8_bits_takes_half_the_room(vanilla):
-    small = run(kv_dtype="float8_e4m3")
+    small = run(serving=dataclasses.replace(SERVING, kv_dtype="float8_e4m3"))
     assert small.settings["kv_dtype"] == "float8_e4m3"
     assert small.cache_bytes.mean() < vanilla.cache_bytes.mean() / 1.9
 
@@ -254,3 +258,78 @@ def test_what_cannot_be_evaluated():
         run(start=-1)
     with pytest.raises(ConfigError, match="1 problems are too few for 2 tasks"):
         evaluate(stories(), [Continue(), Other()], problems=1)
+
+
+# -- tasks on files, and chats --------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<quiet>{% endif %}"
+)
+
+
+def chatting():
+    """The shipped model with a chat template."""
+    tokenizer = Tokenizer(stories().tokenizer.backend, chat_template=TEMPLATE)
+    return dataclasses.replace(stories(), tokenizer=tokenizer)
+
+
+@pytest.fixture
+def gpqa(tmp_path):
+    examples = text(tmp_path / "examples.csv", published.GPQA_CSV.replace("lightest", "heaviest"))
+    return GPQA(text(tmp_path / "gpqa.csv", published.GPQA_CSV), few_shot=1, examples=examples)
+
+
+def test_a_problem_is_asked_in_plain_text_after_its_examples(gpqa):
+    problem = gpqa.problem("test", 1)
+    ((question, answer),) = problem.examples
+    assert "heaviest" in question
+    assert answer.startswith("Answer: ")
+    tokens = encode_problem(stories(), problem, None, name="gpqa")
+    assert tokens == stories().tokenizer.encode(f"{question}{answer}\n\n{problem.prompt}")
+
+
+def test_a_problem_is_asked_through_the_chat_template(gpqa):
+    """System prompt, worked examples as turns, and the template's own variables."""
+    problem = gpqa.problem("test", 1)
+    ((question, answer),) = problem.examples
+    chat = Chat(system="Be brief.", variables={"enable_thinking": False})
+    tokens = encode_problem(chatting(), problem, chat, name="gpqa")
+    want = (
+        f"<system>Be brief.<user>{question}<assistant>{answer}<user>{problem.prompt}"
+        "<assistant><quiet>"
+    )
+    assert tokens == stories().tokenizer.encode(want, add_special_tokens=False)
+    plain = encode_problem(chatting(), Continue().problem("test", 0), Chat(), name="continue")
+    assert stories().tokenizer.decode(plain).startswith("<user>")
+
+
+def test_a_model_without_a_chat_template_is_told_so(gpqa):
+    with pytest.raises(DataError, match=r"gpqa: chat prompts were requested.* no chat template"):
+        evaluate(stories(), gpqa, chat=Chat())
+    with pytest.raises(ConfigError, match="messages comes from the problem"):
+        Chat(variables={"messages": []})
+
+
+def test_all_problems_of_files_take_turns_until_there_are_no_more(gpqa, tmp_path):
+    short = dms_jax.Sampling(max_new_tokens=1)
+
+    @dataclasses.dataclass(frozen=True)
+    class Few(GPQA):
+        name = "few"
+
+    one = "\n".join(published.GPQA_CSV.splitlines()[:3]) + "\n"
+    few = Few(text(tmp_path / "few.csv", one))
+    bare = dataclasses.replace(gpqa, few_shot=0)
+    run = dict(sampling=short, serving=dataclasses.replace(SERVING, prefill_chunk=64))
+    result = evaluate(stories(), [bare, few], **run)
+    assert result.task_of.tolist() == [0, 1, 0]
+    assert result.settings["task"][0]["path"] == str(bare.path)
+    json.dumps(result.to_dict())
+    with pytest.raises(
+        DataError, match="4 problems were asked for from number 0 on, and there are 3"
+    ):
+        evaluate(stories(), [bare, few], problems=4, **run)
+    with pytest.raises(DataError, match="from number 2 on, and there are 0"):
+        evaluate(stories(), bare, start=2, **run)

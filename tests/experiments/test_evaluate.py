@@ -8,8 +8,10 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, WordChain
+from dms_jax.evaluation import Chat
 from experiments import evaluate
 from experiments.shared import options
+from tests.evaluation.tasks.published import GPQA_CSV, PIQA, lines, text
 
 MODEL = str(assets.path("stories260k"))
 
@@ -44,6 +46,26 @@ def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
     ]
 
 
+def test_tasks_on_files(tmp_path, capsys):
+    gpqa, piqa = text(tmp_path / "q.csv", GPQA_CSV), lines(tmp_path / "p.jsonl", PIQA)
+    small = dict(model=MODEL, max_new_tokens=2, page_size=16, lanes=4)
+    config = evaluate.Config(
+        task="gpqa", task_options=(f"path={gpqa}",), answers=tmp_path / "answers", **small
+    )
+    assert len(evaluate.main(config).scores) == 2
+    assert "| gpqa |" in (tmp_path / "answers/table.md").read_text()
+    out = tmp_path / "piqa.json"
+    config = evaluate.Config(task="piqa", task_options=(f"path={piqa}",), out=out, **small)
+    result = evaluate.main(config)
+    assert json.loads(out.read_text())["acc"][0] == result.accuracy.value
+    assert "piqa, 1 questions: acc" in capsys.readouterr().out
+    for name in ("gpqa", "piqa"):
+        with pytest.raises(dms_jax.ConfigError, match=f"--task {name} reads a file"):
+            evaluate.main(evaluate.Config(task=name, **small))
+    chat = evaluate.Config(chat=True, system="Be brief.", template=("enable_thinking=false",))
+    assert chat.make_chat() == Chat(system="Be brief.", variables={"enable_thinking": False})
+
+
 def test_tasks_by_name():
     assert options.read_tasks("needle", ["size=40", "haystack=noise"]) == [
         Needle(size=40, haystack="noise")
@@ -59,6 +81,7 @@ def test_tasks_by_name():
 def test_what_is_not_said_is_as_the_library_has_it():
     config = evaluate.Config()
     library = inspect.signature(dms_jax.evaluation.evaluate).parameters
-    for name in ("problems", "chains", "split", "seed", "lanes", "page_size"):
+    for name in ("problems", "chains", "split", "seed"):
         assert getattr(config, name) == library[name].default
+    assert config.make_serving() == dms_jax.evaluation.Serving()
     assert config.make_sampling() == dms_jax.evaluation.SAMPLING

@@ -9,7 +9,7 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import BusyError, CapacityError
-from dms_jax.evaluation import evaluate
+from dms_jax.evaluation import Serving, evaluate
 from dms_jax.generation import Engine, Generation
 from dms_jax.generation.calls import carrying
 from dms_jax.generation.runner import Runner
@@ -141,24 +141,23 @@ def evaluated(task=None):
         task or Continue(),
         problems=3,
         chains=2,
-        lanes=2,
         sampling=dms_jax.Sampling(temperature=0.7, max_new_tokens=9),
-        page_size=16,
-        chunk=8,
+        serving=Serving(lanes=2, page_size=16, chunk=8),
     )
 
 
-def test_an_evaluation_carries_the_answers_of_earlier_waves(monkeypatch):
-    whole, serve, waves = evaluated(), Engine.serve, []
+def test_an_evaluation_carries_the_answers_that_had_ended(monkeypatch):
+    """Six answers of 9 tokens in two lanes, by chunks of 8 steps: the first four have ended."""
+    whole, decode, chunks = evaluated(), Runner.decode, []
 
-    def third(self, *arguments):
-        waves.append(1)
-        if len(waves) == 3:
+    def third(self, *arguments, **options):
+        chunks.append(1)
+        if len(chunks) == 3:
             raise KeyboardInterrupt
-        return serve(self, *arguments)
+        return decode(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "serve", third)
+        patch.setattr(Runner, "decode", third)
         with pytest.raises(KeyboardInterrupt) as caught:
             evaluated()
     texts = {index: done.text for index, done in caught.value.finished.items()}
@@ -245,17 +244,18 @@ def test_an_answer_that_cannot_fit_is_refused_where_nothing_ends_it_early(ran):
     assert ran
 
 
-def test_an_evaluation_refuses_before_its_first_wave(ran):
-    """The second of the prompts of three waves is the longest."""
+def test_an_evaluation_refuses_before_anything_runs(ran):
+    """Of three problems, one lane at a time, the first prompt is not the longest."""
     task, model = Continue(), model_for("vanilla")
     lengths = [len(model.tokenizer.encode(each.prompt)) for each in task.problems("test", 3)]
     assert lengths[0] < max(lengths)
     rows = model.config.num_layers * model.config.num_kv_heads
     slots = max(lengths) - 1
-    options = dict(sampling=dataclasses.replace(SHORT, max_new_tokens=1), page_size=1)
+    options = dict(sampling=dataclasses.replace(SHORT, max_new_tokens=1))
     memory = slots * rows * 2 * model.config.head_dim * 4
+    serving = Serving(lanes=1, page_size=1, memory=memory)
     with pytest.raises(CapacityError, match="cannot hold the prompt"):
-        evaluate(model, task, problems=3, lanes=1, memory=memory, **options)
+        evaluate(model, task, problems=3, serving=serving, **options)
     assert ran == []
 
 

@@ -214,11 +214,11 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "score chunk huge": score(
             "chunk", "at most 2**31 - 1", sequences=[[1, 2]], chunk=10**30, error="ConfigError"
         ),
-        "evaluate horizon huge": Case(
-            lambda: evaluate(model, LinearEquation(), horizon=10**30),
+        "evaluate max_length huge": Case(
+            lambda: evaluate(model, LinearEquation(), max_length=10**30),
             "ConfigError",
             (
-                "evaluate: horizon",
+                "evaluate: max_length",
                 "at most 2**31 - 1",
             ),
         ),
@@ -228,15 +228,15 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "score table width": score(
             "table_width must be", sequences=[[1, 2]], table_width=0, error="ConfigError"
         ),
-        "evaluate horizon": Case(
-            lambda: evaluate(model, LinearEquation(), horizon=2.5),
+        "evaluate max_length": Case(
+            lambda: evaluate(model, LinearEquation(), max_length=2.5),
             "ConfigError",
-            ("evaluate: horizon must be", "got 2.5"),
+            ("evaluate: max_length must be", "got 2.5"),
         ),
-        "evaluate horizons": Case(
-            lambda: evaluate(model, LinearEquation(), horizon=[8, 9]),
+        "evaluate max_lengths": Case(
+            lambda: evaluate(model, LinearEquation(), max_length=[8, 9]),
             "ConfigError",
-            ("2 horizons were given for 1 tasks",),
+            ("2 max_lengths were given for 1 tasks",),
         ),
     }
 

@@ -9,7 +9,14 @@ import numpy as np
 
 import dms_jax
 from dms_jax.data.tasks import Task
-from dms_jax.evaluation import Result, difference, evaluate, mean_over_problems, standard_error
+from dms_jax.evaluation import (
+    Result,
+    Serving,
+    difference,
+    evaluate,
+    mean_over_problems,
+    standard_error,
+)
 from dms_jax.generation.memory import out_of_memory
 from dms_jax.policies import Policy
 from experiments.reproduction.comparison.systems import Share, System
@@ -253,10 +260,12 @@ class Bench:
                 problems=questions.problems * len(given),
                 sampling=questions.sampling,
                 seed=questions.seed,
-                page_size=self.page_size,
-                prefill_chunk=questions.prefill_chunk,
-                kv_dtype=system.kv_dtype,
-                horizon=given,
+                serving=Serving(
+                    page_size=self.page_size,
+                    prefill_chunk=questions.prefill_chunk,
+                    kv_dtype=system.kv_dtype,
+                ),
+                max_length=given,
             )
             for name, share in group:
                 answers |= self._counted(system, questions, result, name, policy, share)

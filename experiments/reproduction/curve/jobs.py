@@ -15,7 +15,7 @@ import numpy as np
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.evaluation import evaluate, percent
+from dms_jax.evaluation import Serving, evaluate, percent
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe, Stage, train
@@ -279,8 +279,7 @@ class Worker:
                 temperature=config.temperature, max_new_tokens=config.new_tokens(task)
             ),
             seed=seed,
-            lanes=config.lanes,
-            page_size=config.page_size,
+            serving=Serving(lanes=config.lanes, page_size=config.page_size),
         )
         data = result.to_dict(problems=True, samples=2)
         write_json(path, {"system": system, "setting": setting, **data})

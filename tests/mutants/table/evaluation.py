@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/evaluation/"
 STATISTICS = "tests/evaluation/test_statistics.py"
+LIKELIHOOD = "tests/evaluation/test_likelihood.py"
 EVALUATING = "tests/evaluation/test_evaluating.py"
 
 MUTANTS = [
@@ -59,8 +60,29 @@ MUTANTS = [
     Mutant(
         "evaluation: problems of several tasks skip numbers",
         FOLDER + "evaluating.py",
-        "tasks[index % len(tasks)].problem(split, start + index // len(tasks))",
-        "tasks[index % len(tasks)].problem(split, start + index)",
+        "for index in range(start, start + (count",
+        "for index in range(start + 1, start + 1 + (count",
         (f"{EVALUATING}::test_problems_of_several_tasks_are_the_first_of_each",),
+    ),
+    Mutant(
+        "evaluation: the prompt of a likelihood never ends",
+        FOLDER + "likelihood.py",
+        "prompt=prompt, ends_prompt=ends)",
+        "prompt=prompt, ends_prompt=())",
+        (f"{LIKELIHOOD}::test_a_prompt_ends_where_the_context_does",),
+    ),
+    Mutant(
+        "evaluation: answers of other settings are taken over",
+        FOLDER + "journal.py",
+        "if number == 1 and found != settings:",
+        "if number == 1 and found is None:",
+        ("tests/evaluation/test_resuming.py::test_answers_of_other_settings_are_not_mixed",),
+    ),
+    Mutant(
+        "analysis: key projections are read and value projections are not",
+        "dms_jax/analysis/latency.py",
+        "heads = 2 * config.num_heads + 2 * config.num_kv_heads",
+        "heads = 2 * config.num_heads + config.num_kv_heads",
+        ("tests/analysis/test_latency.py",),
     ),
 ]

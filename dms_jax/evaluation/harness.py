@@ -1,0 +1,47 @@
+r"""lm-evaluation-harness: its tasks, answered from the real paged cache of any policy.
+
+    python -m dms_jax.evaluation.harness --model dms_jax \
+        --model_args path=model/,policy=TOVA,budget=512 --tasks gsm8k,arc_challenge
+
+The harness finds models in a registry that other packages fill; it looks for no entry points
+(lm-eval 0.4.13). So this module registers the model `dms_jax` and then runs the harness's own
+command line, whose options are the same. From Python, call `register` before
+`lm_eval.simple_evaluate(model="dms_jax", ...)`. The arguments are those of `HarnessModel`.
+"""
+
+import sys
+
+from dms_jax.errors import DmsJaxError
+from dms_jax.evaluation.extras import import_extra
+
+NAME = "dms_jax"
+_TARGET = f"{__package__}.harness_model:HarnessModel"
+
+
+def register() -> None:
+    """Adds `dms_jax` to the models of lm-evaluation-harness; a second call changes nothing.
+
+    Raises:
+      ConfigError: lm-eval is not installed.
+    """
+    needed = dict(package="lm-eval", purpose="Evaluation with lm-evaluation-harness")
+    import_extra("lm_eval.models", **needed)  # which registers the harness's own
+    registry = import_extra("lm_eval.api.registry", **needed).model_registry
+    if NAME not in registry:
+        registry.register(NAME, target=_TARGET)
+
+
+def main() -> None:
+    """Runs the command line of the harness, which then knows `dms_jax`."""
+    try:
+        register()
+        command_line = import_extra(
+            "lm_eval.__main__", package="lm-eval", purpose="lm-evaluation-harness"
+        )
+        command_line.cli_evaluate()
+    except DmsJaxError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

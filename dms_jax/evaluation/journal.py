@@ -1,0 +1,103 @@
+"""The answers of an evaluation on disk, so that an interrupted one can resume.
+
+The first line of `answers.jsonl` holds the settings, each following line an answer, written when it
+ends. The numbers of problems and chains are not among the settings: the seeds do not depend on
+them, so a later evaluation can add more of both.
+"""
+
+import dataclasses
+import hashlib
+import io
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from dms_jax.cache.accounting import Usage
+from dms_jax.errors import DataError
+from dms_jax.generation.requests import Completion
+from dms_jax.model.language_model import LanguageModel
+
+NAME = "answers.jsonl"
+Place = tuple[int, int]  # problem, chain
+
+
+class Journal:
+    """The answers of one evaluation in a folder.
+
+    Args:
+      folder: the folder, created if needed.
+      settings: everything that determines the answers, as JSON data.
+
+    Attributes:
+      answers: the answers that the folder held already, by problem and chain.
+
+    Raises:
+      DataError: the folder cannot be written, or holds the answers of other settings.
+    """
+
+    def __init__(self, folder: str | pathlib.Path, settings: Mapping[str, Any]):
+        self._path = pathlib.Path(folder) / NAME
+        settings = json.loads(json.dumps(settings))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lines = self._path.read_text("utf-8").split("\n") if self._path.exists() else []
+            whole = lines[:-1]  # an incomplete last line was interrupted
+            self.answers = self._read(whole, settings) if whole else {}
+            start = sum(len(line.encode()) + 1 for line in whole)
+            self._file: io.BufferedRandom = self._path.open("r+b" if lines else "w+b")
+            self._file.truncate(start)
+            self._file.seek(start)
+        except OSError as error:
+            raise DataError(f"{self._path} cannot be written: {error.strerror}.") from error
+        if not whole:
+            self._write({"settings": settings})
+
+    def add(self, problem: int, chain: int, completion: Completion) -> None:
+        """Writes an answer and flushes the file."""
+        self._write({"problem": problem, "chain": chain, **dataclasses.asdict(completion)})
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _write(self, data: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(data).encode() + b"\n")
+        self._file.flush()
+
+    def _read(self, lines: list[str], settings: Mapping[str, Any]) -> dict[Place, Completion]:
+        answers: dict[Place, Completion] = {}
+        for number, line in enumerate(lines, 1):
+            try:
+                data = json.loads(line)
+                if number == 1:
+                    found = data["settings"]
+                else:
+                    usage = Usage(**data.pop("usage"))
+                    place = (data.pop("problem"), data.pop("chain"))
+                    answers[place] = Completion(usage=usage, **data)
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{self._path}, line {number}: this is no answer of an evaluation ({error}). "
+                    "Name another folder, or remove the file."
+                ) from error
+            if number == 1 and found != settings:
+                names = sorted(found.keys() | settings.keys())
+                other = [name for name in names if found.get(name) != settings.get(name)]
+                raise DataError(
+                    f"{self._path} holds answers of other settings ({', '.join(other)}). Name "
+                    "another folder, or remove the file."
+                )
+        return answers
+
+
+def model_mark(model: LanguageModel) -> str:
+    """A fingerprint of a model: a hash of a part of every parameter."""
+    state = hashlib.blake2b(digest_size=8)
+    for leaf in jax.tree.leaves(model.transformer):
+        part = leaf[(0,) * (leaf.ndim - 1)][:64]
+        state.update(f"{leaf.shape} {leaf.dtype}".encode() + np.asarray(part).tobytes())
+    return state.hexdigest()

@@ -1,0 +1,317 @@
+"""Log-probabilities of continuations given contexts, from the real paged cache.
+
+The context is prefilled as a prompt, with whatever the policy evicts at its end; the continuation
+is teacher-forced, one decode step per token. So a policy does what it would do if the model had
+generated the continuation itself. Work that several continuations share is done once: a context
+whose continuations have one token each (the letters of a multiple-choice question) takes one
+sequence and no decode step.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from dms_jax.cache.accounting import Meter
+from dms_jax.errors import CapacityError, CheckpointError, DataError
+from dms_jax.evaluation.serving import Serving, prefill_tokens
+from dms_jax.generation.calls import carrying
+from dms_jax.generation.engine import Engine
+from dms_jax.generation.programs import bucket
+from dms_jax.model.language_model import LanguageModel, check_tokens, use_mesh
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import Policy
+
+Tokens = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """The likelihood of a continuation.
+
+    Attributes:
+      logprob: log-probability of the whole continuation given its context, in nats.
+      greedy: whether greedy decoding would generate it.
+      peak_tokens: the most live entries after any token, averaged over layers and KV heads.
+    """
+
+    logprob: float
+    greedy: bool
+    peak_tokens: float
+
+
+@dataclasses.dataclass
+class _Sequence:
+    """One sequence in the cache: a context and a teacher-forced continuation.
+
+    Attributes:
+      context: at least one token.
+      read: the continuation without its last token.
+      asked: last token of each continuation, by index of its pair.
+      logprobs, greedy: log-probabilities of the tokens of `read`, and whether all are greedy.
+      last: the same for the last tokens, by index of the pair.
+    """
+
+    context: Tokens
+    read: Tokens
+    asked: dict[int, int] = dataclasses.field(default_factory=dict)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    greedy: bool = True
+    last: dict[int, tuple[float, bool]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the cache at its end."""
+        return len(self.context) + len(self.read)
+
+
+def encode_pair(model: LanguageModel, context: str, continuation: str) -> tuple[Tokens, Tokens]:
+    """Token ids of a context and of its continuation.
+
+    Both are encoded together, because a tokenizer may merge across the boundary, and split after
+    as many tokens as the context has alone. Trailing spaces of the context are moved to the
+    continuation, where most tokenizers put them. An empty context becomes the token that begins a
+    sequence.
+
+    Raises:
+      DataError: there is no tokenizer, or the continuation has no token.
+    """
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise DataError("Likelihood of text needs a tokenizer, and this model came without one.")
+    bare = context.rstrip()
+    if bare:
+        continuation, context = context[len(bare) :] + continuation, bare
+        before = encode_text(model, context)
+        both = encode_text(model, context + continuation)
+        after = both[len(before) :] or tokenizer.encode(continuation, add_special_tokens=False)
+        before = both[: len(before)]
+    else:
+        before = [first_token(model)]
+        after = tokenizer.encode(context + continuation, add_special_tokens=False)
+        after = after[1:] if after[:1] == before and len(after) > 1 else after
+    if not after:
+        raise DataError(f"The continuation {continuation!r} has no token of its own.")
+    return tuple(before), tuple(after)
+
+
+def encode_text(model: LanguageModel, text: str) -> list[int]:
+    """Token ids of a text; a leading beginning-of-sequence token, as in chats, is not repeated."""
+    begin = model.tokenizer.special_tokens.get("bos_token")
+    begins = begin is not None and text.startswith(begin)
+    return model.tokenizer.encode(text, add_special_tokens=not begins)
+
+
+def first_token(model: LanguageModel) -> int:
+    """The beginning-of-sequence token, or an end-of-sequence token if there is none.
+
+    Raises:
+      DataError: the checkpoint declares neither.
+    """
+    ends = model.generation.eos_token_ids
+    for token in (
+        getattr(model.tokenizer, "bos_token_id", None),
+        model.generation.bos_token_id,
+        getattr(model.tokenizer, "eos_token_id", None),
+        ends[0] if ends else None,
+    ):
+        if token is not None:
+            return int(token)
+    raise DataError("This checkpoint declares no token that begins or ends a sequence.")
+
+
+def likelihoods(
+    model: LanguageModel,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    policy: Policy | None = None,
+    serving: Serving | None = None,
+) -> list[Likelihood]:
+    """Computes the log-probabilities of continuations given their contexts.
+
+    Args:
+      model: from `load` or `retrofit`.
+      pairs: token ids of a context and of a continuation, at least one each.
+      policy: the checkpoint's own if None. One with a compression_ratio takes its share of each
+        pair's own length.
+      serving: options of the cache; `Serving()` if None.
+
+    Raises:
+      DataError: a part is empty, outside the vocabulary, or both are beyond the positions.
+      CapacityError: the memory does not hold a single sequence.
+
+    An exception that interrupts it, KeyboardInterrupt too, carries the finished part:
+    `error.finished` is {index of the pair: Likelihood}.
+    """
+    policy, serving = model.resolve_policy(policy), serving or Serving()
+    sequences: dict[tuple[Tokens, Tokens], _Sequence] = {}
+    for index, (context, continuation) in enumerate(pairs):
+        if not len(context) or not len(continuation):
+            raise DataError(f"Pair {index} has an empty context or an empty continuation.")
+        try:
+            check_tokens(np.asarray([*context, *continuation], np.int64), model.config)
+        except DataError as error:
+            raise DataError(f"Pair {index}: {error}") from None
+        key = (tuple(context), tuple(continuation[:-1]))
+        sequences.setdefault(key, _Sequence(*key)).asked[index] = int(continuation[-1])
+    if not sequences:
+        return []
+    done: dict[int, Likelihood] = {}
+    # Sequences of similar lengths share a program. The longest come first, so that too little
+    # memory shows at once.
+    waiting = sorted(sequences.values(), key=lambda each: (-each.length, each.context, each.read))
+    longest = waiting[0].length + 1
+    engine = serving.engine(model, policy, sequences=len(waiting), max_tokens=longest)
+    with carrying(lambda: done), engine.runner.working():
+        while waiting:
+            batch = _batch(engine, waiting)
+            del waiting[: len(batch)]
+            peaks = _run(engine, batch, prefill_tokens(model, policy))
+            for each, peak in zip(batch, peaks, strict=True):
+                total = float(np.sum(each.logprobs, dtype=np.float64))
+                for index, (logprob, greedy) in each.last.items():
+                    done[index] = Likelihood(total + logprob, each.greedy and greedy, peak)
+    return [done[index] for index in range(len(pairs))]
+
+
+def _batch(engine: Engine, waiting: Sequence[_Sequence]) -> list[_Sequence]:
+    """The first sequences that fit the lanes and the pool together, at least one."""
+    runner = engine.runner
+    extra = np.zeros(len(runner.seen), np.int64)
+    runner.raise_max_length(waiting[0].length + 1)
+    for lane, each in enumerate(waiting[: len(extra)]):
+        extra[lane] = each.length
+        if lane and not runner.fits(extra, prompt=True):
+            return list(waiting[:lane])
+    return list(waiting[: len(extra)])
+
+
+def _run(engine: Engine, batch: Sequence[_Sequence], most: int) -> list[float]:
+    """Runs sequences through the cache, one per lane; returns the peak of each."""
+    runner, config = engine.runner, engine.model.config
+    rows = config.num_layers * config.num_kv_heads
+    meters = [Meter(rows=rows) for _ in batch]
+    runner.set_max_lengths({lane: each.length + 1 for lane, each in enumerate(batch)})
+    width = min(engine.options.prefill_chunk, max(8, bucket(max(len(each.context) for each in batch))))
+    together = max(1, most // width)
+    for first in range(0, len(batch), together):
+        lanes = range(first, min(first + together, len(batch)))
+        for parts, ends in _prompt_parts(batch, lanes, width):
+            _run_tokens(engine, batch, meters, parts, width=width, ends=ends)
+    for step in range(max(len(each.read) for each in batch)):
+        parts = {
+            lane: np.asarray(each.read[step : step + 1], np.int32)
+            for lane, each in enumerate(batch)
+            if step < len(each.read)
+        }
+        _run_tokens(engine, batch, meters, parts, width=1, step=step)
+    runner.clear(list(range(len(batch))))
+    return [meter.peak / rows for meter in meters]
+
+
+def _prompt_parts(
+    batch: Sequence[_Sequence], lanes: range, width: int
+) -> Iterator[tuple[dict[int, np.ndarray], list[int]]]:
+    """Chunks of the contexts, and the lanes whose context each chunk completes."""
+    longest = max(len(batch[lane].context) for lane in lanes)
+    for start in range(0, longest, width):
+        parts = {
+            lane: np.asarray(batch[lane].context[start : start + width], np.int32)
+            for lane in lanes
+            if start < len(batch[lane].context)
+        }
+        yield parts, [lane for lane in parts if start + width >= len(batch[lane].context)]
+
+
+def _run_tokens(
+    engine: Engine,
+    batch: Sequence[_Sequence],
+    meters: Sequence[Meter],
+    parts: dict[int, np.ndarray],
+    *,
+    width: int,
+    ends: Sequence[int] = (),
+    step: int | None = None,
+) -> None:
+    """Runs the next tokens of some lanes, and scores the tokens that follow them.
+
+    Args:
+      engine: with the cache.
+      batch: the sequence of each lane.
+      meters: the meter of each lane.
+      parts: lane -> its next tokens.
+      width: tokens per lane in the compiled chunk.
+      ends: lanes whose context is complete after these tokens.
+      step: position of the tokens in the continuations; None for contexts.
+    """
+    runner, prompt = engine.runner, step is None
+    extra = np.zeros(len(runner.seen), np.int64)
+    for lane, part in parts.items():
+        extra[lane] = len(part)
+    if not runner.fits(extra, prompt=prompt):
+        raise CapacityError(
+            f"The cache cannot hold a context and its continuation of {batch[0].length} tokens. "
+            "Give it more memory (memory=), a smaller page_size, or a policy that keeps less."
+        )
+    runner.reserve(extra, prompt=prompt)
+    extended = runner.extend(parts, width=width, prompt=prompt, ends_prompt=ends)
+    runner.trim()
+    for lane in parts:
+        meters[lane].add(extended.live[lane], held=extended.held[lane])
+    looking = ends if step is None else parts
+    place = 0 if step is None else step + 1  # in the continuation, of the token that follows
+    wanted = {lane: _targets(batch[lane], place) for lane in looking}
+    if not wanted:
+        return
+    lanes = extended.lanes.tolist()
+    targets = np.zeros((len(lanes), bucket(max(map(len, wanted.values())))), np.int32)
+    for lane, tokens in wanted.items():
+        targets[lanes.index(lane), : len(tokens)] = tokens
+    with use_mesh(engine.model.mesh):
+        logprobs, greedy = jax.tree.map(
+            np.asarray, _score(engine.model.transformer, extended.hidden, targets)
+        )
+    for lane, tokens in wanted.items():
+        row = lanes.index(lane)
+        _record(batch[lane], place, logprobs[row, : len(tokens)], greedy[row, : len(tokens)])
+
+
+def _targets(sequence: _Sequence, place: int) -> list[int]:
+    """The tokens to score: the next one of `read`, or the last tokens of the continuations."""
+    if place < len(sequence.read):
+        return [sequence.read[place]]
+    return list(sequence.asked.values())
+
+
+def _record(
+    sequence: _Sequence,
+    place: int,
+    logprobs: Float[np.ndarray, " n"],
+    greedy: Bool[np.ndarray, " n"],
+) -> None:
+    if not np.isfinite(logprobs).all():
+        raise CheckpointError(
+            "The model's logits are not numbers (NaN). Check the weights, or load the model with "
+            "dtype=float32 if they overflow float16."
+        )
+    if place < len(sequence.read):
+        sequence.logprobs.append(float(logprobs[0]))
+        sequence.greedy &= bool(greedy[0])
+    else:
+        found = zip(logprobs.tolist(), greedy.tolist(), strict=True)
+        sequence.last = dict(zip(sequence.asked, found, strict=True))
+
+
+@jax.jit
+def _score(
+    transformer: Transformer, hidden: Float[Array, "b E"], targets: Int[Array, "b n"]
+) -> Any:
+    """Log-probabilities of tokens given hidden states, and whether each is the argmax."""
+    logits = transformer.unembed(hidden)
+    chosen = jnp.take_along_axis(logits, targets, axis=-1)
+    logprobs = chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return logprobs, targets == jnp.argmax(logits, axis=-1)[:, None]

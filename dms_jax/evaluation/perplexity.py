@@ -1,0 +1,185 @@
+"""`perplexity`: the loss of a model on a text, teacher-forced through the real paged cache.
+
+The text is cut into its documents (at `<|endoftext|>`, where there is any), and those into windows.
+Each token is predicted once: the first one of a document after the token that begins a sequence,
+the first one of any other window after the last one before it.
+
+    [begin] t0 t1 t2 | t3 t4 t5 | t6      windows of 3: begin t0 t1 t2, t2 t3 t4 t5, t5 t6
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from dms_jax.checks import Count, check
+from dms_jax.data import TextFiles
+from dms_jax.errors import DataError
+from dms_jax.evaluation.likelihood import first_token
+from dms_jax.evaluation.serving import Serving
+from dms_jax.evaluation.statistics import Measured, standard_error
+from dms_jax.generation import Score, score
+from dms_jax.model.language_model import LanguageModel, check_model
+from dms_jax.policies import Policy
+
+_LONGEST_WINDOW = 4096  # by default: one window of 131,072 tokens would take days
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity:
+    """The loss on a text.
+
+    Attributes:
+      settings: path, policy and window, as JSON data.
+      tokens: number of predicted tokens.
+      words: number of words of the text, separated by white space.
+      size: bytes of the text in UTF-8.
+      window_nats: mean loss of each window, in nats per token.
+      nats: total loss of the text.
+      reads: cache entries read per token, averaged over layers and KV heads.
+      peak: peak of live entries, averaged over windows, layers and KV heads.
+    """
+
+    settings: Mapping[str, Any]
+    tokens: int
+    words: int
+    size: int
+    window_nats: Float[np.ndarray, " windows"]
+    nats: float
+    reads: float
+    peak: float
+
+    @property
+    def loss(self) -> Measured:
+        """Nats per token, with the standard error over windows."""
+        return Measured(self.nats / self.tokens, standard_error(self.window_nats))
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the loss per token."""
+        return _exp(self.nats / self.tokens)
+
+    @property
+    def word_perplexity(self) -> float:
+        """Exponential of the loss per word, which does not depend on the tokenizer."""
+        return _exp(self.nats / max(self.words, 1))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Loss per byte of text in bits, which does not depend on the tokenizer either."""
+        return self.nats / math.log(2) / self.size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the figures as JSON data."""
+        return {
+            **self.settings,
+            "tokens": self.tokens,
+            "words": self.words,
+            "bytes": self.size,
+            "windows": len(self.window_nats),
+            "loss": self.loss.to_list(),
+            "perplexity": self.perplexity,
+            "word_perplexity": self.word_perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "reads": self.reads,
+            "peak": self.peak,
+        }
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
+
+
+def perplexity(
+    model: LanguageModel,
+    path: str | pathlib.Path,
+    *,
+    policy: Policy | None = None,
+    window: int | None = None,
+    max_tokens: int | None = None,
+    serving: Serving | None = None,
+) -> Perplexity:
+    """Predicts a text file token by token through the cache, as decoding would.
+
+    Args:
+      model: a model with a tokenizer.
+      path: a text in UTF-8, whose documents may be separated by `<|endoftext|>`.
+      policy: the checkpoint's own if None.
+      window: tokens predicted together; what the model's positions hold, at most 4096, if None.
+      max_tokens: predict only so many tokens; all of them if None.
+      serving: options of the cache; 64 windows at a time if None.
+
+    Raises:
+      DataError: the file cannot be read or is empty, or a window is beyond the model's positions.
+      CapacityError: the memory does not hold the windows that run together.
+    """
+    check_model(model)
+    window = check("perplexity: window", window, Count | None)
+    max_tokens = check("perplexity: max_tokens", max_tokens, Count | None)
+    policy, serving = model.resolve_policy(policy), serving or Serving(lanes=64)
+    if model.tokenizer is None:
+        raise DataError("perplexity needs a tokenizer, and this model came without one.")
+    positions = model.config.max_position_embeddings
+    window = window or min(positions - 1, _LONGEST_WINDOW)
+    if window >= positions:
+        raise DataError(
+            f"perplexity: a window of {window} tokens and the one before them are beyond the "
+            f"model's {positions} positions."
+        )
+    texts, windows, room = [], [], max_tokens
+    for text in TextFiles(path):
+        tokens = model.tokenizer.encode(text, add_special_tokens=False)
+        if room is not None and room < len(tokens):
+            tokens = tokens[:room]
+            text = model.tokenizer.decode(tokens, skip_special_tokens=False)
+        texts.append(text)
+        windows += cut_into_windows(tokens, window, first_token(model))
+        room = None if room is None else room - len(tokens)
+        if room == 0:
+            break
+    count = sum(len(each) - 1 for each in windows)
+    scores = score_tokens(model, windows, policy, serving)
+    nats = [-float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]
+    return Perplexity(
+        settings={"path": str(path), "policy": policy.to_dict(), "window": window},
+        tokens=count,
+        words=sum(len(text.split()) for text in texts),
+        size=sum(len(text.encode()) for text in texts),
+        window_nats=np.asarray(
+            [total / len(each.logprobs) for total, each in zip(nats, scores, strict=True)]
+        ),
+        nats=math.fsum(nats),
+        reads=sum(each.usage.kv_reads for each in scores) / count,
+        peak=float(np.mean([each.usage.peak_tokens for each in scores])),
+    )
+
+
+def score_tokens(
+    model: LanguageModel, windows: list[list[int]], policy: Policy, serving: Serving
+) -> list[Score]:
+    """Scores sequences through the cache; see `dms_jax.score`."""
+    return score(
+        model,
+        windows,
+        policy=policy,
+        chunk=serving.chunk,
+        page_size=serving.page_size,
+        num_lanes=serving.lanes,
+        memory=serving.memory,
+        kv_dtype=serving.kv_dtype,
+    )
+
+
+def cut_into_windows(tokens: list[int], window: int, first: int) -> list[list[int]]:
+    """Windows that predict every token once, each after the token before it.
+
+    # tokens: [5, 6, 7]  window: 2  first: 1  Out: [[1, 5, 6], [6, 7]]
+    """
+    return [
+        [tokens[start - 1] if start else first, *tokens[start : start + window]]
+        for start in range(0, len(tokens), window)
+    ]

@@ -1,0 +1,65 @@
+"""Options of the cache and the engine during an evaluation."""
+
+import dataclasses
+from typing import Annotated, Any
+
+from dms_jax.checks import CountOnDevice, Options, Positive
+from dms_jax.generation import Engine
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+
+# A policy that runs prompts token by token takes as long for many sequences as for one: as many run
+# together as fit this many bytes of activations. For other policies this many tokens saturate a
+# device.
+_ACTIVATION_BYTES = 8e9
+_PREFILL_TOKENS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving(Options):
+    """Options of the cache and the engine.
+
+    Attributes:
+      lanes: sequences in the cache at a time. More than a thousand keep a large GPU busy.
+      memory: bytes for the cache; None for what the lanes can need, within the free memory.
+      chunk: decode steps per compiled program.
+      page_size: slots per page; 16 for Quest as published.
+      prefill_chunk: prompt tokens of a sequence per compiled program.
+      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits; None for the model's type.
+    """
+
+    lanes: CountOnDevice = 1024
+    memory: Annotated[Positive, "give bytes"] | None = None
+    chunk: CountOnDevice = 32
+    page_size: CountOnDevice = 64
+    prefill_chunk: CountOnDevice = 512
+    kv_dtype: str | None = None
+
+    def engine(
+        self, model: LanguageModel, policy: Policy, *, sequences: int, max_tokens: int
+    ) -> Engine:
+        """An engine for so many sequences of at most `max_tokens`, with one compiled width."""
+        return Engine(
+            model,
+            policy,
+            num_lanes=min(self.lanes, sequences),
+            memory=self.memory,
+            max_tokens=max_tokens,
+            page_size=self.page_size,
+            chunk=self.chunk,
+            prefill_chunk=self.prefill_chunk,
+            prefill_tokens=prefill_tokens(model, policy),
+            table_width=-(-(max_tokens + self.chunk) // self.page_size),
+            kv_dtype=self.kv_dtype,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the options as JSON data."""
+        return dataclasses.asdict(self)
+
+
+def prefill_tokens(model: LanguageModel, policy: Policy) -> int:
+    """The most prompt tokens of all sequences together in one compiled program."""
+    bytes_a_token = 3 * model.config.intermediate_size * model.dtype.itemsize
+    most = max(1, int(_ACTIVATION_BYTES / bytes_a_token))
+    return min(most, _PREFILL_TOKENS) if policy.parallel != "never" else most

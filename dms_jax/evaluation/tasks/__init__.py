@@ -1,0 +1,25 @@
+"""Tasks on local files of published data sets: answered in words, or by likelihood."""
+
+from dms_jax.evaluation.tasks.choices import ARC, MMLU, Choices, ChoiceTask
+from dms_jax.evaluation.tasks.commonsense import PIQA, BoolQ, HellaSwag, WinoGrande
+from dms_jax.evaluation.tasks.files import FileProblem, FileTask
+from dms_jax.evaluation.tasks.gpqa import GPQA
+from dms_jax.evaluation.tasks.maths import AIME, GSM8K, MATH500, Mathematics
+
+__all__ = [
+    "AIME",
+    "ARC",
+    "GPQA",
+    "GSM8K",
+    "MATH500",
+    "MMLU",
+    "PIQA",
+    "BoolQ",
+    "ChoiceTask",
+    "Choices",
+    "FileProblem",
+    "FileTask",
+    "HellaSwag",
+    "Mathematics",
+    "WinoGrande",
+]

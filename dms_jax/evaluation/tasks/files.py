@@ -1,0 +1,142 @@
+"""Tasks whose problems are the records of a published data file.
+
+The file is the split: for every split the problems are those of the file, in order.
+Worked examples come from another file of the same form, so that no problem is its own example.
+"""
+
+import abc
+import dataclasses
+import functools
+import pathlib
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from dms_jax.checks import Options, Whole, check
+from dms_jax.data.tasks import Problem, Split, Task
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation.records import Record, read_records
+
+Path = str | pathlib.Path
+
+
+@dataclasses.dataclass(frozen=True)
+class FileProblem(Problem):
+    """A problem of a file.
+
+    Attributes:
+      examples: worked examples before it, as (question, answer).
+    """
+
+    examples: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class FromFile(Options):
+    """A task that reads its problems from one file and its worked examples from another.
+
+    Attributes:
+      path: JSON lines, JSON, CSV or parquet, or a folder of such files.
+      few_shot: worked examples before each problem.
+      examples: the file whose first records are the worked examples.
+    """
+
+    name: ClassVar[str]
+    columns: ClassVar[Sequence[str] | None] = None  # of a CSV file without a header
+
+    path: Path
+    few_shot: Whole = 0
+    examples: Path | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.few_shot and self.examples is None:
+            raise ConfigError(
+                f"{type(self).__name__}: {self.few_shot} worked examples need a file to come "
+                "from: examples=."
+            )
+
+    @functools.cached_property
+    def records(self) -> tuple[Record, ...]:
+        """The records of the file.
+
+        Raises:
+          DataError: it cannot be read, or a line is malformed.
+        """
+        return read_records(self.path, columns=self.columns)
+
+    def record(self, index: int) -> Record:
+        """One record.
+
+        Raises:
+          DataError: the file has fewer.
+        """
+        if not 0 <= index < len(self.records):
+            raise DataError(
+                f"{self.name}: {self.path} holds {len(self.records)} problems, and number "
+                f"{index} was asked for (the first is 0)."
+            )
+        return self.records[index]
+
+    @functools.cached_property
+    def _example_records(self) -> tuple[Record, ...]:
+        return read_records(self.examples or "", columns=self.columns)
+
+    def example_records(self, record: Record) -> Sequence[Record]:
+        """The records of the worked examples before a record.
+
+        Raises:
+          DataError: there are too few.
+        """
+        if not self.few_shot:
+            return ()
+        own = self.examples_for(record, self._example_records)
+        if len(own) < self.few_shot:
+            raise DataError(
+                f"{self.name}: few_shot={self.few_shot}, and {self.examples} holds {len(own)} "
+                f"examples for {record.where}."
+            )
+        return own[: self.few_shot]
+
+    def examples_for(self, record: Record, examples: Sequence[Record]) -> Sequence[Record]:
+        """The examples that may precede a record; all of them unless overridden."""
+        del record
+        return examples
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the task as JSON data: its name and every field."""
+        fields = dataclasses.asdict(self)
+        for field in ("path", "examples"):
+            fields[field] = None if fields[field] is None else str(fields[field])
+        return {"name": self.name, **fields}
+
+
+@dataclasses.dataclass(frozen=True)
+class FileTask(FromFile, Task):
+    """Problems from a file that a model answers in generated text.
+
+    Attributes:
+      path, few_shot, examples: see `FromFile`.
+      seed: for tasks that shuffle their options.
+    """
+
+    @abc.abstractmethod
+    def pose(self, record: Record, number: int) -> Problem:
+        """The problem of a record, without examples; `number` is its place in the file."""
+
+    def problem(self, split: Split, index: int) -> FileProblem:
+        """Returns problem `index` of the file, whatever the split.
+
+        Raises:
+          DataError: there is none, or its record is malformed.
+        """
+        del split
+        record = self.record(check(f"{self.name}: problem", index, Whole))
+        posed = self.pose(record, index)
+        shown = [self.pose(each, i) for i, each in enumerate(self.example_records(record))]
+        fields = {field.name: getattr(posed, field.name) for field in dataclasses.fields(Problem)}
+        return FileProblem(**fields, examples=tuple((e.prompt, e.solution) for e in shown))
+
+    def draw(self, rng: random.Random) -> Problem:
+        """Any problem of the file."""
+        return self.problem("test", rng.randrange(len(self.records)))

@@ -1,0 +1,151 @@
+"""Mathematical problems from files, with the prompts of the DMS paper, judged by Math-Verify.
+
+GSM8K is asked as Meta asks it, AIME and MATH-500 as Open-R1 does (appendix G of the paper, where
+the chat template adds the rest). `style="plain"` is for models that were not tuned to follow
+instructions: the problem alone, as lm-evaluation-harness puts it, most often after worked examples.
+"""
+
+import dataclasses
+import re
+from typing import ClassVar, Literal
+
+from dms_jax.data.tasks import Problem
+from dms_jax.evaluation.mathematics import find_answer, is_same, require_math_verify
+from dms_jax.evaluation.records import Record
+from dms_jax.evaluation.tasks.files import FileTask
+
+META_PROMPT = (
+    "Given the following problem, reason and give a final answer to the problem.\n"
+    "Problem: {problem}\n"
+    'Your response should end with "The final answer is [answer]" where [answer] is the response '
+    "to the problem."
+)
+OPEN_R1_PROMPT = (
+    "Solve the following math problem efficiently and clearly. The last line of your response "
+    "should be of the following format: 'Therefore, the final answer is: $\\boxed{{ANSWER}}$. I "
+    "hope it is correct' (without quotes) where ANSWER is just the final number or expression that "
+    "solves the problem. Think step by step before answering.\n\n{problem}"
+)
+_FINAL = re.compile(r"final answer is:?\s*", re.IGNORECASE)
+_BRACKETED = re.compile(r"\[([^\[\],]+)\]")
+_CALCULATION = re.compile(r"<<[^<>]*>>")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mathematics(FileTask):
+    """Problems with an answer that can be computed: any file with fields "problem" and "answer".
+
+    Attributes:
+      path, few_shot, examples: see `FromFile`.
+      style: "instruct" says in which format to answer; "plain" gives the problem alone.
+    """
+
+    name: ClassVar[str] = "mathematics"
+    prompts: ClassVar[dict[str, str]] = {
+        "instruct": META_PROMPT,
+        "plain": "Question: {problem}\nAnswer:",
+    }
+    next_problem: ClassVar[str] = "\nQuestion:"  # where a model goes on with one of its own
+
+    style: Literal["instruct", "plain"] = "instruct"
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_math_verify(type(self).__name__)
+
+    def pose(self, record: Record, number: int) -> Problem:
+        del number
+        problem = record.text("problem", "question", "Problem", "Question")
+        working, answer = self.read_solution(record)
+        prompt = self.prompts[self.style].format(problem=problem.strip())
+        solution = f" {working}" if self.style == "plain" else self.finish(working, answer)
+        return Problem(prompt, solution, (answer,), record.where)
+
+    def read_solution(self, record: Record) -> tuple[str, str]:
+        """The worked solution of a record (the answer if there is none), and the answer."""
+        answer = record.text("answer", "Answer").strip()
+        working = [name for name in ("solution", "Solution") if record.fields.get(name)]
+        return (record.text(*working) if working else answer), answer
+
+    def finish(self, working: str, answer: str) -> str:
+        """A worked solution that ends in the format that the prompt requests."""
+        return f"{working}\nThe final answer is {answer}"
+
+    def answer(self, completion: str) -> str | None:
+        text = completion.partition(self.next_problem)[0] if self.style == "plain" else completion
+        ends = [match.end() for match in _FINAL.finditer(text)]
+        text = text[ends[-1] :] if ends else text
+        bracketed = _BRACKETED.match(text)  # some models keep the brackets of the prompt
+        return find_answer(bracketed[1] if bracketed else text)
+
+    def score(self, problem: Problem, completion: str) -> float:
+        answer = self.answer(completion)
+        return 0.0 if answer is None else self.score_answer(problem, answer)
+
+    def score_answer(self, problem: Problem, answer: str) -> float:
+        return float(is_same(problem.answers[0], answer))
+
+
+@dataclasses.dataclass(frozen=True)
+class GSM8K(Mathematics):
+    """Grade-school word problems: {"question", "answer"}, whose answer ends in "#### 18".
+
+    Attributes:
+      path, few_shot, examples, style: see `Mathematics`.
+    """
+
+    name: ClassVar[str] = "gsm8k"
+
+    def read_solution(self, record: Record) -> tuple[str, str]:
+        working, mark, answer = record.text("answer").rpartition("####")
+        if not mark or not answer.strip():
+            raise record.error('"answer" must end in "#### " and the number.')
+        answer = answer.strip().replace(",", "")
+        if self.style == "plain":
+            return record.text("answer").strip(), answer
+        return _CALCULATION.sub("", working).strip(), answer
+
+    def answer(self, completion: str) -> str | None:
+        if self.style == "plain":
+            text = completion.partition(self.next_problem)[0]
+            _, mark, last = text.rpartition("####")
+            if mark:
+                return find_answer(last.strip().partition("\n")[0])
+        return super().answer(completion)
+
+
+@dataclasses.dataclass(frozen=True)
+class MATH500(Mathematics):
+    """Competition problems: {"problem", "solution", "answer", ...}.
+
+    Attributes:
+      path, few_shot, examples, style: see `Mathematics`.
+    """
+
+    name: ClassVar[str] = "math500"
+    prompts: ClassVar[dict[str, str]] = {
+        "instruct": OPEN_R1_PROMPT,
+        "plain": "Problem:\n{problem}\n\nSolution:",
+    }
+    next_problem: ClassVar[str] = "\nProblem:"
+
+    def finish(self, working: str, answer: str) -> str:
+        last = f"Therefore, the final answer is: $\\boxed{{{answer}}}$. I hope it is correct"
+        return f"{working}\n{last}"
+
+
+@dataclasses.dataclass(frozen=True)
+class AIME(MATH500):
+    """Problems of the AIME, whose answers are whole numbers from 0 to 999.
+
+    Attributes:
+      path, few_shot, examples, style: see `Mathematics`.
+    """
+
+    name: ClassVar[str] = "aime"
+
+    def read_solution(self, record: Record) -> tuple[str, str]:
+        working, answer = super().read_solution(record)
+        if not answer.isdecimal() or int(answer) > 999:
+            raise record.error(f'"answer" must be a whole number from 0 to 999, got {answer!r}.')
+        return working, str(int(answer))  # they are published as "033"

@@ -1,0 +1,123 @@
+"""Records in the forms in which the data sets are published; the questions are made up."""
+
+import json
+
+GSM8K = [
+    {
+        "question": "Ann has 3 boxes of 4 pears and eats 2. How many pears are left?",
+        "answer": "There are 3*4=<<3*4=12>>12 pears.\nShe has 12-2=<<12-2=10>>10 left.\n#### 10",
+    },
+    {
+        "question": "A tram carries 1,150 people, and 50 get off. How many stay?",
+        "answer": "1150-50=<<1150-50=1100>>1,100 people.\n#### 1,100",
+    },
+]
+MATH500 = [
+    {
+        "problem": "Write the point $(0,2)$ in polar coordinates.",
+        "solution": "The radius is 2: $\\boxed{\\left( 2, \\frac{\\pi}{2} \\right)}.$",
+        "answer": "\\left( 2, \\frac{\\pi}{2} \\right)",
+        "subject": "Precalculus",
+        "level": 2,
+        "unique_id": "test/precalculus/1.json",
+    },
+    {
+        "problem": "What is half of one?",
+        "solution": "It is $\\boxed{\\frac{1}{2}}.$",
+        "answer": "\\frac{1}{2}",
+        "subject": "Prealgebra",
+        "level": 1,
+        "unique_id": "test/prealgebra/2.json",
+    },
+]
+AIME = [
+    {"id": 60, "problem": "Find $n$.", "solution": "It is 33.", "answer": "033", "year": "2024"}
+]
+GPQA_CSV = (
+    "Record ID,Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3\n"
+    'r1,"Which of these,\nat rest, is lightest?",an electron,a proton,a neutron,a muon\n'
+    "r2,Which is a prime?,7,4,6,9\n"
+)
+MMLU_TEST_CSV = (
+    '"Which organ pumps blood, all day?",the heart,the liver,a lung,"skin, and hair",A\n'
+    "How many chambers has it?,two,three,four,five,C\n"
+)
+MMLU_DEV_CSV = "Which bone is in the leg?,the ulna,the femur,the radius,the skull,B\n"
+MMLU_PARQUET = [
+    {
+        "question": "Which organ pumps blood?",
+        "subject": "anatomy",
+        "choices": ["the heart", "the liver", "a lung", "skin"],
+        "answer": 0,
+    }
+]
+ARC = [
+    {
+        "id": "Q1",
+        "question": {
+            "stem": "Which one melts at the lowest temperature?",
+            "choices": [
+                {"text": "ice", "label": "1"},
+                {"text": "iron", "label": "2"},
+                {"text": "gold", "label": "3"},
+            ],
+        },
+        "answerKey": "1",
+    }
+]
+ARC_PARQUET = [
+    {
+        "id": "Q1",
+        "question": "Which one melts at the lowest temperature?",
+        "choices": {"text": ["ice", "iron"], "label": ["A", "B"]},
+        "answerKey": "A",
+    }
+]
+SHARED = [{"query": "Question: Which one melts first?", "choices": ["iron", "ice"], "gold": 1}]
+HELLASWAG = [
+    {
+        "ind": 1,
+        "activity_label": "Baking bread",
+        "ctx_a": "A man mixes flour [step] with  water.",
+        "ctx_b": "he",
+        "ctx": "A man mixes flour with water. he",
+        "endings": ["kneads the dough [title] Rest it.", "flies away."],
+        "label": 0,
+    }
+]
+PIQA = [{"goal": "Open a jar", "sol1": "turn the lid", "sol2": "paint the lid", "label": 0}]
+WINOGRANDE = [
+    {
+        "sentence": "Bob fed the cat because _ was hungry.",
+        "option1": "Bob",
+        "option2": "the cat",
+        "answer": "2",
+    }
+]
+WINOGRANDE_SHARED = [
+    {
+        "context_options": ["Bob fed the cat because Bob", "Bob fed the cat because the cat"],
+        "continuation": "was hungry.",
+        "gold": 1,
+    }
+]
+BOOLQ = [
+    {
+        "question": "is the sea salty",
+        "title": "Sea",
+        "answer": True,
+        "passage": "The sea is salty water.",
+    }
+]
+
+
+def lines(path, records):
+    """Writes JSON lines and returns the path."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def text(path, content):
+    """Writes a text and returns the path."""
+    path.write_text(content)
+    return path

@@ -1,0 +1,208 @@
+"""Mathematical tasks on files: the prompts of appendix G, and answers in any writing."""
+
+import importlib.util
+import sys
+import threading
+
+import pytest
+
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation.tasks import AIME, GPQA, GSM8K, MATH500, Mathematics
+from tests.evaluation.tasks import published
+from tests.evaluation.tasks.published import lines, text
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None,
+    reason="Math-Verify comes with the extra `eval`",
+)
+
+
+@pytest.fixture
+def gsm8k(tmp_path):
+    return lines(tmp_path / "test.jsonl", published.GSM8K)
+
+
+@needs_math_verify
+def test_gsm8k_is_asked_as_appendix_g_asks(gsm8k):
+    problem = GSM8K(gsm8k).problem("test", 0)
+    assert problem.prompt == (
+        "Given the following problem, reason and give a final answer to the problem.\n"
+        "Problem: Ann has 3 boxes of 4 pears and eats 2. How many pears are left?\n"
+        'Your response should end with "The final answer is [answer]" where [answer] is the '
+        "response to the problem."
+    )
+    assert problem.answers == ("10",)
+    assert problem.solution == (
+        "There are 3*4=12 pears.\nShe has 12-2=10 left.\nThe final answer is 10"
+    )
+    assert problem.identity == f"{gsm8k}, line 1"
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("3*4 is 12, less 2.\nThe final answer is 10", 1),
+        ("The final answer is 12. No: the final answer is [10].", 1),
+        ("The final answer is **$10.00**", 1),
+        ("The final answer is 12", 0),
+        ("12 - 2 = 10 and so on. The final answer is 2", 0),
+        ("", 0),
+        ("I do not know.", 0),
+        ("The final answer is ", 0),
+        ("\\frac{{{{ \\boxed{ \ud800 \x00", 0),
+        ("The final answer is 9**9**9**9**9**9", 0),
+    ],
+)
+def test_gsm8k_answers(gsm8k, completion, score):
+    task = GSM8K(gsm8k)
+    problem = task.problem("test", 0)
+    assert task.score(problem, completion) == score
+
+
+@needs_math_verify
+def test_gsm8k_plain_after_worked_examples(tmp_path, gsm8k):
+    shots = lines(tmp_path / "train.jsonl", published.GSM8K[1:])
+    task = GSM8K(gsm8k, style="plain", few_shot=1, examples=shots)
+    problem = task.problem("test", 0)
+    assert problem.prompt == (
+        "Question: Ann has 3 boxes of 4 pears and eats 2. How many pears are left?\nAnswer:"
+    )
+    assert problem.examples == (
+        (
+            "Question: A tram carries 1,150 people, and 50 get off. How many stay?\nAnswer:",
+            " 1150-50=<<1150-50=1100>>1,100 people.\n#### 1,100",
+        ),
+    )
+    assert task.problem("test", 1).answers == ("1100",)
+    # A base model goes on with a question of its own.
+    assert task.score(problem, " 12 - 2 = 10\n#### 10\n\nQuestion: And 5?\nAnswer: #### 5") == 1
+    assert task.score(problem, " 12\n#### 12\n#### 9") == 0
+
+
+@needs_math_verify
+def test_math500_is_asked_as_appendix_g_asks(tmp_path):
+    task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
+    problem = task.problem("test", 0)
+    assert problem.prompt == (
+        "Solve the following math problem efficiently and clearly. The last line of your response "
+        "should be of the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I "
+        "hope it is correct' (without quotes) where ANSWER is just the final number or expression "
+        "that solves the problem. Think step by step before answering.\n\n"
+        "Write the point $(0,2)$ in polar coordinates."
+    )
+    assert task.score(problem, problem.solution) == 1
+    assert task.score(problem, "So it is $\\boxed{(2, \\pi/2)}$.") == 1
+    assert task.score(problem, "So it is $\\boxed{(\\pi/2, 2)}$.") == 0
+
+
+@needs_math_verify
+@pytest.mark.parametrize("written", ["\\boxed{0.5}", "\\boxed{\\frac12}", "\\boxed{\\dfrac{2}{4}}"])
+def test_equal_answers_are_one_vote_and_right(tmp_path, written):
+    task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
+    problem = task.problem("test", 1)
+    completion = f"Therefore, the final answer is: ${written}$. I hope it is correct"
+    answer = task.answer(completion)
+    assert answer == task.answer("The final answer is: $\\boxed{\\frac{1}{2}}$.")
+    assert task.score_answer(problem, answer) == 1
+    assert task.score(problem, completion) == 1
+
+
+@needs_math_verify
+def test_judging_in_a_thread(gsm8k):
+    """Math-Verify's own time limit works in the main thread alone."""
+    task, scores = GSM8K(gsm8k), []
+    problem = task.problem("test", 0)
+    thread = threading.Thread(
+        target=lambda: scores.append(task.score(problem, "The final answer is 10"))
+    )
+    thread.start()
+    thread.join()
+    assert scores == [1]
+
+
+@needs_math_verify
+def test_aime(tmp_path):
+    task = AIME(lines(tmp_path / "a.jsonl", published.AIME))
+    problem = task.problem("test", 0)
+    assert problem.answers == ("33",)
+    assert task.score(problem, "It is $\\boxed{033}$.") == 1
+    wrong = lines(tmp_path / "b.jsonl", [{**published.AIME[0], "answer": "1000"}])
+    with pytest.raises(DataError, match=r"b\.jsonl, line 1: .*from 0 to 999, got '1000'"):
+        AIME(wrong).problem("test", 0)
+
+
+@needs_math_verify
+def test_any_file_of_problems_and_answers(tmp_path):
+    path = lines(tmp_path / "a.jsonl", [{"question": "Solve 2*x = 8 for x.", "answer": "4"}])
+    task = Mathematics(path)
+    problem = task.problem("train", 0)
+    assert "\nProblem: Solve 2*x = 8 for x.\n" in problem.prompt
+    assert problem.solution == "4\nThe final answer is 4"
+    assert task.score(problem, "x = 4. The final answer is 4") == 1
+
+
+@needs_math_verify
+def test_gsm8k_without_its_mark_is_named_by_file_and_line(tmp_path):
+    path = lines(tmp_path / "a.jsonl", [published.GSM8K[0], {"question": "?", "answer": "10"}])
+    with pytest.raises(DataError, match=r'a\.jsonl, line 2: "answer" must end in "####'):
+        GSM8K(path).problem("test", 1)
+
+
+def test_without_math_verify_the_extra_is_named(gsm8k, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(
+        ConfigError, match=r"answers of GSM8K needs Math-Verify.*pip install 'dms-jax\[eval\]'"
+    ):
+        GSM8K(gsm8k)
+
+
+# -- GPQA, which needs no extra -------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpqa(tmp_path):
+    return text(tmp_path / "gpqa.csv", published.GPQA_CSV)
+
+
+def test_gpqa_shuffles_its_options_from_a_seed(gpqa):
+    prompts = set()
+    for seed in range(40):
+        task = GPQA(gpqa, seed=seed)
+        problem = task.problem("test", 0)
+        (letter,) = problem.answers
+        assert f"\n{letter}) an electron" in problem.prompt
+        for option in ("a proton", "a neutron", "a muon"):
+            assert problem.prompt.count(f") {option}") == 1
+        assert problem == GPQA(gpqa, seed=seed).problem("test", 0)
+        prompts.add(problem.prompt)
+    assert len(prompts) > 12  # of 24 orders
+    assert problem.prompt.startswith(
+        "Answer the following multiple choice question. The last line of your response should be "
+        "of the following format: 'Answer: $LETTER' (without quotes) where LETTER is one of ABCD. "
+        "Think step by step before answering.\n\nWhich of these,\nat rest, is lightest?\n\nA) "
+    )
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("Answer: C", "C"),
+        ("Answer: A is wrong.\n**Answer:** $B$", "B"),
+        ("answer: \\boxed{d}", "D"),
+        ("Answer: (A)", "A"),
+        ("Answer: All of them", None),
+        ("C", None),
+        ("", None),
+    ],
+)
+def test_gpqa_answers(gpqa, completion, answer):
+    assert GPQA(gpqa).answer(completion) == answer
+
+
+def test_gpqa_scores_the_letter(gpqa):
+    task = GPQA(gpqa)
+    problem = task.problem("test", 1)
+    (letter,) = problem.answers
+    assert task.score(problem, f"... \nAnswer: {letter}") == 1
+    assert [task.score_answer(problem, each) for each in "ABCD"].count(1.0) == 1

@@ -1,0 +1,106 @@
+"""Files of records: every form, and every malformed line by file and line."""
+
+import json
+import sys
+
+import pytest
+
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation.records import read_records
+from tests.evaluation.tasks.published import lines, text
+
+
+def test_the_same_records_from_every_form(tmp_path):
+    want = [{"question": 'one, "two"', "answer": "3"}, {"question": "a\nb", "answer": "4"}]
+    files = [
+        lines(tmp_path / "a.jsonl", want),
+        text(tmp_path / "b.json", json.dumps(want)),
+        text(tmp_path / "c.csv", 'question,answer\n"one, ""two""",3\n"a\nb",4\n'),
+    ]
+    for path in files:
+        assert [dict(record.fields) for record in read_records(path)] == want
+    bare = text(tmp_path / "d.csv", '"one, ""two""",3\n\n"a\nb",4\n')
+    records = read_records(bare, columns=("question", "answer"))
+    assert [dict(record.fields) for record in records] == want
+    assert [record.where for record in records] == [f"{bare}, line 1", f"{bare}, line 3"]
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow comes with the extra `eval`")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    want = [{"question": "one", "choices": ["a", "b"]}, {"question": "two", "choices": ["c", "d"]}]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(want), path)
+    records = read_records(path)
+    assert [dict(record.fields) for record in records] == want
+    assert records[1].where == f"{path}, row 2"
+    with pytest.raises(DataError, match=r"b\.parquet is not a parquet file"):
+        read_records(text(tmp_path / "b.parquet", "no"))
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"a\.parquet needs pyarrow.*pip install 'dms-jax\[eval"):
+        read_records(text(tmp_path / "a.parquet", "PAR1"))
+    with pytest.raises(DataError, match=r"missing\.parquet cannot be read"):
+        read_records(tmp_path / "missing.parquet")
+
+
+def test_a_folder_is_its_files_in_order(tmp_path):
+    lines(tmp_path / "b.jsonl", [{"n": 2}])
+    lines(tmp_path / "a.jsonl", [{"n": 1}])
+    text(tmp_path / "README.md", "words")
+    records = read_records(tmp_path)
+    assert [(record.fields["n"], record.file) for record in records] == [(1, "a"), (2, "b")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"a": 1}\n\n{"a": 2\n', "line 3: this is not JSON"),
+        ("a.jsonl", '{"a": 1}\n[2]\n', "line 2: expected a JSON object"),
+        ("a.jsonl", "\n", "holds no record"),
+        ("a.json", '[{"a": 1}, 2]', "item 2: expected a JSON object"),
+        ("a.json", "[1", "this is not JSON"),
+        (
+            "a.csv",
+            'a,b\n1,"2\n3"\n4,5,6\n',
+            "line 4: 2 fields were expected .a, b., and there are 3",
+        ),
+        ("a.csv", 'a,b\n1,"2"3\n', "line 2: this is not CSV"),
+        ("a.txt", "words", "ends in none of"),
+    ],
+)
+def test_what_is_malformed_is_named_by_file_and_line(tmp_path, name, content, message):
+    with pytest.raises(DataError, match=rf"{name}.*{message}"):
+        read_records(text(tmp_path / name, content))
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(DataError, match=r"none\.jsonl cannot be read: No such file"):
+        read_records(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="holds no file that ends in"):
+        read_records(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl is not UTF-8"):
+        read_records(tmp_path / "a.jsonl")
+
+
+def test_fields_that_are_not_what_they_should_be(tmp_path):
+    (record,) = read_records(
+        lines(tmp_path / "a.jsonl", [{"q": 3, "l": ["x"], "b": " ", "n": "7"}])
+    )
+    assert record.text("none", "q") == "3"
+    assert record.index("n", below=8) == 7
+    for call, message in (
+        (lambda: record.text("x", "y"), 'no "x" or "y"; fields: b, l, n, q'),
+        (lambda: record.text("b"), '"b" must be a text'),
+        (lambda: record.texts("l"), '"l" must be a list of texts'),
+        (lambda: record.texts("q"), '"q" must be a list of texts'),
+        (lambda: record.index("n", below=7), '"n" must be a number from 0 to 6'),
+        (lambda: record.index("n", below=2, first=1), "from 1 to 2"),
+    ):
+        with pytest.raises(DataError, match=rf"a\.jsonl, line 1: .*{message}"):
+            call()

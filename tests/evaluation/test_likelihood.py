@@ -1,0 +1,253 @@
+"""Likelihoods from the cache against plain passes, questions and perplexity."""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.errors import CapacityError, DataError
+from dms_jax.evaluation import (
+    Serving,
+    encode_pair,
+    evaluate_choices,
+    likelihoods,
+    perplexity,
+)
+from dms_jax.evaluation.perplexity import cut_into_windows
+from dms_jax.evaluation.tasks import ARC, PIQA, WinoGrande
+from tests.evaluation.tasks import published
+from tests.evaluation.tasks.published import lines, text
+from tests.generation.support import log_softmax, model_for, prompts, stories
+
+SERVING = Serving(lanes=4, page_size=16, chunk=8, prefill_chunk=8)
+# Contexts of 5 to 30 tokens, continuations of 1 to 6; the first context is asked about twice more.
+PAIRS = [
+    (tokens[:-size], tokens[-size:])
+    for tokens, size in zip(prompts((9, 30, 13, 20)), (1, 3, 6, 2), strict=True)
+]
+PAIRS += [(PAIRS[0][0], [7]), (PAIRS[0][0], [7, 9]), (PAIRS[2][0], PAIRS[2][1][:2])]
+
+
+@functools.cache
+def by_plain_passes(name: str) -> list[tuple[float, bool]]:
+    """Log-probabilities out of one pass over each whole sequence, and whether argmax agrees."""
+    found = []
+    for context, continuation in PAIRS:
+        tokens = np.asarray([[*context, *continuation]], np.int32)
+        logits = model_for(name).logits(tokens, prompt_lengths=np.asarray([len(context)]))
+        own = log_softmax(np.asarray(logits)[0, len(context) - 1 : -1])
+        places = np.arange(len(continuation))
+        found.append(
+            (own[places, continuation].sum(), bool((own.argmax(-1) == continuation).all()))
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova", "quest"])
+def test_likelihoods_equal_a_plain_pass(name):
+    found = likelihoods(model_for(name), PAIRS, serving=SERVING)
+    want = by_plain_passes(name)
+    np.testing.assert_allclose(
+        [each.logprob for each in found], [logprob for logprob, _ in want], atol=1e-4
+    )
+    assert [each.greedy for each in found] == [greedy for _, greedy in want]
+
+
+def assert_same(found, want):
+    """But for the rounding of sums, which depends on the batch."""
+    assert len(found) == len(want)
+    for one, other in zip(found, want, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert (one.greedy, one.peak_tokens) == (other.greedy, other.peak_tokens)
+
+
+def test_lanes_and_room_change_nothing():
+    """One at a time, and in a pool that holds the longest sequence and not two."""
+    want = likelihoods(stories(), PAIRS, serving=SERVING)
+    assert_same(likelihoods(stories(), PAIRS, serving=dataclasses.replace(SERVING, lanes=1)), want)
+    config = stories().config
+    page = 2 * 16 * config.head_dim * 4
+    pages = 2 * config.num_layers * config.num_kv_heads
+    small = dataclasses.replace(SERVING, memory=pages * page)
+    assert_same(likelihoods(stories(), PAIRS, serving=small), want)
+    with pytest.raises(CapacityError, match="29 tokens"):
+        likelihoods(stories(), PAIRS, serving=dataclasses.replace(small, memory=pages * page / 2))
+
+
+def test_what_is_greedy_is_what_generation_writes():
+    model = model_for("vanilla", ends=False)
+    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=4)
+    (answer,) = dms_jax.generate(model, [PAIRS[1][0]], sampling=sampling).tokens
+    other = [*answer[:3], (answer[3] + 1) % model.config.vocab_size]
+    pairs = [(PAIRS[1][0], answer), (PAIRS[1][0], other)]
+    assert [each.greedy for each in likelihoods(model, pairs, serving=SERVING)] == [True, False]
+
+
+def test_a_budget_bounds_the_peak():
+    (plain,) = likelihoods(stories(), PAIRS[1:2], serving=SERVING)
+    assert plain.peak_tokens == 29  # the last token is not read
+    (small,) = likelihoods(stories(), PAIRS[1:2], policy=dms_jax.TOVA(budget=10), serving=SERVING)
+    assert small.peak_tokens == 11
+    assert small.logprob != plain.logprob
+
+
+def test_a_share_is_taken_of_each_sequence_alone():
+    """Half of 30 and of 9, though they share a batch."""
+    policy = dms_jax.TOVA(compression_ratio=2)
+    found = likelihoods(stories(), PAIRS[:2], policy=policy, serving=SERVING)
+    assert [each.peak_tokens for each in found] == [5, 16]
+
+
+def test_a_prompt_ends_where_the_context_does():
+    """SnapKV cuts there: what it keeps decides what follows, as in generation."""
+    policy = dms_jax.SnapKV(budget=8, window=4)
+    (found,) = likelihoods(stories(), PAIRS[2:3], policy=policy, serving=SERVING)
+    context, continuation = PAIRS[2]
+    tokens = np.asarray([[*context, *continuation]], np.int32)
+    logits = stories().logits(tokens, policy=policy, prompt_lengths=np.asarray([len(context)]))
+    own = log_softmax(np.asarray(logits)[0, len(context) - 1 : -1])
+    want = own[np.arange(len(continuation)), continuation].sum()
+    assert found.logprob == pytest.approx(want, abs=1e-4)
+
+
+def test_what_was_done_before_an_interrupt_is_carried(monkeypatch):
+    from dms_jax.generation.runner import Runner
+
+    want, clear, cleared = likelihoods(stories(), PAIRS, serving=SERVING), Runner.clear, []
+
+    def second(self, lanes):
+        cleared.append(lanes)
+        if len(cleared) == 2:
+            raise KeyboardInterrupt
+        return clear(self, lanes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "clear", second)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            likelihoods(stories(), PAIRS, serving=dataclasses.replace(SERVING, lanes=2))
+    done = caught.value.finished
+    assert 2 <= len(done) < len(PAIRS)
+    assert_same(list(done.values()), [want[index] for index in done])
+
+
+def test_pairs_that_cannot_be_scored():
+    for pairs, message in (
+        ([([1], [2]), ([], [1])], "Pair 1 has an empty"),
+        ([([1], [])], "Pair 0 has an empty"),
+        ([([1], [512])], "Pair 0: Token ids must lie"),
+        ([([1] * 500, [1] * 20)], "Pair 0: 520 tokens do not fit"),
+    ):
+        with pytest.raises(DataError, match=message):
+            likelihoods(stories(), pairs, serving=SERVING)
+    assert likelihoods(stories(), [], serving=SERVING) == []
+
+
+def test_a_context_and_its_continuation_are_encoded_together():
+    tokenizer = stories().tokenizer
+    context, continuation = encode_pair(stories(), "Once upon ", "a time")
+    assert [*context, *continuation] == tokenizer.encode("Once upon a time")
+    assert context == tuple(tokenizer.encode("Once upon"))
+    begin, after = encode_pair(stories(), "", "Once")
+    assert begin == (tokenizer.bos_token_id,)
+    assert after == tuple(tokenizer.encode("Once", add_special_tokens=False))
+
+
+# -- questions ------------------------------------------------------------------------------------
+
+
+def test_questions_are_answered_by_the_likeliest_option(tmp_path):
+    """Two options that stories make likely and unlikely; a long one wins by characters alone."""
+    records = [
+        {"query": "Once upon a time, there was a little", "choices": ["girl", "xqz"], "gold": 0},
+        {"query": "Lily was happy. Lily was", "choices": ["xqz", "happy"], "gold": 0},
+    ]
+    result = evaluate_choices(stories(), ARC(lines(tmp_path / "a.jsonl", records)), serving=SERVING)
+    assert result.chosen.tolist() == [0, 1]
+    assert result.accuracy.value == 0.5
+    assert result.lengths[0].tolist() == [4, 3]
+    context, first = encode_pair(stories(), f"{records[0]['query']}\nAnswer:", " girl")
+    (alone,) = likelihoods(stories(), [(context, first)], serving=SERVING)
+    assert result.logprobs[0][0] == pytest.approx(alone.logprob, abs=1e-5)
+    norm = [each / length for each, length in zip(result.logprobs, result.lengths, strict=True)]
+    assert result.chosen_norm.tolist() == [int(np.argmax(each)) for each in norm]
+    data = result.to_dict(questions=True)
+    assert data["acc"] == [0.5, pytest.approx(0.5)]
+    assert data["task"]["name"] == "arc"
+    assert data["per_question"]["gold"] == [0, 0]
+
+
+def test_contexts_may_differ_and_policies_are_obeyed(tmp_path):
+    task = WinoGrande(lines(tmp_path / "a.jsonl", published.WINOGRANDE))
+    dense = evaluate_choices(stories(), task, serving=SERVING)
+    small = evaluate_choices(stories(), task, policy=dms_jax.TOVA(budget=8), serving=SERVING)
+    assert small.peak.max() == 9 < dense.peak.max()
+    assert small.settings["policy"] == dms_jax.TOVA(budget=8).to_dict()
+
+
+def test_questions_that_cannot_be_asked(tmp_path):
+    path = lines(tmp_path / "a.jsonl", published.PIQA)
+    with pytest.raises(DataError, match="holds 1 problems, and number 1"):
+        evaluate_choices(stories(), PIQA(path), problems=2)
+    with pytest.raises(DataError, match="holds 1 problems, and number 1"):
+        evaluate_choices(stories(), PIQA(path), start=1)
+    with pytest.raises(DataError, match="tokenizer"):
+        evaluate_choices(dataclasses.replace(stories(), tokenizer=None), PIQA(path))
+
+
+# -- perplexity -----------------------------------------------------------------------------------
+
+
+def test_every_token_is_predicted_once():
+    assert cut_into_windows([5, 6, 7], 2, 1) == [[1, 5, 6], [6, 7]]
+    assert cut_into_windows([5, 6], 2, 1) == [[1, 5, 6]]
+
+
+def test_perplexity_of_a_text_is_that_of_plain_passes(tmp_path):
+    story = "Once upon a time, there was a big dog. The dog liked to run and jump all day."
+    path = text(tmp_path / "a.txt", story)
+    tokens = stories().tokenizer.encode(story, add_special_tokens=False)
+    found = perplexity(stories(), path, window=16, serving=SERVING)
+    nats = 0.0
+    for window in cut_into_windows(tokens, 16, stories().tokenizer.bos_token_id):
+        own = log_softmax(np.asarray(stories().logits(np.asarray([window], np.int32)))[0, :-1])
+        nats -= own[np.arange(len(window) - 1), window[1:]].sum()
+    assert found.tokens == len(tokens)
+    assert found.nats == pytest.approx(nats, abs=1e-3)
+    assert found.perplexity == pytest.approx(math.exp(nats / len(tokens)), rel=1e-4)
+    assert found.word_perplexity == pytest.approx(math.exp(nats / 18), rel=1e-4)
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / len(story), rel=1e-4)
+    assert found.loss.value == pytest.approx(nats / len(tokens), rel=1e-4)
+    first = perplexity(stories(), path, window=16, max_tokens=16, serving=SERVING)
+    assert (first.tokens, len(first.window_nats)) == (16, 1)
+    small = perplexity(stories(), path, window=16, policy=dms_jax.TOVA(budget=8), serving=SERVING)
+    assert small.peak <= 9 < found.peak
+    assert small.reads < found.reads
+    assert small.nats > found.nats
+
+
+def test_documents_are_predicted_for_themselves(tmp_path):
+    first, second = "Once upon a time, there was a dog.", "One day, Lily saw a bird."
+    both = text(tmp_path / "both.txt", f"{first}\n<|endoftext|>\n{second}\n")
+    found = perplexity(stories(), both, window=64, serving=SERVING)
+    alone = [
+        perplexity(stories(), text(tmp_path / "one.txt", each), window=64, serving=SERVING)
+        for each in (first, second)
+    ]
+    assert found.nats == pytest.approx(sum(each.nats for each in alone), abs=1e-3)
+    assert found.tokens == sum(each.tokens for each in alone)
+    assert (found.words, found.size) == (14, len(first) + len(second))
+    cut = perplexity(stories(), both, window=64, max_tokens=alone[0].tokens + 3, serving=SERVING)
+    assert (cut.tokens, len(cut.window_nats)) == (alone[0].tokens + 3, 2)
+
+
+def test_texts_that_cannot_be_read(tmp_path):
+    for path, options, message in (
+        (tmp_path / "none.txt", {}, r"none\.txt cannot be read"),
+        (text(tmp_path / "blank.txt", " \n"), {}, r"blank\.txt holds no document"),
+        (text(tmp_path / "a.txt", "words"), {"window": 512}, "beyond the model's 512 positions"),
+    ):
+        with pytest.raises(DataError, match=message):
+            perplexity(stories(), path, **options)

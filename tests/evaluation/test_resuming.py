@@ -1,0 +1,166 @@
+"""One queue, answers on disk as they end, and evaluations that go on."""
+
+import dataclasses
+import json
+
+import pytest
+
+import dms_jax
+from dms_jax.errors import DataError
+from dms_jax.evaluation import Serving, evaluate
+from dms_jax.evaluation import evaluating as module
+from dms_jax.generation import Engine
+from dms_jax.model.language_model import GenerationDefaults
+from tests.evaluation.test_evaluating import Continue
+from tests.generation.support import model_for, stories
+
+SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=16)
+SERVING = Serving(lanes=2, page_size=16, chunk=8)
+
+
+def run(out=None, **changes):
+    options = dict(problems=4, chains=2, sampling=SAMPLING, serving=SERVING)
+    return evaluate(stories(), Continue(), out=out, **(options | changes))
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return run()
+
+
+def same(left, right):
+    """Equal but for the time that they took."""
+    for field in dataclasses.fields(left):
+        if field.name not in ("seconds", "cache_bytes"):
+            one, other = getattr(left, field.name), getattr(right, field.name)
+            assert str(one) == str(other), field.name
+
+
+def calls_of(monkeypatch):
+    """The sizes of the queues that the engine serves."""
+    sizes, serve = [], Engine.serve
+
+    def counted(self, requests, *rest, **options):
+        sizes.append(len(requests))
+        return serve(self, requests, *rest, **options)
+
+    monkeypatch.setattr(Engine, "serve", counted)
+    return sizes
+
+
+def test_all_problems_share_one_queue(monkeypatch, whole):
+    sizes = calls_of(monkeypatch)
+    same(run(), whole)
+    assert sizes == [8]
+
+
+def test_prompts_that_run_token_by_token_start_together(monkeypatch):
+    sizes = calls_of(monkeypatch)
+    run(policy=dms_jax.TOVA(budget=20), sampling=dataclasses.replace(SAMPLING, max_new_tokens=1))
+    assert sizes == [2, 2, 2, 2]
+
+
+def test_answers_are_on_disk_with_figures_and_a_table(tmp_path, whole):
+    result = run(tmp_path / "run")
+    same(result, whole)
+    lines = [json.loads(line) for line in (tmp_path / "run/answers.jsonl").open()]
+    assert lines[0]["settings"]["sampling"]["max_new_tokens"] == 16
+    places = {(line["problem"], line["chain"]): line["text"] for line in lines[1:]}
+    assert places == {(i, c): result.completions[i][c] for i in range(4) for c in range(2)}
+    data = json.loads((tmp_path / "run/results.json").read_text())
+    assert data["accuracy"] == result.to_dict()["accuracy"]
+    assert "| continue |" in (tmp_path / "run/table.md").read_text()
+
+
+class Enough(Exception):
+    pass
+
+
+def test_an_interrupted_evaluation_goes_on_after_what_is_on_disk(tmp_path, monkeypatch, whole):
+    add, added = module.Journal.add, []
+
+    def third(self, *arguments):
+        add(self, *arguments)
+        added.append(arguments)
+        if len(added) == 3:
+            raise Enough
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Journal, "add", third)
+        with pytest.raises(Enough) as caught:
+            run(tmp_path)
+    assert len(caught.value.finished) >= 3
+    path = tmp_path / "answers.jsonl"
+    assert len(path.read_text().splitlines()) == 4
+    with path.open("a") as file:
+        file.write('{"problem": 3, "cha')  # cut short in the middle of a line
+    sizes = calls_of(monkeypatch)
+    same(run(tmp_path), whole)
+    assert sizes == [5]
+    same(run(tmp_path), whole)
+    assert sizes == [5]  # nothing was left to do
+    more = run(tmp_path, problems=5, chains=3)
+    assert sizes == [5, 15 - 8]
+    same(more, run(problems=5, chains=3))
+
+
+def test_answers_of_other_settings_are_not_mixed(tmp_path):
+    short = dataclasses.replace(SAMPLING, max_new_tokens=2)
+    run(tmp_path, problems=1, sampling=short)
+    for changes, name in (
+        ({"sampling": SAMPLING}, "sampling"),
+        ({"sampling": short, "policy": dms_jax.TOVA(budget=20)}, "policy"),
+        ({"sampling": short, "seed": 1}, "seed"),
+    ):
+        with pytest.raises(DataError, match=rf"answers\.jsonl holds .* settings \({name}\)"):
+            run(tmp_path, problems=1, **changes)
+    other = dataclasses.replace(
+        stories(), transformer=model_for("dms").transformer, generation=GenerationDefaults()
+    )
+    changed = dataclasses.replace(other, transformer=scaled(other.transformer))
+    with pytest.raises(DataError, match=r"settings \(model\)"):
+        evaluate(changed, Continue(), problems=1, sampling=short, serving=SERVING, out=tmp_path)
+    path = tmp_path / "answers.jsonl"
+    path.write_text(path.read_text() + "no\n")
+    with pytest.raises(DataError, match=r"answers\.jsonl, line 4: this is no answer"):
+        run(tmp_path, problems=1, chains=1, sampling=short)
+
+
+def scaled(transformer):
+    import jax
+
+    return jax.tree.map(lambda leaf: leaf * 1.01, transformer)
+
+
+def test_a_bar_shows_the_running_score(capsys, whole):
+    same(run(progress=True), whole)
+    shown = capsys.readouterr().err
+    assert "8/8" in shown
+    assert f"score {100 * whole.accuracy.value:.1f}%" in shown
+
+
+def test_each_problem_has_its_own_max_length():
+    """Half of the prompt and the longest answer, of each prompt for itself."""
+    model = dataclasses.replace(stories(), generation=GenerationDefaults())
+    result = evaluate(
+        model,
+        Long(),
+        problems=2,
+        policy=dms_jax.TOVA(compression_ratio=2),
+        sampling=dms_jax.Sampling(temperature=0, max_new_tokens=8),
+        serving=SERVING,
+    )
+    max_lengths = result.prompt_tokens + 8
+    assert max_lengths[1] > max_lengths[0] + 10
+    assert result.peak[:, 0].tolist() == [max_length // 2 + 1 for max_length in max_lengths]
+
+
+@dataclasses.dataclass(frozen=True)
+class Long(Continue):
+    """The second problem is three times as long."""
+
+    name = "long"
+
+    def problem(self, split, index):
+        problem = super().problem(split, 0)
+        return dataclasses.replace(problem, prompt=" ".join([problem.prompt] * (1 + 2 * index)))
