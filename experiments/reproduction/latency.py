@@ -25,7 +25,7 @@ from experiments.shared.reports import make_place, write_json
 
 NAMES = {"h100": "H100", "h200": "H200", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e"}
 RATIOS = {1: "tab:gray", 4: "tab:orange", 8: "tab:blue"}
-BATCHES = {1: ":", 16: "--", 256: "-"}
+BATCHES: dict[int, Any] = {1: ":", 16: "--", 256: "-"}
 _SHAPES = {  # V, E, F, L, H, K, D
     "Llama 3.2 1B": (128_256, 2048, 8192, 16, 32, 8, 64),
     "Llama 3.1 8B": (128_256, 4096, 14_336, 32, 32, 8, 128),

@@ -104,13 +104,15 @@ def test_a_share_is_taken_of_each_sequence_alone():
 def test_a_prompt_ends_where_the_context_does():
     """SnapKV cuts there: what it keeps decides what follows, as in generation."""
     policy = dms_jax.SnapKV(budget=8, window=4)
-    (found,) = likelihoods(stories(), PAIRS[2:3], policy=policy, serving=SERVING)
-    context, continuation = PAIRS[2]
+    (found,) = likelihoods(stories(), PAIRS[1:2], policy=policy, serving=SERVING)
+    context, continuation = PAIRS[1]
     tokens = np.asarray([[*context, *continuation]], np.int32)
     logits = stories().logits(tokens, policy=policy, prompt_lengths=np.asarray([len(context)]))
     own = log_softmax(np.asarray(logits)[0, len(context) - 1 : -1])
     want = own[np.arange(len(continuation)), continuation].sum()
     assert found.logprob == pytest.approx(want, abs=1e-4)
+    (plain,) = likelihoods(stories(), PAIRS[1:2], serving=SERVING)
+    assert abs(found.logprob - plain.logprob) > 0.01
 
 
 def test_what_was_done_before_an_interrupt_is_carried(monkeypatch):
