@@ -196,7 +196,9 @@ def _run(engine: Engine, batch: Sequence[_Sequence], most: int) -> list[float]:
     rows = config.num_layers * config.num_kv_heads
     meters = [Meter(rows=rows) for _ in batch]
     runner.set_max_lengths({lane: each.length + 1 for lane, each in enumerate(batch)})
-    width = min(engine.options.prefill_chunk, max(8, bucket(max(len(each.context) for each in batch))))
+    width = min(
+        engine.options.prefill_chunk, max(8, bucket(max(len(each.context) for each in batch)))
+    )
     together = max(1, most // width)
     for first in range(0, len(batch), together):
         lanes = range(first, min(first + together, len(batch)))
