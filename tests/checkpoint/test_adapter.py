@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +72,7 @@ def test_the_model_comes_back(base, adapter, tmp_path):
     save(model, POLICY, tmp_path / "whole")
     tokens = np.arange(2 * 20).reshape(2, 20)
     expected = np.asarray(load(tmp_path / "whole").logits(tokens))
-    np.testing.assert_array_equal(np.asarray(again.logits(tokens)), expected)
+    chex.assert_trees_all_equal(np.asarray(again.logits(tokens)), expected)
     assert np.abs(expected - np.asarray(again.logits(tokens, policy=Vanilla()))).max() > 1e-3
 
 

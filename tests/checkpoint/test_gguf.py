@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,10 +42,8 @@ def parameters(model) -> dict:
 
 def assert_same(model, other) -> None:
     ours, theirs = parameters(model), parameters(other)
-    assert ours.keys() == theirs.keys()
-    for path, value in ours.items():
-        assert value.dtype == theirs[path].dtype, path
-        np.testing.assert_array_equal(value, theirs[path], err_msg=str(path))
+    chex.assert_trees_all_equal_dtypes(ours, theirs)
+    chex.assert_trees_all_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,7 +63,7 @@ def test_logits_equal_those_of_transformers(family, tmp_path):
 def test_rows_of_query_heads_as_the_converter_writes_them():
     """llama.cpp: reshape(heads, 2, rows / heads / 2).swapaxes(1, 2)."""
     rows = np.random.default_rng(0).normal(size=(24, 5))
-    np.testing.assert_array_equal(
+    chex.assert_trees_all_equal(
         permute(rows, 3), rows.reshape(3, 2, 4, 5).swapaxes(1, 2).reshape(24, 5)
     )
     assert permute(np.arange(8), 1).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
@@ -155,7 +154,7 @@ def test_the_same_as_its_dequantised_weights(family, kinds, tmp_path):
     assert tokens.tolist() == [model.tokenizer.encode("hello, hell of a world 12")]
     logits = np.asarray(other.logits(tokens))
     assert logits.std() > 0.1
-    np.testing.assert_allclose(np.asarray(model.logits(tokens)), logits, rtol=0, atol=1e-6)
+    chex.assert_trees_all_close(np.asarray(model.logits(tokens)), logits, rtol=0, atol=1e-6)
     asked = dms_jax.Sampling(max_new_tokens=8, temperature=0)
     text = [dms_jax.generate(m, ["hello"], sampling=asked).completions[0] for m in (model, other)]
     assert text[0].text == text[1].text
@@ -183,7 +182,7 @@ def test_dequantised_as_by_hand(kind, by_hand, tmp_path):
     convert(directory, tmp_path / "model.gguf", lambda name: kind, change=kept.update)
     expected = by_hand(kept["token_embd.weight"][0])
     model = load(tmp_path / "model.gguf")
-    np.testing.assert_array_equal(np.asarray(model.transformer.embedding[...]), expected)
+    chex.assert_trees_all_equal(np.asarray(model.transformer.embedding[...]), expected)
 
 
 def test_types_are_kept_unless_one_is_asked_for(tmp_path):
@@ -293,7 +292,7 @@ def test_rotary_factors_of_llama3(rope, tmp_path):
     if rope["low"] == 1:
         assert model.config.rope == other.config.rope
     tokens = np.arange(40)[None]
-    np.testing.assert_allclose(
+    chex.assert_trees_all_close(
         np.asarray(model.logits(tokens)), np.asarray(other.logits(tokens)), rtol=0, atol=1e-5
     )
 
