@@ -4,6 +4,7 @@ Imported by the harness (see `harness.py`), so lm-eval is there.
 """
 
 import collections
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,14 +35,12 @@ class HarnessModel(LM):
       path: a Hugging Face directory, or a hub id; from Python also a loaded model.
       policy: the policy's name; what the checkpoint declares if None.
       dtype: type of the weights and the cache; the type in the files if None.
-      lanes: sequences in the cache at a time; `--batch_size` does the same.
-      memory, chunk, page_size, prefill_chunk, kv_dtype: see `Serving`.
       enable_thinking: variable of the chat template, for templates that have it.
       chat_variables: further variables of the chat template; from Python only.
-      batch_size: what the harness passes; above 1 it replaces `lanes`.
-      max_batch_size, device: what the harness passes; not used. jax chooses the device
-        (JAX_PLATFORMS).
-      **options: options of the policy, such as budget=512 or window=256.
+      batch_size: from the harness's own option; above 1 it is the number of lanes, which is 64
+        otherwise. Its `--device` is not used: jax chooses the device (JAX_PLATFORMS).
+      **options: fields of `Serving` (lanes, memory, page_size, ...), and options of the policy
+        (budget=512, window=256).
 
     Raises:
       ConfigError: the policy or an option does not fit.
@@ -54,21 +53,19 @@ class HarnessModel(LM):
         *,
         policy: str | None = None,
         dtype: str | None = None,
-        lanes: int = _LANES,
-        memory: float | int | None = None,
-        chunk: int = 32,
-        page_size: int = 64,
-        prefill_chunk: int = 512,
-        kv_dtype: str | None = None,
         enable_thinking: bool | None = None,
         chat_variables: Mapping[str, Any] | None = None,
         batch_size: int | str | None = None,
-        max_batch_size: int | None = None,
-        device: str | None = None,
         **options: Any,
     ):
         super().__init__()
-        del max_batch_size, device
+        for name in ("max_batch_size", "device"):
+            options.pop(name, None)
+        fields = [field.name for field in dataclasses.fields(Serving)]
+        serving = {name: options.pop(name) for name in fields if name in options}
+        asked = str(batch_size)
+        lanes = int(asked) if asked.isdecimal() and int(asked) > 1 else _LANES
+        self.serving = Serving(**{"lanes": lanes} | serving)
         if policy is None and options:
             raise ConfigError(
                 f"{', '.join(sorted(options))}: these are no options of the model; if they are a "
@@ -81,15 +78,6 @@ class HarnessModel(LM):
             raise DataError(f"{self._path} has no tokenizer, and the harness asks in text.")
         chosen = None if policy is None else policies.from_dict({**options, "name": policy})
         self.policy = self.model.resolve_policy(chosen)
-        asked = str(batch_size)
-        self.serving = Serving(
-            lanes=int(asked) if asked.isdecimal() and int(asked) > 1 else lanes,
-            memory=memory,
-            chunk=chunk,
-            page_size=page_size,
-            prefill_chunk=prefill_chunk,
-            kv_dtype=kv_dtype,
-        )
         self._chat_variables = dict(chat_variables or {})
         if enable_thinking is not None:
             self._chat_variables["enable_thinking"] = enable_thinking

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import chex
 import numpy as np
 import pytest
 
@@ -50,8 +51,8 @@ def by_plain_passes(name: str) -> list[tuple[float, bool]]:
 def test_likelihoods_equal_a_plain_pass(name):
     found = likelihoods(model_for(name), PAIRS, serving=SERVING)
     want = by_plain_passes(name)
-    np.testing.assert_allclose(
-        [each.logprob for each in found], [logprob for logprob, _ in want], atol=1e-4
+    chex.assert_trees_all_close(
+        [each.logprob for each in found], [float(logprob) for logprob, _ in want], atol=1e-4
     )
     assert [each.greedy for each in found] == [greedy for _, greedy in want]
 
