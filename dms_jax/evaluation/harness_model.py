@@ -62,10 +62,11 @@ class HarnessModel(LM):
         for name in ("max_batch_size", "device"):
             options.pop(name, None)
         fields = [field.name for field in dataclasses.fields(Serving)]
-        serving = {name: options.pop(name) for name in fields if name in options}
         asked = str(batch_size)
         lanes = int(asked) if asked.isdecimal() and int(asked) > 1 else _LANES
-        self.serving = Serving(**{"lanes": lanes} | serving)
+        serving: dict[str, Any] = {"lanes": lanes}
+        serving |= {name: options.pop(name) for name in fields if name in options}
+        self.serving = Serving(**serving)
         if policy is None and options:
             raise ConfigError(
                 f"{', '.join(sorted(options))}: these are no options of the model; if they are a "
