@@ -44,9 +44,9 @@ def _note_pages(layer, positions, table, read):
 class RecordedDMS(DMS):
     """DMS that records its eviction decisions; a token overwrites what padding recorded."""
 
-    def decide(self, projections):
-        decisions = super().decide(projections)
-        found = (projections.layer, projections.positions, decisions.marks)
+    def decide(self, tokens):
+        decisions = super().decide(tokens)
+        found = (tokens.layer, tokens.positions, decisions.marks)
         jax.debug.callback(_note_marks, *found)
         return decisions
 
@@ -58,7 +58,8 @@ class RecordedQuest(Quest):
     def read(self, state, q, chunk, placement):
         reading = super().read(state, q, chunk, placement)
         if reading.reads is not None:
-            found = (chunk.layer, chunk.positions, chunk.page_table, reading.page_table)
+            tokens = chunk.tokens
+            found = (tokens.layer, tokens.positions, chunk.page_table, reading.page_table)
             jax.debug.callback(_note_pages, *found)
         return reading
 
