@@ -62,16 +62,33 @@ class BudgetedPolicy(Policy):
 
 
 def shares(chunk: Chunk, compression_ratio: float | int) -> Int[Array, "B 1"]:
-    """The share of each sequence in what it can come to."""
+    """The share of each sequence in what it can come to: `share`, to the token.
+
+    The host reserves pages by `share`, so not a token may be rounded differently here.
+    """
     assert chunk.max_lengths is not None
-    # float32 holds every length; a quotient that is whole must not be rounded below it.
-    tokens = jnp.floor(chunk.max_lengths / compression_ratio * (1 + 1e-6))
-    return tokens.astype(jnp.int32)[:, None]
+    tokens, part = jnp.minimum(chunk.max_lengths, LONGEST), _reciprocal(compression_ratio)
+    # The product of 24 and 32 bits, in halves of 12 and 16 bits that int32 holds.
+    high, low = tokens >> 12, tokens & 0xFFF
+    upper, lower = part >> 16, part & 0xFFFF
+    product = high * lower + ((low * lower) >> 12)  # in units of 2**12
+    product = low * upper + (product >> 4)  # of 2**16
+    product = high * upper + (product >> 12)  # of 2**28
+    return (product >> 3)[:, None]
 
 
 def share(tokens: int, compression_ratio: float | int) -> int:
-    """The share in so many tokens."""
-    return math.floor(tokens / compression_ratio * (1 + 1e-6))
+    """The share in so many tokens, of at most `LONGEST`: floor(tokens / compression_ratio).
+
+    A quotient is rounded up to a whole number that it misses by less than tokens / 2**31, because a
+    ratio such as 2.7 is itself rounded.
+    """
+    return min(tokens, LONGEST) * _reciprocal(compression_ratio) >> 31
+
+
+def _reciprocal(compression_ratio: float | int) -> int:
+    """1 / compression_ratio in units of 2**-31, rounded up."""
+    return math.ceil(2**31 / compression_ratio)
 
 
 def bounded(tokens: int, limit: int | None) -> Footprint:

@@ -55,8 +55,8 @@ class SelectiveReading(Policy):
 
     @property
     def retrofit(self) -> Retrofit:
-        """That of `over`."""
-        return self.over.retrofit
+        """What `over` needs; a model is trained with `over` itself."""
+        return dataclasses.replace(self.over.retrofit, possible=False)
 
     @property
     def visible_window(self) -> int:

@@ -24,10 +24,11 @@ def token(*, max_lengths=(1,), layer=0, **static) -> Chunk:
     return chunk_of(tokens, max_lengths=max_lengths, page_size=4, **static)
 
 
-@pytest.mark.parametrize("ratio", [1, 1.1, 1.6, 2.4, 3, 3.3, 7.7])
+@pytest.mark.parametrize("ratio", [1, 1.1, 1.6, 2.4, 2.531, 3, 3.3, 4.911, 7.7])
 def test_a_share_is_rounded_down_and_whole_ones_stay_whole(ratio):
     """In a program as on the host, and as in fractions."""
-    policy, lengths = Knorm(compression_ratio=ratio), range(1, 4097)
+    policy = Knorm(compression_ratio=ratio)
+    lengths = [*range(1, 4097), *range(2**17 - 500, 2**17 + 1), 2**23]
     want = [max(1, math.floor(h / fractions.Fraction(str(ratio)))) for h in lengths]
     assert policy.budget_of(token(max_lengths=lengths))[:, 0].tolist() == want
     assert [policy.for_length(h).budget for h in lengths] == want

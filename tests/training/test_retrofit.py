@@ -14,7 +14,7 @@ import pytest
 
 from dms_jax.checkpoint import load
 from dms_jax.errors import CheckpointError, ConfigError, DataError, TrainingDivergedError
-from dms_jax.policies import Vanilla
+from dms_jax.policies import Quest, Vanilla
 from dms_jax.training import retrofit
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
@@ -204,6 +204,7 @@ def test_an_unwritable_directory_is_found_before_training(model, tmp_path):
     ("policy", "changes", "message"),
     [
         (Vanilla(), {}, "Vanilla has nothing to learn"),
+        (Quest(over=NEURON), {}, "Quest has nothing to learn"),
         (NEURON, dict(trainable="adapter"), "trains only the adapter"),
         (ADAPTER, dict(sequence_length=600), "600 tokens do not fit the model's 512 positions"),
     ],
