@@ -169,6 +169,12 @@ def show_options[F: Callable](options: type) -> Callable[[F], F]:
     return decorate
 
 
+def check_keywords(what: str, function: Callable, given: Iterable[str]) -> None:
+    """Raises ConfigError for keywords that the function does not have (see `show_options`)."""
+    shown = inspect.signature(function).parameters.values()
+    check_names(what, given, [each.name for each in shown if each.kind is each.KEYWORD_ONLY])
+
+
 @functools.cache
 def _kinds(options: type) -> dict[str, Any]:
     """Returns the fields of a dataclass with their annotations."""

@@ -80,7 +80,7 @@ def evaluate(
     `error.finished` is {i * chains + chain: Completion} of problem i.
     """
     check_model(model)
-    tasks = (task,) if isinstance(task, Task) else tuple(task)
+    tasks = tuple(task) if isinstance(task, Iterable) else (task,)
     if not tasks or not all(isinstance(each, Task) for each in tasks):
         raise ConfigError(f"evaluate wants a task of dms_jax.data.tasks, or several, got {task!r}.")
     names = tuple(each.name for each in tasks)
@@ -109,7 +109,7 @@ def evaluate(
     for request in requests:
         given_length = max_lengths[task_of[request.index // chains]]
         request.max_length = given_length or request.max_length
-    policy, serving = model.resolve_policy(policy), serving or Serving()
+    policy, serving = model.resolve_policy(policy), Serving.given("evaluate", serving)
     settings = {
         "task": [each.to_dict() for each in tasks],
         "policy": policy.to_dict(),

@@ -147,7 +147,7 @@ def likelihoods(
     An exception that interrupts it, KeyboardInterrupt too, carries the finished part:
     `error.finished` is {index of the pair: Likelihood}.
     """
-    policy, serving = model.resolve_policy(policy), serving or Serving()
+    policy, serving = model.resolve_policy(policy), Serving.given("likelihoods", serving)
     sequences: dict[tuple[Tokens, Tokens], _Sequence] = {}
     for index, (context, continuation) in enumerate(pairs):
         if not len(context) or not len(continuation):

@@ -120,7 +120,8 @@ def perplexity(
     check_model(model)
     window = check("perplexity: window", window, Count | None)
     max_tokens = check("perplexity: max_tokens", max_tokens, Count | None)
-    policy, serving = model.resolve_policy(policy), serving or Serving(lanes=64)
+    policy = model.resolve_policy(policy)
+    serving = Serving.given("perplexity", serving, lanes=64)
     if model.tokenizer is None:
         raise DataError("perplexity needs a tokenizer, and this model came without one.")
     positions = model.config.max_position_embeddings

@@ -1,9 +1,9 @@
 """Options of the cache and the engine during an evaluation."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from dms_jax.checks import CountOnDevice, Options, Positive
+from dms_jax.checks import CountOnDevice, Options, Positive, check
 from dms_jax.generation import Engine
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
@@ -34,6 +34,15 @@ class Serving(Options):
     page_size: CountOnDevice = 64
     prefill_chunk: CountOnDevice = 512
     kv_dtype: str | None = None
+
+    @classmethod
+    def given(cls, what: str, serving: Self | None, **default: Any) -> Self:
+        """The options that a call was given, or the default ones.
+
+        Raises:
+          ConfigError: it was given something else.
+        """
+        return cls(**default) if serving is None else check(f"{what}: serving", serving, cls)
 
     def engine(
         self, model: LanguageModel, policy: Policy, *, sequences: int, max_tokens: int

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dms_jax.cache.accounting import Meter, Usage
-from dms_jax.checks import Count, CountOnDevice, check, show_options
+from dms_jax.checks import Count, CountOnDevice, check, check_keywords, show_options
 from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.generation.calls import carrying
 from dms_jax.generation.engine import Engine
@@ -126,6 +126,7 @@ def generate(
     Any exception that interrupts it, KeyboardInterrupt and an error of `on_tokens` included, has
     the completions that had ended: `error.finished` is {index of the prompt: Completion}.
     """
+    check_keywords("generate", generate, options)
     check_model(model)
     check_list(prompts)
     sampling = check_call(sampling, on_tokens)
@@ -191,6 +192,7 @@ def score(
     Any exception that interrupts it, KeyboardInterrupt included, has the scores of the sequences
     before: `error.finished` is {index of the sequence: Score}.
     """
+    check_keywords("score", score, options)
     check_model(model)
     check_list(sequences, "sequences")
     tokens = [

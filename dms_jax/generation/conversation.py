@@ -4,7 +4,7 @@ import dataclasses
 import threading
 from typing import Any, Unpack
 
-from dms_jax.checks import show_options
+from dms_jax.checks import check_keywords, show_options
 from dms_jax.errors import DataError
 from dms_jax.generation.calls import unless_busy
 from dms_jax.generation.engine import Engine
@@ -76,6 +76,7 @@ class Conversation:
         chunk: int = 32,
         **options: Unpack[EngineKeywords],
     ):
+        check_keywords("Conversation", Conversation, options)
         self._engine = Engine(
             model,
             policy,

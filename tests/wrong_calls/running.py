@@ -43,6 +43,12 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "kv_dtype a list": case(
             "ConfigError", "kv_dtype must be", "give 'float8_e4m3'", kv_dtype=["float8_e4m3"]
         ),
+        "an option of engines alone": case(
+            "ConfigError", "generate has no option num_lanes; it has chunk", num_lanes=8
+        ),
+        "an option misspelt": case(
+            "ConfigError", "generate has no option page_sise (did you mean page_size?)", page_sise=8
+        ),
         "window beyond the memory": case(
             "CapacityError",
             "bytes of state for 1 sequences",
@@ -227,6 +233,19 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         ),
         "score table width": score(
             "table_width must be", sequences=[[1, 2]], table_width=0, error="ConfigError"
+        ),
+        "score max_tokens": score(
+            "score has no option max_tokens", sequences=[[1, 2]], max_tokens=8, error="ConfigError"
+        ),
+        "evaluate serving": Case(
+            lambda: evaluate(model, LinearEquation(), serving={"lanes": 4}),
+            "ConfigError",
+            ("evaluate: serving must be a Serving", "got {'lanes': 4}"),
+        ),
+        "evaluate task": Case(
+            lambda: evaluate(model, 3),
+            "ConfigError",
+            ("evaluate wants a task", "got 3"),
         ),
         "evaluate max_length": Case(
             lambda: evaluate(model, LinearEquation(), max_length=2.5),

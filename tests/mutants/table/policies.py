@@ -65,8 +65,8 @@ MUTANTS = [
     Mutant(
         "policies: a share that is whole is rounded below itself",
         FOLDER + "budget.py",
-        "tokens = jnp.floor(chunk.max_lengths / compression_ratio * (1 + 1e-6))",
-        "tokens = jnp.floor(chunk.max_lengths / compression_ratio)",
+        "return math.ceil(2**31 / compression_ratio)",
+        "return math.floor(2**31 / compression_ratio)",
         (f"{ALLOCATION}::test_a_share_is_rounded_down_and_whole_ones_stay_whole",),
     ),
     Mutant(
