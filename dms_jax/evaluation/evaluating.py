@@ -117,6 +117,7 @@ def evaluate(
         "start": start,
         "seed": seed,
         "kv_dtype": serving.kv_dtype,
+        "page_size": serving.page_size,
         "max_length": max_lengths,
         "chat": None if chat is None else dataclasses.asdict(chat),
         "sampling": {

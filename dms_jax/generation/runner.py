@@ -63,9 +63,14 @@ class Runner:
         self._page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         self._layer_bytes = layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         groups = policy.groups(config.num_layers)
-        self._value_layers = config.num_layers - sum(
-            group.end - group.start for group in groups if group.host_values
-        )  # the first ones
+        self._value_layers = next(
+            (group.start for group in groups if group.host_values), config.num_layers
+        )
+        if not all(group.host_values for group in groups if group.start >= self._value_layers):
+            raise ConfigError(
+                f"{policy.name}: values in host memory are those of the last layers; its groups put "
+                "a layer whose values are on the device behind one whose values are not."
+            )
         with use_mesh(model.mesh):
             on_mesh = sharding.has_mesh()
         if self._value_layers < config.num_layers and on_mesh:

@@ -79,6 +79,10 @@ class Allocation(PeriodicEviction):
         """That of the scorer."""
         return self.scorer.init_state(shape)
 
+    def written(self, state, chunk, placement, pool) -> PolicyState:
+        """Handed to the scorer."""
+        return self.scorer.written(state, chunk, placement, pool)
+
     def observe(self, state, chunk, placement, seen) -> PolicyState:
         """As the scorer."""
         return self.scorer.observe(state, chunk, placement, seen)

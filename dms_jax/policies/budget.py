@@ -34,7 +34,7 @@ class BudgetedPolicy(Policy):
     """
 
     budget: Tokens = 1024
-    compression_ratio: BudgetRatio = None
+    compression_ratio: BudgetRatio = dataclasses.field(default=None, kw_only=True)
 
     @property
     def least_budget(self) -> int:

@@ -42,7 +42,7 @@ class KCache(SelectiveReading):
     """
 
     top: Count = 128
-    compression_ratio: BudgetRatio = None
+    compression_ratio: BudgetRatio = dataclasses.field(default=None, kw_only=True)
     first_layers: Whole = 2
     renormalize: bool = False
     values: Literal["host", "device"] = "host"

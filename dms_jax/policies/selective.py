@@ -87,6 +87,10 @@ class SelectiveReading(Policy):
         """Places tokens as `over`."""
         return self.over.write(state, chunk)
 
+    def written(self, state, chunk, placement, pool) -> PolicyState:
+        """Handed to `over`."""
+        return self.over.written(state, chunk, placement, pool)
+
     def evicted(self, chunk: Chunk) -> Bool[Array, "B K T"]:
         """Evicts as `over`."""
         return self.over.evicted(chunk)

@@ -207,3 +207,20 @@ def test_on_a_gpu_the_host_writes_what_programs_read(stories):
         stories, prompts, policy=dataclasses.replace(policy, values="device"), **options
     )
     assert away.tokens == home.tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class HostFirst(KCache):
+    """Puts the values of its first layers on the host."""
+
+    def groups(self, num_layers):
+        return tuple(
+            dataclasses.replace(group, host_values=not group.host_values)
+            for group in super().groups(num_layers)
+        )
+
+
+def test_values_on_the_host_are_those_of_the_last_layers():
+    model = dms_jax.load(assets.path("stories260k"))
+    with pytest.raises(ConfigError, match="HostFirst: values in host memory are those of the last"):
+        generate(model, [[1, 2, 3]], policy=HostFirst(first_layers=1))

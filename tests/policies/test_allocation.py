@@ -1,5 +1,6 @@
 """Budgets: shares in whole tokens, and how allocations spend them over heads and layers."""
 
+import dataclasses
 import fractions
 import math
 
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from dms_jax.policies import AdaKV, Knorm, PyramidKV, RandomSelection, SnapKV
 from dms_jax.policies.budget import highest
-from dms_jax.policies.values import Chunk
+from dms_jax.policies.values import Chunk, PolicyState
 from tests.support.chunks import chunk_of, tokens_of
 
 NOTHING = -np.inf
@@ -64,6 +65,20 @@ def test_a_head_that_holds_less_than_its_share_takes_nothing_else():
     scores = jnp.asarray([[[9.0, 8, 7, 6], [1, NOTHING, NOTHING, NOTHING]]])
     found = AdaKV(SnapKV(), alpha=1.0).select(scores, jnp.asarray([[2]]), token())
     chex.assert_trees_all_equal(found[0], np.array([[1, 1, 1, 0], [1, 0, 0, 0]]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(Knorm):
+    """Counts in its row state how often the pool was written to."""
+
+    def written(self, state, chunk, placement, pool):
+        return dataclasses.replace(state, rows=state.rows + 1)
+
+
+def test_a_scorer_keeps_its_books_inside_allocations():
+    policy = AdaKV(PyramidKV(Counting()))
+    state = policy.written(PolicyState(rows=jnp.zeros((1, 1))), token(), None, None)
+    chex.assert_trees_all_equal(state.rows, np.ones((1, 1), np.float32))
 
 
 def budgets(policy, num_layers):

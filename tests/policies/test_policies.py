@@ -178,3 +178,10 @@ def test_options_that_make_no_sense_are_refused(policy, field, value):
     object.__setattr__(policy, field, value)
     with pytest.raises(ConfigError, match=f"{policy.name}: .*{field}"):
         policy.__post_init__()
+
+
+def test_shares_are_given_by_name():
+    """The second position is that of each policy's own option."""
+    assert StreamingLLM(64, 4) == StreamingLLM(budget=64, sinks=4)
+    assert Quest(1024, 3).dense_layers == 3
+    assert KCache(128, 1).first_layers == 1
