@@ -9,7 +9,7 @@ from dms_jax.errors import BusyError
 
 
 @contextlib.contextmanager
-def carrying(done: Callable[[], Mapping[int, Any]]) -> Iterator[None]:
+def keep_finished(done: Callable[[], Mapping[int, Any]]) -> Iterator[None]:
     """Sets `finished` to `done()` on any exception that is raised inside."""
     try:
         yield

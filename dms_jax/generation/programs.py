@@ -168,7 +168,7 @@ def set_max_lengths(cache: Cache, max_lengths: Int[Array, " B"]) -> Cache:
     return dataclasses.replace(cache, max_lengths=max_lengths)
 
 
-def with_tail(cache: Cache, host: HostRows | None, length: int) -> Cache:
+def attach_tail(cache: Cache, host: HostRows | None, length: int) -> Cache:
     """The cache at the start of a program of so many tokens a row."""
     if host is None:
         return cache
@@ -183,7 +183,7 @@ def with_tail(cache: Cache, host: HostRows | None, length: int) -> Cache:
     return dataclasses.replace(cache, pool=dataclasses.replace(pool, tail=tail))
 
 
-def without_tail(cache: Cache) -> tuple[Cache, Tail | None]:
+def detach_tail(cache: Cache) -> tuple[Cache, Tail | None]:
     """The cache at a program's end, and what is the host's to write."""
     tail = cache.pool.tail
     return dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, tail=None)), tail
@@ -218,13 +218,13 @@ def extend(
         max_lengths=take(cache.max_lengths[None])[0],
         row_state=jax.tree.map(take, cache.row_state),
     )
-    some = with_tail(some, host, tokens.shape[1])
+    some = attach_tail(some, host, tokens.shape[1])
     passed = transformer.cached(
         tokens, counts, some, policy, prompt=prompt, ends_prompt=ends_prompt, host=host
     )
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(passed.hidden, last, axis=1)[:, 0]
-    after, tail = without_tail(passed.cache)
+    after, tail = detach_tail(passed.cache)
     cache = dataclasses.replace(
         after,
         page_table=cache.page_table,
@@ -289,14 +289,14 @@ def decode(
         return (passed.cache, new, remaining), out
 
     table_before = cache.page_table
-    cache = with_tail(dataclasses.replace(cache, page_table=page_table), host, num_steps)
+    cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, num_steps)
     (cache, _, _), steps = jax.lax.scan(step, (cache, tokens, remaining), length=num_steps)
-    cache, tail = without_tail(cache)
+    cache, tail = detach_tail(cache)
     return dataclasses.replace(cache, page_table=table_before), steps, tail
 
 
 @functools.partial(Program, gpu_options=GPU_STEP_OPTIONS, donate_argnums=1, static_argnums=6)
-def decode_forced(
+def teacher_forced_decode(
     transformer: Transformer,
     cache: Cache,
     host: HostRows | None,
@@ -305,7 +305,7 @@ def decode_forced(
     counts: Int[Array, " B"],
     policy: Policy,
 ) -> tuple[Cache, Steps, Tail | None]:
-    """Takes `counts[b]` steps a lane over given tokens; see `Runner.decode_forced`."""
+    """Takes `counts[b]` steps a lane over given tokens; see `Runner.teacher_forced_decode`."""
 
     def step(cache, xs):
         index, tokens, following = xs
@@ -328,8 +328,8 @@ def decode_forced(
     cache = dataclasses.replace(cache, page_table=page_table)
     cache, steps = jax.lax.scan(
         step,
-        with_tail(cache, host, tokens.shape[0] - 1),
+        attach_tail(cache, host, tokens.shape[0] - 1),
         (jnp.arange(tokens.shape[0] - 1), tokens[:-1], tokens[1:]),
     )
-    cache, tail = without_tail(cache)
+    cache, tail = detach_tail(cache)
     return dataclasses.replace(cache, page_table=table_before), steps, tail

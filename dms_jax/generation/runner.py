@@ -18,8 +18,8 @@ from dms_jax.cache import PageAllocator
 from dms_jax.cache.host_values import HostRows, HostValues, Tail
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
+from dms_jax.generation.batches import Extended, build_batch
 from dms_jax.generation.memory import out_of_memory
-from dms_jax.generation.placing import Extended, place
 from dms_jax.generation.programs import Steps, bucket
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.cached_attention import in_one_pass
@@ -118,7 +118,7 @@ class Runner:
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
             self._data_shards = sharding.axis_size(data) if data else 1
             # Some lanes alone could be spread over devices that hold other pages than all lanes.
-            self._lanes_stay = sharding.axis_size(sharding.DATA) > 1
+            self._fixed_lanes = sharding.axis_size(sharding.DATA) > 1
             head_shards = sharding.axis_size(heads) if heads else 1
             self.num_shards = self._data_shards * head_shards
             pages_per_shard = num_pages // self.num_shards
@@ -267,11 +267,11 @@ class Runner:
           ends_prompt: lanes whose prompt they complete.
         """
         num_lanes = len(self.seen)
-        placed = place(
+        batch = build_batch(
             tokens,
             num_lanes=num_lanes,
             width=width,
-            stay=self._lanes_stay,
+            fixed_lanes=self._fixed_lanes,
             ends_prompt=ends_prompt,
         )
         held = dict.fromkeys(tokens, 0)
@@ -282,9 +282,9 @@ class Runner:
                 for lane, own in tokens.items()
             }
         table = self._table()
-        rows = None if self._lanes_stay else placed.lanes
+        rows = None if self._fixed_lanes else batch.lanes
         if rows is not None:
-            table = table[:, np.minimum(placed.lanes, num_lanes - 1)]
+            table = table[:, np.minimum(batch.lanes, num_lanes - 1)]
         with use_mesh(self.model.mesh):
             self.cache, hidden, live, tail = programs.extend(
                 self.model.transformer,
@@ -292,9 +292,9 @@ class Runner:
                 self._host_rows,
                 table,
                 rows,
-                placed.tokens,
-                placed.counts,
-                placed.ends,
+                batch.tokens,
+                batch.counts,
+                batch.ends,
                 self.policy,
                 prompt,
             )
@@ -302,10 +302,10 @@ class Runner:
         live = np.asarray(live)
         return Extended(
             hidden=hidden,
-            lanes=placed.lanes,
+            lanes=batch.lanes,
             live={
-                lane: live[row, : placed.counts[row]]
-                for row, lane in enumerate(placed.lanes.tolist())
+                lane: live[row, : batch.counts[row]]
+                for row, lane in enumerate(batch.lanes.tolist())
                 if lane in tokens
             },
             held=held,
@@ -364,14 +364,16 @@ class Runner:
         self._sync(tail, table)
         return jax.tree.map(np.asarray, steps)
 
-    def decode_forced(self, tokens: Int[np.ndarray, "n B"], counts: Int[np.ndarray, " B"]) -> Steps:
+    def teacher_forced_decode(
+        self, tokens: Int[np.ndarray, "n B"], counts: Int[np.ndarray, " B"]
+    ) -> Steps:
         """Runs C = n - 1 decode steps over given tokens; `logprobs[c]` is that of `tokens[c + 1]`.
 
         Lane b takes its first `counts[b]` steps.
         """
         table = self._table()
         with use_mesh(self.model.mesh):
-            self.cache, steps, tail = programs.decode_forced(
+            self.cache, steps, tail = programs.teacher_forced_decode(
                 self.model.transformer,
                 self.cache,
                 self._host_rows,

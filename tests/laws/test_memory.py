@@ -42,7 +42,7 @@ class Watch:
     def __init__(self, monkeypatch):
         self.chunks = self.cleared = 0
         self.refusals: set[int] = set()  # before which chunks the pool is said to be full, once
-        for name in ("extend", "decode", "decode_forced"):
+        for name in ("extend", "decode", "teacher_forced_decode"):
             monkeypatch.setattr(Runner, name, self._around(getattr(Runner, name), name))
         monkeypatch.setattr(Runner, "fits", self._refusing(Runner.fits))
         monkeypatch.setattr(Runner, "trim", self._trimmed(Runner.trim))

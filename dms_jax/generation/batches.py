@@ -14,7 +14,7 @@ from dms_jax.generation.programs import bucket
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class ChunkBatch:
     """The tokens of a chunk as arrays.
 
     Attributes:
@@ -48,24 +48,24 @@ class Extended:
     held: dict[int, int]
 
 
-def place(
+def build_batch(
     tokens: Mapping[int, np.ndarray],
     *,
     num_lanes: int,
     width: int,
-    stay: bool,
+    fixed_lanes: bool,
     ends_prompt: Container[int],
-) -> Placed:
+) -> ChunkBatch:
     """Builds the batch of a chunk.
 
     Args:
       tokens: lane -> up to `width` token ids.
       num_lanes: B, the number of lanes.
       width: T of the compiled chunk.
-      stay: whether every lane has an entry of its own.
+      fixed_lanes: whether every lane has an entry of its own.
       ends_prompt: lanes whose prompt the tokens complete.
     """
-    if stay:
+    if fixed_lanes:
         lanes = np.arange(num_lanes, dtype=np.int32)
     else:
         lanes = np.full(min(bucket(len(tokens)), num_lanes), num_lanes, np.int32)
@@ -77,4 +77,4 @@ def place(
             counts[row] = len(tokens[lane])
             batch[row, : counts[row]] = tokens[lane]
     ends = np.array([lane in ends_prompt for lane in lanes.tolist()])
-    return Placed(lanes=lanes, tokens=batch, counts=counts, ends=ends)
+    return ChunkBatch(lanes=lanes, tokens=batch, counts=counts, ends=ends)
