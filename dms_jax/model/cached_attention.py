@@ -27,7 +27,7 @@ from dms_jax.sharding import axes, partition
 from pallas_kernels import decode_attention, prefill_attention
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class Attended:
     """What attention over a chunk leaves behind.

@@ -8,7 +8,7 @@ from dms_jax.cache import Pool
 from dms_jax.policies.base import PolicyState
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class LayerCache:
     """The pool, and the state of one layer's rows."""
