@@ -1,4 +1,4 @@
-"""What a layer sees of the cache: the whole pool, its own rows, and what its policy remembers."""
+"""One layer's view of the cache: the whole pool, its own rows, and its policy's state."""
 
 from typing import no_type_check
 
