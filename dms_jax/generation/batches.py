@@ -1,7 +1,7 @@
 """The batch of one compiled chunk: which lanes take part, with which tokens, and the result.
 
-A batch has b entries: one for each lane if lanes keep their place (on a mesh), otherwise one for
-each lane that has tokens, rounded up to a power of two. The entries left over belong to no lane.
+A batch has b entries: one for each lane if lanes are fixed (on a mesh), otherwise one for each lane
+that has tokens, rounded up to a power of two. The remaining entries belong to no lane.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from dms_jax.generation.programs import bucket
 
 @dataclasses.dataclass(frozen=True)
 class ChunkBatch:
-    """The tokens of a chunk as arrays.
+    """The tokens of a chunk as arrays with one entry per lane that takes part.
 
     Attributes:
       lanes: the lane of each entry; a number beyond the last lane means none.
       tokens: token ids of each entry, padded with zeros.
       counts: number of tokens of each entry.
-      ends: whether the tokens complete the prompt of the lane.
+      ends: whether each entry's tokens complete the prompt of its lane.
     """
 
     lanes: Int[np.ndarray, " b"]
@@ -60,8 +60,8 @@ def build_batch(
 
     Args:
       tokens: lane -> up to `width` token ids.
-      num_lanes: B, the number of lanes.
-      width: T of the compiled chunk.
+      num_lanes: number of lanes (B).
+      width: number of tokens of the compiled chunk (T).
       fixed_lanes: whether every lane has an entry of its own.
       ends_prompt: lanes whose prompt the tokens complete.
     """

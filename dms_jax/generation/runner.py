@@ -1,8 +1,8 @@
 """The device side of generation: a cache with its page table, and the compiled chunks over it.
 
-Nothing here scales with tokens on the host: pages are reserved before each chunk, a chunk of C
-decode steps is one compiled program with a fixed trip count, and what comes back are the chunk's
-tokens and the rows' lengths.
+No work on the host scales with the number of tokens: pages are reserved before each chunk, a chunk
+of C decode steps is one compiled program with a fixed trip count, and only the chunk's tokens and
+the rows' lengths are copied back.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ from dms_jax.policies import Policy
 
 
 class Runner:
-    """A cache of B lanes (places for sequences) and everything that runs over it.
+    """A cache of B lanes (one sequence each) and the programs that run over it.
 
     Attributes:
       lengths: Int[L, B, K] on the host, the slots in use per row after the last call.
-      seen: Int[B] on the host, the tokens each lane has seen.
-      num_shards: devices that hold pages of their own.
-      dirty: whether something may be left of work that did not end well; see `working`.
+      seen: Int[B] on the host, the number of tokens that each lane has processed.
+      num_shards: number of devices with pages of their own.
+      dirty: whether failed work may have left the cache inconsistent; see `working`.
 
-    The compiled shapes of the page table grow by powers of two, or are `table_width` from the
-    start: one program in place of a few, where the kernels read no more than the lengths say.
+    The width of the compiled page table grows in powers of two, or is fixed to `table_width`, which
+    compiles one program instead of a few; the kernels read only as far as the lengths in any case.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Runner:
         groups = policy.groups(config.num_layers)
         self._value_layers = config.num_layers - sum(
             group.end - group.start for group in groups if group.host_values
-        )  # the first ones
+        )  # always the first layers
         with use_mesh(model.mesh):
             on_mesh = sharding.has_mesh()
         if self._value_layers < config.num_layers and on_mesh:
@@ -79,33 +79,33 @@ class Runner:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Programs run inside. Unless that ends well, the cache starts over empty.
+        """A context in which programs run. If one fails, the cache is reset to empty.
 
-        `dirty` stands from before the first of them until after the last, and while the cache
-        starts over. So whatever interrupts either, the next call finds it and starts over first.
+        `dirty` is set from before the first program until after the last, and during a reset. If
+        either is interrupted, the next call therefore resets the cache first.
         """
         self.recover()
         self.dirty = True
         try:
             yield
         except BaseException:
-            # Without room for a new cache the error inside goes first; the next call asks again.
+            # If a new cache cannot be allocated, the original error is raised; the next call tries.
             with contextlib.suppress(CapacityError):
                 self.restart()
             raise
         self.dirty = False
 
     def recover(self) -> None:
-        """Starts over if something may be left of work that did not end well."""
+        """Resets the cache if failed work may have left it inconsistent."""
         if self.dirty:
             self.restart()
 
     def restart(self) -> None:
-        """Starts over with an empty cache."""
+        """Replaces the cache by an empty one."""
         self.dirty = True
         num_lanes, num_pages = self._shape
         config = self.model.config
-        if self.cache is not None:  # free the old pool first: there may be no room for two
+        if self.cache is not None:  # free the old pool first: memory may not hold two
             for leaf in jax.tree.leaves(self.cache):
                 leaf.delete()
             self.cache = None
@@ -117,7 +117,7 @@ class Runner:
         with use_mesh(self.model.mesh):
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
             self._data_shards = sharding.axis_size(data) if data else 1
-            # Some lanes alone could be spread over devices that hold other pages than all lanes.
+            # A subset of the lanes could be sharded over other devices than those with its pages.
             self._fixed_lanes = sharding.axis_size(sharding.DATA) > 1
             head_shards = sharding.axis_size(heads) if heads else 1
             self.num_shards = self._data_shards * head_shards
@@ -169,10 +169,10 @@ class Runner:
     def slots_after(
         self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False
     ) -> Int[np.ndarray, "L B K"]:
-        """The most slots each row can need after `extra` more tokens per lane, or per row.
+        """Returns the most slots that each row can need after `extra` tokens per lane, or per row.
 
-        `prompt` says that some of them belong to prompts, which a policy that cuts rows afterwards
-        holds whole.
+        `prompt` means that some of the tokens belong to prompts, which a policy that cuts rows
+        afterwards holds in full.
         """
         extra = np.asarray(extra)
         slots = self.lengths + (extra[None, :, None] if extra.ndim == 1 else extra)
@@ -180,17 +180,17 @@ class Runner:
         return slots if limit is None else np.minimum(slots, np.maximum(limit, self.lengths))
 
     def fits(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> bool:
-        """Whether the pool can hold `extra` more tokens per lane, or per row."""
+        """Returns whether the pool can hold `extra` more tokens per lane, or per row."""
         return self.allocator.fits(self.slots_after(extra, prompt=prompt))
 
     def free_lanes(self, taken: Container[int]) -> list[int]:
-        """Every lane that is free, where one device holds them all; else none."""
+        """Returns every free lane if one device holds them all, else none."""
         if self._data_shards > 1:
             return []
         return [lane for lane in range(len(self.seen)) if lane not in taken]
 
     def open_lanes(self, taken: Container[int]) -> list[int]:
-        """One lane to try on each device that has one, the emptiest device first."""
+        """Returns one free lane of each device that has one, the emptiest device first."""
         per_shard = len(self.seen) // self._data_shards
         lanes = []
         for start in range(0, len(self.seen), per_shard):
@@ -200,28 +200,28 @@ class Runner:
         return [lane for _, lane in sorted(lanes)]
 
     def reserve(self, extra: Int[np.ndarray, " B"], *, prompt: bool = False) -> None:
-        """Reserves pages for `extra` more tokens per lane; CapacityError if they are not there."""
+        """Reserves pages for `extra` more tokens per lane, or raises CapacityError."""
         self.allocator.reserve(self.slots_after(extra, prompt=prompt))
 
     def trim(self) -> None:
-        """Gives back every page that no slot in use needs."""
+        """Releases every page that no slot in use needs."""
         self.allocator.trim(self.lengths)
 
     def cache_bytes(self) -> list[int]:
-        """Bytes of the pages reserved for each lane, and of the policy's state for it.
+        """Returns the device bytes of each lane's reserved pages and of its policy state.
 
-        On the device; see `host_bytes` for what lives in host memory.
+        See `host_bytes` for the values in host memory.
         """
         pages = self.allocator.reserved.sum(2, dtype=np.int64)
         return (self._layer_bytes @ pages + self._state_bytes).tolist()
 
     def host_bytes(self) -> list[int]:
-        """Bytes of the values in host memory of the pages reserved for each lane."""
+        """Returns the bytes of the values in host memory of each lane's reserved pages."""
         pages = self.allocator.reserved.sum(2, dtype=np.int64)
         return ((self._page_bytes - self._layer_bytes) @ pages).tolist()
 
     def clear(self, lanes: list[int]) -> None:
-        """Empties lanes and gives their pages back."""
+        """Empties lanes and releases their pages."""
         self.allocator.release(np.asarray(lanes, np.int64))
         self.lengths[:, lanes] = 0
         self.seen[lanes] = 0
@@ -233,13 +233,13 @@ class Runner:
             )
 
     def raise_max_length(self, tokens: int) -> None:
-        """Says how many tokens a sequence can come to, before any of it is reserved."""
+        """Raises the maximum length of sequences, before pages are reserved for them."""
         if tokens > self._max_length:
             self._max_length = tokens
             self._slot_limit = self.policy.footprint(tokens, page_size=self.page_size).at_most
 
     def set_max_lengths(self, tokens: dict[int, int]) -> None:
-        """Says how many tokens lanes can come to, for policies whose budget is a share of that."""
+        """Sets the maximum length of lanes, from which a compression ratio's budget follows."""
         self.raise_max_length(max(tokens.values()))
         if self.policy.for_length(1) is self.policy:
             return
@@ -262,9 +262,9 @@ class Runner:
 
         Args:
           tokens: lane -> up to `width` token ids.
-          width: T of the compiled chunk.
-          prompt: whether they belong to a prompt.
-          ends_prompt: lanes whose prompt they complete.
+          width: number of tokens of the compiled chunk (T).
+          prompt: whether the tokens belong to a prompt.
+          ends_prompt: lanes whose prompt the tokens complete.
         """
         num_lanes = len(self.seen)
         batch = build_batch(
@@ -314,7 +314,7 @@ class Runner:
     def first_tokens(
         self, extended: Extended, keys: UInt32[np.ndarray, "B n"], rule: Filter
     ) -> tuple[dict[int, int], dict[int, float]]:
-        """Draws the token after the last one of each lane, and its log-probability."""
+        """Samples the token after the last one of each lane; returns it and its log-probability."""
         index = np.minimum(extended.lanes, len(self.seen) - 1)
         with use_mesh(self.model.mesh):
             tokens, logprobs = programs.sample_hidden(
@@ -340,11 +340,11 @@ class Runner:
 
         Args:
           tokens: each lane's newest token, not in the cache yet.
-          remaining: new tokens each lane may still draw; 0 for an idle lane.
-          keys: [B], one per lane.
-          rule: how to draw.
-          num_steps: C.
-          end_tokens: ids that end a lane.
+          remaining: number of tokens that each lane may still generate; 0 for an idle lane.
+          keys: random key data of each lane.
+          rule: sampling settings.
+          num_steps: number of steps (C).
+          end_tokens: token ids that end an answer.
         """
         table = self._table()
         with use_mesh(self.model.mesh):
@@ -367,9 +367,10 @@ class Runner:
     def teacher_forced_decode(
         self, tokens: Int[np.ndarray, "n B"], counts: Int[np.ndarray, " B"]
     ) -> Steps:
-        """Runs C = n - 1 decode steps over given tokens; `logprobs[c]` is that of `tokens[c + 1]`.
+        """Runs C = n - 1 decode steps over given tokens (pages must be reserved).
 
-        Lane b takes its first `counts[b]` steps.
+        `logprobs[c]` is the log-probability of `tokens[c + 1]`. Lane b takes its first `counts[b]`
+        steps.
         """
         table = self._table()
         with use_mesh(self.model.mesh):
@@ -386,7 +387,7 @@ class Runner:
         return jax.tree.map(np.asarray, steps)
 
     def _table(self) -> np.ndarray:
-        """The page table at one of few widths, each a compiled shape."""
+        """Returns the page table at one of a few widths, each of which is a compiled shape."""
         widest = int(self.allocator.reserved.max(initial=1))
         positions = self.model.config.max_position_embeddings
         limit = None if self.policy.shrinks else self._slot_limit
