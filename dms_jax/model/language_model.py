@@ -98,7 +98,7 @@ class LanguageModel:
             )
         warnings.warn(
             f"This checkpoint was not retrofitted for {policy.name}: the decisions will be "
-            "whatever its neurons happen to say, and attention loses them.",
+            "those of untrained neurons, which are also removed from attention.",
             skip_file_prefixes=(PACKAGE,),
         )
 
