@@ -66,7 +66,7 @@ def estimate(
       config: the model's configuration.
       policy: the cache policy; `Vanilla()` if None.
       tokens: length of each sequence at its end.
-      compression_ratio: for learned eviction, 1 / (1 - fraction of tokens evicted past the window).
+      compression_ratio: 1 / (1 - fraction evicted past the window), for learned eviction.
       device: one of `DEVICES`, or a `Device`.
       batch: number of sequences; None for as many as fit.
       page_size: slots per page.

@@ -93,7 +93,7 @@ class Program:
         return self.jitted(*args)
 
     def lower(self, *args: Any) -> Any:
-        """See `jax.jit(f).lower`."""
+        """Lowers the function for the arguments; see `jax.jit(f).lower`."""
         return self.jitted.lower(*args)
 
 

@@ -133,7 +133,7 @@ class Policy(Options):
           tokens: length of the sequence.
           page_size: slots per page.
           group: query heads per KV head.
-          compression_ratio: for learned eviction, 1 / (1 - fraction of tokens that are evicted).
+          compression_ratio: 1 / (1 - fraction of tokens evicted), for learned eviction.
         """
         return Footprint(tokens, tokens, None, reads=tokens, attended=tokens)
 

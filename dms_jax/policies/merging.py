@@ -193,7 +193,7 @@ class Merging(DelayedEviction):
         return jnp.moveaxis(kept, 2, 1)
 
     def ring_of(self, rows: MergeState) -> Ring:
-        """See `DelayedEviction.ring_of`."""
+        """See `DelayedEviction.ring_of`; returns the ring beside the sums."""
         return rows.ring
 
     def with_ring(self, rows: MergeState, ring: Ring) -> MergeState:
