@@ -88,7 +88,7 @@ def memory_trace(
     for index in range(steps):
         counts = np.full(len(tokens), chunk)
         runner.reserve(counts)
-        runner.decode_forced(
+        runner.teacher_forced_decode(
             np.ascontiguousarray(tokens[:, index * chunk : (index + 1) * chunk + 1].T), counts
         )
         runner.trim()

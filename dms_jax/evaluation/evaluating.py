@@ -21,7 +21,7 @@ from dms_jax.evaluation.result import Result, summary_table
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.generation import Sampling
-from dms_jax.generation.calls import carrying
+from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.prompts import check_call
 from dms_jax.generation.requests import Completion, finished, make_requests
 from dms_jax.model.language_model import LanguageModel, check_model
@@ -134,7 +134,7 @@ def evaluate(
     }
     waiting = [request for request in requests if request.index not in done]
     judge = Judge(tasks, task_of, given)
-    ended = carrying(lambda: done | finished(waiting, sampling))
+    ended = keep_finished(lambda: done | finished(waiting, sampling))
     with progress_bar(len(requests), shown=progress) as tick, ended:
 
         def keep(index: int, completion: Completion) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dms_jax.cache.accounting import Meter
 from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.evaluation.serving import Serving, prefill_tokens
-from dms_jax.generation.calls import carrying
+from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.programs import bucket
 from dms_jax.model.language_model import LanguageModel, check_tokens, use_mesh
@@ -166,7 +166,7 @@ def likelihoods(
     waiting = sorted(sequences.values(), key=lambda each: (-each.length, each.context, each.read))
     longest = waiting[0].length + 1
     engine = serving.engine(model, policy, sequences=len(waiting), max_tokens=longest)
-    with carrying(lambda: done), engine.runner.working():
+    with keep_finished(lambda: done), engine.runner.working():
         while waiting:
             batch = _batch(engine, waiting)
             del waiting[: len(batch)]

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from dms_jax.cache.accounting import Meter, Usage
 from dms_jax.checks import Count, CountOnDevice, check, check_keywords, show_options
 from dms_jax.errors import CapacityError, CheckpointError, DataError
-from dms_jax.generation.calls import carrying
+from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.prompts import check_call, check_list, encode_prompt
@@ -219,7 +219,7 @@ def score(
         chunk=chunk,
         **options,
     )
-    with carrying(lambda: dict(enumerate(scores))):
+    with keep_finished(lambda: dict(enumerate(scores))):
         for start in range(0, len(tokens), num_lanes):
             some = slice(start, start + num_lanes)
             scores.extend(_score_batch(engine, tokens[some], max_lengths[some]))
@@ -249,7 +249,7 @@ def _score_batch(engine: Engine, batch: list[list[int]], max_lengths: list[int])
         runner.reserve(counts)
         for meter, held in zip(meters, runner.cache_bytes(), strict=False):
             meter.peak_bytes = max(meter.peak_bytes, held)
-        steps = runner.decode_forced(tokens[first : first + chunk + 1], counts)
+        steps = runner.teacher_forced_decode(tokens[first : first + chunk + 1], counts)
         if not np.isfinite(steps.logprobs[steps.ran]).all():
             raise CheckpointError(
                 "The model's logits are not numbers (NaN). Check the weights, or load the model "

@@ -1,4 +1,4 @@
-"""Calls that are interrupted keep what is finished, and calls that overlap are refused."""
+"""Interrupted calls keep their finished results, and overlapping calls are refused."""
 
 import contextlib
 import threading
@@ -9,23 +9,23 @@ from dms_jax.errors import BusyError
 
 
 @contextlib.contextmanager
-def carrying(done: Callable[[], Mapping[int, Any]]) -> Iterator[None]:
-    """Sets `finished` to `done()` on any exception that is raised inside."""
+def keep_finished(done: Callable[[], Mapping[int, Any]]) -> Iterator[None]:
+    """Attaches `done()` as `finished` to any exception that is raised inside the context."""
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(AttributeError):  # an exception may take no attributes
+        with contextlib.suppress(AttributeError):  # an exception may not accept attributes
             error.finished = dict(done())  # pyright: ignore[reportAttributeAccessIssue]
         raise
 
 
 def unless_busy(lock: threading.Lock, what: str) -> threading.Lock:
-    """Returns the lock for use in a `with`, so that no interrupt leaves it locked.
+    """Returns the lock for use in a `with` statement, so that no interrupt leaves it locked.
 
     Two threads that test it at the same moment may both find it free; then one waits for the other.
 
     Raises:
-      BusyError: it is locked, by another thread or by a call further up the stack.
+      BusyError: if it is locked, by another thread or by a call further up the stack.
     """
     if lock.locked():
         raise BusyError(

@@ -17,7 +17,7 @@ import numpy as np
 
 from dms_jax.checks import show_options
 from dms_jax.errors import CapacityError, ConfigError
-from dms_jax.generation.calls import carrying, unless_busy
+from dms_jax.generation.calls import keep_finished, unless_busy
 from dms_jax.generation.memory import out_of_memory, pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.programs import Steps, bucket, request_keys
@@ -145,7 +145,7 @@ class Engine:
                 "Sampling: stop strings are looked for in text, and this model came without a "
                 "tokenizer. Leave them out, or end at a token (generation.eos_token_ids)."
             )
-        done = carrying(lambda: finished(requests, sampling))
+        done = keep_finished(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"):
             self.check_room(requests, sampling)
             self._run(requests, sampling, on_tokens, keep=keep)

@@ -1,7 +1,7 @@
-"""How much a cache needs: the pool's size, and estimates before anything runs.
+"""Memory of the cache: the size of the pool, and estimates before a model is loaded.
 
 bytes(row of n slots) = ceil(n / P) pages of 2 P D numbers (and the policy's state)
-live slots of T tokens = (w + 1) + (1 - f)(T - w - 1)     with a share f evicted past the window
+live slots of T tokens = (w + 1) + (1 - f)(T - w - 1)     with a fraction f evicted past the window
 time of a step >= max(bytes read / bandwidth, operations / peak)        (DMS paper, eq. 6)
 """
 
@@ -31,13 +31,13 @@ from dms_jax.policies.values import Footprint
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What to expect of a model, a policy and a length.
+    """Estimated memory and speed of a model with a policy at a given length.
 
     Attributes:
-      weight_bytes: of the parameters.
+      weight_bytes: memory of the parameters.
       live_tokens: slots in use per row at the end, averaged over rows.
       sequence_bytes: cache of one sequence at the end: pages and the policy's state.
-      batch: sequences that fit beside the weights.
+      batch: number of sequences that fit in memory with the weights.
       step_seconds: roofline time of a decode step of `batch` sequences at their end.
     """
 
@@ -60,22 +60,22 @@ def estimate(
     dtype: Any = jnp.bfloat16,
     kv_dtype: str | None = None,
 ) -> Estimate:
-    """Estimates memory, batch and step time, before any weight is loaded.
+    """Estimates memory, batch size and step time, without loading any weights.
 
     Args:
-      config: the model.
-      policy: `Vanilla()` if None.
+      config: the model's configuration.
+      policy: the cache policy; `Vanilla()` if None.
       tokens: length of each sequence at its end.
-      compression_ratio: for learned eviction, 1 / (1 - share of tokens evicted past the window).
+      compression_ratio: 1 / (1 - fraction evicted past the window), for learned eviction.
       device: one of `DEVICES`, or a `Device`.
-      batch: sequences; None for as many as fit.
-      page_size: slots a page.
-      dtype: of parameters and cache.
+      batch: number of sequences; None for as many as fit.
+      page_size: slots per page.
+      dtype: floating-point type of parameters and cache.
       kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits.
 
     Raises:
-      ConfigError: an argument does not fit.
-      CapacityError: the weights, or `batch` sequences beside them, do not fit the device.
+      ConfigError: if an argument is not valid.
+      CapacityError: if the weights, or the weights and `batch` sequences, do not fit the device.
     """
     policy = Vanilla() if policy is None else policy
     tokens = check("estimate: tokens", tokens, Count)
@@ -101,7 +101,7 @@ def estimate(
     ]
 
     def mean(number: Callable[[Footprint], float]) -> float:
-        """Over the layers."""
+        """Averages a property of the footprint over the layers."""
         total = sum((group.end - group.start) * number(found) for group, found in footprints)
         return total / config.num_layers
 
@@ -128,7 +128,7 @@ def estimate(
         )
     batch = fits if batch is None else batch
     read, attended = mean(lambda found: found.reads), mean(lambda found: found.attended)
-    # A step looks up one row of the embedding, and reads the whole of it only where it is tied.
+    # A step looks up one row of the embedding; it reads all of it only if it is tied.
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     parameters = weight_bytes // dtype.itemsize - embedding
     entry = entry_bytes(config, dtype, kv_dtype)
@@ -148,7 +148,7 @@ def estimate(
 def _check_estimate(
     config: Any, policy: Any, compression_ratio: float | int, device: Any
 ) -> Device:
-    """Raises ConfigError for an argument that does not fit; returns the device."""
+    """Returns the device; raises ConfigError for an argument that is not valid."""
     check("estimate: config", config, ModelConfig)
     check_policy(policy)
     if compression_ratio > 1 and not policy.retrofit.needed:
@@ -176,11 +176,11 @@ def pool_pages(
     memory: float | int | None,
     kv_dtype: str | None = None,
 ) -> int:
-    """Pages of the pool: what the lanes can come to need, or what `memory` bytes hold of it.
+    """Returns the pages of the pool: the most that the lanes can need, or that `memory` can hold.
 
     Raises:
-      ConfigError: `memory` is no number of bytes.
-      CapacityError: there is not so much memory, or it does not hold one page per row of a
+      ConfigError: if `memory` is not a number of bytes.
+      CapacityError: if the device has less memory, or it does not hold one page for each row of a
         sequence.
     """
     config = model.config
@@ -193,7 +193,7 @@ def pool_pages(
     layer_bytes = layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype)
     bytes_per_page = math.ceil(layer_bytes.mean())  # every layer has its share of the pages
     state = num_lanes * state_bytes(config, policy, model.dtype)
-    # Prompts that are cut afterwards lie in the pool whole.
+    # Prompts that are cut afterwards are in the pool in full until then.
     limit = policy.footprint(max_tokens, page_size=page_size).at_most
     slots = max_tokens if limit is None or policy.shrinks else min(limit, max_tokens)
     needed = num_lanes * rows * _few_sizes(math.ceil(slots / page_size))
@@ -229,17 +229,17 @@ def pool_pages(
 
 
 def lane_bytes(config: ModelConfig, max_tokens: int, page_size: int) -> int:
-    """Bytes that a place for a sequence takes beside its pages and the policy's state, at least.
+    """Returns a lower bound on the bytes of a lane besides its pages and the policy's state.
 
-    Logits as they are drawn from (as computed, filtered, sorted) in float32, and for each row its
-    length, its reserve and its part of the page table on the host.
+    These are three copies of the logits for sampling (computed, filtered, sorted) in float32, and
+    for each row its length, its reserved pages and its part of the page table on the host.
     """
     rows = config.num_layers * config.num_kv_heads
     return 3 * 4 * config.vocab_size + rows * (8 + 4 + 4 * math.ceil(max_tokens / page_size))
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error is the device's refusal to allocate."""
+    """Returns whether an error means that the device could not allocate memory."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
@@ -248,7 +248,7 @@ def _gigabytes(size: float | int) -> str:
 
 
 def _few_sizes(pages: int) -> int:
-    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: pools of few sizes, few compiled shapes.
+    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ... to keep the number of compiled shapes small.
 
     # In: 5, 7, 9, 100  Out: 6, 8, 12, 128
     """
@@ -257,10 +257,10 @@ def _few_sizes(pages: int) -> int:
 
 
 def _device_memory(model: LanguageModel) -> tuple[float, float]:
-    """Bytes of the model's device that a cache may take unasked, and at most.
+    """Returns the bytes that a cache may take on the model's device by default, and at most.
 
-    Nine tenths of an accelerator's free memory; half of the host's on a CPU, where the most is
-    all that the machine has.
+    The default is nine tenths of an accelerator's free memory, or half of the host's memory on a
+    CPU, where the maximum is all memory of the machine.
     """
     device = next(iter(model.transformer.embedding[...].devices()))
     stats = device.memory_stats()

@@ -1,7 +1,7 @@
-"""The compiled programs of generation: chunks of prompts, of decode steps, of given tokens.
+"""The compiled programs of generation: prefill, decode, and teacher-forced decode.
 
-Each takes the cache as a donated argument and gives it back. The page table comes from the host,
-is read-only inside, and stays out of the cache in between.
+Each takes the cache as a donated argument and returns it. The page table is passed from the host,
+is read-only inside, and is not part of the cache between programs.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from dms_jax.policies import Policy
 
 @struct.dataclass
 class Steps:
-    """What C decode steps of B lanes return.
+    """The results of C decode steps of B lanes.
 
-    Device arrays inside a program, NumPy arrays outside. `ran` says which steps each lane took;
-    `live` and `reads` are totals over its L * K rows.
+    Device arrays inside a program, NumPy arrays outside. `ran` marks the steps that each lane
+    took; `live` and `reads` are totals over its L * K rows.
     """
 
     tokens: Any  # Int[C, B]
@@ -40,21 +40,21 @@ class Steps:
 
 
 # XLA may leave out a rounding to bfloat16 between two operations that it fuses, and what it fuses
-# depends on the shapes. On a CPU the weights of a prompt's attention kept 24 bits or 8, by how many
-# prompts there were. Rounding always, the same numbers come of every shape that sums in one order.
+# depends on the shapes: on a CPU the attention weights of a prompt had 24 or 8 bits, depending on
+# the number of prompts. With rounding enforced, all shapes that sum in one order agree exactly.
 OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 # On a GPU XLA's own Triton products are off: they cannot read one layer out of the stacked weights
-# in place, so XLA would copy every weight of every layer in every step (of a step of 14.3 ms with
-# the shape of Llama-3.1-8B, 7.9 ms). cuBLAS reads them where they lie.
+# in place, so XLA would copy every weight of every layer in every step (7.9 of the 14.3 ms of a
+# step with the shape of Llama-3.1-8B). cuBLAS reads them in place.
 GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 
-# A step's many short kernels (plans, copies of one layer's table and lengths) may run beside the
-# long ones, and a graph of CUDA's holds two layers: less waits at its edges. What XLA would copy
-# ahead on streams of its own is left in the graph. A step of Llama-3.1-8B's shape, 32 sequences, on
-# an H200 (`experiments/results/decode/step_options.json`): over an eighth of 8192 tokens, medians
-# of three turns, 6.61 ms without, 6.29 with concurrency alone, 6.26 with all three; over all of
-# them, one turn each, 13.23, 13.08 and 13.00.
+# A step's many short kernels (plans, copies of one layer's table and lengths) may run concurrently
+# with the long ones; a CUDA graph contains two layers, so there are fewer waits at its boundaries;
+# and copies that XLA would run ahead on separate streams are left in the graph. Milliseconds of a
+# step with Llama-3.1-8B's shape and 32 sequences on an H200, without the options, with concurrency
+# only, and with all three (`experiments/results/decode/step_options.json`): 6.61, 6.29 and 6.26
+# over an eighth of 8192 tokens (medians of three runs); 13.23, 13.08 and 13.00 over all (one run).
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
@@ -66,10 +66,10 @@ class Program:
     """A jitted function with the compiler options of the platform that it runs on.
 
     Args:
-      function: the function.
-      gpu_options: the compiler's options on a GPU.
-      other_options: those elsewhere.
-      **options: those of `jax.jit`.
+      function: the function to compile.
+      gpu_options: compiler options on a GPU.
+      other_options: compiler options on other platforms.
+      **options: arguments of `jax.jit`.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class Program:
         return self.jitted(*args)
 
     def lower(self, *args: Any) -> Any:
-        """See `jax.jit(f).lower`."""
+        """Lowers the function for the arguments; see `jax.jit(f).lower`."""
         return self.jitted.lower(*args)
 
 
 def bucket(size: int) -> int:
-    """The next power of two: few compiled shapes."""
+    """Returns the next power of two, which keeps the number of compiled shapes small."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def request_keys(seeds: Sequence[int], copies: Sequence[int]) -> UInt32[np.ndarray, "b n"]:
-    """The random key of each request, as data."""
+    """Returns the random key of each request, as key data."""
     size = bucket(len(seeds))
     padded = np.zeros((2, size), np.uint32)
     padded[:, : len(seeds)] = seeds, copies
@@ -128,7 +128,7 @@ def make_cache(
     value_pages: int | None,
     mesh: jax.sharding.Mesh | None,
 ) -> Any:
-    """A compiled function that makes an empty cache under the mesh of the context."""
+    """Returns a compiled function that creates an empty cache under the current mesh."""
     make = functools.partial(
         init_cache,
         config,
@@ -148,7 +148,7 @@ def make_cache(
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))
 def clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy, dtype: Any) -> Cache:
-    """Empties the masked lanes: lengths and row states; pages are the host's affair."""
+    """Empties the masked lanes: lengths and row states. Pages are managed on the host."""
     fresh = policy.init_state(cache_shape(config, dtype, num_sequences=len(mask))).rows
 
     def reset(old, new):
@@ -164,12 +164,12 @@ def clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy, dt
 
 @functools.partial(jax.jit, donate_argnums=0)
 def set_max_lengths(cache: Cache, max_lengths: Int[Array, " B"]) -> Cache:
-    """Sets how many tokens each lane can come to."""
+    """Sets the maximum length of each lane's sequence."""
     return dataclasses.replace(cache, max_lengths=max_lengths)
 
 
-def with_tail(cache: Cache, host: HostRows | None, length: int) -> Cache:
-    """The cache at the start of a program of so many tokens a row."""
+def attach_tail(cache: Cache, host: HostRows | None, length: int) -> Cache:
+    """Adds a tail for the values of the next `length` tokens if values are in host memory."""
     if host is None:
         return cache
     pool = cache.pool
@@ -183,8 +183,8 @@ def with_tail(cache: Cache, host: HostRows | None, length: int) -> Cache:
     return dataclasses.replace(cache, pool=dataclasses.replace(pool, tail=tail))
 
 
-def without_tail(cache: Cache) -> tuple[Cache, Tail | None]:
-    """The cache at a program's end, and what is the host's to write."""
+def detach_tail(cache: Cache) -> tuple[Cache, Tail | None]:
+    """Returns the cache without its tail, and the tail, whose values the host must write."""
     tail = cache.pool.tail
     return dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, tail=None)), tail
 
@@ -202,7 +202,7 @@ def extend(
     policy: Policy,
     prompt: bool,
 ) -> tuple[Cache, Float[Array, "b E"], Int[Array, "b T"], Tail | None]:
-    """Runs a chunk over some lanes (all of them if None) and puts their rows back."""
+    """Runs a chunk over some lanes (all if None), and updates their rows in the cache."""
 
     def take(x):
         return x if lanes is None else x.at[:, lanes].get(mode="clip")
@@ -218,13 +218,13 @@ def extend(
         max_lengths=take(cache.max_lengths[None])[0],
         row_state=jax.tree.map(take, cache.row_state),
     )
-    some = with_tail(some, host, tokens.shape[1])
+    some = attach_tail(some, host, tokens.shape[1])
     passed = transformer.cached(
         tokens, counts, some, policy, prompt=prompt, ends_prompt=ends_prompt, host=host
     )
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(passed.hidden, last, axis=1)[:, 0]
-    after, tail = without_tail(passed.cache)
+    after, tail = detach_tail(passed.cache)
     cache = dataclasses.replace(
         after,
         page_table=cache.page_table,
@@ -240,7 +240,7 @@ def extend(
 def sample_hidden(
     transformer: Transformer, hidden: Array, keys: Array, positions: Array, rule: Filter
 ) -> tuple[Array, Array]:
-    """Draws tokens from hidden states [b, E]; keys are data, [b, n]."""
+    """Samples tokens from hidden states [b, E], with random key data [b, n]."""
     keys = jax.random.wrap_key_data(keys)
     return sample(transformer.unembed(hidden), keys, positions, rule)
 
@@ -261,7 +261,7 @@ def decode(
     num_steps: int,
     end_tokens: tuple[int, ...],
 ) -> tuple[Cache, Steps, Tail | None]:
-    """Draws up to `remaining[b]` tokens a lane in `num_steps` steps; see `Runner.decode`."""
+    """Samples up to `remaining[b]` tokens per lane in `num_steps` steps; see `Runner.decode`."""
     request_keys = jax.random.wrap_key_data(keys)
 
     def step(carry, _):
@@ -289,14 +289,14 @@ def decode(
         return (passed.cache, new, remaining), out
 
     table_before = cache.page_table
-    cache = with_tail(dataclasses.replace(cache, page_table=page_table), host, num_steps)
+    cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, num_steps)
     (cache, _, _), steps = jax.lax.scan(step, (cache, tokens, remaining), length=num_steps)
-    cache, tail = without_tail(cache)
+    cache, tail = detach_tail(cache)
     return dataclasses.replace(cache, page_table=table_before), steps, tail
 
 
 @functools.partial(Program, gpu_options=GPU_STEP_OPTIONS, donate_argnums=1, static_argnums=6)
-def decode_forced(
+def teacher_forced_decode(
     transformer: Transformer,
     cache: Cache,
     host: HostRows | None,
@@ -305,7 +305,7 @@ def decode_forced(
     counts: Int[Array, " B"],
     policy: Policy,
 ) -> tuple[Cache, Steps, Tail | None]:
-    """Takes `counts[b]` steps a lane over given tokens; see `Runner.decode_forced`."""
+    """Runs `counts[b]` steps per lane on given tokens; see `Runner.teacher_forced_decode`."""
 
     def step(cache, xs):
         index, tokens, following = xs
@@ -328,8 +328,8 @@ def decode_forced(
     cache = dataclasses.replace(cache, page_table=page_table)
     cache, steps = jax.lax.scan(
         step,
-        with_tail(cache, host, tokens.shape[0] - 1),
+        attach_tail(cache, host, tokens.shape[0] - 1),
         (jnp.arange(tokens.shape[0] - 1), tokens[:-1], tokens[1:]),
     )
-    cache, tail = without_tail(cache)
+    cache, tail = detach_tail(cache)
     return dataclasses.replace(cache, page_table=table_before), steps, tail

@@ -1,8 +1,8 @@
-"""Room for requests: a free lane and the pages of its next chunks, or the error that says why not.
+"""Admission of requests: a free lane with pages for the next chunks, or an error that explains.
 
-Of some requests it is known before they run that they never fit: every row takes the first chunk of
-a prompt, a prompt that is read whole lies in the pool whole, and a policy that drops nothing holds
-the answer too.
+Some requests are known before they run not to fit: every row holds the first chunk of a prompt, a
+prompt with full attention is in the pool in full, and a policy without eviction holds the answer
+too.
 """
 
 import collections
@@ -18,12 +18,12 @@ from dms_jax.generation.runner import Runner
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Finds places in the cache of a runner.
+    """Assigns requests to lanes of a runner's cache.
 
     Attributes:
-      runner: whose lanes and pages they are.
-      chunk: decode steps per compiled program.
-      prefill_chunk: prompt tokens of a sequence per compiled program.
+      runner: the runner that owns the lanes and pages.
+      chunk: number of decode steps per compiled program.
+      prefill_chunk: number of prompt tokens per sequence and compiled program.
     """
 
     runner: Runner
@@ -31,14 +31,14 @@ class Room:
     prefill_chunk: int
 
     def check(self, requests: Sequence[Request], *, endless: bool) -> None:
-        """Refuses what does not fit alone, whatever the model will say.
+        """Refuses requests that cannot fit even alone, whatever the model generates.
 
         Args:
-          requests: that have not run yet.
-          endless: whether nothing ends an answer before its length does.
+          requests: requests that have not run yet.
+          endless: whether answers end only at their maximum length.
 
         Raises:
-          CapacityError: names the first of the largest.
+          CapacityError: if a request cannot fit; names the first of the largest.
         """
         for what, slots in (
             ("the prompt", self._prompt_slots),
@@ -59,9 +59,10 @@ class Room:
         taken: Container[int],
         extra: np.ndarray,
     ) -> collections.deque[int]:
-        """Lanes for the first requests that wait, if all those that find one fit together.
+        """Returns lanes for the first waiting requests, if they all fit together, else none.
 
-        As `place` would choose one by one, but the pool is asked once. `extra` is as there.
+        The choice is that of `place` for one after the other, with one query of the pool. `extra`
+        is updated as there.
         """
         lanes = self.runner.free_lanes(taken)[: len(waiting)]
         together = extra.copy()
@@ -73,7 +74,7 @@ class Room:
         return collections.deque(lanes)
 
     def place(self, request: Request, taken: Container[int], extra: np.ndarray) -> int | None:
-        """A free lane where the next chunks of a request fit; `extra` then holds what they need."""
+        """Returns a free lane in which the next chunks of a request fit; sets `extra` to them."""
         needed = self._needed(request)
         for lane in self.runner.open_lanes(taken):
             extra[:, lane] = needed
@@ -83,7 +84,7 @@ class Room:
         return None
 
     def too_small(self, request: Request, what: str) -> CapacityError:
-        """The error of a request that does not fit even alone."""
+        """Returns the error for a request that does not fit even alone."""
         runner = self.runner
         pages = runner.allocator.pages_per_shard
         tokens = request.seen + len(request.before) + len(request.prompt) + len(request.generated)
@@ -96,7 +97,7 @@ class Room:
         )
 
     def _needed(self, request: Request) -> np.ndarray:
-        """Slots [L, K] that the first chunks of a request can take."""
+        """Returns the slots [L, K] that the first chunks of a request can take."""
         needed = np.full_like(self.runner.lengths[:, 0], self._first_slots(request))
         if request.slots is None:
             return needed
@@ -107,15 +108,15 @@ class Room:
         return first + min(self.chunk, request.remaining)
 
     def _prompt_slots(self, request: Request) -> int:
-        """Slots that a row is sure to need by the end of the prompt, as far as is known."""
+        """Returns a lower bound on the slots that a row needs by the end of the prompt."""
         tokens = len(request.before) + len(request.prompt)
         return tokens if self.runner.policy.shrinks else self._at_least(tokens)
 
     def _all_slots(self, request: Request) -> int:
-        """The same by the end of the longest answer; its newest token never enters the cache."""
+        """Returns the same by the end of the longest answer, whose last token is not cached."""
         tokens = len(request.before) + len(request.prompt) + request.max_new_tokens - 1
         return self._at_least(tokens)
 
     def _at_least(self, tokens: int) -> int:
-        """Slots that a row is sure to hold after so many tokens."""
+        """Returns a lower bound on the slots that a row holds after `tokens` tokens."""
         return self.runner.policy.footprint(tokens, page_size=self.runner.page_size).at_least

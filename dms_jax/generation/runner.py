@@ -1,8 +1,8 @@
 """The device side of generation: a cache with its page table, and the compiled chunks over it.
 
-Nothing here scales with tokens on the host: pages are reserved before each chunk, a chunk of C
-decode steps is one compiled program with a fixed trip count, and what comes back are the chunk's
-tokens and the rows' lengths.
+No work on the host scales with the number of tokens: pages are reserved before each chunk, a chunk
+of C decode steps is one compiled program with a fixed trip count, and only the chunk's tokens and
+the rows' lengths are copied back.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from dms_jax.cache import PageAllocator
 from dms_jax.cache.host_values import HostRows, HostValues, Tail
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
+from dms_jax.generation.batches import Extended, build_batch
 from dms_jax.generation.memory import out_of_memory
-from dms_jax.generation.placing import Extended, place
 from dms_jax.generation.programs import Steps, bucket
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.cached_attention import in_one_pass
@@ -29,16 +29,16 @@ from dms_jax.policies import Policy
 
 
 class Runner:
-    """A cache of B lanes (places for sequences) and everything that runs over it.
+    """A cache of B lanes (one sequence each) and the programs that run over it.
 
     Attributes:
       lengths: Int[L, B, K] on the host, the slots in use per row after the last call.
-      seen: Int[B] on the host, the tokens each lane has seen.
-      num_shards: devices that hold pages of their own.
-      dirty: whether something may be left of work that did not end well; see `working`.
+      seen: Int[B] on the host, the number of tokens that each lane has processed.
+      num_shards: number of devices with pages of their own.
+      dirty: whether failed work may have left the cache inconsistent; see `working`.
 
-    The compiled shapes of the page table grow by powers of two, or are `table_width` from the
-    start: one program in place of a few, where the kernels read no more than the lengths say.
+    The width of the compiled page table grows in powers of two, or is fixed to `table_width`, which
+    compiles one program instead of a few; the kernels read only as far as the lengths in any case.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Runner:
         )
         if not all(group.host_values for group in groups if group.start >= self._value_layers):
             raise ConfigError(
-                f"{policy.name}: values in host memory are those of the last layers; its groups put "
-                "a layer whose values are on the device behind one whose values are not."
+                f"{policy.name}: values in host memory are those of the last layers, and its "
+                "groups put a layer with values on the device behind one with values on the host."
             )
         with use_mesh(model.mesh):
             on_mesh = sharding.has_mesh()
@@ -84,33 +84,33 @@ class Runner:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Programs run inside. Unless that ends well, the cache starts over empty.
+        """A context in which programs run. If one fails, the cache is reset to empty.
 
-        `dirty` stands from before the first of them until after the last, and while the cache
-        starts over. So whatever interrupts either, the next call finds it and starts over first.
+        `dirty` is set from before the first program until after the last, and during a reset. If
+        either is interrupted, the next call therefore resets the cache first.
         """
         self.recover()
         self.dirty = True
         try:
             yield
         except BaseException:
-            # Without room for a new cache the error inside goes first; the next call asks again.
+            # If a new cache cannot be allocated, the original error is raised; the next call tries.
             with contextlib.suppress(CapacityError):
                 self.restart()
             raise
         self.dirty = False
 
     def recover(self) -> None:
-        """Starts over if something may be left of work that did not end well."""
+        """Resets the cache if failed work may have left it inconsistent."""
         if self.dirty:
             self.restart()
 
     def restart(self) -> None:
-        """Starts over with an empty cache."""
+        """Replaces the cache by an empty one."""
         self.dirty = True
         num_lanes, num_pages = self._shape
         config = self.model.config
-        if self.cache is not None:  # free the old pool first: there may be no room for two
+        if self.cache is not None:  # free the old pool first: memory may not hold two
             for leaf in jax.tree.leaves(self.cache):
                 leaf.delete()
             self.cache = None
@@ -122,8 +122,8 @@ class Runner:
         with use_mesh(self.model.mesh):
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
             self._data_shards = sharding.axis_size(data) if data else 1
-            # Some lanes alone could be spread over devices that hold other pages than all lanes.
-            self._lanes_stay = sharding.axis_size(sharding.DATA) > 1
+            # A subset of the lanes could be sharded over other devices than those with its pages.
+            self._fixed_lanes = sharding.axis_size(sharding.DATA) > 1
             head_shards = sharding.axis_size(heads) if heads else 1
             self.num_shards = self._data_shards * head_shards
             pages_per_shard = num_pages // self.num_shards
@@ -174,10 +174,10 @@ class Runner:
     def slots_after(
         self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False
     ) -> Int[np.ndarray, "L B K"]:
-        """The most slots each row can need after `extra` more tokens per lane, or per row.
+        """Returns the most slots that each row can need after `extra` tokens per lane, or per row.
 
-        `prompt` says that some of them belong to prompts, which a policy that cuts rows afterwards
-        holds whole.
+        `prompt` means that some of the tokens belong to prompts, which a policy that cuts rows
+        afterwards holds in full.
         """
         extra = np.asarray(extra)
         slots = self.lengths + (extra[None, :, None] if extra.ndim == 1 else extra)
@@ -185,17 +185,17 @@ class Runner:
         return slots if limit is None else np.minimum(slots, np.maximum(limit, self.lengths))
 
     def fits(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> bool:
-        """Whether the pool can hold `extra` more tokens per lane, or per row."""
+        """Returns whether the pool can hold `extra` more tokens per lane, or per row."""
         return self.allocator.fits(self.slots_after(extra, prompt=prompt))
 
     def free_lanes(self, taken: Container[int]) -> list[int]:
-        """Every lane that is free, where one device holds them all; else none."""
+        """Returns every free lane if one device holds them all, else none."""
         if self._data_shards > 1:
             return []
         return [lane for lane in range(len(self.seen)) if lane not in taken]
 
     def open_lanes(self, taken: Container[int]) -> list[int]:
-        """One lane to try on each device that has one, the emptiest device first."""
+        """Returns one free lane of each device that has one, the emptiest device first."""
         per_shard = len(self.seen) // self._data_shards
         lanes = []
         for start in range(0, len(self.seen), per_shard):
@@ -205,28 +205,28 @@ class Runner:
         return [lane for _, lane in sorted(lanes)]
 
     def reserve(self, extra: Int[np.ndarray, " B"], *, prompt: bool = False) -> None:
-        """Reserves pages for `extra` more tokens per lane; CapacityError if they are not there."""
+        """Reserves pages for `extra` more tokens per lane, or raises CapacityError."""
         self.allocator.reserve(self.slots_after(extra, prompt=prompt))
 
     def trim(self) -> None:
-        """Gives back every page that no slot in use needs."""
+        """Releases every page that no slot in use needs."""
         self.allocator.trim(self.lengths)
 
     def cache_bytes(self) -> list[int]:
-        """Bytes of the pages reserved for each lane, and of the policy's state for it.
+        """Returns the device bytes of each lane's reserved pages and of its policy state.
 
-        On the device; see `host_bytes` for what lives in host memory.
+        See `host_bytes` for the values in host memory.
         """
         pages = self.allocator.reserved.sum(2, dtype=np.int64)
         return (self._layer_bytes @ pages + self._state_bytes).tolist()
 
     def host_bytes(self) -> list[int]:
-        """Bytes of the values in host memory of the pages reserved for each lane."""
+        """Returns the bytes of the values in host memory of each lane's reserved pages."""
         pages = self.allocator.reserved.sum(2, dtype=np.int64)
         return ((self._page_bytes - self._layer_bytes) @ pages).tolist()
 
     def clear(self, lanes: list[int]) -> None:
-        """Empties lanes and gives their pages back."""
+        """Empties lanes and releases their pages."""
         self.allocator.release(np.asarray(lanes, np.int64))
         self.lengths[:, lanes] = 0
         self.seen[lanes] = 0
@@ -238,13 +238,13 @@ class Runner:
             )
 
     def raise_max_length(self, tokens: int) -> None:
-        """Says how many tokens a sequence can come to, before any of it is reserved."""
+        """Raises the maximum length of sequences, before pages are reserved for them."""
         if tokens > self._max_length:
             self._max_length = tokens
             self._slot_limit = self.policy.footprint(tokens, page_size=self.page_size).at_most
 
     def set_max_lengths(self, tokens: dict[int, int]) -> None:
-        """Says how many tokens lanes can come to, for policies whose budget is a share of that."""
+        """Sets the maximum length of lanes, from which a compression ratio's budget follows."""
         self.raise_max_length(max(tokens.values()))
         if self.policy.for_length(1) is self.policy:
             return
@@ -267,16 +267,16 @@ class Runner:
 
         Args:
           tokens: lane -> up to `width` token ids.
-          width: T of the compiled chunk.
-          prompt: whether they belong to a prompt.
-          ends_prompt: lanes whose prompt they complete.
+          width: number of tokens of the compiled chunk (T).
+          prompt: whether the tokens belong to a prompt.
+          ends_prompt: lanes whose prompt the tokens complete.
         """
         num_lanes = len(self.seen)
-        placed = place(
+        batch = build_batch(
             tokens,
             num_lanes=num_lanes,
             width=width,
-            stay=self._lanes_stay,
+            fixed_lanes=self._fixed_lanes,
             ends_prompt=ends_prompt,
         )
         held = dict.fromkeys(tokens, 0)
@@ -287,9 +287,9 @@ class Runner:
                 for lane, own in tokens.items()
             }
         table = self._table()
-        rows = None if self._lanes_stay else placed.lanes
+        rows = None if self._fixed_lanes else batch.lanes
         if rows is not None:
-            table = table[:, np.minimum(placed.lanes, num_lanes - 1)]
+            table = table[:, np.minimum(batch.lanes, num_lanes - 1)]
         with use_mesh(self.model.mesh):
             self.cache, hidden, live, tail = programs.extend(
                 self.model.transformer,
@@ -297,9 +297,9 @@ class Runner:
                 self._host_rows,
                 table,
                 rows,
-                placed.tokens,
-                placed.counts,
-                placed.ends,
+                batch.tokens,
+                batch.counts,
+                batch.ends,
                 self.policy,
                 prompt,
             )
@@ -307,10 +307,10 @@ class Runner:
         live = np.asarray(live)
         return Extended(
             hidden=hidden,
-            lanes=placed.lanes,
+            lanes=batch.lanes,
             live={
-                lane: live[row, : placed.counts[row]]
-                for row, lane in enumerate(placed.lanes.tolist())
+                lane: live[row, : batch.counts[row]]
+                for row, lane in enumerate(batch.lanes.tolist())
                 if lane in tokens
             },
             held=held,
@@ -319,7 +319,7 @@ class Runner:
     def first_tokens(
         self, extended: Extended, keys: UInt32[np.ndarray, "B n"], rule: Filter
     ) -> tuple[dict[int, int], dict[int, float]]:
-        """Draws the token after the last one of each lane, and its log-probability."""
+        """Samples the token after the last one of each lane; returns it and its log-probability."""
         index = np.minimum(extended.lanes, len(self.seen) - 1)
         with use_mesh(self.model.mesh):
             tokens, logprobs = programs.sample_hidden(
@@ -345,11 +345,11 @@ class Runner:
 
         Args:
           tokens: each lane's newest token, not in the cache yet.
-          remaining: new tokens each lane may still draw; 0 for an idle lane.
-          keys: [B], one per lane.
-          rule: how to draw.
-          num_steps: C.
-          end_tokens: ids that end a lane.
+          remaining: number of tokens that each lane may still generate; 0 for an idle lane.
+          keys: random key data of each lane.
+          rule: sampling settings.
+          num_steps: number of steps (C).
+          end_tokens: token ids that end an answer.
         """
         table = self._table()
         with use_mesh(self.model.mesh):
@@ -369,14 +369,17 @@ class Runner:
         self._sync(tail, table)
         return jax.tree.map(np.asarray, steps)
 
-    def decode_forced(self, tokens: Int[np.ndarray, "n B"], counts: Int[np.ndarray, " B"]) -> Steps:
-        """Runs C = n - 1 decode steps over given tokens; `logprobs[c]` is that of `tokens[c + 1]`.
+    def teacher_forced_decode(
+        self, tokens: Int[np.ndarray, "n B"], counts: Int[np.ndarray, " B"]
+    ) -> Steps:
+        """Runs C = n - 1 decode steps over given tokens (pages must be reserved).
 
-        Lane b takes its first `counts[b]` steps.
+        `logprobs[c]` is the log-probability of `tokens[c + 1]`. Lane b takes its first `counts[b]`
+        steps.
         """
         table = self._table()
         with use_mesh(self.model.mesh):
-            self.cache, steps, tail = programs.decode_forced(
+            self.cache, steps, tail = programs.teacher_forced_decode(
                 self.model.transformer,
                 self.cache,
                 self._host_rows,
@@ -389,7 +392,7 @@ class Runner:
         return jax.tree.map(np.asarray, steps)
 
     def _table(self) -> np.ndarray:
-        """The page table at one of few widths, each a compiled shape."""
+        """Returns the page table at one of a few widths, each of which is a compiled shape."""
         widest = int(self.allocator.reserved.max(initial=1))
         positions = self.model.config.max_position_embeddings
         limit = None if self.policy.shrinks else self._slot_limit

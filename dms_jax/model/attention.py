@@ -1,11 +1,10 @@
-"""The attention of a layer: projections, decisions, rotation, and the pass over whole sequences.
+"""Attention of one layer: projections, decisions, rotation, and the pass over whole sequences.
 
     hidden -> q, k, v -> decide -> clear borrowed -> merge -> rope -> clear borrowed -> attend
 
-`decide` and `rotate` are the same for both.
-
-Two ways to attend: over whole sequences with no cache (this file), in the hard form of inference
-or the soft form of training, and over the paged cache (`cached_attention`).
+There are two forms of attention: over whole sequences without a cache (this file), with the hard
+decisions of inference or the soft ones of training, and over the paged cache (`cached_attention`).
+Both use `decide` and `rotate`.
 """
 
 import dataclasses
@@ -30,9 +29,9 @@ from pallas_kernels import retrofit_attention
 class Attention(nnx.Module):
     """The projections of grouped-query attention, with optional biases and q/k norms.
 
-    Queries, keys and values are one matrix [E, K, G + 2, D]: for each KV head its G query heads,
-    its key and its value. One product instead of three small ones, and split over devices by KV
-    head it needs no reordering.
+    Queries, keys and values have one fused matrix [E, K, G + 2, D]: for each KV head its G query
+    heads, its key and its value. This is one matrix product instead of three small ones, and it is
+    sharded by KV head without reordering.
     """
 
     def __init__(self, config: ModelConfig, *, stack: Stack, dtype: Any, rngs: nnx.Rngs):
@@ -57,7 +56,7 @@ class Attention(nnx.Module):
     def project(
         self, x: Float[Array, "B T E"]
     ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
-        """Queries, keys and values before rotation."""
+        """Returns queries, keys and values before rotation."""
         grouped = self.qkv_proj(x)
         q = grouped[..., :-2, :].reshape(*x.shape[:2], -1, grouped.shape[-1])
         k, v = grouped[..., -2, :], grouped[..., -1, :]
@@ -68,12 +67,12 @@ class Attention(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Relaxation:
-    """How training softens the decisions.
+    """Settings of the soft decisions of training.
 
     Attributes:
-      noise_key: draws the logistic noise of every layer; None for none.
-      neuron_scale: what is left of the borrowed neuron while it decays to zero before the
-        retrofit (nothing is evicted then); None once decisions are in force.
+      noise_key: random key of the logistic noise of every layer; None for no noise.
+      neuron_scale: factor on the borrowed neuron while it decays to zero before the retrofit, in
+        which nothing is evicted; None after that, when decisions take effect.
     """
 
     noise_key: Any = None
@@ -86,7 +85,7 @@ jax.tree_util.register_dataclass(
 
 
 def decide(policy: Policy, tokens: Tokens, scale: Any = 0.0) -> tuple[Tokens, Decisions]:
-    """The decisions of tokens, and the tokens with their borrowed neurons times `scale`."""
+    """Returns the tokens with their borrowed neurons multiplied by `scale`, and their decisions."""
     q, k = policy.clear_borrowed(tokens.q, tokens.k, scale)
     return dataclasses.replace(tokens, q=q, k=k), policy.decide(tokens)
 
@@ -94,7 +93,7 @@ def decide(policy: Policy, tokens: Tokens, scale: Any = 0.0) -> tuple[Tokens, De
 def rotate(
     policy: Policy, chunk: Chunk, scale: Any = 0.0
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
-    """Rotated queries and keys; rotation fills the borrowed neurons anew, so they are cleared."""
+    """Returns rotated queries and keys, with the borrowed neurons cleared again."""
     q, k = (apply_rope(x, *chunk.rotation) for x in (chunk.tokens.q, chunk.tokens.k))
     return policy.clear_borrowed(q, k, scale)
 
@@ -109,15 +108,15 @@ def attend_sequences(
     relaxation: Relaxation | None,
     marks: Bool[Array, "B K T"] | None,
 ) -> tuple[Float[Array, "B T H D"], Decisions, Float[Array, "B K T"]]:
-    """Attention over whole sequences, for policies whose keys have a lifetime of their own.
+    """Attends over whole sequences, for policies that decide without attention weights.
 
     Args:
       policy: a policy that is always parallel.
       tokens: all tokens of the sequences.
       rotation: cos and sin of their positions.
-      static: of which the scale is used.
-      segment_ids: documents packed into a sequence; None for one.
-      relaxation: the soft form of training; None for hard decisions.
+      static: properties of the pass, of which only the scale is used.
+      segment_ids: ids of the documents packed into each sequence; None for one document.
+      relaxation: settings of the soft decisions of training; None for hard decisions.
       marks: recorded hard decisions to replay in place of the policy's own.
 
     Returns:
@@ -158,7 +157,7 @@ def attend_sequences(
         made = decisions.marks if decisions.marks is not None else jnp.zeros(shape, bool)
         numbers = made.astype(wide)
     q, k = rotate(policy, chunk, scale_of_borrowed)
-    # Where nothing is decided every key is as good as near: no tile then reads the bias.
+    # Where nothing is decided the window covers every key, so that no tile reads the bias.
     decided = decisions.marks is not None and not decaying
     window = policy.visible_window if decided else num_tokens
     with jax.named_scope("attention"):
@@ -169,7 +168,7 @@ def attend_sequences(
 
 
 def _sharded_attention(q, k, v, bias, segment_ids, *, window: int, scale: float) -> Array:
-    """`retrofit_attention`, shard by shard under a mesh: sequences and KV heads are independent."""
+    """Runs `retrofit_attention` per shard: sequences and KV heads are independent."""
     if segment_ids is None:
         segment_ids = jnp.zeros(q.shape[:2], jnp.int32) if sharding.has_mesh() else None
     if not sharding.has_mesh():

@@ -1,9 +1,9 @@
-"""Attention of one layer over the paged cache: a token's way from its projections to the output.
+"""Attention of one layer over the paged cache, from a token's projections to the output.
 
     decide -> clear borrowed -> | merge -> rope -> clear borrowed -> write -> read -> observe -> cut
 
-What stands behind the bar runs inside `shard_map`, and is done for a whole chunk in one pass, or
-for one token after the other.
+The steps after the bar run inside `shard_map`, either for a whole chunk in one pass or token by
+token.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ from dms_jax.sharding import axes, partition
 from pallas_kernels import decode_attention, prefill_attention
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class Attended:
-    """What attention over a chunk leaves behind.
+    """The result of attention over a chunk.
 
     `live` and `reads` are totals over the layer's KV heads, for each token of the chunk.
     """
@@ -43,10 +43,10 @@ class Attended:
 
 
 def in_one_pass(policy: Policy, num_tokens: int, *, prompt: bool) -> bool:
-    """Whether a compiled chunk of so many tokens attends in one pass, not token by token.
+    """Returns whether a compiled chunk of `num_tokens` attends in one pass, not token by token.
 
-    A step is no pass where prompts and answers are treated alike. A prompt that is read whole
-    (Quest) stays so in chunks of one token.
+    A chunk of one token is a decode step where prompts and answers are treated alike. A prompt
+    with full attention (Quest) keeps it even in chunks of one token.
     """
     if policy.parallel == "always":
         return num_tokens > 1
@@ -67,10 +67,10 @@ def attend_cached(
     Args:
       policy: the layer's policy.
       cache: the pool and the layer's policy state.
-      tokens: the projections of the layer's tokens.
-      chunk: the rest that is known of them; its own tokens and decisions are not looked at.
+      tokens: projections of the chunk's tokens in this layer.
+      chunk: the other properties of the chunk; its own tokens and decisions are ignored.
       prompt: whether these are tokens of a prompt (some policies treat them differently).
-      host: values in host memory, where those of this layer live; never under a mesh.
+      host: the values in host memory if this layer's are there; never under a mesh.
     """
     tokens, decisions = decide(policy, tokens)
     chunk = dataclasses.replace(
@@ -114,7 +114,7 @@ def _attend(
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """A chunk that is in the cache: rotated queries, keys and values as stored."""
+    """A chunk that was written to the cache: rotated queries, and keys and values as stored."""
 
     cache: LayerCache
     q: Float[Array, "B T H D"]
@@ -141,7 +141,7 @@ def _write(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | Non
 def _observe(
     policy: Policy, written: _Written, chunk: Chunk, weights: Array | None = None
 ) -> LayerCache:
-    """Shows the policy what attention saw."""
+    """Updates the policy's state from the results of attention."""
     cache, placement, q = written.cache, written.placement, written.q
     rows = functools.partial(gather_rows, cache.pool, chunk.page_table, placement.lengths, q.dtype)
     seen = Observation(q=q, weights=weights, rows=rows)
@@ -150,7 +150,7 @@ def _observe(
 
 
 def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> Attended:
-    """All queries in one pass, over what was there before and over the chunk itself."""
+    """Attends with all queries in one pass, over the earlier tokens and over the chunk."""
     before = cache.pool
     written = _write(policy, cache, chunk, host)
     placement, q = written.placement, written.q
@@ -182,12 +182,12 @@ def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | 
 
 
 def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> Attended:
-    """One token of every sequence. Rows are not cut yet: see `cutting`."""
+    """Attends with one token of every sequence. Rows are cut later: see `cutting`."""
     written = _write(policy, cache, chunk, host)
     cache, q, placement = written.cache, written.q, written.placement
     reading = policy.read(cache.state, q[:, 0], chunk, placement)
     active = chunk.count > 0
-    # An idle lane reads nothing, and attention to nothing is zero.
+    # An idle lane reads nothing, and attention over no keys is zero.
     lengths = jnp.where(active[:, None], reading.lengths, 0)
     weights = None
     with jax.named_scope("decode_attention"):
@@ -229,7 +229,7 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
 def _token_by_token(
     policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
 ) -> Attended:
-    """The steps of a chunk in order, for policies that learn from each reading."""
+    """Runs the tokens of a chunk in order, for policies that observe each query's attention."""
 
     def step(carry, xs):
         cache, lengths = carry
@@ -246,12 +246,12 @@ def _token_by_token(
         cache, lengths = attended.cache, attended.lengths
         out, reads = attended.out, attended.reads[:, 0]
         if (due := policy.due(lengths, one)) is not None:
-            # Rows are rewritten once they have been read: left to find that out for itself, the
-            # compiler for GPUs copies the whole pool for one of the two.
+            # Rows are rewritten after they have been read: without an explicit order the GPU
+            # compiler copies the whole pool for one of the two.
             out, pool = jax.lax.optimization_barrier((out, cache.pool))
             cache = dataclasses.replace(cache, pool=pool)
             due &= one.count > 0
-            reads += jnp.where(due, lengths.sum(-1, dtype=jnp.int32), 0)  # again, to be judged
+            reads += jnp.where(due, lengths.sum(-1, dtype=jnp.int32), 0)  # read again for scoring
             cache, lengths = cut_layer(policy, cache, one, lengths, due, dtype=out.dtype)
         return (cache, lengths), (out[:, 0], attended.live[:, 0], reads)
 

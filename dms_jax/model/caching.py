@@ -1,4 +1,4 @@
-"""Empty caches: arrays of the right shapes, and their bytes."""
+"""Creation of empty caches, and the memory they need."""
 
 import dataclasses
 import math
@@ -33,18 +33,18 @@ def init_cache(
     """Returns an empty cache with no page reserved.
 
     Args:
-      config: the model.
-      policy: whose state is carried beside the pool.
-      num_sequences: B, sequences that the cache can hold at a time.
-      num_pages: N, pages of the pool over all devices.
-      page_size: P, slots a page.
-      table_width: M, pages a row can address.
-      dtype: of keys, values and the policy's state.
-      kv_dtype: "float8_e4m3" for keys and values in 8 bits, with a scale a slot.
-      value_pages: first pages whose values are on the device; None for all.
+      config: the model's configuration.
+      policy: the policy whose state is carried with the pool.
+      num_sequences: number of sequences that the cache can hold at a time (B).
+      num_pages: number of pages of the pool over all devices (N).
+      page_size: slots per page (P).
+      table_width: number of pages that a row can address (M).
+      dtype: floating-point type of keys, values and the policy's state.
+      kv_dtype: "float8_e4m3" for keys and values in 8 bits, with a scale per slot.
+      value_pages: number of first pages whose values are on the device; None for all.
 
     Raises:
-      ConfigError: the policy's state does not declare its axes (`sharding.axes`).
+      ConfigError: if the policy's state does not declare its axes (`sharding.axes`).
     """
     pages = (num_pages, page_size, config.head_dim)
     stored = storage_dtype(kv_dtype, dtype)
@@ -83,7 +83,7 @@ def cache_shape(
     num_pages: int = 0,
     page_size: int = 1,
 ) -> CacheShape:
-    """The sizes from which a policy makes its state for one layer of a model."""
+    """Returns the sizes from which a policy initializes its state for one layer of a model."""
     return CacheShape(
         num_sequences=num_sequences,
         num_kv_heads=config.num_kv_heads,
@@ -96,7 +96,7 @@ def cache_shape(
 
 
 def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
-    """Returns the partition of every array of a cache under the mesh of the context."""
+    """Returns the partition spec of every array of a cache under the current mesh."""
     data, model = sharding.row_axes(cache.seen.shape[0], num_kv_heads)
     state = PolicyState(rows=cache.row_state, pages=cache.page_state)
     state = sharding.partition(state, data, model)
@@ -111,7 +111,7 @@ def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
 def layer_page_bytes(
     config: ModelConfig, policy: Policy, page_size: int, dtype: Any, kv_dtype: str | None = None
 ) -> Int[np.ndarray, " L"]:
-    """Bytes of one page of each layer on the device; values that live on the host are not."""
+    """Returns the bytes of one page of each layer on the device, without values on the host."""
     whole = page_bytes(config, policy, page_size, dtype, kv_dtype)
     values = page_size * config.head_dim * storage_dtype(kv_dtype, dtype).itemsize
     layer_bytes = np.full(config.num_layers, whole)
@@ -124,25 +124,25 @@ def layer_page_bytes(
 def page_bytes(
     config: ModelConfig, policy: Policy, page_size: int, dtype: Any, kv_dtype: str | None = None
 ) -> int:
-    """Bytes of one page: keys, values, and what the policy keeps per page."""
+    """Returns the bytes of one page: keys, values, and the policy's state per page."""
     shape = cache_shape(config, dtype, num_pages=1, page_size=page_size)
     state = jax.eval_shape(lambda: policy.init_state(shape).pages)
     return page_size * entry_bytes(config, dtype, kv_dtype) + tree_bytes(state)
 
 
 def entry_bytes(config: ModelConfig, dtype: Any, kv_dtype: str | None = None) -> int:
-    """Bytes of one token's key and value in one row, their scales included."""
+    """Returns the bytes of one token's key and value in one row, including their scales."""
     stored = storage_dtype(kv_dtype, dtype)
     scale = jnp.dtype(jnp.float32).itemsize if is_quantized(stored) else 0
     return 2 * (config.head_dim * stored.itemsize + scale)
 
 
 def state_bytes(config: ModelConfig, policy: Policy, dtype: Any) -> int:
-    """Bytes of what the policy keeps for one sequence, over all its rows."""
+    """Returns the bytes of the policy's state for one sequence, over all its rows."""
     state = jax.eval_shape(lambda: policy.init_state(cache_shape(config, dtype)).rows)
     return config.num_layers * tree_bytes(state)
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree."""
+    """Returns the total bytes of the arrays of a tree."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

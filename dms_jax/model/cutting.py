@@ -1,8 +1,8 @@
-"""Cuts the rows of some sequences back to what their policy keeps: pages behind the cut are free.
+"""Eviction by cutting rows to the slots that their policy keeps, which frees the pages after them.
 
-After a prompt, and between the tokens of a chunk, a layer cuts its rows itself. After a step that
-ends a pass all layers do, behind the last of them: whether there is anything to do is asked once a
-step then, and not once a layer, which would have the host wait for the device each time.
+After a prompt, and between the tokens of a chunk, each layer cuts its own rows. After a decode step
+all layers are cut together, behind the last one: whether any row is due is then checked once per
+step, not once per layer, which would make the host wait for the device each time.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from dms_jax.sharding import cache_spec, partition
 
 
 def gather_rows(pool: Pool, page_table: Array, lengths: Array, dtype: Any) -> Rows:
-    """What a layer's rows hold, gathered."""
+    """Gathers the keys and values of a layer's rows."""
     k_pages, v_pages, page_table = pool.readable(page_table, dtype)
     return Rows(
         k=load(k_pages, page_table, lengths),
@@ -42,17 +42,17 @@ def cut_layer(
 ) -> tuple[LayerCache, Int[Array, "B K"]]:
     """Cuts one layer's rows.
 
-    A loop of one round or none: where no sequence is due nothing is computed, and unlike the
-    branches of a conditional a loop updates the pool in place.
+    This is a loop of at most one iteration: where no sequence is due nothing is computed, and
+    unlike the branches of a conditional a loop updates the pool in place.
 
     Args:
-      policy: says which slots stay (`Policy.survivors`).
+      policy: the policy that gives the retention mask (`Policy.survivors`).
       cache: the pool and the layer's policy state.
-      chunk: the tokens that came last.
-      lengths: slots in use.
-      which: sequences to be cut.
-      dtype: dtype of keys and values as the policy sees them.
-      q: rotated queries of the chunk; None after a step.
+      chunk: the most recent tokens.
+      lengths: number of slots in use in each row.
+      which: whether each sequence is cut.
+      dtype: floating-point type in which the policy sees keys and values.
+      q: rotated queries of the chunk; None after a decode step.
     """
 
     def cut(carry):
@@ -84,18 +84,18 @@ def cut_layers(
     *,
     dtype: Any,
 ) -> tuple[Pool, PolicyState, Int[Array, "L B K"], Int[Array, " B"]]:
-    """Cuts the rows of all layers that are `due` after a step.
+    """Cuts the rows of all layers that are `due` after a decode step.
 
-    The last of what it returns is how many entries were read again to be judged: all that the rows
-    of a cut held.
+    The last result is the number of entries that were read again for scoring: all slots in use of
+    the rows that were cut.
 
     Args:
       policy: the policy of all layers.
       pool: the whole pool.
-      state: per row with a leading axis of layers, per page.
-      chunk: the step's tokens, as far as all layers share them.
-      page_table, lengths: those of all layers.
-      dtype: as for `cut_layer`.
+      state: the policy's state; arrays per row have a leading axis of layers.
+      chunk: the properties of the step's tokens that all layers share.
+      page_table, lengths: pages and slots in use of the rows of all layers.
+      dtype: see `cut_layer`.
     """
     layers = jnp.arange(lengths.shape[0])
 
@@ -136,7 +136,7 @@ def cut_layers(
 
 
 def _cut_sharded(policy, cache, chunk, which, *, dtype) -> tuple[LayerCache, Array]:
-    """`cut_layer` after a step, shard by shard."""
+    """Runs `cut_layer` after a decode step, per shard."""
 
     def cut(cache, chunk, which):
         return cut_layer(policy, cache, chunk, chunk.lengths, which, dtype=dtype)
@@ -160,5 +160,5 @@ def _cut_sharded(policy, cache, chunk, which, *, dtype) -> tuple[LayerCache, Arr
 
 
 def split_heads(chunk: Chunk, head_axis: str | None) -> Chunk:
-    """The chunk as it is inside `shard_map`, where the KV heads are split over a mesh axis."""
+    """Returns the chunk as seen inside `shard_map`, with KV heads sharded over `head_axis`."""
     return dataclasses.replace(chunk, static=dataclasses.replace(chunk.static, head_axis=head_axis))

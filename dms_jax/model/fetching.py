@@ -1,9 +1,9 @@
-"""Attention that reads every key and fetches few values (KCache).
+"""Attention that reads every key and fetches only a few values (KCache).
 
     scores over all keys -> log-sum-exp -> the N largest of each query head -> their values -> sum
 
-A query head fetches N rows of D numbers; which ones is known only after its scores, so the fetch
-cannot be part of the kernel that reads the keys.
+A query head fetches N values of D numbers. Which ones depends on its scores, so the fetch cannot be
+part of the kernel that reads the keys.
 """
 
 import jax
@@ -23,19 +23,19 @@ def attend_to_fetched(
     reading: Reading,
     host: HostRows | None,
 ) -> tuple[Float[Array, "R G D"], Int[Array, " B"]]:
-    """Attention of single queries, and the entries that it read.
+    """Returns the attention outputs of single queries, and the number of entries read.
 
-    An entry is a key and its value: reading a key alone, or fetching a value, is half of one,
-    rounded up by row. Rows that hold no more than N tokens are read once, like any other. N is the
-    reading's `fetch.top`, or that of each sequence where `fetch.counts` is given.
+    An entry is a key and its value: reading only a key, or fetching a value, counts as half an
+    entry, rounded up per row. Rows of at most N tokens are read in full, once. N is `fetch.top` of
+    the reading, or `fetch.counts` of each sequence if given.
     """
     fetch, page_table, lengths = reading.fetch, reading.page_table, reading.lengths
     assert fetch is not None
     batch, num_kv_heads, _ = page_table.shape
     num_rows, head_dim = batch * num_kv_heads, q.shape[-1]
     table = page_table.reshape(num_rows, -1)
-    # The kernel attends to keys and values; given the keys as both it reads nothing but them from
-    # memory (a tile that is asked for twice is in the cache the second time).
+    # The kernel attends to keys and values; given the keys as both, it reads only keys from memory
+    # (the second read of a tile hits the cache).
     _, lse, scores = decode_attention(
         q.reshape(num_rows, -1, head_dim),
         pool.k_pages,
@@ -53,7 +53,7 @@ def attend_to_fetched(
     slots = select_largest(scores.reshape(num_rows * group, -1), top)
     slots = slots.reshape(num_rows, group, top)
     best = jnp.take_along_axis(scores, slots, axis=-1)
-    # Looked up once: XLA would do it again for every slot that a slot is compared with.
+    # Gathered once: XLA would repeat the gather for every slot that a slot is compared with.
     slots, best = jax.lax.optimization_barrier((slots, best))
     live = best > -jnp.inf
     count: int | Int[Array, "B 1"] = top

@@ -1,14 +1,14 @@
 """Grouped-query conversion of a checkpoint (Ainslie et al., arXiv 2305.13245, section 2.1).
 
-The K key and value heads of every layer become K' by averaging, group by group, the matrices that
-make them; every query head stays, and reads the head its own was averaged into:
+The K key and value heads of every layer become K' by averaging their projection matrices group by
+group; every query head is kept, and reads the averaged head of its group:
 
     W'_k[j] = mean of W_k[i] for i in [j K/K', (j + 1) K/K'),    W_v and the biases alike
 
-The cache shrinks by K / K' whatever the policy. The result is a worse model until it is trained a
-little further with the language modeling loss ("uptraining"; DMC's Table 1 uses as many tokens as
-for DMC itself). Where keys are normalised per head (Qwen3) the averages are of what goes into the
-norm, whose scale is shared by all heads already.
+The cache shrinks by K / K' with any policy. The converted model is worse until it is trained
+further with the language modelling loss ("uptraining"; DMC's Table 1 uses as many tokens as for
+DMC itself). Where keys are normalised per head (Qwen3), the inputs of the norm are averaged; its
+scale is already shared by all heads.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
     """Averages the KV heads of a model into fewer.
 
     Args:
-      model: an original, not one that was retrofitted for a policy.
-      num_kv_heads: K', a divisor of the model's K below it.
+      model: a model that was not retrofitted for a policy.
+      num_kv_heads: K', a proper divisor of the model's K.
 
     Returns:
-      A model of its own arrays where they differ; the others are shared with the original.
+      The converted model, which shares the arrays that did not change with the original.
 
     Raises:
-      ConfigError: K' does not divide K or is not below it, or the model carries decisions per KV
-        head, which have no average.
+      ConfigError: if K' is not a proper divisor of K, or the model has decisions per KV head,
+        which cannot be averaged.
     """
     check_model(model)
     config, transformer = model.config, model.transformer
@@ -77,7 +77,7 @@ def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
 
 
 def _params(transformer: Transformer) -> list[tuple[str, Any]]:
-    """Every parameter with its path."""
+    """Returns every parameter with its path."""
     leaves = jax.tree_util.tree_leaves_with_path(
         transformer, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
@@ -88,7 +88,7 @@ def _params(transformer: Transformer) -> list[tuple[str, Any]]:
 def _regroup(
     fused: Float[Array, "*stack K parts D"], num_kv_heads: int
 ) -> Float[Array, "*stack fewer more D"]:
-    """Averages keys and values of neighbouring KV heads and lines their queries up.
+    """Averages keys and values of neighbouring KV heads, and concatenates their queries.
 
     # K=4 groups (q0 k0 v0) ... (q3 k3 v3), K'=2:
     # Out: (q0 q1 mean(k0, k1) mean(v0, v1)), (q2 q3 mean(k2, k3) mean(v2, v3))

@@ -1,4 +1,4 @@
-"""A model with random parameters, to be trained from scratch."""
+"""Random initialization of a model, for training from scratch."""
 
 from typing import Any
 
@@ -18,18 +18,17 @@ def initialize(
 ) -> LanguageModel:
     """Returns a model with random parameters.
 
-    Matrices are normal with a standard deviation of 1 / sqrt(inputs), the two that write to the
-    residual stream divided by sqrt(2 L) besides; the embedding's is 0.02; norms are one and biases
-    zero.
+    Matrices are normal with a standard deviation of 1 / sqrt(inputs), divided by sqrt(2 L) for the
+    two that write to the residual stream; the embedding's is 0.02; norms are one and biases zero.
 
     Args:
-      config: shape and switches.
-      seed: of the draw.
-      tokenizer: of the model; its begin, end and padding tokens become those of generation.
-      dtype: of the parameters.
+      config: the model's configuration.
+      seed: random seed of the parameters.
+      tokenizer: the model's tokenizer, whose special tokens become the generation defaults.
+      dtype: floating-point type of the parameters.
 
     Raises:
-      ConfigError: the seed or the dtype is no such thing, or the tokenizer has more tokens than
+      ConfigError: if the seed or the dtype is not valid, or the tokenizer has more tokens than
         the model.
     """
     check("initialize: config", config, ModelConfig)

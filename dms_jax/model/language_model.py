@@ -1,4 +1,4 @@
-"""A loaded model: parameters, tokenizer, and the policy that its checkpoint declares."""
+"""A loaded model: parameters, tokenizer, and the cache policy that its checkpoint declares."""
 
 import contextlib
 import dataclasses
@@ -23,12 +23,12 @@ from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.policies.base import check_adapter, check_policy
 
-PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # warnings name the line that called into it
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # warnings point to the line that called into it
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationDefaults:
-    """What generation_config.json says."""
+    """The defaults from generation_config.json."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -37,14 +37,14 @@ class GenerationDefaults:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """Everything that a checkpoint directory holds.
+    """The contents of a checkpoint directory.
 
     Attributes:
       transformer: parameters and pure calls; a pytree.
-      tokenizer: None where the directory has none; prompts are then token lists.
-      policy: what the checkpoint was made for, `Vanilla()` if it says nothing.
-      generation: end tokens and the like.
-      mesh: devices over which the parameters are spread; None for the default device.
+      tokenizer: the tokenizer; None if the directory has none, and prompts are then token lists.
+      policy: the policy that the checkpoint was made for, `Vanilla()` if it declares none.
+      generation: generation defaults such as the end tokens.
+      mesh: mesh over which the parameters are sharded; None for the default device.
       source: path of the checkpoint that the parameters were loaded from; None for a new model.
     """
 
@@ -57,19 +57,19 @@ class LanguageModel:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's shape."""
+        """Configuration of the model: shape and switches."""
         return self.transformer.config
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The type of the parameters, which is that of the cache."""
+        """Floating-point type of the parameters and of the cache."""
         return self.transformer.embedding[...].dtype
 
     def resolve_policy(self, policy: Policy | None) -> Policy:
         """Returns the policy to run: the checkpoint's own unless another is given.
 
         Raises:
-          ConfigError: if the model cannot run it, or was trained for one that excludes it.
+          ConfigError: if the model cannot run the policy, or was trained for an incompatible one.
         """
         policy = self.policy if policy is None else policy
         check_policy(policy)
@@ -85,7 +85,7 @@ class LanguageModel:
         return policy
 
     def _check_borrowed_neurons(self, policy: Policy) -> None:
-        """A model that lends a neuron to decisions works with just that neuron out of attention."""
+        """Raises ConfigError unless the policy clears exactly the neurons that the model lends."""
         declared = self.policy.retrofit.borrowed_neurons
         asked = policy.retrofit.borrowed_neurons
         if declared == asked:
@@ -98,7 +98,7 @@ class LanguageModel:
             )
         warnings.warn(
             f"This checkpoint was not retrofitted for {policy.name}: the decisions will be "
-            "whatever its neurons happen to say, and attention loses them.",
+            "those of untrained neurons, which are also removed from attention.",
             skip_file_prefixes=(PACKAGE,),
         )
 
@@ -110,26 +110,27 @@ class LanguageModel:
         prompt_lengths: Int[Array | np.ndarray, " B"] | None = None,
         segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """One pass over whole sequences with the policy's hard decisions.
+        """Returns the logits of whole sequences under the policy's hard decisions.
 
         Args:
-          tokens: token ids; pad on the right with anything.
-          policy: the checkpoint's own if None.
-          prompt_lengths: where each prompt ends, for policies that treat it differently (Quest and
-            KCache attend it densely, others cut what they keep at its end); 0 if None. Those that
-            treat prompts like answers give the same for any value. Quest selects among pages of 16
+          tokens: token ids; padding on the right can be any token.
+          policy: the cache policy; the checkpoint's own if None.
+          prompt_lengths: length of each prompt, for policies that treat it differently (Quest and
+            KCache give it full attention, others cut rows at its end); 0 if None. It makes no
+            difference to policies that treat prompts like answers. Quest selects among pages of 16
             tokens here, as published: `generate(..., page_size=16)` does the same. A budget given
-            as a `compression_ratio` is a share of the tokens given.
-          segment_ids: documents packed into a sequence: positions restart and nothing attends
-            across. Left padding is a document of its own. Only for policies that decide without
-            attention.
+            as a `compression_ratio` is a fraction of the given tokens.
+          segment_ids: ids of the documents packed into each sequence: positions restart and no
+            document attends to another. Left padding is a document of its own. Only for policies
+            that decide without attention.
 
         Returns:
           Logits in at least float32.
 
         Raises:
-          ConfigError: the policy does not fit the model or the packing.
-          DataError: tokens outside the vocabulary, or sequences beyond the model's positions.
+          ConfigError: if the policy does not fit the model or the packing.
+          DataError: if a token is not in the vocabulary, or a sequence exceeds the model's
+            positions.
         """
         policy = self.resolve_policy(policy)
         tokens = whole_numbers("token ids", tokens)
@@ -169,12 +170,12 @@ class LanguageModel:
             return _logits_through_cache(self.transformer, tokens, prompts, policy)
 
 
-# Only for Quest do pages matter to what is read; as published. `generate` takes it as an option.
+# Quest's published page size; it has no effect on other policies. `generate` takes it as an option.
 QUEST_PAGE_SIZE = 16
 
 
 def use_mesh(mesh: jax.sharding.Mesh | None) -> Any:
-    """A context with the mesh set, or the surrounding one where there is none."""
+    """Returns a context that sets the mesh, or that changes nothing if there is none."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
@@ -182,7 +183,7 @@ def whole_numbers(name: str, values: Any) -> np.ndarray:
     """Returns an array of integers.
 
     Raises:
-      DataError: it is something else.
+      DataError: if the values are not integers.
     """
     try:
         array = np.asarray(values)
@@ -194,7 +195,7 @@ def whole_numbers(name: str, values: Any) -> np.ndarray:
 
 
 def check_model(model: Any) -> None:
-    """Raises ConfigError for what is no model (a path, most often)."""
+    """Raises ConfigError unless `model` is a model (and not, say, a path)."""
     if not isinstance(model, LanguageModel):
         raise ConfigError(
             "The model must come from dms_jax.load, dms_jax.initialize or dms_jax.retrofit, got "
@@ -227,9 +228,10 @@ def _logits(
 def _logits_through_cache(
     transformer: Transformer, tokens: Array, prompts: Array, policy: Policy
 ) -> Array:
-    """For policies that learn from attention: prompts in one pass, then token by token.
+    """Computes the logits for policies that need attention weights, through a temporary cache.
 
-    Each layer runs all its tokens before the next one starts; a row's pages are its own.
+    Prompts run in one pass, then token by token. Each layer runs all its tokens before the next
+    one starts; pages are not shared between rows.
     """
     config = transformer.config
     batch, num_tokens = tokens.shape
@@ -248,7 +250,7 @@ def _logits_through_cache(
         table_width=width,
         dtype=dtype,
     )
-    # Under a mesh page numbers are local: every shard counts its own rows' pages from 0.
+    # Page numbers are local to a shard of the mesh: each one counts its rows' pages from 0.
     data, heads = sharding.row_axes(batch, config.num_kv_heads)
     data_shards, head_shards = (sharding.axis_size(axis) if axis else 1 for axis in (data, heads))
     rows = (config.num_layers, batch // data_shards, config.num_kv_heads // head_shards, width)

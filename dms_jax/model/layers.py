@@ -1,9 +1,9 @@
 """The parts of a layer: linear maps, RMS normalisation, the gated feed-forward.
 
-A module here is parameter structure plus a pure call. Parameters of a layer are stacked on a
-leading axis of length L; `jax.lax.scan` (or a dynamic index) hands each call its own slice, so a
-call never sees the L axis. Each parameter carries its logical axes as metadata (`axes`), from
-which `dms_jax.sharding` derives where it lives.
+A module here is a set of parameters and a pure call. Parameters of the layers are stacked on a
+leading axis of length L; `jax.lax.scan` (or a dynamic index) passes each call its own slice, so a
+call never sees the L axis. Each parameter has its logical axes as metadata (`axes`), from which
+`dms_jax.sharding` derives its sharding.
 """
 
 import math
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from dms_jax.config import ModelConfig
 
-Stack = tuple[int, ...]  # (L,) for the parameters of the layers, () for the others
+Stack = tuple[int, ...]  # (L,) for parameters of the layers, () for other parameters
 
 
 class Linear(nnx.Module):
@@ -55,27 +55,27 @@ class Linear(nnx.Module):
 
 
 def residual_gain(config: ModelConfig) -> float:
-    """Gain of what a layer adds to the residual stream: 2 L such terms sum to variance 1."""
+    """Returns the gain of a layer's residual outputs: 2 L of them sum to variance 1."""
     return 1 / math.sqrt(2 * config.num_layers)
 
 
-# Elements of a one-hot matrix that may be alive at a time.
+# Maximum number of elements of a one-hot matrix in memory at a time.
 _ONE_HOT_ELEMENTS = 2**28
 
 
 @jax.custom_vjp
 def look_up(table: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-    """Rows of an embedding table.
+    """Returns the rows of an embedding table.
 
     The gradient of the table is a product with a one-hot matrix, accumulated in at least float32.
-    A scatter would add up bfloat16 numbers one by one: slow where tokens repeat, in no certain
-    order, and deaf to what is small beside the sum so far.
+    A scatter would add bfloat16 numbers one by one: this is slow where tokens repeat, has no fixed
+    order, and loses terms that are small compared to the sum so far.
     """
     return table.at[tokens].get(mode="clip")
 
 
 def _look_up_forward(table, tokens):
-    # No more than the table's shape and type are needed of it.
+    # The backward pass needs only the table's shape and dtype.
     return look_up(table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
 
 
@@ -99,7 +99,7 @@ def _look_up_backward(residuals, gradient):
     if pieces == 1:
         return part(tokens, gradient).astype(dtype), None
     chunk = math.ceil(length / pieces)
-    # Padded with a token that is none: its one-hot row is zero.
+    # Padded with an invalid token, whose one-hot row is zero.
     extra = -length % chunk
     tokens = jnp.pad(tokens, ((0, 0), (0, extra)), constant_values=-1)
     gradient = jnp.pad(gradient, ((0, 0), (0, extra), (0, 0)))
@@ -137,7 +137,7 @@ class RMSNorm(nnx.Module):
 class MLP(nnx.Module):
     """The gated feed-forward of Llama and Qwen: down(silu(gate(x)) * up(x)).
 
-    Gate and up are one matrix [E, 2, F]: one product that reads twice as much.
+    Gate and up have one fused matrix [E, 2, F]: one matrix product instead of two.
     """
 
     def __init__(self, config: ModelConfig, *, stack: Stack, dtype: Any, rngs: nnx.Rngs):
@@ -154,9 +154,9 @@ class MLP(nnx.Module):
 class Adapter(nnx.Module):
     """One decision logit per KV head from the residual stream: `proj(norm(x))`.
 
-    The separate head that NVIDIA's recipe trains (`dms_proj_alpha_norm`, `dms_proj_alpha`). It
-    starts at zero, so that a fresh adapter decides nothing. Computed in at least float32: a
-    decision is a threshold.
+    This is the separate head that NVIDIA's recipe trains (`dms_proj_alpha_norm`, `dms_proj_alpha`).
+    It is initialized to zero, so that an untrained adapter decides nothing. It is computed in at
+    least float32, because decisions are thresholds on its output.
     """
 
     def __init__(self, config: ModelConfig, *, stack: Stack, dtype: Any, rngs: nnx.Rngs):

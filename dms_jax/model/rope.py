@@ -1,14 +1,15 @@
-"""Rotary position embedding, and the scalings that stretch it.
+"""Rotary position embedding (RoPE), and its context-extending scalings.
 
 A head of D dims is D/2 planes: plane i holds dims i and i + D/2 (Hugging Face's half-split form)
-and is turned by the angle position * f_i. Unscaled, f_i = theta^(-2i/D) (RoFormer,
+and is rotated by the angle position * f_i. Unscaled, f_i = theta^(-2i/D) (RoFormer,
 arXiv 2104.09864, eq. 15).
 
 - linear: f_i / factor (arXiv 2306.15595).
-- llama3: wavelengths 2 pi / f_i above original / low_freq_factor are divided by `factor`, those
-  below original / high_freq_factor are left alone, and between them the two are mixed.
-- yarn: by turns made over the original context (arXiv 2309.00071, eq. 18 to 23), with cos and sin
-  multiplied by 0.1 ln(factor) + 1 unless the config says otherwise.
+- llama3: f_i / factor for wavelengths 2 pi / f_i above original / low_freq_factor, f_i for those
+  below original / high_freq_factor, and an interpolation of the two in between.
+- yarn: f_i is interpolated by the number of turns that the plane makes over the original context
+  (arXiv 2309.00071, eq. 18 to 23), and cos and sin are multiplied by 0.1 ln(factor) + 1 unless the
+  config gives another factor.
 
 Shapes: B sequences, T tokens, D head dim.
 """
@@ -25,10 +26,9 @@ from dms_jax.config import ModelConfig, Rope
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Float64[np.ndarray, "half"], float]:
-    """Angle per position of each rotary plane, and the factor on cos and sin.
+    """Returns the frequency of each rotary plane, and the attention factor.
 
-    Returns:
-        inverse frequencies [D/2] in radians a token, in float64, and the attention factor.
+    Frequencies [D/2] are float64 in radians per token; the attention factor multiplies cos and sin.
     """
     rope, head_dim = config.rope, config.head_dim
     frequencies = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -44,10 +44,10 @@ def rope_frequencies(config: ModelConfig) -> tuple[Float64[np.ndarray, "half"], 
 def rope_tables(
     config: ModelConfig, positions: Int[Array, "..."], *, dtype: DTypeLike = jnp.float32
 ) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
-    """Cos and sin [..., D/2] of every position, in `dtype` but never below float32.
+    """Returns cos and sin [..., D/2] of every position, in `dtype` but at least float32.
 
-    Angles in float32 lose about position * 2^-24 radians; ask for float64 (with jax's x64 mode)
-    where that matters.
+    Angles in float32 have an error of about position * 2^-24 radians; pass float64 (with jax's x64
+    mode) where that matters.
     """
     frequencies, attention_factor = rope_frequencies(config)
     dtype = jnp.promote_types(dtype, jnp.float32)
@@ -60,7 +60,7 @@ def apply_rope(
     cos: Float[Array, "*batch T half"],
     sin: Float[Array, "*batch T half"],
 ) -> Float[Array, "*batch T heads D"]:
-    """Turn every head of `x` by its token's angles; the arithmetic is at least float32.
+    """Rotates every head of `x` by its token's angles, in at least float32.
 
     # In: D = 4, x = [1, 0, 0, 0], angles [a, b]  # Out: [cos a, 0, sin a, 0]
     """
@@ -82,8 +82,8 @@ def _llama3(frequencies: np.ndarray, rope: Rope) -> np.ndarray:
     assert low is not None
     assert high is not None
     turns = original * frequencies / (2 * math.pi)
-    # 0 where a plane makes fewer turns than low_freq_factor over the original context, 1 where
-    # it makes more than high_freq_factor.
+    # 0 if a plane makes fewer turns than low_freq_factor over the original context, 1 if it
+    # makes more than high_freq_factor.
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return (1 - keep) * frequencies / rope.factor + keep * frequencies
 
@@ -101,7 +101,7 @@ def _yarn(frequencies: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no width would divide by zero
+        high += 0.001  # a ramp of zero width would divide by zero
     interpolated = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
     return interpolated * frequencies / rope.factor + (1 - interpolated) * frequencies
 

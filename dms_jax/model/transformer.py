@@ -1,7 +1,7 @@
 """The transformer of the Llama and Qwen families, over whole sequences or over the paged cache.
 
 Layers are stacked and scanned, in groups where a policy treats some layers differently, so that
-compile time does not grow with depth. The pool rides in the scan's carry: it is updated in place
+compile time does not grow with depth. The pool is part of the scan's carry: it is updated in place
 and never sliced by layer.
 """
 
@@ -29,7 +29,7 @@ from dms_jax.policies.values import Chunk, Decisions, PolicyState, Static, Token
 
 
 class Layer(nnx.Module):
-    """One pre-norm layer: attention and feed-forward, and an adapter where a policy wants one."""
+    """One pre-norm layer: attention, feed-forward, and an adapter if the policy needs one."""
 
     def __init__(
         self, config: ModelConfig, *, adapter: bool, stack: Stack, dtype: Any, rngs: nnx.Rngs
@@ -45,7 +45,7 @@ class Layer(nnx.Module):
     def projections(
         self, x: Float[Array, "B T E"], policy: Policy, positions: Array, index: Array
     ) -> Tokens:
-        """What the layer's tokens show to a policy."""
+        """Returns the layer's tokens as a policy sees them: projections and adapter logits."""
         logits = None
         if policy.retrofit.adapter:
             check_adapter(policy, has_adapter=self.adapter is not None)
@@ -55,7 +55,7 @@ class Layer(nnx.Module):
         return Tokens(q=q, k=k, v=v, adapter_logits=logits, positions=positions, layer=index)
 
     def finish(self, x: Float[Array, "B T E"], attended: Float[Array, "B T H D"]) -> Array:
-        """Output projection, feed-forward and both residual sums."""
+        """Applies the output projection, the feed-forward and both residual connections."""
         x = x + self.attention.o_proj(attended.astype(x.dtype))
         x = x + self.mlp(self.mlp_norm(x))
         return sharding.constrain(x, sharding.DATA, None, None)
@@ -66,7 +66,7 @@ class SequencePass:
     """The result of a pass over whole sequences.
 
     Attributes:
-      hidden: after the final norm.
+      hidden: hidden states after the final norm.
       decisions: hard decisions of every layer (straight-through under a relaxation).
     """
 
@@ -76,7 +76,7 @@ class SequencePass:
 
 @struct.dataclass
 class CachedPass:
-    """The result of a chunk over the cache.
+    """The result of a pass of one chunk over the cache.
 
     `live` and `reads` are totals over all L * K rows of a sequence, after each token.
     """
@@ -88,13 +88,13 @@ class CachedPass:
 
 
 class Transformer(nnx.Module):
-    """Parameters and pure calls of a decoder.
+    """The parameters and pure calls of a decoder-only transformer.
 
     Args:
-      config: the model.
+      config: the model's configuration.
       adapter: whether each layer has a decision adapter.
-      dtype: of the parameters.
-      rngs: for random initialisation.
+      dtype: floating-point type of the parameters.
+      rngs: random streams for initialization.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Transformer(nnx.Module):
         return self.layers.adapter is not None
 
     def unembed(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
-        """Logits, accumulated in at least float32."""
+        """Returns the logits, accumulated in at least float32."""
         wide = jnp.promote_types(hidden.dtype, jnp.float32)
         if self.lm_head is None:
             return jnp.einsum(
@@ -147,7 +147,7 @@ class Transformer(nnx.Module):
         )
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-        """Looks tokens up."""
+        """Returns the embeddings of tokens."""
         x = look_up(self.embedding[...], tokens)
         return sharding.constrain(x, sharding.DATA, None, None)
 
@@ -162,18 +162,18 @@ class Transformer(nnx.Module):
         remat: bool = False,
         unroll: bool = False,
     ) -> SequencePass:
-        """One pass over whole sequences, for policies that need no attention to decide.
+        """Runs one pass over whole sequences, for policies that decide without attention.
 
         Args:
           tokens: token ids.
           policy: a policy that is parallel in prompts and answers.
-          segment_ids: documents packed into a row (positions restart, no attention across);
-            padding is a segment of its own.
-          relaxation: the soft form of training; None for hard decisions.
-          marks: recorded decisions to replay.
-          remat: recompute each layer in the backward pass.
-          unroll: write the layers out in place of a loop over them, which stacks what the
-            backward pass needs: faster for small models, and compile time grows with depth.
+          segment_ids: ids of the documents packed into each row (positions restart, and no document
+            attends to another); padding is a segment of its own.
+          relaxation: settings of the soft decisions of training; None for hard decisions.
+          marks: recorded hard decisions to replay.
+          remat: whether each layer is recomputed in the backward pass.
+          unroll: whether the loop over layers is unrolled, which avoids stacking the residuals of
+            the backward pass: faster for small models, but compile time grows with depth.
         """
         positions = segment_positions(tokens, segment_ids)
         x = self.embed(tokens)
@@ -214,12 +214,12 @@ class Transformer(nnx.Module):
 
         Args:
           tokens: the next tokens, padded on the right.
-          counts: how many of them are real; 0 leaves a sequence as it is.
-          cache: with pages reserved for the tokens.
+          counts: number of tokens per sequence; 0 leaves a sequence unchanged.
+          cache: the cache, with pages reserved for the tokens.
           policy: the cache's policy.
           prompt: whether the tokens belong to a prompt.
-          ends_prompt: of which sequences the chunk is the end of the prompt; None for no one's.
-          host: values in host memory, of layers whose policy fetches them; the pool has a tail.
+          ends_prompt: whether the chunk completes the prompt of each sequence; None if of none.
+          host: values in host memory of the layers that fetch them; the pool then has a tail.
         """
         if ends_prompt is None:
             ends_prompt = jnp.zeros(counts.shape, bool)
@@ -287,7 +287,7 @@ class Transformer(nnx.Module):
         )
 
     def _static(self, page_size: int = 1) -> Static:
-        """What is known of every chunk of this model."""
+        """Returns the static properties of every chunk of this model."""
         frequencies, _ = rope_frequencies(self.config)
         return Static(
             page_size=page_size,
@@ -307,10 +307,10 @@ class Transformer(nnx.Module):
     ) -> tuple[Any, Any]:
         """Scans `body(carry, layer, index, group, per_layer)` over the layers, group by group.
 
-        A single group hands its parameters to the scan, whose transpose stacks their gradients.
+        A single group passes its parameters to the scan, whose transpose stacks their gradients.
         Several groups index into the whole stack instead: slicing it would copy the weights, and so
-        would an index that is looked up. One that counts the rounds XLA gives to the products,
-        which read the stack in place (a Llama-3.1-8B on an H200: 8 ms a step).
+        would an index that is read from an array. If the index counts the iterations, XLA's matrix
+        products read the stack in place (saves 8 ms a step of Llama-3.1-8B on an H200).
         """
         num_layers = self.config.num_layers
         groups = policy.groups(num_layers)
@@ -345,7 +345,7 @@ class Transformer(nnx.Module):
 def segment_positions(
     tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None
 ) -> Int[Array, "B T"]:
-    """Position of each token within its document.
+    """Returns the position of each token within its document.
 
     # segment_ids  In: [1, 1, 1, 2, 2]  Out: [0, 1, 2, 0, 1]
     """

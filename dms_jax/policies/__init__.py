@@ -1,4 +1,4 @@
-"""Cache policies: every system of the papers, each one file."""
+"""Cache policies: one file for each method of the papers."""
 
 import dataclasses
 from typing import Any

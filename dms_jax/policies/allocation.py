@@ -5,14 +5,15 @@ layer keeps K * budget tokens, whichever heads they are in, after each head was 
 alpha * budget best. Rows of a layer then differ in length, which costs nothing here: a row owns
 the pages that it needs.
 
-PyramidKV (Cai et al., arXiv 2406.02069) gives first layers more than last ones. Beside the w tokens
-that a scorer always keeps, a budget b leaves b - w; with
+PyramidKV (Cai et al., arXiv 2406.02069) gives early layers more than late ones. Besides the w
+tokens that a scorer always keeps, a budget b leaves b - w; with
 
     low = floor((b - w) / beta)     high = 2 (b - w) - low
     budget of layer l of L = w + floor(high - l (high - low) / (L - 1))
 
 the mean over layers is at most b (the published code rounds the slope down instead, and keeps a
-little more). What a short prompt leaves of the first layers' budgets is not given to the others.
+little more). The part of the early layers' budgets that a short prompt leaves unused is not given
+to the other layers.
 
 The two compose: AdaKV(PyramidKV(SnapKV(budget=512))).
 """
@@ -33,10 +34,10 @@ from dms_jax.policies.values import CacheShape, Chunk, Footprint, PolicyState
 
 @dataclasses.dataclass(frozen=True)
 class Allocation(PeriodicEviction):
-    """Base of policies that spend the budget of another one.
+    """Base of policies that distribute the budget of another policy.
 
     Attributes:
-      scorer: scores the tokens, and says how many stay and when rows are cut.
+      scorer: the policy that scores the tokens, and says how many are kept and when rows are cut.
     """
 
     scorer: Policy = dataclasses.field(default=SnapKV())
@@ -58,45 +59,45 @@ class Allocation(PeriodicEviction):
 
     @property
     def cut_interval(self) -> int | None:
-        """That of the scorer."""
+        """See `PeriodicEviction.cut_interval`; handed to the scorer."""
         return self._inner.cut_interval
 
     @property
     def protected(self) -> int:
-        """Those of the scorer."""
+        """See `PeriodicEviction.protected`; handed to the scorer."""
         return self._inner.protected
 
     def footprint(self, tokens, **options) -> Footprint:
-        """That of the scorer, whose budget is spent otherwise but not exceeded on average."""
+        """Returns the scorer's footprint: its budget is not exceeded on average."""
         return self.scorer.footprint(tokens, **options)
 
     def for_length(self, tokens: int) -> Policy:
-        """Around a scorer with a budget in tokens."""
+        """Returns the same allocation around a scorer with a budget in tokens."""
         scorer = self.scorer.for_length(tokens)
         return self if scorer is self.scorer else dataclasses.replace(self, scorer=scorer)
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """That of the scorer."""
+        """See `Policy.init_state`; handed to the scorer."""
         return self.scorer.init_state(shape)
 
     def written(self, state, chunk, placement, pool) -> PolicyState:
-        """Handed to the scorer."""
+        """See `Policy.written`; handed to the scorer."""
         return self.scorer.written(state, chunk, placement, pool)
 
     def observe(self, state, chunk, placement, seen) -> PolicyState:
-        """As the scorer."""
+        """See `Policy.observe`; handed to the scorer."""
         return self.scorer.observe(state, chunk, placement, seen)
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
-        """That of the scorer."""
+        """See `PeriodicEviction.layer_budget`; handed to the scorer."""
         return self._inner.layer_budget(chunk)
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
-        """As the scorer."""
+        """See `PeriodicEviction.scores`; handed to the scorer."""
         return self._inner.scores(state, chunk, rows)
 
     def select(self, scores, budget, chunk) -> Bool[Array, "B K S"]:
-        """As the scorer."""
+        """See `PeriodicEviction.select`; handed to the scorer."""
         return self._inner.select(scores, budget, chunk)
 
 
@@ -105,18 +106,18 @@ class AdaKV(Allocation):
     """Lets the heads of a layer compete for the layer's budget.
 
     Attributes:
-      scorer: whose scores are compared.
-      alpha: share of the budget that every head has for itself.
+      scorer: the policy whose scores are compared across heads.
+      alpha: fraction of the budget that is guaranteed to each head.
     """
 
     alpha: Share = 0.2
 
     def footprint(self, tokens, **options) -> Footprint:
-        """No row is bounded but by all that its layer keeps."""
+        """Returns the scorer's footprint without a bound: one head may take most of its layer's."""
         return dataclasses.replace(super().footprint(tokens, **options), at_most=None)
 
     def select(self, scores, budget, chunk) -> Bool[Array, "B K S"]:
-        """The highest scores of all heads together, after each head's own."""
+        """Keeps each head's best tokens, then the highest scores of all heads together."""
         own = jnp.floor(self.alpha * budget * (1 + 1e-6)).astype(jnp.int32)
         scores = jnp.where(highest(scores, own) & (scores > -jnp.inf), jnp.inf, scores)
         num_kv_heads, head_axis = scores.shape[1], chunk.static.head_axis
@@ -133,17 +134,17 @@ class AdaKV(Allocation):
 
 @dataclasses.dataclass(frozen=True)
 class PyramidKV(Allocation):
-    """Gives first layers more of the budget than last ones.
+    """Gives early layers more of the budget than late ones.
 
     Attributes:
-      scorer: whose budget is spread over the layers.
-      beta: the last layer has the beta-th part of the budget; higher is steeper.
+      scorer: the policy whose budget is distributed over the layers.
+      beta: the last layer gets 1 / beta of the budget; higher is steeper.
     """
 
     beta: Count = 20
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
-        """Linear in the layer's number."""
+        """Returns a budget that falls linearly with the layer's index."""
         budget, num_layers = self._inner.layer_budget(chunk), chunk.static.num_layers
         if num_layers == 1:
             return budget
@@ -154,7 +155,7 @@ class PyramidKV(Allocation):
         return jnp.maximum(self.protected + high - fall, 1)
 
     def footprint(self, tokens, **options) -> Footprint:
-        """On average that of the scorer; at most that of the first layer."""
+        """Returns the scorer's footprint on average, bounded by that of the first layer."""
         found = super().footprint(tokens, **options)
         if found.at_most is None or self.cut_interval is None:
             return found

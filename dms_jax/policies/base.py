@@ -2,35 +2,36 @@
 
 Every system of the papers answers four questions about one layer's cache:
 
-    decide   what does a token say?             tokens             -> decisions
-    write    how does it enter the cache?       chunk of tokens    -> slots to write
-    read     what does a query attend to?       pages, lengths     -> pages, lengths
-    observe  what did the reading teach?        queries, weights   -> state
+    decide   what does a token decide?            tokens             -> decisions
+    write    which slot does it take?             chunk of tokens    -> slots to write
+    read     what does a query attend to?         pages, lengths     -> pages, lengths
+    observe  what does attention tell the policy? queries, weights   -> state
 
 A policy is a small frozen dataclass of hyper-parameters (hashable, so a static argument of `jit`)
-and pure functions on arrays. What it must remember is a pytree, carried beside the cache:
+and pure functions on arrays. Its state is a pytree that is carried with the cache:
 
 * `state.rows`: leaves [B, K, ...], one entry per row (DMS's ring, DMC's sums, TOVA's victim);
 * `state.pages`: leaves [N, ...], addressed by page number (Quest's bounds, H2O's scores).
 
-A state of several arrays is a dataclass whose fields declare the axes that meshes split: `ROWS`,
-`PAGES` (`policies/values.py`), or others of `sharding.axes`. What declares none is refused.
+A state of several arrays is a dataclass whose fields declare the axes over which a mesh splits
+them: `ROWS`, `PAGES` (`policies/values.py`), or other `sharding.axes`. A field that declares none
+is refused.
 
 Slots. A row (one layer, sequence and KV head) is a list of `length` slots; slot s lives on the
-row's page s // P at offset s % P. A policy speaks of slots and never of the pool. Keys are stored
-rotated, so the order of slots means nothing to attention.
+row's page s // P at offset s % P. A policy works with slots and never with the pool. Keys are
+stored after rotation, so the order of slots does not affect attention.
 
 Chunks. The same `write` serves a decode step (T = 1) and a chunk of a prompt (T > 1). Where all T
-queries of a chunk attend in one pass (`parallel`), the lifetime of a key must be known without
-attention, in the form of a static window and one bit per key:
+queries of a chunk attend in one pass (`parallel`), the lifetime of a key must be known before
+attention, as a static window and one eviction bit per key:
 
     key j is visible to query i >= j  iff  i - j <= window  or  not evicted[j]
 
 Other chunks are run token by token inside the layer (write, read, observe for each).
 
-Cuts. A policy that `shrinks` lets a prompt attend to all of itself, a chunk in one pass, and then
-names the slots that stay (`survivors`); where it is `due`, it does so again after a step. The kept
-slots close ranks in their order, and the pages behind them are given back.
+Cuts. A policy that `shrinks` processes a prompt with full attention, each chunk in one pass, and
+then gives the retention mask of the slots (`survivors`); where a cut is `due`, it does so again
+after a decode step. The kept slots are compacted in order, and the freed pages are released.
 """
 
 import dataclasses
@@ -61,10 +62,10 @@ from dms_jax.policies.values import (
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """Layers that a policy treats alike.
+    """A range of layers that a policy treats alike.
 
     Attributes:
-      start, end: the layers from `start` up to, not including, `end`.
+      start, end: first layer, and the one after the last.
       policy: the policy of these layers.
       host_values: whether their values live in host memory.
     """
@@ -77,13 +78,13 @@ class LayerGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Policy(Options):
-    """Base of all cache policies: appends everything, reads everything, learns nothing.
+    """Base of all cache policies: appends every token, reads every slot, and keeps no state.
 
-    Subclasses override what differs.
+    Subclasses override the methods in which they differ.
     """
 
-    name: ClassVar[str]  # the public name, which is that of the class
-    observes_weights: ClassVar[bool] = False  # observe() wants the attention weights of each query
+    name: ClassVar[str]  # the public name, equal to the name of the class
+    observes_weights: ClassVar[bool] = False  # observe() needs the attention weights of each query
 
     def __init_subclass__(cls):
         super().__init_subclass__()
@@ -95,51 +96,51 @@ class Policy(Options):
     def parallel(self) -> Literal["always", "prompts", "never"]:
         """Which chunks attend in one pass: all of them, those of prompts, or none.
 
-        Where prompts are treated like answers ("always", "never"), the result does not depend on
-        where the prompt ends.
+        Where prompts are treated like generated tokens ("always", "never"), the result does not
+        depend on where the prompt ends.
         """
         return "always"
 
     @property
     def visible_window(self) -> int:
-        """Distance up to which every key is visible whatever is decided (chunks in one pass)."""
+        """Distance up to which every key is visible, evicted or not (chunks in one pass)."""
         return 0
 
     @property
     def shrinks(self) -> bool:
-        """Whether rows are rewritten shorter: prompts are read whole, then cut (`survivors`)."""
+        """Whether rows are cut: prompts get full attention, then eviction (`survivors`)."""
         return False
 
     @property
     def retrofit(self) -> Retrofit:
-        """What a model must be trained for; nothing by default."""
+        """What a model must be trained for before it can run the policy; nothing by default."""
         return Retrofit()
 
     def groups(self, num_layers: int) -> tuple[LayerGroup, ...]:
-        """The layers, in runs that are treated alike."""
+        """Returns the layers as consecutive ranges that are treated alike."""
         return (LayerGroup(0, num_layers, self),)
 
     def for_length(self, tokens: int) -> "Policy":
-        """The policy for sequences of so many tokens: a budget that is a share is worked out."""
+        """Returns the policy for sequences of `tokens` tokens, with its budget in tokens."""
         return self
 
     def footprint(
         self, tokens: int, *, page_size: int, group: int = 1, compression_ratio: float | int = 1
     ) -> Footprint:
-        """What a row holds after `tokens` tokens, and what a step then reads.
+        """Returns what a row holds after `tokens` tokens, and what a decode step then reads.
 
         Args:
-          tokens: tokens of the sequence.
-          page_size: slots a page.
-          group: query heads of each KV head.
-          compression_ratio: of learned eviction, 1 / (1 - share of tokens that are evicted).
+          tokens: length of the sequence.
+          page_size: slots per page.
+          group: query heads per KV head.
+          compression_ratio: 1 / (1 - fraction of tokens evicted), for learned eviction.
         """
         return Footprint(tokens, tokens, None, reads=tokens, attended=tokens)
 
     # -- decide -----------------------------------------------------------------------------------
 
     def decide(self, tokens: Tokens) -> Decisions:
-        """Reads each token's decision off its projections."""
+        """Returns each token's decision, computed from its projections."""
         return Decisions()
 
     def clear_borrowed(
@@ -151,7 +152,7 @@ class Policy(Options):
     # -- write ------------------------------------------------------------------------------------
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """The state of one layer's empty rows [B, K, ...] and of empty pages [N, ...]."""
+        """Returns the state of one layer's empty rows [B, K, ...] and of empty pages [N, ...]."""
         return PolicyState()
 
     def merge(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Chunk]:
@@ -159,20 +160,21 @@ class Policy(Options):
         return state, chunk
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
-        """Says where the chunk's tokens go. Appends by default."""
+        """Returns the slots that the chunk's tokens take. Appends by default."""
         live = chunk.lengths[..., None] + jnp.cumsum(chunk.valid, -1, dtype=jnp.int32)
         return state, place(chunk, live - 1, live)
 
     def written(
         self, state: PolicyState, chunk: Chunk, placement: Placement, pool: Pool
     ) -> PolicyState:
-        """Keeps its books of slots and pages, once the chunk is in the pool."""
+        """Updates the state of slots and pages after the chunk was written to the pool."""
         return state
 
     def evicted(self, chunk: Chunk) -> Bool[Array, "B K T"]:
-        """Which keys of whole sequences are hidden from queries beyond the window.
+        """Returns which keys of whole sequences are hidden from queries beyond the window.
 
-        The hard decisions of `write` without a cache (policies that are always parallel).
+        These are the hard decisions of `write` without a cache, for policies that are always
+        parallel.
         """
         return jnp.zeros_like(chunk.valid)
 
@@ -181,7 +183,7 @@ class Policy(Options):
     def read(
         self, state: PolicyState, q: Float[Array, "B H D"], chunk: Chunk, placement: Placement
     ) -> Reading:
-        """Chooses the pages a query attends to. Everything live by default."""
+        """Chooses the pages that a query attends to. All live slots by default."""
         return Reading(chunk.page_table, placement.lengths)
 
     # -- observe ----------------------------------------------------------------------------------
@@ -189,22 +191,22 @@ class Policy(Options):
     def observe(
         self, state: PolicyState, chunk: Chunk, placement: Placement, seen: Observation
     ) -> PolicyState:
-        """Learns from attention over a chunk: from one query, or all of a chunk in one pass."""
+        """Updates the state from attention: of one query, or of all queries of a chunk at once."""
         return state
 
     def due(self, lengths: Int[Array, "B K"], chunk: Chunk) -> Bool[Array, " B"] | None:
-        """Which sequences are to be cut after a step; None for never."""
+        """Returns which sequences must be cut after a decode step; None for never."""
         return None
 
     def survivors(
         self, state: PolicyState, chunk: Chunk, rows: Rows, q: Float[Array, "B T H D"] | None
     ) -> Bool[Array, "B K S"]:
-        """Which slots stay when a row is cut. The kept ones close ranks, in their order.
+        """Returns the retention mask of a cut. The kept slots are compacted in order.
 
         Args:
-          state: what the policy remembers.
-          chunk: the tokens that came last.
-          rows: what the cache holds, the chunk included.
+          state: the policy's state.
+          chunk: the most recent tokens.
+          rows: the contents of the cache, including the chunk.
           q: the chunk's rotated queries; None after a step.
         """
         return rows.live
@@ -212,7 +214,7 @@ class Policy(Options):
     # -- train ------------------------------------------------------------------------------------
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
-        """The differentiable form of the decisions, given logistic noise."""
+        """Returns the differentiable form of the decisions, given logistic noise."""
         raise ConfigError(f"{self.name} has no trainable form; retrofit with DMS.")
 
     # -- as data ----------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ class Policy(Options):
 
 
 def check_policy(policy: Any) -> None:
-    """Raises ConfigError for what is no policy (the name of one, most often)."""
+    """Raises ConfigError unless `policy` is a policy (and not, say, the name of one)."""
     if not isinstance(policy, Policy):
         raise ConfigError(f"Not a cache policy: {show(policy)}. Use e.g. dms_jax.DMS(window=256).")
 
@@ -242,6 +244,6 @@ def check_adapter(policy: Policy, *, has_adapter: bool) -> None:
 
 
 def hard_marks(decisions: Decisions) -> Bool[Array, "B K T"]:
-    """The hard decisions of a policy that makes them."""
+    """Returns the hard decisions of a policy that makes them."""
     assert decisions.marks is not None
     return decisions.marks

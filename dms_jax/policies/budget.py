@@ -1,7 +1,7 @@
-"""Budgets: how many tokens a row may keep, and which slots those are.
+"""Budgets: how many tokens a row may keep, and the selection of the slots with the highest scores.
 
-A budget is a number of tokens, or a share of what a request can come to (appendix G.1 of the DMS
-paper, arXiv 2506.05345):
+A budget is a number of tokens, or a fraction of the maximum length of a request (appendix G.1 of
+the DMS paper, arXiv 2506.05345):
 
     budget = floor((prompt tokens + longest answer) / compression_ratio)
 """
@@ -17,7 +17,7 @@ from dms_jax.checks import Range, Ratio
 from dms_jax.policies.base import Policy
 from dms_jax.policies.values import Chunk, Footprint
 
-LONGEST = 2**23  # tokens: no sequence has more, and times heads or layers they fit in int32
+LONGEST = 2**23  # tokens: no sequence is longer, and times heads or layers it fits in int32
 
 Tokens = Annotated[int, Range(1, LONGEST), "use Vanilla() to keep everything"]
 BudgetRatio = Annotated[Ratio | None, "None is for a budget in tokens"]
@@ -28,7 +28,7 @@ class BudgetedPolicy(Policy):
     """Base of policies that keep a number of tokens.
 
     Attributes:
-      budget: tokens, at most `LONGEST`.
+      budget: tokens that a row keeps, at most `LONGEST`.
       compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio of
         each request instead.
     """
@@ -38,23 +38,23 @@ class BudgetedPolicy(Policy):
 
     @property
     def least_budget(self) -> int:
-        """The fewest tokens that a share is rounded up to."""
+        """Lower bound on a budget that is given as a compression ratio."""
         return 1
 
     def budget_of(self, chunk: Chunk) -> Int[Array, "B 1"]:
-        """The budget of each sequence."""
+        """Returns the budget of each sequence of a chunk."""
         if self.compression_ratio is None:
             return jnp.full((chunk.lengths.shape[0], 1), self.budget, jnp.int32)
         return jnp.maximum(shares(chunk, self.compression_ratio), self.least_budget)
 
     def budget_for(self, tokens: int) -> int:
-        """The budget of sequences of so many tokens, which no shorter sequence exceeds."""
+        """Returns the budget of sequences of at most `tokens` tokens."""
         if self.compression_ratio is None:
             return self.budget
         return min(max(share(tokens, self.compression_ratio), self.least_budget), LONGEST)
 
     def for_length(self, tokens: int) -> Policy:
-        """The same with a budget in tokens."""
+        """Returns the same policy with a budget in tokens."""
         policy = super().for_length(tokens)
         if self.compression_ratio is None:
             return policy
@@ -62,7 +62,7 @@ class BudgetedPolicy(Policy):
 
 
 def shares(chunk: Chunk, compression_ratio: float | int) -> Int[Array, "B 1"]:
-    """The share of each sequence in what it can come to: `share`, to the token.
+    """Returns `share` of the maximum length of each sequence, to the token.
 
     The host reserves pages by `share`, so not a token may be rounded differently here.
     """
@@ -78,7 +78,7 @@ def shares(chunk: Chunk, compression_ratio: float | int) -> Int[Array, "B 1"]:
 
 
 def share(tokens: int, compression_ratio: float | int) -> int:
-    """The share in so many tokens, of at most `LONGEST`: floor(tokens / compression_ratio).
+    """Returns floor(tokens / compression_ratio), of at most `LONGEST` tokens.
 
     A quotient is rounded up to a whole number that it misses by less than tokens / 2**31, because a
     ratio such as 2.7 is itself rounded.
@@ -92,13 +92,13 @@ def _reciprocal(compression_ratio: float | int) -> int:
 
 
 def bounded(tokens: int, limit: int | None) -> Footprint:
-    """The footprint of a row that grows up to a limit (None for no limit) and is read whole."""
+    """Returns the footprint of a row that grows up to a limit (None: no limit), all of it read."""
     slots = tokens if limit is None else min(tokens, limit)
     return Footprint(slots, 0, limit, reads=slots, attended=slots)
 
 
 def highest(scores: Float[Array, "B K S"], count: Int[Array, "B #K"]) -> Bool[Array, "B K S"]:
-    """Marks the `count` highest scores of each row; of equals the later one.
+    """Marks the `count` highest scores of each row; among equal scores, the later ones.
 
     # scores: [3, 1, 3, 2]  count: 2  Out: [1, 0, 1, 0]
     """

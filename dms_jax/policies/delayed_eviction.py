@@ -1,16 +1,17 @@
 """Delayed eviction: a marked token leaves the cache when it leaves the window.
 
-The machinery shared by every policy whose tokens say by themselves how long they live: DMS (the
-decision is learned), StreamingLLM (everything but the sinks), random eviction, and DMC (window 0:
-a token that will be merged into leaves at once, its slot taken by the merged one).
+The mechanism shared by every policy in which the lifetime of a token does not depend on attention:
+DMS (the decision is learned), StreamingLLM (everything but the sinks is evicted), random eviction,
+and DMC (window 0: a token that the next one merges with is evicted at once, and the merged token
+takes its slot).
 
     marks[i] is the decision of token i about key i - shift
     key j is visible to query i  iff  i - j <= window  or  key j is not marked
 
-Slots are reused in place. With W = window + 1, the token that arrives at position t makes the
-candidate t - W leave the window. A marked candidate's slot is taken by the newcomer, so the row
-does not grow; otherwise the newcomer is appended. In a step, t's mark is applied to its key first
-and the candidate is looked at second, so that window 0 works.
+Slots are reused in place. With W = window + 1, the token at position t pushes the candidate t - W
+out of the window. If the candidate is marked, the new token takes its slot and the row does not
+grow; otherwise the new token is appended. A step first applies t's mark to its key and then checks
+the candidate, so that window 0 works.
 
     w=2, marks that evict keys 1, 2 and 5 of 8; slots after t = 4, 5, 7:
     # t=4: [0, 4, 2, 3]     t=5: [0, 4, 5, 3]     t=7: [0, 4, 5, 3, 6, 7]
@@ -35,32 +36,32 @@ from dms_jax.policies.values import (
     PolicyState,
 )
 
-# Row state: the last W tokens of each row, each as 2 * slot + marked (one array: one gather and
-# one scatter a step where two would be needed).
+# Row state: the last W tokens of each row, each as 2 * slot + marked (one array needs one gather
+# and one scatter per step instead of two).
 Ring = Int[Array, "*rows W"]
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedEviction(Policy):
-    """Base of policies whose tokens carry their own lifetime."""
+    """Base of policies that mark tokens for eviction independently of attention."""
 
     @property
     def mark_shift(self) -> int:
-        """Token i's mark governs key i - mark_shift; between 0 and visible_window + 1."""
+        """Distance from a key to the token that marks it, between 0 and visible_window + 1."""
         return 0
 
     def share_kept(self, compression_ratio: float | int) -> float:
-        """The expected share of tokens that stay when they leave the window."""
+        """Returns the expected fraction of tokens that are kept when they leave the window."""
         return 1 / compression_ratio if self.retrofit.needed else 1.0
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
-        """The window, and what stays of the tokens before it."""
+        """Returns the window and the expected number of kept tokens before it."""
         window = min(self.visible_window + 1, tokens)
         slots = window + (tokens - window) * self.share_kept(compression_ratio)
         return Footprint(slots, 0, None, reads=slots, attended=slots)
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """An empty ring."""
+        """Returns an empty ring for each row."""
         return PolicyState(rows=jnp.zeros((*shape.rows, self.visible_window + 1), jnp.int32))
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
@@ -73,8 +74,8 @@ class DelayedEviction(Policy):
         index = jnp.arange(num_tokens)
         ring_index = (first + index) % size  # [B, T]
 
-        # The candidate that token i pushes out sits at position first + i - W. Its mark was made
-        # by token i - (W - shift) of this chunk, or is in the ring already.
+        # The candidate that token i pushes out is at position first + i - W. Its mark was made
+        # by token i - (W - shift) of this chunk, or is already in the ring.
         entry = jnp.take_along_axis(ring, ring_index[:, None, :], axis=-1)
         delay = size - shift
         marked = jnp.concatenate(
@@ -98,35 +99,35 @@ class DelayedEviction(Policy):
         return dataclasses.replace(state, rows=self.with_ring(state.rows, ring)), placement
 
     def evicted(self, chunk: Chunk) -> Bool[Array, "B K T"]:
-        """Key j is evicted if token j + shift marked it."""
+        """Returns whether each key j is evicted, which token j + shift decides."""
         return _shift_left(hard_marks(chunk.decisions), self.mark_shift)
 
     def rows_at(
         self, rows, slots: Int[Array, "*rows W"], evicted: Bool[Array, "*rows W"], seen: int
     ):
-        """Row state at a length that is set rather than reached, as benchmarks do.
+        """Returns the row state at a given length without running the tokens, for benchmarks.
 
         Args:
-          rows: row state of any length.
-          slots: where the last W tokens lie, oldest first.
-          evicted: whether each leaves the cache when it leaves the window.
-          seen: tokens so far; at least W.
+          rows: row state at any length.
+          slots: slots of the last W tokens, oldest first.
+          evicted: whether each token is evicted when it leaves the window.
+          seen: length of the sequence, at least W.
         """
         entries = (2 * slots + evicted).astype(jnp.int32)
         return self.with_ring(rows, jnp.roll(entries, seen % (self.visible_window + 1), axis=-1))
 
-    # Policies that remember more than the ring (DMC) say where it is.
+    # Policies whose row state has more than the ring (DMC) override these two.
     def ring_of(self, rows) -> Ring:
         """Returns the ring within the policy's row state."""
         return rows
 
     def with_ring(self, rows, ring: Ring):
-        """Returns the row state with another ring."""
+        """Returns the row state with its ring replaced."""
         del rows
         return ring
 
     def _past_until(self, ring: Ring, marks, chunk: Chunk) -> Int[Array, "B K S"]:
-        """The last query of the chunk that sees each old slot: those in the ring may expire."""
+        """Returns the last query of the chunk that sees each earlier slot."""
         size, shift, first = self.visible_window + 1, self.mark_shift, chunk.first[:, None]
         age = jnp.arange(size)  # entry r holds position first - W + r; token r pushes it out
         ring_index = ((first + age) % size)[:, None]
@@ -149,7 +150,7 @@ class DelayedEviction(Policy):
         )
 
     def _advance(self, ring: Ring, slots, marks, chunk: Chunk) -> Ring:
-        """Writes the chunk's late marks onto older tokens, then its own last W tokens."""
+        """Sets the chunk's marks of earlier tokens in the ring, then adds its last W tokens."""
         size, shift, first = self.visible_window + 1, self.mark_shift, chunk.first[:, None]
         num_tokens = marks.shape[-1]
         batch, heads = ring.shape[:2]
@@ -157,7 +158,7 @@ class DelayedEviction(Policy):
         end = chunk.count[:, None]
 
         def at(index, keep):
-            """The ring's entries at positions relative to the chunk; out of range: dropped."""
+            """Returns the ring's entries at positions relative to the chunk; others are dropped."""
             index = jnp.where(keep, (first + index) % size, size)
             return ring.at[(*rows, index[:, None])]
 
@@ -173,7 +174,7 @@ class DelayedEviction(Policy):
 
 
 def _shift_left(x: Bool[Array, "B K T"], by: int) -> Bool[Array, "B K T"]:
-    """Moves entry i + by to i and fills with False.
+    """Moves entry i + by to i, and fills with False.
 
     # by=1  In: [1, 0, 1]  Out: [0, 1, 0]
     """
@@ -181,7 +182,7 @@ def _shift_left(x: Bool[Array, "B K T"], by: int) -> Bool[Array, "B K T"]:
 
 
 def _pad_or_cut(x: Bool[Array, "B K T"], length: int) -> Bool[Array, "B K n"]:
-    """The first `length` entries of x, filled with False."""
+    """Returns the first `length` entries of x, padded with False."""
     x = x[..., :length]
     return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[-1])))
 
@@ -192,9 +193,9 @@ def _inherit_slots(
     ring_slots: Int[Array, "B K T"],
     size: int,
 ) -> Int[Array, "B K T"]:
-    """Slot of each token: its own fresh one, or that of the token W earlier, and so on back.
+    """Returns the slot of each token: a new one, or that of the token W earlier, recursively.
 
-    Tokens i, i + W, i + 2W, ... form a chain along which a slot is handed on.
+    Tokens i, i + W, i + 2W, ... form a chain in which a token may inherit its predecessor's slot.
     # W=2  reuse: [0, 0, 1, 0, 1, 1]  fresh: [5, 6, -, 7, -, -]  Out: [5, 6, 5, 7, 5, 7]
     """
     num_tokens = reuse.shape[-1]

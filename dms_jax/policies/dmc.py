@@ -9,13 +9,13 @@ Each token either opens a new slot or is merged into the last one:
     k~_t  = (alpha_t z_{t-1} k~_{t-1} + omega_t k_t) / z_t            (eq. 9; v alike)
     score(i, j) += log(1 - alpha_{j+1})   for i > j                   (training, appendix F)
 
-The decision comes from a neuron of the key, the importance from the same neuron of the queries of
-the group; both neurons take no part in attention (zeroed before and after rotation). `merging` has
-the sums.
+The decision is read from one neuron of the key, the importance from the same neuron of the group's
+queries; neither neuron takes part in attention (both are zeroed before and after rotation).
+`merging` computes the sums: accumulation at inference, partial accumulation in training.
 
-Of the paper's ablations (appendix E), `per="layer"` is DMC-HardC and `importance="uniform"` uniform
-weighting; averaging a fixed number of tokens is `FixedPooling`; DMC-C, the local prior and
-DMC-immediate are matters of the recipe (`dms_jax.recipes.dmc_paper`).
+Of the paper's ablations (appendix E), `per="layer"` is DMC-HardC and `importance="uniform"` is
+uniform weighting; `FixedPooling` averages a fixed number of tokens; DMC-C, the local prior and
+DMC-immediate are options of the recipe (`dms_jax.recipes.dmc_paper`).
 """
 
 import dataclasses
@@ -36,15 +36,15 @@ class DMC(Merging):
     """Learned merging of neighbouring tokens.
 
     Attributes:
-      window: the last tokens of a segment that count in its mean, in training and at inference
-        alike, as in the released code; None for all of them, as in the paper's algorithm 1.
-      neuron: the borrowed dimension of keys and queries; the paper says the first, the released
-        code takes the last. What its loss costs depends on the model: try both.
-      per: every KV head decides for itself, or the layer as one (DMC-HardC). How the paper's
-        heads share is not said; ours take the mean of their neurons.
-      importance: read from the queries, or the same for all tokens.
+      window: number of most recent tokens of a segment that its mean is taken over, in training
+        and at inference, as in the released code; None for all, as in the paper's algorithm 1.
+      neuron: the borrowed dimension of keys and queries: the first in the paper, the last in the
+        released code. The cost of losing it depends on the model: try both.
+      per: whether each KV head decides for itself, or one decision holds for the layer
+        (DMC-HardC). The paper does not say how heads share; here their neurons are averaged.
+      importance: whether importance is read from the queries, or is the same for all tokens.
       offset: constant c of the decision (k[n] - c) and of the importance (q[n] + c).
-      epsilon: added to the importance, as in the released code (that of bfloat16).
+      epsilon: constant added to the importance, as in the released code (bfloat16's epsilon).
       temperature: tau of the relaxation.
     """
 
@@ -58,7 +58,7 @@ class DMC(Merging):
 
     @property
     def retrofit(self) -> Retrofit:
-        """The borrowed neuron, and how it is read and tokens are weighted."""
+        """The borrowed neuron, the granularity of decisions, and the weighting of tokens."""
         return Retrofit(
             possible=True,
             decisions=f"DMC(neuron={self.neuron!r}, per={self.per!r}, "
@@ -68,7 +68,7 @@ class DMC(Merging):
 
     @property
     def merge_window(self) -> int | None:
-        """The window."""
+        """See `Merging.merge_window`: the policy's window."""
         return self.window
 
     @property
@@ -76,7 +76,10 @@ class DMC(Merging):
         return 0 if self.neuron == "first" else -1
 
     def decide(self, tokens: Tokens) -> Decisions:
-        """Append or accumulate, and the token's importance; the first token appends."""
+        """Returns whether each token is appended or merged, and its importance.
+
+        The first token of a sequence is always appended.
+        """
         k, q = tokens.k[..., self._index], tokens.q[..., self._index]
         wide = jnp.promote_types(k.dtype, jnp.float32)
         k, q = k.astype(wide), q.astype(wide).reshape(*k.shape, -1).mean(-1)  # [B, T, K]
@@ -102,10 +105,10 @@ class DMC(Merging):
         )
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
-        """Partly merged keys and values, and log(1 - alpha) of the next token as each key's bias.
+        """Returns partially merged keys and values, and each key's bias: the next log(1 - alpha).
 
-        The first token of a document merges into nothing, whatever its neuron says, and does not
-        count as compressed.
+        The first token of a document is never merged, whatever its logit, and does not count as
+        compressed.
         """
         decisions = chunk.decisions
         assert decisions.logits is not None

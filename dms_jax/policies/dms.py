@@ -15,8 +15,8 @@ that it takes no part in attention) or from an adapter on the residual stream. T
 those of NVIDIA's released code and checkpoints, where the decision about a token is made by the
 next one (shift 1); in the paper's text a token decides for itself (shift 0).
 
-At inference a token may also be drawn, d_t ~ Bernoulli(sigmoid(a_t)), as training draws it: there
-P(alpha_t > 1/2) = sigmoid(a_t) whatever tau.
+At inference the decision may also be sampled, d_t ~ Bernoulli(sigmoid(a_t)), as in training, where
+P(alpha_t > 1/2) = sigmoid(a_t) for any tau.
 """
 
 import dataclasses
@@ -38,15 +38,15 @@ class DMS(DelayedEviction):
     """Learned delayed eviction.
 
     Attributes:
-      window: a marked key stays visible to queries at this distance or less.
-      source: where the logit comes from, a borrowed query neuron or an adapter.
+      window: distance up to which a marked key stays visible to queries.
+      source: whether the logit is read from a borrowed query neuron or from an adapter.
       shift: token t + shift decides for key t. 1 as in the released code, 0 as in the paper's
         text; `shift=window` decides as the key leaves the window ("immediate", Table 6).
-      per: one decision per KV head, or that of head 0 for the whole layer.
+      per: whether each KV head decides for itself, or head 0 for the whole layer.
       alpha_scale, alpha_offset: logit = raw * alpha_scale - alpha_offset.
       temperature: tau of the relaxation.
-      decisions: at inference, the logit's sign or a draw with its probability.
-      seed: of the draws, which depend besides on layer, KV head and position alone.
+      decisions: whether inference takes the sign of the logit, or samples with its probability.
+      seed: random seed of the samples, which otherwise depend on layer, KV head and position only.
     """
 
     window: Whole = 512
@@ -83,16 +83,16 @@ class DMS(DelayedEviction):
 
     @property
     def visible_window(self) -> int:
-        """The window."""
+        """See `Policy.visible_window`: the policy's window."""
         return self.window
 
     @property
     def mark_shift(self) -> int:
-        """The shift."""
+        """See `DelayedEviction.mark_shift`: the policy's shift."""
         return self.shift
 
     def decide(self, tokens: Tokens) -> Decisions:
-        """Reads a_t in at least float32; the threshold is strict."""
+        """Returns the logits a_t in at least float32, and the decisions (strictly above 0)."""
         if self.source == "adapter":
             assert tokens.adapter_logits is not None
             raw = tokens.adapter_logits
@@ -114,8 +114,8 @@ class DMS(DelayedEviction):
     def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], scale=0.0):
         """Scales the borrowed neuron: the last dimension of the first query head of each group.
 
-        Needed before rotation, which would spread it to dimension D/2 - 1, and after, which
-        would fill it from there.
+        It is cleared before rotation, which would mix it into dimension D/2 - 1, and again after
+        rotation, which mixes that dimension into it.
         """
         if self.source == "adapter":
             return q, k
@@ -123,14 +123,14 @@ class DMS(DelayedEviction):
         return q.at[:, :, ::group, -1].multiply(jnp.asarray(scale, q.dtype)), k
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
-        """log(1 - alpha) of the token that decides, as a bias on each key."""
+        """Returns each key's bias: log(1 - alpha) of the token that decides for it."""
         assert chunk.decisions.logits is not None
-        if self.per == "layer":  # one decision, so one draw
+        if self.per == "layer":  # one decision, so one noise sample
             noise = jnp.broadcast_to(noise[:, :1], noise.shape)
         noisy = noisy_logits(chunk.decisions.logits, noise, self.temperature)
         bias = log_keep(noisy)
         bias = jnp.pad(bias[..., self.shift :], ((0, 0), (0, 0), (0, self.shift)))
-        bias = bias[..., : noisy.shape[-1]]  # shift beyond the sequence: nothing is decided
+        bias = bias[..., : noisy.shape[-1]]  # a shift beyond the sequence leaves all undecided
         return Relaxed(
             k=chunk.tokens.k, v=chunk.tokens.v, bias=bias, decisions=straight_through(noisy)
         )

@@ -1,7 +1,7 @@
-"""Random numbers of tokens that depend on nothing but who they are.
+"""Counter-based random numbers for tokens.
 
-A number is a hash of (seed, layer, KV head, position), so that it is the same in a prompt, in a
-step, after a request was put back, in any batch and on any mesh.
+A number is a hash of (seed, layer, KV head, position), so it is the same in a prompt, in a decode
+step, after preemption, in any batch and on any mesh.
 """
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def token_uniforms(
 
 
 def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """A bijective integer hash with good avalanche (two multiply-xorshift rounds)."""
+    """Returns a bijective integer hash with good avalanche (two multiply-xorshift rounds)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -1,14 +1,14 @@
-"""ExpectedAttention (Devoto et al., arXiv 2510.00636): what queries to come will attend to.
+"""ExpectedAttention (Devoto et al., arXiv 2510.00636): keys that future queries will attend to.
 
-Queries before rotation are taken as Gaussian, with the mean m and the covariance C of those so far
-(the first `sinks` left out). With R the mean rotation of the next `future` positions, the expected
-unnormalised attention of a key is
+Unrotated queries are modelled as Gaussian, with the mean m and the covariance C of the queries so
+far (without the first `sinks`). With R the mean rotation over the next `future` positions, the
+expected unnormalised attention of a key is
 
     e_j     = exp(k_j R m / sqrt(d) + k_j R C R' k_j / 2d)
     score_j = (mean over the group of e_j / sum_i e_i  +  epsilon) * |v_j|
 
-The first `sinks` tokens always stay, and take no part in the sum. Mean and covariance are carried
-along for every query head, in at least float32: d numbers and d * d (none without `covariance`).
+The first `sinks` tokens are always kept, and are not part of the sum. The state holds the mean and
+covariance of every query head in at least float32: d and d * d numbers (d without `covariance`).
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from dms_jax.checks import NotNegative, Range, Whole
 from dms_jax.policies.periodic_eviction import Scorer
 from dms_jax.policies.values import ROWS, CacheShape, Chunk, PolicyState
 
-FURTHEST = 2**17  # positions: beyond the context of most models
+FURTHEST = 2**17  # positions: more than the context of most models
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class QueryStatistics:
-    """Mean of the unrotated queries so far, and the sum of products of their deviations."""
+    """Mean of the unrotated queries so far, and the sum of outer products of deviations."""
 
     mean: Float[Array, "B K G D"] = struct.field(metadata=ROWS)
     spread: Float[Array, "B K G D D"] | None = struct.field(metadata=ROWS)
@@ -38,15 +38,16 @@ class QueryStatistics:
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAttention(Scorer):
-    """Keeps what queries like those so far would attend to.
+    """Keeps the tokens with the highest expected attention from future queries.
 
     Attributes:
       budget, compression_ratio, interval: see `Scorer`.
-      future: positions to come over which rotations are averaged, at most `FURTHEST`.
-      sinks: first tokens that always stay, and whose queries do not count.
+      future: number of future positions over which rotations are averaged, at most `FURTHEST`.
+      sinks: number of first tokens that are always kept and whose queries are ignored.
       covariance: whether to use second moments.
-      value_norm: whether to weigh by the norm of the value.
-      epsilon: added to the expected weights before that (1e-2 is common with AdaKV).
+      value_norm: whether to multiply by the norm of the value.
+      epsilon: constant added to the expected weights before `value_norm` (1e-2 is common with
+        AdaKV).
     """
 
     future: Annotated[int, Range(1, FURTHEST)] = 512
@@ -59,17 +60,17 @@ class ExpectedAttention(Scorer):
 
     @property
     def protected(self) -> int:
-        """The sinks."""
+        """See `PeriodicEviction.protected`: the sinks."""
         return self.sinks
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """Statistics of no queries."""
+        """Returns the statistics of zero queries."""
         size = (*shape.rows, shape.group, shape.head_dim)
         spread = jnp.zeros((*size, shape.head_dim), shape.wide) if self.covariance else None
         return PolicyState(rows=QueryStatistics(mean=jnp.zeros(size, shape.wide), spread=spread))
 
     def observe(self, state: PolicyState, chunk: Chunk, placement, seen) -> PolicyState:
-        """Adds the chunk's unrotated queries (Chan et al.'s update, which does not cancel)."""
+        """Adds the chunk's unrotated queries (Chan et al.'s numerically stable update)."""
         old: QueryStatistics = state.rows
         wide = old.mean.dtype
         batch, num_kv_heads, group, head_dim = old.mean.shape
@@ -92,7 +93,7 @@ class ExpectedAttention(Scorer):
         return dataclasses.replace(state, rows=rows)
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
-        """Expected attention, a query head of every group at a time."""
+        """Returns the expected attention, computed one query head of every group at a time."""
         queries: QueryStatistics = state.rows
         wide = queries.mean.dtype
         keys = rows.k.astype(wide)
@@ -106,7 +107,7 @@ class ExpectedAttention(Scorer):
             logits = scale * jnp.einsum("BKD,BKSD->BKS", _turn(statistics.mean, cos, sin), keys)
             if statistics.spread is not None:
                 covariance = statistics.spread / num_queries[:, None, None, None]
-                # R C R': rows are turned, then columns.
+                # R C R': rows are rotated, then columns.
                 half = jnp.swapaxes(_turn(covariance, cos[:, :, None], sin[:, :, None]), -1, -2)
                 covariance = _turn(half, cos[:, :, None], sin[:, :, None])
                 products = jnp.einsum("BKSD,BKDE->BKSE", keys, covariance)
@@ -122,7 +123,7 @@ class ExpectedAttention(Scorer):
     def _future_rotation(
         self, chunk: Chunk, dtype: jnp.dtype
     ) -> tuple[Float[Array, "B 1 half"], Float[Array, "B 1 half"]]:
-        """Mean cos and sin of the positions to come, after the chunk's last token.
+        """Returns the mean cos and sin of the positions after the chunk's last token.
 
         The mean over j of exp(i f (t + j)) is exp(i f t) times that of exp(i f j), j = 1 ... n.
         """
@@ -136,6 +137,6 @@ class ExpectedAttention(Scorer):
 
 
 def _turn(x: Float[Array, "... D"], cos: Array, sin: Array) -> Float[Array, "... D"]:
-    """Rotates the last axis, planes of dims i and i + D/2."""
+    """Rotates the last axis in the planes of dims i and i + D/2."""
     low, high = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)

@@ -1,11 +1,11 @@
-"""Fixed memory pooling: the control for DMC's learned decisions (arXiv 2403.09636, appendix E).
+"""Fixed memory pooling: the baseline for DMC's learned decisions (arXiv 2403.09636, appendix E).
 
-Every n tokens, counted from the start of the sequence, are averaged into one slot:
+Every n tokens from the start of the sequence are averaged into one slot:
 
     alpha_t = 1[t mod n > 0],   omega_t = 1
 
-Nothing is learned but to live with it, so that no neuron is borrowed, and training and inference
-are the same. The compression ratio is n from the first step on.
+The model adapts to the pooling but learns no decisions, so no neuron is borrowed, and training and
+inference are the same. The compression ratio is n from the first step on.
 """
 
 import dataclasses
@@ -24,30 +24,30 @@ class FixedPooling(Merging):
     """Averages a fixed number of neighbouring tokens.
 
     Attributes:
-      every: tokens a slot, which is the compression ratio.
+      every: number of tokens averaged into one slot, equal to the compression ratio.
     """
 
     every: Count = 4
 
     @property
     def merge_window(self) -> int | None:
-        """All of a segment, which ends by itself."""
+        """See `Merging.merge_window`: the whole segment, which has a fixed length."""
         return self.every
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
-        """A slot for every n tokens."""
+        """Returns one slot for every n tokens."""
         slots = -(-tokens // self.every)
         return Footprint(slots, slots, None, reads=slots, attended=slots)
 
     def decide(self, tokens: Tokens) -> Decisions:
-        """Marks all but every n-th position."""
+        """Marks all positions but multiples of n for merging, with equal importance."""
         shape = (*tokens.k.shape[:1], *tokens.k.shape[2:0:-1])  # [B, K, T]
         joins = (tokens.positions % self.every > 0)[:, None]
         wide = jnp.promote_types(tokens.k.dtype, jnp.float32)
         return Decisions(marks=jnp.broadcast_to(joins, shape), importance=jnp.ones(shape, wide))
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
-        """The form of inference: decisions that nothing can change."""
+        """Returns the same form as inference: the decisions are constants."""
         decisions = chunk.decisions
         assert decisions.importance is not None
         joins = hard_marks(decisions)

@@ -1,18 +1,18 @@
 """H2O (Zhang et al., arXiv 2306.14048): heavy hitters and the recent tokens.
 
-Each KV head keeps, for every token in its cache, the sum of the attention weights that the token
-has received from all queries since it arrived, its own included:
+Each KV head stores, for every token in its cache, the sum of the attention weights that the token
+has received from all queries since it was written, including its own:
 
     s_j = sum over queries i >= j of  mean over the group of softmax(q_i K)_j
 
-With grouped queries the weight of a query is the mean over the group (the paper has one head a
-group; a mean ranks as a sum does). It is a sum and no mean over queries, so old tokens are
-favoured, as published. Beyond the budget, half of it are the most recent tokens and the other half
-those with the largest sums; after each query the lightest of the tokens that are not recent goes,
-and its sum with it.
+With grouped queries the weight of a query is the mean over the group (the paper has one head per
+group; a mean gives the same ranking as a sum). Over queries it is a sum, not a mean, so old tokens
+are favoured, as published. Half of the budget goes to the most recent tokens and half to those
+with the largest sums; beyond the budget, each query evicts the token with the smallest sum among
+those that are not recent.
 
-After a dense prompt the sums are those over all its queries. They are computed chunk by chunk from
-a second pass over the scores, in blocks of queries: memory is linear in the prompt.
+After a dense prompt the sums cover all its queries. They are computed chunk by chunk in a second
+pass over the scores, in blocks of queries: memory is linear in the prompt.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import PAGES, CacheShape, Chunk, Placement, PolicyState
 from dms_jax.policies.victims import VictimEviction
 
-BLOCK = 64  # queries of a prompt that are summed at a time
+BLOCK = 64  # queries of a prompt whose weights are summed at a time
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class Received:
-    """What the token in each slot has received, and its position."""
+    """Accumulated attention weight and position of the token in each slot."""
 
     sums: Float[Array, "N P"] = struct.field(metadata=PAGES)
     positions: Int[Array, "N P"] = struct.field(metadata=PAGES)
@@ -44,19 +44,19 @@ class H2O(VictimEviction):
     """Keeps half the budget by accumulated attention, half by recency.
 
     Attributes:
-      budget, compression_ratio, prefill: see `VictimEviction`; of an odd budget the recent tokens
-        are the larger half.
+      budget, compression_ratio, prefill: see `VictimEviction`; if the budget is odd, the recent
+        tokens get the larger half.
     """
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """Nothing received yet."""
+        """Returns the state of `VictimEviction`, and zero sums and positions."""
         pages = Received(
             sums=jnp.zeros(shape.pages, shape.wide), positions=jnp.zeros(shape.pages, jnp.int32)
         )
         return dataclasses.replace(super().init_state(shape), pages=pages)
 
     def written(self, state: PolicyState, chunk: Chunk, placement: Placement, pool) -> PolicyState:
-        """A new token has received nothing yet."""
+        """Resets the sums of the slots that were written, and stores the positions."""
         received: Received = state.pages
         positions = jnp.broadcast_to(chunk.tokens.positions[:, None], placement.slots.shape)
         received = Received(
@@ -66,14 +66,14 @@ class H2O(VictimEviction):
         return dataclasses.replace(state, pages=received)
 
     def observe(self, state: PolicyState, chunk: Chunk, placement, seen) -> PolicyState:
-        """Adds the weights of a query, or of all queries of a chunk in one pass."""
+        """Adds the weights of one query, or of all queries of a chunk in one pass."""
         if seen.weights is None:
             return _add(state, self._received_from(state, chunk, seen.q, seen.rows()), chunk)
         state = _add(state, seen.weights.mean(2), chunk)
         return super().observe(state, chunk, placement, seen)
 
     def scores(self, state, chunk, weights) -> Float[Array, "B K S"]:
-        """The sums; recent tokens score +inf."""
+        """Returns the accumulated weights; recent tokens score +inf."""
         budget = self.budget_of(chunk)
         recent = budget - budget // 2
         positions = slot_values(state.pages.positions, chunk.page_table)
@@ -81,14 +81,14 @@ class H2O(VictimEviction):
         return jnp.where(is_recent, jnp.inf, slot_values(state.pages.sums, chunk.page_table))
 
     def _received_from(self, state: PolicyState, chunk: Chunk, q, held) -> Float[Array, "B K S"]:
-        """What each slot receives from all queries of a chunk."""
+        """Returns the weight that each slot receives from all queries of a chunk."""
         positions = slot_values(state.pages.positions, chunk.page_table)
         batch, num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = held.k.shape[1]
         wide = state.pages.sums.dtype
         keys = held.k.astype(wide)
         padding = -num_tokens % min(BLOCK, num_tokens)
-        # Padded queries are those of no one: position -1 sees nothing.
+        # Padded queries have position -1, at which no key is visible.
         at = jnp.where(chunk.valid[:, 0], chunk.tokens.positions, -1)
         at = jnp.pad(at, ((0, 0), (0, padding)), constant_values=-1)
         grouped = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))).astype(wide)
@@ -110,7 +110,7 @@ class H2O(VictimEviction):
 
 
 def _add(state: PolicyState, weights: Float[Array, "B K S"], chunk: Chunk) -> PolicyState:
-    """Adds to the sums of a layer's rows."""
+    """Adds weights to the sums of a layer's rows."""
     received: Received = state.pages
     table = chunk.page_table
     rows = received.sums.at[table].get(mode="fill", fill_value=0)

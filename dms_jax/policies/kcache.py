@@ -1,16 +1,17 @@
 """KCache (He & Wu, arXiv 2404.18057): all keys on the device, values in host memory.
 
-A step computes the attention weights over every key, and fetches the values of the N largest:
+A decode step computes the attention weights over every key, and fetches the values of the N
+largest weights:
 
     S = softmax(q K^T / sqrt(D))      A = sum over the N largest of S_j V_j          (section 3.1)
 
-The weights are not normalised again after the cut, so a little less than the whole mass is summed;
-`renormalize=True` divides by what is left. Each query head fetches its own N rows. The prompt is
-attended densely, and so are the first `first_layers` layers, whose values stay on the device.
+The weights are not renormalised after the selection, so they sum to a little less than one;
+`renormalize=True` divides by their sum. Each query head fetches its own N values. The prompt gets
+full attention, and so do the first `first_layers` layers, whose values stay on the device.
 
 Half of the memory of the other layers moves to the host; none is freed, and every key is read.
-Under grouped queries the fetch grows with the query heads while the reading that it saves does
-not, so the break-even context is H / K times longer than with one KV head a query head
+With grouped queries, fetches grow with the number of query heads while the reads that they save do
+not, so the break-even context is H / K times longer than with one KV head per query head
 (`dms_jax.analysis.host_values`).
 """
 
@@ -31,13 +32,13 @@ class KCache(SelectiveReading):
     """Fetches the values with the largest attention weights.
 
     Attributes:
-      top: N, values fetched per query head and step.
-      compression_ratio: if given, N is (prompt + longest answer) / compression_ratio of each
-        request instead. The values are then on the device: from the host comes a fixed number.
-      first_layers: first layers whose values stay on the device and are all read.
+      top: N, the number of values fetched per query head and step.
+      compression_ratio: if given, N is (prompt + longest answer) / compression_ratio for each
+        request instead. This needs values="device": fetches from the host have a fixed size.
+      first_layers: number of first layers whose values stay on the device and are all read.
       renormalize: whether the weights of the fetched values are scaled to sum to one.
-      values: where those of the other layers live. "device" saves no memory; it is for a mesh of
-        devices, which does not serve "host", and to see what the selection alone does.
+      values: memory that holds the values of the other layers. "device" saves no memory; it is for
+        meshes, which do not support "host", and for measuring the effect of the selection alone.
       over: the policy that decides what the cache holds.
     """
 
@@ -51,12 +52,12 @@ class KCache(SelectiveReading):
         super().__post_init__()
         require(
             self.compression_ratio is None or self.values == "device",
-            "KCache: with a compression_ratio every request fetches another number of values, and "
-            "from host memory comes a fixed one; give top, or values='device'.",
+            "KCache: with a compression_ratio the number of fetched values differs by request, and "
+            "fetches from host memory have a fixed size; give top, or values='device'.",
         )
 
     def groups(self, num_layers: int) -> tuple[LayerGroup, ...]:
-        """The first layers are read as `over` reads."""
+        """Returns the first layers, which run `over`, and the other layers."""
         first = min(self.first_layers, num_layers)
         runs = (
             LayerGroup(0, first, self.over),
@@ -65,7 +66,7 @@ class KCache(SelectiveReading):
         return tuple(run for run in runs if run.start < run.end)
 
     def for_length(self, tokens: int) -> Policy:
-        """The same with a number of values, which no shorter sequence exceeds."""
+        """Returns the same policy with `top` in place of a compression ratio."""
         policy = super().for_length(tokens)
         if self.compression_ratio is None:
             return policy
@@ -73,7 +74,7 @@ class KCache(SelectiveReading):
         return dataclasses.replace(policy, top=top, compression_ratio=None)
 
     def footprint(self, tokens, *, group=1, **options) -> Footprint:
-        """That of `over`, of which a step reads every key and, per query head, N values."""
+        """Returns the footprint of `over`, with reads of every key and N values per query head."""
         held = super().footprint(tokens, group=group, **options)
         policy = self.for_length(tokens)
         assert isinstance(policy, KCache)
@@ -82,10 +83,10 @@ class KCache(SelectiveReading):
         return dataclasses.replace(held, reads=(held.expected + policy.top * group) / 2)
 
     def read(self, state, q, chunk: Chunk, placement: Placement) -> Reading:
-        """Every key, and the values of the largest weights."""
+        """Reads every key, and fetches the values of the largest weights."""
         if self.compression_ratio is None:
             fetch = Fetch(self.top, renormalize=self.renormalize)
-        else:  # at most as many as there are
+        else:  # at most as many as the row holds
             counts = jnp.maximum(shares(chunk, self.compression_ratio), 1)
             fetch = Fetch(LONGEST, counts, self.renormalize)
         return dataclasses.replace(super().read(state, q, chunk, placement), fetch=fetch)

@@ -1,8 +1,8 @@
-"""KeyDiff (Park et al., arXiv 2504.15364): keys that point away from the others matter.
+"""KeyDiff (Park et al., arXiv 2504.15364): keys that differ from the mean key are important.
 
     score_j = -cos(k_j, mean_i k_i / |k_i|)
 
-over the rotated keys that the row holds.
+over the rotated keys of the row.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from dms_jax.policies.periodic_eviction import Scorer
 
 @dataclasses.dataclass(frozen=True)
 class KeyDiff(Scorer):
-    """Keeps the keys that are least like the mean key.
+    """Keeps the keys with the lowest cosine similarity to the mean key.
 
     Attributes:
       budget, compression_ratio, interval: see `Scorer`.
     """
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
-        """The cosine with the mean direction, negated."""
+        """Returns the negative cosine similarity to the mean direction."""
         wide = jnp.promote_types(rows.k.dtype, jnp.float32)
         keys = rows.k.astype(wide)  # zeros beyond the length
         tiny = jnp.finfo(wide).tiny

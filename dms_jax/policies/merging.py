@@ -1,19 +1,19 @@
-"""Merging neighbouring tokens: the weighted means of segments, hard and soft.
+"""Merging neighbouring tokens: weighted means of segments, with hard and with soft decisions.
 
-Each token either opens a segment or joins the open one, and the cache holds one slot a segment:
+Each token either opens a segment or joins the open one, and the cache holds one slot per segment:
 
     S_t = alpha_t S_{t-1} + omega_t x_t        for x = 1, key, value          (DMC, eq. 9)
     x~_t = S_t(x) / S_t(1) = sum_j c_j x_j / sum_j c_j,   c_j = omega_j prod_{u=j+1..t} alpha_u
 
-with alpha_t = 1 to join, 0 to open, or in between while a model is trained. With a window w only
-the last w tokens count, t - w < j <= t. No token comes before the first of a sequence or of a
-packed document: its alpha is 0. Keys are merged before rotation, and the merged key is rotated to
-the position of the newest token, so that joining a segment rewrites its slot.
+with alpha_t = 1 to join, 0 to open, or in between (partial accumulation) in training. With a
+window w only the last w tokens count, t - w < j <= t. The first token of a sequence or of a packed
+document has alpha 0. Keys are merged before rotation, and the merged key is rotated to the
+position of the newest token, so joining a segment rewrites its slot.
 
-On the spine of delayed eviction a merge is an eviction with window 0: the previous token's slot is
-taken by the newcomer, which carries the mean of the whole segment. For training, where every
-intermediate slot is kept, those that a later token joined fade: key j has the bias
-log(1 - alpha_{j+1}) for every query but its own (appendix F).
+In terms of delayed eviction a merge is an eviction with window 0: the new token takes the previous
+token's slot and stores the mean of the whole segment. In training every intermediate slot is kept,
+and those that a later token joined are masked softly: key j has the bias log(1 - alpha_{j+1}) for
+every query but its own (appendix F).
 """
 
 import dataclasses
@@ -30,20 +30,20 @@ from dms_jax.policies.values import ROWS, CacheShape, Chunk, PolicyState, Retrof
 
 
 def segment_sums(values: Any, alpha: Float[Array, "B T K"], window: int | None) -> Any:
-    """Returns S_t of the last `window` tokens, or of all.
+    """Returns S_t over the last `window` tokens, or over all.
 
     Args:
       values: omega_t x_t, a tree of [B, T, K, ...].
-      alpha: how far each token joins the segment before it.
-      window: tokens that count; None for all.
+      alpha: degree to which each token joins the segment before it, from 0 to 1.
+      window: number of tokens to sum over; None for all.
 
-    All T at once: with a window, sums over 1, 2, 4, ... tokens are doubled and joined, which takes
-    about log2(window) passes over the values; without one, an associative scan. Sums are never
-    undone by subtraction.
+    All T sums are computed at once: with a window, sums over 1, 2, 4, ... tokens are doubled and
+    joined in about log2(window) passes over the values; without one, by an associative scan.
+    Nothing is subtracted, so nothing cancels.
     """
     if window is None or window >= alpha.shape[1]:
         return jax.lax.associative_scan(_join, (alpha, values), axis=1)[1]
-    # (product of alpha, sum) over the last `length` tokens of each token.
+    # (product of alpha, sum) over the last `length` tokens up to each token.
     total, length = None, 0
     power, size = (alpha, values), 1
     while True:
@@ -57,14 +57,14 @@ def segment_sums(values: Any, alpha: Float[Array, "B T K"], window: int | None) 
 
 
 def _join(earlier: Any, later: Any) -> Any:
-    """(product, sum) of two neighbouring stretches of tokens."""
+    """Combines (product, sum) of two adjacent ranges of tokens."""
     product, alpha = earlier[0] * later[0], later[0]
     sums = jax.tree.map(lambda a, b: _like(alpha, b) * a + b, earlier[1], later[1])
     return product, sums
 
 
 def _delay(tree: Any, by: int) -> Any:
-    """Moves entry t to t + by and fills with zeros.
+    """Moves entry t to t + by, and fills with zeros.
 
     # by=1  In: [1, 2, 3]  Out: [0, 1, 2]
     """
@@ -84,9 +84,9 @@ def partial_means(
     omega: Float[Array, "B K T"],
     window: int | None,
 ) -> tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]:
-    """Keys and values with every token's segment merged into it (eq. 9), for any alpha.
+    """Returns keys and values with each token's segment merged into it (eq. 9), for any alpha.
 
-    Accumulated in the type of `alpha` and `omega`, which is at least float32.
+    The sums have the dtype of `alpha` and `omega`, which is at least float32.
     """
     alpha, omega = (jnp.swapaxes(x, 1, 2) for x in (alpha, omega))
     weights = omega[..., None]
@@ -95,13 +95,13 @@ def partial_means(
     return (sum_k / total).astype(k.dtype), (sum_v / total).astype(v.dtype)
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class MergeState:
-    """A row's ring (of one token) and what its open segment has gathered, unrotated.
+    """A row's ring (one token) and the unrotated sums of its open segment.
 
     Attributes:
-      ring: of `DelayedEviction`.
+      ring: the row state of `DelayedEviction`.
       sums: omega * (k, v, 1), 2 D + 1 numbers: one running sum without a window, else one entry
         for each of the last window - 1 tokens, zero for those outside the open segment.
     """
@@ -112,25 +112,25 @@ class MergeState:
 
 @dataclasses.dataclass(frozen=True)
 class Merging(DelayedEviction):
-    """Base of policies that merge a token into the slot before it. `decide` gives importance."""
+    """Base of policies that merge a token into the previous slot, weighted by `importance`."""
 
     @property
     def retrofit(self) -> Retrofit:
-        """A differentiable form; nothing that must be learned."""
+        """A differentiable form, but no decisions that must be learned."""
         return Retrofit(possible=True)
 
     @property
     def mark_shift(self) -> int:
-        """A merging token takes the slot of the one before it."""
+        """See `DelayedEviction.mark_shift`: a merged token takes the slot of the previous one."""
         return 1
 
     @property
     def merge_window(self) -> int | None:
-        """Tokens of a segment that count in its mean, the last ones; None for all."""
+        """Number of most recent tokens of a segment that its mean is taken over; None for all."""
         return None
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """An empty ring and empty sums."""
+        """Returns an empty ring and zero sums for each row."""
         entries = 1 if self.merge_window is None else self.merge_window - 1
         sums = jnp.zeros((*shape.rows, entries, 2 * shape.head_dim + 1), shape.wide)
         return PolicyState(rows=MergeState(ring=super().init_state(shape).rows, sums=sums))
@@ -160,11 +160,11 @@ class Merging(DelayedEviction):
         return dataclasses.replace(state, rows=rows), dataclasses.replace(chunk, tokens=tokens)
 
     def _carried(self, rows: MergeState, num_tokens: int) -> Float[Array, "B T K sums"]:
-        """What was gathered before the chunk and still counts for each of its tokens."""
+        """Returns the part of the earlier sums that each token of the chunk still includes."""
         before = jnp.moveaxis(rows.sums, 1, 2)  # [B, n, K, sums]
         if self.merge_window is None:
             return before
-        # Token t leaves the t oldest of the window - 1 entries behind.
+        # For token t, the t oldest of the window - 1 entries are outside the window.
         within = jax.lax.cumsum(before, axis=1, reverse=True)[:, :num_tokens]
         missing = num_tokens - within.shape[1]
         return jnp.pad(within, ((0, 0), (0, missing), (0, 0), (0, 0)))
@@ -177,25 +177,25 @@ class Merging(DelayedEviction):
         alpha: Float[Array, "B T K"],
         count: Array,
     ) -> Float[Array, "B K n sums"]:
-        """`MergeState.sums` after the chunk's `count` tokens."""
+        """Returns `MergeState.sums` after the chunk's `count` tokens."""
         before = jnp.moveaxis(rows.sums, 1, 2)
         entries = before.shape[1]
         if self.merge_window is None:
-            new = sums  # of which the last one
-        index = count[:, None] + jnp.arange(entries)  # into what was before and the chunk
+            new = sums  # only the last one is kept
+        index = count[:, None] + jnp.arange(entries)  # into the earlier entries and the chunk's
         take = lambda x: jnp.take_along_axis(x, index[(...,) + (None,) * (x.ndim - 2)], axis=1)  # noqa: E731
         kept = take(jnp.concatenate([before, new], axis=1))
         if self.merge_window is not None:
-            # Whoever opened a segment left the entries before it outside.
+            # Entries before the token that opened the segment are outside of it.
             opened = take(jnp.pad(1 - alpha, ((0, 0), (entries, 0), (0, 0))))
             after = jax.lax.cumsum(opened, axis=1, reverse=True) - opened
             kept = jnp.where(after[..., None] > 0, 0, kept)
         return jnp.moveaxis(kept, 2, 1)
 
     def ring_of(self, rows: MergeState) -> Ring:
-        """The ring beside the sums."""
+        """See `DelayedEviction.ring_of`; returns the ring beside the sums."""
         return rows.ring
 
     def with_ring(self, rows: MergeState, ring: Ring) -> MergeState:
-        """The same sums, another ring."""
+        """See `DelayedEviction.with_ring`; the sums are unchanged."""
         return dataclasses.replace(rows, ring=ring)

@@ -1,12 +1,12 @@
 """Periodic eviction: rows grow, and are cut back to a budget by scores.
 
-The standard methods that need no training differ in one function: the scores of the tokens in the
-cache. The rest is the same, and is here. A prompt attends to all of itself, a chunk in one pass;
-after its last token each row is cut to the `budget` tokens of the highest scores. From then on
-tokens are appended, and whenever the rows of a layer hold budget + interval tokens on average, they
-are cut back after the attention of that step (a budget of 2048 and an interval of 512 is the
-published decoding of kvpress). Tokens that stay keep their order, so the last slots of a row are
-always the most recent tokens, and the pages behind the cut are given back.
+The standard training-free methods differ in one function: the scores of the tokens in the cache.
+The rest is common to all, and is here. A prompt gets full attention, each chunk in one pass; after
+its last token each row is cut to the `budget` tokens with the highest scores. From then on tokens
+are appended, and when the rows of a layer hold budget + interval tokens on average, they are cut
+back after the attention of that step (kvpress's published decoding has a budget of 2048 and an
+interval of 512). The kept tokens stay in order, so the last slots of a row are always the most
+recent tokens, and the pages freed by a cut are released.
 """
 
 import dataclasses
@@ -28,55 +28,55 @@ Interval = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class PeriodicEviction(Policy):
-    """The mechanism: when rows are cut, and which slots stay by their scores."""
+    """The mechanism of periodic eviction: when rows are cut, and which slots are kept."""
 
     @property
     def shrinks(self) -> bool:
-        """After the prompt, and while answering."""
+        """See `Policy.shrinks`: rows are cut after the prompt, and during the answer."""
         return True
 
     @property
     def parallel(self):
-        """Prompts in one pass; answers token by token, for a cut may come between two."""
+        """Prompts in one pass; answers token by token, because a cut may fall between two."""
         return "prompts"
 
     @property
     def cut_interval(self) -> int | None:
-        """Tokens that are appended between two cuts; None for no cut but that after a prompt."""
+        """Number of tokens appended between two cuts; None to cut after the prompt only."""
         raise NotImplementedError
 
     @property
     def protected(self) -> int:
-        """Tokens of a row that always stay, because their scores are +inf."""
+        """Number of tokens per row that are always kept because they score +inf."""
         return 0
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
-        """Tokens that a row of this layer keeps, on average over the layer's rows."""
+        """Returns the tokens that a row of this layer keeps, on average over the layer's rows."""
         raise NotImplementedError
 
     def scores(self, state: PolicyState, chunk: Chunk, rows: Rows) -> Float[Array, "B K S"]:
-        """The score of each slot; +inf for those that stay in any case.
+        """Returns the score of each slot; +inf for those that are always kept.
 
         Args:
-          state: what the policy remembers.
-          chunk: the tokens that came last.
-          rows: what the cache holds, the chunk included.
+          state: the policy's state.
+          chunk: the most recent tokens.
+          rows: the contents of the cache, including the chunk.
         """
         raise NotImplementedError
 
     def select(
         self, scores: Float[Array, "B K S"], budget: Int[Array, "B 1"], chunk: Chunk
     ) -> Bool[Array, "B K S"]:
-        """Which slots stay; -inf marks slots that are not in use."""
+        """Returns the retention mask; slots that are not in use score -inf."""
         return highest(scores, budget)
 
     def survivors(self, state, chunk, rows, q) -> Bool[Array, "B K S"]:
-        """Those of the highest scores."""
+        """Keeps the slots with the highest scores."""
         scores = jnp.where(rows.live, self.scores(state, chunk, rows), -jnp.inf)
         return self.select(scores, self.layer_budget(chunk), chunk)
 
     def due(self, lengths: Int[Array, "B K"], chunk: Chunk) -> Bool[Array, " B"] | None:
-        """Once the rows of the layer hold budget + interval tokens on average."""
+        """Returns whether the rows of the layer hold budget + interval tokens on average."""
         if self.cut_interval is None:
             return None
         total, heads = lengths.sum(1), lengths.shape[1]
@@ -90,16 +90,16 @@ class Scorer(BudgetedPolicy, PeriodicEviction):
     """Base of policies that score the tokens of a row.
 
     Attributes:
-      budget: tokens that a row keeps.
-      compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio of
+      budget: number of tokens that a row keeps.
+      compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio for
         each request instead.
-      interval: tokens of an answer that are appended before rows are cut back to the budget; None
-        to cut after the prompt alone.
+      interval: number of generated tokens after which rows are cut back to the budget; None to cut
+        after the prompt only.
     """
 
     interval: Interval = 512
 
-    protected_by: ClassVar[str] = "by rule"  # the field that says how many
+    protected_by: ClassVar[str] = "by rule"  # the field that sets how many are protected
 
     def __post_init__(self):
         super().__post_init__()
@@ -111,19 +111,19 @@ class Scorer(BudgetedPolicy, PeriodicEviction):
 
     @property
     def least_budget(self) -> int:
-        """One token beside those that always stay."""
+        """See `BudgetedPolicy.least_budget`: one token more than those that are always kept."""
         return self.protected + 1
 
     @property
     def cut_interval(self) -> int | None:
-        """The interval."""
+        """See `PeriodicEviction.cut_interval`: the policy's interval."""
         return self.interval
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
-        """The same for every layer."""
+        """Returns the budget, which is the same for every layer."""
         return self.budget_of(chunk)
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
-        """The budget, and what comes before the next cut."""
+        """Returns the budget and the tokens that are appended before the next cut."""
         budget = self.budget_for(tokens)
         return bounded(tokens, None if self.interval is None else budget + self.interval)

@@ -7,14 +7,14 @@ scores a page by an upper bound on its attention logits,
 
 and reads only the best `budget // P` pages. Selection is separate for every query head, as in the
 published evaluation; `per="kv_head"` deviates from it: the query heads of a group share the pages
-with the highest sums of their scores, which a group then reads once. The prompt is attended
-densely, and so are the first `dense_layers` layers. The memory is not reduced; the reads are, to
-the budget and two vectors a page.
+with the highest sums of their scores, which the group then reads once. The prompt gets full
+attention, and so do the first `dense_layers` layers. Memory is not reduced; reads are, to the
+budget and two vectors per page.
 
-Over a policy that evicts (`over=DMS(...)`) the pages are those of the survivors, whose slots are
+Over a policy with eviction (`over=DMS(...)`) the pages hold the kept tokens, whose slots are
 reused: the page that is always read is the one that the current token was written to, and the
-bounds of every page that is written to are worked out anew from the keys that it now holds, so
-they never cover a key that is gone.
+bounds of every written page are recomputed from the keys that it now holds, so they never include
+an evicted key.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from dms_jax.policies.values import (
 from pallas_kernels import select_largest
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class PageBounds:
     """Elementwise minimum and maximum of the keys of each page."""
@@ -57,13 +57,14 @@ class Quest(BudgetedPolicy, SelectiveReading):
     """Reads the pages with the highest bound on attention.
 
     Attributes:
-      budget: tokens read per query head and step, rounded down to whole pages.
-      compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio of
-        each request instead, and one page at least; pages are then ranked, which costs more than
-        to find a fixed number of them.
-      dense_layers: first layers that read everything.
-      force_last_page: always read the page of the current token (the original kernels); False
-        lets the bound decide and reads at least 3 pages (the original evaluation code).
+      budget: number of tokens read per query head and step, rounded down to whole pages.
+      compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio for
+        each request instead, and at least one page; pages are then sorted, which costs more than
+        selecting a fixed number of them.
+      dense_layers: number of first layers that read everything.
+      force_last_page: whether the page of the current token is always read (as in the original
+        kernels); otherwise the bound decides, and at least 3 pages are read (as in the original
+        evaluation code).
       per: whether each query head selects, or the query heads of a KV head together.
       over: the policy that decides what the cache holds.
     """
@@ -73,17 +74,17 @@ class Quest(BudgetedPolicy, SelectiveReading):
     per: Literal["query_head", "kv_head"] = "query_head"
 
     def groups(self, num_layers: int) -> tuple[LayerGroup, ...]:
-        """The first layers keep bounds like the rest, but read everything."""
+        """Returns the first layers, which keep bounds but read everything, and the others."""
         dense = min(self.dense_layers, num_layers)
         everything = dataclasses.replace(self, budget=LONGEST, compression_ratio=None)
         runs = (LayerGroup(0, dense, everything), LayerGroup(dense, num_layers, self))
         return tuple(run for run in runs if run.start < run.end)
 
     def footprint(self, tokens, *, page_size, group=1, **options) -> Footprint:
-        """That of `over`, of which a step reads the bounds and, per query head, the budget.
+        """Returns the footprint of `over`, with reads of the bounds and a budget per query head.
 
         Raises:
-          ConfigError: the budget is less than one page, and could not be kept.
+          ConfigError: if the budget is less than one page.
         """
         require(
             self.compression_ratio is not None or self.budget >= page_size,
@@ -99,7 +100,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
         return dataclasses.replace(held, reads=reads, attended=budget)
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """Empty bounds."""
+        """Returns the state of `over`, with the bounds of empty pages."""
         size = (shape.num_pages, shape.head_dim)
         bounds = PageBounds(
             low=jnp.full(size, jnp.inf, shape.dtype), high=jnp.full(size, -jnp.inf, shape.dtype)
@@ -109,7 +110,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
     def written(
         self, state: PolicyState, chunk: Chunk, placement: Placement, pool: Pool
     ) -> PolicyState:
-        """Works out the bounds of the pages that were written to."""
+        """Computes the bounds of the pages that were written to."""
         bounds: PageBounds = state.pages
         slots, size = placement.slots, chunk.static.page_size
         if slots.shape[-1] == 1:
@@ -153,7 +154,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
         if self.force_last_page:
             current = (placement.slots // page_size)[..., None]  # [B, K, 1, 1]
             score = jnp.where(index == current, jnp.inf, score)
-        # Pages that are not live have no bounds: their scores can be anything, NaN too.
+        # Pages that are not live have no bounds: their scores can be anything, including NaN.
         score = jnp.where(index < live[:, :, None, None], score, -jnp.inf)
         # In ascending order: the last page, the only partial one, stays last.
         if shared:
@@ -168,8 +169,8 @@ class Quest(BudgetedPolicy, SelectiveReading):
         chosen = jnp.where(
             has_last, (count - 1) * page_size + partial[..., None], count * page_size
         )
-        # With fewer live pages than selected ones the first `live` of them are the live ones, and
-        # there is nothing to choose: the group reads its row once and no bounds.
+        # With fewer live pages than selected ones, the first `live` of them are the live ones and
+        # there is nothing to select: the group reads its row once and no bounds.
         all_live = live <= count[..., 0]
         reads = jnp.where(all_live, lengths, chosen.sum(-1) + live).sum(-1, dtype=jnp.int32)
         lengths = jnp.where(all_live[..., None], lengths[..., None], chosen)
@@ -182,10 +183,10 @@ class Quest(BudgetedPolicy, SelectiveReading):
     def _score(
         self, bounds: PageBounds, q: Float[Array, "B H D"], page_table: Int[Array, "B K M"]
     ) -> Float[Array, "B K G M"]:
-        """The bound on attention of each page, summed over a group that chooses together (G = 1).
+        """Returns each page's bound on attention, summed over a group that shares pages (G = 1).
 
-        sum_d max(q low, q high) = sum_d max(q, 0) high + min(q, 0) low: products of numbers as they
-        are stored, summed in float32 at least.
+        sum_d max(q low, q high) = sum_d max(q, 0) high + min(q, 0) low: products in the stored
+        dtype, accumulated in at least float32.
         """
         batch, num_kv_heads, _ = page_table.shape
         grouped = q.reshape(batch, num_kv_heads, -1, q.shape[-1])
@@ -204,7 +205,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
 def _first_largest(
     score: Float[Array, "B K G M"], count: Int[Array, "B 1 1 1"]
 ) -> Int[Array, "B K G M"]:
-    """The pages with the `count` highest scores, in ascending order, and then the others.
+    """Returns the pages with the `count` highest scores, in ascending order, then the others.
 
     # score: [3, 1, 3, 2]  count: 2  Out: [0, 2, 1, 3]
     """

@@ -1,8 +1,8 @@
-"""Random selection: the control for every method that scores.
+"""Random selection: the baseline for methods that score tokens.
 
-The score of a token is a number in [0, 1) that is drawn anew for every cut, from a hash of the
-layer, the KV head, the slot and the position of the cut. `RandomEviction` is its counterpart for
-methods that decide token by token.
+The score of a token is a uniform number in [0, 1), drawn for every cut from a hash of the layer,
+the KV head, the slot and the position of the cut. `RandomEviction` is its counterpart for methods
+that decide token by token.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class RandomSelection(Scorer):
 
     Attributes:
       budget, compression_ratio, interval: see `Scorer`.
-      seed: of the draws.
+      seed: random seed of the draws.
     """
 
     seed: Seed = 0
@@ -30,14 +30,14 @@ class RandomSelection(Scorer):
     def draw(
         self, layer: Int[Array, ""], heads: Int[Array, " K"], newest: Int[Array, " B"], slots: int
     ) -> Float[Array, "B K S"]:
-        """The numbers of a cut after the token at position `newest`."""
+        """Returns the random numbers of a cut after the token at position `newest`."""
         seed = mix(jnp.uint32(self.seed) ^ mix(layer.astype(jnp.uint32) + 1))
         head = mix(seed + heads.astype(jnp.uint32))[:, None]
         when = mix(newest.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[:, None, None]
         return uniform(mix(mix(head ^ when) + jnp.arange(slots, dtype=jnp.uint32)))
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
-        """The draws of this cut."""
+        """Returns the random numbers of this cut."""
         heads = jnp.arange(rows.k.shape[1])
         if chunk.static.head_axis is not None:
             heads += len(heads) * jax.lax.axis_index(chunk.static.head_axis)

@@ -2,8 +2,8 @@
 
     l = (a + g1 - g2) / tau,   alpha = sigmoid(l),   g1, g2 ~ Gumbel(0, 1)          (DMS, eq. 1)
 
-The difference of two Gumbel variables is a Logistic(0, 1) variable, which is what is drawn here.
-The noise is divided by the temperature too, so P(alpha > 1/2) = sigmoid(a) whatever tau.
+The difference of two Gumbel variables is a Logistic(0, 1) variable, which is sampled here directly.
+The noise is divided by the temperature too, so P(alpha > 1/2) = sigmoid(a) for any tau.
 """
 
 import jax
@@ -26,15 +26,15 @@ def noisy_logits(
 
 
 def straight_through(noisy: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Hard decisions 1[sigmoid(l) > 1/2] whose gradient is that of sigmoid(l).
+    """Returns hard decisions 1[sigmoid(l) > 1/2] with the gradient of sigmoid(l).
 
     # In: [-3.0, 0.2]  Out: [0.0, 1.0], gradients [0.045, 0.248]
     """
     soft = jax.nn.sigmoid(noisy)
     hard = (noisy > 0).astype(noisy.dtype)
-    return hard + (soft - jax.lax.stop_gradient(soft))  # the brackets make it exact
+    return hard + (soft - jax.lax.stop_gradient(soft))  # exact because of the parentheses
 
 
 def log_keep(noisy: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """log(1 - alpha) = log_sigmoid(-l), exact where alpha rounds to 1."""
+    """Returns log(1 - alpha) = log_sigmoid(-l), accurate where alpha rounds to 1."""
     return jax.nn.log_sigmoid(-noisy)

@@ -1,10 +1,10 @@
-"""Policies that change only what is read, over any policy that says who stays.
+"""Policies that change only what is read, over another policy that decides what is kept.
 
-Reading and keeping are separate questions, so they compose: `Quest(over=DMS(...))` lets DMS decide
-which tokens survive and selects pages among those, `KCache(over=DMS(...))` fetches values of
-survivors alone. Everything about deciding and writing is handed to `over`; it must decide from the
-tokens themselves (plain, DMS, DMC, StreamingLLM, random), because attention weights are not known
-for what is not read.
+Selection and eviction are independent, so they compose: `Quest(over=DMS(...))` lets DMS evict
+tokens and selects pages among the kept ones, `KCache(over=DMS(...))` fetches values of kept tokens
+only. Everything about deciding and writing is handed to `over`; it must decide from the tokens
+themselves (Vanilla, DMS, DMC, StreamingLLM, RandomEviction), because the attention weights of
+tokens that are not read are unknown.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from dms_jax.policies.vanilla import Vanilla
 
 @dataclasses.dataclass(frozen=True)
 class SelectiveReading(Policy):
-    """Base of policies that read less than the cache holds. Prompts are read whole.
+    """Base of policies that read less than the cache holds. Prompts get full attention.
 
     Attributes:
       over: the policy that decides what the cache holds.
@@ -41,14 +41,14 @@ class SelectiveReading(Policy):
         require(
             isinstance(self.over, Vanilla | DelayedEviction) and self.over.parallel == "always",
             f"{self.name}: over={show(self.over)} decides by attention, which is not known for "
-            "what is not read; give a policy whose tokens decide for themselves (Vanilla, DMS, "
+            "what is not read; give a policy that decides from the tokens alone (Vanilla, DMS, "
             "DMC, StreamingLLM with a budget in tokens, RandomEviction).",
         )
         super().__post_init__()
 
     @property
     def parallel(self):
-        """Prompts are read whole."""
+        """See `Policy.parallel`: prompts get full attention."""
         return "prompts"
 
     # -- handed to `over` -------------------------------------------------------------------------
@@ -60,37 +60,37 @@ class SelectiveReading(Policy):
 
     @property
     def visible_window(self) -> int:
-        """The window of `over`."""
+        """See `Policy.visible_window`; handed to `over`."""
         return self.over.visible_window
 
     def footprint(self, tokens, **options) -> Footprint:
-        """That of `over`."""
+        """See `Policy.footprint`; handed to `over`."""
         return self.over.footprint(tokens, **options)
 
     def decide(self, tokens: Tokens) -> Decisions:
-        """Decides as `over`."""
+        """See `Policy.decide`; handed to `over`."""
         return self.over.decide(tokens)
 
     def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], scale=0.0):
-        """Clears the neurons of `over`."""
+        """See `Policy.clear_borrowed`; handed to `over`."""
         return self.over.clear_borrowed(q, k, scale)
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """The state of `over`."""
+        """See `Policy.init_state`; handed to `over`."""
         return self.over.init_state(shape)
 
     def merge(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Chunk]:
-        """Rewrites keys and values as `over`."""
+        """See `Policy.merge`; handed to `over`."""
         return self.over.merge(state, chunk)
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
-        """Places tokens as `over`."""
+        """See `Policy.write`; handed to `over`."""
         return self.over.write(state, chunk)
 
     def written(self, state, chunk, placement, pool) -> PolicyState:
-        """Handed to `over`."""
+        """See `Policy.written`; handed to `over`."""
         return self.over.written(state, chunk, placement, pool)
 
     def evicted(self, chunk: Chunk) -> Bool[Array, "B K T"]:
-        """Evicts as `over`."""
+        """See `Policy.evicted`; handed to `over`."""
         return self.over.evicted(chunk)

@@ -1,4 +1,4 @@
-"""What a policy remembers of single slots: numbers [N, P] by page, seen as rows [B, K, S]."""
+"""Per-slot state of a policy: arrays [N, P] by page, viewed as rows [B, K, S]."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from dms_jax.policies.values import NOT_STORED
 
 
 def slot_values(pages: Array, page_table: Int[Array, "B K M"]) -> Array:
-    """[N, P] by page -> [B, K, S] by slot; whatever was there beyond a row's length."""
+    """Gathers [N, P] by page into [B, K, S] by slot; values beyond a row's length are arbitrary."""
     rows = pages.at[page_table].get(mode="fill", fill_value=0)
     return rows.reshape(*page_table.shape[:2], -1)
 
@@ -22,7 +22,7 @@ def put_slots(
 ) -> Shaped[Array, "N P"]:
     """Writes numbers into slots, whole pages at a time.
 
-    A scatter of single numbers would want another layout of the whole array.
+    A scatter of single numbers would make XLA change the layout of the whole array.
     """
     num_pages, size = pages.shape
     if slots.shape[-1] == 1:

@@ -1,12 +1,12 @@
-"""SnapKV (Li et al., arXiv 2404.14469): what the last queries attended to.
+"""SnapKV (Li et al., arXiv 2404.14469): the tokens that the most recent queries attended to.
 
     w_j     = mean over the last `window` queries i of softmax(q_i K / sqrt(d))_j
     score_j = mean over the group of mean over |n| <= kernel / 2 of w_{j + n}
 
-for the tokens before the window, with zeros beyond both ends; the window itself always stays. A
-question takes part in what is kept if it lies in the window.
+for the tokens before the window, with zeros beyond both ends; the window itself is always kept. A
+question at the end of the prompt influences what is kept if it lies in the window.
 
-The policy remembers the last `window` queries of every head, which takes as much room as
+The state holds the last `window` queries of every head, and takes as much memory as
 window * group / 2 tokens of a row.
 """
 
@@ -22,17 +22,17 @@ from dms_jax.checks import Count, Range, require
 from dms_jax.policies.periodic_eviction import Scorer
 from dms_jax.policies.values import CacheShape, Chunk, PolicyState
 
-WIDEST_KERNEL = 255  # tokens: the paper's are 5 to 63, and every place costs a pass over the scores
+WIDEST_KERNEL = 255  # tokens: the paper has 5 to 63, and each one costs a pass over the scores
 
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(Scorer):
-    """Keeps what a window of recent queries attended to, and the window.
+    """Keeps a window of recent tokens, and the tokens that the window's queries attended to.
 
     Attributes:
       budget, compression_ratio, interval: see `Scorer`.
-      window: queries that vote; their tokens stay.
-      kernel: tokens over which the votes are averaged, an odd number up to `WIDEST_KERNEL`.
+      window: number of recent queries that vote; their tokens are kept.
+      kernel: number of tokens over which votes are averaged, odd and at most `WIDEST_KERNEL`.
     """
 
     window: Count = 64
@@ -46,11 +46,11 @@ class SnapKV(Scorer):
 
     @property
     def protected(self) -> int:
-        """The window."""
+        """See `PeriodicEviction.protected`: the window."""
         return self.window
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """An empty ring of rotated queries, that of position t at t mod window."""
+        """Returns an empty ring of rotated queries; position t is stored at t mod window."""
         size = (*shape.rows, self.window, shape.group, shape.head_dim)
         return PolicyState(rows=jnp.zeros(size, shape.dtype))
 
@@ -61,7 +61,7 @@ class SnapKV(Scorer):
         index = jnp.arange(seen.q.shape[1])[None]
         last = chunk.count[:, None]
         keep = (index < last) & (index >= last - self.window)
-        place = jnp.where(keep, chunk.tokens.positions % self.window, self.window)  # else dropped
+        place = jnp.where(keep, chunk.tokens.positions % self.window, self.window)  # or dropped
         grouped = seen.q.reshape(batch, -1, num_kv_heads, group, head_dim)
         ring = ring.at[jnp.arange(batch)[:, None], :, place].set(
             grouped.astype(ring.dtype), mode="drop"
@@ -69,7 +69,7 @@ class SnapKV(Scorer):
         return dataclasses.replace(state, rows=ring)
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
-        """The votes of the window's queries, a block of them at a time."""
+        """Returns the votes of the window's queries, computed in blocks of queries."""
         ring = state.rows
         wide = jnp.promote_types(ring.dtype, jnp.float32)
         keys = rows.k.astype(wide)

@@ -1,11 +1,12 @@
 """StreamingLLM (Xiao et al., arXiv 2309.17453): the first tokens and the most recent ones.
 
 A query at position i sees key j iff j < sinks (the attention sinks) or j is among the last
-`budget - sinks` tokens, itself included. Rotations keep the true positions.
+`budget - sinks` tokens, including i itself. Keys are rotated by their true positions.
 
-With a budget in tokens every key carries its own lifetime: delayed eviction. A share of the request
-is another number for each sequence, and for each turn of a conversation, so that tokens come one by
-one: beyond the budget, each takes the slot of the oldest token that is no sink.
+With a budget in tokens the lifetime of every key is known in advance: delayed eviction. With a
+compression ratio the budget differs between sequences, and between turns of a conversation, so
+tokens are processed one by one: beyond the budget, each takes the slot of the oldest token that is
+not a sink.
 """
 
 import dataclasses
@@ -31,13 +32,13 @@ from dms_jax.policies.values import (
 
 @dataclasses.dataclass(frozen=True)
 class StreamingLLM(BudgetedPolicy, DelayedEviction):
-    """Attention sinks and a recent window.
+    """Keeps the attention sinks and a window of recent tokens.
 
     Attributes:
-      budget: live tokens per row, the current one included.
-      compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio of
-        each request instead, and one token beside the sinks at least.
-      sinks: first tokens that are never evicted.
+      budget: number of live tokens per row, including the current one.
+      compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio for
+        each request instead, and at least one token more than the sinks.
+      sinks: number of first tokens that are never evicted.
     """
 
     sinks: Whole = 4
@@ -52,40 +53,40 @@ class StreamingLLM(BudgetedPolicy, DelayedEviction):
 
     @property
     def least_budget(self) -> int:
-        """One token beside the sinks."""
+        """See `BudgetedPolicy.least_budget`: one token more than the sinks."""
         return self.sinks + 1
 
     @property
     def parallel(self):
-        """Where the window is the same for every sequence."""
+        """See `Policy.parallel`: only where the window is the same for every sequence."""
         return "always" if self.compression_ratio is None else "never"
 
     @property
     def visible_window(self) -> int:
-        """The recent tokens, without the current one."""
+        """See `Policy.visible_window`: the recent tokens without the current one."""
         return self.budget - self.sinks - 1
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
-        """Never more than the budget."""
+        """Returns a footprint of at most the budget."""
         return bounded(tokens, self.budget_for(tokens))
 
     def decide(self, tokens: Tokens) -> Decisions:
-        """Everything but the sinks leaves with the window."""
+        """Marks every token but the sinks for eviction."""
         batch, num_tokens = tokens.positions.shape
         shape = (batch, tokens.k.shape[2], num_tokens)
         marks = (tokens.positions >= self.sinks)[:, None]
         return Decisions(marks=jnp.broadcast_to(marks, shape))
 
-    # -- a share of the request -------------------------------------------------------------------
+    # -- with a compression ratio -----------------------------------------------------------------
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """The ring of delayed eviction; for a share, the position of the token in each slot."""
+        """Returns the ring of delayed eviction, or with a ratio each slot's token position."""
         if self.compression_ratio is None:
             return super().init_state(shape)
         return PolicyState(pages=jnp.zeros(shape.pages, jnp.int32))
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
-        """Beyond the budget, the newcomer takes the slot of the oldest token that is no sink."""
+        """Gives a token beyond the budget the slot of the oldest token that is not a sink."""
         if self.compression_ratio is None:
             return super().write(state, chunk)
         assert chunk.valid.shape[-1] == 1
@@ -99,7 +100,7 @@ class StreamingLLM(BudgetedPolicy, DelayedEviction):
         return state, place(chunk, slots, live)
 
     def written(self, state, chunk: Chunk, placement: Placement, pool) -> PolicyState:
-        """Notes the positions, for a share."""
+        """Stores the positions of the new tokens if there is a compression ratio."""
         if self.compression_ratio is None:
             return state
         positions = jnp.broadcast_to(chunk.tokens.positions[:, None], placement.slots.shape)

@@ -1,7 +1,7 @@
-"""What passes between a model and its cache policy.
+"""The values that a model and its cache policy exchange.
 
-Shapes: B sequences, T tokens of a chunk, H query heads, K KV heads, D head dim, M pages a row, P
-tokens a page, S = M * P slots, N pages of the pool.
+Shapes: B sequences, T tokens of a chunk, H query heads, K KV heads, D head dim, M pages per row,
+P slots per page, S = M * P slots, N pages of the pool.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.sharding import axes
 
-FOREVER = 2**30  # later than any query: int32, with room for sums
-NOT_STORED = -1  # the slot of a token that is gone before the end of its chunk
+FOREVER = 2**30  # later than any query; an int32 that can be added to
+NOT_STORED = -1  # the slot of a token that is evicted before the end of its chunk
 
-# The axes over which arrays are split, declared beside each field.
+# The axes over which arrays are sharded, declared with each field.
 SEQUENCES = axes("sequences")
 ROWS = axes("sequences", "kv_heads")
 HEADS = axes("sequences", "tokens", "heads")
@@ -25,15 +25,15 @@ KV_HEADS = axes("sequences", "tokens", "kv_heads")
 PAGES = axes("pages")
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class Tokens:
     """T tokens of one layer before rotation, after the norms of queries and keys.
 
     Attributes:
       q, k, v: queries, keys and values.
-      positions: from 0 at the start of each sequence (or packed document).
-      layer: number of the layer.
+      positions: token positions, from 0 at the start of each sequence (or packed document).
+      layer: index of the layer.
       adapter_logits: decision logits of the layer's adapter, for a policy that reads one.
     """
 
@@ -45,14 +45,14 @@ class Tokens:
     adapter_logits: Float[Array, "B K T"] | None = struct.field(default=None, metadata=ROWS)
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class Decisions:
-    """What the tokens of one layer say.
+    """The decisions of the tokens of one layer.
 
     Attributes:
-      logits: decision logit per KV head, positive for yes; None if the policy learns nothing.
-      marks: the hard decisions; None if the policy decides nothing from a token.
+      logits: decision logits, positive for yes; None if the policy learns no decisions.
+      marks: hard decisions (to evict or merge); None if the policy decides nothing from a token.
       importance: importance weight of each token (DMC's omega), or None.
     """
 
@@ -63,14 +63,14 @@ class Decisions:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What is known of a chunk when its program is traced.
+    """Properties of a chunk that are known when its program is traced.
 
     Attributes:
-      page_size: slots a page.
+      page_size: slots per page.
       scale: factor on the dot products of attention.
-      num_layers: layers of the model.
-      frequencies: radians by which one position turns each plane of a key, D/2 of them.
-      head_axis: mesh axis over which the KV heads are split, if any: a mean over the heads of a
+      num_layers: number of layers of the model.
+      frequencies: rotation frequencies in radians per position, one for each of the D/2 planes.
+      head_axis: mesh axis over which the KV heads are sharded, if any: a mean over the heads of a
         layer needs a `jax.lax.pmean` over it.
     """
 
@@ -81,21 +81,21 @@ class Static:
     head_axis: str | None = None
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class Chunk:
-    """T new tokens of every row of one layer. Tokens at and beyond `count` are padding.
+    """T new tokens of every row of one layer. Tokens from index `count` on are padding.
 
     Attributes:
       tokens: queries, keys and values before rotation; borrowed neurons are zero.
-      decisions: what `decide` said of the tokens.
+      decisions: the tokens' decisions, from `Policy.decide`.
       rotation: cos and sin of the tokens' positions.
-      count: tokens of each sequence that are not padding.
+      count: number of tokens of each sequence that are not padding.
       page_table: pages of each row.
-      lengths: slots that each row used before the chunk.
-      max_lengths: tokens that each sequence can come to, its prompt and its longest answer.
+      lengths: slots in use in each row before the chunk.
+      max_lengths: maximum length of each sequence: its prompt and its longest answer.
       ends_prompt: whether the chunk's last token is the last one of its prompt.
-      static: what is no array.
+      static: properties that are known when the program is traced.
     """
 
     tokens: Tokens
@@ -112,7 +112,7 @@ class Chunk:
 
     @property
     def first(self) -> Int[Array, " B"]:
-        """Position of the chunk's first token, which is how many tokens came before it."""
+        """Position of the chunk's first token, equal to the number of tokens before it."""
         return self.tokens.positions[:, 0]
 
     @property
@@ -122,27 +122,27 @@ class Chunk:
 
     @property
     def valid(self) -> Bool[Array, "B K T"]:
-        """Which tokens of each row are not padding."""
+        """Whether each token of each row is not padding."""
         batch, num_tokens, num_kv_heads, _ = self.tokens.k.shape
         valid = jnp.arange(num_tokens) < self.count[:, None]
         return jnp.broadcast_to(valid[:, None], (batch, num_kv_heads, num_tokens))
 
     @property
     def num_slots(self) -> int:
-        """S, the slots that a row's page table can address."""
+        """Number of slots that a row's page table can address (S)."""
         return self.page_table.shape[-1] * self.static.page_size
 
 
 @struct.dataclass
 class Placement:
-    """How a chunk enters the cache.
+    """The slots that a chunk is written to, and the keys that its queries see.
 
     Attributes:
-      slots: the slot each token is written to, NOT_STORED if it is gone by the chunk's end.
-      live: slots in use right after each token.
+      slots: the slot that each token is written to; NOT_STORED if it is evicted within the chunk.
+      live: number of slots in use right after each token.
       evicted: whether the key is hidden from queries beyond the window (chunks in one pass).
-      past_until: the last query of the chunk (0, 1, ...) that still sees each slot that was in
-        use before the chunk; FOREVER for those that stay (chunks in one pass).
+      past_until: index of the chunk's last query that sees each slot in use before the chunk;
+        FOREVER for slots that are kept (chunks in one pass).
     """
 
     slots: Int[Array, "B K T"]
@@ -152,17 +152,17 @@ class Placement:
 
     @property
     def lengths(self) -> Int[Array, "B K"]:
-        """Slots in use after the chunk."""
+        """Number of slots in use in each row after the chunk."""
         return self.live[..., -1]
 
 
 def place(chunk: Chunk, slots: Array, live: Array) -> Placement:
-    """The placement of tokens that hide no key from any query.
+    """Returns the placement of tokens that hide no key from any query.
 
     Args:
-      chunk: the tokens.
-      slots: slot of each token; padding is not stored whatever it says.
-      live: slots in use after each token.
+      chunk: the new tokens.
+      slots: slot of each token; ignored for padding, which is not stored.
+      live: number of slots in use after each token.
     """
     return Placement(
         slots=jnp.where(chunk.valid, slots, NOT_STORED),
@@ -174,12 +174,12 @@ def place(chunk: Chunk, slots: Array, live: Array) -> Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Fetch:
-    """Which values each query head fetches by its attention weights, in place of reading them all.
+    """The number of values that each query head fetches, those with the largest weights.
 
     Attributes:
-      top: the most values that any query head fetches.
-      counts: how many each sequence fetches, where they differ in it.
-      renormalize: whether the weights of the fetched values are made to sum to one.
+      top: maximum number of values that a query head fetches.
+      counts: number of values per sequence, if it differs between sequences.
+      renormalize: whether the weights of the fetched values are scaled to sum to one.
     """
 
     top: int
@@ -189,12 +189,12 @@ class Fetch:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The rows a query attends to.
+    """The rows that a query attends to.
 
     `page_table` and `lengths` have one row per KV head ([B, K, M]; its G query heads share it) or
-    one per query head ([B, H, M]). `reads` counts the key-value entries that this costs, where it
-    is not the sum of the lengths (Quest: besides, one entry a page for its two bounds). `fetch`
-    says which values are read where not all are.
+    one per query head ([B, H, M]). `reads` counts the key-value entries that are read, if it is not
+    the sum of the lengths (Quest also reads two bounds per page, counted as one entry). `fetch`
+    selects the values that are read, if not all of them are.
     """
 
     page_table: Int[Array, "B X M"]
@@ -203,10 +203,10 @@ class Reading:
     fetch: Fetch | None = None
 
 
-@no_type_check  # jax also builds it of shapes and of partitions
+@no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class Rows:
-    """What the rows of a layer hold, slot by slot; zeros beyond a row's length."""
+    """Keys and values of a layer's rows by slot; zeros beyond a row's length."""
 
     k: Float[Array, "B K S D"]
     v: Float[Array, "B K S D"]
@@ -214,19 +214,19 @@ class Rows:
 
     @property
     def live(self) -> Bool[Array, "B K S"]:
-        """Which slots are in use."""
+        """Whether each slot is in use."""
         return jnp.arange(self.k.shape[2]) < self.lengths[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What attention over a chunk leaves for its policy to learn from.
+    """The results of attention over a chunk from which a policy updates its state.
 
     Attributes:
       q: the chunk's rotated queries.
       weights: attention weights of one query over the slots, for policies that ask for them
-        (`observes_weights`); None for a chunk of a prompt that was read in one pass.
-      rows: gathers what the rows hold, the chunk included.
+        (`observes_weights`); None for a chunk of a prompt that was attended in one pass.
+      rows: function that gathers the contents of the rows, including the chunk.
     """
 
     q: Float[Array, "B T H D"]
@@ -239,9 +239,9 @@ class Relaxed:
     """The differentiable form of a layer's decisions.
 
     Attributes:
-      k, v: unrotated keys and values (for DMC partially merged ones).
-      bias: added (<= 0) to the scores of a key for queries beyond the window.
-      decisions: hard forward and soft backward (straight-through), for the compression loss.
+      k, v: unrotated keys and values (partially accumulated for DMC).
+      bias: bias (<= 0) on the scores of a key for queries beyond the window.
+      decisions: straight-through decisions (hard forward, soft backward) for the compression loss.
     """
 
     k: Float[Array, "B T K D"]
@@ -252,9 +252,9 @@ class Relaxed:
 
 @struct.dataclass
 class PolicyState:
-    """What a policy remembers, beside the cache: leaves [B, K, ...] and leaves [N, ...].
+    """A policy's state beside the cache: leaves [B, K, ...] by row and leaves [N, ...] by page.
 
-    A state that is a dataclass declares the axes of its own fields.
+    A state that is a dataclass declares the sharding axes of its own fields.
     """
 
     rows: Any = struct.field(default=(), metadata=ROWS)
@@ -263,14 +263,14 @@ class PolicyState:
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
-    """Sizes from which a policy makes its empty state.
+    """The sizes from which a policy initializes its state.
 
     Attributes:
       num_sequences, num_kv_heads: B and K, the rows of one layer.
-      group: G, query heads of each KV head.
-      head_dim: D.
-      dtype: dtype of the cache.
-      num_pages, page_size: N and P of the pool.
+      group: number of query heads per KV head (G).
+      head_dim: dimension of a key or value (D).
+      dtype: floating-point type of the cache.
+      num_pages, page_size: N and P, the size of the pool.
     """
 
     num_sequences: int
@@ -283,31 +283,31 @@ class CacheShape:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """(B, K)."""
+        """Shape of a number per row, (B, K)."""
         return self.num_sequences, self.num_kv_heads
 
     @property
     def pages(self) -> tuple[int, int]:
-        """(N, P)."""
+        """Shape of a number per slot of the pool, (N, P)."""
         return self.num_pages, self.page_size
 
     @property
     def wide(self) -> jnp.dtype:
-        """The dtype of sums: that of the cache, and float32 at least."""
+        """Type of accumulators: the cache's dtype, but at least float32."""
         return jnp.promote_types(self.dtype, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What one row comes to hold, and what a decode step then reads of it.
+    """The slots that a row holds at the end, and the entries that a decode step then reads.
 
     Attributes:
       expected: slots in use at the end, averaged over the rows and layers.
-      at_least: slots that every row is sure to hold at the end.
-      at_most: slots that no row exceeds, None if it grows with the sequence; of a policy that
-        `shrinks`, once its prompt was cut.
+      at_least: lower bound on the slots in use of every row at the end.
+      at_most: upper bound on the slots of a row, after its prompt was cut if the policy `shrinks`;
+        None if a row can grow with the sequence.
       reads: key-value entries that a step reads for the row and its group of query heads.
-      attended: entries that each query head attends to.
+      attended: key-value entries that each query head attends to.
     """
 
     expected: float | int
@@ -319,14 +319,14 @@ class Footprint:
 
 @dataclasses.dataclass(frozen=True)
 class Retrofit:
-    """What a model must be trained for before a policy means anything on it.
+    """The training that a model needs before it can run a policy.
 
     Attributes:
       possible: whether the policy has a differentiable form (`Policy.relax`).
-      decisions: what the model learns its decisions to mean, in words; None where it learns none.
-        Budgets, windows and thresholds may change after training; what this says may not.
-      borrowed_neurons: which neurons carry the decisions and take no part in attention; None for
-        none. A model works with exactly the neurons out of attention that it was trained with.
+      decisions: description of the decisions that the model learns; None if it learns none.
+        Budgets, windows and thresholds may change after training; this description may not.
+      borrowed_neurons: description of the neurons that carry decisions instead of taking part in
+        attention; None for none. It must be the same at inference as in training.
       adapter: whether decisions are read from an adapter.
     """
 
@@ -337,5 +337,5 @@ class Retrofit:
 
     @property
     def needed(self) -> bool:
-        """Whether the policy means nothing on a model that was not trained for it."""
+        """Whether the policy requires a model that was trained for it."""
         return self.decisions is not None

@@ -1,4 +1,4 @@
-"""The plain cache: every token is appended, every query reads them all."""
+"""The vanilla (uncompressed) cache: every token is appended, and every query reads all of them."""
 
 import dataclasses
 
@@ -7,4 +7,4 @@ from dms_jax.policies.base import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Vanilla(Policy):
-    """No compression. The base class is exactly this."""
+    """Keeps and reads every token, which is what the base class does."""

@@ -1,16 +1,16 @@
-"""One out, one in: attention names a victim, whose slot the next token takes.
+"""Eviction of one token per step: attention selects a victim, whose slot the next token takes.
 
-Up to the budget everything is kept. Beyond, after the attention of each token the policy names the
-slot of the lowest score. The next token overwrites it in place, so a row holds budget + 1 slots
-while a query attends, and nothing moves.
+Up to the budget everything is kept. Beyond it, after the attention of each token the policy selects
+the slot with the lowest score. The next token overwrites it in place, so a row holds budget + 1
+slots while a query attends, and nothing is moved.
 
-Prompts, in two readings:
+Prompts are processed in one of two ways:
 
-* `prefill="evict_past_budget"`: the tokens of a prompt are treated like those of an answer, as the
-  DMS paper ran these baselines (arXiv 2506.05345, appendix G.1): memory never exceeds the budget,
-  and prompts are run token by token;
-* `prefill="dense_then_evict"`: a prompt attends to all of itself in one pass a chunk, as in the
-  published code; one cut after it leaves the budget, and gives back the pages.
+* `prefill="evict_past_budget"`: the tokens of a prompt are treated like generated ones, as the DMS
+  paper ran these baselines (arXiv 2506.05345, appendix G.1): memory never exceeds the budget, and
+  prompts are run token by token;
+* `prefill="dense_then_evict"`: a prompt gets full attention, each chunk in one pass, as in the
+  published code; one cut after it leaves the budget and releases the freed pages.
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ Prefill = Literal["evict_past_budget", "dense_then_evict"]
 
 @dataclasses.dataclass(frozen=True)
 class VictimEviction(BudgetedPolicy):
-    """Base of policies that drop one token a step.
+    """Base of policies that evict one token per step.
 
     Attributes:
-      budget: tokens that survive each query; one more is live while it attends.
-      compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio of
+      budget: number of tokens kept after each query; one more is live while it attends.
+      compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio for
         each request instead.
-      prefill: whether eviction begins inside the prompt or after it.
+      prefill: whether eviction starts inside the prompt or after it.
     """
 
     prefill: Prefill = "evict_past_budget"
@@ -52,24 +52,24 @@ class VictimEviction(BudgetedPolicy):
 
     @property
     def shrinks(self) -> bool:
-        """After a prompt that was read whole."""
+        """See `Policy.shrinks`: rows are cut after a dense prompt."""
         return self.prefill == "dense_then_evict"
 
     @property
     def parallel(self):
-        """Who is dropped depends on attention: token by token, but for a dense prompt."""
+        """See `Policy.parallel`: the victim depends on attention, except in a dense prompt."""
         return "prompts" if self.shrinks else "never"
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
-        """The budget, and the token that is too many."""
+        """Returns a footprint of at most the budget and one token that is to be evicted."""
         return bounded(tokens, self.budget_for(tokens) + 1)
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """The slot that the next token takes, NOT_STORED for a new one."""
+        """Returns the slot that the next token of each row takes; NOT_STORED for a new slot."""
         return PolicyState(rows=jnp.full(shape.rows, NOT_STORED, jnp.int32))
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
-        """The first token takes the victim's slot, the others new ones."""
+        """Gives the first token the victim's slot, and the others new slots."""
         victim, valid = state.rows[..., None], chunk.valid
         first = jnp.arange(valid.shape[-1]) == 0
         reuse = valid & first & (victim != NOT_STORED)
@@ -86,11 +86,11 @@ class VictimEviction(BudgetedPolicy):
     def scores(
         self, state: PolicyState, chunk: Chunk, weights: Float[Array, "B K G S"]
     ) -> Float[Array, "B K S"]:
-        """The score of each slot after the chunk's last token; +inf for those that stay.
+        """Returns the score of each slot after the chunk's last token; +inf to protect it.
 
         Args:
-          state: what the policy remembers, the weights included.
-          chunk: the tokens that came last.
+          state: the policy's state, updated with the weights.
+          chunk: the most recent tokens.
           weights: attention weights of the last token's query.
         """
         raise NotImplementedError
@@ -98,7 +98,7 @@ class VictimEviction(BudgetedPolicy):
     def observe(
         self, state: PolicyState, chunk: Chunk, placement: Placement, seen: Observation
     ) -> PolicyState:
-        """Names the victim once more than the budget are live."""
+        """Selects the victim if a row holds more live tokens than the budget."""
         if seen.weights is None:  # a prompt in one pass, which is cut at its end
             return state
         scores = self.scores(state, chunk, seen.weights)
@@ -109,8 +109,8 @@ class VictimEviction(BudgetedPolicy):
         return dataclasses.replace(state, rows=rows)
 
     def survivors(self, state, chunk: Chunk, rows: Rows, q) -> Bool[Array, "B K S"]:
-        """Those of the highest scores, as many as the budget says."""
-        assert q is not None  # rows are cut at the end of a prompt alone
+        """Keeps the slots with the highest scores, within the budget."""
+        assert q is not None  # rows are only cut at the end of a prompt
         last = jnp.maximum(chunk.count - 1, 0)
         query = jnp.take_along_axis(q, last[:, None, None, None], axis=1)[:, 0]
         scores = self.scores(state, chunk, query_weights(query, rows, chunk.static.scale))
@@ -118,7 +118,7 @@ class VictimEviction(BudgetedPolicy):
 
 
 def query_weights(q: Float[Array, "B H D"], rows: Rows, scale: float) -> Float[Array, "B K G S"]:
-    """The attention weights of one query of each sequence over its rows."""
+    """Returns the attention weights of one query per sequence over its rows."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, num_kv_heads = rows.k.shape[:2]
     grouped = q.reshape(batch, num_kv_heads, -1, q.shape[-1]).astype(wide)

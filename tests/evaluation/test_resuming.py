@@ -111,6 +111,7 @@ def test_answers_of_other_settings_are_not_mixed(tmp_path):
         ({"sampling": SAMPLING}, "sampling"),
         ({"sampling": short, "policy": dms_jax.TOVA(budget=20)}, "policy"),
         ({"sampling": short, "seed": 1}, "seed"),
+        ({"sampling": short, "serving": dataclasses.replace(SERVING, page_size=8)}, "page_size"),
     ):
         with pytest.raises(DataError, match=rf"answers\.jsonl holds .* settings \({name}\)"):
             run(tmp_path, problems=1, **changes)

@@ -11,7 +11,7 @@ import dms_jax
 from dms_jax.errors import BusyError, CapacityError
 from dms_jax.evaluation import Serving, evaluate
 from dms_jax.generation import Engine, Generation
-from dms_jax.generation.calls import carrying
+from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.runner import Runner
 from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
@@ -108,13 +108,13 @@ def test_an_error_that_takes_no_attributes_passes_as_it_is():
                 raise AttributeError(name)
             super().__setattr__(name, value)
 
-    with pytest.raises(Closed), carrying(lambda: {0: "done"}):
+    with pytest.raises(Closed), keep_finished(lambda: {0: "done"}):
         raise Closed
     assert CapacityError("nothing ran").finished == {}
 
 
 def test_scores_of_earlier_sequences_are_carried(monkeypatch):
-    given, follow, calls = prompts((13, 13, 13)), Runner.decode_forced, []
+    given, follow, calls = prompts((13, 13, 13)), Runner.teacher_forced_decode, []
     model = model_for("vanilla", ends=False)
     expected = dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
 
@@ -125,7 +125,7 @@ def test_scores_of_earlier_sequences_are_carried(monkeypatch):
         return follow(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "decode_forced", third)
+        patch.setattr(Runner, "teacher_forced_decode", third)
         with pytest.raises(KeyboardInterrupt) as caught:
             dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
     done = caught.value.finished

@@ -1,7 +1,7 @@
-"""Rows of what none of the papers has: selection and fetching among survivors, caches of 8 bits.
+"""Rows for combinations beyond the papers: selection and fetching after eviction, 8-bit caches.
 
-Where a cache holds 8 bits the simulation is the same over keys and values that went through them
-(`snap`); what nothing evicts is then plain attention over such numbers.
+For an 8-bit cache the simulation is the same over quantized keys and values (`snap`); a policy
+without eviction is then vanilla attention over quantized numbers.
 """
 
 import functools
@@ -17,12 +17,12 @@ def unchanged(x):
 
 
 def stored_keys(policy, layer):
-    """Rotated keys in 8 bits."""
+    """Returns the rotated keys, quantized to 8 bits."""
     return float8.snap(layer.rotated[1])
 
 
 def simulate_dms_float8(policy, layer, prompt_length, page_size):
-    """The same decisions over keys and values that went through 8 bits."""
+    """Simulates DMS with the same decisions over quantized keys and values."""
     decisions, (q, k, v) = dms_decisions(policy, layer)
     return dms.simulate(
         q,
@@ -46,7 +46,7 @@ def simulate_tova_float8(policy, layer, prompt_length, page_size):
 
 
 def simulate_quest_over_dms(policy, layer, prompt_length, page_size, snap=unchanged):
-    """Pages of the survivors."""
+    """Simulates page selection among the tokens that DMS keeps."""
     _, (q, k, v) = dms_decisions(policy.over, layer)
     return quest.select_over(
         simulate_dms(policy.over, layer, prompt_length, page_size),
@@ -76,7 +76,7 @@ def simulate_kcache(policy, layer, prompt_length, page_size):
 
 
 def simulate_kcache_over_dms(policy, layer, prompt_length, page_size, snap=unchanged):
-    """Values of the survivors."""
+    """Simulates value fetching among the tokens that DMS keeps."""
     _, (q, k, v) = dms_decisions(policy.over, layer)
     kept = simulate_dms(policy.over, layer, prompt_length, page_size)
     return kcache.simulate(q, snap(k), snap(v), prompt_length, kept=kept, **fetching(policy, layer))

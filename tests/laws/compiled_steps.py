@@ -1,4 +1,4 @@
-"""Compiles decode chunks ahead of time and prints what the compiler says of them, as JSON.
+"""Compiles decode chunks ahead of time and prints the compiler's reports as JSON.
 
 Run by `test_compiled_steps.py` in a process of its own: compiling for TPU takes libtpu, which one
 process loads at a time, and times are clean only without a compilation cache. Nothing is executed
@@ -57,7 +57,7 @@ BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
 
 
 def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
-    """Shapes for a chunk of 8 steps; the pool is `pool_factor` times what the rows can address."""
+    """Returns shapes for a chunk of 8 steps; the pool has `pool_factor` times the rows' pages."""
     config = ModelConfig(
         vocab_size=512,
         hidden_size=256,
@@ -98,20 +98,20 @@ def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
 
 
 def on_tpu() -> NamedSharding:
-    """One chip of a TPU that need not be there."""
+    """Returns a sharding on one chip of a TPU topology; no TPU is needed."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
     mesh = Mesh(np.array(topology.devices[:1]).reshape(1, 1), ("data", "model"))
     return NamedSharding(mesh, PartitionSpec())
 
 
 def on_gpu() -> NamedSharding:
-    """The first GPU of this machine."""
+    """Returns a sharding on the first GPU of this machine."""
     mesh = Mesh(np.array(jax.devices("gpu")[:1]).reshape(1, 1), ("data", "model"))
     return NamedSharding(mesh, PartitionSpec())
 
 
 def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
-    """What a compiled chunk does with the pool."""
+    """Returns the pool's copies, aliasing and memory in a compiled chunk."""
     shapes = arguments(policy, num_layers=3, pool_factor=pool_factor, place=place)
     compiled = programs.decode.lower(*shapes).compile()
     pool, lines = shapes[1].k_pages, compiled.as_text().splitlines()
@@ -147,7 +147,7 @@ def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
 
 
 def compile_seconds(num_layers: int) -> tuple[float, int]:
-    """Processor seconds to trace, lower and compile for this machine; and instructions."""
+    """Returns the CPU seconds to trace, lower and compile for this machine, and instructions."""
     shapes = arguments(DMS(window=64), num_layers=num_layers, pool_factor=1)
     jax.clear_caches()
     start = time.process_time()
@@ -157,9 +157,9 @@ def compile_seconds(num_layers: int) -> tuple[float, int]:
 
 
 def memory_of_all(place: NamedSharding) -> dict:
-    """`memory_of` of every policy, with a pool and one of four times the size.
+    """Returns `memory_of` for every policy, with a pool and one of four times the size.
 
-    XLA may take a smaller one into a TPU's VMEM while it is worked on.
+    XLA may move a smaller pool into a TPU's VMEM while it is used.
     """
     return {
         name: [memory_of(kind(**SMALL_OPTIONS.get(kind, {})), factor, place) for factor in (8, 32)]
@@ -172,7 +172,7 @@ def main() -> None:
         print(json.dumps(dict(memory=memory_of_all(on_gpu()))))
         return
     memory = memory_of_all(on_tpu())
-    compile_seconds(2)  # imports and tables of the compiler
+    compile_seconds(2)  # warm-up: imports and tables of the compiler
     times = [[compile_seconds(layers) for layers in (4, 40)] for _ in range(3)]
     print(json.dumps(dict(memory=memory, times=times)))
 

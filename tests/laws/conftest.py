@@ -1,6 +1,6 @@
-"""The laws hold in float64: differences are rounding, or they are wrong.
+"""The laws run in float64, where any difference beyond rounding is an error.
 
-Tests record their largest difference; the end of a run of this directory shows them by test.
+Tests record their largest difference; the summary of a run of this directory lists them by test.
 """
 
 import pytest

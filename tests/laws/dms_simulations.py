@@ -1,4 +1,4 @@
-"""How the table simulates DMS: decisions from the layer, then the eviction."""
+"""Simulations of DMS for the table: decisions from the layer's input, then eviction."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from tests.oracles.transformer import LayerInput
 
 
 def dms_decisions(policy: DMS, layer: LayerInput):
-    """Decisions [T, K] and the rotated q, k, v that attention sees."""
+    """Returns decisions [T, K] and the rotated q, k, v that attention sees."""
     options = dict(alpha_scale=policy.alpha_scale, alpha_offset=policy.alpha_offset)
     if policy.source == "query_neuron":
         logits, q, k = dms.from_query_neuron(layer.q, layer.k, layer.cos, layer.sin, **options)
@@ -39,6 +39,6 @@ def simulate_dms(policy, layer, prompt_length, page_size):
 
 
 def simulate_dms_identity(policy, layer, prompt_length, page_size):
-    """Plain attention, the borrowed neuron zeroed where there is one."""
+    """Simulates vanilla attention, with the borrowed neuron zeroed if there is one."""
     _, tensors = dms_decisions(policy, layer)
     return vanilla.simulate(*tensors)

@@ -1,4 +1,7 @@
-"""A row of the table of policies under the laws, and the models that rows run on."""
+"""A row of the table of policies under the laws, and the models that rows run on.
+
+A row is a policy with its options, its simulation, and the sizes of the model.
+"""
 
 import dataclasses
 import functools
@@ -20,7 +23,7 @@ INNER = {"over": "over", "scorer": "of"}  # fields that hold another policy
 
 
 def _options(policy: Policy) -> list[str]:
-    """What differs from the policy's defaults, that of a policy underneath included."""
+    """Returns the options that differ from the defaults, including those of an inner policy."""
     default = type(policy)()
     changed = {
         field.name: getattr(policy, field.name)
@@ -39,16 +42,16 @@ class Row:
     """A policy under test.
 
     Attributes:
-      policy: what runs.
+      policy: the policy that runs.
       simulate: the NumPy simulation.
       group: query heads per KV head.
-      page_size: does not divide the lengths of the tests.
-      keys: the keys that stand in the slots, by the ids of the trace; rotated ones by default.
-      ordered: whether the simulation also says which slot holds what.
+      page_size: slots per page; does not divide the lengths of the tests.
+      keys: the keys stored in the slots, by the ids of the trace; rotated keys by default.
+      ordered: whether the simulation also gives the order of slots.
       selects: whether query heads read less than the cache holds.
-      identity: whether nothing is ever evicted, so that the simulation is plain attention.
-      kv_dtype: the type of the cache; the model's if None.
-      cuts: when rows are rewritten shorter right after a token's attention.
+      identity: whether nothing is ever evicted, so that the simulation is vanilla attention.
+      kv_dtype: the dtype of the cache; the model's if None.
+      cuts: whether rows are cut right after a token's attention.
     """
 
     policy: Policy
@@ -63,7 +66,7 @@ class Row:
     cuts: Literal["never", "after the prompt", "always"] = "never"
 
     def held(self, trace: Trace, done: int, prompt_length: int) -> list[list[int]]:
-        """What the slots of each KV head hold after `done` tokens."""
+        """Returns the tokens in the slots of each KV head after `done` tokens."""
         if not done:
             return [[] for _ in trace.live[0]]
         after_prompt = self.cuts == "after the prompt" and done == prompt_length
@@ -82,7 +85,7 @@ class Row:
 
 @functools.cache
 def model_of(group: int, adapter: bool) -> Transformer:
-    """Two layers; the switches of the model vary with the group size."""
+    """Returns a model of two layers, whose switches vary with the group size."""
     kv_heads = 2 if group < 8 else 1
     config = tiny_config(
         num_heads=kv_heads * group,

@@ -20,7 +20,7 @@ from tests.support.models import tiny_config
 
 THETA = tiny_config().rope.theta
 LAYERS = 2
-PLENTY = 64  # beyond every sequence of the tests
+PLENTY = 64  # longer than every sequence of the tests
 
 
 def worth_of(scorer, layer) -> scored.Worth:
@@ -48,7 +48,7 @@ def worth_of(scorer, layer) -> scored.Worth:
 
 
 def random_worth(scorer: RandomSelection, layer: int, kv_heads: int) -> scored.Worth:
-    """The draws are the policy's own: what is simulated is the eviction."""
+    """Returns the policy's own random scores; only the eviction is simulated."""
 
     def worth(t, held):
         most = max(map(len, held))
@@ -81,7 +81,7 @@ def simulate(policy, layer, prompt_length, page_size):
 
 
 def rows() -> list[Row]:
-    """Together they have every number of query heads per KV head, and one with nothing to cut."""
+    """Returns rows that cover every number of query heads per KV head, and one without cuts."""
     make = functools.partial(Row, simulate=simulate, cuts="always")
     expected = ExpectedAttention
     return [

@@ -1,4 +1,4 @@
-"""What `generate` and `score` must return, worked out by the simulation."""
+"""The results that `generate` and `score` must return, computed from the simulation."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ FLOAT64, FLOAT32, INT32 = 8, 4, 4
 
 
 def bytes_per_page(config: ModelConfig, row: Row) -> int:
-    """Keys, values and what is kept beside them (Quest: two bounds; H2O: sums and positions)."""
+    """Returns the bytes of keys, values and page state (Quest: bounds; H2O: sums and positions)."""
     numbers = config.head_dim * (FLOAT64 if row.kv_dtype is None else 1)
     entry = numbers + (0 if row.kv_dtype is None else FLOAT32)
     away = isinstance(row.policy, KCache) and row.policy.values == "host"
@@ -37,7 +37,7 @@ def bytes_per_page(config: ModelConfig, row: Row) -> int:
 
 
 def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
-    """What the policy remembers of a row: a ring of marked slots, sums, a victim."""
+    """Returns the bytes of a policy's state per row: a ring of slots, sums, a victim."""
     if isinstance(policy, PeriodicEviction):
         return bytes_of_queries(config, policy)
     if isinstance(policy, VictimEviction):
@@ -54,7 +54,7 @@ def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
 
 
 def bytes_of_queries(config: ModelConfig, policy: Policy) -> int:
-    """SnapKV's window of queries; the moments of ExpectedAttention."""
+    """Returns the bytes of SnapKV's window of queries, or of ExpectedAttention's moments."""
     while isinstance(policy, Allocation):
         policy = policy.scorer
     numbers = 0
@@ -71,17 +71,17 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def left_in(row: Row, one: transformer.Pass, prompt_length: int) -> list[int]:
-    """Slots in use of all rows of the sequence at its end."""
+    """Returns the total slots in use of the sequence's rows at its end."""
     held = [row.held(trace, len(trace.live), prompt_length) for trace in one.traces]
     return [len(head) for layer in held for head in layer]
 
 
 @dataclasses.dataclass
 class Expected:
-    """A pass over everything that is fed, and the figures it must lead to.
+    """A simulated pass over all input tokens, and the usage figures that follow from it.
 
     Args:
-      fed: tokens that go through the cache; `prompt_length` of them belong to the prompt.
+      fed: number of tokens that go through the cache; the first `prompt_length` are the prompt.
       first_read: the first token whose reads count.
     """
 
@@ -118,7 +118,7 @@ class Expected:
 def check_completion(
     row: Row, weights, config: ModelConfig, prompt: list[int], completion, page_size: int
 ) -> float:
-    """A greedy answer and its usage; returns the largest difference of log-probabilities."""
+    """Checks a greedy answer and its usage; returns the largest difference of log-probabilities."""
     answer = completion.tokens
     expected = Expected(
         row, weights, config, [*prompt, *answer[:-1]], len(prompt), len(prompt), page_size
@@ -134,7 +134,7 @@ def check_completion(
 
 
 def check_score(row: Row, weights, config: ModelConfig, tokens, score, page_size: int) -> float:
-    """Log-probabilities and usage of given tokens; returns the largest difference."""
+    """Checks log-probabilities and usage of given tokens; returns the largest difference."""
     tokens = np.asarray(tokens)
     expected = Expected(row, weights, config, tokens[:-1], 0, 0, page_size)
     logprobs = expected.logprobs[np.arange(len(tokens) - 1), tokens[1:]]

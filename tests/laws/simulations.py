@@ -1,4 +1,4 @@
-"""The sequences that the laws run, and what the oracle says of them."""
+"""The sequences that the laws run, and their simulation by the oracles."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ def weights_of(row: Row) -> transformer.Weights:
 def simulate(
     row: Row, weights: transformer.Weights, tokens, prompt_length: int, page_size: int
 ) -> transformer.Pass:
-    """One sequence through the NumPy model, each layer under the row's simulation."""
+    """Runs one sequence through the NumPy model, each layer under the row's simulation."""
     return transformer.run(
         weights,
         tokens,
@@ -37,7 +37,7 @@ def simulated(row: Row, sequence: int, prompt_length: int, page_size: int) -> tr
 
 
 def expected(row: Row, prompts, page_size: int | None = None) -> list[transformer.Pass]:
-    """Passes of all sequences; computed once where prompts and pages change nothing."""
+    """Returns the passes of all sequences, cached where prompts and pages make no difference."""
     page_size = page_size or row.page_size
     if row.policy.parallel != "prompts":
         prompts, page_size = [0] * len(LENGTHS), row.page_size
@@ -45,22 +45,22 @@ def expected(row: Row, prompts, page_size: int | None = None) -> list[transforme
 
 
 def peak_slots(passes: list[transformer.Pass]) -> np.ndarray:
-    """[L, B, K]: the most slots each row comes to hold."""
+    """Returns the most slots that each row ever holds, [L, B, K]."""
     peaks = np.array([[trace.peak for trace in one.traces] for one in passes])
     return np.swapaxes(peaks, 0, 1)
 
 
 def live_totals(one: transformer.Pass) -> np.ndarray:
-    """[T]: slots in use over all rows while each token attends."""
+    """Returns the slots in use over all rows while each token attends, [T]."""
     return sum(trace.live_counts.sum(axis=1) for trace in one.traces)
 
 
 def read_totals(one: transformer.Pass, page_size: int) -> np.ndarray:
-    """[T]: entries read over all rows by each token.
+    """Returns the entries read over all rows by each token, [T].
 
-    The query heads of a group read their common row once. Where they choose pages (Quest), each
-    reads its own, unless they choose together, and the two bounds of every page count as one
-    entry, unless there is nothing to choose: then the row is read once.
+    The query heads of a group read their common row once. Where they select pages (Quest), each
+    reads its own, unless they select together, and the two bounds of every page count as one
+    entry. If there is nothing to select, the row is read once.
     """
     totals = []
     for trace in one.traces:
@@ -78,9 +78,9 @@ def read_totals(one: transformer.Pass, page_size: int) -> np.ndarray:
 
 
 def read_again(row: Row, one: transformer.Pass, prompt_length: int) -> np.ndarray:
-    """[T]: entries that each token of an answer reads once more, where its layer is then cut.
+    """Returns the entries that each generated token reads again where its layer is cut, [T].
 
-    To judge what stays, all that the rows of the layer hold is looked at.
+    Scoring reads all slots in use of the layer's rows.
     """
     totals = [np.zeros(len(one.traces[0].live), int)]
     if row.cuts != "always":

@@ -1,8 +1,7 @@
-"""Every policy under the laws: a row says what to run and which simulation it must equal.
+"""Every policy under the laws: a row gives the policy and the simulation that it must equal.
 
-To put a policy under all laws, add its rows: at least one for each number of query heads per KV
-head (1, 2, 4, 8), with hyper-parameters and page sizes spread over them, and one that has nothing
-to evict.
+To test a policy under all laws, add its rows: at least one for each number of query heads per KV
+head (1, 2, 4, 8), with hyper-parameters and page sizes spread over them, and one without eviction.
 """
 
 import functools
@@ -39,7 +38,7 @@ def dmc_neuron(policy: DMC) -> int:
 
 
 def dmc_decisions(policy: DMC, layer: LayerInput):
-    """Logits of a merge, and importance, both [T, K]."""
+    """Returns merge logits and importance, both [T, K]."""
     options = dict(neuron=dmc_neuron(policy), offset=policy.offset, per=policy.per)
     omega = dmc.importance_weights(layer.q, layer.k.shape[1], epsilon=policy.epsilon, **options)
     if policy.importance == "uniform":
@@ -63,7 +62,7 @@ def simulate_dmc(policy, layer, prompt_length, page_size):
 
 
 def merged_keys(layer: LayerInput, alpha, omega, window: int | None, neuron: int | None):
-    """The merged key of the segment that ends at each token, rotated to that token."""
+    """Returns the merged key of the segment that ends at each token, rotated to that token."""
     cleared = dmc.without_neuron(layer.k, neuron)
     heads = range(layer.k.shape[1])
     pooled = np.stack(
@@ -106,7 +105,7 @@ def simulate_streaming(policy, layer, prompt_length, page_size):
 
 
 def simulate_random(policy, layer, prompt_length, page_size):
-    """The draws are the policy's own: what is simulated is the eviction."""
+    """Simulates eviction with the policy's own random draws."""
     length, kv_heads, head_dim = layer.k.shape
     nothing = np.zeros((1, length, kv_heads, head_dim))
     decisions = policy.decide(tokens_of(nothing, layer=layer.index))
@@ -145,7 +144,7 @@ def simulate_h2o(policy, layer, prompt_length, page_size):
 
 
 def side_by_side(traces: list[Trace]) -> Trace:
-    """KV heads simulated apart, as one layer."""
+    """Joins the traces of KV heads that were simulated separately into one layer."""
 
     def joined(field: str) -> list:
         steps = zip(*(getattr(trace, field) for trace in traces), strict=True)
@@ -173,7 +172,7 @@ def simulate_quest(policy, layer, prompt_length, page_size):
 
 
 DENSE = "dense_then_evict"
-LONG = 64  # beyond every sequence of the tests
+LONG = 64  # longer than every sequence of the tests
 
 
 def dms_rows() -> list[Row]:

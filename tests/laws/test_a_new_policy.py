@@ -1,6 +1,6 @@
-"""The policy that CONTRIBUTING.md adds, as it stands there, under the laws.
+"""The example policy of CONTRIBUTING.md, as printed there, under the laws.
 
-The last test follows the page to its end in a copy of the tree, and runs what the page says to run.
+The last test follows the page's instructions in a copy of the tree, and runs its commands.
 """
 
 import functools
@@ -34,7 +34,7 @@ MOST_LINES = 40
 
 
 def block_with(text: str) -> str:
-    """The one block of the page that holds the text, without the margin of the list around it."""
+    """Returns the one code block of the page that contains the text, dedented."""
     fenced = r"^ *```\w*\n(.*?)^ *```$"
     blocks = re.findall(fenced, PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
     (block,) = [block for block in map(textwrap.dedent, blocks) if text in f"\n{block}"]
@@ -126,7 +126,7 @@ def test_it_works_inside_the_allocations_and_travels(kind, monkeypatch):
 
 
 def insert(path: Path, after: str, text: str) -> None:
-    """Puts lines behind the one line of a file that reads `after`, with the indent of the next."""
+    """Inserts lines after the one line of a file equal to `after`, indented as the next line."""
     lines = path.read_text().splitlines(keepends=True)
     (place,) = [index for index, line in enumerate(lines, 1) if line.strip() == after]
     margin = re.match(" *", lines[place]).group()

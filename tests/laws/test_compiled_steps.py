@@ -1,4 +1,4 @@
-"""Law 4 as the compiler sees it: the pool is updated in place, and depth costs no compile time."""
+"""Law 4 in compiled programs: the pool is updated in place, and depth costs no compile time."""
 
 import importlib.util
 import json
@@ -52,8 +52,8 @@ def test_no_copy_of_the_pool_in_a_decode_chunk_on_tpu(policy, report):
     for one in (small, large):
         assert one["copies"] == []
         assert one["aliased"] >= one["pool_bytes"]  # the cache that comes out is the one put in
-    # A pool of four times the size needs no more room to work in, except that single numbers a
-    # slot (H2O's sums) take another layout once a chunk where a page has fewer than 128 of them.
+    # A pool of four times the size needs no more temporary memory, except that one number per slot
+    # (H2O's sums) changes layout once a chunk where a page has fewer than 128 slots.
     growth = large["pool_bytes"] - small["pool_bytes"]
     numbers = large["slot_numbers"] - small["slot_numbers"]
     assert large["temporary"] - small["temporary"] < growth / 50 + numbers
@@ -62,9 +62,9 @@ def test_no_copy_of_the_pool_in_a_decode_chunk_on_tpu(policy, report):
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_copy_of_the_pool_in_a_decode_chunk_on_gpu(policy, report_on_gpu):
-    """Kernels that update the pool in place stand beside others that read it: order is all.
+    """Checks that the pool is updated in place although other kernels of a step read it.
 
-    Nor are weights copied, also where layers differ in what they do.
+    Weights are not copied either, even where layers differ.
     """
     for one in report_on_gpu["memory"][policy]:
         assert one["copies"] == []
@@ -74,7 +74,7 @@ def test_no_copy_of_the_pool_in_a_decode_chunk_on_gpu(policy, report_on_gpu):
 
 @pytest.mark.slow
 def test_compile_time_does_not_grow_with_depth(report, record_property):
-    """Ten times the layers are the same program. Processor time, the best of three."""
+    """Checks that ten times the layers compile to the same program in the same CPU time."""
     shallow, deep = ([pair[index] for pair in report["times"]] for index in (0, 1))
     assert deep[0][1] < 1.02 * shallow[0][1]  # instructions
     ratio = min(seconds for seconds, _ in deep) / min(seconds for seconds, _ in shallow)

@@ -1,6 +1,6 @@
-"""Law 1, its second half: what a checkpoint was made for is not taken from it silently.
+"""Law 1, second half: a checkpoint does not silently run with a policy it was not made for.
 
-That policies with nothing to evict equal plain attention is among the rows of the other laws.
+That policies with nothing to evict equal vanilla attention is tested by rows of the other laws.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Laws 3 and 4 for whole requests: answers, usage, and memory that is really held and given back.
+"""Laws 3 and 4 for whole requests: answers, usage, and the memory that is reserved and released.
 
 Before every compiled chunk a row holds ceil((slots in use + tokens of the chunk) / P) pages, no
 more and no fewer; afterwards those that its slots need; at the end none.
@@ -32,17 +32,17 @@ PROMPTS = [random_tokens(40 + index, length).tolist() for index, length in enume
 
 
 def bound(policy, page_size: int) -> int | None:
-    """The most slots of a row, however long the sequence."""
+    """Returns the most slots of a row for any length of the sequence, or None."""
     return policy.footprint(10**6, page_size=page_size).at_most
 
 
 class Watch:
-    """Checks the reserve of every row around every compiled chunk, and counts what happens."""
+    """Checks the reserved pages of every row around every compiled chunk, and counts events."""
 
     def __init__(self, monkeypatch):
         self.chunks = self.cleared = 0
-        self.refusals: set[int] = set()  # before which chunks the pool is said to be full, once
-        for name in ("extend", "decode", "decode_forced"):
+        self.refusals: set[int] = set()  # chunks before which the pool reports once that it is full
+        for name in ("extend", "decode", "teacher_forced_decode"):
             monkeypatch.setattr(Runner, name, self._around(getattr(Runner, name), name))
         monkeypatch.setattr(Runner, "fits", self._refusing(Runner.fits))
         monkeypatch.setattr(Runner, "trim", self._trimmed(Runner.trim))
@@ -112,7 +112,7 @@ def assert_empty(engine: Engine) -> None:
 def test_requests_that_are_put_back_are_answered_as_if_they_were_not(
     row, monkeypatch, record_property
 ):
-    """Answers, usage and memory, with the pool said to be full between and within prompts."""
+    """Checks answers, usage and memory when the pool is full between and within prompts."""
     watch = Watch(monkeypatch)
     model = LanguageModel(model_for(row), policy=row.policy)
     engine = Engine(
@@ -125,7 +125,7 @@ def test_requests_that_are_put_back_are_answered_as_if_they_were_not(
         kv_dtype=row.kv_dtype,
     )
     largest = 0.0
-    for refusals in (set(), {1, 2}):  # the same engine again: nothing is left of the first call
+    for refusals in (set(), {1, 2}):  # the same engine twice: the first call leaves nothing behind
         watch.chunks, watch.cleared, watch.refusals = 0, 0, set(refusals)
         completions = engine.generate(PROMPTS, sampling=GREEDY)
         for prompt, completion in zip(PROMPTS, completions, strict=True):
@@ -184,7 +184,7 @@ def test_scores_and_their_peak_bytes(row, monkeypatch, record_property):
 
 
 def peak_bytes(row, config, one, chunk: int) -> int:
-    """Bytes of the reserve of the greediest chunk: what is there, and a slot for each token."""
+    """Returns the most bytes reserved by a chunk: the slots in use, and one for each token."""
     fed = len(one.logits) - 1  # the last token is not fed
     limit = bound(row.policy, row.page_size) or fed
     peak = 0

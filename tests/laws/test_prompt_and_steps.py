@@ -1,6 +1,6 @@
 """Laws 1, 2 and 3: the cached model equals the simulation, token by token and slot by slot.
 
-1. With nothing to evict, outputs equal plain attention (borrowed neurons zeroed).
+1. With nothing to evict, outputs equal vanilla attention (borrowed neurons zeroed).
 2. a. A prompt in chunks of any size and then steps equal the simulation of that split.
    b. Policies that declare it agree with one pass over the whole sequence, for every split.
 3. Kept tokens, slots, reads and peaks are those of the simulation after every call.
@@ -39,7 +39,7 @@ every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
-    """Runs the parts and compares everything; returns the largest difference of logits."""
+    """Runs the parts and compares all results; returns the largest difference of logits."""
     model, policy = model_for(row), row.policy
     passes = expected(row, prompts)
     cache = poisoned_cache(
@@ -93,7 +93,7 @@ def test_ragged_chunks_of_a_prompt_then_steps(row, prompts, record_property):
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.group == 2], ids=lambda row: row.name)
 def test_prompts_in_chunks_of_one_and_answers_in_chunks(row, record_property):
-    """Answers come in chunks when a request that was put back recomputes its past."""
+    """Checks answers in chunks, as when a preempted request recomputes its past."""
     prompts = (13, 1, 22)
     parts = [*ragged_parts(4, prompts, prompts, width=1)]
     parts += ragged_parts(5, np.subtract(LENGTHS, prompts), [0] * 3, width=1, answers_width=WIDTH)
@@ -132,7 +132,7 @@ def test_one_pass_over_whole_sequences(row, record_property):
 
 
 def test_the_rows_tell_policies_apart():
-    """A policy that does nothing would not pass: every row that evicts is far from plain."""
+    """Checks that every row with eviction differs clearly from vanilla attention."""
     for row in ROWS:
         plain = dataclasses.replace(row, simulate=simulate_vanilla)
         got, want = (expected(one, [9, 9, 9])[0].logits for one in (row, plain))
@@ -145,7 +145,7 @@ def test_every_policy_has_its_rows():
     for policy in POLICIES.values():
         rows = [row for row in ROWS if type(row.policy) is policy]
         assert rows, policy
-        if issubclass(policy, PeriodicEviction):  # one mechanism with many scores shares its rows
+        if issubclass(policy, PeriodicEviction):  # scores of one mechanism share its rows
             rows = [row for row in ROWS if isinstance(row.policy, PeriodicEviction)]
         assert {row.group for row in rows} == {1, 2, 4, 8}, policy
         assert any(row.identity for row in rows), policy

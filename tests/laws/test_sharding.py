@@ -145,7 +145,7 @@ def test_logits(row, num_kv_heads, record_property):
 
 @struct.dataclass
 class Ledger:
-    """A row state whose field is called as the cache calls its own."""
+    """A row state with a field that has the name of one of the cache's fields."""
 
     pages: Int[Array, "*rows W"] = struct.field(metadata=axes("sequences", "kv_heads"))
 
@@ -165,7 +165,7 @@ class Bookkeeping(StreamingLLM):
 
 
 def test_a_state_is_split_as_it_declares_whatever_its_fields_are_called():
-    """As many sequences as devices: split as a pool is, each device would have one of them."""
+    """Checks that a row state with a field called `pages` is not sharded like the pool."""
     row = Row(Bookkeeping(budget=6, sinks=2), simulate_streaming, 2, 8)
     model = on_mesh(row, 4)
     engine = Engine(model, num_lanes=8, max_tokens=16, page_size=8, chunk=8, prefill_chunk=8)
@@ -182,7 +182,7 @@ def test_a_state_is_split_as_it_declares_whatever_its_fields_are_called():
 
 @every_row
 def test_generate(row, record_property):
-    """Four lanes: two on each half of the mesh, whose page numbers are its own."""
+    """Checks four lanes, two on each half of the mesh, which has its own page numbers."""
     model = on_mesh(row, 4)
     weights = oracle_weights(transformer_of(4))
     engine = Engine(

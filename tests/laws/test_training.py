@@ -1,7 +1,7 @@
 """Law 7: the soft form of training tends to the hard form of inference.
 
-The soft form itself is compared with the simulation too, noise included, so that what tends to the
-hard form is the relaxation of the paper.
+The soft form itself is also compared with the simulation, including the noise, so that it is the
+relaxation of the paper that tends to the hard form.
 """
 
 import dataclasses
@@ -158,7 +158,7 @@ def test_saturated_decisions_are_hard(policy, record_property):
 
 
 def scaled_borrowed(policy, q, k, scale):
-    """Queries and keys with what is left of the neurons that the policy borrows."""
+    """Returns queries and keys with the policy's borrowed neurons multiplied by `scale`."""
     q, k = q.copy(), k.copy()
     if isinstance(policy, DMC):
         for x in (q, k):
@@ -171,7 +171,7 @@ def scaled_borrowed(policy, q, k, scale):
 @pytest.mark.parametrize("policy", [DMS(window=2, shift=0), DMC(neuron="first"), DMC()], ids=repr)
 @pytest.mark.parametrize("scale", [1.0, 0.3, 0.0])
 def test_a_neuron_that_decays_takes_its_share_of_attention_with_it(policy, scale):
-    """Before the retrofit nothing is evicted; what is left of the neuron is multiplied by scale."""
+    """Checks that before the retrofit nothing is evicted, and the neuron is scaled down."""
     model = model_of(2, False)
     got = soft(model, policy, TOKENS, Relaxation(neuron_scale=jnp.asarray(scale)))
     logits = np.asarray(model.unembed(got.hidden))
@@ -213,7 +213,7 @@ def test_fixed_pooling_trains_in_the_form_of_inference():
 
 
 def transformer_input(model):
-    """What the first layer sees of the first sequence."""
+    """Returns the first layer's input for the first sequence."""
     attend = lambda layer: vanilla.simulate(*layer.rotated)  # noqa: E731
     return transformer.run(oracle_weights(model), TOKENS[0], attend).inputs[0]
 

@@ -24,7 +24,7 @@ TOKENS = random_tokens(5, 11)
 
 
 def pooled(linear: oracle.Linear, num_kv_heads: int) -> oracle.Linear:
-    """[E, K, D] to [E, K', D] by the mean over neighbouring heads, one at a time."""
+    """Averages neighbouring heads of [E, K, D], one group at a time, into [E, K', D]."""
 
     def pool(array):
         joined = array.shape[-2] // num_kv_heads
@@ -53,7 +53,7 @@ def test_the_converted_model_is_one_with_averaged_heads(num_kv_heads, switches):
         chex.assert_trees_all_close(
             converted.logits(TOKENS[None])[0], want.logits, rtol=1e-7, atol=1e-10
         )
-        assert model.config.num_kv_heads == 4  # the original is as it was
+        assert model.config.num_kv_heads == 4  # the original is unchanged
         assert model.transformer.layers.attention.qkv_proj.kernel.shape[2] == 4
 
 
@@ -84,7 +84,7 @@ def test_a_converted_checkpoint_is_a_checkpoint(tmp_path):
     "policy", [DMS(window=2), DMC(offset=0.2), TOVA(budget=4), Quest(budget=4, dense_layers=0)]
 )
 def test_policies_run_on_top(policy):
-    """The converted model is a model like any other: half the rows, half the bytes."""
+    """Checks that policies run on a converted model, with half the rows and half the bytes."""
     config = tiny_config(num_heads=4, num_kv_heads=4)
     model = LanguageModel(random_model(config, dtype=jnp.float32), policy=dms_jax.Vanilla())
     converted = to_grouped_query(model, 2)

@@ -104,7 +104,7 @@ def test_the_gradient_of_a_look_up_adds_up_the_rows(alive, monkeypatch):
 
 
 def test_a_frequent_tokens_gradient_is_not_lost_in_bfloat16():
-    """Added up one by one in bfloat16, ones come to a halt at 256."""
+    """Checks more than 256 ones, whose sum stops growing at 256 in bfloat16."""
     table = jnp.zeros((4, 2), jnp.bfloat16)
     tokens = jnp.zeros((8, 512), jnp.int32)
     found = gradient_of_table(table, tokens, jnp.ones((8, 512, 2), jnp.bfloat16))

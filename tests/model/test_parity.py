@@ -1,6 +1,6 @@
-"""Logits equal transformers' for a tiny random model of every family, however tokens are laid out.
+"""Logits equal transformers' for a tiny random model of every family, padded, packed or plain.
 
-The golden files and how they were made: `tests/golden/make_families.py`, `make_dms.py`.
+The golden files were made by `tests/golden/make_families.py` and `make_dms.py`.
 """
 
 import pathlib
@@ -17,7 +17,7 @@ from dms_jax.policies import DMS, Vanilla
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 FAMILIES = sorted(folder.name for folder in (GOLDEN / "families").iterdir())
 DMS_FORMS = sorted(folder.name for folder in (GOLDEN / "dms").iterdir())
-TOLERANCE = 1e-4  # float32, two orders of summation
+TOLERANCE = 1e-4  # float32, with different orders of summation
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,7 +34,7 @@ def test_logits_equal_those_of_transformers(family):
         chex.assert_trees_all_close(
             got[real], logits[real], rtol=0, atol=TOLERANCE, custom_message=way
         )
-    # The comparison means something: neighbouring logits are far apart.
+    # The comparison is meaningful: neighbouring logits differ by far more than the tolerance.
     assert expected["plain.logits"].std() > 0.5
 
 

@@ -34,7 +34,7 @@ def test_frequencies_are_those_of_transformers(name):
     golden = GOLDEN[name]
     frequencies, factor = rope_frequencies(ModelConfig.from_hf(golden["config"]))
     assert factor == pytest.approx(golden["attention_factor"], rel=1e-12)
-    # transformers works in float32, whose powers are good to a few 1e-6.
+    # transformers computes in float32, whose powers are accurate to a few 1e-6.
     chex.assert_trees_all_close(frequencies, np.array(golden["inverse_frequencies"]), rtol=5e-6)
 
 

@@ -79,7 +79,7 @@ def test_logits_equal_the_numpy_transformer(switches, record_property):
 
 @pytest.mark.parametrize("policy", PARALLEL, ids=repr)
 def test_packed_documents_are_alone(policy):
-    """Positions restart, nothing attends across, and no decision reaches over the border."""
+    """Checks that positions restart, and attention and decisions do not cross documents."""
     lengths = (9, 1, 7, 5)
     documents = [random_tokens(20 + index, length) for index, length in enumerate(lengths)]
     packed = np.concatenate(documents)[None]

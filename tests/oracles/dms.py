@@ -121,7 +121,7 @@ def from_adapter(
 
 
 def decide(logits) -> np.ndarray:
-    """1 where a key is to be evicted: strictly above zero."""
+    """Returns 1 where a key is to be evicted: where its logit is strictly above zero."""
     return (np.asarray(logits) > 0).astype(int)
 
 

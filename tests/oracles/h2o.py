@@ -10,7 +10,7 @@ others the `heavy` with the largest sums.
 
 `prefill`: "evict_past_budget" treats prompt tokens like generated ones; "dense_then_evict" lets the
 whole prompt attend densely, its sums accumulating, and cuts once after its last token.
-Equal sums: the older token goes.
+Equal sums: the older token is evicted.
 """
 
 import numpy as np

@@ -2,12 +2,12 @@
 
     weights = softmax(q k^T / sqrt(D)) over every key;  out = sum over the N largest of weight * v
 
-The weights are not normalised again after the cut, so less than the whole mass is summed. Each
-query head fetches its own N; the newest token is not protected. Prompt queries and the first
-`device_layers` layers read every value. Equal weights: the earlier slot is fetched.
+The weights are not renormalised after the selection, so they sum to less than one. Each query head
+fetches its own N; the newest token is not protected. Prompt queries and the first `device_layers`
+layers read every value. Equal weights: the earlier slot is fetched.
 
-Reads are counted in entries of a key and a value: where there is something to choose, a row's keys
-are half an entry each and so is every value that a query head fetches.
+Reads are counted in entries of a key and a value: where there is something to select, each key of a
+row is half an entry, and so is every value that a query head fetches.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Fetched(Trace):
 
     @property
     def entries(self) -> np.ndarray:
-        """[T]: entries read by all rows of the layer, each rounded up."""
+        """Returns the entries read by all rows of the layer, each rounded up, [T]."""
         live = self.live_counts
         heads = self.reads.reshape(*live.shape, -1)
         everything = (heads == live[..., None]).all(-1)
@@ -46,7 +46,7 @@ def simulate(
 ) -> Fetched:
     """Simulate over q [T, H, D] and k, v [T, K, D].
 
-    `kept` is the trace of an evicting policy, among whose survivors the choice is made.
+    `kept` is the trace of an evicting policy; values are selected among the tokens that it keeps.
     """
     q, k, v = as_float64(q, k, v)
     scale = default_scale(q, scale)

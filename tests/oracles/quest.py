@@ -1,7 +1,7 @@
-"""Quest (Tang et al. 2024): keep everything, read only the pages a query may care about.
+"""Quest (Tang et al. 2024): keep everything, read only the pages that may matter to a query.
 
-A page is `page_size` consecutive tokens; beside it stand the elementwise maximum M and minimum m of
-its rotated keys. An upper bound of the score of query q on any key of page p:
+A page is `page_size` consecutive tokens, with the elementwise maximum M and minimum m of its
+rotated keys. An upper bound of the score of query q on any key of page p:
 
     bound_p = sum_d max(q_d M_pd, q_d m_pd)          (no 1/sqrt(D))
 
@@ -13,8 +13,8 @@ first `dense_layers` layers of a model. With `budget` tokens to read:
   the last one only if its bound is large enough, so a token may not read itself.
 In both, all pages if there are no more than that. Equal bounds: the earlier page is read.
 
-per="kv_head" is no part of the paper: the query heads of a group rank pages by the sum of their
-bounds, and read the same ones.
+per="kv_head" is not in the paper: the query heads of a group rank pages by the sum of their bounds,
+and read the same ones.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from tests.oracles.trace import Recorder, Trace, as_float64, attend, default_sca
 
 
 def page_bounds(query: np.ndarray, keys: np.ndarray, page_size: int) -> np.ndarray:
-    """[N]: the bound of query [D] on each page of keys [S, D]; the last page may be partial."""
+    """Returns the bounds [N] of query [D] on the pages of keys [S, D]; the last may be partial."""
     bounds = []
     for start in range(0, len(keys), page_size):
         page = keys[start : start + page_size]
@@ -35,12 +35,12 @@ def page_bounds(query: np.ndarray, keys: np.ndarray, page_size: int) -> np.ndarr
 
 
 def selected_pages(bounds: np.ndarray, pages: int, force_last_page: bool) -> list[int]:
-    """The pages read, ascending."""
+    """Returns the pages that are read, in ascending order."""
     return pages_beside(bounds, pages, len(bounds) - 1 if force_last_page else None)
 
 
 def pages_beside(bounds: np.ndarray, pages: int, always: int | None) -> list[int]:
-    """The pages read, ascending, one of them whatever its bound."""
+    """Returns the pages that are read, in ascending order, with `always` among them."""
     if len(bounds) <= pages:
         return list(range(len(bounds)))
     forced = [] if always is None else [always]
@@ -105,9 +105,9 @@ def select_over(
     layer: int,
     dense_layers: int,
 ) -> Trace:
-    """Quest among the survivors of an evicting policy, whose slots `kept` gives in order.
+    """Simulates Quest over an evicting policy, whose slots `kept` gives in order.
 
-    The pages are consecutive slots; that of the current token is read where one is forced.
+    Pages are consecutive slots; the page of the current token is the one that can be forced.
     """
     q, k, v = as_float64(q, k, v)
     scale = default_scale(q, None)

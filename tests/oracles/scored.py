@@ -1,9 +1,9 @@
-"""Policies that score what they hold and cut it back to a budget.
+"""Policies that score the tokens in the cache and cut it back to a budget.
 
 A prompt attends to all of itself; after its last token every KV head is cut to the tokens of the
 highest scores. From then on tokens are appended, and whenever the heads of the layer hold budget +
-interval tokens on average, they are cut back after the attention of that token. What stays, stays
-in order; of equals the later one. Scores, of what a KV head holds after the attention of token t:
+interval tokens on average, they are cut back after the attention of that token. Kept tokens stay in
+order; among equal scores the later is kept. Scores of a KV head's tokens after the attention of t:
 
     Knorm               -|k_j| in 12 bits
     KeyDiff             -cos(k_j, mean_i k_i / |k_i|)
@@ -33,7 +33,7 @@ from tests.oracles.trace import (
     default_scale,
 )
 
-# (token t, tokens held by each KV head) -> for each KV head the worth of each, inf to stay.
+# (token t, tokens held by each KV head) -> the score of each token by KV head, inf to keep it.
 Worth = Callable[[int, list[list[int]]], list[np.ndarray]]
 
 
@@ -70,7 +70,7 @@ def simulate(
 def cut(
     held: list[list[int]], worth: list[np.ndarray], budget: int, alpha: float | None
 ) -> list[list[int]]:
-    """The tokens that stay in each head."""
+    """Returns the tokens that each head keeps."""
     if alpha is None:
         return [best(ids, scores, budget) for ids, scores in zip(held, worth, strict=True)]
     worth = [scores.copy() for scores in worth]
@@ -87,7 +87,7 @@ def best(ids: Sequence[int], scores: np.ndarray, count: int) -> list[int]:
 
 
 def pyramid(budget: int, protected: int, beta: int, layer: int, layers: int) -> int:
-    """The first layer gets most: beside what always stays, from 2 b - b / beta down to b / beta."""
+    """Returns a layer's budget: besides `protected`, from 2 b - b / beta down to b / beta."""
     beside = budget - protected
     low = beside // beta
     high = 2 * beside - low
@@ -146,7 +146,7 @@ def expected_attention(
     covariance: bool,
     epsilon: float,
 ) -> Worth:
-    """`queries` [T, H, D] before rotation, k rotated."""
+    """Scores keys by expected attention; `queries` [T, H, D] are unrotated, k is rotated."""
     group, dim = queries.shape[1] // k.shape[1], k.shape[2]
 
     def worth(t, held):

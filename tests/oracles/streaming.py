@@ -22,7 +22,7 @@ def simulate(
             sink_slots.append(t)
         else:
             recent_slots.append(t)
-        # A sink is recent too while it is young, so it does not take room from the others.
+        # A sink within the recent window does not extend the window.
         recent_slots = [j for j in recent_slots if t - j < recent]
         live = [sink_slots + recent_slots for _ in range(k.shape[1])]
         recorder.step(attend_live(q[t], k, v, live, scale), live)

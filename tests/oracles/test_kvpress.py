@@ -1,6 +1,6 @@
 """The scores of the oracle are those of kvpress, the published library: `golden/make_kvpress.py`.
 
-Two differences are meant: tokens that always stay are inf here and the largest score there, and
+Two differences are intended: protected tokens score inf here and the largest score there, and
 norms are rounded here so that equal tokens tie.
 """
 
@@ -39,7 +39,7 @@ def test_scores(name):
     assert want.std() > 1e-3
     for head, got in enumerate(WORTH[name](LENGTH - 1, EVERYTHING)):
         scored_alike = np.isfinite(got)
-        # What always stays has the largest score of all heads there.
+        # Protected tokens have the largest score of all heads there.
         assert (want[head][~scored_alike] >= want.max()).all()
         tolerance = 1e-3 if name == "knorm" else 1e-5  # 12 bits; the library's float32 softmax
         chex.assert_trees_all_close(
@@ -48,7 +48,7 @@ def test_scores(name):
 
 
 def test_heads_compete_as_published():
-    """The window counts as the largest score of all heads there, so the cut is given theirs."""
+    """Runs the cut on kvpress's scores, where the window has the largest score of all heads."""
     theirs = [row.copy() for row in GOLDEN["score.snapkv"]]
     kept = scored.cut(EVERYTHING, theirs, LENGTH // 2, alpha=0.2)
     assert kept == [np.flatnonzero(row).tolist() for row in GOLDEN["kept.adakv"]]

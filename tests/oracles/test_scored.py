@@ -1,4 +1,4 @@
-"""The oracle of the policies that score what they hold, against examples worked by hand."""
+"""The oracle of the policies that score tokens, against examples worked by hand."""
 
 import chex
 import numpy as np
@@ -60,7 +60,7 @@ def test_snapkv_pools_the_votes_of_the_window():
 
 
 def test_snapkv_sees_what_is_left_of_the_past():
-    """After an earlier cut the slots before the window are not the tokens before it."""
+    """Checks scores after an earlier cut, where slots no longer equal positions."""
     q, k, _ = tensors(4, length=9)
     ids = [[0, 3, 7, 8], [1, 2, 7, 8]]
     scores = scored.snapkv(q, k, window=2, kernel=1)(8, ids)
@@ -73,7 +73,7 @@ def test_snapkv_sees_what_is_left_of_the_past():
 
 
 def test_expected_attention_is_the_mean_of_attention_under_its_gaussian():
-    """E exp(q k) of a Gaussian q, by sampling; one future position, so that R is a rotation."""
+    """Samples E exp(q k) of a Gaussian q; with one future position R is a rotation."""
     random = np.random.default_rng(5)
     queries, k, v = tensors(6, length=40, query_heads=1, kv_heads=1, dim=4)
     ids = list(range(40))

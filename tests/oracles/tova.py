@@ -1,15 +1,15 @@
-"""TOVA (Oren et al. 2024): drop the token that the last query needed least.
+"""TOVA (Oren et al. 2024): evict the token that the last query attended to least.
 
-After the attention of token t, each token in the cache is weighed by the mean over all query heads
-of the layer of the softmax row of query t. If the cache holds more than `budget` tokens (strictly),
-the `budget` heaviest stay. One set serves all KV heads. Nothing is protected: the newest token may
-be the one that goes. The attention of token t itself saw budget + 1 tokens.
+After the attention of token t, the weight of each token in the cache is the mean of query t's
+softmax weights over all query heads of the layer. If the cache holds more than `budget` tokens
+(strictly), the `budget` heaviest are kept, the same for all KV heads. Nothing is protected: the
+newest token may be evicted. The attention of token t itself saw budget + 1 tokens.
 
-`prefill` says what happens to a prompt:
+`prefill` is the treatment of a prompt:
 - "evict_past_budget": its tokens are treated like generated ones, one after the other;
 - "dense_then_evict": they attend to the whole prompt before them, and the cut is made once, by the
   row of the last prompt token.
-Equal weights: the older token goes.
+Equal weights: the older token is evicted.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ from tests.oracles.trace import (
 
 
 def heaviest(ids: list[int], weights: np.ndarray, count: int) -> list[int]:
-    """The `count` ids of largest weight, in ascending order; of equals the younger stays."""
+    """Returns the `count` ids of largest weight, ascending; of equals the younger is kept."""
     order = sorted(range(len(ids)), key=lambda slot: (weights[slot], ids[slot]), reverse=True)
     return sorted(ids[slot] for slot in order[:count])
 

@@ -1,4 +1,4 @@
-"""What a simulated policy reports, and the attention of one query over the slots it reads.
+"""The trace of a simulated policy, and the attention of one query over the slots it reads.
 
 Everything is one sequence and one layer, in NumPy float64, one token after the other. Shapes: T
 tokens, H query heads, K KV heads, G = H/K, D head dim. Query head h reads KV head h // G.
@@ -11,15 +11,15 @@ import numpy as np
 
 @dataclasses.dataclass
 class Trace:
-    """What a policy did, token by token.
+    """The outputs and cache contents of a simulated policy, token by token.
 
     outputs: [T, H, D], the attention outputs.
     live: live[t][kv_head] lists, in slot order, what the cache holds while token t attends (token t
       itself included): token ids, or for DMC the last token merged into each slot.
-    kept: the same after what token t's reading taught was applied; equal to `live` except for the
-      policies that evict after attention.
-    attended: attended[t][head] lists the ids that the query head really read, in ascending order.
-    shared: whether the query heads of a KV head choose what they read together, and read it once.
+    kept: the same after the eviction that follows token t's attention; equal to `live` except for
+      the policies that evict after attention.
+    attended: attended[t][head] lists the ids that the query head read, in ascending order.
+    shared: whether the query heads of a KV head select together, and read the selection once.
     """
 
     outputs: np.ndarray
@@ -30,22 +30,22 @@ class Trace:
 
     @property
     def live_counts(self) -> np.ndarray:
-        """[T, K]: entries in the cache while each token attends."""
+        """Returns the entries in the cache while each token attends, [T, K]."""
         return np.array([[len(head) for head in step] for step in self.live])
 
     @property
     def reads(self) -> np.ndarray:
-        """[T, H]: entries read by each query head at each token."""
+        """Returns the entries read by each query head at each token, [T, H]."""
         return np.array([[len(head) for head in step] for step in self.attended])
 
     @property
     def peak(self) -> np.ndarray:
-        """[K]: the most entries each KV head ever held."""
+        """Returns the most entries that each KV head ever held, [K]."""
         return self.live_counts.max(axis=0)
 
 
 class Recorder:
-    """Gathers a `Trace` while a policy is simulated."""
+    """Records a `Trace` while a policy is simulated."""
 
     def __init__(self, query_heads: int):
         self.query_heads = query_heads
@@ -55,7 +55,7 @@ class Recorder:
         self.attended: list[list[list[int]]] = []
 
     def step(self, output, live, kept=None, attended=None):
-        """Record one token; lists are per KV head, `attended` per query head."""
+        """Records one token; lists are per KV head, `attended` per query head."""
         live = [[int(slot) for slot in head] for head in live]
         group = self.query_heads // len(live)
         self.outputs.append(np.array(output))
@@ -80,17 +80,17 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def attention_weights(query: np.ndarray, keys: np.ndarray, scale: float, bias=0.0) -> np.ndarray:
-    """[S]: the softmax row of one query [D] over keys [S, D]."""
+    """Returns the softmax weights [S] of one query [D] over keys [S, D]."""
     return softmax(keys @ query * scale + bias)
 
 
 def attend(query, keys, values, scale, bias=0.0) -> np.ndarray:
-    """[D]: one query [D] over keys and values [S, D]."""
+    """Returns the attention [D] of one query [D] over keys and values [S, D]."""
     return attention_weights(query, keys, scale, bias) @ values
 
 
 def attend_live(queries, k, v, live, scale) -> np.ndarray:
-    """[H, D]: every query head [H, D] over the tokens `live[kv_head]` of k and v [T, K, D]."""
+    """Returns the attention of query heads [H, D] over tokens `live[kv_head]` of k, v [T, K, D]."""
     group = queries.shape[0] // k.shape[1]
     return np.stack(
         [

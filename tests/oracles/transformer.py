@@ -62,7 +62,7 @@ class Weights:
 
 @dataclasses.dataclass
 class LayerInput:
-    """What a policy sees of one layer: q [T, H, D], k, v [T, K, D] before rotation, after norms.
+    """A policy's input in one layer: q [T, H, D], k, v [T, K, D] before rotation, after norms.
 
     `residual` [T, E] is the stream before the layer's input norm; cos and sin [T, D/2].
     """
@@ -79,14 +79,14 @@ class LayerInput:
 
     @property
     def rotated(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rotated q and k, and v as it is."""
+        """Rotated q and k, and v unchanged."""
         turn = (self.cos, self.sin)
         return rope.rotate_tokens(self.q, *turn), rope.rotate_tokens(self.k, *turn), self.v
 
 
 @dataclasses.dataclass
 class Pass:
-    """logits [T, V], and what each layer saw and its policy did."""
+    """Logits [T, V], and each layer's input and trace."""
 
     logits: np.ndarray
     inputs: list[LayerInput]

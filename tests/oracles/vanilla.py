@@ -1,10 +1,10 @@
-"""The ordinary cache: every token is appended and stays."""
+"""The vanilla (uncompressed) cache: every token is appended and kept."""
 
 from tests.oracles.trace import Recorder, Trace, as_float64, attend_live, default_scale
 
 
 def simulate(q, k, v, prompt_length: int = 0, *, scale: float | None = None) -> Trace:
-    """Causal attention of q [T, H, D] over k, v [T, K, D], all rotated already."""
+    """Simulates causal attention of q [T, H, D] over k, v [T, K, D], all rotated already."""
     q, k, v = as_float64(q, k, v)
     scale = default_scale(q, scale)
     recorder = Recorder(q.shape[1])

@@ -1,4 +1,4 @@
-"""Budgets: shares in whole tokens, and how allocations spend them over heads and layers."""
+"""Budgets: rounding of ratios to tokens, and allocation over heads and layers."""
 
 import dataclasses
 import fractions
@@ -20,14 +20,14 @@ NOTHING = -np.inf
 
 
 def token(*, max_lengths=(1,), layer=0, **static) -> Chunk:
-    """One token of each sequence."""
+    """Returns a chunk of one token per sequence."""
     tokens = tokens_of(np.zeros((len(max_lengths), 1, 1, 2)), layer=layer)
     return chunk_of(tokens, max_lengths=max_lengths, page_size=4, **static)
 
 
 @pytest.mark.parametrize("ratio", [1, 1.1, 1.6, 2.4, 2.531, 3, 3.3, 4.911, 7.7])
 def test_a_share_is_rounded_down_and_whole_ones_stay_whole(ratio):
-    """In a program as on the host, and as in fractions."""
+    """Compares the budget in a program with that on the host, and with exact fractions."""
     policy = Knorm(compression_ratio=ratio)
     lengths = [*range(1, 4097), *range(2**17 - 500, 2**17 + 1), 2**23]
     want = [max(1, math.floor(h / fractions.Fraction(str(ratio)))) for h in lengths]
@@ -55,7 +55,7 @@ class HighestTest(chex.TestCase):
     ],
 )
 def test_heads_compete_after_each_had_its_share(alpha, kept):
-    """Two tokens a head: the first head's are all worth more than the second's."""
+    """Two tokens per head, where all of the first head's score higher than the second's."""
     scores = jnp.asarray([[[9.0, 8, 7, 6], [1, 5, 2, 3]]])
     found = AdaKV(SnapKV(), alpha=alpha).select(scores, jnp.asarray([[2]]), token())
     chex.assert_trees_all_equal(found[0], np.array(kept))
@@ -89,22 +89,22 @@ def budgets(policy, num_layers):
 
 
 def test_a_pyramid_by_hand():
-    """64 tokens of which 8 always stay: from 110 beside them down to 2, by 108 / 11 a layer."""
+    """64 tokens of which 8 are protected: 110 others in the first layer, 108 / 11 fewer in each."""
     policy = PyramidKV(SnapKV(budget=64, window=8, interval=16), beta=20)
     want = [118, 108, 98, 88, 78, 68, 59, 49, 39, 29, 19, 10]
     assert budgets(policy, 12) == want
     assert np.mean(want) <= 64
     footprint = policy.footprint(4096, page_size=4)
-    assert footprint.at_most >= want[0] + 16  # what the longest row comes to before its cut
+    assert footprint.at_most >= want[0] + 16  # the longest row before its cut
     assert footprint.expected == 64 + 16
-    # 10 tokens: low 10 // 3 = 3, high 17, and 14 / 3 a layer: 17, 12.33, 7.67, 3.
+    # 10 tokens: low 10 // 3 = 3, high 17, and 14 / 3 fewer per layer: 17, 12.33, 7.67, 3.
     assert budgets(PyramidKV(Knorm(budget=10), beta=3), 4) == [17, 12, 7, 3]
     assert budgets(PyramidKV(Knorm(budget=10), beta=3), 1) == [10]
 
 
 @pytest.mark.parametrize(("last", "due"), [(2, False), (3, True)])
 def test_the_rows_of_a_layer_are_due_together_wherever_they_are(last, due):
-    """Lengths 9, 2, 2 and 2 or 3 on four devices: 3.75 or 4 on average, of 3 + 1."""
+    """Lengths 9, 2, 2 and 2 or 3 on four devices: 3.75 or 4 on average, and due at 3 + 1."""
     policy, lengths = Knorm(budget=3, interval=1), jnp.asarray([[9, 2, 2, last]])
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
     of_devices = jax.shard_map(

@@ -1,8 +1,8 @@
 """DMS, and all policies built on delayed eviction, chunk by chunk against the simulation.
 
-`write` alone, without a model: random marks, chunks of random counts (none at times), every shift
-from 0 to window + 1. Checked are the exact slots, the lengths and live counts after every token,
-and what each query of a chunk may see.
+`write` is tested without a model: random marks, chunks of random counts (sometimes 0), every shift
+from 0 to window + 1. The exact slots, the lengths and live counts after every token, and the keys
+visible to each query of a chunk are compared.
 """
 
 import functools
@@ -28,7 +28,7 @@ WINDOWS_AND_SHIFTS = [
 
 @functools.partial(jax.jit, static_argnums=0)
 def write(policy, rows, marks, first, count, lengths):
-    """One chunk through `write`; marks [B, K, T]."""
+    """Runs one chunk through `write`; marks [B, K, T]."""
     num_tokens = marks.shape[-1]
     nothing = jnp.zeros((BATCH, num_tokens, KV_HEADS, HEAD_DIM))
     chunk = chunk_of(
@@ -119,7 +119,7 @@ def test_rows_at_a_length_are_those_that_came_to_it(window, shift, seen):
     for row in np.ndindex(BATCH, KV_HEADS):
         held = dms.slots_per_step(marks[row], window, shift)[seen - 1]
         slots[row] = [held.index(position) for position in last]
-    # The mark about key j is made by token j + shift; that of the newest keys is still to come.
+    # Token j + shift marks key j, so the newest keys have no marks yet.
     made = last + shift < seen
     evicted = made & marks[..., np.where(made, last + shift, 0)]
     rows = policy.rows_at(empty, jnp.asarray(slots), jnp.asarray(evicted), seen)
@@ -148,7 +148,7 @@ def test_random_eviction_draws_by_layer_head_and_position_alone():
     chex.assert_trees_all_equal(part, np.repeat(whole[:, :, 1000:1010], 3, axis=0))
     other_layer = policy.decide(shown(np.arange(4000)[None], layer=1)).marks
     other_seed = RandomEviction(rate=0.3, seed=6).decide(shown(np.arange(4000)[None])).marks
-    # Independent draws of probability 0.3 agree in 0.58 of the places, to within 0.008 each.
+    # Independent draws with probability 0.3 agree in a fraction of 0.58, with deviation 0.008.
     draws = [whole[0, 0], whole[0, 1], np.asarray(other_layer)[0, 0], np.asarray(other_seed)[0, 0]]
     for index, draw in enumerate(draws):
         assert abs(draw.mean() - 0.3) < 0.03

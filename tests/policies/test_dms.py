@@ -1,4 +1,4 @@
-"""DMS's decisions: the threshold, the draw, and that training draws with the same probability."""
+"""DMS's decisions: threshold and sampling, with the same probability in training."""
 
 import chex
 import jax
@@ -15,7 +15,7 @@ DRAWN = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, decisions="bern
 
 
 def shown(logits, positions, layer=0):
-    """Tokens of a layer whose adapter gives the raw `logits` [B, K, T]."""
+    """Returns the tokens of a layer whose adapter outputs the raw `logits` [B, K, T]."""
     batch, kv_heads, length = logits.shape
     nothing = np.zeros((batch, length, kv_heads, 2))
     adapter_logits = jnp.asarray(logits)
@@ -62,7 +62,7 @@ def test_one_draw_for_the_layer():
 
 
 def test_training_draws_as_inference_does():
-    """The Gumbel noise of training makes the same draw: u < sigmoid(a) iff a - logit(u) > 0."""
+    """Checks that training's noise samples equally: u < sigmoid(a) iff a - logit(u) > 0."""
     random = np.random.default_rng(0)
     logits = random.normal(size=(1, 2, 300)).astype(np.float32)
     positions = np.arange(300)[None]
@@ -76,7 +76,7 @@ def test_training_draws_as_inference_does():
 
 @pytest.mark.parametrize("window", [0, 16, 64, 256, 512])
 def test_immediate_decisions_fall_as_the_key_leaves_the_window(window):
-    """shift = window: key j goes by the decision of token j + window, just before it leaves."""
+    """With shift = window, token j + window decides for key j, just before it leaves the window."""
     policy = DMS(window=window, shift=window)
     random = np.random.default_rng(window)
     decisions = random.integers(0, 2, 3 * window + 5)

@@ -1,6 +1,6 @@
-"""Sums, weights and decisions of half-precision models: taken in float32, against NumPy's float64.
+"""Sums, weights and decisions of half-precision models, in float32 against NumPy's float64.
 
-The laws run in float64, where a sum in the model's own type is as good as any.
+The laws run in float64, where accumulation in the model's own dtype shows no error.
 """
 
 import chex
@@ -20,7 +20,7 @@ HALF = jnp.bfloat16
 
 
 def one_row(k, *, q=None, first=0, slots=None, **fields) -> Chunk:
-    """Tokens of one sequence and one KV head, whose row has one page."""
+    """Returns tokens of one sequence and one KV head, whose row has one page."""
     num_tokens = k.shape[1]
     tokens = tokens_of(k, q=q, positions=first + jnp.arange(num_tokens))
     options = dict(lengths=jnp.full((1, 1), first), page_size=slots or num_tokens)
@@ -28,7 +28,7 @@ def one_row(k, *, q=None, first=0, slots=None, **fields) -> Chunk:
 
 
 def halves(random, *shape, scale=1.0):
-    """Numbers that bfloat16 holds, in both types."""
+    """Returns random numbers that bfloat16 represents, in bfloat16 and in float64."""
     array = jnp.asarray(scale * random.normal(size=shape), HALF)
     return array, np.asarray(array, np.float64)
 
@@ -40,7 +40,7 @@ def softmax(x):
 
 @pytest.mark.parametrize("width", [1, 16])
 def test_400_merged_tokens_are_their_mean(width):
-    """DMC at inference, one token or 16 at a time: what is stored is the mean, rounded once."""
+    """Checks that DMC, one token or 16 at a time, stores the mean, rounded once."""
     random = np.random.default_rng(0)
     k = jnp.asarray(random.uniform(0.5, 1.5, (400 // width, 1, width, 1, 4)), HALF)
     omega = jnp.asarray(random.uniform(0.2, 1, (400 // width, 1, 1, width)), jnp.float32)
@@ -79,7 +79,7 @@ def test_h2o_adds_up_600_queries():
 
 @pytest.mark.parametrize("count", [300, 230])
 def test_h2o_adds_up_a_dense_prompt_without_its_padding(count):
-    """Column sums of the causal weights of `count` queries, averaged over the group."""
+    """Compares with column sums of the causal weights of `count` queries, group-averaged."""
     random = np.random.default_rng(1)
     policy = H2O(budget=8, prefill="dense_then_evict")
     k, wide_k = halves(random, 1, 300, 1, 4)
@@ -100,7 +100,7 @@ def test_h2o_adds_up_a_dense_prompt_without_its_padding(count):
 
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_the_weights_of_a_query(size):
-    """However large the logits are: those of 30 reach a thousand."""
+    """Checks large logits too: at a scale of 30 they reach a thousand."""
     random = np.random.default_rng(2)
     q, wide_q = halves(random, 1, 2, 4, scale=size)
     k, wide_k = halves(random, 1, 1, 9, 4, scale=size)
@@ -117,7 +117,7 @@ def shown(q, k, **fields) -> Tokens:
 
 @pytest.mark.parametrize("source", ["query_neuron", "adapter"])
 def test_dms_decides_by_the_exact_logit(source):
-    """100 raw - 5 of every number near 0.05: bfloat16 has 5.00 and 5.03 and nothing between."""
+    """Checks 100 raw - 5 for all numbers near 0.05, where bfloat16 has a resolution of 0.03."""
     near = jnp.asarray(0.05, HALF).view(jnp.uint16) + jnp.arange(-20, 20, dtype=jnp.uint16)
     raw = near.view(HALF)
     q = jnp.zeros((1, 40, 2, 4), HALF).at[0, :, 0, -1].set(raw)
@@ -141,7 +141,7 @@ def test_dmc_weighs_by_the_exact_mean_of_the_group():
 
 
 def test_expected_attention_learns_the_moments_of_500_queries():
-    """Token by token: mean and covariance of all but the first `sinks`."""
+    """Compares mean and covariance of all queries but the first `sinks`, token by token."""
     random = np.random.default_rng(4)
     policy = ExpectedAttention(budget=64, sinks=3)
     q, _ = halves(random, 500, 1, 1, 1, 4)
@@ -162,7 +162,7 @@ def test_expected_attention_learns_the_moments_of_500_queries():
 
 
 def test_keydiff_tells_keys_apart_that_are_alike():
-    """Directions that differ by a hundredth: cosines near one, in float32."""
+    """Checks directions that differ by a hundredth, whose cosines are near one."""
     random = np.random.default_rng(5)
     keys = jnp.asarray(1 + 0.02 * random.normal(size=(1, 1, 40, 8)), HALF)
     rows = Rows(k=keys, v=keys, lengths=jnp.asarray([[40]], jnp.int32))
@@ -191,7 +191,7 @@ def test_snapkv_votes_with_exact_weights():
 @pytest.mark.parametrize("best", [0, 1])
 def test_quest_tells_bounds_apart_that_half_precision_does_not(best):
     """Sums of 256 and 256.5 over eight dims: both are 256 in bfloat16."""
-    policy = Quest(budget=4, dense_layers=0)  # the current page, and one that is chosen
+    policy = Quest(budget=4, dense_layers=0)  # the current page, and one that is selected
     high = np.full((4, 8), 32.0)
     high[best, 0] = 32.5
     high[2:] = -1

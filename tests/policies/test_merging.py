@@ -1,4 +1,4 @@
-"""Merging: the closed forms, the scan and token by token, hard and soft, against NumPy's sums."""
+"""Merging, as a scan and token by token, hard and soft, against NumPy's closed forms."""
 
 import functools
 
@@ -41,7 +41,7 @@ def test_means_do_not_depend_on_the_chunks(window, seed, rate, width):
     random = np.random.default_rng(seed)
     k, v = random.normal(size=(2, BATCH, LENGTH, KV_HEADS, HEAD_DIM))
     marks = random.random((BATCH, KV_HEADS, LENGTH)) < rate
-    marks[..., 0] = False  # nothing comes before the first token
+    marks[..., 0] = False  # the first token has no predecessor
     omega = random.random((BATCH, KV_HEADS, LENGTH)) + 0.01
     got_k, got_v = np.zeros_like(k), np.zeros_like(v)
     with jax.enable_x64(True):
@@ -76,7 +76,7 @@ def test_means_do_not_depend_on_the_chunks(window, seed, rate, width):
 
 
 def draw(seed: int, dtype=np.float64):
-    """k, v [B, T, K, D], alpha, omega [B, K, T]; alpha spread between 0 and 1, both included."""
+    """Draws k, v [B, T, K, D] and alpha, omega [B, K, T]; alpha is in [0, 1], with both ends."""
     random = np.random.default_rng(seed)
     k, v = random.normal(size=(2, BATCH, LENGTH, KV_HEADS, HEAD_DIM))
     alpha = np.clip(random.normal(0.6, 0.5, (BATCH, KV_HEADS, LENGTH)), 0, 1)
@@ -86,7 +86,7 @@ def draw(seed: int, dtype=np.float64):
 
 
 def pooled(x, alpha, omega, window):
-    """NumPy's closed form of every sequence and head, [B, T, K, D]."""
+    """Returns NumPy's closed form for every sequence and head, [B, T, K, D]."""
     rows = [
         [dmc.pool(x[b, :, h], alpha[b, h], omega[b, h], window) for h in range(KV_HEADS)]
         for b in range(BATCH)
@@ -105,7 +105,7 @@ def test_partial_means_equal_the_closed_form_in_float64(window):
 
 @pytest.mark.parametrize("window", [None, 3, 12])
 def test_parallel_equals_token_by_token_in_float32(window):
-    """The recurrence of eq. 9, and with a window its sum over a ring of the last tokens."""
+    """Compares with the recurrence of eq. 9, or with a window the sum over a ring of tokens."""
     k, v, alpha, omega = draw(2, np.float32)
 
     def step(ring, token):
@@ -173,7 +173,7 @@ def test_gradients_equal_finite_differences(window):
 
 @pytest.mark.parametrize("window", [None, 12])
 def test_nothing_quadratic_in_the_length(window):
-    """The largest array of the means and their gradients grows with T, not with T * T or T * w."""
+    """Checks that the largest array, gradients included, grows with T, not T * T or T * w."""
     length = 512
 
     def loss(k, alpha):
@@ -230,7 +230,7 @@ def relaxed(policy, q, k, positions, noise):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_soft_form_of_a_document_is_that_of_the_document_alone(window):
-    """Packed documents: nothing is merged from one into the next, or counted for it."""
+    """Checks that no token is merged across packed documents, or counted as merged."""
     random = np.random.default_rng(6)
     q, k = random.normal(size=(1, 11, 4, 4)), random.normal(size=(1, 11, 2, 4))
     noise = random.logistic(size=(1, 2, 11))

@@ -1,4 +1,4 @@
-"""TOVA and Quest without a model: who is dropped, and the bounds of pages."""
+"""TOVA, H2O and Quest without a model: evicted tokens, accumulated weights, page bounds."""
 
 import dataclasses
 import functools
@@ -47,13 +47,13 @@ def test_tova_gives_the_victims_slot_to_the_next_token():
         state = policy.observe(state, chunk, placement, observed(weights))
         lengths = np.asarray(placement.lengths)
         chex.assert_trees_all_equal(state.rows, np.array([[NOT_STORED] * 2]))
-    # The third token is one too many: its attention shows who goes, here slot 1 and slot 2.
+    # The third token exceeds the budget: its attention selects the victim, here slots 1 and 2.
     state, placement, chunk = tova_write(policy, state, lengths, 1)
     last = np.zeros((1, 2, 1, 8), np.float32)
     last[0, 0, 0, :3], last[0, 1, 0, :3] = [0.5, 0.1, 0.4], [0.5, 0.3, 0.2]
     state = policy.observe(state, chunk, placement, observed(jnp.asarray(last)))
     chex.assert_trees_all_equal(state.rows, np.array([[1, 2]]))
-    # A sequence that takes no part in a step changes nothing.
+    # A sequence that takes no part in a step does not change.
     held, placement, chunk = tova_write(policy, state, np.asarray(placement.lengths), 0)
     assert (placement.slots == NOT_STORED).all()
     chex.assert_trees_all_equal(placement.lengths, np.array([[3, 3]]))
@@ -68,7 +68,7 @@ def test_tova_averages_over_the_layer():
     policy = TOVA(budget=1)
     chunk = rows_chunk(np.zeros((1, 1, 2, 2)), [1], np.zeros((1, 2, 1)), [[1, 1]], 4)
     _, placement = policy.write(PolicyState(rows=jnp.full((1, 2), NOT_STORED)), chunk)
-    # Head 0 alone would drop slot 1, head 1 alone slot 0; together 0.55 against 0.45.
+    # Head 0 alone would evict slot 1, head 1 alone slot 0; the means are 0.55 and 0.45.
     weights = jnp.asarray([[[[0.8, 0.2, 0, 0]], [[0.3, 0.7, 0, 0]]]], jnp.float32)
     state = PolicyState(rows=jnp.zeros((1, 2), jnp.int32))
     state = policy.observe(state, chunk, placement, observed(weights))
@@ -89,7 +89,7 @@ def write_quest(policy: Quest, state: PolicyState, pool: Pool, chunk: Chunk):
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**20), evicts=st.booleans())
 def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
-    """What a page holds now: a key that was overwritten leaves no trace in its bounds."""
+    """Checks that bounds cover the keys that a page now holds, not those overwritten."""
     over = RandomEviction(window=1, rate=0.7) if evicts else Vanilla()
     policy = Quest(dense_layers=0, over=over)
     random = np.random.default_rng(seed)
@@ -97,7 +97,7 @@ def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
     marks = random.random((2, 2, TOKENS)) < 0.7
     pages = -(-TOKENS // PAGE_SIZE)
     table = random.permutation(4 * pages).reshape(2, 2, pages)
-    # The pages had owners before.
+    # The pages have stale bounds of earlier owners.
     stale = jnp.asarray(100 * random.normal(size=(4 * pages, 4)), jnp.float32)
     state = PolicyState(
         rows=state_of(policy, 2, 2, 4, page_size=PAGE_SIZE).rows,
@@ -131,7 +131,7 @@ def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
 
 
 def test_the_page_of_the_current_token_is_read_wherever_it_is():
-    """Over a policy that evicts, the newest token may have taken a slot on an early page."""
+    """Checks a policy with eviction, whose newest token may have a slot on an early page."""
     policy = Quest(budget=2, dense_layers=0, over=DMS(window=2))
     chunk = rows_chunk(np.zeros((1, 1, 1, 2)), [1], np.arange(4).reshape(1, 1, 4), [[8]], 2)
     placement = Vanilla().write(PolicyState(), chunk)[1]
@@ -160,7 +160,7 @@ def test_quest_reads_its_first_layers_whole():
 
 
 def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
-    """A conversation's next prompt: the victim of the last answer's last token goes first."""
+    """Checks that a conversation's next prompt starts in the slot of the last answer's victim."""
     policy = TOVA(budget=2, per="head", prefill="dense_then_evict")
     state = PolicyState(rows=jnp.asarray([[1, NOT_STORED]], jnp.int32))
     chunk = rows_chunk(np.zeros((1, 3, 2, 2)), [2], np.zeros((1, 2, 2)), [[3, 2]], 4, first=5)
@@ -192,7 +192,7 @@ def test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner():
         lengths = np.asarray(placement.lengths)
         victims.append(int(state.rows[0, 0]))
         sums.append(np.asarray(state.pages.sums)[[1, 0]].reshape(-1)[: lengths[0, 0]])
-    # After the third token slot 1 has 1.1 and slot 0 has 1.7: slot 1 goes, token 3 takes it.
+    # After the third token slot 1 has 1.1 and slot 0 has 1.7: token 3 overwrites slot 1.
     assert victims == [NOT_STORED, NOT_STORED, 1, 2]
     chex.assert_trees_all_close(sums[2], np.array([1.7, 1.1, 0.2]), rtol=1e-7, atol=1e-6)
     chex.assert_trees_all_close(sums[3], np.array([1.8, 0.5, 0.6]), rtol=1e-7, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What all policies share: names, JSON data, hashing, refusals."""
+"""The common behaviour of all policies: names, JSON data, hashing, refusals."""
 
 import dataclasses
 import json
@@ -85,7 +85,7 @@ def test_the_list_above_is_complete():
 
 @pytest.mark.parametrize("policy", CHANGED, ids=lambda policy: policy.name)
 def test_policies_are_static_arguments(policy):
-    """Hyper-parameters cannot change under a compiled function that was made for them."""
+    """Checks that hyper-parameters are immutable, as static arguments of jit must be."""
     for field in dataclasses.fields(policy):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(policy, field.name, getattr(policy, field.name))
@@ -174,7 +174,7 @@ def test_the_base_policy_is_vanilla():
     ],
 )
 def test_options_that_make_no_sense_are_refused(policy, field, value):
-    # Past the types that tests check at run time, which a user's program does not.
+    # Bypasses the types that only the tests check at run time.
     object.__setattr__(policy, field, value)
     with pytest.raises(ConfigError, match=f"{policy.name}: .*{field}"):
         policy.__post_init__()

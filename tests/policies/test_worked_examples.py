@@ -11,7 +11,7 @@ from tests.support.chunks import chunk_of, state_of, tokens_of
 
 
 def cache_states(policy: DMS, marks: list[int]) -> list[list[int]]:
-    """The tokens in each slot after every step of one row."""
+    """Returns the tokens in each slot after every step of one row."""
     state = state_of(policy, 1, 1, 2)
     lengths = jnp.zeros((1, 1), jnp.int32)
     slots: dict[int, int] = {}
@@ -42,8 +42,8 @@ def test_decisions_shifted_by_one_overwrite_in_place():
 
 
 def test_six_states_of_the_cache():
-    # The tokens A to F with the probability to be kept; each decides for itself, and logits are
-    # those of the probability to be evicted.
+    # The tokens A to F with their retention probabilities; each decides for itself, and logits are
+    # those of the eviction probability.
     keep = np.array([0.2, 0.9, 0.3, 0.8, 0.1, 0.95])
     policy = DMS(window=2, shift=0, source="adapter", alpha_scale=1.0, alpha_offset=0.0)
     logits = jnp.asarray(np.log(1 - keep) - np.log(keep))[None, None]
@@ -61,7 +61,7 @@ def test_six_states_of_the_cache():
 
 @pytest.mark.parametrize(("window", "length"), [(0, 600), (64, 600), (64, 4096), (512, 4096)])
 def test_compression_depends_on_the_window(window, length):
-    # With a share f evicted, T tokens keep (w + 1) + (1 - f)(T - w - 1).
+    # With a fraction f evicted, (w + 1) + (1 - f)(T - w - 1) of T tokens are kept.
     policy = DMS(window=window, shift=0)
     marks = np.arange(length) % 8 != 0  # 7 of 8
     tokens = 512

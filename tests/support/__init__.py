@@ -1,1 +1,1 @@
-"""Helpers that tests of several packages share."""
+"""Helpers that are shared by the tests of several packages."""

@@ -1,8 +1,8 @@
-"""Sequences driven through the paged cache in ragged chunks, for comparison with an oracle.
+"""Runs of sequences through the paged cache in ragged chunks, for comparison with an oracle.
 
-The pool starts poisoned with NaN (and so does what a policy keeps per page), the pages of a row
-are scattered over it, and a row has no more of them than it is said to need: a read of anything
-that was not written, or a write beyond the need, shows in the outputs.
+The pool (and a policy's state per page) is initialized with NaN, the pages of a row are scattered
+over it, and a row has no more of them than its declared need: reading an unwritten slot, or writing
+beyond the need, shows in the outputs.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from dms_jax.policies import Policy
 class Part:
     """One call: counts[b] tokens of each sequence, padded to `width`.
 
-    `ends_prompt[b]` says whether they complete the prompt; None for nobody.
+    `ends_prompt[b]` marks sequences whose prompt they complete; None if there are none.
     """
 
     counts: np.ndarray
@@ -34,7 +34,7 @@ class Part:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came back for the real tokens of each sequence, in order.
+    """The results for the tokens of each sequence without padding, in order.
 
     `logits[b]` is [T_b, V]; `live[b]` and `reads[b]` are [T_b], totals over all rows.
     """
@@ -46,7 +46,7 @@ class Outcome:
 
 @dataclasses.dataclass
 class Rows:
-    """The rows of a cache, on the host."""
+    """The rows of a cache, copied to the host."""
 
     k_pages: np.ndarray
     page_table: np.ndarray
@@ -62,7 +62,7 @@ class Rows:
         return cls(k_pages, *rest)
 
     def keys(self, layer: int, sequence: int, head: int) -> np.ndarray:
-        """[length, D]: the keys in the slots of a row."""
+        """Returns the keys in the slots of a row, [length, D]."""
         page_size = self.k_pages.shape[1]
         slots = np.arange(self.lengths[layer, sequence, head])
         pages = self.page_table[layer, sequence, head][slots // page_size]
@@ -87,7 +87,7 @@ def poisoned_cache(
     kv_dtype: str | None = None,
     seed: int = 0,
 ) -> Cache:
-    """An empty cache whose rows own scattered pages for `slots` [L, B, K] slots each."""
+    """Returns an empty cache whose rows own scattered pages for `slots` [L, B, K] slots."""
     rows = slots.shape
     num_pages = int(np.prod(rows)) * table_width
     cache = init_cache(
@@ -113,7 +113,7 @@ def poisoned_cache(
 def ragged_parts(
     seed: int, lengths, prompts, *, width: int, answers_width: int = 1
 ) -> Iterator[Part]:
-    """Prompts in chunks of uneven counts (none at times), then answers likewise."""
+    """Returns prompts in chunks of uneven counts (sometimes 0), then answers likewise."""
     random = np.random.default_rng(seed)
     done = np.zeros(len(lengths), int)
     for end, step, prompt in ((prompts, width, True), (lengths, answers_width, False)):
@@ -129,12 +129,12 @@ def ragged_parts(
 def drive(
     model: Transformer, policy: Policy, tokens: list[np.ndarray], cache: Cache, parts, after=None
 ) -> Outcome:
-    """Runs the parts; `after(done, rows)` sees what it holds with `done[b]` tokens in."""
+    """Runs the parts; `after(done, rows)` is called with the cache after `done[b]` tokens."""
     done = np.zeros(len(tokens), int)
     gathered: list[list[tuple]] = [[] for _ in tokens]
     random = np.random.default_rng(1)
     for part in parts:
-        # Padding is any token.
+        # Padding can be any token.
         chunk = random.integers(0, model.config.vocab_size, size=(len(tokens), part.width))
         for row, count in enumerate(part.counts):
             chunk[row, :count] = tokens[row][done[row] : done[row] + count]

@@ -1,4 +1,4 @@
-"""Chunks of tokens as a model hands them to a policy; what a test does not look at is empty."""
+"""Chunks of tokens as a model passes them to a policy; fields that a test ignores are empty."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from dms_jax.policies.values import CacheShape, Chunk, Decisions, Observation, S
 
 
 def tokens_of(k, *, q=None, v=None, positions=None, layer=0, adapter_logits=None) -> Tokens:
-    """The tokens of one layer; queries and values are like the keys where none are given."""
+    """Returns the tokens of one layer; queries and values equal the keys if not given."""
     k = jnp.asarray(k)
     batch, num_tokens = k.shape[:2]
     positions = jnp.arange(num_tokens) if positions is None else jnp.asarray(positions)
@@ -32,7 +32,7 @@ def chunk_of(
     max_lengths=None,
     **static: Any,
 ) -> Chunk:
-    """A chunk of tokens, or of keys; of rows that are empty and have one page."""
+    """Returns a chunk of tokens, or of keys; rows are empty and have one page by default."""
     if not isinstance(tokens, Tokens):
         tokens = tokens_of(tokens)
     batch, num_tokens, num_kv_heads, head_dim = tokens.k.shape
@@ -53,12 +53,12 @@ def chunk_of(
 
 
 def state_of(policy, num_sequences, num_kv_heads, head_dim, dtype=jnp.float32, **rest):
-    """What a policy remembers of empty rows and pages."""
+    """Returns a policy's state for empty rows and pages."""
     shape = CacheShape(num_sequences, num_kv_heads, head_dim, jnp.dtype(dtype), **rest)
     return policy.init_state(shape)
 
 
 def observed(weights=None, *, q=None, rows=None) -> Observation:
-    """What attention saw."""
+    """Returns an observation of attention with the given weights, queries and rows."""
     q = jnp.zeros((1, 1, 1, 2)) if q is None else q
     return Observation(q=q, weights=weights, rows=lambda: rows)

@@ -24,7 +24,7 @@ def tiny_config(
     tied: bool = True,
     **fields: Any,
 ) -> ModelConfig:
-    """A model of 8 dims a head; every switch can be turned."""
+    """Returns a config with 8 dims per head; any field can be overridden."""
     return ModelConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -48,7 +48,7 @@ def tiny_config(
 def random_model(
     config: ModelConfig, *, adapter: bool = False, seed: int = 0, dtype: Any = jnp.float64
 ) -> Transformer:
-    """Weights large enough that attention is uneven and decisions fall both ways."""
+    """Returns a model with weights so large that attention is uneven and decisions vary."""
     shapes = jax.eval_shape(
         lambda: Transformer(config, adapter=adapter, dtype=dtype, rngs=nnx.Rngs(0))
     )
@@ -76,7 +76,7 @@ def random_tokens(seed: int, *shape: int) -> np.ndarray:
 
 
 def oracle_weights(model: Transformer) -> oracle.Weights:
-    """The same numbers, unstacked, for the NumPy transformer."""
+    """Returns the same weights, unstacked, for the NumPy transformer."""
 
     def read(param) -> np.ndarray | None:
         return None if param is None else np.asarray(param[...], np.float64)
@@ -86,7 +86,7 @@ def oracle_weights(model: Transformer) -> oracle.Weights:
         return oracle.Linear(kernel[layer], None if bias is None else bias[layer])
 
     def heads(module, layer, part):
-        """Part of the fused [E, K, G + 2, D] as [E, heads, D]."""
+        """Returns part of the fused [E, K, G + 2, D] as [E, heads, D]."""
         kernel, bias = read(module.kernel)[layer][..., part, :], read(module.bias)
         flat = (-1, kernel.shape[-1])
         return oracle.Linear(
@@ -95,7 +95,7 @@ def oracle_weights(model: Transformer) -> oracle.Weights:
         )
 
     def half(module, layer, part):
-        """Half of the fused [E, 2, F]."""
+        """Returns one half of the fused [E, 2, F]."""
         kernel, bias = read(module.kernel), read(module.bias)
         return oracle.Linear(kernel[layer][:, part], None if bias is None else bias[layer][part])
 

@@ -1,11 +1,11 @@
-"""Other seeds for the same tests: what `--reseed N` does.
+"""Other seeds for the same tests, with `--reseed N`.
 
-A verdict that rests on one seed is a coin that was tossed once. `np.random.default_rng(s)` and
-`jax.random.key(s)` draw from another stream for each N, wherever a file of this checkout calls
-them: in tests and in the library alike, so that a test which repeats a draw of the library still
-meets it. Calls by other packages, and N = 0, stay as they are. Hypothesis draws other examples.
+A test that passes with one seed may pass by chance. `np.random.default_rng(s)` and
+`jax.random.key(s)` draw from another stream for each N wherever a file of this checkout calls them:
+in tests and in the library, so that a test which repeats a draw of the library still agrees with
+it. Calls by other packages, and N = 0, are unchanged. Hypothesis draws other examples.
 
-A test that expects the very numbers of a seed says so with the marker `own_seeds(reason)`.
+A test that expects the exact numbers of a seed has the marker `own_seeds(reason)`.
 """
 
 import numbers
@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Files of the checkout whose draws are part of a file that is kept.
+# Files of the checkout whose draws must reproduce a committed file.
 KEPT = CHECKOUT / "tests" / "golden"
-# Far from 0, 1, 2 ..., which are the seeds that tests differ by.
+# Far apart, because the seeds of tests are 0, 1, 2 ...
 STRIDE = 1_000_003
 
 
 class Reseeding:
-    """Replaces the two functions; `active` is turned off while a test runs that has own seeds."""
+    """Replaces the two functions; `active` is False during a test that has its own seeds."""
 
     def __init__(self, number: int):
         self.number = number
@@ -44,7 +44,7 @@ class Reseeding:
         return draw
 
     def shifted(self, seed):
-        """What stands for a seed that is written: a number, an array, or a list of numbers."""
+        """Returns the replacement for a seed: a number, an array, or a list of numbers."""
         if seed is None:
             return None
         if isinstance(seed, (list, tuple)):

@@ -1,7 +1,7 @@
 """The batch of one compiled chunk: which lanes take part, with which tokens, and the result.
 
-A batch has b entries: one for each lane if lanes keep their place (on a mesh), otherwise one for
-each lane that has tokens, rounded up to a power of two. The entries left over belong to no lane.
+A batch has b entries: one for each lane if lanes are fixed (on a mesh), otherwise one for each lane
+that has tokens, rounded up to a power of two. The remaining entries belong to no lane.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from dms_jax.generation.programs import bucket
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
-    """The tokens of a chunk as arrays.
+class ChunkBatch:
+    """The tokens of a chunk as arrays with one entry per lane that takes part.
 
     Attributes:
       lanes: the lane of each entry; a number beyond the last lane means none.
       tokens: token ids of each entry, padded with zeros.
       counts: number of tokens of each entry.
-      ends: whether the tokens complete the prompt of the lane.
+      ends: whether each entry's tokens complete the prompt of its lane.
     """
 
     lanes: Int[np.ndarray, " b"]
@@ -48,24 +48,24 @@ class Extended:
     held: dict[int, int]
 
 
-def place(
+def build_batch(
     tokens: Mapping[int, np.ndarray],
     *,
     num_lanes: int,
     width: int,
-    stay: bool,
+    fixed_lanes: bool,
     ends_prompt: Container[int],
-) -> Placed:
+) -> ChunkBatch:
     """Builds the batch of a chunk.
 
     Args:
       tokens: lane -> up to `width` token ids.
-      num_lanes: B, the number of lanes.
-      width: T of the compiled chunk.
-      stay: whether every lane has an entry of its own.
+      num_lanes: number of lanes (B).
+      width: number of tokens of the compiled chunk (T).
+      fixed_lanes: whether every lane has an entry of its own.
       ends_prompt: lanes whose prompt the tokens complete.
     """
-    if stay:
+    if fixed_lanes:
         lanes = np.arange(num_lanes, dtype=np.int32)
     else:
         lanes = np.full(min(bucket(len(tokens)), num_lanes), num_lanes, np.int32)
@@ -77,4 +77,4 @@ def place(
             counts[row] = len(tokens[lane])
             batch[row, : counts[row]] = tokens[lane]
     ends = np.array([lane in ends_prompt for lane in lanes.tolist()])
-    return Placed(lanes=lanes, tokens=batch, counts=counts, ends=ends)
+    return ChunkBatch(lanes=lanes, tokens=batch, counts=counts, ends=ends)
