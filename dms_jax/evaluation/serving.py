@@ -1,7 +1,7 @@
 """Options of the cache and the engine during an evaluation."""
 
 import dataclasses
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from dms_jax.checks import CountOnDevice, Options, Positive, check
 from dms_jax.generation import Engine
@@ -36,7 +36,7 @@ class Serving(Options):
     kv_dtype: str | None = None
 
     @classmethod
-    def given(cls, what: str, serving: Self | None, **default: Any) -> Self:
+    def given(cls, what: str, serving: "Serving | None", **default: Any) -> "Serving":
         """The options that a call was given, or the default ones.
 
         Raises:
