@@ -7,6 +7,7 @@ are timed; the cut is timed by itself.
 """
 
 import dataclasses
+import functools
 import gc
 import os
 import time
@@ -24,10 +25,7 @@ from dms_jax.generation.sampling import Sampling
 from dms_jax.model.caching import entry_bytes, layer_page_bytes, tree_bytes
 from dms_jax.policies import POLICIES, Policy
 from dms_jax.policies.delayed_eviction import DelayedEviction
-from dms_jax.policies.h2o import H2O
-from dms_jax.policies.quest import PageBounds
 from dms_jax.policies.selective import SelectiveReading
-from dms_jax.policies.victims import VictimEviction
 from experiments.benchmarks.decode_steps import (
     SHAPES,
     median_seconds,
@@ -118,9 +116,12 @@ def pyramid(racer: Racer, num_layers: int) -> np.ndarray:
 
 
 def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> tuple[Any, Any]:
-    """(row state, page state) that the policy could have come to."""
-    rows, pages = cache.row_state, cache.page_state
-    random = np.random.default_rng(1)
+    """(row state, page state) that the policy could have come to.
+
+    Delayed eviction says itself what its rows hold at a length. Of any other state, slots and
+    positions are random numbers in their range, and what is kept per page is random too.
+    """
+    rows, random = cache.row_state, np.random.default_rng(1)
     inner = policy.over if isinstance(policy, SelectiveReading) else policy
     if isinstance(inner, DelayedEviction):
         size = inner.visible_window + 1
@@ -128,15 +129,17 @@ def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> t
         rate = 1.0 if isinstance(inner, dms_jax.StreamingLLM) else getattr(inner, "rate", 0.0)
         evicted = jnp.asarray(random.random(slots.shape) < rate)
         rows = inner.rows_at(rows, slots, evicted, context)
-    if isinstance(inner, VictimEviction):
-        rows = jnp.asarray(random.integers(0, lengths), jnp.int32)
-    if isinstance(inner, H2O):
-        draw = jax.jit(lambda x: jax.random.uniform(jax.random.key(2), x.shape))
-        pages = jax.tree.map(lambda x: (draw(x) * context).astype(x.dtype), pages)
-    if isinstance(pages, PageBounds):
-        draw = jax.jit(lambda x: jnp.abs(jax.random.normal(jax.random.key(3), x.shape, x.dtype)))
-        pages = PageBounds(low=-draw(pages.low), high=draw(pages.high))
-    return rows, pages
+    else:
+        rows = jax.tree.map(functools.partial(draw, below=int(lengths.min()), floats=False), rows)
+    return rows, jax.tree.map(functools.partial(draw, below=context), cache.page_state)
+
+
+@functools.partial(jax.jit, static_argnames=("below", "floats"))
+def draw(x: jax.Array, below: int, floats: bool = True) -> jax.Array:
+    """Random numbers like those of an array: integers from 0 to `below`, others normal."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jax.random.randint(jax.random.key(2), x.shape, 0, below, x.dtype)
+    return jax.random.normal(jax.random.key(3), x.shape, x.dtype) if floats else x
 
 
 def filled_runner(
