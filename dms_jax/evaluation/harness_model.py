@@ -167,7 +167,7 @@ class HarnessModel(LM):
 
     @property
     def max_length(self) -> int:
-        """The model's positions."""
+        """Returns the longest context in tokens, which is all positions of the model."""
         return self.model.config.max_position_embeddings
 
     @property

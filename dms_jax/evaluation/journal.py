@@ -61,7 +61,7 @@ class Journal:
         self._write({"problem": problem, "chain": chain, **dataclasses.asdict(completion)})
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes answers.jsonl; what was added is on disk already."""
         self._file.close()
 
     def _write(self, data: Mapping[str, Any]) -> None:

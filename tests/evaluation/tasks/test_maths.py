@@ -1,6 +1,5 @@
 """Mathematical tasks on files: the prompts of appendix G, and answers in any writing."""
 
-import importlib.util
 import sys
 import threading
 
@@ -11,18 +10,12 @@ from dms_jax.evaluation.tasks import AIME, GPQA, GSM8K, MATH500, Mathematics
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import lines, text
 
-needs_math_verify = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None,
-    reason="Math-Verify comes with the extra `eval`",
-)
-
 
 @pytest.fixture
 def gsm8k(tmp_path):
     return lines(tmp_path / "test.jsonl", published.GSM8K)
 
 
-@needs_math_verify
 def test_gsm8k_is_asked_as_appendix_g_asks(gsm8k):
     problem = GSM8K(gsm8k).problem("test", 0)
     assert problem.prompt == (
@@ -38,7 +31,6 @@ def test_gsm8k_is_asked_as_appendix_g_asks(gsm8k):
     assert problem.identity == f"{gsm8k}, line 1"
 
 
-@needs_math_verify
 @pytest.mark.parametrize(
     ("completion", "score"),
     [
@@ -60,7 +52,6 @@ def test_gsm8k_answers(gsm8k, completion, score):
     assert task.score(problem, completion) == score
 
 
-@needs_math_verify
 def test_gsm8k_plain_after_worked_examples(tmp_path, gsm8k):
     shots = lines(tmp_path / "train.jsonl", published.GSM8K[1:])
     task = GSM8K(gsm8k, style="plain", few_shot=1, examples=shots)
@@ -80,7 +71,6 @@ def test_gsm8k_plain_after_worked_examples(tmp_path, gsm8k):
     assert task.score(problem, " 12\n#### 12\n#### 9") == 0
 
 
-@needs_math_verify
 def test_math500_is_asked_as_appendix_g_asks(tmp_path):
     task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
     problem = task.problem("test", 0)
@@ -96,7 +86,6 @@ def test_math500_is_asked_as_appendix_g_asks(tmp_path):
     assert task.score(problem, "So it is $\\boxed{(\\pi/2, 2)}$.") == 0
 
 
-@needs_math_verify
 @pytest.mark.parametrize("written", ["\\boxed{0.5}", "\\boxed{\\frac12}", "\\boxed{\\dfrac{2}{4}}"])
 def test_equal_answers_are_one_vote_and_right(tmp_path, written):
     task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
@@ -108,7 +97,6 @@ def test_equal_answers_are_one_vote_and_right(tmp_path, written):
     assert task.score(problem, completion) == 1
 
 
-@needs_math_verify
 def test_judging_in_a_thread(gsm8k):
     """Math-Verify's own time limit works in the main thread alone."""
     task, scores = GSM8K(gsm8k), []
@@ -121,7 +109,6 @@ def test_judging_in_a_thread(gsm8k):
     assert scores == [1]
 
 
-@needs_math_verify
 def test_aime(tmp_path):
     task = AIME(lines(tmp_path / "a.jsonl", published.AIME))
     problem = task.problem("test", 0)
@@ -132,7 +119,6 @@ def test_aime(tmp_path):
         AIME(wrong).problem("test", 0)
 
 
-@needs_math_verify
 def test_any_file_of_problems_and_answers(tmp_path):
     path = lines(tmp_path / "a.jsonl", [{"question": "Solve 2*x = 8 for x.", "answer": "4"}])
     task = Mathematics(path)
@@ -142,7 +128,6 @@ def test_any_file_of_problems_and_answers(tmp_path):
     assert task.score(problem, "x = 4. The final answer is 4") == 1
 
 
-@needs_math_verify
 def test_gsm8k_without_its_mark_is_named_by_file_and_line(tmp_path):
     path = lines(tmp_path / "a.jsonl", [published.GSM8K[0], {"question": "?", "answer": "10"}])
     with pytest.raises(DataError, match=r'a\.jsonl, line 2: "answer" must end in "####'):
