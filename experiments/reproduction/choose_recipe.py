@@ -26,10 +26,11 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training import Stage
 from experiments.reproduction.curve.data import read_documents
-from experiments.reproduction.curve.jobs import Worker, provenance, read_json, write_json
+from experiments.reproduction.curve.jobs import Worker
 from experiments.reproduction.curve.plan import Config as Plan
 from experiments.reproduction.curve.plan import Job, Paths, Variant
-from experiments.reproduction.first_curve import count_gpus, environment, gpu_of, stop
+from experiments.reproduction.files import provenance, read_json, write_json
+from experiments.reproduction.processes import count_gpus, environment, gpu_of, stop
 from experiments.shared.command_line import FAILED, run, status_of
 
 VARIANT = Variant("adapter", 0, 16)

@@ -18,7 +18,6 @@ from dms_jax.evaluation import (
     gain_at,
     mean_over_seeds,
 )
-from experiments.reproduction.curve.jobs import read_json
 from experiments.reproduction.curve.plan import (
     CHOICE_RATIO,
     FURTHER,
@@ -27,6 +26,7 @@ from experiments.reproduction.curve.plan import (
     Config,
     Paths,
 )
+from experiments.reproduction.files import read_json
 
 Axis = Literal["peak", "reads"]
 

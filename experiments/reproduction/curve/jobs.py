@@ -1,16 +1,10 @@
 """The jobs of the first curve: write data, train, evaluate; and the queue they are taken from."""
 
 import dataclasses
-import datetime
-import json
-import os
 import pathlib
 import time
-import traceback
-from importlib import metadata
 from typing import Any
 
-import jax
 import numpy as np
 
 import dms_jax
@@ -31,29 +25,24 @@ from experiments.reproduction.curve.plan import (
     Variant,
     jobs,
 )
+from experiments.reproduction.files import read_json, write_json
+from experiments.reproduction.queue import Queue
 
 BASE = "reasoner-11m"
 _LOGGED_EVERY = 10
 
 
-class OutOfTimeError(Exception):
-    """The deadline has passed; what is done is on disk."""
-
-
-@dataclasses.dataclass
-class Worker:
+class Worker(Queue[Paths]):
     """One process of the plan.
 
-    Attributes:
+    Args:
       config: the plan.
       deadline: seconds since the epoch after which nothing new is begun.
     """
 
-    config: Config
-    deadline: float
-
-    def __post_init__(self):
-        self.paths = Paths(self.config)
+    def __init__(self, config: Config, deadline: float):
+        super().__init__(Paths(config), deadline)
+        self.config = config
         self._base: LanguageModel | None = None
 
     @property
@@ -64,21 +53,7 @@ class Worker:
             self._base = dms_jax.load(path)
         return self._base
 
-    # -- the queue --------------------------------------------------------------------------------
-
-    def work(self) -> None:
-        """Takes jobs until none is left that this process could do."""
-        while time.time() < self.deadline:
-            open_jobs = [job for job in self._wanted() if not self.paths.failure(job).exists()]
-            job = next(filter(self._take, filter(self.paths.ready, open_jobs)), None)
-            if job is not None:
-                self._do(job)
-            elif any(not self.paths.lock(job).exists() for job in open_jobs) and self._busy():
-                time.sleep(0.5)  # for what others are making
-            else:
-                return
-
-    def _wanted(self) -> list[Job]:
+    def wanted(self) -> list[Job]:
         """What is not done yet; data only where something is to be trained on it."""
         wanted = [job for job in jobs(self.config) if not self.paths.done(job)]
         if self.config.only == "data":
@@ -86,55 +61,6 @@ class Worker:
         if not any(job.kind in ("further", "retrofit") for job in wanted):
             wanted = [job for job in wanted if job.kind != "data"]
         return wanted
-
-    def _busy(self) -> bool:
-        folder = self.paths.root / "locks"
-        return folder.is_dir() and any(folder.iterdir())
-
-    def _take(self, job: Job) -> bool:
-        """Locks a job for this process; False if another has it, or has just done it."""
-        lock = self.paths.lock(job)
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with lock.open("x") as file:
-                file.write(str(os.getpid()))
-        except FileExistsError:
-            return False
-        if self.paths.done(job):
-            lock.unlink()
-            return False
-        return True
-
-    def _do(self, job: Job) -> None:
-        start = time.time()
-        print(f"{job.name}: begins", flush=True)
-        outcome = "done"
-        try:
-            getattr(self, f"_{job.kind}")(job)
-        except OutOfTimeError:
-            outcome = "out of time"
-        except KeyboardInterrupt:
-            outcome, self.deadline = "stopped", 0  # nothing new is begun
-        except Exception:  # another job may well succeed; the page tells of this one
-            outcome = "failed"
-            write_text(self.paths.failure(job), traceback.format_exc())
-            traceback.print_exc()
-        finally:
-            self.paths.lock(job).unlink()
-        seconds = time.time() - start
-        before = read_json(self.paths.log(job)) or {"seconds": 0.0}
-        record = {
-            "outcome": outcome,
-            "seconds": before["seconds"] + seconds,
-            "device": jax.devices()[0].device_kind,
-            **provenance(),
-        }
-        write_json(self.paths.log(job), record)
-        print(f"{job.name}: {outcome}, {seconds:.0f} s", flush=True)
-
-    def _check_time(self, *_: Any) -> None:
-        if time.time() > self.deadline:
-            raise OutOfTimeError
 
     # -- the jobs ---------------------------------------------------------------------------------
 
@@ -225,7 +151,7 @@ class Worker:
         last = recipe.total_steps(policy or dms_jax.Vanilla())
 
         def on_step(record: dict[str, Any]) -> None:
-            self._check_time()
+            self.check_time()
             if record["step"] % _LOGGED_EVERY == 0 or record["step"] == last:
                 log.append({key: _rounded(value) for key, value in record.items()})
 
@@ -262,7 +188,7 @@ class Worker:
         path = self.paths.result(system, setting, seed, task)
         if path.exists():
             return
-        self._check_time()
+        self.check_time()
         config = self.config
         choosing = task == config.choice
         task = config.asked[0] if choosing else task
@@ -366,31 +292,6 @@ def check_settings(config: Config) -> None:
             f"{config.out} holds what was made with {'; '.join(other)}. Give the same settings to "
             "go on, or another --out."
         )
-
-
-def provenance() -> dict[str, Any]:
-    """Versions and date of this run."""
-    return {
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-    }
-
-
-def write_json(path: pathlib.Path, data: Any) -> None:
-    """Writes a file beside its place and renames it."""
-    write_text(path, json.dumps(data) + "\n")
-
-
-def write_text(path: pathlib.Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
-
-
-def read_json(path: pathlib.Path) -> Any:
-    """What a file holds; None where there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _rounded(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from dms_jax.evaluation import Measured, percent
 from experiments.reproduction.curve import figure
 from experiments.reproduction.curve.analysis import Axis, Results
-from experiments.reproduction.curve.jobs import BASE, provenance, read_json, write_text
+from experiments.reproduction.curve.jobs import BASE
 from experiments.reproduction.curve.plan import (
     FURTHER,
     LONGEST,
@@ -19,6 +19,7 @@ from experiments.reproduction.curve.plan import (
     Paths,
     jobs,
 )
+from experiments.reproduction.files import provenance, read_json, write_text
 
 RIVALS = ("TOVA", "StreamingLLM")
 MARGIN = 0.02  # of the control, within which DMS at ratio 4 is to stay

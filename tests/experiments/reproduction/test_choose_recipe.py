@@ -12,9 +12,9 @@ import dms_jax
 from dms_jax import assets
 from experiments.reproduction import choose_recipe
 from experiments.reproduction.choose_recipe import TRIALS, Config, Trial, distance
-from experiments.reproduction.curve.jobs import write_json
 from experiments.reproduction.curve.plan import Config as Plan
 from experiments.reproduction.curve.plan import Paths
+from experiments.reproduction.files import write_json
 
 MODEL = str(assets.path("stories260k"))
 LENGTHS = (20, 37, 9)

@@ -14,7 +14,7 @@ import pytest
 
 import dms_jax
 from dms_jax import assets
-from experiments.reproduction import first_curve
+from experiments.reproduction import first_curve, processes
 from experiments.reproduction.curve import jobs as curve_jobs
 from experiments.reproduction.curve import plan
 from experiments.reproduction.curve.analysis import Results
@@ -26,9 +26,9 @@ from experiments.reproduction.curve.jobs import (
     policy_at,
     read_config,
     write_config,
-    write_json,
 )
 from experiments.reproduction.curve.plan import Config, Job, Paths
+from experiments.reproduction.files import write_json
 
 MODEL = str(assets.path("stories260k"))
 
@@ -148,8 +148,8 @@ def test_sequences_hold_every_document_once_and_count_completions():
 class Recorder(Worker):
     """A worker whose jobs write empty files."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def __init__(self, config: Config, deadline: float):
+        super().__init__(config, deadline)
         self.did: list[str] = []
 
     def _do(self, job: Job) -> None:
@@ -198,12 +198,12 @@ def test_data_alone_are_written_where_nothing_else_is_wanted(tmp_path):
 
 
 def test_workers_take_turns_on_the_gpus():
-    own = [first_curve.gpu_of(index, 6, 4) for index in range(6)]
+    own = [processes.gpu_of(index, 6, 4) for index in range(6)]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in own] == ["0", "1", "2", "3", "0", "1"]
     assert {each["XLA_PYTHON_CLIENT_MEM_FRACTION"] for each in own} == {"0.45"}  # two on a GPU
-    assert first_curve.gpu_of(1, 2, 4) == {"CUDA_VISIBLE_DEVICES": "1"}
-    assert first_curve.gpu_of(1, 2, 0) == {}  # no GPU
-    assert first_curve.gpu_of(0, 1, 4) == {}  # a single process is left as it is
+    assert processes.gpu_of(1, 2, 4) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert processes.gpu_of(1, 2, 0) == {}  # no GPU
+    assert processes.gpu_of(0, 1, 4) == {}  # a single process is left as it is
 
 
 def test_nothing_begins_after_the_deadline(tmp_path):
@@ -234,7 +234,7 @@ def test_the_job_of_a_process_that_died_has_failed(tmp_path):
     for name, owner in ((job.name, dead.pid), ("data-1", dead.pid + 1)):
         (tmp_path / "locks").mkdir(exist_ok=True)
         (tmp_path / "locks" / name).write_text(str(owner))
-    first_curve.fail_job_of(dead, tmp_path)
+    processes.fail_job_of(dead, tmp_path)
     assert "ended with 3" in Paths(config).failure(job).read_text()
     assert [lock.name for lock in (tmp_path / "locks").iterdir()] == ["data-1"]
     assert Worker(config, deadline=np.inf)._take(Job("vanilla", "vanilla", 0))
@@ -243,7 +243,7 @@ def test_the_job_of_a_process_that_died_has_failed(tmp_path):
 
 def test_no_worker_is_left_behind():
     running = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    first_curve.stop([running])
+    processes.stop([running])
     assert running.returncode == -signal.SIGTERM
 
 

@@ -13,8 +13,9 @@ import dms_jax
 from experiments.reproduction import first_curve
 from experiments.reproduction.curve import page, plan
 from experiments.reproduction.curve.analysis import Results
-from experiments.reproduction.curve.jobs import write_config, write_json
+from experiments.reproduction.curve.jobs import write_config
 from experiments.reproduction.curve.plan import Config, Job, Paths
+from experiments.reproduction.files import write_json
 
 
 def write_results(

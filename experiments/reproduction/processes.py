@@ -1,0 +1,117 @@
+"""The processes of a run: each has its GPU, all share one cache of compiled programs."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+from experiments.reproduction.files import write_text
+
+CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
+_GRACE_SECONDS = 40  # after the deadline, to end what was begun
+
+
+def run_workers(module: str, out: pathlib.Path, processes: int, deadline: float) -> None:
+    """Starts processes, each on its own GPU where there are several, and waits for them.
+
+    Args:
+      module: the module whose `worker(root, deadline)` a process calls.
+      out: the run directory, where the plan is.
+      processes: how many there are.
+      deadline: seconds since the epoch after which nothing new is begun.
+    """
+    program = f"from {module} import worker; worker({str(out)!r}, {deadline})"
+    workers, logs, gpus = [], [], count_gpus()
+    try:
+        for index in range(processes):
+            log = (out / f"worker-{index}.log").open("a")
+            logs.append(log)
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", program],
+                    env=environment(out, gpu_of(index, processes, gpus)),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        _follow(out, workers, deadline + _GRACE_SECONDS)
+    finally:
+        stop(workers)
+        for log in logs:
+            log.close()
+
+
+def environment(out: pathlib.Path, gpu: dict[str, str]) -> dict[str, str]:
+    """Of a worker: where the code is, its GPU, and one cache of compiled programs for all."""
+    folders = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(out.resolve() / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **gpu,
+    }
+
+
+def stop(workers: list[subprocess.Popen]) -> None:
+    """Ends the workers that still run, and waits until they have."""
+    for worker in workers:
+        if worker.poll() is None:
+            worker.terminate()
+    for worker in workers:
+        worker.wait()
+
+
+def count_gpus() -> int:
+    """GPUs of NVIDIA in this machine; this process is to hold none of them."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return len(listed.stdout.splitlines())
+
+
+def gpu_of(index: int, processes: int, gpus: int) -> dict[str, str]:
+    """Environment that gives a worker its GPU, and its share of it where workers share one."""
+    if gpus == 0 or processes == 1:
+        return {}
+    sharing = -(-processes // gpus)
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / sharing:.2f}"} if sharing > 1 else {}
+    return {"CUDA_VISIBLE_DEVICES": str(index % gpus), **memory}
+
+
+def _follow(out: pathlib.Path, workers: list[subprocess.Popen], end: float) -> None:
+    """Prints each job as it ends, until all workers have or the time is over."""
+    start, shown = time.time(), set((out / "jobs").glob("*.json"))
+    running = True
+    while running:
+        states = [worker.poll() for worker in workers]
+        for worker, state in zip(workers, states, strict=True):
+            if state:
+                fail_job_of(worker, out)
+        running = None in states and time.time() < end
+        for log in sorted(set((out / "jobs").glob("*.json")) - shown):
+            shown.add(log)
+            job = json.loads(log.read_text())
+            line = f"{log.stem}: {job['outcome']}, {job['seconds']:.0f} s"
+            print(f"[{time.time() - start:4.0f} s] {line}", flush=True)
+        time.sleep(1 if running else 0)
+    for index, worker in enumerate(workers):
+        if worker.returncode:
+            tail = (out / f"worker-{index}.log").read_text()[-2000:]
+            print(f"worker {index} ended with {worker.returncode}:\n{tail}", flush=True)
+
+
+def fail_job_of(worker: subprocess.Popen, out: pathlib.Path) -> None:
+    """What a process was doing when it died has failed, so that the others do not wait for it."""
+    for lock in (out / "locks").glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another worker has just ended its job
+            if lock.read_text() == str(worker.pid):
+                reason = f"its process ended with {worker.returncode}"
+                write_text(out / "failed" / f"{lock.name}.txt", f"{reason}\n")
+                lock.unlink()

@@ -1,0 +1,123 @@
+"""A queue of jobs that several processes take from; what is done is on disk.
+
+A job is done when its files are there, so that nothing is repeated and a run can be cut off
+anywhere. A lock, made by one process alone, says who does a job.
+"""
+
+import os
+import pathlib
+import time
+import traceback
+from typing import Any, Protocol
+
+import jax
+
+from experiments.reproduction.files import provenance, read_json, write_json, write_text
+
+
+class OutOfTimeError(Exception):
+    """The deadline has passed; what is done is on disk."""
+
+
+class Named(Protocol):
+    """A job: `kind` names the method that does it, `name` its files."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+class Places(Protocol):
+    """Where the files of jobs are, and what a job waits for."""
+
+    root: pathlib.Path
+
+    def log(self, job: Any) -> pathlib.Path: ...
+
+    def lock(self, job: Any) -> pathlib.Path: ...
+
+    def failure(self, job: Any) -> pathlib.Path: ...
+
+    def done(self, job: Any) -> bool: ...
+
+    def ready(self, job: Any) -> bool: ...
+
+
+class Queue[P: Places]:
+    """One process that takes jobs until none is left; a job of kind K is done by the method `_K`.
+
+    Args:
+      paths: where the files are.
+      deadline: seconds since the epoch after which nothing new is begun.
+    """
+
+    def __init__(self, paths: P, deadline: float):
+        self.paths, self.deadline = paths, deadline
+
+    def wanted(self) -> list[Any]:
+        """The jobs that are not done yet, in the order in which they are begun."""
+        raise NotImplementedError
+
+    def work(self) -> None:
+        """Takes jobs until none is left that this process could do."""
+        while time.time() < self.deadline:
+            open_jobs = [job for job in self.wanted() if not self.paths.failure(job).exists()]
+            job = next(filter(self._take, filter(self.paths.ready, open_jobs)), None)
+            if job is not None:
+                self._do(job)
+            elif any(not self.paths.lock(job).exists() for job in open_jobs) and self._busy():
+                time.sleep(0.5)  # for what others are making
+            else:
+                return
+
+    def _busy(self) -> bool:
+        folder = self.paths.root / "locks"
+        return folder.is_dir() and any(folder.iterdir())
+
+    def _take(self, job: Named) -> bool:
+        """Locks a job for this process; False if another has it, or has just done it."""
+        lock = self.paths.lock(job)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with lock.open("x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            return False
+        if self.paths.done(job):
+            lock.unlink()
+            return False
+        return True
+
+    def _do(self, job: Named) -> None:
+        start = time.time()
+        print(f"{job.name}: begins", flush=True)
+        outcome = "done"
+        try:
+            getattr(self, f"_{job.kind}")(job)
+        except OutOfTimeError:
+            outcome = "out of time"
+        except KeyboardInterrupt:
+            outcome, self.deadline = "stopped", 0  # nothing new is begun
+        except Exception:  # another job may well succeed; the page tells of this one
+            outcome = "failed"
+            write_text(self.paths.failure(job), traceback.format_exc())
+            traceback.print_exc()
+        finally:
+            self.paths.lock(job).unlink()
+        seconds = time.time() - start
+        before = read_json(self.paths.log(job)) or {"seconds": 0.0}
+        record = {
+            "outcome": outcome,
+            "seconds": before["seconds"] + seconds,
+            "device": jax.devices()[0].device_kind,
+            **provenance(),
+        }
+        write_json(self.paths.log(job), record)
+        print(f"{job.name}: {outcome}, {seconds:.0f} s", flush=True)
+
+    def check_time(self, *_: Any) -> None:
+        """Raises OutOfTimeError after the deadline."""
+        if time.time() > self.deadline:
+            raise OutOfTimeError
