@@ -117,8 +117,13 @@ class Config:
 
 def model_of(shape: Shape, dtype: Any) -> dms_jax.LanguageModel:
     """Returns a model of this shape with random weights, made on the device."""
+    return random_model(SHAPES[shape], dtype)
+
+
+def random_model(fields: dict[str, Any], dtype: Any) -> dms_jax.LanguageModel:
+    """Returns a model of these fields of config.json with random weights, made on the device."""
     config = dms_jax.ModelConfig.from_hf(
-        SHAPES[shape]
+        fields
         | dict(
             max_position_embeddings=131072,
             rms_norm_eps=1e-5,

@@ -30,7 +30,7 @@ from experiments.reproduction.curve.jobs import Worker
 from experiments.reproduction.curve.plan import Config as Plan
 from experiments.reproduction.curve.plan import Job, Paths, Variant
 from experiments.reproduction.files import provenance, read_json, write_json
-from experiments.reproduction.processes import count_gpus, environment, gpu_of, stop
+from experiments.reproduction.processes import environment, gpu_of, stop, visible_gpus
 from experiments.shared.command_line import FAILED, run, status_of
 
 VARIANT = Variant("adapter", 0, 16)
@@ -163,7 +163,7 @@ def main(config: Config) -> list[dict[str, Any]] | int:
     folder = config.out / "recipes"
     names = dict.fromkeys((BASE, *(config.trials or TRIALS)))
     left = [name for name in names if not (folder / f"{name}.json").exists()]
-    workers, gpus = [], count_gpus()
+    workers, gpus = [], visible_gpus()
     try:
         for index in range(min(config.processes, len(left))):
             own = dataclasses.replace(config, trials=tuple(left[index :: config.processes]))

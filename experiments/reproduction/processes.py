@@ -24,7 +24,7 @@ def run_workers(module: str, out: pathlib.Path, processes: int, deadline: float)
       deadline: seconds since the epoch after which nothing new is begun.
     """
     program = f"from {module} import worker; worker({str(out)!r}, {deadline})"
-    workers, logs, gpus = [], [], count_gpus()
+    workers, logs, gpus = [], [], visible_gpus()
     try:
         for index in range(processes):
             log = (out / f"worker-{index}.log").open("a")
@@ -67,22 +67,25 @@ def stop(workers: list[subprocess.Popen]) -> None:
         worker.wait()
 
 
-def count_gpus() -> int:
-    """GPUs of NVIDIA in this machine; this process is to hold none of them."""
+def visible_gpus() -> list[str]:
+    """NVIDIA's GPUs that this process may give to others; it is to hold none of them itself."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return 0
-    return len(listed.stdout.splitlines())
+        return []
+    return [str(number) for number in range(len(listed.stdout.splitlines()))]
 
 
-def gpu_of(index: int, processes: int, gpus: int) -> dict[str, str]:
+def gpu_of(index: int, processes: int, gpus: list[str]) -> dict[str, str]:
     """Environment that gives a worker its GPU, and its share of it where workers share one."""
-    if gpus == 0 or processes == 1:
+    if not gpus or processes == 1:
         return {}
-    sharing = -(-processes // gpus)
+    sharing = -(-processes // len(gpus))
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / sharing:.2f}"} if sharing > 1 else {}
-    return {"CUDA_VISIBLE_DEVICES": str(index % gpus), **memory}
+    return {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)], **memory}
 
 
 def _follow(out: pathlib.Path, workers: list[subprocess.Popen], end: float) -> None:

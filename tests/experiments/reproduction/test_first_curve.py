@@ -197,13 +197,17 @@ def test_data_alone_are_written_where_nothing_else_is_wanted(tmp_path):
     assert worker.did == ["data-0", "data-1"]
 
 
-def test_workers_take_turns_on_the_gpus():
-    own = [processes.gpu_of(index, 6, 4) for index in range(6)]
+def test_workers_take_turns_on_the_gpus(monkeypatch):
+    four = ["0", "1", "2", "3"]
+    own = [processes.gpu_of(index, 6, four) for index in range(6)]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in own] == ["0", "1", "2", "3", "0", "1"]
-    assert {each["XLA_PYTHON_CLIENT_MEM_FRACTION"] for each in own} == {"0.45"}  # two on a GPU
-    assert processes.gpu_of(1, 2, 4) == {"CUDA_VISIBLE_DEVICES": "1"}
-    assert processes.gpu_of(1, 2, 0) == {}  # no GPU
-    assert processes.gpu_of(0, 1, 4) == {}  # a single process is left as it is
+    assert own[0]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.45"
+    assert processes.gpu_of(1, 2, four) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert processes.gpu_of(1, 2, []) == {}  # no GPU
+    assert processes.gpu_of(0, 1, four) == {}  # a single process is left as it is
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")  # the others are somebody else's
+    assert processes.visible_gpus() == ["2", "3"]
+    assert processes.gpu_of(1, 2, processes.visible_gpus()) == {"CUDA_VISIBLE_DEVICES": "3"}
 
 
 def test_nothing_begins_after_the_deadline(tmp_path):
