@@ -49,7 +49,7 @@ class Generation:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each completion ended: "end", "stop" or "length"."""
+        """Why each completion ended: see `Completion.finish_reason`."""
         return [completion.finish_reason for completion in self.completions]
 
     @property

@@ -9,31 +9,30 @@ answer, so that every policy decides as it did before.
 
 import collections
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Unpack
 
 import jax
 import numpy as np
 
-from dms_jax.checks import show_options
+from dms_jax.checks import Whole, check, show_options
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation.calls import keep_finished, unless_busy
 from dms_jax.generation.memory import out_of_memory, pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.programs import Steps, bucket, request_keys
 from dms_jax.generation.prompts import check_call, check_list, encode_prompt
+from dms_jax.generation.reporting import Reporter
 from dms_jax.generation.requests import (
     Completion,
     OnTokens,
     Prompt,
     Request,
     Turn,
-    Update,
     check_finite,
     completion_of,
     finished,
     make_requests,
-    record_usage,
 )
 from dms_jax.generation.room import Room
 from dms_jax.generation.runner import Runner
@@ -99,6 +98,7 @@ class Engine:
         self._room = Room(self.runner, self.chunk, self.options.prefill_chunk)
         self._lock = threading.Lock()
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
+        self._cancelled: set[int] = set()  # indices of requests to end early
         self._keys = np.zeros((num_lanes, *request_keys([0], [0]).shape[1:]), np.uint32)
         self._last_tokens = np.zeros(num_lanes, np.int32)
 
@@ -119,6 +119,19 @@ class Engine:
             for index, prompt in enumerate(prompts)
         ]
         return self.serve(make_requests(self.model.config, tokens, sampling), sampling, on_tokens)
+
+    def cancel(self, indices: Iterable[int]) -> None:
+        """Ends requests of the running call, before its next chunk: call it from `on_tokens`.
+
+        They keep what they have generated, if anything, their finish reason becomes "cancelled",
+        and their pages are freed. Requests that wait end too. Each has a last update, and is a
+        completion like any other. Indices of requests that have ended, or that are not in the
+        call, are ignored.
+
+        Raises:
+          ConfigError: an index is not a whole number.
+        """
+        self._cancelled.update(check("cancel: index", index, Whole) for index in indices)
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -177,6 +190,8 @@ class Engine:
             self.model.generation.eos_token_ids,
             streaming=on_tokens is not None,
         )
+        self._cancelled.clear()
+        reporter = Reporter(self.runner, tracker, on_tokens, keep, self._cancelled)
         # Stop strings are found between chunks; a conversation must not cache tokens after one.
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
         waiting, self._running = collections.deque(requests), {}
@@ -184,10 +199,10 @@ class Engine:
             with self.runner.working():
                 while waiting or self._running:
                     self._admit(waiting, sampling)
-                    self._report(tracker, on_tokens, keep=keep)
+                    reporter.report(self._running, waiting)
                     if self._running:
                         self._decode_chunk(waiting, sampling, num_steps)
-                        self._report(tracker, on_tokens, keep=keep)
+                        reporter.report(self._running, waiting)
         except jax.errors.JaxRuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -361,35 +376,3 @@ class Engine:
         held = self.runner.cache_bytes()
         for lane, request in self._running.items():
             request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])
-
-    # -- results ----------------------------------------------------------------------------------
-
-    def _report(self, tracker: TextTracker, on_tokens: OnTokens | None, *, keep: bool) -> None:
-        """Updates texts, streams new tokens, and removes finished requests."""
-        self.runner.trim()
-        held, on_host = self.runner.cache_bytes(), self.runner.host_bytes()
-        finished_lanes, updates = [], []
-        for lane, request in self._running.items():
-            if len(request.generated) == request.reported_tokens:
-                continue
-            text = tracker.update(request)
-            done = request.finish_reason is not None
-            if done:
-                finished_lanes.append(lane)
-                record_usage(
-                    request,
-                    cached=int(self.runner.seen[lane]),
-                    live=int(self.runner.lengths[:, lane].sum()),
-                    cache_bytes=held[lane],
-                    host_bytes=on_host[lane],
-                )
-            news = request.generated[request.reported_tokens :]
-            request.reported_tokens = len(request.generated)
-            updates.append(Update(index=request.index, tokens=news, text=text, finished=done))
-        for lane in finished_lanes:
-            del self._running[lane]
-        if finished_lanes and not keep:
-            self.runner.clear(finished_lanes)
-        if on_tokens is not None:  # last, so that a callback that raises loses no completion
-            for update in updates:
-                on_tokens(update)

@@ -13,7 +13,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, DataError
 from dms_jax.generation.sampling import Sampling
 
-FinishReason = Literal["end", "stop", "length"]
+FinishReason = Literal["end", "stop", "length", "cancelled"]
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | np.ndarray
 OnTokens = Callable[["Update"], None]
 
@@ -44,7 +44,7 @@ class Completion:
       tokens: the new token ids, end tokens included.
       logprobs: the log-probability of each new token; None unless `Sampling.logprobs` is set.
       finish_reason: "end" for an end token, "stop" for a stop string, "length" for max_new_tokens
-        or the model's last position.
+        or the model's last position, "cancelled" if `Engine.cancel` ended it.
       usage: the use of the cache.
     """
 

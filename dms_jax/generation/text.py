@@ -16,7 +16,7 @@ import dataclasses
 import re
 from typing import Any
 
-from dms_jax.generation.requests import Request
+from dms_jax.generation.requests import Request, Update
 
 _INCOMPLETE = "\ufffd"
 # The most tokens that may be pending; then every complete character is committed.
@@ -68,6 +68,13 @@ class TextTracker:
         self._longest_stop = max(map(len, stop), default=0)
         self._streams: dict[int, _Stream] = {}
         self._open: dict[int, bool] = {}
+
+    def news(self, request: Request) -> Update:
+        """Processes the new tokens of a request and returns them as an update."""
+        text = self.update(request)
+        tokens = request.generated[request.reported_tokens :]
+        request.reported_tokens = len(request.generated)
+        return Update(request.index, tokens, text, finished=request.finish_reason is not None)
 
     def update(self, request: Request) -> str:
         """Processes the new tokens of a request and returns the new text that is final.

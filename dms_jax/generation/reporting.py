@@ -1,0 +1,74 @@
+"""What becomes of requests between chunks: news is streamed, and those that ended make room."""
+
+import collections
+import dataclasses
+
+from dms_jax.generation.requests import OnTokens, Request, record_usage
+from dms_jax.generation.runner import Runner
+from dms_jax.generation.text import TextTracker
+
+
+@dataclasses.dataclass
+class Reporter:
+    """Reports on the requests of one call.
+
+    Attributes:
+      runner: the runner that holds their sequences.
+      tracker: their texts.
+      on_tokens: called with every update, if anybody listens.
+      keep: whether sequences stay in the cache when their requests end.
+      cancelled: indices of requests to end early; `on_tokens` may add to them.
+    """
+
+    runner: Runner
+    tracker: TextTracker
+    on_tokens: OnTokens | None
+    keep: bool
+    cancelled: set[int] = dataclasses.field(default_factory=set)
+
+    def report(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
+        """Reports a chunk, and then the requests that were cancelled because of its updates.
+
+        Requests that ended are removed from the running ones (by lane) or from those that wait.
+        """
+        self._report(running, waiting)
+        while self.cancelled:
+            self._report(running, waiting)
+
+    def _report(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
+        runner = self.runner
+        runner.trim()
+        held, on_host = runner.cache_bytes(), runner.host_bytes()
+        cancelled = self.cancelled.copy()
+        self.cancelled -= cancelled
+        ended, updates = [], []
+        for lane, request in running.items():
+            if request.index in cancelled and request.remaining:
+                request.finish_reason = "cancelled"  # unless its last tokens ended it themselves
+            elif len(request.generated) == request.reported_tokens:
+                continue
+            updates.append(self.tracker.news(request))
+            if request.finish_reason is not None:
+                ended.append(lane)
+                record_usage(
+                    request,
+                    cached=int(runner.seen[lane]),
+                    live=int(runner.lengths[:, lane].sum()),
+                    cache_bytes=held[lane],
+                    host_bytes=on_host[lane],
+                )
+        for lane in ended:
+            del running[lane]
+        if ended and not self.keep:
+            runner.clear(ended)
+        for request in [each for each in waiting if each.index in cancelled]:
+            request.finish_reason = "cancelled"
+            updates.append(self.tracker.news(request))
+            record_usage(request, cached=0, live=0, cache_bytes=0, host_bytes=0)
+        for _ in range(len(waiting)):  # once around: the others keep their order
+            request = waiting.popleft()
+            if request.finish_reason is None:
+                waiting.append(request)
+        if self.on_tokens is not None:  # last, so that a callback that raises loses no completion
+            for update in updates:
+                self.on_tokens(update)
