@@ -15,7 +15,7 @@ from dms_jax.errors import (
     DmsJaxError,
     TrainingDivergedError,
 )
-from dms_jax.evaluation import evaluate
+from dms_jax.evaluation import evaluate, hyperscale
 from dms_jax.generation import (
     Conversation,
     Engine,
@@ -92,6 +92,7 @@ __all__ = [
     "estimate",
     "evaluate",
     "generate",
+    "hyperscale",
     "initialize",
     "load",
     "make_mesh",

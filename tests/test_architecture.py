@@ -40,9 +40,10 @@ RANKS = {
 }
 
 
-# Files with functions over many arrays or sizes, and `evaluate`.
+# Files with functions over many arrays or sizes, `evaluate` and `hyperscale`.
 LONG_PARAMETER_LISTS = {
     "dms_jax/evaluation/evaluating.py",
+    "dms_jax/evaluation/hyperscaling.py",
     "dms_jax/generation/memory.py",
     "dms_jax/generation/programs.py",
     "dms_jax/model/caching.py",

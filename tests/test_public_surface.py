@@ -65,6 +65,7 @@ def test_what_messages_name_is_there():
     ("name", "home"),
     [
         ("evaluate", "evaluation"),
+        ("hyperscale", "evaluation"),
         ("Recipe", "training"),
         ("Policy", "policies"),
         ("Device", "devices"),

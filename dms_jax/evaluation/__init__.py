@@ -1,7 +1,11 @@
 """Evaluation: tasks answered from the real cache, scores, budgets and comparisons."""
 
+from dms_jax.evaluation.aggregation import METHODS, Method, decided, likeliest, pass_at
+from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
 from dms_jax.evaluation.choosing import ChoiceResult, evaluate_choices
 from dms_jax.evaluation.evaluating import SAMPLING, evaluate
+from dms_jax.evaluation.hyperscaling import System, hyperscale
+from dms_jax.evaluation.hyperscaling_result import AXES, Axis, Hyperscaling, Point
 from dms_jax.evaluation.likelihood import Likelihood, encode_pair, likelihoods
 from dms_jax.evaluation.pareto import Level, at_budget, average_gain, frontier, gain_at
 from dms_jax.evaluation.perplexity import Perplexity, perplexity
@@ -18,27 +22,40 @@ from dms_jax.evaluation.statistics import (
 )
 
 __all__ = [
+    "AXES",
+    "METHODS",
     "SAMPLING",
+    "Axis",
     "Chat",
     "ChoiceResult",
+    "Hyperscaling",
     "Level",
     "Likelihood",
     "Measured",
+    "Method",
     "Perplexity",
+    "Point",
     "Result",
     "Serving",
+    "System",
+    "Trial",
     "at_budget",
     "average_gain",
+    "decided",
     "difference",
     "encode_pair",
     "evaluate",
     "evaluate_choices",
     "frontier",
     "gain_at",
+    "hyperscale",
+    "likeliest",
     "likelihoods",
     "majority",
     "mean_over_problems",
     "mean_over_seeds",
+    "measured_average_gain",
+    "pass_at",
     "percent",
     "perplexity",
     "standard_error",

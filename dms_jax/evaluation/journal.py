@@ -18,6 +18,7 @@ import numpy as np
 
 from dms_jax.cache.accounting import Usage
 from dms_jax.errors import DataError
+from dms_jax.evaluation.traces import Answer, Trace
 from dms_jax.generation.requests import Completion
 from dms_jax.model.language_model import LanguageModel
 
@@ -56,9 +57,12 @@ class Journal:
         if not whole:
             self._write({"settings": settings})
 
-    def add(self, problem: int, chain: int, completion: Completion) -> None:
+    def add(self, problem: int, chain: int, answer: Answer) -> None:
         """Writes an answer and flushes the file."""
-        self._write({"problem": problem, "chain": chain, **dataclasses.asdict(completion)})
+        line = {"problem": problem, "chain": chain, **dataclasses.asdict(answer.completion)}
+        if answer.trace is not None:
+            line["trace"] = dataclasses.asdict(answer.trace)
+        self._write(line)
 
     def close(self) -> None:
         """Closes answers.jsonl; what was added is on disk already."""
@@ -68,8 +72,8 @@ class Journal:
         self._file.write(json.dumps(data).encode() + b"\n")
         self._file.flush()
 
-    def _read(self, lines: list[str], settings: Mapping[str, Any]) -> dict[Place, Completion]:
-        answers: dict[Place, Completion] = {}
+    def _read(self, lines: list[str], settings: Mapping[str, Any]) -> dict[Place, Answer]:
+        answers: dict[Place, Answer] = {}
         for number, line in enumerate(lines, 1):
             try:
                 data = json.loads(line)
@@ -78,7 +82,10 @@ class Journal:
                 else:
                     usage = Usage(**data.pop("usage"))
                     place = (data.pop("problem"), data.pop("chain"))
-                    answers[place] = Completion(usage=usage, **data)
+                    trace = data.pop("trace", None)
+                    answers[place] = Answer(
+                        Completion(usage=usage, **data), None if trace is None else Trace(**trace)
+                    )
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f"{self._path}, line {number}: this is no answer of an evaluation ({error}). "

@@ -10,7 +10,7 @@ Tick = Callable[[float], None]
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, *, shown: bool) -> Iterator[Tick]:
+def progress_bar(total: int, *, title: str, shown: bool) -> Iterator[Tick]:
     """Shows the number of answers and their mean score on standard error.
 
     Yields:
@@ -25,7 +25,7 @@ def progress_bar(total: int, *, shown: bool) -> Iterator[Tick]:
     )
     scores: list[float] = []
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        line = bar.add_task("Answers", total=total, score="-")
+        line = bar.add_task(title, total=total, score="-")
 
         def tick(score: float) -> None:
             scores.append(score)

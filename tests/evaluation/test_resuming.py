@@ -8,7 +8,7 @@ import pytest
 import dms_jax
 from dms_jax.errors import DataError
 from dms_jax.evaluation import Serving, evaluate
-from dms_jax.evaluation import evaluating as module
+from dms_jax.evaluation import journal as module
 from dms_jax.generation import Engine
 from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.test_evaluating import Continue

@@ -12,7 +12,12 @@ from dms_jax import assets
 from tests.wrong_calls.case import Case
 from tests.wrong_calls.files import file_cases, retrofit_cases
 from tests.wrong_calls.options import estimate_cases, policy_cases, sampling_cases, task_cases
-from tests.wrong_calls.running import engine_cases, generate_cases, logits_cases
+from tests.wrong_calls.running import (
+    engine_cases,
+    generate_cases,
+    hyperscale_cases,
+    logits_cases,
+)
 
 
 def all_cases(scratch: pathlib.Path) -> dict[str, Case]:
@@ -24,6 +29,7 @@ def all_cases(scratch: pathlib.Path) -> dict[str, Case]:
         **generate_cases(model),
         **engine_cases(model),
         **logits_cases(model),
+        **hyperscale_cases(model),
         **file_cases(model, scratch),
         **estimate_cases(model.config),
         **retrofit_cases(model, scratch),

@@ -7,7 +7,7 @@ import numpy as np
 
 import dms_jax
 from dms_jax.data.tasks import LinearEquation
-from dms_jax.evaluation import evaluate
+from dms_jax.evaluation import Hyperscaling, System, evaluate
 from tests.wrong_calls.case import NAN, Case
 
 
@@ -296,5 +296,45 @@ def logits_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "logits policy": case("Not a cache policy", policy="DMS", error="ConfigError"),
         "logits adapter": case(
             "adapter", policy=dms_jax.DMS(source="adapter"), error="ConfigError"
+        ),
+    }
+
+
+def hyperscale_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
+    vanilla = System("vanilla", dms_jax.Vanilla())
+    point = Hyperscaling({}, ())
+
+    def case(*says: str, systems: Any = (vanilla,), **options) -> Case:
+        options = {"lengths": (8,), "chains": (1,)} | options
+        return Case(
+            lambda: dms_jax.hyperscale(model, LinearEquation(), systems, **options),
+            "ConfigError",
+            says,
+        )
+
+    return {
+        "hyperscale lengths": case("lengths must be a sequence", "got 5", lengths=5),
+        "hyperscale chains": case("chains must be", "at least 1", chains=(0,)),
+        "hyperscale seeds": case("seeds must be", "got (-1,)", seeds=(-1,)),
+        "hyperscale stop": case("stop_decided must be True or False, got 1", stop_decided=1),
+        "hyperscale serving": case("hyperscale: serving must be a Serving", serving=3),
+        "hyperscale mapping": case(
+            "hyperscale wants systems of dms_jax.evaluation.System", systems={"a": vanilla}
+        ),
+        "hyperscale policy": case("hyperscale wants systems", systems=dms_jax.Vanilla()),
+        "hyperscale system": Case(
+            lambda: System("TOVA", "TOVA"),
+            "ConfigError",
+            ("System: policy must be a Policy or None, got 'TOVA'",),
+        ),
+        "hyperscale axis": Case(
+            lambda: point.frontier("vanilla", "bytes"),
+            "ConfigError",
+            ("axis must be 'reads' or 'peak', got 'bytes'",),
+        ),
+        "hyperscale method": Case(
+            lambda: point.average_gain("vanilla", "TOVA", method="best"),
+            "ConfigError",
+            ("method must be 'single', 'vote'", "got 'best'"),
         ),
     }

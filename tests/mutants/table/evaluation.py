@@ -6,6 +6,10 @@ FOLDER = "dms_jax/evaluation/"
 STATISTICS = "tests/evaluation/test_statistics.py"
 LIKELIHOOD = "tests/evaluation/test_likelihood.py"
 EVALUATING = "tests/evaluation/test_evaluating.py"
+AGGREGATION = "tests/evaluation/test_aggregation.py"
+BOOTSTRAP = "tests/evaluation/test_bootstrap.py"
+TRACES = "tests/evaluation/test_traces.py"
+HYPERSCALING = "tests/evaluation/test_hyperscaling.py"
 
 MUTANTS = [
     Mutant(
@@ -52,14 +56,14 @@ MUTANTS = [
     ),
     Mutant(
         "evaluation: all problems share their chains' seeds",
-        FOLDER + "evaluating.py",
+        FOLDER + "asking.py",
         "np.random.SeedSequence([seed, problem]).generate_state(chains)",
         "np.random.SeedSequence([seed]).generate_state(chains)",
         (EVALUATING,),
     ),
     Mutant(
         "evaluation: problems of several tasks skip numbers",
-        FOLDER + "evaluating.py",
+        FOLDER + "asking.py",
         "for index in range(start, start + (count",
         "for index in range(start + 1, start + 1 + (count",
         (f"{EVALUATING}::test_problems_of_several_tasks_are_the_first_of_each",),
@@ -77,6 +81,69 @@ MUTANTS = [
         "if number == 1 and found != settings:",
         "if number == 1 and found is None:",
         ("tests/evaluation/test_resuming.py::test_answers_of_other_settings_are_not_mixed",),
+    ),
+    Mutant(
+        "evaluation: hyperscale, pass@W counts the best chain's rank from 0",
+        FOLDER + "aggregation.py",
+        "for rank in range(1, drawn + 1)]",
+        "for rank in range(drawn)]",
+        (AGGREGATION,),
+    ),
+    Mutant(
+        "evaluation: hyperscale, a tie in a vote is settled by chains that have ended",
+        FOLDER + "aggregation.py",
+        "-min(seen, open_chains[0]))",
+        "-seen)",
+        (AGGREGATION,),
+    ),
+    Mutant(
+        "evaluation: hyperscale, a resample has as many problems as there are",
+        FOLDER + "bootstrap.py",
+        "rng.multinomial(count - 1, np.full(count, 1 / count), size=draws) / (count - 1)",
+        "rng.multinomial(count, np.full(count, 1 / count), size=draws) / count",
+        (BOOTSTRAP,),
+    ),
+    Mutant(
+        "evaluation: hyperscale, the spread of seeds is left out of a gain's error",
+        FOLDER + "bootstrap.py",
+        "error = math.hypot(error, _spread(left, right, by_seeds))",
+        "error = math.hypot(error, 0 * _spread(left, right, by_seeds))",
+        (BOOTSTRAP,),
+    ),
+    Mutant(
+        "evaluation: hyperscale, a cut answer has read for its last token too",
+        FOLDER + "traces.py",
+        "reads=sum(trace.reads[: length - 1])",
+        "reads=sum(trace.reads[:length])",
+        (TRACES,),
+    ),
+    Mutant(
+        "evaluation: hyperscale, the peak of a prompt is that of the whole answer",
+        FOLDER + "answering.py",
+        "peak = prompt_peaks.setdefault(update.index, request.meter.peak)",
+        "peak = request.meter.peak",
+        (TRACES,),
+    ),
+    Mutant(
+        "evaluation: hyperscale, answers under a share of the request are cut from longer ones",
+        FOLDER + "traces.py",
+        "return policy.for_length(1) != policy",
+        "return False",
+        (TRACES, HYPERSCALING),
+    ),
+    Mutant(
+        "evaluation: hyperscale, equal budgets are compared with points off the frontier",
+        FOLDER + "hyperscaling_result.py",
+        "for point in self.frontier(system, axis, method) if point.budget(axis) > 0]",
+        "for point in self.of(system) if point.budget(axis) > 0]",
+        (f"{HYPERSCALING}::test_frontiers_and_gains_by_hand",),
+    ),
+    Mutant(
+        "evaluation: hyperscale, what is interrupted loses its points",
+        FOLDER + "hyperscaling.py",
+        "error.finished = plan.result(points)",
+        "error.finished = plan.result([])",
+        (f"{HYPERSCALING}::test_what_is_interrupted_returns_its_points_and_resumes",),
     ),
     Mutant(
         "analysis: key projections are read and value projections are not",

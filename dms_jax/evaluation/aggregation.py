@@ -1,0 +1,87 @@
+"""One score from the W chains of a problem: by vote, by likelihood, by pass@W, or as their mean.
+
+    single          the mean score of the chains
+    vote            the answer that most chains give; ties go to the one seen first (`majority`)
+    likeliest_mean  the answer of the chain with the highest mean log-probability a token
+    likeliest_sum   the answer of the chain with the highest sum of log-probabilities
+    pass            the best score among W chains: pass@W where a score is 0 or 1
+
+Chains without an answer are not chosen. Where n > W chains were drawn, pass@W is its mean over all
+subsets of W chains, which is unbiased; with scores sorted from the highest down,
+
+    pass@W = sum_i s_i C(n - i, W - 1) / C(n, W)      i = 1 .. n: s_i is the best of its subset
+
+and for scores of 0 and 1, c of them 1, that is the usual 1 - C(n - c, W) / C(n, W).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+from jaxtyping import Float
+
+from dms_jax.errors import DataError
+
+Method = Literal["single", "vote", "likeliest_mean", "likeliest_sum", "pass"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+def likeliest(answers: Sequence[str | None], weights: Float[np.ndarray, " chains"]) -> int | None:
+    """Index of the chain with the largest weight among those with an answer; None without any.
+
+    Of equal weights the first counts.
+
+    # In: ["7", None, "8"], [-2, -1, -1.5]  Out: 2
+    """
+    known = [index for index, answer in enumerate(answers) if answer is not None]
+    return max(known, key=lambda index: weights[index], default=None)
+
+
+def pass_at(
+    scores: Float[np.ndarray, "problems chains"], count: int
+) -> Float[np.ndarray, " problems"]:
+    """Expected best score of `count` chains, estimated from all that were drawn.
+
+    Raises:
+      DataError: fewer were drawn.
+    """
+    drawn = scores.shape[1]
+    if not 1 <= count <= drawn:
+        raise DataError(f"pass@{count} cannot be estimated from {drawn} chains.")
+    subsets = math.comb(drawn, count)
+    # Exact whole numbers: the binomial coefficients of many chains exceed those of float64.
+    shares = [math.comb(drawn - rank, count - 1) / subsets for rank in range(1, drawn + 1)]
+    return -np.sort(-scores, axis=1) @ np.asarray(shares)
+
+
+def decided(votes: Mapping[int, str | None], chains: int) -> bool:
+    """Whether chains that have not ended can no longer change the majority.
+
+    Args:
+      votes: the answers of the chains that have ended, by chain; None votes for nothing.
+      chains: number of chains in all.
+
+    # Of four chains: {0: "7", 2: "7"} is decided: a tie of two goes to the first chain's answer.
+    # {1: "7", 2: "7"} is not: chains 0 and 3 may both answer "8", which is then seen first.
+    """
+    counts: dict[str, int] = {}
+    first: dict[str, int] = {}
+    for chain, answer in sorted(votes.items()):
+        if answer is not None:
+            counts[answer] = counts.get(answer, 0) + 1
+            first.setdefault(answer, chain)
+    open_chains = [chain for chain in range(chains) if chain not in votes]
+    if not open_chains:
+        return True
+    if not counts:
+        return False
+    leader = max(counts, key=lambda answer: (counts[answer], -first[answer]))
+    # The worst that can happen to the leader: all open chains give one other answer, which may be
+    # new (its first chain is then the first open one).
+    rivals = [(counts[each], first[each]) for each in counts if each != leader]
+    for count, seen in [*rivals, (0, chains)]:
+        reach = (count + len(open_chains), -min(seen, open_chains[0]))
+        if reach > (counts[leader], -first[leader]):
+            return False
+    return True

@@ -1,0 +1,212 @@
+"""The problems of an evaluation as requests: which, of which task, as which tokens and seeds.
+
+Problem i of n tasks is number i // n of task i % n. Every chain of every problem derives its own
+sampling seed from one seed, so more chains or more problems do not change the first ones.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dms_jax.checks import Count, CountOnDevice, Whole, check
+from dms_jax.data.tasks import Problem, Split, Task
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation.prompting import Chat, encode_problem
+from dms_jax.evaluation.tasks.files import FileTask
+from dms_jax.generation import Sampling
+from dms_jax.generation.requests import Request, make_requests
+from dms_jax.model.language_model import LanguageModel
+
+DRAWN_PROBLEMS = 200  # of tasks that draw them, unless more or fewer are asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """The problems that a call asks.
+
+    Attributes:
+      what: name of the call, for messages.
+      tasks: the tasks.
+      split, start: which problems of each.
+      chat: options of the chat template; None for plain text.
+      task_of: the task of each problem.
+      problems: the problems.
+    """
+
+    what: str
+    tasks: tuple[Task, ...]
+    split: Split
+    start: int
+    chat: Chat | None
+    task_of: tuple[int, ...]
+    problems: tuple[Problem, ...]
+
+    @classmethod
+    def given(
+        cls,
+        what: str,
+        task: Any,
+        *,
+        count: int | None,
+        split: Split,
+        start: int,
+        chat: Chat | None,
+    ) -> "Questions":
+        """Checks the arguments of a call, and reads or draws the problems.
+
+        Raises:
+          ConfigError: an argument does not fit.
+          DataError: there are fewer problems.
+        """
+        tasks = tuple(task) if isinstance(task, Iterable) else (task,)
+        if not tasks or not all(isinstance(each, Task) for each in tasks):
+            raise ConfigError(
+                f"{what} wants a task of dms_jax.data.tasks, or several, got {task!r}."
+            )
+        names = tuple(each.name for each in tasks)
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{what} tells tasks apart by their names, got {', '.join(names)}.")
+        count = check(f"{what}: problems", count, Count | None)
+        check(f"{what}: chat", chat, Chat | None)
+        start = check(f"{what}: start", start, Whole)
+        if count is not None and count < len(tasks):
+            raise ConfigError(f"{what}: {count} problems are too few for {len(tasks)} tasks.")
+        task_of, problems = _problems(what, tasks, split, start, count)
+        return cls(what, tasks, split, start, chat, task_of, problems)
+
+    def requests(
+        self,
+        model: LanguageModel,
+        sampling: Sampling,
+        *,
+        chains: int,
+        seed: int,
+        max_lengths: Sequence[int | None],
+    ) -> list[Request]:
+        """A request for every chain of every problem; chain c of problem i is i * chains + c.
+
+        Args:
+          model: a model with a tokenizer.
+          sampling: how the answers are sampled; its seed is ignored.
+          chains: chains of each problem.
+          seed: what the seeds of the chains are derived from.
+          max_lengths: for each task, the length of which a policy takes its share; None for the
+            prompt and the longest answer.
+
+        Raises:
+          DataError: there is no tokenizer, or a prompt leaves no room for an answer.
+        """
+        if model.tokenizer is None:
+            raise DataError(f"{self.what} needs a tokenizer, and this model came without one.")
+        prompts = [
+            encode_problem(model, problem, self.chat, name=self.tasks[number].name)
+            for number, problem in zip(self.task_of, self.problems, strict=True)
+        ]
+        sampling = dataclasses.replace(sampling, seed=_seeds(seed, len(prompts), chains))
+        requests = make_requests(
+            model.config, [prompt for prompt in prompts for _ in range(chains)], sampling
+        )
+        for request in requests:
+            given_length = max_lengths[self.task_of[request.index // chains]]
+            request.max_length = given_length or request.max_length
+        return requests
+
+    def to_dict(self) -> dict[str, Any]:
+        """What determines the prompts, as JSON data."""
+        return {
+            "task": [each.to_dict() for each in self.tasks],
+            "split": self.split,
+            "start": self.start,
+            "chat": None if self.chat is None else dataclasses.asdict(self.chat),
+        }
+
+
+class Judge:
+    """Scores completions and remembers the scores: judging can be slow."""
+
+    def __init__(self, questions: Questions):
+        self._questions = questions
+        self._scores: dict[tuple[int, str], float] = {}
+
+    def __call__(self, problem: int, text: str) -> float:
+        """Returns the score of a completion of a problem."""
+        if (problem, text) not in self._scores:
+            own, task = self._questions.problems[problem], self.task(problem)
+            self._scores[problem, text] = task.score(own, text)
+        return self._scores[problem, text]
+
+    def task(self, problem: int) -> Task:
+        """The task of a problem."""
+        return self._questions.tasks[self._questions.task_of[problem]]
+
+    def answer(self, problem: int, text: str) -> str | None:
+        """The answer that a completion gives."""
+        return self.task(problem).answer(text)
+
+    def answer_score(self, problem: int, answer: str | None) -> float:
+        """The score of an answer alone; 0 where there is none."""
+        if answer is None:
+            return 0.0
+        return self.task(problem).score_answer(self._questions.problems[problem], answer)
+
+
+def check_max_lengths(
+    what: str, max_length: int | Sequence[int] | None, tasks: int
+) -> list[int | None]:
+    """The max_length of each task."""
+    if max_length is None:
+        return [None] * tasks
+    given = list(max_length) if isinstance(max_length, Iterable) else [max_length] * tasks
+    if len(given) != tasks:
+        raise ConfigError(f"{what}: {len(given)} max_lengths were given for {tasks} tasks.")
+    return [check(f"{what}: max_length", each, CountOnDevice) for each in given]
+
+
+def _problems(
+    what: str, tasks: tuple[Task, ...], split: Split, start: int, count: int | None
+) -> tuple[tuple[int, ...], tuple[Problem, ...]]:
+    """The task of each problem, and the problems.
+
+    Raises:
+      DataError: there are fewer.
+    """
+    most = [len(task.records) if isinstance(task, FileTask) else None for task in tasks]
+    if count is None and None in most:
+        count = max(DRAWN_PROBLEMS, len(tasks))
+    places = [
+        (number, index)
+        for index in range(start, start + (count or max(filter(None, most), default=0)))
+        for number, size in enumerate(most)
+        if size is None or index < size
+    ][:count]
+    if not places or len(places) < (count or 1):
+        raise DataError(
+            f"{what}: {count or 'more'} problems were asked for from number {start} on, and "
+            f"there are {len(places)} ({', '.join(task.name for task in tasks)})."
+        )
+    return (
+        tuple(number for number, _ in places),
+        tuple(
+            task.problem(split, index)  # a file may change between calls
+            if isinstance(task := tasks[number], FileTask)
+            else _drawn(task, split, index)
+            for number, index in places
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=1 << 14)  # many systems answer the same problems
+def _drawn(task: Task, split: Split, index: int) -> Problem:
+    return task.problem(split, index)
+
+
+def _seeds(seed: int, problems: int, chains: int) -> list[int]:
+    """One seed for each chain of each problem; more chains do not change the seeds of the first."""
+    drawn = [
+        np.random.SeedSequence([seed, problem]).generate_state(chains)
+        for problem in range(problems)
+    ]
+    return np.concatenate(drawn).tolist()

@@ -1,0 +1,326 @@
+"""`hyperscale`: what a model makes of the memory and the reads that a small cache saves.
+
+Inference-time hyper-scaling (DMS paper, section 5): answers of at most L tokens, W chains of each
+problem, compression ratio CR; systems are compared over all L-W-CR configurations at equal reads
+and at equal peak.
+
+Every system answers with the largest number of chains only: its first w chains are those of a run
+with w chains. The longest answers also serve the shorter ones, which are their first tokens, unless
+the policy takes a share of the longest answer (`traces`); then every length is a run of its own.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from dms_jax.checks import Count, Options, Ratio, Whole, check, show
+from dms_jax.data.tasks import Split, Task
+from dms_jax.errors import ConfigError
+from dms_jax.evaluation.aggregation import METHODS
+from dms_jax.evaluation.answering import Evaluation
+from dms_jax.evaluation.asking import Judge, Questions
+from dms_jax.evaluation.evaluating import SAMPLING
+from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point, Stopped
+from dms_jax.evaluation.journal import model_mark
+from dms_jax.evaluation.prompting import Chat
+from dms_jax.evaluation.samples import Sample
+from dms_jax.evaluation.serving import Serving
+from dms_jax.evaluation.traces import Answer, cut, depends_on_length
+from dms_jax.generation import Sampling
+from dms_jax.generation.prompts import check_call
+from dms_jax.model.language_model import LanguageModel, check_model
+from dms_jax.policies import Policy, Vanilla
+
+
+@dataclasses.dataclass(frozen=True)
+class System(Options):
+    """One line of the comparison, at one compression ratio.
+
+    Attributes:
+      name: of the line; several systems of one name, at different ratios, share a frontier.
+      policy: the cache policy; None for the one that the checkpoint declares.
+      model: the checkpoint; None for the model of the call. DMS at another ratio is another one.
+      compression_ratio: the nominal ratio, a label; None for the policy's own, if it has one.
+    """
+
+    name: str
+    policy: Policy | None = None
+    model: LanguageModel | None = None
+    compression_ratio: Ratio | None = None
+
+
+def hyperscale(
+    model: LanguageModel,
+    task: Task | Sequence[Task],
+    systems: Sequence[System],
+    *,
+    lengths: Sequence[int],
+    chains: Sequence[int],
+    problems: int | None = None,
+    split: Split = "test",
+    start: int = 0,
+    seeds: Sequence[int] = (0,),
+    sampling: Sampling | None = None,
+    chat: Chat | None = None,
+    serving: Serving | None = None,
+    stop_decided: bool = False,
+    out: str | pathlib.Path | None = None,
+    progress: bool = False,
+) -> Hyperscaling:
+    """Compares systems over lengths and numbers of chains, at equal reads and equal peak.
+
+    Args:
+      model: a model with a tokenizer.
+      task: one task, or several whose problems alternate; see `evaluate`.
+      systems: cache policies, or checkpoints, under their names.
+      lengths: L, the most new tokens of an answer.
+      chains: W, the independent answers to each problem that are put to the vote.
+      problems, split, start, chat, serving: see `evaluate`.
+      seeds: every seed draws new chains for the same problems.
+      sampling: see `evaluate`; its seed and max_new_tokens are ignored.
+      stop_decided: also run each configuration of several chains with chains that stop as soon as
+        those that ended have decided the vote. The vote is the same; `Point.stopped` says what it
+        cost. Each of these configurations is a run of its own.
+      out: a folder for the answers of each run (as `evaluate` writes them), `results.json` and
+        `table.md`. The same call resumes after the answers that are there.
+      progress: whether to show a progress bar for each run on standard error.
+
+    Raises:
+      ConfigError: an argument or a policy does not fit.
+      DataError: a prompt leaves no room for an answer, or there are too few problems.
+      CapacityError: the memory does not hold a single sequence.
+
+    What interrupts it, KeyboardInterrupt too, carries the points that were finished:
+    `error.finished` is a `Hyperscaling`, whose files are in `out` as well.
+    """
+    check_model(model)
+    questions = Questions.given(
+        "hyperscale", task, count=problems, split=split, start=start, chat=chat
+    )
+    plan = Plan(
+        questions=questions,
+        judge=Judge(questions),
+        systems=_resolved(systems, model),
+        lengths=_numbers("lengths", lengths, Count),
+        chains=_numbers("chains", chains, Count),
+        seeds=_numbers("seeds", seeds, Whole),
+        sampling=dataclasses.replace(
+            check_call(SAMPLING if sampling is None else sampling, None), logprobs=True
+        ),
+        serving=Serving.given("hyperscale", serving),
+        stop_decided=check("hyperscale: stop_decided", stop_decided, bool),
+        out=None if out is None else pathlib.Path(out),
+        progress=check("hyperscale: progress", progress, bool),
+    )
+    points: list[Point] = []
+    try:
+        for system in plan.systems:
+            for point in plan.points(system):
+                points.append(point)
+    except BaseException as error:
+        with contextlib.suppress(AttributeError):  # an exception may not accept attributes
+            error.finished = plan.result(points)  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+    return plan.result(points)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """A system with its model, its policy and its ratio."""
+
+    name: str
+    model: LanguageModel
+    policy: Policy
+    compression_ratio: float | int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a call was asked for."""
+
+    questions: Questions
+    judge: Judge
+    systems: tuple[Resolved, ...]
+    lengths: tuple[int, ...]
+    chains: tuple[int, ...]
+    seeds: tuple[int, ...]
+    sampling: Sampling
+    serving: Serving
+    stop_decided: bool
+    out: pathlib.Path | None
+    progress: bool
+
+    def points(self, system: Resolved) -> Iterator[Point]:
+        """Runs a system, and yields its points as they are finished."""
+        runs = [self.lengths]
+        if depends_on_length(system.policy):
+            runs = [(length,) for length in self.lengths]
+        for run in runs:
+            samples: dict[int, list[Sample]] = {length: [] for length in run}
+            for seed in self.seeds:
+                answers = self.run(system, seed, length=run[-1], chains=self.chains[-1])
+                for length in run:
+                    samples[length].append(self.sample(system, answers, length))
+            for length in run:
+                for chains in self.chains:
+                    stopped = None
+                    if self.stop_decided and chains > 1:
+                        stopped = self.stopped(system, length, chains)
+                    yield _point(system, length, chains, samples[length], stopped)
+
+    def run(
+        self,
+        system: Resolved,
+        seed: int,
+        *,
+        length: int,
+        chains: int,
+        stop_decided: bool = False,
+    ) -> list[Answer]:
+        """Answers all problems, or reads the answers from the folder."""
+        name = f"{length}-{chains}" if stop_decided else f"{length}"
+        folder = None if self.out is None else self.out / _slug(system) / name / f"seed{seed}"
+        evaluation = Evaluation(
+            model=system.model,
+            policy=system.policy,
+            questions=self.questions,
+            sampling=dataclasses.replace(self.sampling, max_new_tokens=length),
+            serving=self.serving,
+            chains=chains,
+            seed=seed,
+            max_lengths=[None] * len(self.questions.tasks),
+            traced=True,
+            stop_decided=stop_decided,
+        )
+        title = f"{system.name} {length}-{chains}" if self.progress else None
+        return list(evaluation.run(self.judge, folder, bar=title).values())
+
+    def sample(self, system: Resolved, answers: list[Answer], length: int) -> Sample:
+        """What the chains would have been with answers of at most `length` tokens."""
+        cuts = [cut(answer, length, system.model.tokenizer) for answer in answers]
+        count = len(self.questions.problems)
+        chains = len(cuts) // count
+        return Sample.of([cuts[i * chains : (i + 1) * chains] for i in range(count)], self.judge)
+
+    def stopped(self, system: Resolved, length: int, chains: int) -> Stopped:
+        """Runs a configuration whose chains stop when the vote is decided."""
+        samples = [
+            self.sample(
+                system,
+                self.run(system, seed, length=length, chains=chains, stop_decided=True),
+                length,
+            )
+            for seed in self.seeds
+        ]
+        return Stopped(
+            vote=np.stack([sample.score("vote", chains) for sample in samples]),
+            reads=np.stack([sample.reads.sum(1) for sample in samples]),
+            peak=np.stack([sample.peak.sum(1) for sample in samples]),
+            cancelled=float(np.mean([sample.cancelled for sample in samples])),
+        )
+
+    def result(self, points: Sequence[Point]) -> Hyperscaling:
+        """The result so far, written into the folder."""
+        names = ("temperature", "top_k", "top_p", "min_p", "stop")
+        settings = {
+            **self.questions.to_dict(),
+            "problems": len(self.questions.problems),
+            "lengths": list(self.lengths),
+            "chains": list(self.chains),
+            "seeds": list(self.seeds),
+            "kv_dtype": self.serving.kv_dtype,
+            "page_size": self.serving.page_size,
+            "sampling": {name: getattr(self.sampling, name) for name in names},
+        }
+        result = Hyperscaling(settings, tuple(points))
+        if self.out is not None and points:
+            text = "\n\n".join([result.table(), result.gains_table()])
+            for name, content in (
+                ("results.json", json.dumps(result.to_dict(), indent=1)),
+                ("table.md", text),
+            ):
+                part = self.out / f"{name}.part"
+                part.write_text(content + "\n", encoding="utf-8")
+                part.replace(self.out / name)
+        return result
+
+
+def _point(
+    system: Resolved, length: int, chains: int, samples: list[Sample], stopped: Stopped | None
+) -> Point:
+    def mean(name: str) -> float:
+        return float(np.mean([getattr(sample, name)[:, :chains] for sample in samples]))
+
+    return Point(
+        system=system.name,
+        compression_ratio=system.compression_ratio,
+        length=length,
+        chains=chains,
+        policy=system.policy.to_dict(),
+        scores={
+            method: np.stack([sample.score(method, chains) for sample in samples])
+            for method in METHODS
+        },
+        reads=np.stack([sample.reads[:, :chains].sum(1) for sample in samples]),
+        peak=np.stack([sample.peak[:, :chains].sum(1) for sample in samples]),
+        new_tokens=mean("new_tokens"),
+        ended=mean("ended"),
+        stopped=stopped,
+    )
+
+
+def _resolved(systems: Any, model: LanguageModel) -> tuple[Resolved, ...]:
+    """The systems of a call, on its model unless they have their own.
+
+    Raises:
+      ConfigError: they are something else, or two cannot be told apart.
+    """
+    given = list(systems) if isinstance(systems, Iterable) else [systems]
+    if not given or not all(isinstance(each, System) for each in given):
+        raise ConfigError(
+            "hyperscale wants systems of dms_jax.evaluation.System, such as "
+            f"[System('TOVA', dms_jax.TOVA(compression_ratio=4))], got {show(systems)}."
+        )
+    resolved: dict[tuple[str, float | int | None], Resolved] = {}
+    for system in given:
+        own = model if system.model is None else system.model
+        policy = own.resolve_policy(system.policy)
+        ratio = system.compression_ratio
+        if ratio is None:
+            ratio = 1 if policy == Vanilla() else getattr(policy, "compression_ratio", None)
+        if (system.name, ratio) in resolved:
+            raise ConfigError(
+                f"hyperscale: {system.name!r} is there twice with compression_ratio={ratio}. Give "
+                "each System of one name another compression_ratio, or another name."
+            )
+        resolved[system.name, ratio] = Resolved(system.name, own, policy, ratio)
+    return tuple(resolved.values())
+
+
+def _numbers(name: str, values: Any, kind: Any) -> tuple[int, ...]:
+    """Different numbers in increasing order.
+
+    Raises:
+      ConfigError: there are none, or they are something else.
+    """
+    numbers = check(f"hyperscale: {name}", values, Sequence[kind])
+    if not numbers:
+        raise ConfigError(f"hyperscale: {name} is empty.")
+    return tuple(sorted(set(numbers)))
+
+
+def _slug(system: Resolved) -> str:
+    """The name of a system's folder, which tells policies and checkpoints apart.
+
+    # Out: "DMS-x8-5f0c1a2b"
+    """
+    mark = [system.policy.to_dict(), system.compression_ratio, model_mark(system.model)]
+    digest = hashlib.blake2b(json.dumps(mark).encode(), digest_size=4).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', system.name).strip('-')}-{digest}"

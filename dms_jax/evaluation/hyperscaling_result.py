@@ -1,0 +1,318 @@
+"""The result of `hyperscale`: points, their frontiers on two budgets, and gains at equal budget.
+
+A point is one L-W-CR configuration of a system (DMS paper, section 5): answers of at most L tokens,
+W chains of each problem, and the compression ratio. Its two budgets are the KV reads and the peak
+tokens of a problem, both summed over its W chains, which run side by side.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+from jaxtyping import Float
+from rich.table import Table
+
+from dms_jax.checks import check, require
+from dms_jax.evaluation.aggregation import METHODS, Method
+from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
+from dms_jax.evaluation.pareto import Level, frontier, gain_at
+from dms_jax.evaluation.result import percent
+from dms_jax.evaluation.statistics import Measured, mean_over_seeds
+
+Axis = Literal["reads", "peak"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+PerProblem = Float[np.ndarray, "seeds problems"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stopped:
+    """A point whose chains stopped as soon as the vote was decided.
+
+    Attributes:
+      vote: score of the vote.
+      reads, peak: tokens of all chains of a problem.
+      cancelled: share of the chains that were stopped, or never started.
+    """
+
+    vote: PerProblem
+    reads: PerProblem
+    peak: PerProblem
+    cancelled: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Point:
+    """A system with answers of at most `length` tokens in `chains` chains.
+
+    Attributes:
+      system: name of the system.
+      compression_ratio: its nominal ratio; None if it has none.
+      length, chains: L and W.
+      policy: the cache policy, as JSON data.
+      scores: score of each problem by method, see `aggregation`.
+      reads, peak: tokens of all chains of a problem.
+      new_tokens: mean number of tokens of a chain.
+      ended: share of the chains that ended by themselves.
+      stopped: the same with chains that stop early; None if that was not asked for.
+    """
+
+    system: str
+    compression_ratio: float | int | None
+    length: int
+    chains: int
+    policy: Mapping[str, Any]
+    scores: Mapping[Method, PerProblem]
+    reads: PerProblem
+    peak: PerProblem
+    new_tokens: float
+    ended: float
+    stopped: Stopped | None = None
+
+    @property
+    def label(self) -> str:
+        """L-W-CR as in the paper, such as 512-4-8."""
+        ratio = "" if self.compression_ratio is None else f"-{self.compression_ratio:g}"
+        return f"{self.length}-{self.chains}{ratio}"
+
+    @property
+    def reads_saved(self) -> float | None:
+        """Share of the reads that stopping early saved; None if that was not asked for."""
+        if self.stopped is None:
+            return None
+        return 1 - float(self.stopped.reads.sum() / self.reads.sum())
+
+    def accuracy(self, method: Method = "vote") -> Measured:
+        """Mean score with its standard error over problems and seeds."""
+        return mean_over_seeds(self.scores[method])
+
+    def budget(self, axis: Axis) -> float:
+        """Mean tokens of a problem."""
+        return float(getattr(self, axis).mean())
+
+    def level(self, axis: Axis, method: Method) -> Level:
+        """The point as `gain_at` wants it."""
+        return Level(self.budget(axis), self.scores[method])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the figures as JSON data."""
+        names = ("system", "compression_ratio", "length", "chains", "policy", "new_tokens", "ended")
+        data = {name: getattr(self, name) for name in names}
+        data |= {axis: self.budget(axis) for axis in AXES}
+        data["scores"] = {method: self.accuracy(method).to_list() for method in METHODS}
+        if self.stopped is not None:
+            data["stopped"] = {
+                "vote": mean_over_seeds(self.stopped.vote).to_list(),
+                "reads": float(self.stopped.reads.mean()),
+                "peak": float(self.stopped.peak.mean()),
+                "cancelled": self.stopped.cancelled,
+                "reads_saved": self.reads_saved,
+            }
+        return data
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualBudget:
+    """A point of one system beside another system at the same budget.
+
+    Attributes:
+      point: the point.
+      gain: its score less the interpolated score of the other system, paired by problem.
+    """
+
+    point: Point
+    gain: Measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperscaling:
+    """All points of all systems on the same problems.
+
+    Attributes:
+      settings: task, sampling, seeds and the rest, as JSON data.
+      points: the points, system by system.
+    """
+
+    settings: Mapping[str, Any]
+    points: tuple[Point, ...]
+
+    @functools.cached_property
+    def _known(self) -> dict[tuple[str, str, Axis, Method], Measured | None]:
+        """Average gains that were computed: a bootstrap takes a moment."""
+        return {}
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        """Names of the systems, in the order in which they were given."""
+        return tuple(dict.fromkeys(point.system for point in self.points))
+
+    def of(self, system: str) -> tuple[Point, ...]:
+        """The points of a system.
+
+        Raises:
+          ConfigError: there is no such system.
+        """
+        require(
+            system in self.systems,
+            f"There is no system {system!r}; there are {', '.join(self.systems) or 'none'}.",
+        )
+        return tuple(point for point in self.points if point.system == system)
+
+    def frontier(
+        self, system: str, axis: Axis = "reads", method: Method = "vote"
+    ) -> tuple[Point, ...]:
+        """The points of a system that none of its own surpasses at the same or a smaller budget."""
+        _check(axis, method)
+        points = {
+            (point.budget(axis), point.accuracy(method).value): point
+            for point in reversed(self.of(system))
+        }
+        return tuple(points[each] for each in frontier(list(points)))
+
+    def average_gain(
+        self, left: str, right: str, axis: Axis = "reads", method: Method = "vote"
+    ) -> Measured | None:
+        """Mean gap between the frontiers of two systems over the budgets that both cover.
+
+        The error is that of a paired bootstrap over problems and seeds (`bootstrap`). None if the
+        systems share no budgets.
+        """
+        _check(axis, method)
+        key = (left, right, axis, method)
+        if key not in self._known:
+            trials = [
+                [Trial(getattr(point, axis), point.scores[method]) for point in self.of(system)]
+                for system in (left, right)
+            ]
+            self._known[key] = measured_average_gain(*trials)
+        return self._known[key]
+
+    def equal_budget(
+        self, left: str, right: str, axis: Axis = "reads", method: Method = "vote"
+    ) -> tuple[EqualBudget, ...]:
+        """Each frontier point of `left` against the frontier of `right` at the same budget.
+
+        The right frontier is interpolated problem by problem (`pareto.gain_at`) and stays at its
+        best point up to the largest budget of the system. Points outside its budgets are left out,
+        and so are those of no budget at all: an answer of one token reads nothing.
+        """
+        rival, own = (
+            [point for point in self.frontier(system, axis, method) if point.budget(axis) > 0]
+            for system in (right, left)
+        )
+        levels = [point.level(axis, method) for point in rival]
+        largest = max(point.budget(axis) for point in self.of(right))
+        if levels and largest > levels[-1].budget:
+            levels.append(Level(largest, levels[-1].scores))
+        gains = [(point, gain_at(point.level(axis, method), levels)) for point in own]
+        return tuple(EqualBudget(point, gain) for point, gain in gains if gain is not None)
+
+    # -- tables -----------------------------------------------------------------------------------
+
+    def table(self, method: Method = "vote") -> str:
+        """A Markdown table of all points; see `rows`."""
+        return _markdown(self.rows(method))
+
+    def gains_table(self, method: Method = "vote") -> str:
+        """A Markdown table of the average gains of every system over every earlier one."""
+        return _markdown(self.gain_rows(method))
+
+    def rows(self, method: Method = "vote") -> list[list[str]]:
+        """The cells of the table of points, headings first.
+
+        Scores in percent with one standard error. A star after reads or peak marks points on the
+        frontier of their system, by the given method.
+        """
+        stars = {
+            axis: {each for system in self.systems for each in self.frontier(system, axis, method)}
+            for axis in AXES
+        }
+        heads = ["system", "L-W-CR", *METHODS, *AXES, "new tokens", "ended"]
+        stops = any(point.stopped for point in self.points)
+        rows = [[*heads, *(["stopped early: vote", "reads saved"] if stops else [])]]
+        for point in self.points:
+            cells = [point.system, point.label]
+            cells += [percent(point.accuracy(each).to_list()) for each in METHODS]
+            cells += [
+                f"{point.budget(axis):,.0f}{' *' if point in stars[axis] else ''}" for axis in AXES
+            ]
+            cells += [f"{point.new_tokens:,.0f}", f"{point.ended:.0%}"]
+            if point.stopped is not None:
+                vote = percent(mean_over_seeds(point.stopped.vote).to_list())
+                cells += [vote, f"{point.reads_saved:.0%}"]
+            rows.append([*cells, *[""] * (len(rows[0]) - len(cells))])
+        return rows
+
+    def gain_rows(self, method: Method = "vote") -> list[list[str]]:
+        """The cells of the table of gains, headings first."""
+        rows = [["system", "over", *(f"average gain by {axis}" for axis in AXES)]]
+        for left, right in self._pairs():
+            gains = [self.average_gain(left, right, axis, method) for axis in AXES]
+            cells = ["no shared budget" if g is None else percent(g.to_list()) for g in gains]
+            rows.append([left, right, *cells])
+        return rows
+
+    def __rich__(self) -> Table:
+        return self.rich_table()
+
+    def rich_table(self, method: Method = "vote") -> Table:
+        """The table of all points for a terminal; see `rows`."""
+        heads, *rows = self.rows(method)
+        caption = f"percent ± one standard error; * on the system's frontier by {method}"
+        table = Table(*heads, caption=caption)
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+    def to_dict(self, method: Method = "vote") -> dict[str, Any]:
+        """Returns points, frontiers and gains as JSON data.
+
+        Args:
+          method: what frontiers and gains are computed from.
+        """
+        frontiers = {
+            axis: {
+                system: [point.label for point in self.frontier(system, axis, method)]
+                for system in self.systems
+            }
+            for axis in AXES
+        }
+        return {
+            **self.settings,
+            "points": [point.to_dict() for point in self.points],
+            "method": method,
+            "frontiers": frontiers,
+            "gains": [
+                self._gain(left, right, axis, method)
+                for left, right in self._pairs()
+                for axis in AXES
+            ],
+        }
+
+    def _gain(self, left: str, right: str, axis: Axis, method: Method) -> dict[str, Any]:
+        gain = self.average_gain(left, right, axis, method)
+        return {
+            "system": left,
+            "over": right,
+            "budget": axis,
+            "average_gain": None if gain is None else gain.to_list(),
+            "equal_budget": [
+                {"point": each.point.label, "gain": each.gain.to_list()}
+                for each in self.equal_budget(left, right, axis, method)
+            ],
+        }
+
+    def _pairs(self) -> Sequence[tuple[str, str]]:
+        names = self.systems
+        return [(left, right) for i, left in enumerate(names) for right in names[:i]]
+
+
+def _check(axis: Axis, method: Method) -> None:
+    check("axis", axis, Axis)
+    check("method", method, Method)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    heads, *rest = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([heads, "|" + "---|" * len(rows[0]), *rest])

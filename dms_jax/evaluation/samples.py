@@ -1,0 +1,84 @@
+"""The chains of an evaluation as arrays, and the score of each problem by each method."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from dms_jax.evaluation.aggregation import Method, likeliest, pass_at
+from dms_jax.evaluation.asking import Judge
+from dms_jax.evaluation.statistics import majority
+from dms_jax.evaluation.traces import Chain
+
+PerChain = Float[np.ndarray, "problems chains"]
+_DTYPES = {
+    "logprob": np.float64,
+    "new_tokens": np.int64,
+    "reads": np.float64,
+    "peak": np.float64,
+    "ended": np.bool_,
+    "cancelled": np.bool_,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The chains of all problems from one seed, at one length.
+
+    Attributes:
+      answers: the answer of each chain; None if it gave none.
+      scores, answer_scores: see `Result`.
+      logprob: sum of the log-probabilities of a chain's tokens.
+      new_tokens, reads, peak, ended, cancelled: see `traces.Chain`.
+    """
+
+    answers: list[list[str | None]]
+    scores: PerChain
+    answer_scores: PerChain
+    logprob: PerChain
+    new_tokens: Int[np.ndarray, "problems chains"]
+    reads: PerChain
+    peak: PerChain
+    ended: Bool[np.ndarray, "problems chains"]
+    cancelled: Bool[np.ndarray, "problems chains"]
+
+    @classmethod
+    def of(cls, cuts: Sequence[Sequence[Chain]], judge: Judge) -> "Sample":
+        """Judges the chains. One that was cancelled has no answer."""
+        answers = [
+            [None if each.cancelled else judge.answer(i, each.text) for each in own]
+            for i, own in enumerate(cuts)
+        ]
+        return cls(
+            answers=answers,
+            scores=np.asarray(
+                [[judge(i, each.text) for each in own] for i, own in enumerate(cuts)], np.float64
+            ),
+            answer_scores=np.asarray(
+                [[judge.answer_score(i, each) for each in own] for i, own in enumerate(answers)],
+                np.float64,
+            ),
+            **{
+                name: np.asarray([[getattr(each, name) for each in own] for own in cuts], dtype)
+                for name, dtype in _DTYPES.items()
+            },
+        )
+
+    def score(self, method: Method, chains: int) -> Float[np.ndarray, " problems"]:
+        """Score of each problem from its first `chains` chains; pass@W from all of them."""
+        if method == "single":
+            return self.scores[:, :chains].mean(1)
+        if method == "pass":
+            return pass_at(self.scores, chains)
+        own = [answers[:chains] for answers in self.answers]
+        if method == "vote":
+            winners = [majority(answers) for answers in own]
+        else:
+            tokens = 1 if method == "likeliest_sum" else self.new_tokens
+            winners = [likeliest(*each) for each in zip(own, self.logprob / tokens, strict=True)]
+        scores = [
+            0.0 if winner is None else self.answer_scores[problem, winner]
+            for problem, winner in enumerate(winners)
+        ]
+        return np.asarray(scores, np.float64)

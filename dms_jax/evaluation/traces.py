@@ -1,0 +1,98 @@
+"""What an answer would have been, had it been cut off earlier: its first tokens, reads and peak.
+
+A token depends on the tokens before it, on the draw of its position and on what the policy kept. If
+the policy does not look at the longest answer that a request may have, an answer of at most l
+tokens is therefore the first l tokens of a longer one, and it used what those steps used. A policy
+whose budget is a share of prompt and longest answer has another budget for each length, so its
+answers are no prefixes of each other (`depends_on_length`). As between any two runs, rounding may
+depend on the batch (`generation.sampling`).
+"""
+
+import dataclasses
+from typing import Any
+
+from dms_jax.generation import Completion
+from dms_jax.policies import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The use of the cache by a request, step by step.
+
+    Attributes:
+      rows: L * K, the rows that the other figures are totals over.
+      prompt_peak: the most live entries after any token of the prompt.
+      live, reads: live entries after each decode step, and the entries that it read. The steps ran
+        all generated tokens but the last.
+    """
+
+    rows: int
+    prompt_peak: int
+    live: list[int]
+    reads: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer of one chain.
+
+    Attributes:
+      completion: its text, tokens and usage.
+      trace: its usage step by step; None if that was not recorded.
+    """
+
+    completion: Completion
+    trace: Trace | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """What an evaluation needs of a chain of at most so many tokens.
+
+    Attributes:
+      text: its text.
+      new_tokens: tokens generated.
+      reads, peak: see `Usage.kv_reads` and `Usage.peak_tokens`.
+      logprob: sum of the log-probabilities of its tokens.
+      ended: whether it ended by an end token.
+      cancelled: whether it was stopped because the vote was decided.
+    """
+
+    text: str
+    new_tokens: int
+    reads: float
+    peak: float
+    logprob: float
+    ended: bool
+    cancelled: bool
+
+
+def cut(answer: Answer, length: int, tokenizer: Any) -> Chain:
+    """Returns the chain that an answer would have been with at most `length` new tokens."""
+    done, trace = answer.completion, answer.trace
+    assert done.logprobs is not None
+    if len(done.tokens) <= length:
+        return Chain(
+            text=done.text,
+            new_tokens=len(done.tokens),
+            reads=done.usage.kv_reads,
+            peak=done.usage.peak_tokens,
+            logprob=float(sum(done.logprobs)),
+            ended=done.finish_reason == "end",
+            cancelled=done.finish_reason == "cancelled",
+        )
+    assert trace is not None
+    return Chain(
+        text=tokenizer.decode(done.tokens[:length], skip_special_tokens=True),
+        new_tokens=length,
+        reads=sum(trace.reads[: length - 1]) / trace.rows,
+        peak=max([trace.prompt_peak, *trace.live[: length - 1]]) / trace.rows,
+        logprob=float(sum(done.logprobs[:length])),
+        ended=False,
+        cancelled=False,
+    )
+
+
+def depends_on_length(policy: Policy) -> bool:
+    """Whether a policy takes a share of the longest answer."""
+    return policy.for_length(1) != policy

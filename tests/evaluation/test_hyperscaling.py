@@ -1,0 +1,345 @@
+"""L-W-CR configurations against single evaluations, early stops, interrupts and frontiers."""
+
+import dataclasses
+import io
+import itertools
+import json
+import random
+
+import chex
+import numpy as np
+import pytest
+from rich.console import Console
+
+import dms_jax
+from dms_jax.data.tasks import Problem
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation import Hyperscaling, Point, Serving, System, evaluate, hyperscale
+from dms_jax.evaluation import journal as journal_module
+from dms_jax.generation import Engine
+from tests.evaluation.test_evaluating import BEGINNINGS, Continue
+from tests.generation.support import stories
+
+SAMPLING = dms_jax.Sampling(temperature=0.7)
+SERVING = Serving(lanes=4, page_size=16, chunk=4)
+TOVA = dms_jax.TOVA(budget=10)
+SHARE = dms_jax.TOVA(compression_ratio=2)
+SYSTEMS = (System("vanilla", dms_jax.Vanilla()), System("TOVA", TOVA))
+
+
+@dataclasses.dataclass(frozen=True)
+class Thirds(Continue):
+    """The answer is the number of letters modulo three, and it is right if it is that of "abc"."""
+
+    name = "thirds"
+
+    def draw(self, rng: random.Random) -> Problem:
+        text = f"{rng.choice(BEGINNINGS)} {rng.choice('abcdefghijklmnopqrstuvwxyz')}"
+        return Problem(text, "", (str(rng.randrange(3)),), f"{text} {rng.random()}")
+
+    def answer(self, completion: str) -> str | None:
+        return str(len(completion) % 3) if len(completion) % 7 else None
+
+    def score(self, problem: Problem, completion: str) -> float:
+        return float(self.answer(completion) in problem.answers)
+
+    def score_answer(self, problem: Problem, answer: str) -> float:
+        return float(answer in problem.answers)
+
+
+def run(systems=SYSTEMS, **changes):
+    options = dict(
+        lengths=(5, 12), chains=(1, 3), problems=4, seeds=(0, 1), sampling=SAMPLING, serving=SERVING
+    )
+    return hyperscale(stories(), Thirds(), systems, **(options | changes))
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return run()
+
+
+def find(result, system, length, chains) -> Point:
+    (point,) = (
+        each
+        for each in result.points
+        if (each.system, each.length, each.chains) == (system, length, chains)
+    )
+    return point
+
+
+def single(policy, *, length, chains, seed, **changes):
+    """The same by `evaluate`, one configuration at a time."""
+    how = dataclasses.replace(SAMPLING, max_new_tokens=length, logprobs=True)
+    options = dict(problems=4, chains=chains, seed=seed, sampling=how, serving=SERVING)
+    return evaluate(stories(), Thirds(), policy=policy, **(options | changes))
+
+
+@pytest.mark.parametrize(("name", "policy"), [("vanilla", dms_jax.Vanilla()), ("TOVA", TOVA)])
+def test_every_point_is_an_evaluation_of_its_own(whole, name, policy):
+    for length, chains in itertools.product((5, 12), (1, 3)):
+        point = find(whole, name, length, chains)
+        for index, seed in enumerate((0, 1)):
+            alone = single(policy, length=length, chains=chains, seed=seed)
+            chex.assert_trees_all_close(point.reads[index], alone.reads.sum(1), rtol=1e-12)
+            chex.assert_trees_all_close(point.peak[index], alone.peak.sum(1), rtol=1e-12)
+            chex.assert_trees_all_close(point.scores["single"][index], alone.scores.mean(1))
+            assert point.scores["vote"][index].mean() == alone.voted.value
+        assert point.policy == policy.to_dict()
+        assert point.accuracy("single").value == point.scores["single"].mean()
+
+
+def test_the_likeliest_answer_and_pass_at_w(whole):
+    """From the engine's own log-probabilities; pass@1 of three chains is the mean of the three."""
+    task = Thirds()
+    problems = task.problems("test", 4)
+    for index, seed in enumerate((0, 1)):
+        state = [np.random.SeedSequence([seed, i]).generate_state(3) for i in range(4)]
+        sampling = dataclasses.replace(
+            SAMPLING,
+            max_new_tokens=5,
+            logprobs=True,
+            seed=[int(each) for own in state for each in own],
+        )
+        prompts = [problem.prompt for problem in problems for _ in range(3)]
+        out = dms_jax.generate(stories(), prompts, sampling=sampling, page_size=16, chunk=4)
+        for i, problem in enumerate(problems):
+            own = out.completions[3 * i : 3 * i + 3]
+            answered = [done for done in own if task.answer(done.text) is not None]
+            for method, key in (("likeliest_sum", np.sum), ("likeliest_mean", np.mean)):
+                best = max(answered, key=lambda done: key(done.logprobs), default=None)
+                want = 0.0 if best is None else task.score(problem, best.text)
+                assert find(whole, "vanilla", 5, 3).scores[method][index, i] == want
+            scores = [task.score(problem, done.text) for done in own]
+            assert find(whole, "vanilla", 5, 3).scores["pass"][index, i] == max(scores)
+            assert find(whole, "vanilla", 5, 1).scores["pass"][index, i] == pytest.approx(
+                np.mean(scores)
+            )
+
+
+def served(monkeypatch):
+    """The number of requests in each queue of the engine."""
+    sizes, serve = [], Engine.serve
+
+    def counted(self, requests, *rest, **options):
+        sizes.append(len(requests))
+        return serve(self, requests, *rest, **options)
+
+    monkeypatch.setattr(Engine, "serve", counted)
+    return sizes
+
+
+def test_a_system_runs_once_for_all_lengths_and_chains(monkeypatch, whole):
+    sizes = served(monkeypatch)
+    result = run(SYSTEMS[:1])
+    assert sizes == [12, 12]  # two seeds, each with the longest answers and the most chains
+    assert result.table() == "\n".join(whole.table().splitlines()[:6])
+
+
+def test_a_share_of_the_request_is_run_length_by_length(monkeypatch):
+    sizes = served(monkeypatch)
+    result = run([System("share", SHARE)], seeds=(0,), chains=(1,), problems=2)
+    assert sizes == [2, 2]
+    assert result.points[0].label == "5-1-2"
+    for length in (5, 12):
+        alone = single(SHARE, length=length, chains=1, seed=0, problems=2)
+        chex.assert_trees_all_close(find(result, "share", length, 1).peak[0], alone.peak[:, 0])
+
+
+def test_systems_of_one_name_share_a_frontier():
+    """Another checkpoint of a system is a further point; so is another ratio."""
+    systems = [
+        System("TOVA", TOVA, compression_ratio=2),
+        System("TOVA", dms_jax.TOVA(budget=6), model=stories(), compression_ratio=4),
+    ]
+    result = run(systems, lengths=(5,), chains=(1,), seeds=(0,))
+    assert result.systems == ("TOVA",)
+    assert [point.label for point in result.points] == ["5-1-2", "5-1-4"]
+    assert result.points[1].peak.max() == 7
+    with pytest.raises(ConfigError, match=r"'TOVA' is there twice with compression_ratio=None"):
+        run([System("TOVA", TOVA), System("TOVA", dms_jax.TOVA(budget=6))])
+
+
+# -- early stop -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [dms_jax.Vanilla(), dms_jax.TOVA(budget=10)])
+def test_a_vote_that_is_decided_stops_the_other_chains(policy):
+    """Chains that differ in length, because end tokens are frequent."""
+    tokens = stories().tokenizer.encode("the a and to was , . she he", add_special_tokens=False)
+    model = dataclasses.replace(
+        stories(), generation=dms_jax.model.language_model.GenerationDefaults(tuple(set(tokens)))
+    )
+    options = dict(
+        lengths=(24,), chains=(1, 5), problems=6, sampling=SAMPLING, serving=SERVING, seeds=(0,)
+    )
+    system = [System("one", policy)]
+    result = hyperscale(model, Thirds(), system, stop_decided=True, **options)
+    alone, five = result.points
+    assert alone.stopped is None
+    assert alone.reads_saved is None
+    chex.assert_trees_all_equal(five.stopped.vote, five.scores["vote"])
+    assert (five.stopped.reads <= five.reads).all()
+    assert (five.stopped.peak <= five.peak).all()
+    assert 0 < five.stopped.cancelled < 1
+    assert 0 < five.reads_saved < 1
+    assert five.reads_saved == pytest.approx(1 - five.stopped.reads.sum() / five.reads.sum())
+    assert "reads saved" in result.table()
+    plain = hyperscale(model, Thirds(), system, **options)
+    chex.assert_trees_all_equal(plain.points[1].reads, five.reads)
+    assert "reads saved" not in plain.table()
+
+
+# -- interrupts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop_decided", [False, True])
+def test_what_is_interrupted_returns_its_points_and_resumes(
+    tmp_path, monkeypatch, whole, stop_decided
+):
+    """Ctrl-C in the middle of the second system."""
+    add, added = journal_module.Journal.add, []
+    most = 24 + 5 if not stop_decided else 24 + 4 * 12 + 5
+
+    def interrupted(self, *arguments):
+        add(self, *arguments)
+        added.append(arguments)
+        if len(added) == most:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module.Journal, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            run(out=tmp_path, stop_decided=stop_decided)
+    partial = caught.value.finished
+    assert isinstance(partial, Hyperscaling)
+    assert [(p.system, p.label) for p in partial.points] == [
+        ("vanilla", f"{length}-{chains}-1") for length in (5, 12) for chains in (1, 3)
+    ]
+    assert json.loads((tmp_path / "results.json").read_text())["points"] == [
+        point.to_dict() for point in partial.points
+    ]
+    sizes = served(monkeypatch)
+    again = run(out=tmp_path, stop_decided=stop_decided)
+    if not stop_decided:
+        assert sum(sizes) == 24 - 5
+        assert again.table() == whole.table()
+        assert again.to_dict() == whole.to_dict()
+    sizes.clear()
+    assert run(out=tmp_path, stop_decided=stop_decided).to_dict() == again.to_dict()
+    assert sizes == []
+    assert again.table() in (tmp_path / "table.md").read_text()
+    assert json.loads((tmp_path / "results.json").read_text()) == json.loads(
+        json.dumps(again.to_dict())
+    )
+
+
+# -- frontiers, by hand ---------------------------------------------------------------------------
+
+
+def made_up(name, *rows) -> list[Point]:
+    """Points of (length, chains, reads, peak, score of each of three problems)."""
+    return [
+        Point(
+            system=name,
+            compression_ratio=None,
+            length=length,
+            chains=chains,
+            policy={},
+            scores={
+                method: np.array([scores], float)
+                for method in ("single", "vote", "likeliest_mean", "likeliest_sum", "pass")
+            },
+            reads=np.full((1, 3), float(reads)),
+            peak=np.full((1, 3), float(peak)),
+            new_tokens=5.0,
+            ended=0.5,
+        )
+        for length, chains, reads, peak, scores in rows
+    ]
+
+
+def by_hand() -> Hyperscaling:
+    slow = made_up(
+        "slow",
+        (8, 1, 100, 10, (0, 0, 1)),
+        (8, 2, 200, 30, (0, 0, 0)),
+        (16, 1, 400, 20, (1, 0, 1)),
+        (16, 2, 800, 40, (1, 0, 0)),
+    )
+    fast = made_up("fast", (8, 1, 50, 5, (0, 0, 1)), (16, 4, 200, 16, (1, 1, 1)))
+    return Hyperscaling({"task": "made up"}, (*slow, *fast))
+
+
+def test_frontiers_and_gains_by_hand():
+    result = by_hand()
+    assert result.systems == ("slow", "fast")
+    assert [point.label for point in result.frontier("slow", "reads")] == ["8-1", "16-1"]
+    assert [point.label for point in result.frontier("slow", "peak")] == ["8-1", "16-1"]
+    # By reads both cover 100 to 200: fast rises from 1/3 + 2/3 * 50/150 to 1, slow from 1/3 to
+    # 1/3 + 1/3 * 100/300.
+    gain = result.average_gain("fast", "slow", "reads")
+    assert gain.value == pytest.approx(((1 / 3 + 2 / 9) + 1) / 2 - (1 / 3 + (1 / 3 + 1 / 9)) / 2)
+    back = result.average_gain("slow", "fast", "reads")
+    assert back.value == pytest.approx(-gain.value)
+    # At 200 reads slow is half way between its frontier points 100 and 400 in the logarithm:
+    # scores 0.5, 0, 1; not its own point at 200, which its point at 100 surpasses.
+    (equal,) = result.equal_budget("fast", "slow", "reads")
+    assert equal.point.label == "16-4"
+    assert equal.gain.value == pytest.approx((0.5 + 1 + 0) / 3)
+    assert equal.gain.error == pytest.approx(np.std([0.5, 1, 0], ddof=1) / np.sqrt(3))
+    # Up to its largest budget slow stays at its best.
+    wide = Hyperscaling({}, (*result.of("slow"), *made_up("wide", (9, 1, 600, 1, (1, 1, 1)))))
+    (equal,) = wide.equal_budget("wide", "slow", "reads")
+    assert equal.gain.value == pytest.approx(1 / 3)
+    assert wide.average_gain("wide", "slow", "reads") is None
+    with pytest.raises(ConfigError, match=r"no system 'quick'; there are slow, fast\."):
+        result.average_gain("quick", "slow")
+
+
+def test_answers_of_one_token_read_nothing():
+    """Their points have no place on a logarithmic axis; frontiers have room for them."""
+    rows = [(1, 1, 0, 9, (0, 0, 0)), (8, 1, 100, 10, (0, 0, 1))]
+    result = Hyperscaling({}, (*made_up("one", *rows), *made_up("two", *rows)))
+    assert [each.point.label for each in result.equal_budget("two", "one", "reads")] == ["8-1"]
+    assert result.average_gain("two", "one", "reads").value == 0
+    json.dumps(result.to_dict())
+
+
+def test_tables_of_points_and_gains():
+    result = by_hand()
+    lines = result.table().splitlines()
+    assert lines[0].startswith("| system | L-W-CR | single | vote | likeliest_mean |")
+    assert "| 100 * | 10 * | 5 | 50% |" in lines[2]
+    assert "| 200 | 30 |" in lines[3]
+    assert len({line.count("|") for line in lines}) == 1
+    assert result.gains_table().splitlines()[2].startswith("| fast | slow | 38.9 ± ")
+    data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert data["frontiers"]["reads"] == {"slow": ["8-1", "16-1"], "fast": ["8-1", "16-4"]}
+    assert data["gains"][0]["average_gain"][0] == pytest.approx(7 / 18)
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(result)
+    assert "likeliest_sum" in shown.getvalue()
+    assert "800" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": ()}, "lengths is empty"),
+        ({"chains": (0,)}, "chains must be a sequence, each a whole number of at least 1"),
+        ({"seeds": (-1,)}, "seeds must be"),
+        ({"systems": []}, r"systems of dms_jax\.evaluation\.System"),
+        ({"problems": 0}, "hyperscale: problems"),
+    ],
+)
+def test_what_cannot_be_compared(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        run(**changes)
+
+
+def test_figures_of_other_settings_are_not_mixed(tmp_path):
+    small = dict(lengths=(2,), chains=(1,), seeds=(0,), problems=1, out=tmp_path)
+    run(**small)
+    with pytest.raises(DataError, match=r"settings \(sampling\)"):
+        run(**small, sampling=dms_jax.Sampling(temperature=0.5))

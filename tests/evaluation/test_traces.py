@@ -1,0 +1,106 @@
+"""The first tokens of a longer answer are the shorter answer: text, tokens, reads and peak."""
+
+import dataclasses
+
+import pytest
+
+import dms_jax
+from dms_jax.evaluation import Serving
+from dms_jax.evaluation.answering import Evaluation
+from dms_jax.evaluation.asking import Judge, Questions
+from dms_jax.evaluation.traces import cut, depends_on_length
+from dms_jax.generation import Engine
+from dms_jax.model.language_model import GenerationDefaults
+from tests.evaluation.test_evaluating import Continue
+from tests.generation.support import POLICIES, model_for, stories
+
+SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=20, logprobs=True)
+SERVING = Serving(lanes=4, page_size=16, chunk=4)
+SNAPKV = dms_jax.SnapKV(budget=12, window=4, interval=5)
+
+
+def answers(name="vanilla", *, length=20, **changes):
+    """Four answers of at most `length` tokens, whole and traced."""
+    model = model_for(name) if name in POLICIES else dataclasses.replace(stories(), policy=SNAPKV)
+    questions = Questions.given("test", Continue(), count=2, split="test", start=0, chat=None)
+    evaluation = Evaluation(
+        model=changes.pop("model", model),
+        policy=model.policy,
+        questions=questions,
+        sampling=dataclasses.replace(SAMPLING, max_new_tokens=length, **changes.pop("how", {})),
+        serving=dataclasses.replace(SERVING, **changes),
+        chains=2,
+        seed=5,
+        max_lengths=[None],
+        traced=True,
+    )
+    return list(evaluation.run(Judge(questions), None, bar=None).values())
+
+
+def cuts(found, length):
+    return [cut(each, length, stories().tokenizer) for each in found]
+
+
+@pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova", "quest", "random", "snapkv"])
+def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
+    long = answers(name)
+    for length in (1, 6, 13):
+        short = answers(name, length=length)
+        assert cuts(long, length) == cuts(short, length)
+        assert {each.new_tokens for each in cuts(long, length)} == {length}
+        for each, done in zip(cuts(long, length), short, strict=True):
+            assert each.reads == done.completion.usage.kv_reads
+            assert each.peak == done.completion.usage.peak_tokens
+    assert cuts(long, 99) == cuts(long, 20)
+
+
+def test_what_was_preempted_is_cut_alike(monkeypatch):
+    """Its answer was recomputed as a prompt, and is not the prompt for all that."""
+    short, calm = answers(length=6), answers()
+    fitted, reserve = [], Engine._reserve_or_preempt
+
+    def watched(self, *arguments, **options):
+        fitted.append(reserve(self, *arguments, **options))
+        return fitted[-1]
+
+    monkeypatch.setattr(Engine, "_reserve_or_preempt", watched)
+    narrow = answers(memory=90_000)
+    assert False in fitted
+    assert [each.trace for each in narrow] == [each.trace for each in calm]
+    assert cuts(narrow, 6) == cuts(short, 6)
+
+
+def test_an_end_before_the_cut_stays_and_one_after_it_is_none():
+    tokens = [each.completion.tokens for each in answers()]
+    model = dataclasses.replace(
+        stories(), generation=GenerationDefaults(eos_token_ids=(tokens[0][8],))
+    )
+    long = answers(model=model)
+    assert long[0].completion.finish_reason == "end"
+    for length in (8, 9, 10):
+        assert cuts(long, length) == cuts(answers(model=model, length=length), length)
+    assert [cuts(long, length)[0].ended for length in (8, 9, 10)] == [False, True, True]
+    stop = {"stop": (stories().tokenizer.decode(tokens[1][7:10]),)}
+    long = answers(how=stop)
+    assert long[1].completion.finish_reason == "stop"
+    for length in (8, 10, 12):
+        assert cuts(long, length) == cuts(answers(how=stop, length=length), length)
+
+
+@pytest.mark.parametrize(
+    ("policy", "depends"),
+    [
+        (dms_jax.Vanilla(), False),
+        (dms_jax.DMS(window=8), False),
+        (dms_jax.TOVA(budget=20), False),
+        (dms_jax.TOVA(compression_ratio=4), True),
+        (dms_jax.Quest(compression_ratio=4), True),
+        (dms_jax.Quest(budget=64, over=dms_jax.DMS(window=8)), False),
+        (dms_jax.KCache(compression_ratio=2, values="device"), True),
+        (dms_jax.KCache(top=8), False),
+        (dms_jax.AdaKV(scorer=dms_jax.SnapKV(compression_ratio=4)), True),
+        (dms_jax.PyramidKV(scorer=dms_jax.SnapKV(budget=100)), False),
+    ],
+)
+def test_which_policies_take_a_share_of_the_longest_answer(policy, depends):
+    assert depends_on_length(policy) == depends
