@@ -1,0 +1,107 @@
+"""Figure of `hyperscale`: score against reads and against peak tokens, with each system's frontier.
+
+The budgets are on logarithmic axes with plain numbers. Faint dots are points that another point of
+the same system surpasses; the line joins the others, and the system's name stands at its end.
+matplotlib is imported where it is used.
+"""
+
+import pathlib
+from collections.abc import Sequence
+
+from dms_jax.checks import require
+from dms_jax.evaluation import AXES, Axis, Hyperscaling, Method
+
+# Six colours that the usual kinds of colour blindness tell apart, dark enough for text on white.
+_COLOURS = ("#222222", "#c0392b", "#2471a3", "#7d8c2f", "#8e44ad", "#b9770e")
+MOST_SYSTEMS = len(_COLOURS)
+_TITLES: dict[Axis, str] = {
+    "reads": "KV reads a problem, all chains",
+    "peak": "peak tokens of a problem, all chains",
+}
+
+
+def hyperscaling_figure(
+    path: pathlib.Path, result: Hyperscaling, *, title: str, method: Method = "vote"
+) -> None:
+    """Draws the points and frontiers of at most six systems.
+
+    Args:
+      path: output file; the suffix decides the format.
+      result: from `hyperscale`.
+      title: title of the figure.
+      method: which score is drawn.
+
+    Raises:
+      ConfigError: there are no systems, or more than six.
+    """
+    from matplotlib.figure import Figure
+
+    require(
+        1 <= len(result.systems) <= MOST_SYSTEMS,
+        f"The figure shows one to {MOST_SYSTEMS} systems, got {len(result.systems)}. Make a "
+        "Hyperscaling of the points of those to show.",
+    )
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    figure.suptitle(title)
+    for axes, axis in zip(figure.subplots(1, 2, sharey=True), AXES, strict=True):
+        ends = []
+        for system, colour in zip(result.systems, _COLOURS, strict=False):
+            best = result.frontier(system, axis, method)
+            scores = [point.accuracy(method) for point in best]
+            axes.errorbar(
+                [point.budget(axis) for point in best],
+                [100 * score.value for score in scores],
+                yerr=[100 * score.error for score in scores],
+                color=colour,
+                marker="o",
+                markersize=4,
+                linewidth=1.6,
+                capsize=2,
+            )
+            others = [point for point in result.of(system) if point not in best]
+            axes.plot(
+                [point.budget(axis) for point in others],
+                [100 * point.accuracy(method).value for point in others],
+                linestyle="",
+                marker="o",
+                markersize=3,
+                alpha=0.3,
+                color=colour,
+            )
+            ends.append((best[-1].budget(axis), 100 * scores[-1].value))
+        _plain_log(axes, [point.budget(axis) for point in result.points])
+        axes.set_xlabel(_TITLES[axis])
+        axes.grid(alpha=0.2)
+        low, high = axes.get_ylim()
+        heights = _spread([y for _, y in ends], 0.05 * (high - low))
+        for system, colour, (x, _), y in zip(result.systems, _COLOURS, ends, heights, strict=False):
+            axes.annotate(
+                system, (x, y), (6, 0), textcoords="offset points", color=colour, va="center"
+            )
+    figure.axes[0].set_ylabel(f"score by {method}, %")
+    figure.savefig(path, dpi=130)
+
+
+def _plain_log(axes, budgets: Sequence[float]) -> None:
+    """A logarithmic axis with ticks such as 200, 500, 1,000, and room for names on the right."""
+    axes.set_xscale("log")
+    known = [budget for budget in budgets if budget > 0] or [1]
+    low, high = min(known), max(known)
+    axes.set_xlim(low / 1.2, high * (high / low) ** 0.2 * 1.2)
+    wide = high / low > 100
+    steps = [digit * 10**power for power in range(12) for digit in ((1,) if wide else (1, 2, 5))]
+    ticks = [step for step in steps if low / 1.2 <= step <= high * 1.2]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+
+
+def _spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Moves heights up where needed, so that labels are at least `gap` apart.
+
+    # In: [50, 20, 21], 5  Out: [50, 20, 25]
+    """
+    placed = list(heights)
+    last = -float("inf")
+    for index in sorted(range(len(heights)), key=heights.__getitem__):
+        placed[index] = last = max(heights[index], last + gap)
+    return placed

@@ -1,0 +1,62 @@
+"""The figure of L-W-CR configurations: what is drawn, and how many systems it takes."""
+
+import itertools
+import pathlib
+
+import pytest
+from matplotlib.figure import Figure
+
+from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
+from dms_jax.errors import ConfigError
+from dms_jax.evaluation import Hyperscaling
+from tests.evaluation.test_hyperscaling import by_hand, made_up
+
+
+def drawn(monkeypatch, tmp_path, result) -> Figure:
+    """The figure, as it was saved."""
+    figures, save = [], Figure.savefig
+
+    def kept(self, *arguments, **options):
+        figures.append(self)
+        return save(self, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    path = tmp_path / "figure.png"
+    hyperscaling_figure(path, result, title="made up")
+    assert path.stat().st_size > 10_000
+    (figure,) = figures
+    return figure
+
+
+def test_frontiers_with_names_and_plain_budgets(monkeypatch, tmp_path: pathlib.Path):
+    reads, peak = drawn(monkeypatch, tmp_path, by_hand()).axes
+    assert reads.get_xscale() == peak.get_xscale() == "log"
+    assert [label.get_text() for label in reads.get_xticklabels()] == ["50", "100", "200", "500"]
+    assert {text.get_text() for text in reads.texts} == {"slow", "fast"}
+    lines = [line.get_xydata().tolist() for line in reads.lines]
+    assert [[100, pytest.approx(100 / 3)], [400, pytest.approx(200 / 3)]] in lines
+    assert [[50, pytest.approx(100 / 3)], [200, 100]] in lines
+    assert [[200, 0], [800, pytest.approx(100 / 3)]] in lines  # surpassed by other points
+    assert "vote" in reads.get_ylabel()
+
+
+def test_names_that_would_meet_are_moved_apart(monkeypatch, tmp_path):
+    rows = [(8, 1, 100 + i, 10 + i, (0, 0, 1)) for i in range(3)]
+    points = [point for i, row in enumerate(rows) for point in made_up(f"s{i}", row)]
+    reads, _ = drawn(monkeypatch, tmp_path, Hyperscaling({}, tuple(points))).axes
+    heights = sorted(text.xy[1] for text in reads.texts)
+    low, high = reads.get_ylim()
+    assert all(b - a >= 0.04 * (high - low) for a, b in itertools.pairwise(heights))
+
+
+def test_points_that_read_nothing_are_beside_the_axis(monkeypatch, tmp_path):
+    points = made_up("one", (1, 1, 0, 9, (0, 0, 0)), (8, 1, 100, 10, (0, 0, 1)))
+    reads, _ = drawn(monkeypatch, tmp_path, Hyperscaling({}, tuple(points))).axes
+    assert reads.get_xlim()[0] == pytest.approx(100 / 1.2)
+
+
+@pytest.mark.parametrize("count", [0, 7])
+def test_a_figure_of_too_many_systems_is_refused(count, tmp_path):
+    points = [p for i in range(count) for p in made_up(f"s{i}", (8, 1, 100, 10, (0, 0, 1)))]
+    with pytest.raises(ConfigError, match=f"one to 6 systems, got {count}"):
+        hyperscaling_figure(tmp_path / "no.png", Hyperscaling({}, tuple(points)), title="")
