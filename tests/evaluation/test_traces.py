@@ -41,17 +41,26 @@ def cuts(found, length):
     return [cut(each, length, stories().tokenizer) for each in found]
 
 
+def same(left, right):
+    """Equal chains; programs of other shapes round the log-probabilities otherwise."""
+    assert [dataclasses.replace(each, logprob=0.0) for each in left] == [
+        dataclasses.replace(each, logprob=0.0) for each in right
+    ]
+    for one, other in zip(left, right, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, rel=1e-5, abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova", "quest", "random", "snapkv"])
 def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
     long = answers(name)
     for length in (1, 6, 13):
         short = answers(name, length=length)
-        assert cuts(long, length) == cuts(short, length)
+        same(cuts(long, length), cuts(short, length))
         assert {each.new_tokens for each in cuts(long, length)} == {length}
         for each, done in zip(cuts(long, length), short, strict=True):
             assert each.reads == done.completion.usage.kv_reads
             assert each.peak == done.completion.usage.peak_tokens
-    assert cuts(long, 99) == cuts(long, 20)
+    same(cuts(long, 99), cuts(long, 20))
 
 
 def test_what_was_preempted_is_cut_alike(monkeypatch):
@@ -67,24 +76,26 @@ def test_what_was_preempted_is_cut_alike(monkeypatch):
     narrow = answers(memory=90_000)
     assert False in fitted
     assert [each.trace for each in narrow] == [each.trace for each in calm]
-    assert cuts(narrow, 6) == cuts(short, 6)
+    same(cuts(narrow, 6), cuts(short, 6))
 
 
 def test_an_end_before_the_cut_stays_and_one_after_it_is_none():
     tokens = [each.completion.tokens for each in answers()]
+    end = next(i for i in range(5, 18) if tokens[0][i] not in tokens[0][:i])
     model = dataclasses.replace(
-        stories(), generation=GenerationDefaults(eos_token_ids=(tokens[0][8],))
+        stories(), generation=GenerationDefaults(eos_token_ids=(tokens[0][end],))
     )
     long = answers(model=model)
     assert long[0].completion.finish_reason == "end"
-    for length in (8, 9, 10):
-        assert cuts(long, length) == cuts(answers(model=model, length=length), length)
-    assert [cuts(long, length)[0].ended for length in (8, 9, 10)] == [False, True, True]
+    lengths = (end, end + 1, end + 2)
+    for length in lengths:
+        same(cuts(long, length), cuts(answers(model=model, length=length), length))
+    assert [cuts(long, length)[0].ended for length in lengths] == [False, True, True]
     stop = {"stop": (stories().tokenizer.decode(tokens[1][7:10]),)}
     long = answers(how=stop)
     assert long[1].completion.finish_reason == "stop"
     for length in (8, 10, 12):
-        assert cuts(long, length) == cuts(answers(how=stop, length=length), length)
+        same(cuts(long, length), cuts(answers(how=stop, length=length), length))
 
 
 @pytest.mark.parametrize(
