@@ -3,6 +3,7 @@
 from dms_jax.evaluation.choosing import ChoiceResult, evaluate_choices
 from dms_jax.evaluation.evaluating import SAMPLING, evaluate
 from dms_jax.evaluation.likelihood import Likelihood, encode_pair, likelihoods
+from dms_jax.evaluation.needle_grid import NeedleGrid, needle_grid
 from dms_jax.evaluation.pareto import Level, at_budget, average_gain, frontier, gain_at
 from dms_jax.evaluation.perplexity import Perplexity, perplexity
 from dms_jax.evaluation.prompting import Chat
@@ -24,6 +25,7 @@ __all__ = [
     "Level",
     "Likelihood",
     "Measured",
+    "NeedleGrid",
     "Perplexity",
     "Result",
     "Serving",
@@ -39,6 +41,7 @@ __all__ = [
     "majority",
     "mean_over_problems",
     "mean_over_seeds",
+    "needle_grid",
     "percent",
     "perplexity",
     "standard_error",

@@ -16,10 +16,11 @@ from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.answering import answer
 from dms_jax.evaluation.journal import Journal, model_mark
 from dms_jax.evaluation.progress import progress_bar
-from dms_jax.evaluation.prompting import Chat, encode_problem
+from dms_jax.evaluation.prompting import Chat, encode_problem, fit_task, limit_answer
 from dms_jax.evaluation.result import Result, summary_table
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.tasks.files import FileTask
+from dms_jax.evaluation.tasks.ruler import RULER
 from dms_jax.generation import Sampling
 from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.prompts import check_call
@@ -96,6 +97,7 @@ def evaluate(
         raise DataError("evaluate needs a tokenizer, and this model came without one.")
     max_lengths = _max_lengths(max_length, len(tasks))
     sampling = check_call(SAMPLING if sampling is None else sampling, None)
+    tasks = tuple(fit_task(model, each, chat) for each in tasks)
     task_of, given = _problems(tasks, split, start, problems)
     sampling = dataclasses.replace(sampling, seed=_seeds(seed, len(given), chains))
     begin = time.perf_counter()
@@ -107,6 +109,7 @@ def evaluate(
         model.config, [prompt for prompt in prompts for _ in range(chains)], sampling
     )
     for request in requests:
+        limit_answer(request, given[request.index // chains])
         given_length = max_lengths[task_of[request.index // chains]]
         request.max_length = given_length or request.max_length
     policy, serving = model.resolve_policy(policy), Serving.given("evaluate", serving)
@@ -218,8 +221,8 @@ def _problems(
     return (
         tuple(number for number, _ in places),
         tuple(
-            task.problem(split, index)  # a file may change between calls
-            if isinstance(task := tasks[number], FileTask)
+            task.problem(split, index)  # a file may change between calls, or the text be long
+            if isinstance(task := tasks[number], FileTask | RULER)
             else _drawn(task, split, index)
             for number, index in places
         ),
