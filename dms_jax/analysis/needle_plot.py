@@ -37,9 +37,10 @@ def needle_figure(
         title or f"{task}: needles found, in percent of {first.count} at each place", fontsize=11
     )
     panels = figure.subplots(1, len(grids), squeeze=False, sharey=True)[0]
-    image = None
+    images = []
     for axis, (label, grid) in zip(panels, grids.items(), strict=True):
-        image = axis.imshow(100 * grid.scores, cmap=_COLOURS, vmin=0, vmax=100, aspect="auto")
+        shown = 100 * grid.scores
+        images.append(axis.imshow(shown, cmap=_COLOURS, vmin=0, vmax=100, aspect="auto"))
         for row in range(len(depths)):
             for column in range(len(lengths)):
                 score = grid.scores[row, column]
@@ -60,5 +61,5 @@ def needle_figure(
         for side in axis.spines.values():
             side.set_visible(False)
     panels[0].set_ylabel("depth of the needle")
-    figure.colorbar(image, ax=list(panels), label="found, %", shrink=0.9)
+    figure.colorbar(images[0], ax=list(panels), label="found, %", shrink=0.9)
     figure.savefig(path, dpi=140)

@@ -79,7 +79,7 @@ def prompt_text(
     prefix = problem.answer_prefix if isinstance(problem, PrefilledProblem) else ""
     if chat is None:
         return SEPARATOR.join([*map("".join, examples), problem.prompt]) + prefix
-    if tokenizer is None or tokenizer.chat_template is None:
+    if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise DataError(
             f"{name}: chat prompts were requested, and the model's tokenizer has no chat template. "
             "Leave chat out for plain text prompts, or set model.tokenizer.chat_template."

@@ -40,7 +40,7 @@ def test_every_place_is_scored_where_its_needle_lies(model, monkeypatch, tmp_pat
         return (cell.length / 500 + cell.depth / 100) / 2
 
     monkeypatch.setattr(NeedleCell, "score", score)
-    grid = needle_grid(model, **SETTINGS, task=RULER("niah_single_1"), out=tmp_path)
+    grid = needle_grid(model, **SETTINGS, out=tmp_path)
     want = [[(length / 500 + depth / 100) / 2 for length in (400, 500)] for depth in (0, 50, 100)]
     chex.assert_trees_all_close(grid.scores, np.array(want), atol=1e-12)
     chex.assert_trees_all_close(grid.errors, np.zeros((3, 2)), atol=1e-12)
