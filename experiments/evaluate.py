@@ -8,6 +8,11 @@
     python -m experiments.evaluate --task mmlu --task-options path=mmlu/test few_shot=5 \
         examples=mmlu/dev --problems 200
 
+    python -m experiments.evaluate --model path/to/model --task ruler --temperature 0 \
+        --problems 1100 --task-options length=4096 essays=PaulGrahamEssays.json
+    python -m experiments.evaluate --model path/to/model --task ruler --temperature 0 --chat \
+        --task-options task=qa_1 length=8192 questions=dev-v2.0.json
+
 Problems are made from seeds (those of the test split are never trained on), or read from a file in
 the form in which its publisher distributes it.
 """
@@ -60,12 +65,13 @@ class Config:
     adapter: str | None = None
     """Directory of an adapter that was trained on the model."""
     task: str = "reasoning"
-    """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn; from
-    a file and answered in words gsm8k, math500, aime, gpqa, mathematics; from a file and answered
-    by likelihood mmlu, arc, hellaswag, piqa, winogrande, boolq."""
+    """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn; ruler:
+    all tasks of RULER whose data is given, or the one that task= names; from a file and answered
+    in words gsm8k, math500, aime, gpqa, mathematics; from a file and answered by likelihood mmlu,
+    arc, hellaswag, piqa, winogrande, boolq."""
     task_options: tuple[str, ...] = ()
     """Difficulty and length of the task, as name=value or as one JSON object; of tasks on files
-    path=, few_shot= and examples=."""
+    path=, few_shot= and examples=; of ruler length=, squad=, hotpotqa=, essays= and words=."""
     chat: bool = False
     """Ask through the model's chat template."""
     system: str | None = None

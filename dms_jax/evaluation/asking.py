@@ -14,8 +14,9 @@ import numpy as np
 from dms_jax.checks import Count, CountOnDevice, Whole, check
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.evaluation.prompting import Chat, encode_problem
+from dms_jax.evaluation.prompting import Chat, encode_problem, fit_task, limit_answer
 from dms_jax.evaluation.tasks.files import FileTask
+from dms_jax.evaluation.tasks.ruler import RULER
 from dms_jax.generation import Sampling
 from dms_jax.generation.requests import Request, make_requests
 from dms_jax.model.language_model import LanguageModel
@@ -48,6 +49,7 @@ class Questions:
     def given(
         cls,
         what: str,
+        model: LanguageModel,
         task: Any,
         *,
         count: int | None,
@@ -57,9 +59,11 @@ class Questions:
     ) -> "Questions":
         """Checks the arguments of a call, and reads or draws the problems.
 
+        Tasks with a length in tokens take that of the model.
+
         Raises:
           ConfigError: an argument does not fit.
-          DataError: there are fewer problems.
+          DataError: there are fewer problems, or no tokenizer to count tokens with.
         """
         tasks = tuple(task) if isinstance(task, Iterable) else (task,)
         if not tasks or not all(isinstance(each, Task) for each in tasks):
@@ -74,6 +78,7 @@ class Questions:
         start = check(f"{what}: start", start, Whole)
         if count is not None and count < len(tasks):
             raise ConfigError(f"{what}: {count} problems are too few for {len(tasks)} tasks.")
+        tasks = tuple(fit_task(model, each, chat) for each in tasks)
         task_of, problems = _problems(what, tasks, split, start, count)
         return cls(what, tasks, split, start, chat, task_of, problems)
 
@@ -110,6 +115,7 @@ class Questions:
             model.config, [prompt for prompt in prompts for _ in range(chains)], sampling
         )
         for request in requests:
+            limit_answer(request, self.problems[request.index // chains])
             given_length = max_lengths[self.task_of[request.index // chains]]
             request.max_length = given_length or request.max_length
         return requests
@@ -190,8 +196,8 @@ def _problems(
     return (
         tuple(number for number, _ in places),
         tuple(
-            task.problem(split, index)  # a file may change between calls
-            if isinstance(task := tasks[number], FileTask)
+            task.problem(split, index)  # a file may change between calls, or the text be long
+            if isinstance(task := tasks[number], FileTask | RULER)
             else _drawn(task, split, index)
             for number, index in places
         ),

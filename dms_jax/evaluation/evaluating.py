@@ -74,7 +74,7 @@ def evaluate(
     """
     check_model(model)
     questions = Questions.given(
-        "evaluate", task, count=problems, split=split, start=start, chat=chat
+        "evaluate", model, task, count=problems, split=split, start=start, chat=chat
     )
     chains = check("evaluate: chains", chains, Count)
     evaluation = Evaluation(

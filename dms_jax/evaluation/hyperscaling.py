@@ -102,7 +102,7 @@ def hyperscale(
     """
     check_model(model)
     questions = Questions.given(
-        "hyperscale", task, count=problems, split=split, start=start, chat=chat
+        "hyperscale", model, task, count=problems, split=split, start=start, chat=chat
     )
     plan = Plan(
         questions=questions,

@@ -1,18 +1,23 @@
 """Encodes problems as prompts: as plain text, or through the model's chat template.
 
 In a chat every worked example is a user turn and an assistant turn, after the system prompt, and
-the problem is the last user turn. In plain text the examples precede the problem, separated by
+the problem is the last user turn; a beginning of the answer that the problem prescribes is the
+beginning of the last assistant turn. In plain text the examples precede the problem, separated by
 empty lines.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
+from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.checks import Options
-from dms_jax.data.tasks import Problem
+from dms_jax.data.tasks import Problem, Task
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.tasks.files import FileProblem
+from dms_jax.evaluation.tasks.prefilled import PrefilledProblem
+from dms_jax.evaluation.tasks.ruler import RULER
 from dms_jax.generation.prompts import encode_prompt
+from dms_jax.generation.requests import Request
 from dms_jax.model.language_model import LanguageModel
 
 SEPARATOR = "\n\n"  # between worked examples in plain text
@@ -48,18 +53,33 @@ def encode_problem(
 
     Args:
       model: the model, with its tokenizer and chat template.
-      problem: the problem, with its worked examples if it has any.
+      problem: the problem, with its worked examples and the beginning of its answer if it has any.
       chat: options of the chat; None for plain text.
       name: name of the task, for messages.
 
     Raises:
       DataError: the model has no chat template, or the tokens do not fit it.
     """
-    examples = problem.examples if isinstance(problem, FileProblem) else ()
+    text = prompt_text(model.tokenizer, problem, chat, name=name)
     if chat is None:
-        text = SEPARATOR.join([*map("".join, examples), problem.prompt])
         return encode_prompt(model, text, name=f"A problem of {name}")
-    if getattr(model.tokenizer, "chat_template", None) is None:
+    tokens = model.tokenizer.encode(text, add_special_tokens=False)
+    return encode_prompt(model, tokens, name=f"A problem of {name}")
+
+
+def prompt_text(
+    tokenizer: Tokenizer | None, problem: Problem, chat: Chat | None, *, name: str
+) -> str:
+    """The text of a problem as the model reads it; see `encode_problem`.
+
+    Raises:
+      DataError: there is no chat template.
+    """
+    examples = problem.examples if isinstance(problem, FileProblem) else ()
+    prefix = problem.answer_prefix if isinstance(problem, PrefilledProblem) else ""
+    if chat is None:
+        return SEPARATOR.join([*map("".join, examples), problem.prompt]) + prefix
+    if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise DataError(
             f"{name}: chat prompts were requested, and the model's tokenizer has no chat template. "
             "Leave chat out for plain text prompts, or set model.tokenizer.chat_template."
@@ -69,8 +89,48 @@ def encode_problem(
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": answer.strip()})
     messages.append({"role": "user", "content": problem.prompt})
-    text = model.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, **chat.variables
-    )
-    tokens = model.tokenizer.encode(text, add_special_tokens=False)
-    return encode_prompt(model, tokens, name=f"A problem of {name}")
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **chat.variables)
+    return text + prefix
+
+
+def limit_answer(request: Request, problem: Problem) -> None:
+    """Shortens the longest answer of a request to what its problem allows."""
+    limit = problem.answer_tokens if isinstance(problem, PrefilledProblem) else None
+    if limit is not None and limit < request.max_new_tokens:
+        request.max_length -= request.max_new_tokens - limit
+        request.max_new_tokens = limit
+
+
+def fit_task(model: LanguageModel, task: Task, chat: Chat | None = None) -> Task:
+    """The task with problems of its length in tokens of the model, if it has one.
+
+    Raises:
+      DataError: the model came without a tokenizer.
+    """
+    if not isinstance(task, RULER):
+        return task
+    if model.tokenizer is None:
+        raise DataError(f"{task.name} has a length in tokens, and this model has no tokenizer.")
+    return task.fitted(PromptLength(model.tokenizer, chat, task.name))
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLength:
+    """Counts the tokens of a problem as the model reads it.
+
+    Attributes:
+      tokenizer: of the model.
+      chat: options of the chat; None for plain text.
+      name: name of the task, for messages.
+    """
+
+    tokenizer: Tokenizer
+    chat: Chat | None
+    name: str
+
+    def __call__(self, problem: Problem) -> int:
+        text = prompt_text(self.tokenizer, problem, self.chat, name=self.name)
+        return len(self.tokenizer.encode(text, add_special_tokens=self.chat is None))
+
+    def __hash__(self) -> int:  # the variables of a chat have none
+        return hash((id(self.tokenizer), self.name))

@@ -22,7 +22,8 @@ import time
 import dms_jax
 from experiments.reproduction.claims.jobs import check_settings, read_config, write_config
 from experiments.reproduction.claims.page import write_pages
-from experiments.reproduction.claims.plan import Config, Paths, jobs
+from experiments.reproduction.claims.plan import Paths, jobs
+from experiments.reproduction.claims.settings import Config
 from experiments.reproduction.first_curve import split
 from experiments.reproduction.processes import run_workers
 from experiments.shared.command_line import FAILED, run

@@ -1,6 +1,7 @@
 """Policies and tasks by name, with options as they are written on a command line."""
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,11 +16,13 @@ from dms_jax.evaluation.tasks import (
     MATH500,
     MMLU,
     PIQA,
+    RULER,
     BoolQ,
     ChoiceTask,
     HellaSwag,
     Mathematics,
     WinoGrande,
+    ruler_tasks,
 )
 from dms_jax.evaluation.tasks.files import FromFile
 
@@ -45,9 +48,12 @@ def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Po
 
 def read_tasks(name: str, options: Sequence[str]) -> list[Task]:
     """The tasks of a name, each with those of the options that it has."""
-    if name not in TASKS:
-        raise dms_jax.ConfigError(f"--task {name!r} is none of {', '.join([*TASKS, *CHOICES])}.")
     fields = read_options(options)
+    if name == "ruler":
+        return list(_ruler(fields))
+    if name not in TASKS:
+        known = ", ".join([*TASKS, "ruler", *CHOICES])
+        raise dms_jax.ConfigError(f"--task {name!r} is none of {known}.")
     fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
     known = {
         task: {field.name for field in dataclasses.fields(task)} & fields.keys()
@@ -58,6 +64,14 @@ def read_tasks(name: str, options: Sequence[str]) -> list[Task]:
         raise dms_jax.ConfigError(f"--task {name} has no option {', '.join(sorted(unknown))}.")
     _check_path(name, TASKS[name][0], fields)
     return [task(**{key: fields[key] for key in keys}) for task, keys in known.items()]
+
+
+def _ruler(fields: dict[str, Any]) -> Sequence[Task]:
+    """RULER's tasks: the one that `task` names, or all whose data is given."""
+    if "task" in fields:
+        return [RULER(**fields)]
+    check_names("--task-options", fields, inspect.signature(ruler_tasks).parameters)
+    return ruler_tasks(**fields)
 
 
 def read_choices(name: str, options: Sequence[str]) -> ChoiceTask:

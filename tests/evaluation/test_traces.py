@@ -22,7 +22,9 @@ SNAPKV = dms_jax.SnapKV(budget=12, window=4, interval=5)
 def answers(name="vanilla", *, length=20, **changes):
     """Four answers of at most `length` tokens, whole and traced."""
     model = model_for(name) if name in POLICIES else dataclasses.replace(stories(), policy=SNAPKV)
-    questions = Questions.given("test", Continue(), count=2, split="test", start=0, chat=None)
+    questions = Questions.given(
+        "test", model, Continue(), count=2, split="test", start=0, chat=None
+    )
     evaluation = Evaluation(
         model=changes.pop("model", model),
         policy=model.policy,

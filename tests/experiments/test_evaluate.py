@@ -9,6 +9,8 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, WordChain
 from dms_jax.evaluation import Chat
+from dms_jax.evaluation.tasks import RULER
+from dms_jax.evaluation.tasks.ruler import RULER_TASKS
 from experiments import evaluate
 from experiments.shared import options
 from tests.evaluation.tasks.published import GPQA_CSV, PIQA, lines, text
@@ -76,6 +78,19 @@ def test_tasks_by_name():
         options.read_tasks("needle", ["sice=40"])
     with pytest.raises(dms_jax.ConfigError, match="none of linear"):
         options.read_tasks("poetry", [])
+
+
+def test_rulers_tasks_by_name(tmp_path):
+    squad = text(tmp_path / "dev.json", "{}")
+    names = [task.name for task in options.read_tasks("ruler", ["length=900", f"squad={squad}"])]
+    assert names == list(RULER_TASKS[:12])
+    assert options.read_tasks("ruler", ["task=vt", "length=900", "chains=40", "hops=0"]) == [
+        RULER("vt", 900, chains=40, hops=0)
+    ]
+    with pytest.raises(dms_jax.ConfigError, match="--task-options size: there are length, squad"):
+        options.read_tasks("ruler", ["size=3"])
+    with pytest.raises(dms_jax.ConfigError, match="RULER has no option size"):
+        options.read_tasks("ruler", ["task=vt", "size=3"])
 
 
 def test_what_is_not_said_is_as_the_library_has_it():

@@ -5,6 +5,8 @@ from dms_jax.evaluation.tasks.commonsense import PIQA, BoolQ, HellaSwag, WinoGra
 from dms_jax.evaluation.tasks.files import FileProblem, FileTask
 from dms_jax.evaluation.tasks.gpqa import GPQA
 from dms_jax.evaluation.tasks.maths import AIME, GSM8K, MATH500, Mathematics
+from dms_jax.evaluation.tasks.prefilled import PrefilledProblem
+from dms_jax.evaluation.tasks.ruler import RULER, ruler_tasks
 
 __all__ = [
     "AIME",
@@ -14,6 +16,7 @@ __all__ = [
     "MATH500",
     "MMLU",
     "PIQA",
+    "RULER",
     "BoolQ",
     "ChoiceTask",
     "Choices",
@@ -21,5 +24,7 @@ __all__ = [
     "FileTask",
     "HellaSwag",
     "Mathematics",
+    "PrefilledProblem",
     "WinoGrande",
+    "ruler_tasks",
 ]

@@ -15,16 +15,9 @@ from dms_jax.evaluation import Serving, evaluate, percent
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training import train
-from experiments.reproduction.claims.plan import (
-    FREE,
-    TRAININGS,
-    Config,
-    Job,
-    Paths,
-    asked,
-    jobs,
-    measures,
-)
+from experiments.reproduction.claims.plan import Job, Paths, asked, jobs
+from experiments.reproduction.claims.settings import Config
+from experiments.reproduction.claims.systems import FREE, TRAININGS, measures
 from experiments.reproduction.curve.data import Sequences, read_documents, write_documents
 from experiments.reproduction.files import provenance, read_json, write_json
 from experiments.reproduction.queue import Queue

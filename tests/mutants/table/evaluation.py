@@ -10,6 +10,7 @@ AGGREGATION = "tests/evaluation/test_aggregation.py"
 BOOTSTRAP = "tests/evaluation/test_bootstrap.py"
 TRACES = "tests/evaluation/test_traces.py"
 HYPERSCALING = "tests/evaluation/test_hyperscaling.py"
+RULER = "tests/evaluation/tasks/test_ruler.py"
 
 MUTANTS = [
     Mutant(
@@ -151,5 +152,54 @@ MUTANTS = [
         "heads = 2 * config.num_heads + 2 * config.num_kv_heads",
         "heads = 2 * config.num_heads + config.num_kv_heads",
         ("tests/analysis/test_latency.py",),
+    ),
+    Mutant(
+        "RULER: a question for one value asks for all",
+        FOLDER + "tasks/ruler/needles.py",
+        "if len(answers) == 1:",
+        "if len(answers) == 0:",
+        (f"{RULER}::test_texts_are_those_of_rulers_generators",),
+    ),
+    Mutant(
+        "RULER: a needle at the very front is not set off by a space",
+        FOLDER + "tasks/ruler/needles.py",
+        'joined += [" ".join(parts[start:place]), needle]',
+        "joined += [*parts[start:place], needle]",
+        (f"{RULER}::test_texts_are_those_of_rulers_generators",),
+    ),
+    Mutant(
+        "RULER: the answer is not counted into the length",
+        FOLDER + "tasks/ruler/task.py",
+        "return self._counter(problem) + self.family.format.answer_tokens",
+        "return self._counter(problem)",
+        (f"{RULER}::test_prompts_and_answers_fit_the_length_and_come_close",),
+    ),
+    Mutant(
+        "RULER: a question needs all of its references",
+        FOLDER + "tasks/ruler/questions.py",
+        "float(any(occurrences(completion, answers)))",
+        "float(all(occurrences(completion, answers)))",
+        (f"{RULER}::test_scores_are_string_matches",),
+    ),
+    Mutant(
+        "evaluation: the beginning of an answer is lost in a chat",
+        FOLDER + "prompting.py",
+        "return text + prefix",
+        "return text",
+        (f"{RULER}::test_the_answer_prefix_begins_the_answer",),
+    ),
+    Mutant(
+        "evaluation: problems that limit their answers are not heard",
+        FOLDER + "prompting.py",
+        "request.max_new_tokens = limit",
+        "pass",
+        (f"{RULER}::test_evaluate_fits_tasks_to_the_model_and_limits_answers",),
+    ),
+    Mutant(
+        "evaluation: a needle grid takes depths for lengths",
+        FOLDER + "needle_grid.py",
+        "shape = (problems, len(depths), len(lengths))",
+        "shape = (problems, len(lengths), len(depths))",
+        ("tests/evaluation/test_needle_grid.py",),
     ),
 ]

@@ -1,0 +1,127 @@
+"""What RULER's problems are filled with: words and an essay, ours or those of files.
+
+RULER takes words from the package wonderwords and downloads Paul Graham's essays. Neither is ours
+to ship. Unless files are given, keys come from our adjectives and nouns, words to count from the
+vocabulary of the shipped novels, and the essay is the part of the novels that nothing trains on.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+
+from dms_jax import assets
+from dms_jax.checks import show
+from dms_jax.data.tasks.words import ADJECTIVES, NOUNS
+from dms_jax.errors import DataError
+
+Path = str | pathlib.Path
+
+LISTS = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")  # of wonderwords
+_WORD = re.compile(r"(?<![\w'\u2019-])[a-z]{3,}(?![\w'\u2019-])")
+_LEAST_USES = 2  # in the novels, for a word to be counted as one
+_SENTENCE_END = re.compile(
+    r"(?:(?<=[.!?])|(?<=[.!?]['\"\u201d\u2019)\]]))(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.) +"
+    r"(?=[A-Z\"'\u201c\u2018(\[])"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """Words for problems.
+
+    Attributes:
+      first, second: the parts of a key, "first-second".
+      counted: different words to be counted, in order.
+    """
+
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    counted: tuple[str, ...] = dataclasses.field(repr=False)
+
+
+def read_words(path: Path | None) -> Words:
+    """The words of a file, one a line; of a folder with the lists of wonderwords; or ours.
+
+    Raises:
+      DataError: it cannot be read, or holds fewer than 40 words.
+    """
+    if path is None:
+        return Words(ADJECTIVES, NOUNS, _vocabulary())
+    path = pathlib.Path(path)
+    if path.is_dir():
+        first, second, third = (_lines(path / name) for name in LISTS)
+    else:
+        first = second = _lines(path)
+        third = ()
+    counted = tuple(sorted({*first, *second, *third}))
+    if len(counted) < 40:
+        raise DataError(
+            f"{path} holds {len(counted)} different words, and RULER needs 40 and many more for "
+            "long contexts: one word a line."
+        )
+    return Words(first, second, counted)
+
+
+def read_essay(path: Path | None) -> tuple[str, ...]:
+    """The words of an essay: a JSON file with "text" (RULER's form), plain text, or our novels.
+
+    Raises:
+      DataError: the file cannot be read or holds no text.
+    """
+    if path is None:
+        return _novels()
+    path = pathlib.Path(path)
+    text = _text(path)
+    if path.suffix == ".json":
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{path} is not JSON: {error}.") from error
+        text = data.get("text") if isinstance(data, dict) else None
+        if not isinstance(text, str):
+            raise DataError(f'{path} must hold {{"text": "..."}}, got {show(data)}.')
+    if not text.strip():
+        raise DataError(f"{path} holds no text.")
+    return split_words(text)
+
+
+def split_words(text: str) -> tuple[str, ...]:
+    """Words as RULER splits them: white space at either end leaves an empty one."""
+    return tuple(re.sub(r"\s+", " ", text).split(" "))
+
+
+def sentences(text: str) -> list[str]:
+    """Splits a text into sentences, without the spaces between them.
+
+    RULER splits with NLTK's model of English. This is a rule instead: a sentence ends in a full
+    stop, question or exclamation mark, perhaps closed by a quotation mark or bracket, before a
+    capital letter or an opening mark; and not after Mr., Mrs., Dr. or St.
+    """
+    return _SENTENCE_END.split(text)
+
+
+@functools.cache
+def _vocabulary() -> tuple[str, ...]:
+    uses = collections.Counter[str]()
+    for split in ("train", "validation", "test"):
+        uses.update(_WORD.findall(" ".join(assets.books(split))))
+    return tuple(sorted(word for word, count in uses.items() if count >= _LEAST_USES))
+
+
+@functools.cache
+def _novels() -> tuple[str, ...]:
+    return split_words(" ".join(assets.books("test")))
+
+
+def _lines(path: pathlib.Path) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, _text(path).splitlines())))
+
+
+def _text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as text: {error}.") from error

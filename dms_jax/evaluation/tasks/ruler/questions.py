@@ -1,0 +1,181 @@
+"""RULER's question answering among documents: `qa_1` (SQuAD 2.0), `qa_2` (HotpotQA).
+
+The files are those of their publishers, for the development set:
+
+    qa_1   dev-v2.0.json                      rajpurkar.github.io/SQuAD-explorer
+    qa_2   hotpot_dev_distractor_v1.json      hotpotqa.github.io
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from dms_jax.checks import show
+from dms_jax.errors import DataError
+from dms_jax.evaluation.tasks.ruler.family import Family, Filled, occurrences
+from dms_jax.evaluation.tasks.ruler.formats import DOCUMENT, QUESTIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question with what it is answered from.
+
+    Attributes:
+      text: the question.
+      answers: the references, any of which is right.
+      documents: indices of the documents that belong to it.
+      more: indices of others on its subject, which fill a context first.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[int, ...]
+    more: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions(Family):
+    """Questions of a data set; the size is the number of documents.
+
+    Attributes:
+      questions: in the order of the file.
+      documents: all different documents of the data set, sorted.
+      seed: of the order of the documents, one for all problems as in RULER.
+    """
+
+    format = QUESTIONS
+
+    questions: Sequence[Question]
+    documents: Sequence[str]
+    seed: int
+
+    @property
+    def least(self) -> int:
+        return max(len(question.documents) for question in self.questions)
+
+    def fill(self, rng: random.Random, size: int, number: int) -> Filled:
+        if not number < len(self.questions):
+            raise DataError(
+                f"RULER: the file holds {len(self.questions)} questions, and number {number} was "
+                "asked for (the first is 0)."
+            )
+        question = self.questions[number]
+        if size < len(self.documents):
+            used = [self.documents[index] for index in self._around(rng, question, size)]
+        else:
+            repeats = -(-size // len(self.documents))
+            used = (list(self.documents) * repeats)[:size]
+        random.Random(self.seed).shuffle(used)
+        context = "\n\n".join(DOCUMENT.format(i=i, document=text) for i, text in enumerate(used, 1))
+        return Filled(
+            self.format.template.format(context=context, query=question.text),
+            self.format.answer_prefix,
+            f" {question.answers[0]}",
+            question.answers,
+        )
+
+    def _around(self, rng: random.Random, question: Question, size: int) -> list[int]:
+        """The question's documents, those on its subject, then any others."""
+        own, more = list(question.documents), list(question.more)
+        if size - len(own) <= len(more):
+            return own + rng.sample(more, size - len(own))
+        known = {*own, *more}
+        others = [index for index in range(len(self.documents)) if index not in known]
+        return own + more + rng.sample(others, min(len(others), size - len(own) - len(more)))
+
+    def found(self, completion: str) -> list[str]:
+        first = next(iter(completion.strip().splitlines()), "").strip(" .")
+        return [first.lower()] if first else []
+
+    def score(self, completion: str, answers: tuple[str, ...]) -> float:
+        """RULER's `string_match_part`: whether any reference occurs, ignoring case."""
+        return float(any(occurrences(completion, answers)))
+
+
+def read_squad(path: pathlib.Path, seed: int) -> Questions:
+    """The questions of SQuAD 2.0 that have answers, among the paragraphs of all articles.
+
+    Raises:
+      DataError: the file is of another form.
+    """
+    with _named(path, "SQuAD"):
+        articles = [
+            [(paragraph["context"], paragraph["qas"]) for paragraph in article["paragraphs"]]
+            for article in _data(path)["data"]
+        ]
+        documents, place = _placed(text for article in articles for text, _ in article)
+        questions = []
+        for article in articles:
+            inside = [place[text] for text, _ in article]
+            for text, asked in article:
+                own = place[text]
+                questions += [
+                    Question(
+                        each["question"],
+                        tuple(answer["text"] for answer in each["answers"]),
+                        (own,),
+                        tuple(index for index in inside if index != own),
+                    )
+                    for each in asked
+                    if not each.get("is_impossible", False)
+                ]
+        return _checked(path, Questions(questions, documents, seed))
+
+
+def read_hotpotqa(path: pathlib.Path, seed: int) -> Questions:
+    """The questions of HotpotQA, each with its ten documents, two of which answer it.
+
+    Raises:
+      DataError: the file is of another form.
+    """
+    with _named(path, "HotpotQA"):
+        records = [
+            (
+                each["question"],
+                each["answer"],
+                [f"{title}\n{''.join(lines)}" for title, lines in each["context"]],
+            )
+            for each in _data(path)
+        ]
+        documents, place = _placed(text for *_, texts in records for text in texts)
+        questions = [
+            Question(question, (answer,), tuple(place[text] for text in texts))
+            for question, answer, texts in records
+        ]
+        return _checked(path, Questions(questions, documents, seed))
+
+
+def _data(path: pathlib.Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}.") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}.") from error
+
+
+@contextlib.contextmanager
+def _named(path: pathlib.Path, name: str) -> Iterator[None]:
+    """Names the file where a record of it is of another form."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DataError(
+            f"{path} is not of the form in which {name} is published: "
+            f"{type(error).__name__}: {show(str(error))}."
+        ) from error
+
+
+def _placed(texts: Iterable[str]) -> tuple[list[str], dict[str, int]]:
+    documents = sorted(set(texts))
+    return documents, {text: index for index, text in enumerate(documents)}
+
+
+def _checked(path: pathlib.Path, questions: Questions) -> Questions:
+    if not questions.questions or not all(each.answers for each in questions.questions):
+        raise DataError(f"{path} holds no questions, or questions without an answer.")
+    return questions

@@ -1,0 +1,105 @@
+"""Needle grids: every length and depth, scored, resumed and drawn."""
+
+import dataclasses
+import json
+
+import chex
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.analysis.needle_plot import needle_figure
+from dms_jax.errors import ConfigError
+from dms_jax.evaluation import NeedleGrid, Serving, needle_grid
+from dms_jax.evaluation.needle_grid import NeedleCell
+from dms_jax.evaluation.tasks import RULER
+
+SETTINGS = dict(
+    lengths=(400, 500),
+    depths=(0, 50, 100),
+    problems=2,
+    sampling=dms_jax.Sampling(temperature=0, max_new_tokens=3),
+    serving=Serving(lanes=4, page_size=16, prefill_chunk=128),
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return dms_jax.load(assets.path("stories260k"))
+
+
+def test_every_place_is_scored_where_its_needle_lies(model, monkeypatch, tmp_path):
+    """A score that tells length, depth and problem apart comes back at its place."""
+    seen = []
+
+    def score(cell, problem, completion):
+        del completion
+        needle = problem.prompt.index("One of the special magic numbers")
+        seen.append((cell.length, cell.depth, needle, problem.answers))
+        return (cell.length / 500 + cell.depth / 100) / 2
+
+    monkeypatch.setattr(NeedleCell, "score", score)
+    grid = needle_grid(model, **SETTINGS, out=tmp_path)
+    want = [[(length / 500 + depth / 100) / 2 for length in (400, 500)] for depth in (0, 50, 100)]
+    chex.assert_trees_all_close(grid.scores, np.array(want), atol=1e-12)
+    chex.assert_trees_all_close(grid.errors, np.zeros((3, 2)), atol=1e-12)
+    assert grid.accuracy == pytest.approx(np.mean(want))
+    assert grid.count == 2
+    assert grid.peak.shape == (2,)
+    assert 250 < grid.peak[0] < grid.peak[1] < 380  # prompts of 272 and 372 tokens at most
+    places = {(length, depth): place for length, depth, place, _ in seen}
+    for length in (400, 500):
+        assert places[length, 0] < places[length, 50] < places[length, 100]
+    assert len({answers for *_, answers in seen}) == 2  # the same problems at every place
+    data = json.loads(json.dumps(grid.to_dict()))
+    assert data["scores"] == grid.scores.tolist()
+    assert data["policy"]["name"] == "Vanilla"
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) >= 12
+
+
+def test_a_single_problem_has_no_error(model):
+    settings = {**SETTINGS, "lengths": (400,), "depths": (50,), "problems": 1}
+    grid = needle_grid(model, dms_jax.StreamingLLM(budget=64), **settings)
+    assert np.isnan(grid.errors).all()
+    assert grid.to_dict()["errors"] == [[None]]
+    assert grid.peak[0] == 64
+
+
+def test_mistakes_are_named(model):
+    with pytest.raises(ConfigError, match="depths must be different numbers"):
+        needle_grid(model, lengths=(400,), depths=(0, 50, 0))
+    with pytest.raises(ConfigError, match="lengths must be different numbers, got"):
+        needle_grid(model, lengths=())
+    with pytest.raises(ConfigError, match="chains cannot be given"):
+        needle_grid(model, lengths=(400,), chains=2)
+    with pytest.raises(ConfigError, match="depth is that of a single needle"):
+        needle_grid(model, lengths=(400,), task=RULER("vt"))
+
+
+def test_the_picture_shows_every_number(model, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    settings = {**SETTINGS, "lengths": (400,), "depths": (0, 100), "problems": 1}
+    grid = needle_grid(model, **settings)
+    one = dataclasses.replace(grid, scores=np.array([[0.0], [0.25]]))
+    other = dataclasses.replace(grid, scores=np.array([[1.0], [0.5]]))
+    drawn, write = [], Axes.text
+    monkeypatch.setattr(
+        Axes,
+        "text",
+        lambda axis, x, y, text, **more: (
+            drawn.append((x, y, text, more["color"])) or write(axis, x, y, text, **more)
+        ),
+    )
+    needle_figure(tmp_path / "grid.png", {"one": one, "other": other})
+    assert (tmp_path / "grid.png").stat().st_size > 5000
+    assert drawn == [
+        (0, 0, "0", "white"),
+        (0, 1, "25", "white"),
+        (0, 0, "100", "black"),
+        (0, 1, "50", "white"),
+    ]
+    differing: NeedleGrid = dataclasses.replace(grid, lengths=(300,))
+    with pytest.raises(ConfigError, match="grids of the same lengths and depths"):
+        needle_figure(tmp_path / "grid.png", {"one": one, "other": differing})
