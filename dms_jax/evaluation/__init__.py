@@ -14,6 +14,7 @@ from dms_jax.evaluation.statistics import (
     majority,
     mean_over_problems,
     mean_over_seeds,
+    pass_at,
     standard_error,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "majority",
     "mean_over_problems",
     "mean_over_seeds",
+    "pass_at",
     "percent",
     "perplexity",
     "standard_error",

@@ -29,6 +29,8 @@ from jaxtyping import Float
 
 from dms_jax.errors import DataError
 
+Chains = Float[np.ndarray, "problems chains"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
@@ -93,6 +95,30 @@ def _error(observations: Float[np.ndarray, " problems"], seed_variance: float) -
 def _seed_variance(values: Float[np.ndarray, "seeds problems"]) -> float:
     """Variance of the mean over seeds; 0 for a single seed."""
     return standard_error(values.mean(1)) ** 2 if len(values) > 1 else 0.0
+
+
+def pass_at(scores: Chains, k: int) -> Float[np.ndarray, " problems"]:
+    """Pass@k of each problem: the best score of k of its n chains, drawn without replacement.
+
+    The mean over all draws, which does not depend on the order of the chains. With c right chains
+    of score 1, the others 0, it is the unbiased estimator of Chen et al. (2021),
+
+        pass@k = 1 - C(n - c, k) / C(n, k)
+
+    and in general every step between the sorted scores counts as often as a draw reaches it. The
+    binomials are exact integers, so that no n is too large.
+
+    # In: [[1, 0, 0]], 2  Out: [2 / 3]
+
+    Raises:
+      DataError: there are fewer than k chains.
+    """
+    chains = scores.shape[1]
+    if not 1 <= k <= chains:
+        raise DataError(f"pass@{k} needs {k} chains or more and k of at least 1; got {chains}.")
+    draws = math.comb(chains, k)
+    reached = [(draws - math.comb(below, k)) / draws for below in range(chains)]
+    return np.diff(np.sort(scores, axis=1), axis=1, prepend=0.0) @ np.asarray(reached)
 
 
 def majority(answers: Sequence[str | None]) -> int | None:

@@ -1,5 +1,6 @@
 """Means, errors, votes and frontiers on cases worked out by hand."""
 
+import itertools
 import json
 import math
 
@@ -19,6 +20,7 @@ from dms_jax.evaluation import (
     majority,
     mean_over_problems,
     mean_over_seeds,
+    pass_at,
     percent,
     standard_error,
 )
@@ -105,6 +107,28 @@ def test_beyond_counts_errors_above_a_threshold():
 )
 def test_votes(answers, winner):
     assert majority(answers) == winner
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
+def test_pass_at_k_is_the_mean_over_every_choice_of_k_chains(k):
+    scores = np.array([[0.0] * 6, [0, 1, 0, 0, 1, 0], [1] * 6, [0.25, 1, 0, 0.5, 0.5, 0]])
+    want = [
+        np.mean([max(row[list(chosen)]) for chosen in itertools.combinations(range(6), k)])
+        for row in scores
+    ]
+    chex.assert_trees_all_close(pass_at(scores, k), np.array(want), rtol=1e-14, atol=1e-15)
+
+
+def test_pass_at_k_of_many_chains():
+    """3 of 2000 are right: the product form is 1 - (1 - k / 2000) (1 - k / 1999) (1 - k / 1998)."""
+    scores = np.zeros((2, 2000))
+    scores[0, [0, 70, 1999]] = 1
+    for k in (1, 1000, 1998):
+        want = 1 - math.prod(1 - k / i for i in (2000, 1999, 1998))
+        assert pass_at(scores, k).tolist() == pytest.approx([want, 0], rel=1e-12)
+    for k in (0, 2001):
+        with pytest.raises(DataError, match=f"pass@{k} needs {k} chains"):
+            pass_at(scores, k)
 
 
 def test_a_frontier_keeps_what_nothing_cheaper_reaches():
