@@ -177,6 +177,16 @@ class Judge:
             self._scores[problem, text] = task.score(self.problems[problem], text)
         return self._scores[problem, text]
 
+    def together(self, completions: Iterable[tuple[int, str]]) -> None:
+        """Scores completions of problems, side by side where their task can."""
+        waiting: dict[int, list[tuple[int, str]]] = {}
+        for problem, text in dict.fromkeys(completions):
+            if (problem, text) not in self._scores:
+                waiting.setdefault(self.task_of[problem], []).append((problem, text))
+        for number, pairs in waiting.items():
+            given = [(self.problems[problem], text) for problem, text in pairs]
+            self._scores |= zip(pairs, self.tasks[number].scores(given), strict=True)
+
 
 def _write(folder: pathlib.Path, result: Result) -> None:
     """Writes the figures and their table beside the answers."""
@@ -261,6 +271,7 @@ def _scored(
     count = len(judge.problems)
     scores, answer_scores = np.zeros((count, chains)), np.zeros((count, chains))
     answers, texts = [], []
+    judge.together((index // chains, done.text) for index, done in enumerate(completions))
     for index, problem in enumerate(judge.problems):
         task = tasks[judge.task_of[index]]
         own = [done.text for done in completions[index * chains : (index + 1) * chains]]
