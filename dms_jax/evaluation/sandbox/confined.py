@@ -19,25 +19,29 @@ from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.evaluation.sandbox.inside import values
 from dms_jax.evaluation.sandbox.supervising import Confined, Stopped, Stream, confined
 
+# Attempts that change nothing where they succeed.
 _PROBE = """
 import os
-refused = []
+import socket
+
+folder = f"/tmp/dms-jax-sandbox-{os.getpid()}"
+held = 0
 for attempt in (
-    lambda: open("/etc/passwd"),
+    lambda: open("/etc/passwd").close(),
     lambda: os.listdir("/"),
-    lambda: os.mkdir("/tmp/sandbox-probe"),
-    lambda: os.fork() or os._exit(0),
+    lambda: (os.mkdir(folder), os.rmdir(folder)),
+    lambda: os.chmod("/", os.stat("/").st_mode & 0o7777),
+    lambda: os.fork() or os._exit(1),
     lambda: os.kill(os.getppid(), 0),
-    lambda: __import__("socket").socket(),
-    lambda: os.chmod("/", 0o755),
+    lambda: socket.socket().close(),
 ):
     try:
         attempt()
-    except OSError:
-        refused.append("refused")
-print(len(refused))
+    except PermissionError:
+        held += 1
+print(held, "of 7")
 """
-_REFUSED = "7\n"
+_HELD = "7 of 7\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +124,7 @@ class Sandbox(Options):
         """Calls a function of a module, or a method of its class `Solution`."""
         try:
             request = json.dumps([name, values.to_json(list(arguments)), values.to_json({})])
-            with self._answering(source) as (process, deadline, ours):
-                ours.settimeout(max(deadline - time.monotonic(), 0.01))
-                ours.sendall(request.encode() + b"\n")
+            with self._answering(source, request) as (process, deadline, ours):
                 stream = Stream(ours.fileno(), [process], deadline, self._most)
                 reply = json.loads(stream.read(b"\n").partition(b"\n")[0] or b"null")
                 if reply is None:
@@ -130,8 +132,6 @@ class Sandbox(Options):
                 return Call(values.from_json(reply[0]))
         except Stopped as stopped:
             return Call(None, str(stopped))
-        except (TimeoutError, ConnectionError):
-            return Call(None, "did not listen")
         except (ValueError, TypeError, KeyError, IndexError, RecursionError):
             return Call(None, "returned no plain value")
 
@@ -158,11 +158,13 @@ class Sandbox(Options):
         return json.loads(told).get("failed", "") if told else "the tests ended early"
 
     @contextlib.contextmanager
-    def _answering(self, source: str) -> Iterator[tuple[Confined, float, socket.socket]]:
+    def _answering(
+        self, source: str, request: str = ""
+    ) -> Iterator[tuple[Confined, float, socket.socket]]:
         """A process that answers calls, its deadline, and the socket for calls."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            job = {"source": source}
+            job = {"source": source, "request": request}
             with self._start("functions", job, calls=theirs) as (process, deadline):
                 theirs.close()
                 yield process, deadline, ours
@@ -199,17 +201,15 @@ def _wait(process: Confined, deadline: float) -> int:
 @functools.cache
 def _require(sandbox: Sandbox) -> None:
     try:
-        probe = sandbox.run(_PROBE)
+        probe = sandbox.run("" if sandbox.allow_weaker else _PROBE)
     except CapacityError as error:
-        raise ConfigError(f"{error} It was given {sandbox}.") from error
+        raise ConfigError(f"{error} It was {sandbox}.") from error
     if probe.failure:
+        raise ConfigError(f"Nothing can run within {sandbox} ({probe.failure}). Allow it more.")
+    if probe.output != _HELD and not sandbox.allow_weaker:
         raise ConfigError(
-            f"The sandbox has too little to run in ({probe.failure}): give {sandbox} more."
-        )
-    if probe.output != _REFUSED and not sandbox.allow_weaker:
-        raise ConfigError(
-            "The sandbox does not hold on this system: code got at files, processes or sockets "
-            f"(refused: {probe.output.strip()} of {_REFUSED.strip()}). Judge the answers elsewhere."
+            "The sandbox does not hold on this system: of attempts to get at files, processes and "
+            f"sockets it refused {probe.output.strip()}. Judge the answers on another system."
         )
 
 

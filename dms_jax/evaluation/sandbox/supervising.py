@@ -62,10 +62,11 @@ class Confined:
 
     def close(self) -> None:
         """Ends the process and everything that belongs to it."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # with the group, where forks are possible
-        self.process.kill()
-        self.process.wait()
+        if self.process.returncode is None:  # otherwise its number may be another's by now
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # a group, where forks are possible
+            self.process.kill()
+            self.process.wait()
         self.control.close()
         if self.process.stdout is not None:
             self.process.stdout.close()
@@ -102,7 +103,7 @@ def confined(
             [sys.executable, "-s", "-S", "-X", "utf8", "-m", "inside"]
             + [str(each) for each in (*descriptors, os.getpid())],
             cwd=_FOLDER,
-            env={"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
+            env={"PYTHONHASHSEED": "0"},
             pass_fds=[each for each in descriptors if each >= 0],
             stdin=stdin,
             stdout=stdout,
@@ -144,6 +145,8 @@ def _hand_over(own: Confined, job: Mapping[str, Any], deadline: float) -> None:
     except ConnectionError as error:
         raise CapacityError("The sandbox's process ended before it read its job.") from error
     own.missing = tuple(json.loads(told)["missing"])
+    with contextlib.suppress(ConnectionError):  # it ends where it must not run with less
+        own.control.sendall(b"+")
 
 
 class Stream:

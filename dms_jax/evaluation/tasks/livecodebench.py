@@ -138,7 +138,8 @@ def _read_tests(record: Record, name: str) -> list[dict[str, str]]:
             raise record.error(f'{where} must have "input" and "output", both texts.')
         if test["testtype"] == "functional":
             try:
-                _lines(test["input"]), json.loads(test["output"])
+                _lines(test["input"])
+                json.loads(test["output"])
             except (ValueError, RecursionError) as error:
                 raise record.error(f"{where}: its values are not JSON: {error}.") from error
     return [{key: test[key] for key in ("input", "output", "testtype")} for test in tests]

@@ -4,6 +4,9 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/evaluation/"
 STATISTICS = "tests/evaluation/test_statistics.py"
+ESCAPES = "tests/evaluation/sandbox/test_escapes.py"
+SANDBOX = "tests/evaluation/sandbox/test_sandbox.py"
+CODE = "tests/evaluation/tasks/test_code.py"
 LIKELIHOOD = "tests/evaluation/test_likelihood.py"
 EVALUATING = "tests/evaluation/test_evaluating.py"
 
@@ -77,6 +80,62 @@ MUTANTS = [
         "if number == 1 and found != settings:",
         "if number == 1 and found is None:",
         ("tests/evaluation/test_resuming.py::test_answers_of_other_settings_are_not_mixed",),
+    ),
+    Mutant(
+        "evaluation: pass@k draws chains with replacement",
+        FOLDER + "statistics.py",
+        "(draws - math.comb(below, k)) / draws",
+        "1 - (below / chains) ** k",
+        (f"{STATISTICS}::test_pass_at_k_is_the_mean_over_every_choice_of_k_chains",),
+    ),
+    Mutant(
+        "sandbox: code signals whom it likes",
+        FOLDER + "sandbox/inside/system_calls.py",
+        'numbers["kill"]: _if_in(0, (itself,))',
+        'numbers["kill"]: [_return(_ALLOW)]',
+        (f"{ESCAPES}::test_an_escape_is_a_failure_and_nothing_else[stop the parent]", SANDBOX),
+    ),
+    Mutant(
+        "sandbox: limits can be raised",
+        FOLDER + "sandbox/inside/system_calls.py",
+        'numbers["prlimit64"]: _if_null(2)',
+        'numbers["prlimit64"]: [_return(_ALLOW)]',
+        (f"{ESCAPES}::test_an_escape_is_a_failure_and_nothing_else[limit the parent]",),
+    ),
+    Mutant(
+        "sandbox: threads are not counted",
+        FOLDER + "sandbox/supervising.py",
+        "(0, _CONTINUE) if self.threads >= 0 else (-_EAGAIN, 0)",
+        "(0, _CONTINUE)",
+        (f"{ESCAPES}::test_threads_are_counted",),
+    ),
+    Mutant(
+        "sandbox: it outlives the process that judges",
+        FOLDER + "sandbox/inside/confining.py",
+        "kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "pass",
+        (f"{ESCAPES}::test_it_dies_with_the_process_that_judges",),
+    ),
+    Mutant(
+        "sandbox: it runs with what the system has",
+        FOLDER + "sandbox/confined.py",
+        "if process.missing and not self.allow_weaker:",
+        "if False:",
+        (SANDBOX,),
+    ),
+    Mutant(
+        "sandbox: a verdict is read as the greeting",
+        FOLDER + "sandbox/inside/__main__.py",
+        "or not os.read(control, 1):",
+        "or False:",
+        (CODE,),
+    ),
+    Mutant(
+        "code: the first block of code is the answer",
+        FOLDER + "tasks/code.py",
+        "return blocks[-1] if",
+        "return blocks[0] if",
+        (f"{CODE}::test_chat_answers_to_humaneval",),
     ),
     Mutant(
         "analysis: key projections are read and value projections are not",
