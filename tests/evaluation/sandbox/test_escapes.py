@@ -10,14 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dms_jax.errors import ConfigError
 from dms_jax.evaluation.sandbox import Sandbox
+from tests.support.containment import needs_containment
 
-try:
-    Sandbox().require()
-except ConfigError as error:
-    pytest.skip(f"the system cannot contain code: {error}", allow_module_level=True)
-
+pytestmark = needs_containment
 SMALL = Sandbox(seconds=1, wall_seconds=30, megabytes=256, threads=8, output_megabytes=1)
 SECRET = "the secret of another process"
 

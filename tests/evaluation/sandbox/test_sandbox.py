@@ -9,16 +9,10 @@ import pytest
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.evaluation.sandbox import Sandbox, confined, side_by_side, supervising
 from dms_jax.evaluation.sandbox.inside import values
+from tests.support.containment import needs_containment
 
+pytestmark = needs_containment
 SANDBOX = Sandbox(seconds=2, wall_seconds=30)
-
-
-@pytest.fixture
-def contained():
-    try:
-        SANDBOX.require()
-    except ConfigError as error:
-        pytest.skip(f"the system cannot contain code: {error}")
 
 
 @pytest.mark.parametrize(
@@ -49,17 +43,17 @@ def contained():
         ),
     ],
 )
-def test_programs_can_compute(contained, source, stdin, output):
+def test_programs_can_compute(source, stdin, output):
     run = SANDBOX.run(source, stdin)
     assert (run.output, run.failure) == (output, "")
 
 
-def test_a_judgement_is_the_same_whenever_it_is_made(contained):
+def test_a_judgement_is_the_same_whenever_it_is_made():
     source = "import random\nprint(random.random(), hash('x'), {'p', 'q', 'r'})"
     assert len({SANDBOX.run(source).output for _ in range(3)}) == 1
 
 
-def test_failures_say_what_happened(contained):
+def test_failures_say_what_happened():
     assert SANDBOX.run("1 / 0").failure == "status 1"
     assert SANDBOX.run("import sys\nsys.exit(3)").failure == "status 3"
     assert SANDBOX.run("import os\nos.kill(os.getpid(), 15)").failure == "status -15"
@@ -77,7 +71,7 @@ def test_failures_say_what_happened(contained):
         assert SANDBOX.check("def f(): return 1", setup=setup, tests=tests, entry="f") == failure
 
 
-def test_long_arguments_of_code_that_starts_with_threads(contained):
+def test_long_arguments_of_code_that_starts_with_threads():
     """The supervisor answers for threads while it hands over the arguments."""
     source = (
         "import threading\neach = threading.Thread(target=int)\neach.start()\neach.join()\n"
@@ -86,7 +80,7 @@ def test_long_arguments_of_code_that_starts_with_threads(contained):
     assert SANDBOX.call(source, "f", ["x" * 3_000_000]).result == 3_000_000
 
 
-def test_tests_are_confined_too(contained, tmp_path):
+def test_tests_are_confined_too(tmp_path):
     tests = f"def check(f): open({str(tmp_path / 'x')!r}, 'w')"
     failure = SANDBOX.check("def f(): return 1", setup="", tests=tests, entry="f")
     assert failure == "PermissionError"
@@ -134,7 +128,6 @@ def lacking(tmp_path, monkeypatch):
     confined._require.cache_clear()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="these are mechanisms of Linux")
 @pytest.mark.parametrize(
     ("name", "old", "new", "message"),
     [
@@ -164,7 +157,7 @@ def lacking(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_without_a_mechanism_it_refuses_by_name(contained, lacking, name, old, new, message):
+def test_without_a_mechanism_it_refuses_by_name(lacking, name, old, new, message):
     lacking(name, old, new)
     with pytest.raises(ConfigError, match=message):
         Sandbox().require()
@@ -177,13 +170,13 @@ def test_without_a_mechanism_it_refuses_by_name(contained, lacking, name, old, n
     assert weaker.check("def f(x): return x + 1", setup="", tests=tests, entry="f") == ""
 
 
-def test_a_mechanism_that_does_not_hold_is_noticed(contained, lacking):
+def test_a_mechanism_that_does_not_hold_is_noticed(lacking):
     lacking("landlock", "system_call(RESTRICT_SELF, ruleset, 0)", "pass")
     with pytest.raises(ConfigError, match=r"does not hold .* it refused [56] of 7"):
         Sandbox().require()
 
 
-def test_what_weaker_means(contained, lacking):
+def test_what_weaker_means(lacking):
     """With less it contains less: the code then reads what the user may read."""
     lacking("confining", 'if sys.platform != "linux":', "if True:")
     weaker = Sandbox(allow_weaker=True, seconds=1, wall_seconds=30, megabytes=256)
@@ -199,13 +192,13 @@ def test_limits_that_leave_no_room_are_named():
         Sandbox(seconds=0)
 
 
-def test_a_machine_that_starts_no_process_is_an_error_and_no_score(contained, monkeypatch):
+def test_a_machine_that_starts_no_process_is_an_error_and_no_score(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(CapacityError, match="could not start a process: No such file"):
         SANDBOX.run("print(1)")
 
 
-def test_judgements_run_side_by_side_and_in_order(contained):
+def test_judgements_run_side_by_side_and_in_order():
     runs = side_by_side([lambda i=i: SANDBOX.run(f"print({i})").output for i in range(6)])
     assert runs == [f"{i}\n" for i in range(6)]
     assert side_by_side([]) == []

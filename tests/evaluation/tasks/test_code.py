@@ -14,20 +14,14 @@ from dms_jax.evaluation.tasks import HumanEval, LiveCodeBench
 from dms_jax.evaluation.tasks.livecodebench import same_output, same_result
 from tests.evaluation.tasks.published import lines
 from tests.evaluation.tasks.published_code import HUMANEVAL, LIVECODEBENCH
+from tests.support.containment import needs_containment
 
+pytestmark = needs_containment
 SANDBOX = Sandbox(seconds=1, wall_seconds=30, megabytes=512)
 
 
-@pytest.fixture(scope="session")
-def contained():
-    try:
-        SANDBOX.require()
-    except ConfigError as error:
-        pytest.skip(f"the system cannot contain code: {error}")
-
-
 @pytest.fixture
-def make(contained, tmp_path):
+def make(tmp_path):
     def make(task, records, **options):
         return task(lines(tmp_path / f"{task.name}-a.jsonl", records), sandbox=SANDBOX, **options)
 
@@ -182,7 +176,7 @@ def test_pretending_success_is_a_failure(make, name):
     assert task.score(problem, block(f"def sum_of_twice(n, k): pass\n{PRETENCES[name]}")) == 0
 
 
-def test_arguments_that_the_answer_changes_are_changed_in_the_tests(contained):
+def test_arguments_that_the_answer_changes_are_changed_in_the_tests():
     """As if both ran in one process."""
     tests = (
         "def check(f):\n    a, b = [3, 1], {'x': 1}\n    assert f(a, k=2, d=b) == (1, None)\n"
@@ -407,10 +401,6 @@ TASKS = []
 def tasks(tmp_path_factory):
     """Tasks for hypothesis, which takes no fixture of a function."""
     folder = tmp_path_factory.mktemp("code")
-    try:
-        SANDBOX.require()
-    except ConfigError:
-        return
     human, live = lines(folder / "a.jsonl", HUMANEVAL), lines(folder / "b.jsonl", LIVECODEBENCH)
     TASKS.extend(HumanEval(human, sandbox=SANDBOX, style=style) for style in ("plain", "instruct"))
     TASKS.append(LiveCodeBench(live, sandbox=SANDBOX))
