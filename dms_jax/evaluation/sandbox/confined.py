@@ -8,13 +8,14 @@ import math
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dms_jax.checks import Count, Options, Positive, Whole
+from dms_jax.checks import Count, Options, Positive, Whole, require
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.evaluation.sandbox.inside import values
 from dms_jax.evaluation.sandbox.supervising import Confined, Stopped, Stream, confined
@@ -155,7 +156,10 @@ class Sandbox(Options):
                 told = Stream(verdict, [process, checker], deadline, self._most).read(b"\n")
         except Stopped as stopped:
             return str(stopped)
-        return json.loads(told).get("failed", "") if told else "the tests ended early"
+        try:
+            return str(json.loads(told)["failed"])
+        except (ValueError, TypeError, KeyError):  # nothing, or what the tests wrote there
+            return "the tests ended early"
 
     @contextlib.contextmanager
     def _answering(
@@ -200,6 +204,7 @@ def _wait(process: Confined, deadline: float) -> int:
 
 @functools.cache
 def _require(sandbox: Sandbox) -> None:
+    require(os.name == "posix", f"The sandbox needs Linux; this is {sys.platform}.")
     try:
         probe = sandbox.run("" if sandbox.allow_weaker else _PROBE)
     except CapacityError as error:

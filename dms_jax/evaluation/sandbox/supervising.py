@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import pathlib
@@ -50,6 +49,8 @@ class Confined:
 
     def answer(self) -> None:
         """Answers one request for a thread."""
+        import fcntl  # not on Windows
+
         assert self.listener is not None
         try:
             request = fcntl.ioctl(self.listener, _RECEIVE, bytes(_NOTIFICATION))
@@ -103,7 +104,7 @@ def confined(
             [sys.executable, "-s", "-S", "-X", "utf8", "-m", "inside"]
             + [str(each) for each in (*descriptors, os.getpid())],
             cwd=_FOLDER,
-            env={"PYTHONHASHSEED": "0"},
+            env={"PYTHONHASHSEED": "0"} | _libraries(),
             pass_fds=[each for each in descriptors if each >= 0],
             stdin=stdin,
             stdout=stdout,
@@ -124,6 +125,12 @@ def confined(
         yield own
     finally:
         own.close()
+
+
+def _libraries() -> dict[str, str]:
+    """Where the system looks for Python's shared library, if it was told."""
+    name = "LD_LIBRARY_PATH"
+    return {name: os.environ[name]} if name in os.environ else {}
 
 
 def _hand_over(own: Confined, job: Mapping[str, Any], deadline: float) -> None:

@@ -6,7 +6,8 @@ or as a text that holds it. Programs ("stdin") read and print; of functions ("fu
 is a JSON value a line, one for each argument, and metadata names the function.
 
 Outputs are compared as LiveCodeBench compares them: line by line without the space around, and
-lines that differ as decimal numbers. The prompt is the one that Open-R1 evaluates with.
+lines that differ as decimal numbers. The prompt is in LiveCodeBench's words; the DMS paper, whose
+appendix G has the prompts of other tasks, prints none for code.
 """
 
 import dataclasses

@@ -262,9 +262,9 @@ def test_threads_are_counted():
 
 def test_the_environment_is_empty(monkeypatch):
     monkeypatch.setenv("TOKEN_OF_SOMEBODY", "x")
-    run = SMALL.run("import os, sys\nprint(sorted(os.environ), sys.argv)")
-    assert run.output.startswith("['LC_CTYPE', 'PYTHON") or run.output.startswith("['PYTHON")
-    assert "TOKEN" not in run.output
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/lib")  # of Python, not of the answer
+    run = SMALL.run("import os, sys\nprint(dict(os.environ), sys.argv, os.getcwd())")
+    assert run.output == "{} ['answer.py'] /\n"
 
 
 def test_it_dies_with_the_process_that_judges():

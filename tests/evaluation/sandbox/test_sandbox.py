@@ -64,6 +64,11 @@ def test_failures_say_what_happened():
         ("def check(f): f(1)", "RuntimeError"),
         ("def check(f): import os; os._exit(0)", "the tests ended early"),
         ("def check(f): exit()", "SystemExit"),
+        (
+            "import os\nfor i in range(3, 64):\n    try: os.write(i, b'{}\\n')\n"
+            "    except OSError: pass",
+            "the tests ended early",
+        ),
         ("def test(f): pass", "KeyError"),
         ("def check(f): assert f() == g()", ""),
     ):
@@ -202,3 +207,10 @@ def test_judgements_run_side_by_side_and_in_order():
     runs = side_by_side([lambda i=i: SANDBOX.run(f"print({i})").output for i in range(6)])
     assert runs == [f"{i}\n" for i in range(6)]
     assert side_by_side([]) == []
+
+
+def test_other_systems_are_named(monkeypatch):
+    monkeypatch.setattr(confined.os, "name", "nt")
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ConfigError, match="needs Linux; this is win32"):
+        Sandbox(megabytes=999).require()

@@ -48,6 +48,8 @@ def test_humaneval_solutions_pass(make, style):
     problems = task.problems("test", 2)
     assert [task.score(each, each.solution) for each in problems] == [1, 1]
     assert problems[0].identity.endswith("a.jsonl, line 1")
+    settings = json.loads(json.dumps(task.to_dict()))
+    assert settings["sandbox"]["seconds"] == SANDBOX.seconds
 
 
 def test_humaneval_is_asked_in_two_styles(make):
@@ -252,7 +254,7 @@ def test_answers_to_livecodebench(make, number, code, score):
     assert task.score(problem, block(code)) == score
 
 
-def test_livecodebench_is_asked_as_open_r1_asks(make):
+def test_livecodebench_is_asked_in_its_own_words(make):
     task = make(LiveCodeBench, LIVECODEBENCH)
     program, function = (each.prompt for each in task.problems("test", 2))
     head = (

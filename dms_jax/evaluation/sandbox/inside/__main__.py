@@ -28,6 +28,7 @@ def main(control: int, calls: int, parent: int) -> None:
     """Does the job that comes over the socket `control`, confined."""
     confining.die_with_parent(parent)
     os.chdir("/")
+    os.environ.clear()
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.dirname(__file__))]
     supervisor = socket.socket(fileno=control)
     job = _read_job(supervisor)
@@ -91,7 +92,7 @@ def _serve(names: dict[str, Any], request: str, calls: int) -> None:
 
 
 def _check(job: dict[str, Any], calls: int) -> dict[str, str]:
-    """Runs tests on a function of another process; returns why they failed, or nothing."""
+    """Runs tests on a function of another process; says why they failed, "" if they passed."""
     incoming = os.fdopen(os.dup(calls), "rb")
     entry = job["entry"]
 
@@ -114,7 +115,7 @@ def _check(job: dict[str, Any], calls: int) -> dict[str, str]:
         check(candidate)
     except BaseException as error:
         return {"failed": type(error).__name__}
-    return {}
+    return {"failed": ""}
 
 
 def _update(given: Any, now: Any) -> None:
