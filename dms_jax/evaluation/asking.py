@@ -144,6 +144,17 @@ class Judge:
             self._scores[problem, text] = task.score(own, text)
         return self._scores[problem, text]
 
+    def together(self, completions: Iterable[tuple[int, str]]) -> None:
+        """Scores completions of problems, side by side where their task can."""
+        waiting: dict[int, list[tuple[int, str]]] = {}
+        for problem, text in dict.fromkeys(completions):
+            if (problem, text) not in self._scores:
+                waiting.setdefault(self._questions.task_of[problem], []).append((problem, text))
+        for number, pairs in waiting.items():
+            given = [(self._questions.problems[problem], text) for problem, text in pairs]
+            scores = self._questions.tasks[number].scores(given)
+            self._scores |= zip(pairs, scores, strict=True)
+
     def task(self, problem: int) -> Task:
         """The task of a problem."""
         return self._questions.tasks[self._questions.task_of[problem]]

@@ -126,6 +126,7 @@ def _scored(
         for index in range(count)
     ]
     answers = [tuple(judge.answer(i, text) for text in own) for i, own in enumerate(texts)]
+    judge.together((i, text) for i, own in enumerate(texts) for text in own)
     scores = [[judge(i, text) for text in own] for i, own in enumerate(texts)]
     answer_scores = [[judge.answer_score(i, each) for each in own] for i, own in enumerate(answers)]
 

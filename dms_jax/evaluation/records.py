@@ -3,13 +3,16 @@
     for record in read_records("gsm8k/test.jsonl"):
         record.text("question")    # DataError: gsm8k/test.jsonl, line 7: there is no "question"
 
-A folder is read as all its files of these kinds, in the order of their names.
+JSON lines may be packed with gzip (`.jsonl.gz`). A folder is read as all its files of these kinds,
+in the order of their names.
 """
 
 import csv
 import dataclasses
+import gzip
 import json
 import pathlib
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -106,7 +109,7 @@ def read_records(
     """Reads all records of a file, or of the files of a folder.
 
     Args:
-      path: `.jsonl`, `.json` (a list, or JSON lines), `.csv` or `.parquet`.
+      path: `.jsonl`, `.jsonl.gz`, `.json` (a list, or JSON lines), `.csv` or `.parquet`.
       columns: names of the fields of CSV files that have no header; None where the first line of
         a CSV file names them.
 
@@ -117,7 +120,7 @@ def read_records(
     path = pathlib.Path(path)
     paths = [path]
     if path.is_dir():
-        paths = sorted(each for each in path.iterdir() if each.suffix in _SUFFIXES)
+        paths = sorted(each for each in path.iterdir() if each.name.endswith(_SUFFIXES))
         if not paths:
             raise DataError(f"{path} holds no file that ends in {', '.join(_SUFFIXES)}.")
     records: list[Record] = []
@@ -134,7 +137,8 @@ def read_records(
     return tuple(records)
 
 
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_PACKED = ".jsonl.gz"
+_SUFFIXES = (".jsonl", _PACKED, ".json", ".csv", ".parquet")
 
 
 def _read(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[Record]:
@@ -142,13 +146,13 @@ def _read(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[Record]
         return _read_csv(path, columns)
     if path.suffix == ".parquet":
         return _read_parquet(path)
-    if path.suffix in (".jsonl", ".json"):
+    if path.suffix in (".jsonl", ".json") or path.name.endswith(_PACKED):
         return _read_json(path)
     raise DataError(f"{path} ends in none of {', '.join(_SUFFIXES)}.")
 
 
 def _read_json(path: pathlib.Path) -> Iterator[Record]:
-    content = path.read_text(encoding="utf-8")
+    content = _unpacked(path).decode("utf-8")
     if path.suffix == ".json" and content.lstrip().startswith("["):
         places = ((f"item {i}", each) for i, each in enumerate(_parse(content, f"{path}"), 1))
     else:
@@ -160,7 +164,17 @@ def _read_json(path: pathlib.Path) -> Iterator[Record]:
     for place, fields in places:
         if not isinstance(fields, dict):
             raise DataError(f"{path}, {place}: expected a JSON object, got {show(fields)}.")
-        yield Record(fields, f"{path}, {place}", path.stem)
+        yield Record(fields, f"{path}, {place}", path.name.partition(".json")[0])
+
+
+def _unpacked(path: pathlib.Path) -> bytes:
+    content = path.read_bytes()
+    if not path.name.endswith(_PACKED):
+        return content
+    try:
+        return gzip.decompress(content)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is not a whole gzip file: {error}.") from error
 
 
 def _parse(text: str, where: str) -> Any:

@@ -46,6 +46,7 @@ class Sample:
     @classmethod
     def of(cls, cuts: Sequence[Sequence[Chain]], judge: Judge) -> "Sample":
         """Judges the chains. One that was cancelled has no answer."""
+        judge.together((i, each.text) for i, own in enumerate(cuts) for each in own)
         answers = [
             [None if each.cancelled else judge.answer(i, each.text) for each in own]
             for i, own in enumerate(cuts)

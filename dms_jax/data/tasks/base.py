@@ -13,6 +13,7 @@ import abc
 import dataclasses
 import hashlib
 import random
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from dms_jax.checks import Options
@@ -69,6 +70,13 @@ class Task(Options, abc.ABC):
     @abc.abstractmethod
     def score(self, problem: Problem, completion: str) -> float:
         """Returns the exact score of a completion, from 0 to 1."""
+
+    def scores(self, pairs: Sequence[tuple[Problem, str]]) -> list[float]:
+        """Returns the scores of completions, (problem, completion) each; in order.
+
+        Tasks whose judging is slow override it, to judge side by side.
+        """
+        return [self.score(problem, completion) for problem, completion in pairs]
 
     def score_answer(self, problem: Problem, answer: str) -> float:
         """Returns the score of an answer that `answer` found, without the rest of the completion.

@@ -1,9 +1,11 @@
 """Tasks on local files of published data sets: answered in words, or by likelihood."""
 
 from dms_jax.evaluation.tasks.choices import ARC, MMLU, Choices, ChoiceTask
+from dms_jax.evaluation.tasks.code import CodeTask, HumanEval
 from dms_jax.evaluation.tasks.commonsense import PIQA, BoolQ, HellaSwag, WinoGrande
 from dms_jax.evaluation.tasks.files import FileProblem, FileTask
 from dms_jax.evaluation.tasks.gpqa import GPQA
+from dms_jax.evaluation.tasks.livecodebench import LiveCodeBench
 from dms_jax.evaluation.tasks.maths import AIME, GSM8K, MATH500, Mathematics
 from dms_jax.evaluation.tasks.prefilled import PrefilledProblem
 from dms_jax.evaluation.tasks.ruler import RULER, ruler_tasks
@@ -20,9 +22,12 @@ __all__ = [
     "BoolQ",
     "ChoiceTask",
     "Choices",
+    "CodeTask",
     "FileProblem",
     "FileTask",
     "HellaSwag",
+    "HumanEval",
+    "LiveCodeBench",
     "Mathematics",
     "PrefilledProblem",
     "WinoGrande",

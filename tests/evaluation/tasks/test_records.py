@@ -1,5 +1,6 @@
 """Files of records: every form, and every malformed line by file and line."""
 
+import gzip
 import json
 import sys
 
@@ -17,8 +18,12 @@ def test_the_same_records_from_every_form(tmp_path):
         text(tmp_path / "b.json", json.dumps(want)),
         text(tmp_path / "c.csv", 'question,answer\n"one, ""two""",3\n"a\nb",4\n'),
     ]
-    for path in files:
+    packed = tmp_path / "e.jsonl.gz"
+    packed.write_bytes(gzip.compress(files[0].read_bytes()))
+    for path in (*files, packed):
         assert [dict(record.fields) for record in read_records(path)] == want
+    assert read_records(packed)[1].where == f"{packed}, line 2"
+    assert read_records(packed)[1].file == "e"
     bare = text(tmp_path / "d.csv", '"one, ""two""",3\n\n"a\nb",4\n')
     records = read_records(bare, columns=("question", "answer"))
     assert [dict(record.fields) for record in records] == want
@@ -83,6 +88,10 @@ def test_files_that_are_not_there(tmp_path):
         read_records(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="holds no file that ends in"):
         read_records(tmp_path)
+    for content in (b"", b"words", gzip.compress(b"{}" * 99)[:-9]):
+        (tmp_path / "z.jsonl.gz").write_bytes(content)
+        with pytest.raises(DataError, match=r"z\.jsonl\.gz (is not a whole gzip file|holds no)"):
+            read_records(tmp_path / "z.jsonl.gz")
     (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl is not UTF-8"):
         read_records(tmp_path / "a.jsonl")

@@ -4,6 +4,9 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/evaluation/"
 STATISTICS = "tests/evaluation/test_statistics.py"
+ESCAPES = "tests/evaluation/sandbox/test_escapes.py"
+SANDBOX = "tests/evaluation/sandbox/test_sandbox.py"
+CODE = "tests/evaluation/tasks/test_code.py"
 LIKELIHOOD = "tests/evaluation/test_likelihood.py"
 EVALUATING = "tests/evaluation/test_evaluating.py"
 AGGREGATION = "tests/evaluation/test_aggregation.py"
@@ -145,6 +148,48 @@ MUTANTS = [
         "error.finished = plan.result(points)",
         "error.finished = plan.result([])",
         (f"{HYPERSCALING}::test_what_is_interrupted_returns_its_points_and_resumes",),
+    ),
+    Mutant(
+        "sandbox: calls that are not on the list are allowed",
+        FOLDER + "sandbox/inside/system_calls.py",
+        "steps.append(_return(otherwise))",
+        "steps.append(_return(_ALLOW))",
+        (f"{ESCAPES}::test_an_escape_is_a_failure_and_nothing_else[mode]",),
+    ),
+    Mutant(
+        "sandbox: every file can be read",
+        FOLDER + "sandbox/inside/confining.py",
+        "return [*own, *_SHARED_LIBRARIES, *_OTHERS]",
+        'return ["/"]',
+        (f"{ESCAPES}::test_an_escape_is_a_failure_and_nothing_else[read a secret]",),
+    ),
+    Mutant(
+        "sandbox: threads are not counted",
+        FOLDER + "sandbox/supervising.py",
+        "(0, _CONTINUE) if self.threads >= 0 else (-_EAGAIN, 0)",
+        "(0, _CONTINUE)",
+        (f"{ESCAPES}::test_threads_are_counted",),
+    ),
+    Mutant(
+        "sandbox: it outlives the process that judges",
+        FOLDER + "sandbox/inside/confining.py",
+        "kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "pass",
+        (f"{ESCAPES}::test_it_dies_with_the_process_that_judges",),
+    ),
+    Mutant(
+        "sandbox: it runs with what the system has",
+        FOLDER + "sandbox/confined.py",
+        "if process.missing and not self.allow_weaker:",
+        "if False:",
+        (SANDBOX,),
+    ),
+    Mutant(
+        "code: the first block of code is the answer",
+        FOLDER + "tasks/code.py",
+        "return blocks[-1] if",
+        "return blocks[0] if",
+        (f"{CODE}::test_chat_answers_to_humaneval",),
     ),
     Mutant(
         "analysis: key projections are read and value projections are not",

@@ -1,0 +1,91 @@
+"""Locks the process in: limits, privileges, files, system calls, in this order and for good."""
+
+import os
+import resource
+import signal
+import sys
+import sysconfig
+from collections.abc import Callable
+from typing import Any
+
+DEVICES = ("/dev/null",)
+_SHARED_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+_OTHERS = ("/dev/urandom", "/usr/share/zoneinfo")
+_OPEN_FILES = 64
+
+
+def readable() -> list[str]:
+    """Python's own library and the system's shared libraries."""
+    own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    return [*own, *_SHARED_LIBRARIES, *_OTHERS]
+
+
+def die_with_parent(parent: int) -> None:
+    """Ends the process as soon as its parent has ended, however that came."""
+    if sys.platform == "linux":
+        from . import kernel
+
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def confine(limits: dict[str, Any], *, threads: bool, pass_on: Callable[[int], None]) -> list[str]:
+    """Locks the process in, and returns the names of the mechanisms that the system lacks.
+
+    Args:
+      limits: `seconds` of processor time, bytes of `memory`.
+      threads: whether threads may be started at all.
+      pass_on: gives a descriptor to the supervisor, who answers there for each new thread.
+    """
+    missing: list[str] = []
+    for name, most in (
+        ("RLIMIT_CPU", limits["seconds"]),
+        ("RLIMIT_AS", limits["memory"]),
+        ("RLIMIT_NOFILE", _OPEN_FILES),
+        ("RLIMIT_FSIZE", 0),
+        ("RLIMIT_CORE", 0),
+    ):
+        try:
+            resource.setrlimit(getattr(resource, name), (most, most))
+        except (AttributeError, ValueError, OSError):
+            missing.append(name)
+    if sys.platform != "linux":
+        return [*missing, f"Landlock and seccomp, which are Linux's (this is {sys.platform})"]
+    return missing + _confine_linux(threads, pass_on)
+
+
+def _confine_linux(threads: bool, pass_on: Callable[[int], None]) -> list[str]:
+    from . import kernel, landlock, system_calls
+
+    try:  # if memory runs out elsewhere, this process is the first to go
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass  # no /proc: nothing depends on it
+    missing = []
+
+    def attempt(name: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except system_calls.UnknownMachineError as error:
+            missing.append(f"{name} (no list of system calls for {error})")
+        except OSError as error:
+            missing.append(f"{name} ({error.strerror})")
+
+    def supervise() -> None:
+        listener = system_calls.supervise_threads()
+        pass_on(listener)
+        os.close(listener)
+
+    attempt("no_new_privs", lambda: kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1))
+    attempt("capset", kernel.drop_capabilities)
+    attempt(
+        "Landlock (Linux 5.13 or later)",
+        lambda: landlock.restrict(readable(), DEVICES),
+    )
+    attempt("PR_SET_DUMPABLE", lambda: kernel.prctl(kernel.PR_SET_DUMPABLE, 0))
+    if threads:
+        attempt("seccomp user notification (Linux 5.5 or later)", supervise)
+    attempt("seccomp filters", lambda: system_calls.restrict(threads=threads))
+    return missing

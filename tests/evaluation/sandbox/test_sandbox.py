@@ -1,0 +1,216 @@
+"""What a sandbox lets a program do, what it says of a failure, and where it refuses to run."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from dms_jax.errors import CapacityError, ConfigError
+from dms_jax.evaluation.sandbox import Sandbox, confined, side_by_side, supervising
+from dms_jax.evaluation.sandbox.inside import values
+from tests.support.containment import needs_containment
+
+pytestmark = needs_containment
+SANDBOX = Sandbox(seconds=2, wall_seconds=30)
+
+
+@pytest.mark.parametrize(
+    ("source", "stdin", "output"),
+    [
+        ("print(int(input()) + 1)", "41\n", "42\n"),
+        ("print(open(0).read().upper())", "ä\n", "Ä\n\n"),
+        ("import sys\nprint(len(sys.stdin.read()))", "x" * 1_000_000, "1000000\n"),
+        ("print(__name__)\nquit()\nprint(1)", "", "__main__\n"),
+        ("import sys\nsys.exit()", "", ""),
+        ("print(sorted({'a', 'b', 'c'}, key=hash) == sorted('abc', key=hash))", "", "True\n"),
+        ("import random\nprint(random.random())", "", "0.8444218515250481\n"),  # of seed 0
+        (
+            "import asyncio, bisect, collections, dataclasses, decimal, fractions, functools\n"
+            "import heapq, itertools, math, numbers, re, statistics, string, typing, zoneinfo\n"
+            "@dataclasses.dataclass\nclass A:\n    x: 'int'\n"
+            "print(A(1), typing.get_type_hints(A))",
+            "",
+            "A(x=1) {'x': <class 'int'>}\n",
+        ),
+        (
+            "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 27)\n"
+            "def deep(n): return n and 1 + deep(n - 1)\n"
+            "def main(): print(deep(50_000))\n"
+            "t = threading.Thread(target=main)\nt.start()\nt.join()",
+            "",
+            "50000\n",
+        ),
+    ],
+)
+def test_programs_can_compute(source, stdin, output):
+    run = SANDBOX.run(source, stdin)
+    assert (run.output, run.failure) == (output, "")
+
+
+def test_a_judgement_is_the_same_whenever_it_is_made():
+    source = "import random\nprint(random.random(), hash('x'), {'p', 'q', 'r'})"
+    assert len({SANDBOX.run(source).output for _ in range(3)}) == 1
+
+
+def test_failures_say_what_happened():
+    assert SANDBOX.run("1 / 0").failure == "status 1"
+    assert SANDBOX.run("import sys\nsys.exit(3)").failure == "status 3"
+    assert SANDBOX.run("import os\nos.kill(os.getpid(), 15)").failure == "status -15"
+    assert SANDBOX.call("def f(): return object", "f", []).failure == "raised or ended"
+    assert SANDBOX.call("def f(): return {1: [(2,)]}", "f", []).result == {1: [(2,)]}
+    for tests, failure in (
+        ("def check(f): assert f() == 2", "AssertionError"),
+        ("def check(f): f(1)", "RuntimeError"),
+        ("def check(f): import os; os._exit(0)", "the tests ended early"),
+        ("def check(f): exit()", "SystemExit"),
+        (
+            "import os\nfor i in range(3, 64):\n    try: os.write(i, b'{}\\n')\n"
+            "    except OSError: pass",
+            "the tests ended early",
+        ),
+        ("def test(f): pass", "KeyError"),
+        ("def check(f): assert f() == g()", ""),
+    ):
+        setup = "def g(): return 1"
+        assert SANDBOX.check("def f(): return 1", setup=setup, tests=tests, entry="f") == failure
+
+
+def test_long_arguments_of_code_that_starts_with_threads():
+    """The supervisor answers for threads while it hands over the arguments."""
+    source = (
+        "import threading\neach = threading.Thread(target=int)\neach.start()\neach.join()\n"
+        "def f(x): return len(x)"
+    )
+    assert SANDBOX.call(source, "f", ["x" * 3_000_000]).result == 3_000_000
+
+
+def test_tests_are_confined_too(tmp_path):
+    tests = f"def check(f): open({str(tmp_path / 'x')!r}, 'w')"
+    failure = SANDBOX.check("def f(): return 1", setup="", tests=tests, entry="f")
+    assert failure == "PermissionError"
+    threads = "def check(f):\n    import threading\n    threading.Thread(target=f).start()"
+    assert SANDBOX.check("def f(): pass", setup="", tests=threads, entry="f") == "RuntimeError"
+
+
+def test_plain_values_cross_over_as_they_are():
+    whole = [None, True, -3, 2.5, float("inf"), "ä\ud800", b"\0", 1j, (1, [2]), {(1, 2): {3}}]
+    whole.append(frozenset({4}))
+    back = values.from_json(values.to_json(whole))
+    assert back == whole
+    assert [type(each) for each in back] == [type(each) for each in whole]
+
+    class Text(str):
+        def __eq__(self, other):
+            return True
+
+    assert type(values.from_json(values.to_json(Text("a")))) is str
+    with pytest.raises(TypeError, match="object is no plain value"):
+        values.to_json([object()])
+    for wrong in (["os"], {}, ["dict", 1], ["complex", "x"], [["list"]], []):
+        with pytest.raises((ValueError, TypeError)):
+            values.from_json(wrong)
+
+
+# -- where it cannot hold -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lacking(tmp_path, monkeypatch):
+    """A system that lacks a mechanism: its module fails as on a kernel without it."""
+    folder = Path(supervising.__file__).parent
+    shutil.copytree(folder, tmp_path / "sandbox")
+
+    def lacking(name, old, new):
+        path = tmp_path / "sandbox" / "inside" / f"{name}.py"
+        text = path.read_text()
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
+        monkeypatch.setattr(supervising, "_FOLDER", tmp_path / "sandbox")
+        confined._require.cache_clear()
+
+    yield lacking
+    confined._require.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        (
+            "landlock",
+            "CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444",
+            "CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 9999",
+            r"lacks Landlock \(Linux 5.13 or later\) \(Function not implemented\)",
+        ),
+        (
+            "system_calls",
+            "_SET_MODE_FILTER, _NEW_LISTENER = 1, 8",
+            "_SET_MODE_FILTER, _NEW_LISTENER = 77, 8",
+            r"lacks seccomp user notification \(Linux 5.5 or later\) \(.*; seccomp filters \(",
+        ),
+        (
+            "system_calls",
+            "machine = os.uname().machine",
+            "machine = 'vax'",
+            r"no list of system calls for vax",
+        ),
+        (
+            "confining",
+            'if sys.platform != "linux":',
+            "if True:",
+            r"lacks Landlock and seccomp, which are Linux's",
+        ),
+    ],
+)
+def test_without_a_mechanism_it_refuses_by_name(lacking, name, old, new, message):
+    lacking(name, old, new)
+    with pytest.raises(ConfigError, match=message):
+        Sandbox().require()
+    with pytest.raises(ConfigError, match=r"Sandbox\(allow_weaker=True\)"):
+        Sandbox().run("print(1)")
+    weaker = Sandbox(allow_weaker=True, wall_seconds=30)
+    weaker.require()
+    assert weaker.run("print(1)").output == "1\n"
+    tests = "def check(f): assert f(1) == 2"
+    assert weaker.check("def f(x): return x + 1", setup="", tests=tests, entry="f") == ""
+
+
+def test_a_mechanism_that_does_not_hold_is_noticed(lacking):
+    lacking("landlock", "system_call(RESTRICT_SELF, ruleset, 0)", "pass")
+    with pytest.raises(ConfigError, match=r"does not hold .* it refused [56] of 7"):
+        Sandbox().require()
+
+
+def test_what_weaker_means(lacking):
+    """With less it contains less: the code then reads what the user may read."""
+    lacking("confining", 'if sys.platform != "linux":', "if True:")
+    weaker = Sandbox(allow_weaker=True, seconds=1, wall_seconds=30, megabytes=256)
+    assert "root" in weaker.run("print(open('/etc/passwd').read())").output
+    assert weaker.run("while True: pass").failure
+    assert weaker.run("bytearray(1 << 30)").failure == "status 1"
+
+
+def test_limits_that_leave_no_room_are_named():
+    with pytest.raises(ConfigError, match=r"megabytes=1,"):
+        Sandbox(megabytes=1).require()
+    with pytest.raises(ConfigError, match="seconds must be"):
+        Sandbox(seconds=0)
+
+
+def test_a_machine_that_starts_no_process_is_an_error_and_no_score(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(CapacityError, match="could not start a process: No such file"):
+        SANDBOX.run("print(1)")
+
+
+def test_judgements_run_side_by_side_and_in_order():
+    runs = side_by_side([lambda i=i: SANDBOX.run(f"print({i})").output for i in range(6)])
+    assert runs == [f"{i}\n" for i in range(6)]
+    assert side_by_side([]) == []
+
+
+def test_other_systems_are_named(monkeypatch):
+    monkeypatch.setattr(confined.os, "name", "nt")
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ConfigError, match="needs Linux; this is win32"):
+        Sandbox(megabytes=999).require()

@@ -1,0 +1,408 @@
+"""HumanEval and LiveCodeBench: forms, prompts, what counts as an answer, and what passes."""
+
+import json
+import threading
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation.asking import Judge, Questions
+from dms_jax.evaluation.sandbox import Sandbox
+from dms_jax.evaluation.tasks import HumanEval, LiveCodeBench
+from dms_jax.evaluation.tasks.livecodebench import same_output, same_result
+from tests.evaluation.tasks.published import lines
+from tests.evaluation.tasks.published_code import HUMANEVAL, LIVECODEBENCH
+from tests.support.containment import needs_containment
+
+pytestmark = needs_containment
+SANDBOX = Sandbox(seconds=1, wall_seconds=30, megabytes=512)
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(task, records, **options):
+        return task(lines(tmp_path / f"{task.name}-a.jsonl", records), sandbox=SANDBOX, **options)
+
+    return make
+
+
+def block(code):
+    return f"I think it is this.\n```python\n{code}\n```\nThat is all."
+
+
+def test_nothing_is_run_unless_it_is_asked_for(tmp_path):
+    for task, records in ((HumanEval, HUMANEVAL), (LiveCodeBench, LIVECODEBENCH)):
+        path = lines(tmp_path / "a.jsonl", records)
+        with pytest.raises(ConfigError, match=r"a model wrote.*sandbox=Sandbox\(\)"):
+            task(path)
+
+
+# -- HumanEval ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["plain", "instruct"])
+def test_humaneval_solutions_pass(make, style):
+    task = make(HumanEval, HUMANEVAL, style=style)
+    problems = task.problems("test", 2)
+    assert [task.score(each, each.solution) for each in problems] == [1, 1]
+    assert problems[0].identity.endswith("a.jsonl, line 1")
+    settings = json.loads(json.dumps(task.to_dict()))
+    assert settings["sandbox"]["seconds"] == SANDBOX.seconds
+
+
+def test_humaneval_is_asked_in_two_styles(make):
+    plain = make(HumanEval, HUMANEVAL, style="plain").problem("test", 0)
+    assert plain.prompt == HUMANEVAL[0]["prompt"]
+    assert make(HumanEval, HUMANEVAL).problem("test", 0).prompt == (
+        "Write a solution to the following problem and make sure that it passes the tests. Answer "
+        "with the completed function in a block of code.\n```python\n"
+        f"{HUMANEVAL[0]['prompt'].strip()}\n```"
+    )
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("    return 2 * (sum(numbers) - skip * numbers.count(skip))", 1),
+        # It goes on with something else, which does not count.
+        ("    return 2 * sum(n for n in numbers if n != skip)\n\nprint(undefined)\n", 1),
+        ("    return 2 * sum(n for n in numbers if n != skip)\n\ndef check(c):\n    1 / 0", 1),
+        ("    return 2 * sum(numbers)", 0),
+        ("    return 2 * sum(numbers", 0),
+        ("    pass", 0),
+        ("", 0),
+        ("\ndef f():\n    pass", 0),
+        ("    # \ud800 \x00", 0),
+        ("    return " + "(" * 100_000, 0),
+    ],
+)
+def test_completions_of_humaneval(make, completion, score):
+    task = make(HumanEval, HUMANEVAL, style="plain")
+    assert task.score(task.problem("test", 0), completion) == score
+
+
+WHOLE = "def sum_of_twice(numbers: List[int], skip):\n    return help(numbers, skip)\n"
+HELP = "def help(numbers, skip):\n    return sum(2 * n for n in numbers if n != skip)\n"
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        (block(HELP + WHOLE), 1),  # the import comes from the prompt
+        (block("def wrong(): 0") + block(WHOLE + HELP), 1),  # the last block counts
+        (block(HELP + WHOLE) + block("sum_of_twice = None"), 0),
+        (block("    return sum(2 * n for n in numbers if n != skip)"), 1),  # the body alone
+        ("<think>\n```\nno\n```\n</think>\n" + block(WHOLE + HELP).replace("python", ""), 1),
+        (block(HELP + WHOLE + "if __name__ == '__main__':\n    1 / 0"), 1),
+        (WHOLE + HELP, 0),
+        ("```python\n" + HELP + WHOLE, 0),  # it does not end
+        (block(""), 0),
+        (block(WHOLE), 0),
+        ("```" * 1000, 0),
+    ],
+)
+def test_chat_answers_to_humaneval(make, completion, score):
+    task = make(HumanEval, HUMANEVAL)
+    problem = task.problem("test", 0)
+    assert task.score(problem, completion) == score
+    answer = task.answer(completion)
+    assert (0 if answer is None else task.score_answer(problem, answer)) == score
+
+
+PRETENCES = {
+    "exit": "import os; os._exit(0)",
+    "exit politely": "import sys; sys.exit(0)",
+    "an object that equals everything": (
+        "class Same:\n"
+        "    __eq__ = lambda self, other: True\n"
+        "    __hash__ = None\n"
+        "def sum_of_twice(numbers, skip): return Same()"
+    ),
+    "a number that equals everything": (
+        "class Same(int):\n"
+        "    __eq__ = lambda self, other: True\n"
+        "def sum_of_twice(numbers, skip): return Same(5)"
+    ),
+    "a list that is everything": (
+        "class Same(list):\n"
+        "    __eq__ = lambda self, other: True\n"
+        "    __iter__ = lambda self: iter(())\n"
+        "def sum_of_twice(numbers, skip): return Same()"
+    ),
+    "builtins": (
+        "import builtins\nbuiltins.AssertionError = type('A', (BaseException,), {})\n"
+        "builtins.sum = lambda *a: 2\nbuiltins.int.__doc__"
+    ),
+    "the checker": (
+        "def check(candidate): pass\nimport sys\n"
+        "for m in list(sys.modules.values()): setattr(m, '_check', lambda *a: {})"
+    ),
+    "frames": (
+        "import sys\ndef sum_of_twice(numbers, skip):\n    frame = sys._getframe()\n"
+        "    while frame:\n        for name, value in list(frame.f_globals.items()):\n"
+        "            if callable(value) and 'check' in name: frame.f_globals[name] = print\n"
+        "        frame = frame.f_back\n    return None"
+    ),
+    "the json of replies": (
+        "import json\njson.dumps = lambda *a, **k: '{}'\ndef sum_of_twice(*a): return 0"
+    ),
+    "marks of success": "print('{}\\npassed\\nOK\\n')\nimport sys\nsys.exit('passed')",
+    "every descriptor": (
+        "import os\nfor each in range(64):\n    try: os.write(each, b'{}\\n{}\\nnull\\n')\n"
+        "    except OSError: pass"
+    ),
+    "the tests": (
+        "import gc\ndef found():\n    mark = ''.join(['META', 'DATA'])\n"
+        "    return any(mark in repr(each) for each in gc.get_objects())\n"
+        "if found():\n"
+        "    def sum_of_twice(numbers, skip):\n"
+        "        return 14 if skip == 0 and numbers else 14 if skip == 1 else 2 if numbers else 0"
+    ),
+    "swallowing": (
+        "import atexit, os, sys\natexit.register(lambda: os._exit(0))\nsys.excepthook = print"
+    ),
+    "raising the tests' own error": "def sum_of_twice(*a): raise StopIteration",
+    "never answering": "def sum_of_twice(*a):\n    while True: pass",
+    "an endless answer": "def sum_of_twice(*a):\n    a = []\n    a.append(a)\n    return a",
+    "a large answer": "def sum_of_twice(*a): return 'x' * (1 << 30)",
+}
+
+
+@pytest.mark.parametrize("name", PRETENCES)
+def test_pretending_success_is_a_failure(make, name):
+    task = make(HumanEval, HUMANEVAL)
+    problem = task.problem("test", 0)
+    assert task.score(problem, block(PRETENCES[name])) == 0
+    assert task.score(problem, block(f"def sum_of_twice(n, k): pass\n{PRETENCES[name]}")) == 0
+
+
+def test_arguments_that_the_answer_changes_are_changed_in_the_tests():
+    """As if both ran in one process."""
+    tests = (
+        "def check(f):\n    a, b = [3, 1], {'x': 1}\n    assert f(a, k=2, d=b) == (1, None)\n"
+        "    assert a == [1, 3] and b == {'x': 1}\n    assert f(a, 2, b) == (1, None)\n"
+        "    assert b == {2: {1.5}}\n"
+    )
+    source = (
+        "def f(a, k, d):\n    a.sort()\n    result = a[0], d.pop('x', None) if 0 else None\n"
+        "    d.clear() or d.update({k: {1.5}})\n    return result\n"
+    )
+    check = SANDBOX.check
+    # Keywords come back as they were: HumanEval's tests pass none.
+    assert check(source, setup="", tests=tests, entry="f") == ""
+    assert check(source.replace("a.sort()", "a = sorted(a)"), setup="", tests=tests, entry="f") == (
+        "AssertionError"
+    )
+
+
+def test_malformed_humaneval_is_named_by_file_and_line(make):
+    for change, message in (
+        ({"entry_point": "a b"}, '"entry_point" must be a name'),
+        ({"test": " "}, '"test" must be a text'),
+        ({"prompt": None}, 'no "prompt"'),
+    ):
+        task = make(HumanEval, [HUMANEVAL[0], {**HUMANEVAL[1], **change}])
+        with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*{message}"):
+            task.problem("test", 1)
+
+
+# -- LiveCodeBench --------------------------------------------------------------------------------
+
+ADD = "a, b = map(int, input().split())\nprint(a + b)\nprint(a / b)"
+PAIRS = (
+    "class Solution:\n    def pairs(self, nums: List[int], k: int):\n"
+    "        return [(a, b) for a, b in pairwise(nums) if abs(a - b) > k]"
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "score"),
+    [
+        (0, ADD, 1),
+        (0, "a, b = map(int, open(0).read().split())\nprint(a + b, a / b, sep='\\n')\nexit()", 1),
+        (
+            0,
+            f"def main():\n    {ADD.replace(chr(10), chr(10) + '    ')}\nimport threading\n"
+            "threading.stack_size(1 << 26)\nt = threading.Thread(target=main)\nt.start()\nt.join()",
+            1,
+        ),
+        (0, f"if __name__ == '__main__':\n    {ADD.replace(chr(10), chr(10) + '    ')}", 1),
+        (0, ADD + "\nprint()", 1),
+        (0, ADD + "\nprint(1)", 0),
+        (0, ADD + "\n1 / 0", 0),
+        (0, ADD.replace("a / b", "0.5"), 0),  # a private test fails
+        (0, "print('3\\n0.5')", 0),
+        (0, "while True: print(3)", 0),
+        (1, PAIRS, 1),
+        (
+            1,
+            PAIRS.replace("class Solution:\n    def pairs(self, ", "def pairs(").replace(
+                "        ", "    "
+            ),
+            1,
+        ),
+        (1, PAIRS.replace("> k", ">= k"), 0),
+        (1, "class Solution: pass", 0),
+        (1, "", 0),
+    ],
+)
+def test_answers_to_livecodebench(make, number, code, score):
+    task = make(LiveCodeBench, LIVECODEBENCH)
+    problem = task.problem("test", number)
+    assert task.score(problem, block(code)) == score
+
+
+def test_livecodebench_is_asked_in_its_own_words(make):
+    task = make(LiveCodeBench, LIVECODEBENCH)
+    program, function = (each.prompt for each in task.problems("test", 2))
+    head = (
+        "You will be given a question (problem specification) and will generate a correct Python "
+        "program that matches the specification and passes all tests.\n\nQuestion: "
+    )
+    assert program.startswith(head + LIVECODEBENCH[0]["question_content"] + "\n\nRead the inputs ")
+    assert program.endswith("\n```python\n# YOUR CODE HERE\n```\n\n")
+    assert function.startswith(head + LIVECODEBENCH[1]["question_content"] + "\n\nYou will use ")
+    assert function.endswith(f"\n```python\n{LIVECODEBENCH[1]['starter_code'].strip()}\n```\n\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"private_test_cases": "eJxrYJmaxwABGbI="}, "compressed pickle.*can run any code.*Unpack"),
+        ({"private_test_cases": "{}"}, "must be a list of tests"),
+        ({"public_test_cases": '[{"input": "1"}]'}, 'test 1 of "public_test_cases" must have a'),
+        (
+            {"public_test_cases": '[{"testtype": "stdin", "input": "1"}]'},
+            '"input" and "output", both texts',
+        ),
+        ({"public_test_cases": "[]", "private_test_cases": ""}, "there are no tests"),
+        ({"metadata": "{}"}, '"metadata" must name the function.*"func_name"'),
+        ({"metadata": '{"func_name": "a b"}'}, '"func_name" must be a name'),
+        (
+            {
+                "public_test_cases": json.dumps(
+                    [{"testtype": "functional", "input": "[1", "output": "1"}]
+                )
+            },
+            "its values are not JSON",
+        ),
+        (
+            {
+                "public_test_cases": json.dumps(
+                    [{"testtype": "functional", "input": "1", "output": "1\n2"}]
+                )
+            },
+            "its values are not JSON",
+        ),
+    ],
+)
+def test_malformed_livecodebench_is_named_by_file_and_line(make, change, message):
+    task = make(LiveCodeBench, [LIVECODEBENCH[0], {**LIVECODEBENCH[1], **change}])
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*{message}"):
+        task.problem("test", 1)
+
+
+def test_livecodebench_has_no_worked_examples(make, tmp_path):
+    path = lines(tmp_path / "b.jsonl", LIVECODEBENCH)
+    with pytest.raises(ConfigError, match="no worked examples"):
+        make(LiveCodeBench, LIVECODEBENCH, few_shot=1, examples=path)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("3\n", "3", True),
+        (" 3 \n 4 \n\n", "3\n4", True),
+        ("3 4", "3  4", True),  # as numbers
+        ("3.0 1e2", "3 100", True),
+        ("3\n\n4", "3\n4", False),
+        ("a b", "a  b", False),
+        ("yes", "Yes", False),
+        ("3 x", "3 y", False),
+        ("snan", "1", False),
+        ("1e999999999999", "1", False),
+        ("", "", True),
+        ("", "0", False),
+    ],
+)
+def test_outputs_are_compared_by_line_and_as_numbers(output, expected, same):
+    assert same_output(output, expected) is same
+
+
+def test_results_are_compared_without_tuples():
+    assert same_result([(1, 2), {"a": (3,)}], [[1, 2], {"a": [3]}])
+    assert not same_result({1}, [1])
+    assert not same_result("1", 1)
+
+
+# -- judging --------------------------------------------------------------------------------------
+
+
+def test_many_answers_are_judged_side_by_side(make, monkeypatch):
+    task = make(HumanEval, HUMANEVAL)
+    right, wrong = (task.problem("test", 0) for _ in range(2))
+    names, judged = set(), []
+    passes = HumanEval.passes
+
+    def watched(self, sandbox, tests, answer):
+        names.add(threading.current_thread().name)
+        judged.append(answer)
+        return passes(self, sandbox, tests, answer)
+
+    monkeypatch.setattr(HumanEval, "passes", watched)
+    monkeypatch.setattr("dms_jax.evaluation.sandbox.confined.cores", lambda: 2)
+    good, bad = block(HELP + WHOLE), block(WHOLE)
+    pairs = [(right, good), (wrong, bad), (right, "no block"), (right, good)]
+    assert task.scores(pairs) == [1, 0, 0, 1]
+    assert len(judged) == 2, "an answer is judged once"
+    assert threading.main_thread().name not in names
+    assert task.score(right, good) == 1
+    assert len(judged) == 2
+
+
+def test_evaluations_judge_together(make, monkeypatch):
+    plain, chat = make(HumanEval, HUMANEVAL, style="plain"), make(LiveCodeBench, LIVECODEBENCH)
+    problems = plain.problem("test", 0), chat.problem("test", 0), plain.problem("test", 1)
+    judge = Judge(Questions("evaluate", (plain, chat), "test", 0, None, (0, 1, 0), problems))
+    given = {(0, "    pass"): 0, (1, block(ADD)): 1, (2, "    return text.lower()"): 1, (1, ""): 0}
+    judge.together([*given, *given])
+    monkeypatch.setattr(HumanEval, "score", None)  # the scores are known from here on
+    monkeypatch.setattr(LiveCodeBench, "score", None)
+    judge.together(given)
+    assert {each: judge(*each) for each in given} == given
+
+
+CODE = st.one_of(
+    st.text(st.characters(exclude_categories=()), max_size=200),
+    st.text("def f(x):\n  return[]{}'\"\\`# ", max_size=200),
+)
+
+
+@settings(max_examples=15)
+@example("\ud800\x00", 0)
+@example("    return " + "-" * 200_000 + "1", 0)
+@example("import sys; sys.setrecursionlimit(10**9)\ndef g(): g()\ng()", 1)
+@given(CODE, st.integers(0, 1))
+def test_judging_never_raises(text, number):
+    for task in TASKS:
+        problem = task.problem("test", number)
+        for completion in (text, block(text)):
+            answer = task.answer(completion)
+            assert answer is None or isinstance(answer, str)
+            assert task.score(problem, completion) in (0, 1)
+            if answer is not None:
+                assert task.score_answer(problem, answer) == task.score(problem, completion)
+
+
+TASKS = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tasks(tmp_path_factory):
+    """Tasks for hypothesis, which takes no fixture of a function."""
+    folder = tmp_path_factory.mktemp("code")
+    human, live = lines(folder / "a.jsonl", HUMANEVAL), lines(folder / "b.jsonl", LIVECODEBENCH)
+    TASKS.extend(HumanEval(human, sandbox=SANDBOX, style=style) for style in ("plain", "instruct"))
+    TASKS.append(LiveCodeBench(live, sandbox=SANDBOX))
