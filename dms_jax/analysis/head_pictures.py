@@ -111,11 +111,11 @@ def show_map(axis: Any, values: np.ndarray, scale: Scale, norm: Any, colours: An
             continue
         red, green, blue = colours(norm(number))[:3]
         light = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
-        sign = "+" if scale.kind == "signed" else ""
+        text = f"{number:{'+' if scale.kind == 'signed' else ''}.{scale.digits}f}"
         axis.text(
             column,
             row,
-            f"{number:{sign}.{scale.digits}f}",
+            text if float(text) else "0",
             ha="center",
             va="center",
             fontsize=8,
@@ -218,8 +218,12 @@ def _label_ends(axis: Any, panel: Mapping[str, Any], colours: Mapping[str, str])
     """Writes each label to the right of its line's end, moved apart where they would touch."""
     axis.figure.canvas.draw()  # limits are final
     low, high = axis.transAxes.transform([(0, 0), (0, 1)])[:, 1]
-    gap = 13.0  # pixels, the height of a label
-    ends = {label: axis.transData.transform((x[-1], y[-1]))[1] for label, (x, y) in panel.items()}
+    gap = 17.0  # pixels, the height of a label
+    points = {label: axis.transData.transform((x[-1], y[-1])) for label, (x, y) in panel.items()}
+    right = {
+        label: axis.transAxes.inverted().transform(point)[0] for label, point in points.items()
+    }
+    ends = {label: point[1] for label, point in points.items()}
     order = sorted(ends, key=lambda label: ends[label])
     heights: list[float] = []
     for label in order:
@@ -230,7 +234,7 @@ def _label_ends(axis: Any, panel: Mapping[str, Any], colours: Mapping[str, str])
     for label, height in zip(order, heights, strict=True):
         axis.annotate(
             label,
-            (1.01, (height - low) / (high - low)),
+            (right[label] + 0.02, (height - low) / (high - low)),
             xycoords="axes fraction",
             va="center",
             fontsize=9,

@@ -35,13 +35,13 @@ def test_maps_write_each_number_in_a_colour_that_can_be_read(tmp_path, figures):
 
 
 def test_signed_maps_are_symmetric(tmp_path, figures):
-    maps = {"one": np.array([[-0.1, 0.4]])}
-    scale = Scale("difference", "signed", digits=2, column_names=("a", "b"))
+    maps = {"one": np.array([[-0.1, 0.4, -0.001]])}
+    scale = Scale("difference", "signed", digits=2, column_names=("a", "b", "c"))
     draw_maps(tmp_path / "maps.png", maps, scale, title="t")
     first = figures[0].axes[0]
     assert first.images[0].get_clim() == (-0.4, 0.4)
-    assert [text.get_text() for text in first.texts] == ["-0.10", "+0.40"]
-    assert [label.get_text() for label in first.get_xticklabels()] == ["a", "b"]
+    assert [text.get_text() for text in first.texts] == ["-0.10", "+0.40", "0"]
+    assert [label.get_text() for label in first.get_xticklabels()] == ["a", "b", "c"]
 
 
 def test_lines_are_labelled_where_they_end_and_apart(tmp_path, figures):
