@@ -5,12 +5,13 @@
 The shipped reasoner and its DMS retrofit read worked problems and needles in novels token by token
 through the paged cache, and so does the reasoner under policies that need no training, with as many
 tokens in the cache at the end. stories260K is retrofitted with DMS and with DMC on the spot, which
-gives the course of training and what a model that merges does; these runs lie under `--runs` and go
-on where they stopped. Writes pictures, two pages, the numbers and a README with a verdict for each
-claim. About ten minutes on two cores, most of it the DMC retrofit.
+gives the course of training and what a model that merges does. What was recorded and trained lies
+under `--runs`, and a run goes on where another stopped. Writes pictures, two pages, the numbers and
+a README with a verdict for each claim. About ten minutes on two cores.
 """
 
 import dataclasses
+import json
 import pathlib
 import sys
 from typing import Any
@@ -52,7 +53,7 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/heads")
     """Folder for the pictures, the pages, results.json and README.md."""
     runs: pathlib.Path = pathlib.Path("runs/heads-models")
-    """Folder of the two retrofits of stories260K, which are resumed where they stopped."""
+    """Folder of what was recorded and of the two retrofits; what is there is not done again."""
     problems: int = 8
     """Worked problems."""
     length: int = 320
@@ -64,7 +65,8 @@ class Config:
     dms_steps: int = 8
     """Steps per unit of compression ratio of the DMS retrofit, up to ratio 8."""
     dmc_steps: int = 60
-    """Steps of each of its two stages of the DMC retrofit, up to ratio 2."""
+    """Steps of neuron decay and of the ramp of the DMC retrofit to ratio 2; twice as many follow,
+    because decisions lag behind the ramp."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,15 +110,19 @@ def texts_of(model: dms_jax.LanguageModel, tokens: np.ndarray, prompts: np.ndarr
 def retrofits(
     config: Config, base: dms_jax.LanguageModel
 ) -> dict[str, list[tuple[float, dms_jax.LanguageModel]]]:
-    """Returns the snapshots of stories260K with DMS and with DMC, trained if they are not there."""
+    """Returns the moments of stories260K with DMS and with DMC, trained if they are not there."""
+    steps = config.dmc_steps
     dmc = dataclasses.replace(
-        recipes.dmc_quickstart(2.0, snapshots=(1.3, 1.6, 2.0)),
+        recipes.dmc_quickstart(2.0, snapshots=(1.5, 2.0)),
+        sequence_length=256,
+        batch_size=2,
         stages=(
-            Stage("neuron_decay", config.dmc_steps, 5e-4),
-            Stage("ramp", config.dmc_steps, 7e-4, 2.0),
+            Stage("neuron_decay", steps, 5e-4),
+            Stage("ramp", steps, 7e-4, 2.0),
+            Stage("train", 2 * steps, 7e-4, final_learning_rate=7e-5),
         ),
     )
-    dms = recipes.dms_quickstart(8.0, steps_per_ratio=config.dms_steps, snapshots=(2.0, 4.0, 8.0))
+    dms = recipes.dms_quickstart(8.0, steps_per_ratio=config.dms_steps, snapshots=(2.0, 4.0))
     plans: dict[str, tuple[Policy, Recipe]] = {
         "DMS": (dms_jax.DMS(window=16, source="adapter", shift=0), dms),
         "DMC": (DMC, dmc),
@@ -124,10 +130,11 @@ def retrofits(
     found = {}
     for name, (policy, recipe) in plans.items():
         out = config.runs / name.lower()
-        dms_jax.retrofit(
+        model = dms_jax.retrofit(
             base, policy, recipe=recipe, data=[assets.path("tinystories") / "train.txt"], out=out
         )
-        found[name] = [(ratio, dms_jax.load(path)) for ratio, path in snapshots_of(out)]
+        before = [(ratio, dms_jax.load(path)) for ratio, path in snapshots_of(out)]
+        found[name] = [*before, (recipe.compression_ratio, model)]
     return found
 
 
@@ -151,25 +158,30 @@ def main(config: Config) -> dict[str, Any]:
         for name in ("reasoner-11m", "reasoner-11m-dms")
     )
     base = dms_jax.load(assets.path("stories260k"))
-    trained = retrofits(config, base)
 
-    def held(model, texts: Texts, policy: Policy | None = None) -> Retention:
-        return retention(model, texts.tokens, policy=policy, prompt_lengths=texts.prompts)
+    def held(name: str, model, texts: Texts, policy: Policy | None = None) -> Retention:
+        return recorded(config.runs / f"{name}.npz", model, texts, policy)
 
     problems = worked(dense, WordChain(steps=(8, 12)), config.problems, config.length)
-    reasoner = {"DMS": held(learned, problems)}
+    reasoner = {"DMS": held("problems-DMS", learned, problems)}
     budget = round(reasoner["DMS"].live()[..., -1].mean())
     others = untrained(budget)
-    reasoner |= {name: held(dense, problems, policy) for name, policy in others.items()}
-    quest = held(dense, problems, dms_jax.Quest(budget=max(budget // 16, 3) * 16, dense_layers=0))
+    for name, policy in others.items():
+        reasoner[name] = held(f"problems-{name}", dense, problems, policy)
+    policy = dms_jax.Quest(budget=max(budget // 16, 3) * 16, dense_layers=0)
+    quest = held("problems-Quest", dense, problems, policy)
     haystack = novels(dense, config.needles, 2 * config.length)
-    needles = {"DMS": held(learned, haystack)}
+    needles = {"DMS": held("needles-DMS", learned, haystack)}
     for name in ("AdaKV", "TOVA"):
-        needles[name] = held(dense, haystack, others[name])
+        needles[name] = held(f"needles-{name}", dense, haystack, others[name])
+
+    trained = retrofits(config, base)
     pieces = held_out(base, config.stories)
     told = texts_of(base, pieces, np.zeros(len(pieces), int))
-    courses = {name: over_training(models, pieces[:4]) for name, models in trained.items()}
-    stories = {name: held(models[-1][1], told) for name, models in trained.items()}
+    courses = {name: over_training(models, pieces[:4, :256]) for name, models in trained.items()}
+    stories = {
+        name: held(f"stories-{name}", models[-1][1], told) for name, models in trained.items()
+    }
 
     draw(config.out, reasoner, problems, needles, stories, courses)
     write_page(config.out / "page.html", dense, problems, reasoner | {"Quest": quest})
@@ -194,6 +206,31 @@ def main(config: Config) -> dict[str, Any]:
     return results
 
 
+def recorded(
+    path: pathlib.Path, model: dms_jax.LanguageModel, texts: Texts, policy: Policy | None
+) -> Retention:
+    """Returns what the heads held of texts, from the file if it is of these texts and policy."""
+    policy = model.policy if policy is None else policy
+    key = json.dumps([policy.to_dict(), texts.tokens.tolist(), texts.prompts.tolist()])
+    if path.exists():
+        with np.load(path) as file:
+            if str(file["key"]) == key:
+                return Retention(
+                    policy=policy,
+                    tokens=texts.tokens,
+                    prompt_lengths=texts.prompts,
+                    gone=file["gone"],
+                    reads=file.get("reads"),
+                    num_query_heads=model.config.group_size,
+                )
+    found = retention(model, texts.tokens, policy=policy, prompt_lengths=texts.prompts)
+    reads = {} if found.reads is None else {"reads": found.reads}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, key=key, gone=found.gone, **reads)
+    print(f"{path.stem}: {found.live()[..., -1].mean():.1f} tokens a head at the end", flush=True)
+    return found
+
+
 def rounded(values: np.ndarray) -> Any:
     """Returns numbers as lists with three digits after the point."""
     return np.round(values, 3).tolist()
@@ -214,9 +251,9 @@ def draw(
     by_head |= {f"{name}, stories260K": summaries.ratios(found) for name, found in stories.items()}
     draw_maps(out / "ratios.png", by_head, ratio, title="Compression ratio of each head")
     maps = {
-        f"{name}, aimed at {target:g}": heads
+        f"{name}, {total:.2f} over all heads": heads
         for name, course in courses.items()
-        for target, heads in zip(course.targets, course.heads, strict=True)
+        for total, heads in zip(course.totals, course.heads, strict=True)
     }
     draw_maps(out / "training.png", maps, ratio, title="stories260K over its retrofits", columns=3)
 

@@ -104,17 +104,25 @@ def test_the_script_writes_pictures_pages_and_verdicts(tmp_path, monkeypatch):
         return {"DMS": models(random), "DMC": models(pooling)}
 
     monkeypatch.setattr(heads, "retrofits", untrained)
-    config = heads.Config(out=tmp_path, problems=2, length=160, needles=2, stories=2)
+    runs = tmp_path / "runs"
+    out = tmp_path / "out"
+    config = heads.Config(out=out, runs=runs, problems=2, length=160, needles=2, stories=2)
     results = heads.main(config)
-    written = {path.name for path in tmp_path.iterdir()}
+    written = {path.name for path in out.iterdir()}
     pictures = {"ratios", "training", "length", "distance", "position", "kinds", "agreement"}
     assert {f"{name}.png" for name in pictures} < written
-    assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results))
+    assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(results))
     live = results["live_tokens"]
     for name in ("TOVA", "H2O", "StreamingLLM", "AdaKV"):
         assert live[name] == pytest.approx(live["DMS"], abs=8.5)  # SnapKV's kin cut every 16
-    readme = (tmp_path / "README.md").read_text()
+    readme = (out / "README.md").read_text()
     assert all(f"]({name})" in readme for name in written if name.endswith((".png", ".html")))
     assert all(each["verdict"] in readme for each in results["verdicts"])
     for name in ("page.html", "stories.html"):
-        assert "const data = {" in (tmp_path / name).read_text()
+        assert "const data = {" in (out / name).read_text()
+
+    def again(*args, **options):
+        pytest.fail("what a run recorded is taken from its files")
+
+    monkeypatch.setattr(heads, "retention", again)
+    assert heads.main(config)["ratios"] == results["ratios"]
