@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dms_jax.analysis.recording import Recording, selects
+from dms_jax.checks import require
 from dms_jax.errors import DataError
 from dms_jax.generation import Engine
 from dms_jax.generation.runner import Runner
@@ -132,9 +133,13 @@ def retention(
       page_size: slots per page; what Quest reads depends on it.
 
     Raises:
-      ConfigError: the policy does not fit the model.
+      ConfigError: the policy does not fit the model, or the model is on a mesh.
       DataError: tokens or lengths of prompts are malformed.
     """
+    require(
+        model.mesh is None,
+        "retention reads the cache of one device; load the model without a mesh.",
+    )
     tokens = whole_numbers("token ids", tokens)
     if tokens.ndim != 2 or not tokens.size:
         raise DataError(f"retention wants token ids of shape [B, T], got {list(tokens.shape)}.")

@@ -1,5 +1,7 @@
 """Which tokens the rows hold and read, against the NumPy oracles, for every policy."""
 
+import dataclasses
+
 import chex
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ from dms_jax import assets
 from dms_jax.analysis.retention import NEVER, Retention, retention
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import POLICIES
+from dms_jax.sharding import make_mesh
 from tests.laws.row import Row, model_for
 from tests.laws.simulations import TOKENS, expected
 from tests.laws.table import ROWS
@@ -113,10 +116,13 @@ def test_a_merged_token_ends_in_the_slot_of_the_next_kept_one():
     chex.assert_trees_all_equal(found.forgotten()[0, 0, 0], np.arange(6) == 0)
 
 
-def test_prompts_that_do_not_fit_the_tokens_are_refused():
+def test_what_cannot_be_recorded_is_refused():
     model = dms_jax.load(str(assets.path("stories260k")))
     tokens = np.ones((2, 8), int)
     with pytest.raises(dms_jax.DataError, match=r"prompt_lengths .* between 0 and 8"):
         retention(model, tokens, prompt_lengths=np.array([3, 9]))
     with pytest.raises(dms_jax.DataError, match=r"shape \[B, T\]"):
         retention(model, tokens[:0])
+    on_mesh = dataclasses.replace(model, mesh=make_mesh(data=2))
+    with pytest.raises(dms_jax.ConfigError, match="without a mesh"):
+        retention(on_mesh, tokens)
