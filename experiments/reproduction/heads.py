@@ -64,7 +64,7 @@ class Config:
     """Pieces of stories, of 512 tokens each."""
     dms_steps: int = 8
     """Steps per unit of compression ratio of the DMS retrofit, up to ratio 8."""
-    dmc_steps: int = 60
+    dmc_steps: int = 150
     """Steps of neuron decay and of the ramp of the DMC retrofit to ratio 2; twice as many follow,
     because decisions lag behind the ramp."""
 
@@ -186,6 +186,8 @@ def main(config: Config) -> dict[str, Any]:
     write_page(config.out / "page.html", dense, problems, reasoner | {"Quest": quest})
     write_page(config.out / "stories.html", base, told, stories)
     numbers = {
+        "totals": {name: float(summaries.total_ratio(found)[-1])
+                   for name, found in stories.items()},
         "live_tokens": {name: float(found.live()[..., -1].mean())
                         for name, found in reasoner.items()},
         "ratios": {name: rounded(summaries.ratios(found)) for name, found in reasoner.items()},
@@ -250,9 +252,9 @@ def draw(
     by_head |= {f"{name}, stories260K": summaries.ratios(found) for name, found in stories.items()}
     draw_maps(out / "ratios.png", by_head, ratio, title="Compression ratio of each head")
     maps = {
-        f"{name}, {total:.2f} over all heads": heads
+        f"{name}, moment {index}: {total:.2f} over all heads": heads
         for name, course in courses.items()
-        for total, heads in zip(course.totals, course.heads, strict=True)
+        for index, (total, heads) in enumerate(zip(course.totals, course.heads, strict=True), 1)
     }
     draw_maps(out / "training.png", maps, ratio, title="stories260K over its retrofits", columns=3)
 
@@ -299,7 +301,8 @@ def draw(
         Axes("position in the text (bins of 32)", "% of the heads without it", percent=True),
         title=f"Tokens that are gone {DISTANCE} tokens later, by position",
     )
-    kinds = [summaries.KINDS.index(kind) for kind in KINDS]
+    occur = [kind for kind in KINDS if any(kind in one for one in problems.kinds)]
+    kinds = [summaries.KINDS.index(kind) for kind in occur]
     names = [f"{layer}.{head}" for layer in range(8) for head in range(2)]
     prefers = {
         name: 100
@@ -313,7 +316,7 @@ def draw(
         out / "kinds.png",
         prefers,
         Scale("points above the head's mean", "signed", digits=0, rows="layer.head",
-              columns="kind of token", row_names=names, column_names=KINDS),
+              columns="kind of token", row_names=names, column_names=occur),
         title=f"Which kinds of tokens heads prefer to hold ({DISTANCE} tokens later)",
     )  # fmt: skip
     agree = {
