@@ -178,9 +178,8 @@ def main(config: Config) -> dict[str, Any]:
     pieces = held_out(base, config.stories)
     told = texts_of(base, pieces, np.zeros(len(pieces), int))
     courses = {name: over_training(models, pieces[:2, :256]) for name, models in trained.items()}
-    stories = {
-        name: held(f"stories-{name}", models[-1][1], told) for name, models in trained.items()
-    }
+    # Never from a file: these models are made here and may be made again.
+    stories = {name: retention(models[-1][1], told.tokens) for name, models in trained.items()}
 
     draw(config.out, reasoner, problems, needles, stories, courses)
     write_page(config.out / "page.html", dense, problems, reasoner | {"Quest": quest})
@@ -225,9 +224,11 @@ def recorded(
                     num_query_heads=model.config.group_size,
                 )
     found = retention(model, texts.tokens, policy=policy, prompt_lengths=texts.prompts)
-    reads = {} if found.reads is None else {"reads": found.reads}
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, key=key, gone=found.gone, **reads)
+    if found.reads is None:
+        np.savez_compressed(path, key=key, gone=found.gone)
+    else:
+        np.savez_compressed(path, key=key, gone=found.gone, reads=found.reads)
     print(f"{path.stem}: {found.live()[..., -1].mean():.1f} tokens a head at the end", flush=True)
     return found
 
