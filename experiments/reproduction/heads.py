@@ -351,8 +351,7 @@ def write_page(
         token_texts(model.tokenizer, texts.tokens[0].tolist()),
         [View.of(one, name) for name, one in found.items()],
         title="What the heads keep of a text",
-        note="Each column is one policy on the same text. Policies that evict hold about as many "
-        "tokens at the end, as far as they can be set so.",
+        note="Each column is one policy on the same text, with its own number of tokens held.",
         prompt_length=int(texts.prompts[0]),
     )
     path.write_text(page, encoding="utf-8")
