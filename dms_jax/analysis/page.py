@@ -1,83 +1,131 @@
-"""A self-contained HTML page that shows which heads evicted which tokens."""
+"""A self-contained HTML page of a text and of what the heads kept of it, step by step.
 
+One or more policies side by side, each with its compression and a map of its heads. A slider moves
+the query; tokens are coloured by the share of the heads that hold them then, or in two colours for
+the head that is chosen. Colours follow the reader's dark or light mode. Nothing is loaded from
+anywhere.
+"""
+
+import dataclasses
+import functools
 import html
 import json
+import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Float, Int
 
-_TEMPLATE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.7 Georgia, serif; max-width: 48rem; margin: 2rem auto; padding: 0 1rem;
-       color: #222; background: #fff; }}
-h1 {{ font-size: 1.3rem; }} p.note, table, select {{ font: 13px/1.5 system-ui, sans-serif; }}
-#text span {{ border-radius: 2px; white-space: pre-wrap; }}
-table {{ border-collapse: collapse; margin: 1rem 0; }}
-td, th {{ padding: .25rem .6rem; text-align: right; }}
-td.cell {{ cursor: pointer; }} td.chosen {{ outline: 2px solid #222; }}
-</style></head><body>
-<h1>{title}</h1>
-<p class="note">{note}</p>
-<table id="heads"></table>
-<p class="note" id="legend"></p>
-<div id="text"></div>
-<script>
-const tokens = {tokens}, evicted = {evicted}, window_ = {window};
-// evicted[layer][head] is a string of 0 and 1, one digit a token
-const layers = evicted.length, heads = evicted[0].length;
-const far = Math.max(tokens.length - window_ - 1, 0);
-function share(bits) {{ let n = 0; for (let i = 0; i < far; i++) n += +bits[i];
-  return far ? n / far : 0; }}
-function colour(x) {{ return `rgba(203, 67, 53, ${{(0.85 * x).toFixed(3)}})`; }}
-let chosen = null;
-function drawTable() {{
-  let out = '<tr><th></th>' + [...Array(heads).keys()].map(h => `<th>head ${{h}}</th>`).join('') +
-            '</tr>';
-  for (let l = 0; l < layers; l++) {{
-    out += `<tr><th>layer ${{l}}</th>`;
-    for (let h = 0; h < heads; h++) {{
-      const x = share(evicted[l][h]);
-      const on = chosen && chosen[0] == l && chosen[1] == h ? ' chosen' : '';
-      out += `<td class="cell${{on}}" data-l="${{l}}" data-h="${{h}}"` +
-             ` style="background:${{colour(x)}}">${{Math.round(100 * x)}}%</td>`;
-    }}
-    out += '</tr>';
-  }}
-  const table = document.getElementById('heads');
-  table.innerHTML = out;
-  table.querySelectorAll('td').forEach(td => td.onclick = () => {{
-    const next = [+td.dataset.l, +td.dataset.h];
-    chosen = chosen && chosen[0] == next[0] && chosen[1] == next[1] ? null : next;
-    draw(); }});
-}}
-function draw() {{
-  drawTable();
-  const root = document.getElementById('text');
-  root.replaceChildren();
-  tokens.forEach((token, i) => {{
-    let x = 0;
-    if (chosen) x = +evicted[chosen[0]][chosen[1]][i];
-    else {{ for (const layer of evicted) for (const bits of layer) x += +bits[i];
-           x /= layers * heads; }}
-    const span = document.createElement('span');
-    span.textContent = token;
-    if (i < far) span.style.background = colour(x);
-    span.title = `token ${{i}}: ` + (i < far ? (chosen ? (x ? 'evicted' : 'kept')
-      : `evicted by ${{Math.round(100 * x)}}% of the heads`) : 'still in the window');
-    root.append(span);
-  }});
-  document.getElementById('legend').textContent = chosen
-    ? `Layer ${{chosen[0]}}, head ${{chosen[1]}}: red tokens were evicted. ` +
-      `Click the cell again for all heads.`
-    : 'All heads: the redder a token, the more heads evicted it. Click a cell for one head.';
-}}
-draw();
-</script></body></html>
-"""
+from dms_jax.analysis.retention import NEVER, Retention
+from dms_jax.checks import require
+from dms_jax.policies import (
+    DMC,
+    DMS,
+    H2O,
+    TOVA,
+    FixedPooling,
+    KCache,
+    Policy,
+    Quest,
+    RandomEviction,
+    StreamingLLM,
+    Vanilla,
+)
+from dms_jax.policies.periodic_eviction import PeriodicEviction
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What one policy did with one text.
+
+    Attributes:
+      name: heading.
+      explanation: a sentence that says when a token goes.
+      gone: see `Retention.gone`.
+      merges: whether tokens that are gone are part of a later one's slot.
+      read: share of the possible reads of each token's value; None if everything is read.
+    """
+
+    name: str
+    explanation: str
+    gone: Int[np.ndarray, "L K T"]
+    merges: bool
+    read: Float[np.ndarray, "L K T"] | None
+
+    @classmethod
+    def of(cls, found: Retention, name: str | None = None, *, sequence: int = 0) -> "View":
+        """Returns the view of one sequence; its name is the policy's if not given."""
+        return cls(
+            name=found.policy.name if name is None else name,
+            explanation=explain(found.policy),
+            gone=found.gone[:, sequence],
+            merges=found.merges,
+            read=None if found.reads is None else found.read_shares()[:, sequence],
+        )
+
+
+def explain(policy: Policy) -> str:
+    """Returns a sentence for readers that says when a token leaves the cache of this policy."""
+    match policy:
+        case Vanilla():
+            return "Nothing is evicted: every head holds every token."
+        case DMS():
+            return (
+                f"Each head learned which tokens it can do without. The last {policy.window + 1} "
+                "tokens are its window, which it always holds; a token that it gave up leaves "
+                "when it falls out of the window."
+            )
+        case DMC():
+            return (
+                "Each head learned to merge neighbours: a token that the next one joins shares "
+                "its slot from then on, as a weighted mean. There is no window."
+            )
+        case FixedPooling():
+            return f"Every {policy.every} tokens in a row share a slot that holds their mean."
+        case StreamingLLM():
+            return (
+                f"The first {policy.sinks} tokens and the most recent ones stay; everything "
+                "between them is evicted, in every head alike."
+            )
+        case RandomEviction():
+            return (
+                f"The last {policy.window + 1} tokens are the window, which is always held; "
+                f"behind it chance evicted {policy.rate:.0%} of them."
+            )
+        case TOVA():
+            return (
+                "Above its budget, each step evicts the one token that the newest query attended "
+                "to least. There is no window: even a recent token may go."
+            )
+        case H2O():
+            return (
+                "Half of the budget are the most recent tokens; the other half are those that "
+                "gathered the most attention so far."
+            )
+        case Quest():
+            return (
+                f"The cache is {_over(policy)}; each query head reads only the pages that promise "
+                "the most attention. Colours show what was read after the prompt."
+            )
+        case KCache():
+            return (
+                f"The cache is {_over(policy)}; each query head reads every key and fetches the "
+                f"values of its {policy.top if policy.compression_ratio is None else 'few'} "
+                "largest weights. Colours show which values were fetched after the prompt."
+            )
+        case PeriodicEviction():
+            return (
+                "The prompt is held in full until its end; then each row is cut to its budget by "
+                "scores, and again each time that so many tokens have been added."
+            )
+    doc = (type(policy).__doc__ or policy.name).strip()
+    return doc.splitlines()[0]
+
+
+def _over(policy: Quest | KCache) -> str:
+    return "that of " + policy.over.name if policy.over != Vanilla() else "complete"
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
@@ -96,28 +144,56 @@ def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
 def eviction_page(
     tokens: Sequence[str],
-    evicted: Bool[np.ndarray, "L K T"],
+    views: Sequence[View],
     *,
-    window: int,
     title: str,
-    note: str,
+    note: str = "",
+    prompt_length: int = 0,
 ) -> str:
-    """Returns an HTML page of a text in which evicted tokens are shaded.
+    """Returns an HTML page of a text that shows what each head held of it.
 
     Args:
       tokens: text of each token, from `token_texts`.
-      evicted: which keys each head evicted, from `evictions`.
-      window: the last tokens, which are shown as still in the window.
+      views: what each policy did with them, side by side.
       title: heading.
       note: a sentence below it.
+      prompt_length: number of tokens that were a prompt, after which a mark is drawn.
+
+    Raises:
+      ConfigError: there is no view, or one is of another number of tokens.
     """
-    bits = [["".join("01"[bit] for bit in head) for head in layer] for layer in evicted.tolist()]
+    require(bool(views), "eviction_page: give at least one view of the text (View.of).")
+    for view in views:
+        require(
+            view.gone.shape[-1] == len(tokens),
+            f"eviction_page: {view.name} is of {view.gone.shape[-1]} tokens, and the text has "
+            f"{len(tokens)}.",
+        )
+    data = {
+        "tokens": list(tokens),
+        "prompt": int(prompt_length),
+        "views": [_as_data(view) for view in views],
+    }
     # "</" would end the script element from within a string.
-    data = json.dumps(list(tokens), ensure_ascii=False).replace("</", "<\\/")
-    return _TEMPLATE.format(
-        title=html.escape(title),
-        note=html.escape(note),
-        tokens=data,
-        evicted=json.dumps(bits),
-        window=int(window),
-    )
+    packed = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+    parts = {"TITLE": html.escape(title), "NOTE": html.escape(note), "DATA": packed}
+    return re.sub("@(TITLE|NOTE|DATA)@", lambda found: parts[found[1]], _template())
+
+
+def _as_data(view: View) -> dict[str, Any]:
+    """Returns a view as JSON data: lifetimes, 0 for a token that never left; reads in percent."""
+    length = view.gone.shape[-1]
+    lifetimes = np.where(view.gone == NEVER, 0, view.gone - np.arange(length))
+    read = None if view.read is None else np.nan_to_num(np.rint(100 * view.read), nan=-1)
+    return {
+        "name": view.name,
+        "explanation": view.explanation,
+        "merges": view.merges,
+        "lifetimes": lifetimes.tolist(),
+        "read": None if read is None else read.astype(int).tolist(),
+    }
+
+
+@functools.cache
+def _template() -> str:
+    return pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")

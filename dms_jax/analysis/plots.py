@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
+from dms_jax.analysis.head_pictures import Scale, colours_of, show_map
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -39,17 +41,17 @@ def compression_figure(
     path: pathlib.Path,
     points: Sequence[Point],
     traces: Mapping[str, tuple[Sequence[int], Sequence[float | int]]],
-    kept: Float[np.ndarray, "L K"],
+    ratios: Float[np.ndarray, "L K"],
     *,
     title: str,
 ) -> None:
-    """Draws loss against measured compression, pool bytes against tokens, and tokens kept per head.
+    """Draws loss against measured compression, pool bytes against tokens, and ratios per head.
 
     Args:
       path: output file; the suffix decides the format.
       points: all points of all methods.
       traces: (tokens generated, bytes of pages held) by label.
-      kept: share of the tokens beyond the window that each head keeps.
+      ratios: compression ratio of each head.
       title: title of the figure.
     """
     from matplotlib.figure import Figure
@@ -101,20 +103,10 @@ def compression_figure(
     memory.set_ylabel("cache, MB")
     memory.set_ylim(bottom=0)
     memory.legend(frameon=False, fontsize=9)
-    image = heads.imshow(100 * kept, cmap="Reds", vmin=0, vmax=100, aspect="auto")
-    for (layer, head), share in np.ndenumerate(kept):
-        heads.text(
-            head,
-            layer,
-            f"{100 * share:.0f}%",
-            ha="center",
-            va="center",
-            color="white" if share > 0.55 else "black",
-        )
-    heads.set_xticks(range(kept.shape[1]))
-    heads.set_yticks(range(kept.shape[0]))
+    scale = Scale("times fewer tokens")
+    norm, colours = colours_of([ratios], scale)
+    show_map(heads, ratios, scale, norm, colours)
     heads.set_xlabel("KV head")
     heads.set_ylabel("layer")
-    heads.set_title("tokens beyond the window that each head keeps", fontsize=10)
-    figure.colorbar(image, ax=heads, label="%")
+    heads.set_title("times fewer tokens that each head holds after the text", fontsize=10)
     figure.savefig(path, dpi=130)

@@ -24,8 +24,9 @@ from rich.table import Table
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.analysis import eviction_page, evictions, live_after, memory_trace, token_texts
+from dms_jax.analysis import View, eviction_page, memory_trace, retention, token_texts
 from dms_jax.analysis.plots import Point, compression_figure
+from dms_jax.analysis.summaries import ratios
 from dms_jax.data import Documents
 from dms_jax.training import recipes
 from experiments.shared.reports import make_folder, provenance
@@ -271,10 +272,8 @@ def figures(
     sequences: np.ndarray,
 ) -> None:
     """Writes figure.png and evictions.html."""
-    window = config.wide_window
-    evicted = evictions(model, sequences)
-    tokens = evicted.shape[-1]
-    kept = (live_after(evicted, window) - window - 1).mean(1) / (tokens - window - 1)
+    found = retention(model, sequences[:32])
+    peak = max(round(found.live()[:, 0, :, -1].mean()), 6)
     traces = {}
     for label, traced in (("dense", base), ("DMS", model)):
         seen, held, live = memory_trace(traced, sequences[:32], page_size=config.page_size)
@@ -287,18 +286,19 @@ def figures(
             for row in rows
         ],
         traces,
-        kept,
+        ratios(found),
         title="stories260K: loss against measured compression; memory; what the heads keep",
     )
+    rivals = [
+        retention(base, sequences[:1], policy=policy)
+        for policy in (dms_jax.StreamingLLM(budget=peak), dms_jax.TOVA(budget=peak - 1))
+    ]
     page = eviction_page(
         token_texts(model.tokenizer, sequences[0].tolist()),
-        evicted[:, 0],
-        window=window,
+        [View.of(found), *map(View.of, rivals)],
         title="Which tokens which heads evicted",
-        note=(
-            f"stories260K after the DMS retrofit, window {window}. The share in each cell is what "
-            "that head evicted of the tokens beyond the window."
-        ),
+        note="stories260K after the DMS retrofit, and beside it two policies that need no training "
+        "with as many tokens in the cache at the end.",
     )
     (config.out / "evictions.html").write_text(page, encoding="utf-8")
 

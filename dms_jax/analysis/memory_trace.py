@@ -1,0 +1,48 @@
+"""The memory of the pool while sequences grow."""
+
+import numpy as np
+from jaxtyping import Int
+
+from dms_jax.generation import Engine
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+
+
+def memory_trace(
+    model: LanguageModel,
+    tokens: Int[np.ndarray, "B T"],
+    *,
+    policy: Policy | None = None,
+    chunk: int = 32,
+    page_size: int = 16,
+) -> tuple[list[int], list[int], list[int]]:
+    """Feeds sequences token by token through the cache and records the size of the pool.
+
+    Returns:
+      After each chunk: tokens per sequence, bytes of the pages held after unused pages of the chunk
+      are returned, and bytes of the live slots alone.
+    """
+    engine = Engine(
+        model,
+        policy,
+        num_lanes=len(tokens),
+        max_tokens=tokens.shape[1] + chunk,
+        page_size=page_size,
+        chunk=chunk,
+    )
+    runner, config = engine.runner, model.config
+    slot_bytes = 2 * config.head_dim * np.dtype(model.dtype).itemsize
+    runner.set_max_lengths(dict(enumerate([tokens.shape[1]] * len(tokens))))
+    steps = (tokens.shape[1] - 1) // chunk
+    seen, held, live = [0], [0], [0]
+    for index in range(steps):
+        counts = np.full(len(tokens), chunk)
+        runner.reserve(counts)
+        runner.teacher_forced_decode(
+            np.ascontiguousarray(tokens[:, index * chunk : (index + 1) * chunk + 1].T), counts
+        )
+        runner.trim()
+        seen.append((index + 1) * chunk)
+        held.append(runner.allocator.pages_in_use * page_size * slot_bytes)
+        live.append(int(runner.lengths.sum()) * slot_bytes)
+    return seen, held, live

@@ -1,0 +1,128 @@
+"""Which tokens the rows hold and read, against the NumPy oracles, for every policy."""
+
+import dataclasses
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.analysis.retention import NEVER, Retention, retention
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import POLICIES
+from dms_jax.sharding import make_mesh
+from tests.laws.row import Row, model_for
+from tests.laws.simulations import TOKENS, expected
+from tests.laws.table import ROWS
+from tests.oracles.trace import Trace
+
+LENGTH = 19  # of the shortest sequence of the laws
+PROMPTS = (13, 1, 9)
+
+
+def chosen_rows() -> list[Row]:
+    """Returns the rows of two query heads per KV head that evict, and one more of each policy."""
+    rows = [row for row in ROWS if row.kv_dtype is None and not row.identity]
+    found = [row for row in rows if row.group == 2]
+    found += [row for row in ROWS if row.group == 2 and type(row.policy) is POLICIES["Vanilla"]]
+    for row in rows:
+        if type(row.policy) not in {type(one.policy) for one in found}:
+            found.append(row)
+    return [row for row in found if row.kv_dtype is None]
+
+
+def recorded(row: Row) -> Retention:
+    model = LanguageModel(model_for(row), policy=row.policy)
+    tokens = np.stack([one[:LENGTH] for one in TOKENS])
+    return retention(model, tokens, prompt_lengths=np.array(PROMPTS), page_size=row.page_size)
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def gone_in(row: Row, trace: Trace, prompt: int, head: int) -> list[int]:
+    """Returns the first query that no longer sees each token, from the oracle's lists."""
+    gone = []
+    for token in range(LENGTH):
+        unseen = [t for t in range(token, LENGTH) if token not in trace.live[t][head]]
+        kept = token in row.held(trace, LENGTH, prompt)[head]
+        gone.append(unseen[0] if unseen else NEVER if kept else LENGTH)
+    return gone
+
+
+def reads_in(trace: Trace, prompt: int, head: int, group: int) -> list[int]:
+    """Returns how often the query heads of a group read each token after the prompt."""
+    own = range(head * group, (head + 1) * group)
+    return [
+        sum(token in trace.attended[t][reader] for t in range(prompt, LENGTH) for reader in own)
+        for token in range(LENGTH)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("row", chosen_rows(), ids=lambda row: row.name)
+def test_every_policy_keeps_evicts_and_reads_as_its_oracle(row):
+    found = recorded(row)
+    passes = expected(row, PROMPTS)
+    selects = type(row.policy).__name__ in ("Quest", "KCache")
+    assert (found.reads is not None) == selects
+    for sequence, one in enumerate(passes):
+        prompt = PROMPTS[sequence]
+        for layer, trace in enumerate(one.traces):
+            for head in range(row.num_kv_heads):
+                want = np.array(gone_in(row, trace, prompt, head))
+                chex.assert_trees_all_equal(found.gone[layer, sequence, head], want)
+                if found.reads is not None:
+                    reads = np.array(reads_in(trace, prompt, head, row.group))
+                    chex.assert_trees_all_equal(found.reads[layer, sequence, head], reads)
+
+
+def test_the_rows_are_of_every_policy():
+    assert {type(row.policy) for row in chosen_rows()} == set(POLICIES.values())
+
+
+def test_live_tokens_are_those_that_score_counts():
+    """Checks the sums against `Usage`, which a run without any recording gives."""
+    model = dms_jax.load(str(assets.path("stories260k")))
+    tokens = np.asarray(model.tokenizer.encode(assets.stories("valid")[0]))[None, :60]
+    for policy in (dms_jax.TOVA(budget=9), dms_jax.RandomEviction(window=4, rate=0.7, seed=2)):
+        found = retention(model, tokens[:, :-1], policy=policy)
+        (score,) = dms_jax.score(model, tokens.tolist(), policy=policy)
+        live = found.live()
+        chex.assert_shape(live, (5, 1, 4, 59))
+        assert score.usage.live_tokens == pytest.approx(live[..., -1].mean())
+        assert score.usage.compression_ratio == pytest.approx(59 / live[..., -1].mean())
+
+
+def test_a_merged_token_ends_in_the_slot_of_the_next_kept_one():
+    gone = np.array([[[[1, 2, NEVER, 4, NEVER, NEVER]]]])
+    found = Retention(
+        policy=dms_jax.DMC(window=2),
+        tokens=np.zeros((1, 6), int),
+        prompt_lengths=np.zeros(1, int),
+        gone=gone,
+        reads=None,
+        num_query_heads=1,
+    )
+    assert found.merges
+    chex.assert_trees_all_equal(found.segments()[0, 0, 0], np.array([2, 2, 2, 4, 4, 5]))
+    # Means are over two tokens: token 0 was in the mean while token 1 was the newest.
+    chex.assert_trees_all_equal(found.forgotten()[0, 0, 0], np.arange(6) == 0)
+
+
+def test_what_cannot_be_recorded_is_refused():
+    model = dms_jax.load(str(assets.path("stories260k")))
+    tokens = np.ones((2, 8), int)
+    with pytest.raises(dms_jax.DataError, match=r"prompt_lengths .* between 0 and 8"):
+        retention(model, tokens, prompt_lengths=np.array([3, 9]))
+    with pytest.raises(dms_jax.DataError, match=r"shape \[B, T\]"):
+        retention(model, tokens[:0])
+    on_mesh = dataclasses.replace(model, mesh=make_mesh(data=2))
+    with pytest.raises(dms_jax.ConfigError, match="without a mesh"):
+        retention(on_mesh, tokens)
