@@ -80,6 +80,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
         cache_bytes=total("cache_bytes"),
         peak_cache_bytes=total("peak_cache_bytes"),
         host_bytes=total("host_bytes"),
+        prefilled_tokens=total("prefilled_tokens"),
     )
 
 

@@ -69,10 +69,12 @@ class Request:
       max_length: length that the sequence can reach: its past, its prompt and its longest answer.
       before: tokens before the prompt that are not in the cache yet (the last of a conversation).
       seen: tokens of a conversation's earlier turns, which are in the cache.
+      base: the lane that holds those turns, if it must stay as it is: the request continues a copy.
       generated: token ids generated so far; the last one is not in the cache yet.
       logprobs: the log-probability of each of them.
       live, reads: totals over the rows at each decode step; the steps ran generated[:-1].
-      slots: slots in use per row when it was last preempted; it needs as many to continue.
+      slots: slots in use per row when it was last preempted, or after a prompt that it shares and
+        that did not fit; it needs as many to continue.
       text: text so far.
       reported_tokens: generated tokens that were streamed.
       finish_reason: None while it runs; then see `Completion`.
@@ -88,6 +90,7 @@ class Request:
     meter: Meter
     before: list[int] = dataclasses.field(default_factory=list)
     seen: int = 0
+    base: int | None = None
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     live: list[int] = dataclasses.field(default_factory=list)
@@ -122,9 +125,11 @@ class Turn:
 
 
 def make_requests(
-    config: ModelConfig, prompts: Sequence[list[int]], sampling: Sampling
+    config: ModelConfig, prompts: Sequence[list[int]], sampling: Sampling, **past: Any
 ) -> list[Request]:
     """Builds a request from the token ids of each prompt; copies of a prompt draw differently.
+
+    All of them continue the same `past`: `before`, `seen` and `base` of a `Request`.
 
     Raises:
       DataError: a prompt leaves no room for an answer.
@@ -135,7 +140,8 @@ def make_requests(
     seeds = sampling.seeds(len(prompts))
     for index, (tokens, seed) in enumerate(zip(prompts, seeds, strict=True)):
         copy = copies[seed, *tokens]
-        requests.append(make_request(config, tokens, sampling, index=index, seed=seed, copy=copy))
+        which = dict(index=index, seed=seed, copy=copy)
+        requests.append(make_request(config, tokens, sampling, **which, **past))
         copies[seed, *tokens] += 1
     return requests
 
@@ -150,6 +156,7 @@ def make_request(
     copy: int = 0,
     before: Sequence[int] = (),
     seen: int = 0,
+    base: int | None = None,
 ) -> Request:
     """Builds a request; see `Request` for its arguments.
 
@@ -182,6 +189,7 @@ def make_request(
         meter=Meter(rows=config.num_layers * config.num_kv_heads),
         before=list(before),
         seen=seen,
+        base=base,
     )
 
 
