@@ -23,6 +23,7 @@ from dms_jax.generation.prompts import (
 from dms_jax.generation.requests import (
     Completion,
     OnTokens,
+    Past,
     Prompt,
     Turn,
     make_request,
@@ -148,8 +149,8 @@ class Conversation:
             engine, history = self._engine, self._history
             tokens = self._encode(prompt)
             (seed,) = sampling.seeds(1)
-            past = dict(before=history.before, seen=history.seen)
-            request = make_request(engine.model.config, tokens, sampling, seed=seed, **past)
+            past = Past(history.before, history.seen)
+            request = make_request(engine.model.config, tokens, sampling, seed=seed, past=past)
             self._recall()
             (completion,) = engine.serve([request], sampling, on_tokens, keep=True)
             # After an interrupt before this line the cache holds more than the history, and the
@@ -173,8 +174,10 @@ class Conversation:
             if is_chat(context):
                 raise DataError("Chat messages are answered: give them to say or ask, not to read.")
             tokens = self._encode(context)
-            past = dict(before=history.before, seen=history.seen)
-            request = make_request(engine.model.config, tokens, Sampling(max_new_tokens=1), **past)
+            past = Past(history.before, history.seen)
+            request = make_request(
+                engine.model.config, tokens, Sampling(max_new_tokens=1), past=past
+            )
             history = history.with_context(tokens, request.max_length - 1)
             self._recall()
             _read_turns(engine, history.past[-1:])
@@ -206,8 +209,8 @@ class Conversation:
                 "of questions to answer at a time (branches=).",
             )
             tokens = [self._encode(question) for question in questions]
-            past = dict(before=history.before, seen=history.seen, base=0)
-            requests = make_requests(engine.model.config, tokens, sampling, **past)
+            past = Past(history.before, history.seen, base=0)
+            requests = make_requests(engine.model.config, tokens, sampling, past)
             self._recall()
             return engine.serve(requests, sampling, on_tokens)
 

@@ -1,10 +1,12 @@
 """The scheduler: which sequences are in the cache, and what runs next.
 
 A request waits, is admitted to a lane when the pool can hold the first chunk of its prompt, is
-prefilled in chunks, and decodes in chunks until it ends. The pages that a chunk may need are
-reserved before it runs. If they do not fit, the youngest running request is preempted: it returns
-to the queue with its tokens and is recomputed later, the prompt as a prompt and the answer as an
-answer, so that every policy decides as it did before.
+prefilled in chunks, and decodes in chunks until it ends. Of equal prompts that are admitted
+together one is prefilled, and copied to the lanes of the others as far as the pool holds them.
+
+The pages that a chunk may need are reserved before it runs. If they do not fit, the youngest
+running request is preempted: it returns to the queue with its tokens and is recomputed later, the
+prompt as a prompt and the answer as an answer, so that every policy decides as it did before.
 """
 
 import collections

@@ -124,12 +124,26 @@ class Turn:
     max_length: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """What a request continues.
+
+    Attributes:
+      before, seen, base: see `Request`.
+    """
+
+    before: tuple[int, ...] = ()
+    seen: int = 0
+    base: int | None = None
+
+
+NOTHING = Past()
+
+
 def make_requests(
-    config: ModelConfig, prompts: Sequence[list[int]], sampling: Sampling, **past: Any
+    config: ModelConfig, prompts: Sequence[list[int]], sampling: Sampling, past: Past = NOTHING
 ) -> list[Request]:
     """Builds a request from the token ids of each prompt; copies of a prompt draw differently.
-
-    All of them continue the same `past`: `before`, `seen` and `base` of a `Request`.
 
     Raises:
       DataError: a prompt leaves no room for an answer.
@@ -139,9 +153,8 @@ def make_requests(
     requests = []
     seeds = sampling.seeds(len(prompts))
     for index, (tokens, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        copy = copies[seed, *tokens]
-        which = dict(index=index, seed=seed, copy=copy)
-        requests.append(make_request(config, tokens, sampling, **which, **past))
+        which = dict(index=index, seed=seed, copy=copies[seed, *tokens])
+        requests.append(make_request(config, tokens, sampling, **which, past=past))
         copies[seed, *tokens] += 1
     return requests
 
@@ -154,9 +167,7 @@ def make_request(
     index: int = 0,
     seed: int = 0,
     copy: int = 0,
-    before: Sequence[int] = (),
-    seen: int = 0,
-    base: int | None = None,
+    past: Past = NOTHING,
 ) -> Request:
     """Builds a request; see `Request` for its arguments.
 
@@ -164,17 +175,17 @@ def make_request(
       DataError: the prompt leaves no position for an answer.
     """
     positions = config.max_position_embeddings
-    past = seen + len(before)
-    room = positions - past - len(prompt)
+    held = past.seen + len(past.before)
+    room = positions - held - len(prompt)
     if room < 1:
         what = f"Prompt {index} has {len(prompt)} tokens"
-        if past:
-            what = f"The conversation has {past} tokens and the new prompt {len(prompt)}"
+        if held:
+            what = f"The conversation has {held} tokens and the new prompt {len(prompt)}"
         raise DataError(
             f"{what}, which leaves no room for an answer in the model's {positions} positions. "
             + (
-                f"Shorten it to at most {positions - past - 1} tokens."
-                if past < positions - 1
+                f"Shorten it to at most {positions - held - 1} tokens."
+                if held < positions - 1
                 else "Start a new conversation."
             )
         )
@@ -185,11 +196,11 @@ def make_request(
         seed=seed,
         copy=copy,
         max_new_tokens=max_new_tokens,
-        max_length=past + len(prompt) + max_new_tokens,
+        max_length=held + len(prompt) + max_new_tokens,
         meter=Meter(rows=config.num_layers * config.num_kv_heads),
-        before=list(before),
-        seen=seen,
-        base=base,
+        before=list(past.before),
+        seen=past.seen,
+        base=past.base,
     )
 
 

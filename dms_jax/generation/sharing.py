@@ -86,21 +86,21 @@ def fork(runner: Runner, source_of: Mapping[int, int]) -> None:
             pages[shard, :, : some.shape[1]] = some
         blocks = -(-min(longest - start, size) // block)
         with use_mesh(runner.model.mesh):
-            runner.cache = _copy(
-                runner.cache, pages, np.int32(blocks), lanes, block, runner.model.config
+            runner.cache = copy_lanes(
+                runner.cache, pages, np.int32(blocks), lanes, block, runner.lengths.shape[2]
             )
     runner.lengths[:, targets] = runner.lengths[:, sources]
     runner.seen[targets] = runner.seen[sources]
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(4, 5))
-def _copy(
+def copy_lanes(
     cache: Cache,
     pages: Int[Array, "shards 2 n"],
     blocks: Int[Array, ""],
     lanes: Int[Array, " B"],
     block: int,
-    config: Any,
+    num_kv_heads: int,
 ) -> Cache:
     """Copies pages, and the state of `lanes[b]` to each lane b.
 
@@ -110,15 +110,15 @@ def _copy(
       blocks: number of blocks of pages to copy.
       lanes: the lane that each lane copies, itself for most.
       block: pages per block.
-      config: the model's configuration.
+      num_kv_heads: KV heads of the model.
     """
     copy = functools.partial(_copy_shard, block=block)
     if not sharding.has_mesh():
         return copy(cache, pages, blocks, lanes)
-    data, model = sharding.row_axes(len(lanes), config.num_kv_heads)
+    data, model = sharding.row_axes(len(lanes), num_kv_heads)
     if data is not None:  # lanes are numbered from 0 on every device
         lanes = lanes % (len(lanes) // sharding.axis_size(data))
-    specs = cache_specs(cache, config.num_kv_heads)
+    specs = cache_specs(cache, num_kv_heads)
     shards = sharding.cache_spec(("pages",), data, model)
     mapped = jax.shard_map(
         copy,

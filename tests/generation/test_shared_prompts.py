@@ -204,11 +204,11 @@ def test_few_programs_copy(ran):
     engine = engine_with(dms_jax.DMS(window=10, alpha_offset=0.0), num_lanes=8)
     given = prompts([13, 30, 5, 1])
     engine.generate([given[0]] * 8, sampling=SAMPLED)
-    copies, draws = sharing._copy._cache_size(), sharing.programs.sample_hidden._cache_size()
+    copies, draws = sharing.copy_lanes._cache_size(), sharing.programs.sample_hidden._cache_size()
     for count, prompt in ((2, given[1]), (5, given[2]), (3, given[3]), (7, given[0])):
         found = engine.generate([prompt] * count, sampling=SAMPLED)
         assert prefilled(found) == [len(prompt)] + [0] * (count - 1)
-    assert sharing._copy._cache_size() == copies
+    assert sharing.copy_lanes._cache_size() == copies
     assert sharing.programs.sample_hidden._cache_size() <= draws + 2  # for 2, 4 and 8 chains
 
 
@@ -222,7 +222,7 @@ def test_the_pool_is_copied_nowhere(name, optimized):
         cache = engine.runner.cache
         pages = np.zeros((1, 2, 64), np.int32)
         arguments = (cache, pages, np.int32(1), np.arange(4, dtype=np.int32), 16)
-        compiled = sharing._copy.lower(*arguments, engine.model.config).compile()
+        compiled = sharing.copy_lanes.lower(*arguments, engine.model.config.num_kv_heads).compile()
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.pool, cache.page_state)))
         return compiled.memory_analysis(), pool
 
