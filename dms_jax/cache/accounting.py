@@ -38,6 +38,10 @@ class Usage:
       cache_bytes: device bytes of this sequence at the end: its pages and the policy's state.
       peak_cache_bytes: the highest device bytes, with the pages reserved for the running chunk.
       host_bytes: bytes of values in host memory at the end (KCache), which the others leave out.
+      prefilled_tokens: tokens that were computed as a prompt for this request: all of its prompt,
+        or none if the prompt was read once for several requests, and this one was not the one that
+        it was read for. After a preemption, everything that is computed again counts again. The
+        other figures are those of a request that reads its prompt itself.
     """
 
     prompt_tokens: int
@@ -50,6 +54,7 @@ class Usage:
     cache_bytes: int
     peak_cache_bytes: int
     host_bytes: int = 0
+    prefilled_tokens: int = 0
 
 
 @dataclasses.dataclass
@@ -63,6 +68,7 @@ class Meter:
       held: the most entries held at once so far.
       live: live entries after the last token.
       peak_bytes: the most bytes so far.
+      prefilled: prompt tokens that were computed so far.
     """
 
     rows: int
@@ -71,6 +77,16 @@ class Meter:
     held: int = 0
     live: int = 0
     peak_bytes: int = 0
+    prefilled: int = 0
+
+    def fork(self, other: "Meter") -> None:
+        """Takes the use of an equal prompt that was read in another lane, except its bytes."""
+        self.reads, self.peak, self.held, self.live = (
+            other.reads,
+            other.peak,
+            other.held,
+            other.live,
+        )
 
     def add(
         self,
@@ -118,4 +134,5 @@ class Meter:
             cache_bytes=cache_bytes,
             peak_cache_bytes=max(self.peak_bytes, cache_bytes),
             host_bytes=host_bytes,
+            prefilled_tokens=self.prefilled,
         )

@@ -155,6 +155,12 @@ class HostValues:
         # Of two values for one slot, that of the later token comes last and wins.
         self._view[flat[mine]] = values[mine]
 
+    def copy(self, pages: Int[np.ndarray, "2 n"]) -> None:
+        """Copies the values of whole pages, (source, target); no program may be running."""
+        source, target = pages[:, pages[1] >= self.rows.first_page] - self.rows.first_page
+        by_page = self._view.reshape(-1, self.page_size, self._view.shape[-1])
+        by_page[target] = by_page[source]
+
     def delete(self) -> None:
         """Frees the host memory of the store."""
         self._view = np.zeros(0)

@@ -5,6 +5,8 @@ the page table as a NumPy array and one free list per shard of the pool; a call 
 operations, whatever the number of tokens.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 from jaxtyping import Int
 
@@ -43,6 +45,8 @@ class PageAllocator:
         self.table = np.full((*rows, 1), self.no_page, np.int32)
         first_layers, first_pages = first
         shards = sequence_shards * head_shards
+        self._shards = shards
+        self._lanes_per_shard = num_sequences // sequence_shards
         ends = [(first_pages, pages_per_shard)] + [(0, first_pages)] * bool(first_layers)
         self._free = [
             np.arange(start, end, dtype=np.int32)[::-1]
@@ -116,6 +120,30 @@ class PageAllocator:
         slots = self.reserved.astype(np.int64) * self.page_size
         slots[:, sequences] = 0
         self.trim(slots)
+
+    def shard_of(self, sequence: int) -> int:
+        """Returns the part of the sequences, of those that have pages of their own, that it is in.
+
+        Only sequences of one part can copy each other's pages.
+        """
+        return sequence // self._lanes_per_shard
+
+    def copies(self, source_of: Mapping[int, int]) -> list[Int[np.ndarray, "2 n"]]:
+        """Returns the (source, target) pages of each shard that make sequences equal to others.
+
+        Args:
+          source_of: sequence -> the sequence whose pages it copies; it has as many reserved.
+        """
+        targets, sources = list(source_of), list(source_of.values())
+        counts = np.zeros_like(self.reserved)
+        counts[:, targets] = self.reserved[:, targets]
+        source_row = np.arange(counts.size).reshape(counts.shape)
+        source_row[:, targets] = source_row[:, sources]
+        rows, columns = _cells(np.zeros_like(counts), counts)
+        table = self.table.reshape(-1, self.table.shape[-1])
+        pairs = np.stack([table[source_row.ravel()[rows], columns], table[rows, columns]])
+        shard = self._shard.ravel()[rows] % self._shards
+        return [pairs[:, shard == number] for number in range(self._shards)]
 
     def table_of_width(self, width: int) -> Int[np.ndarray, "L B K M"]:
         """Returns the table with exactly `width` columns, so that compiled shapes seldom change."""

@@ -43,6 +43,8 @@ def evaluate(
 ) -> Result:
     """Answers problems with a cache that holds only what the policy keeps, and scores the answers.
 
+    The chains of a problem that start together read its prompt once; see `dms_jax.generate`.
+
     Args:
       model: a model with a tokenizer.
       task: one task, or several whose problems alternate: problem i is number i // n of task

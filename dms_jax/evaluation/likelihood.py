@@ -3,12 +3,13 @@
 The context is prefilled as a prompt, with whatever the policy evicts at its end; the continuation
 is teacher-forced, one decode step per token. So a policy does what it would do if the model had
 generated the continuation itself. Work that several continuations share is done once: a context
-whose continuations have one token each (the letters of a multiple-choice question) takes one
+is read in one lane and copied to those of its other continuations (`generation/sharing.py`), and
+one whose continuations have one token each (the letters of a multiple-choice question) takes one
 sequence and no decode step.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dms_jax.cache.accounting import Meter
 from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.evaluation.serving import Serving, prefill_tokens
+from dms_jax.generation import sharing
 from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.programs import bucket
@@ -161,9 +163,15 @@ def likelihoods(
     if not sequences:
         return []
     done: dict[int, Likelihood] = {}
-    # Sequences of similar lengths share a program. The longest come first, so that too little
-    # memory shows at once.
-    waiting = sorted(sequences.values(), key=lambda each: (-each.length, each.context, each.read))
+    # Sequences of one context follow each other, so that it is read once, and those of similar
+    # lengths share a program. The longest come first, so that too little memory shows at once.
+    longest_of: dict[Tokens, int] = {}
+    for each in sequences.values():
+        longest_of[each.context] = max(longest_of.get(each.context, 0), each.length)
+    waiting = sorted(
+        sequences.values(),
+        key=lambda each: (-longest_of[each.context], each.context, -each.length, each.read),
+    )
     longest = waiting[0].length + 1
     engine = serving.engine(model, policy, sequences=len(waiting), max_tokens=longest)
     with keep_finished(lambda: done), engine.runner.working():
@@ -182,7 +190,7 @@ def _batch(engine: Engine, waiting: Sequence[_Sequence]) -> list[_Sequence]:
     """The first sequences that fit the lanes and the pool together, at least one."""
     runner = engine.runner
     extra = np.zeros(len(runner.seen), np.int64)
-    runner.raise_max_length(waiting[0].length + 1)
+    runner.raise_max_length(max(each.length for each in waiting[: len(extra)]) + 1)
     for lane, each in enumerate(waiting[: len(extra)]):
         extra[lane] = each.length
         if lane and not runner.fits(extra, prompt=True):
@@ -200,10 +208,17 @@ def _run(engine: Engine, batch: Sequence[_Sequence], most: int) -> list[float]:
         engine.options.prefill_chunk, max(8, bucket(max(len(each.context) for each in batch)))
     )
     together = max(1, most // width)
-    for first in range(0, len(batch), together):
-        lanes = range(first, min(first + together, len(batch)))
-        for parts, ends in _prompt_parts(batch, lanes, width):
-            _run_tokens(engine, batch, meters, parts, width=width, ends=ends)
+    sharers = _sharers(engine, batch)
+    readers = list(sharers)
+    for first in range(0, len(readers), together):
+        for parts, ends in _prompt_parts(batch, readers[first : first + together], width):
+            ending = {lane: sharers[lane] for lane in ends}
+            _run_tokens(engine, batch, meters, parts, width=width, ending=ending)
+    copied = {lane: source for source, lanes in sharers.items() for lane in lanes[1:]}
+    for lane, source in copied.items():
+        meters[lane].fork(meters[source])
+    if copied := {lane: source for lane, source in copied.items() if batch[lane].read}:
+        sharing.fork(runner, copied)
     for step in range(max(len(each.read) for each in batch)):
         parts = {
             lane: np.asarray(each.read[step : step + 1], np.int32)
@@ -215,8 +230,17 @@ def _run(engine: Engine, batch: Sequence[_Sequence], most: int) -> list[float]:
     return [meter.peak / rows for meter in meters]
 
 
+def _sharers(engine: Engine, batch: Sequence[_Sequence]) -> dict[int, list[int]]:
+    """The lanes that read a context, each with those that share it, itself first."""
+    lanes: dict[Hashable, list[int]] = {}
+    for lane, each in enumerate(batch):
+        same = sharing.reading(engine.runner, lane, each.context, each.length + 1)
+        lanes.setdefault(same, []).append(lane)
+    return {each[0]: each for each in lanes.values()}
+
+
 def _prompt_parts(
-    batch: Sequence[_Sequence], lanes: range, width: int
+    batch: Sequence[_Sequence], lanes: Sequence[int], width: int
 ) -> Iterator[tuple[dict[int, np.ndarray], list[int]]]:
     """Chunks of the contexts, and the lanes whose context each chunk completes."""
     longest = max(len(batch[lane].context) for lane in lanes)
@@ -236,7 +260,7 @@ def _run_tokens(
     parts: dict[int, np.ndarray],
     *,
     width: int,
-    ends: Sequence[int] = (),
+    ending: Mapping[int, Sequence[int]] | None = None,
     step: int | None = None,
 ) -> None:
     """Runs the next tokens of some lanes, and scores the tokens that follow them.
@@ -247,7 +271,7 @@ def _run_tokens(
       meters: the meter of each lane.
       parts: lane -> its next tokens.
       width: tokens per lane in the compiled chunk.
-      ends: lanes whose context is complete after these tokens.
+      ending: lanes whose context is complete after these tokens, with the lanes that share it.
       step: position of the tokens in the continuations; None for contexts.
     """
     runner, prompt = engine.runner, step is None
@@ -260,15 +284,19 @@ def _run_tokens(
             "Give it more memory (memory=), a smaller page_size, or a policy that keeps less."
         )
     runner.reserve(extra, prompt=prompt)
-    extended = runner.extend(parts, width=width, prompt=prompt, ends_prompt=ends)
+    ending = ending or {}
+    extended = runner.extend(parts, width=width, prompt=prompt, ends_prompt=ending)
     runner.trim()
     for lane in parts:
         meters[lane].add(extended.live[lane], held=extended.held[lane])
-    looking = ends if step is None else parts
+    looking = ending if step is None else {lane: [lane] for lane in parts}
     place = 0 if step is None else step + 1  # in the continuation, of the token that follows
-    wanted = {lane: _targets(batch[lane], place) for lane in looking}
-    if not wanted:
+    if not looking:
         return
+    wanted = {
+        lane: [token for sharer in sharers for token in _targets(batch[sharer], place)]
+        for lane, sharers in looking.items()
+    }
     lanes = extended.lanes.tolist()
     targets = np.zeros((len(lanes), bucket(max(map(len, wanted.values())))), np.int32)
     for lane, tokens in wanted.items():
@@ -277,9 +305,12 @@ def _run_tokens(
         logprobs, greedy = jax.tree.map(
             np.asarray, _score(engine.model.transformer, extended.hidden, targets)
         )
-    for lane, tokens in wanted.items():
-        row = lanes.index(lane)
-        _record(batch[lane], place, logprobs[row, : len(tokens)], greedy[row, : len(tokens)])
+    for lane, sharers in looking.items():
+        row, start = lanes.index(lane), 0
+        for sharer in sharers:
+            end = start + len(_targets(batch[sharer], place))
+            _record(batch[sharer], place, logprobs[row, start:end], greedy[row, start:end])
+            start = end
 
 
 def _targets(sequence: _Sequence, place: int) -> list[int]:

@@ -80,6 +80,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
         cache_bytes=total("cache_bytes"),
         peak_cache_bytes=total("peak_cache_bytes"),
         host_bytes=total("host_bytes"),
+        prefilled_tokens=total("prefilled_tokens"),
     )
 
 
@@ -96,6 +97,11 @@ def generate(
     **options: Unpack[EngineKeywords],
 ) -> Generation:
     """Completes prompts from a paged cache that holds only what the policy keeps.
+
+    Equal prompts are read once, and their chains differ from the first token on (they draw with
+    seeds of their own). Answers and figures are those of prompts that are read one by one, except
+    `Usage.prefilled_tokens`; those that start later than the first ones, for want of lanes or
+    memory, read the prompt again.
 
     The random draws of a request do not depend on the rest of the batch, nor on memory, lanes or
     chunks. Its logits do, through the rounding of sums, which can change an answer where two next

@@ -2,15 +2,33 @@
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from typing import Any, Unpack
 
-from dms_jax.checks import check_keywords, show_options
+import numpy as np
+
+from dms_jax.checks import Whole, check, check_keywords, require, show_options
 from dms_jax.errors import DataError
 from dms_jax.generation.calls import unless_busy
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.options import EngineKeywords, EngineOptions
-from dms_jax.generation.prompts import check_call, encode_prompt, is_chat, text_after_answer
-from dms_jax.generation.requests import Completion, OnTokens, Prompt, Turn, make_request
+from dms_jax.generation.programs import bucket
+from dms_jax.generation.prompts import (
+    check_call,
+    check_list,
+    encode_prompt,
+    is_chat,
+    text_after_answer,
+)
+from dms_jax.generation.requests import (
+    Completion,
+    OnTokens,
+    Past,
+    Prompt,
+    Turn,
+    make_request,
+    make_requests,
+)
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
@@ -23,7 +41,7 @@ class _History:
     Attributes:
       past: the prompts and answers in the cache.
       before: the last token of the last answer, which is not in the cache yet.
-      messages: the chat messages up to the last answer; None once a turn was no chat.
+      messages: the chat messages up to the last answer; None once something was no chat.
       turns: the completions so far.
     """
 
@@ -31,6 +49,16 @@ class _History:
     before: tuple[int, ...] = ()
     messages: tuple[Any, ...] | None = ()
     turns: tuple[Completion, ...] = ()
+
+    @property
+    def seen(self) -> int:
+        """Number of tokens in the cache."""
+        return sum(len(turn.tokens) for turn in self.past)
+
+    def with_context(self, tokens: list[int], max_length: int) -> "_History":
+        """Returns the history with a text that nothing answers."""
+        turn = Turn([*self.before, *tokens], True, max_length)
+        return dataclasses.replace(self, past=(*self.past, turn), before=(), messages=None)
 
     def with_turn(
         self, prompt: Prompt, tokens: list[int], max_length: int, completion: Completion
@@ -59,9 +87,11 @@ class Conversation:
       model: from `load` or `retrofit`.
       policy: the cache policy; None for the one that the checkpoint declares.
       max_tokens: length of the whole conversation; None for all of the model's positions.
+      branches: the most questions of `ask` that are answered at a time. Each takes as much memory
+        as the conversation.
       memory, chunk, **options: see `dms_jax.generation.EngineOptions`.
 
-    It answers one call of `say` at a time: a second one, from another thread or from inside a
+    It answers one call at a time: a second one, from another thread or from inside a
     callback, raises BusyError and changes nothing.
     """
 
@@ -72,6 +102,7 @@ class Conversation:
         policy: Policy | None = None,
         *,
         max_tokens: int | None = None,
+        branches: int = 0,
         memory: float | int | None = None,
         chunk: int = 32,
         **options: Unpack[EngineKeywords],
@@ -80,7 +111,7 @@ class Conversation:
         self._engine = Engine(
             model,
             policy,
-            num_lanes=1,
+            num_lanes=1 + check("branches", branches, Whole),
             max_tokens=max_tokens,
             memory=memory,
             chunk=chunk,
@@ -117,23 +148,83 @@ class Conversation:
         with unless_busy(self._lock, "The conversation"):
             engine, history = self._engine, self._history
             tokens = self._encode(prompt)
-            past = sum(len(turn.tokens) for turn in history.past)
             (seed,) = sampling.seeds(1)
-            request = make_request(
-                engine.model.config, tokens, sampling, seed=seed, before=history.before, seen=past
-            )
-            if engine.runner.dirty or int(engine.runner.seen[0]) != past:
-                engine.replay(history.past)
+            past = Past(history.before, history.seen)
+            request = make_request(engine.model.config, tokens, sampling, seed=seed, past=past)
+            self._recall()
             (completion,) = engine.serve([request], sampling, on_tokens, keep=True)
             # After an interrupt before this line the cache holds more than the history, and the
             # next turn recomputes it.
             self._history = history.with_turn(prompt, tokens, request.max_length, completion)
         return completion
 
+    def read(self, context: Prompt) -> None:
+        """Appends a text to the conversation that nothing answers, for questions to follow.
+
+        The policy treats it as a prompt, and may evict at its end; a budget that is a share of the
+        longest length is one of the conversation up to here.
+
+        Raises:
+          DataError: the text is malformed, or chat messages, or leaves no position for an answer.
+          CapacityError: the conversation outgrows its memory.
+          BusyError: a turn is being answered.
+        """
+        with unless_busy(self._lock, "The conversation"):
+            engine, history = self._engine, self._history
+            if is_chat(context):
+                raise DataError("Chat messages are answered: give them to say or ask, not to read.")
+            tokens = self._encode(context)
+            past = Past(history.before, history.seen)
+            request = make_request(
+                engine.model.config, tokens, Sampling(max_new_tokens=1), past=past
+            )
+            history = history.with_context(tokens, request.max_length - 1)
+            self._recall()
+            _read_turns(engine, history.past[-1:])
+            self._history = history
+
+    def ask(
+        self,
+        questions: Sequence[Prompt],
+        *,
+        sampling: Sampling | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> list[Completion]:
+        """Answers questions, each as if it were said next; the conversation stays as it is.
+
+        What the conversation holds is not read again: each question continues a copy of its cache,
+        `branches` of them at a time.
+
+        Raises:
+          ConfigError: the conversation was made without `branches`.
+          DataError, CapacityError, BusyError: see `say`.
+        """
+        check_list(questions, "questions")
+        sampling = check_call(sampling, on_tokens)
+        with unless_busy(self._lock, "The conversation"):
+            engine, history = self._engine, self._history
+            require(
+                len(engine.runner.seen) > 1,
+                "Conversation.ask needs room for copies of the cache: give Conversation the number "
+                "of questions to answer at a time (branches=).",
+            )
+            tokens = [self._encode(question) for question in questions]
+            past = Past(history.before, history.seen, base=0)
+            requests = make_requests(engine.model.config, tokens, sampling, past)
+            self._recall()
+            return engine.serve(requests, sampling, on_tokens)
+
+    def _recall(self) -> None:
+        """Recomputes the past if the cache does not hold it after an interrupt."""
+        runner, history = self._engine.runner, self._history
+        if runner.dirty or int(runner.seen[0]) != history.seen:
+            runner.restart()
+            _read_turns(self._engine, history.past)
+
     def _encode(self, prompt: Prompt) -> list[int]:
         model, history = self._engine.model, self._history
-        if not history.turns or not is_chat(prompt):
-            return encode_prompt(model, prompt, continuing=bool(history.turns))
+        if not history.past or not is_chat(prompt):
+            return encode_prompt(model, prompt, continuing=bool(history.past))
         if history.messages is None:
             raise DataError(
                 "The conversation began with plain text or token ids, which chat messages cannot "
@@ -143,3 +234,24 @@ class Conversation:
         tokens = model.tokenizer.encode(text, add_special_tokens=False)
         # The answer's end token is in the template as well as among the generated tokens.
         return tokens[1:] if list(history.before) == tokens[:1] else tokens
+
+
+def _read_turns(engine: Engine, turns: Sequence[Turn]) -> None:
+    """Computes turns of a conversation in lane 0, behind what it holds.
+
+    Raises:
+      CapacityError: the pool does not hold the turns.
+    """
+    runner, most = engine.runner, engine.options.prefill_chunk
+    extra = np.zeros(len(runner.seen), np.int64)
+    with runner.working():
+        for turn in turns:
+            runner.set_max_lengths({0: turn.max_length})
+            for start in range(0, len(turn.tokens), most):
+                part = np.asarray(turn.tokens[start : start + most], np.int32)
+                extra[0] = len(part)
+                runner.reserve(extra, prompt=turn.prompt)
+                ends = [0] if turn.prompt and start + most >= len(turn.tokens) else []
+                width = min(most, max(8, bucket(len(part))))
+                runner.extend({0: part}, width=width, prompt=turn.prompt, ends_prompt=ends)
+                runner.trim()

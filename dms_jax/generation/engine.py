@@ -1,15 +1,17 @@
 """The scheduler: which sequences are in the cache, and what runs next.
 
 A request waits, is admitted to a lane when the pool can hold the first chunk of its prompt, is
-prefilled in chunks, and decodes in chunks until it ends. The pages that a chunk may need are
-reserved before it runs. If they do not fit, the youngest running request is preempted: it returns
-to the queue with its tokens and is recomputed later, the prompt as a prompt and the answer as an
-answer, so that every policy decides as it did before.
+prefilled in chunks, and decodes in chunks until it ends. Of equal prompts that are admitted
+together one is prefilled, and copied to the lanes of the others as far as the pool holds them.
+
+The pages that a chunk may need are reserved before it runs. If they do not fit, the youngest
+running request is preempted: it returns to the queue with its tokens and is recomputed later, the
+prompt as a prompt and the answer as an answer, so that every policy decides as it did before.
 """
 
 import collections
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Unpack
 
 import jax
@@ -17,6 +19,7 @@ import numpy as np
 
 from dms_jax.checks import Whole, check, show_options
 from dms_jax.errors import CapacityError, ConfigError
+from dms_jax.generation import sharing
 from dms_jax.generation.calls import keep_finished, unless_busy
 from dms_jax.generation.memory import out_of_memory, pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
@@ -28,7 +31,6 @@ from dms_jax.generation.requests import (
     OnTokens,
     Prompt,
     Request,
-    Turn,
     check_finite,
     completion_of,
     finished,
@@ -98,6 +100,7 @@ class Engine:
         self._room = Room(self.runner, self.chunk, self.options.prefill_chunk)
         self._lock = threading.Lock()
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
+        self._bases: set[int] = set()  # lanes whose sequences requests continue in copies
         self._cancelled: set[int] = set()  # indices of requests to end early
         self._keys = np.zeros((num_lanes, *request_keys([0], [0]).shape[1:]), np.uint32)
         self._last_tokens = np.zeros(num_lanes, np.int32)
@@ -195,6 +198,7 @@ class Engine:
         # Stop strings are found between chunks; a conversation must not cache tokens after one.
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
         waiting, self._running = collections.deque(requests), {}
+        self._bases = {request.base for request in requests if request.base is not None}
         try:
             with self.runner.working():
                 while waiting or self._running:
@@ -211,28 +215,6 @@ class Engine:
                 "use fewer lanes or a smaller prefill_chunk."
             ) from error
 
-    def replay(self, turns: Sequence[Turn]) -> None:
-        """Clears the cache and recomputes the turns of a conversation in lane 0.
-
-        Raises:
-          CapacityError: the pool does not hold the turns.
-        """
-        runner = self.runner
-        runner.restart()
-        extra = np.zeros(len(runner.seen), np.int64)
-        with runner.working():
-            for turn in turns:
-                runner.set_max_lengths({0: turn.max_length})
-                for start in range(0, len(turn.tokens), self.options.prefill_chunk):
-                    end = start + self.options.prefill_chunk
-                    part = np.asarray(turn.tokens[start:end], np.int32)
-                    extra[0] = len(part)
-                    runner.reserve(extra, prompt=turn.prompt)
-                    width = min(self.options.prefill_chunk, max(8, bucket(len(part))))
-                    ends = [0] if turn.prompt and end >= len(turn.tokens) else []
-                    runner.extend({0: part}, width=width, prompt=turn.prompt, ends_prompt=ends)
-                    runner.trim()
-
     def _admit(self, waiting: collections.deque[Request], sampling: Sampling) -> None:
         """Moves waiting requests into free lanes and prefills them."""
         extra = np.zeros(self.runner.lengths.shape, np.int64)
@@ -240,15 +222,26 @@ class Engine:
             extra[:, lane] = min(self.chunk, request.remaining)
         prompts: dict[int, list[int]] = {}
         answers: dict[int, list[int]] = {}
-        placed = self._room.place_all(waiting, self._running, extra)
+        readers: dict[Hashable, int] = {}  # the lane that reads a prompt
+        source_of: dict[int, int] = {}  # lane -> the lane that reads its prompt for it
+        continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
+        taken = self._running.keys() | self._bases
+        placed = self._room.place_all(waiting, taken, extra)
         while waiting:
             request = waiting[0]
-            lane = placed.popleft() if placed else self._room.place(request, self._running, extra)
+            lane = placed.popleft() if placed else self._room.place(request, taken, extra)
             if lane is None:
                 if not self._running:
                     raise self._room.too_small(request, "the first chunk")
                 break
             self._running[lane] = waiting.popleft()
+            taken.add(lane)
+            shared = sharing.prompt_of(self.runner, request, lane)
+            if shared is not None and readers.setdefault(shared, lane) != lane:
+                source_of[lane] = readers[shared]
+                continue
+            if request.base is not None:
+                continued[lane] = request.base
             # A preempted request recomputes its answer as an answer, if the policy distinguishes
             # it from a prompt. Its last token has never been in the cache.
             past = request.generated[:-1]
@@ -259,28 +252,60 @@ class Engine:
                 answers[lane] = past
         if not prompts:
             return
-        started = [self._running[lane] for lane in prompts]
-        keys = request_keys([r.seed for r in started], [r.copy for r in started])
-        self._keys[list(prompts)] = keys
-        self.runner.set_max_lengths({lane: self._running[lane].max_length for lane in prompts})
-        self._prefill(prompts, waiting, sampling, prompt=True)
+        started = {lane: self._running[lane] for lane in (*prompts, *source_of)}
+        keys = request_keys(
+            [request.seed for request in started.values()],
+            [request.copy for request in started.values()],
+        )
+        self._keys[list(started)] = keys
+        self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
+        if continued:
+            sharing.fork(self.runner, continued)
+        self._prefill(prompts, waiting, sampling, source_of)
         answers = {lane: tokens for lane, tokens in answers.items() if lane in self._running}
         if answers:
-            self._prefill(answers, waiting, sampling, prompt=False)
-        for lane in prompts:
+            self._prefill(answers, waiting, sampling, None)
+        self._fork(source_of, waiting)
+        for lane in started:
             if lane in self._running:
                 self._last_tokens[lane] = self._running[lane].generated[-1]
+
+    def _fork(self, source_of: dict[int, int], waiting: collections.deque[Request]) -> None:
+        """Copies prompts to the lanes that share them, as far as they fit beside the next chunk."""
+        runner = self.runner
+        source_of = {lane: source for lane, source in source_of.items() if lane in self._running}
+        extra = np.zeros(runner.lengths.shape, np.int64)
+        for lane, request in self._running.items():
+            extra[:, lane] = min(self.chunk, request.remaining)
+        for lane, source in source_of.items():
+            extra[:, lane] += runner.lengths[:, source]
+        while source_of and not runner.fits(extra):
+            lane, source = source_of.popitem()
+            request = self._running.pop(lane)
+            request.slots = runner.lengths[:, source].copy()
+            waiting.appendleft(request)
+            extra[:, lane] = 0
+        if source_of:
+            sharing.fork(runner, source_of)
+            for lane, source in source_of.items():
+                self._running[lane].meter.fork(self._running[source].meter)
 
     def _prefill(
         self,
         todo: dict[int, list[int]],
         waiting: collections.deque[Request],
         sampling: Sampling,
-        *,
-        prompt: bool,
+        source_of: dict[int, int] | None,
     ) -> None:
-        """Runs tokens of several lanes through the cache and draws the token after a prompt."""
-        runner = self.runner
+        """Runs tokens of several lanes through the cache and draws the tokens after prompts.
+
+        Args:
+          todo: lane -> its tokens.
+          waiting: the queue to which preempted requests return.
+          sampling: how tokens are drawn.
+          source_of: lane -> the lane that reads its prompt for it; None if these are no prompts.
+        """
+        runner, prompt = self.runner, source_of is not None
         width = min(self.options.prefill_chunk, max(8, bucket(max(map(len, todo.values())))))
         done = dict.fromkeys(todo, 0)
         while True:
@@ -304,21 +329,24 @@ class Engine:
             extended = runner.extend(parts, width=width, prompt=prompt, ends_prompt=ends)
             for lane, part in parts.items():
                 done[lane] += len(part)
-                self._running[lane].meter.add(extended.live[lane], held=extended.held[lane])
+                meter = self._running[lane].meter
+                meter.add(extended.live[lane], held=extended.held[lane])
+                meter.prefilled += len(part)
             self._record_peak_bytes()
             runner.trim()
-            drawing = [
-                lane
-                for lane in parts
-                if done[lane] == len(todo[lane]) and not self._running[lane].generated
-            ]
+            drawing = {lane: lane for lane in ends if not self._running[lane].generated}
+            drawing |= {
+                lane: source
+                for lane, source in (source_of or {}).items()
+                if source in ends and lane in self._running and not self._running[lane].generated
+            }
             if drawing:
-                tokens, logprobs = runner.first_tokens(extended, self._keys, sampling.filter)
-                for lane in drawing:
+                drawn = sharing.first_tokens(runner, extended, drawing, self._keys, sampling.filter)
+                for lane, (token, logprob) in drawn.items():
                     request = self._running[lane]
-                    check_finite(request, logprobs[lane])
-                    request.generated.append(tokens[lane])
-                    request.logprobs.append(logprobs[lane])
+                    check_finite(request, logprob)
+                    request.generated.append(token)
+                    request.logprobs.append(logprob)
 
     def _reserve_or_preempt(
         self, extra: np.ndarray, waiting: collections.deque[Request], *, prompt: bool

@@ -238,11 +238,16 @@ def extend(
 
 @jax.jit
 def sample_hidden(
-    transformer: Transformer, hidden: Array, keys: Array, positions: Array, rule: Filter
+    transformer: Transformer,
+    hidden: Float[Array, "b E"],
+    rows: Int[Array, " c"],
+    keys: UInt32[Array, "c n"],
+    positions: Int[Array, " c"],
+    rule: Filter,
 ) -> tuple[Array, Array]:
-    """Samples tokens from hidden states [b, E], with random key data [b, n]."""
-    keys = jax.random.wrap_key_data(keys)
-    return sample(transformer.unembed(hidden), keys, positions, rule)
+    """Samples c tokens, each from the hidden state of one of the rows, with random key data."""
+    logits = transformer.unembed(hidden)[rows]
+    return sample(logits, jax.random.wrap_key_data(keys), positions, rule)
 
 
 @functools.partial(

@@ -69,10 +69,12 @@ class Request:
       max_length: length that the sequence can reach: its past, its prompt and its longest answer.
       before: tokens before the prompt that are not in the cache yet (the last of a conversation).
       seen: tokens of a conversation's earlier turns, which are in the cache.
+      base: the lane that holds those turns, if it must stay as it is: the request continues a copy.
       generated: token ids generated so far; the last one is not in the cache yet.
       logprobs: the log-probability of each of them.
       live, reads: totals over the rows at each decode step; the steps ran generated[:-1].
-      slots: slots in use per row when it was last preempted; it needs as many to continue.
+      slots: slots in use per row when it was last preempted, or after a prompt that it shares and
+        that did not fit; it needs as many to continue.
       text: text so far.
       reported_tokens: generated tokens that were streamed.
       finish_reason: None while it runs; then see `Completion`.
@@ -88,6 +90,7 @@ class Request:
     meter: Meter
     before: list[int] = dataclasses.field(default_factory=list)
     seen: int = 0
+    base: int | None = None
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     live: list[int] = dataclasses.field(default_factory=list)
@@ -121,8 +124,24 @@ class Turn:
     max_length: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """What a request continues.
+
+    Attributes:
+      before, seen, base: see `Request`.
+    """
+
+    before: tuple[int, ...] = ()
+    seen: int = 0
+    base: int | None = None
+
+
+NOTHING = Past()
+
+
 def make_requests(
-    config: ModelConfig, prompts: Sequence[list[int]], sampling: Sampling
+    config: ModelConfig, prompts: Sequence[list[int]], sampling: Sampling, past: Past = NOTHING
 ) -> list[Request]:
     """Builds a request from the token ids of each prompt; copies of a prompt draw differently.
 
@@ -134,8 +153,8 @@ def make_requests(
     requests = []
     seeds = sampling.seeds(len(prompts))
     for index, (tokens, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        copy = copies[seed, *tokens]
-        requests.append(make_request(config, tokens, sampling, index=index, seed=seed, copy=copy))
+        which = dict(index=index, seed=seed, copy=copies[seed, *tokens])
+        requests.append(make_request(config, tokens, sampling, **which, past=past))
         copies[seed, *tokens] += 1
     return requests
 
@@ -148,8 +167,7 @@ def make_request(
     index: int = 0,
     seed: int = 0,
     copy: int = 0,
-    before: Sequence[int] = (),
-    seen: int = 0,
+    past: Past = NOTHING,
 ) -> Request:
     """Builds a request; see `Request` for its arguments.
 
@@ -157,17 +175,17 @@ def make_request(
       DataError: the prompt leaves no position for an answer.
     """
     positions = config.max_position_embeddings
-    past = seen + len(before)
-    room = positions - past - len(prompt)
+    held = past.seen + len(past.before)
+    room = positions - held - len(prompt)
     if room < 1:
         what = f"Prompt {index} has {len(prompt)} tokens"
-        if past:
-            what = f"The conversation has {past} tokens and the new prompt {len(prompt)}"
+        if held:
+            what = f"The conversation has {held} tokens and the new prompt {len(prompt)}"
         raise DataError(
             f"{what}, which leaves no room for an answer in the model's {positions} positions. "
             + (
-                f"Shorten it to at most {positions - past - 1} tokens."
-                if past < positions - 1
+                f"Shorten it to at most {positions - held - 1} tokens."
+                if held < positions - 1
                 else "Start a new conversation."
             )
         )
@@ -178,10 +196,11 @@ def make_request(
         seed=seed,
         copy=copy,
         max_new_tokens=max_new_tokens,
-        max_length=past + len(prompt) + max_new_tokens,
+        max_length=held + len(prompt) + max_new_tokens,
         meter=Meter(rows=config.num_layers * config.num_kv_heads),
-        before=list(before),
-        seen=seen,
+        before=list(past.before),
+        seen=past.seen,
+        base=past.base,
     )
 
 

@@ -49,7 +49,8 @@ class Room:
             if request is None:
                 return
             alone = np.zeros(self.runner.lengths.shape, np.int64)
-            alone[:, 0] = slots(request)
+            lane = next(lane for lane in range(alone.shape[1]) if lane != request.base)
+            alone[:, lane] = slots(request) + self._continued(request)
             if not self.runner.fits(alone, prompt=True):
                 raise self.too_small(request, what)
 
@@ -76,7 +77,10 @@ class Room:
     def place(self, request: Request, taken: Container[int], extra: np.ndarray) -> int | None:
         """Returns a free lane in which the next chunks of a request fit; sets `extra` to them."""
         needed = self._needed(request)
+        shard_of = self.runner.allocator.shard_of
         for lane in self.runner.open_lanes(taken):
+            if request.base is not None and shard_of(lane) != shard_of(request.base):
+                continue
             extra[:, lane] = needed
             if self.runner.fits(extra, prompt=True):
                 return lane
@@ -98,10 +102,16 @@ class Room:
 
     def _needed(self, request: Request) -> np.ndarray:
         """Returns the slots [L, K] that the first chunks of a request can take."""
-        needed = np.full_like(self.runner.lengths[:, 0], self._first_slots(request))
+        needed = self._continued(request) + self._first_slots(request)
         if request.slots is None:
             return needed
         return np.maximum(needed, request.slots + min(self.chunk, request.remaining))
+
+    def _continued(self, request: Request) -> np.ndarray:
+        """Returns the slots [L, K] of the sequence that a request continues in a copy."""
+        if request.base is None:
+            return np.zeros_like(self.runner.lengths[:, 0])
+        return self.runner.lengths[:, request.base]
 
     def _first_slots(self, request: Request) -> int:
         first = min(len(request.before) + len(request.prompt), self.prefill_chunk)

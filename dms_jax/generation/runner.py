@@ -204,8 +204,8 @@ class Runner:
                 lanes.append((-len(free), free[0]))
         return [lane for _, lane in sorted(lanes)]
 
-    def reserve(self, extra: Int[np.ndarray, " B"], *, prompt: bool = False) -> None:
-        """Reserves pages for `extra` more tokens per lane, or raises CapacityError."""
+    def reserve(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> None:
+        """Reserves pages for `extra` more tokens per lane, or per row, or raises CapacityError."""
         self.allocator.reserve(self.slots_after(extra, prompt=prompt))
 
     def trim(self) -> None:
@@ -314,21 +314,6 @@ class Runner:
                 if lane in tokens
             },
             held=held,
-        )
-
-    def first_tokens(
-        self, extended: Extended, keys: UInt32[np.ndarray, "B n"], rule: Filter
-    ) -> tuple[dict[int, int], dict[int, float]]:
-        """Samples the token after the last one of each lane; returns it and its log-probability."""
-        index = np.minimum(extended.lanes, len(self.seen) - 1)
-        with use_mesh(self.model.mesh):
-            tokens, logprobs = programs.sample_hidden(
-                self.model.transformer, extended.hidden, keys[index], self.seen[index], rule
-            )
-        lanes = extended.lanes.tolist()
-        return (
-            dict(zip(lanes, np.asarray(tokens).tolist(), strict=True)),
-            dict(zip(lanes, np.asarray(logprobs).tolist(), strict=True)),
         )
 
     def decode(

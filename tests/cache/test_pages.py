@@ -129,3 +129,30 @@ def test_the_table_comes_in_any_width_that_holds_it():
     chex.assert_trees_all_equal(pages.table_of_width(3), wide[..., :3])
     with pytest.raises(CapacityError, match="more than 2 pages"):
         pages.table_of_width(2)
+
+
+def test_the_pages_of_copies():
+    """Two layers, four sequences over two shards of two, two heads over two shards."""
+    pages = PageAllocator(
+        num_layers=2,
+        num_sequences=4,
+        num_kv_heads=2,
+        pages_per_shard=12,
+        page_size=3,
+        sequence_shards=2,
+        head_shards=2,
+    )
+    assert [pages.shard_of(sequence) for sequence in range(4)] == [0, 0, 1, 1]
+    slots = np.zeros((2, 4, 2), np.int64)
+    slots[:, 0] = [[7, 1], [3, 0]]  # three pages and one; one and none
+    slots[:, 3] = [[2, 4], [0, 6]]
+    slots[:, 1], slots[:, 2] = slots[:, 0], slots[:, 3]
+    pages.reserve(slots)
+    copies = pages.copies({1: 0, 2: 3})
+    assert [each.shape for each in copies] == [(2, 4), (2, 1), (2, 1), (2, 4)]
+    for shard, (source, target) in enumerate(copies):
+        sequences = (0, 1) if shard < 2 else (3, 2)
+        held = [pages.table[:, sequence, shard % 2] for sequence in sequences]
+        own = [table[table < pages.no_page].tolist() for table in held]
+        assert [source.tolist(), target.tolist()] == own
+    assert all(each.shape == (2, 0) for each in pages.copies({}))

@@ -254,3 +254,37 @@ def test_texts_that_cannot_be_read(tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             perplexity(stories(), path, **options)
+
+
+SHARED = [(PAIRS[1][0], each) for each in ([3, 4, 5], [7], [3, 4, 9, 2], [8, 1])]
+
+
+@pytest.mark.parametrize("name", ["vanilla", "dms", "tova", "quest"])
+@pytest.mark.parametrize("lanes", [4, 2])
+def test_a_context_is_read_once_for_its_continuations(name, lanes, monkeypatch):
+    """Four continuations of a context of 27 tokens, two of which differ in their last token."""
+    from dms_jax.generation.runner import Runner
+
+    serving, read, extend = dataclasses.replace(SERVING, lanes=lanes), [], Runner.extend
+
+    def counted(self, tokens, **options):
+        read.append(sum(map(len, tokens.values())) if options["prompt"] else 0)
+        return extend(self, tokens, **options)
+
+    alone = [likelihoods(model_for(name), [pair], serving=serving)[0] for pair in SHARED]
+    monkeypatch.setattr(Runner, "extend", counted)
+    found = likelihoods(model_for(name), [*SHARED, PAIRS[0]], serving=serving)
+    assert_same(found[:-1], alone)
+    assert_same(found[-1:], likelihoods(model_for(name), PAIRS[:1], serving=serving))
+    contexts = -(-4 // lanes) * 27 + 2 * 8  # once for each set of lanes; then the other, twice
+    assert sum(read) == contexts
+
+
+def test_a_share_of_the_length_is_taken_of_a_shared_context_too():
+    policy = dms_jax.TOVA(compression_ratio=2)
+    serving = dataclasses.replace(SERVING, prefill_chunk=16)
+    pairs = [(PAIRS[1][0], [3, 4, 5]), (PAIRS[1][0], [3] * 13), (PAIRS[1][0], [9, 4, 5])]
+    found = likelihoods(stories(), pairs, policy=policy, serving=serving)
+    alone = [likelihoods(stories(), [pair], policy=policy, serving=serving)[0] for pair in pairs]
+    assert_same(found, alone)
+    assert found[0].peak_tokens < found[1].peak_tokens

@@ -208,3 +208,103 @@ def test_several_seeds_for_one_conversation_are_refused():
     conversation = dms_jax.Conversation(model_for("vanilla", ends=False), **SHAPE)
     with pytest.raises(ConfigError, match="2 seeds for 1 prompts"):
         conversation.say([5], sampling=dms_jax.Sampling(seed=[1, 2]))
+
+
+# -- questions about one context ---------------------------------------------------------------
+
+CASES = POLICIES | {
+    "snapkv": dms_jax.SnapKV(budget=12, window=4, interval=4),
+    "kcache": dms_jax.KCache(top=4, first_layers=1),
+}
+
+
+def said(model, policy, context, *turns):
+    """Returns the last answer of a conversation of its own."""
+    conversation = dms_jax.Conversation(model, policy, **SHAPE)
+    conversation.read(context)
+    for turn in turns:
+        completion = conversation.say(turn, sampling=SHORT)
+    return completion
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_questions_about_one_context_read_it_once(name, fed):
+    """Three questions in two branches equal three conversations, and the context stays."""
+    model, policy = model_for("vanilla", ends=False), CASES[name]
+    context, *questions = prompts([17, 4, 9, 6])
+    expected = [said(model, policy, context, question) for question in questions]
+    conversation = dms_jax.Conversation(model, policy, branches=2, **SHAPE)
+    conversation.read(context)
+    fed.clear()
+    for _ in range(2):  # what is asked leaves nothing behind
+        answers = conversation.ask(questions, sampling=SHORT)
+        for found, want in zip(answers, expected, strict=True):
+            assert found.tokens == want.tokens
+            assert found.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+            for figure in ("kv_reads", "peak_tokens", "live_tokens", "prompt_tokens"):
+                assert getattr(found.usage, figure) == getattr(want.usage, figure)
+    assert sum(fed) == 2 * sum(map(len, questions))
+    assert conversation.turns == []
+    turn = conversation.say(questions[0], sampling=SHORT)
+    assert turn.tokens == expected[0].tokens
+    last = conversation.ask(questions[1:2], sampling=SHORT)
+    assert last[0].tokens == said(model, policy, context, *questions[:2]).tokens
+    assert len(conversation.turns) == 1
+
+
+def test_chains_of_one_question_read_it_once(fed):
+    conversation = dms_jax.Conversation(model_for("dms", ends=False), branches=4, **SHAPE)
+    context, question = prompts([17, 6])
+    conversation.read(context)
+    fed.clear()
+    sampling = dataclasses.replace(SHORT, temperature=1.0)
+    answers = conversation.ask([question] * 4, sampling=sampling)
+    assert sum(fed) == len(question)
+    assert [answer.usage.prefilled_tokens for answer in answers] == [6, 0, 0, 0]
+    assert len({tuple(answer.tokens) for answer in answers}) > 1
+
+
+def test_questions_that_do_not_fit_together_wait():
+    """Memory for the context and one question, though there are two branches."""
+    model = model_for("vanilla", ends=False)
+    context, *questions = prompts([17, 4, 9])
+    expected = [said(model, None, context, question) for question in questions]
+    memory = 7 * 20 * 2 * 16 * model.config.head_dim * 4
+    conversation = dms_jax.Conversation(model, branches=2, memory=memory, **SHAPE)
+    conversation.read(context)
+    answers = conversation.ask(questions, sampling=SHORT)
+    assert [answer.tokens for answer in answers] == [each.tokens for each in expected]
+    small = dms_jax.Conversation(model, branches=2, memory=memory * 3 // 7, **SHAPE)
+    small.read(context)
+    with pytest.raises(CapacityError, match=r"the prompt of prompt 1 \(26 tokens so far\)"):
+        small.ask(questions, sampling=SHORT)
+    assert small.say(questions[0], sampling=SHORT).tokens == expected[0].tokens
+
+
+def test_an_interrupted_question_leaves_the_conversation_as_it_was():
+    def interrupt(update):
+        raise KeyboardInterrupt
+
+    conversation = dms_jax.Conversation(model_for("dms", ends=False), branches=1, **SHAPE)
+    context, question = prompts([17, 4])
+    conversation.read(context)
+    (expected,) = conversation.ask([question], sampling=SHORT)
+    with pytest.raises(KeyboardInterrupt):
+        conversation.ask([question], sampling=SHORT, on_tokens=interrupt)
+    (found,) = conversation.ask([question], sampling=SHORT)
+    assert found.tokens == expected.tokens
+
+
+def test_what_cannot_be_asked_or_read(chatting):
+    conversation = dms_jax.Conversation(chatting, **SHAPE)
+    with pytest.raises(ConfigError, match="branches="):
+        conversation.ask([[5]], sampling=SHORT)
+    with pytest.raises(DataError, match="not to read"):
+        conversation.read(user("A cat"))
+    with pytest.raises(DataError, match="list of questions"):
+        conversation.ask("Who?", sampling=SHORT)
+    with pytest.raises(ConfigError, match="branches"):
+        dms_jax.Conversation(chatting, branches=-1)
+    conversation.read("A cat")
+    with pytest.raises(DataError, match="began with plain text"):
+        conversation.say(user("sat"), sampling=SHORT)

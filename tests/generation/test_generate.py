@@ -27,11 +27,14 @@ from tests.support.models import random_model, tiny_config
 EVERY_POLICY = pytest.mark.parametrize("name", POLICIES)
 
 
-def same_usage(left, right, *, bytes_too: bool = False) -> None:
-    """Only the bytes held (`bytes_too`) depend on chunks, pages and preemption."""
+# These depend on chunks, pages and preemption.
+COSTS = ("cache_bytes", "peak_cache_bytes", "host_bytes", "peak_held_tokens", "prefilled_tokens")
+
+
+def same_usage(left, right) -> None:
     left, right = dataclasses.asdict(left), dataclasses.asdict(right)
     for field in left:
-        if bytes_too or ("bytes" not in field and field != "peak_held_tokens"):
+        if field not in COSTS:
             assert left[field] == pytest.approx(right[field]), field
 
 

@@ -9,6 +9,7 @@ and no array is made, so models and pools can have real sizes. For TPU no device
 import json
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax.config import ModelConfig
-from dms_jax.generation import programs
+from dms_jax.generation import programs, sharing
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
@@ -54,6 +55,7 @@ SMALL_OPTIONS = {
 SCORERS = (ExpectedAttention, KeyDiff, Knorm, RandomSelection, SnapKV)
 SMALL_OPTIONS |= {kind: dict(budget=128, interval=64) for kind in SCORERS}
 BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
+COPIED_AT_A_TIME = 64  # pages
 
 
 def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
@@ -113,7 +115,22 @@ def on_gpu() -> NamedSharding:
 def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
     """Returns the pool's copies, aliasing and memory in a compiled chunk."""
     shapes = arguments(policy, num_layers=3, pool_factor=pool_factor, place=place)
-    compiled = programs.decode.lower(*shapes).compile()
+    return report_of(programs.decode.lower(*shapes).compile(), shapes)
+
+
+def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:
+    """Returns the same for the program that copies sequences to other lanes."""
+    shapes = arguments(policy, num_layers=3, pool_factor=pool_factor, place=place)
+    pages, blocks, lanes = (
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+        for shape in ((1, 2, 32 * COPIED_AT_A_TIME), (), (BATCH,))
+    )
+    lowered = sharing.copy_lanes.lower(shapes[1], pages, blocks, lanes, COPIED_AT_A_TIME, KV_HEADS)
+    return report_of(lowered.compile(), shapes)
+
+
+def report_of(compiled, shapes) -> dict:
+    """Returns the pool's copies, aliasing and memory in a compiled program over a cache."""
     pool, lines = shapes[1].k_pages, compiled.as_text().splitlines()
     text = f"bf16[{','.join(map(str, pool.shape))}]"
     # `copy` moves an array, `copy-start` does so while other work goes on.
@@ -156,7 +173,7 @@ def compile_seconds(num_layers: int) -> tuple[float, int]:
     return seconds, compiled.as_text().count(" = ")
 
 
-def memory_of_all(place: NamedSharding) -> dict:
+def memory_of_all(place: NamedSharding, memory_of: Callable = memory_of) -> dict:
     """Returns `memory_of` for every policy, with a pool and one of four times the size.
 
     XLA may move a smaller pool into a TPU's VMEM while it is used.
@@ -169,12 +186,14 @@ def memory_of_all(place: NamedSharding) -> dict:
 
 def main() -> None:
     if sys.argv[1:] == ["gpu"]:
-        print(json.dumps(dict(memory=memory_of_all(on_gpu()))))
+        place = on_gpu()
+        copies = memory_of_all(place, memory_of_copies)
+        print(json.dumps(dict(memory=memory_of_all(place), copies=copies)))
         return
-    memory = memory_of_all(on_tpu())
+    memory, copies = memory_of_all(on_tpu()), memory_of_all(on_tpu(), memory_of_copies)
     compile_seconds(2)  # warm-up: imports and tables of the compiler
     times = [[compile_seconds(layers) for layers in (4, 40)] for _ in range(3)]
-    print(json.dumps(dict(memory=memory, times=times)))
+    print(json.dumps(dict(memory=memory, copies=copies, times=times)))
 
 
 if __name__ == "__main__":

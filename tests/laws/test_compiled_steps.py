@@ -73,6 +73,27 @@ def test_no_copy_of_the_pool_in_a_decode_chunk_on_gpu(policy, report_on_gpu):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_copy_of_the_pool_where_sequences_are_copied_on_tpu(policy, report):
+    small, large = report["copies"][policy]
+    for one in (small, large):
+        assert one["copies"] == []
+        assert one["aliased"] >= one["pool_bytes"]
+    growth = large["pool_bytes"] - small["pool_bytes"]
+    numbers = large["slot_numbers"] - small["slot_numbers"]
+    # Numbers per slot change layout on the way in, and are padded to 128 slots a page.
+    assert large["temporary"] - small["temporary"] < growth / 50 + 2 * numbers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_copy_of_the_pool_where_sequences_are_copied_on_gpu(policy, report_on_gpu):
+    for one in report_on_gpu["copies"][policy]:
+        assert one["copies"] == []
+        assert one["aliased"] >= one["pool_bytes"]
+
+
+@pytest.mark.slow
 def test_compile_time_does_not_grow_with_depth(report, record_property):
     """Checks that ten times the layers compile to the same program in the same CPU time."""
     shallow, deep = ([pair[index] for pair in report["times"]] for index in (0, 1))

@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant(
         "evaluation: the prompt of a likelihood never ends",
         FOLDER + "likelihood.py",
-        "prompt=prompt, ends_prompt=ends)",
+        "prompt=prompt, ends_prompt=ending)",
         "prompt=prompt, ends_prompt=())",
         (f"{LIKELIHOOD}::test_a_prompt_ends_where_the_context_does",),
     ),

@@ -12,6 +12,8 @@ FOLDER = "dms_jax/generation/"
 SAMPLING = "tests/generation/test_sampling.py"
 MEMORY = "tests/generation/test_memory.py"
 GENERATE = "tests/generation/test_generate.py"
+SHARED = "tests/generation/test_shared_prompts.py"
+TALK = "tests/generation/test_conversation.py"
 
 MUTANTS = [
     Mutant(
@@ -59,11 +61,11 @@ MUTANTS = [
     Mutant(
         "generation: copies are told apart whatever their seeds",
         FOLDER + "requests.py",
-        """        copy = copies[seed, *tokens]
-        requests.append(make_request(config, tokens, sampling, index=index, seed=seed, copy=copy))
+        """        which = dict(index=index, seed=seed, copy=copies[seed, *tokens])
+        requests.append(make_request(config, tokens, sampling, **which, past=past))
         copies[seed, *tokens] += 1""",
-        """        copy = copies[0, *tokens]
-        requests.append(make_request(config, tokens, sampling, index=index, seed=seed, copy=copy))
+        """        which = dict(index=index, seed=seed, copy=copies[0, *tokens])
+        requests.append(make_request(config, tokens, sampling, **which, past=past))
         copies[0, *tokens] += 1""",
         (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
     ),
@@ -108,5 +110,61 @@ MUTANTS = [
         "row_state=jax.tree.map(lambda old, new: reset(old, new[None]), cache.row_state, fresh),",
         "row_state=cache.row_state,",
         (f"{GENERATE}::test_answers_are_the_argmax_of_the_logits[tova]",),
+    ),
+    Mutant(
+        "generation: copies of a sequence keep the state of their own rows",
+        FOLDER + "sharing.py",
+        "row_state=jax.tree.map(take, cache.row_state),",
+        "row_state=cache.row_state,",
+        (f"{SHARED}::test_too_little_memory_for_all_chains[dms]",),
+    ),
+    Mutant(
+        "generation: copies of a sequence lack what is kept per page",
+        FOLDER + "sharing.py",
+        "        page_state=page_state,\n",
+        "        page_state=cache.page_state,\n",
+        (f"{SHARED}::test_too_little_memory_for_all_chains[h2o]",),
+    ),
+    Mutant(
+        "generation: copies of a sequence lack the values in host memory",
+        FOLDER + "sharing.py",
+        "runner.host.copy(pairs[0])",
+        "pass",
+        (f"{SHARED}::test_too_little_memory_for_all_chains[kcache]",),
+    ),
+    Mutant(
+        "generation: chains of one prompt share their first token",
+        FOLDER + "sharing.py",
+        "lanes[: len(source_of)] = list(source_of)\n",
+        "lanes[: len(source_of)] = list(source_of.values())\n",
+        (f"{SHARED}::test_other_prompts_between_equal_ones",),
+    ),
+    Mutant(
+        "generation: prompts are shared whatever share of their length is kept",
+        FOLDER + "sharing.py",
+        "limited = runner.policy.for_length(1) is not runner.policy",
+        "limited = False",
+        (f"{SHARED}::test_a_share_of_the_longest_length_is_part_of_a_prompt",),
+    ),
+    Mutant(
+        "generation: chains that did not fit are let in again for their first chunk",
+        FOLDER + "engine.py",
+        "request.slots = runner.lengths[:, source].copy()",
+        "pass",
+        (f"{SHARED}::test_chains_wait_for_the_memory_that_they_need",),
+    ),
+    Mutant(
+        "generation: a question is answered in the conversation itself",
+        FOLDER + "conversation.py",
+        "past = Past(history.before, history.seen, base=0)",
+        "past = Past(history.before, history.seen)",
+        (f"{TALK}::test_questions_about_one_context_read_it_once[vanilla]",),
+    ),
+    Mutant(
+        "generation: requests that wait outlive their cancellation",
+        FOLDER + "reporting.py",
+        "for request in [each for each in waiting if each.index in cancelled]:",
+        "for request in []:",
+        ("tests/generation/test_cancel.py::test_running_and_waiting_requests_end[vanilla]",),
     ),
 ]

@@ -1,0 +1,103 @@
+"""Law 8: chains from one prefill equal prompts that are read one by one, to the bit.
+
+The same engine serves the same requests twice: as users have it, and with every prompt read for
+itself. One prompt runs per program in both, so the programs are the same and so must every token,
+log-probability and figure be, except for how many tokens were prefilled and for the bytes held.
+"""
+
+import dataclasses
+
+import chex
+import pytest
+
+from dms_jax.generation import Completion, Engine, Sampling, sharing
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import POLICIES
+from tests.laws.row import Row, model_for
+from tests.laws.table import ROWS
+from tests.laws.test_sharding import ROWS as MESH_ROWS
+from tests.laws.test_sharding import on_mesh
+from tests.support.models import random_tokens
+
+SERVED = [row for row in ROWS if row.group == 2 and (not row.identity or row.name.startswith("V"))]
+SERVED += [row for row in ROWS if row.policy.name == "Knorm"]
+every_policy = pytest.mark.parametrize("row", SERVED, ids=lambda row: row.name)
+LONG, SHORT = (random_tokens(seed, length).tolist() for seed, length in ((70, 19), (71, 5)))
+LANES, CHUNK, PREFILL_CHUNK = 4, 4, 8
+SAMPLED = Sampling(temperature=1.0, max_new_tokens=6, seed=3, logprobs=True)
+GREEDY = Sampling(temperature=0, max_new_tokens=6, logprobs=True)
+# Three chains of a prompt of three chunks, one of another prompt, and more chains than lanes.
+PROMPTS = [LONG, LONG, SHORT, LONG, SHORT, SHORT, LONG]
+
+
+def engine_of(model: LanguageModel, row: Row, **options) -> Engine:
+    shape = dict(num_lanes=LANES, max_tokens=32, chunk=CHUNK, prefill_chunk=PREFILL_CHUNK)
+    shape |= dict(prefill_tokens=PREFILL_CHUNK, table_width=32 // row.page_size)
+    return Engine(
+        model,
+        page_size=row.page_size,
+        kv_dtype=row.kv_dtype,
+        **(shape | options),
+    )
+
+
+def one_by_one(engine: Engine, prompts, sampling: Sampling) -> list[Completion]:
+    """Returns the completions without sharing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "prompt_of", lambda *arguments: None)
+        return engine.generate(prompts, sampling=sampling)
+
+
+def without_costs(completion: Completion) -> Completion:
+    """Leaves out what sharing is there to change."""
+    usage = dataclasses.replace(completion.usage, prefilled_tokens=0, peak_cache_bytes=0)
+    return dataclasses.replace(completion, usage=usage)
+
+
+def assert_same(found: list[Completion], expected: list[Completion]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert without_costs(one) == without_costs(other)
+        assert one.usage.peak_cache_bytes <= other.usage.peak_cache_bytes
+
+
+def prefilled(completions: list[Completion]) -> list[int]:
+    return [completion.usage.prefilled_tokens for completion in completions]
+
+
+def test_every_policy_is_there():
+    assert {row.policy.name for row in SERVED} == set(POLICIES)
+
+
+@every_policy
+def test_chains_of_one_prompt_equal_prompts_read_one_by_one(row):
+    engine = engine_of(LanguageModel(model_for(row), policy=row.policy), row)
+    for sampling in (SAMPLED, GREEDY):
+        expected = one_by_one(engine, PROMPTS, sampling)
+        assert prefilled(expected) == [len(prompt) for prompt in PROMPTS]
+        found = engine.generate(PROMPTS, sampling=sampling)
+        assert_same(found, expected)
+        # Four lanes take the first four; the other three follow together.
+        assert prefilled(found) == [19, 0, 5, 0, 5, 0, 19]
+        assert engine.runner.allocator.pages_in_use == 0
+    assert len({tuple(completion.tokens) for completion in expected}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", MESH_ROWS, ids=lambda row: row.name)
+def test_on_a_mesh_every_device_reads_a_prompt_once(row):
+    """On a (2, 4) mesh two lanes of four have their pages on the same devices.
+
+    All lanes take part in every program there, so several prompts run in one.
+    """
+    model = on_mesh(row, 4)
+    engine = engine_of(model, row, prefill_tokens=LANES * PREFILL_CHUNK)
+    expected = one_by_one(engine, PROMPTS, SAMPLED)
+    found = engine.generate(PROMPTS, sampling=SAMPLED)
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        chex.assert_trees_all_close(one.logprobs, other.logprobs, rtol=0, atol=1e-10)
+        assert one.usage.kv_reads == other.usage.kv_reads
+        assert one.usage.live_tokens == other.usage.live_tokens
+    assert sum(prefilled(found)) < sum(map(len, PROMPTS))
+    assert prefilled(engine.generate([LONG] * 4, sampling=SAMPLED)) == [19, 19, 0, 0]
+    assert engine.runner.allocator.pages_in_use == 0
