@@ -12,8 +12,8 @@ MUTANTS = [
     Mutant(
         "training: the teacher is the moving student",
         FOLDER + "step.py",
-        "original = rebuild(jax.lax.stop_gradient(current | constants.teacher))",
-        "original = rebuild(jax.lax.stop_gradient(current))",
+        "original = rebuild_teacher(jax.lax.stop_gradient(current | constants.teacher))",
+        "original = rebuild_teacher(jax.lax.stop_gradient(current))",
         (f"{COUNTS}::test_the_teacher_stays_and_the_mean_is_over_what_counts",),
     ),
     Mutant(
