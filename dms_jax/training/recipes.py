@@ -14,7 +14,6 @@ import math
 from typing import Annotated, Literal
 
 from dms_jax.checks import Count, Number, Range, Whole, check, require
-from dms_jax.model.low_rank import LowRank
 from dms_jax.training.parameters import Trained
 from dms_jax.training.recipe import Loss, Recipe, Stage
 
@@ -142,7 +141,6 @@ def dms_self_taught(
     compression_ratio: Number = 8.0,
     *,
     trainable: Trained = "all",
-    low_rank: LowRank | None = None,
     tokens: int = 238 * 65536,
     learning_rate: Number | None = None,
     adapter_learning_rate: Number = 3e-4,
@@ -160,8 +158,7 @@ def dms_self_taught(
     Args:
       compression_ratio: compression ratio to reach.
       trainable: "adapter" for frozen weights, "low_rank" for low-rank updates of the attention
-        projections beside them, "all" for all weights.
-      low_rank: rank and alpha of low-rank updates; None for `LowRank()`.
+        projections beside them (their rank is `low_rank` of the recipe), "all" for all weights.
       tokens: tokens of the whole run, padding included; they determine the number of steps.
       learning_rate: of everything but the adapter; None for 3e-5, and for 3e-4 with low-rank
         updates.
@@ -190,7 +187,6 @@ def dms_self_taught(
         batch_size=batch_size,
         micro_batch_size=math.gcd(batch_size, 8),
         trainable=trainable,
-        low_rank=LowRank() if low_rank is None else low_rank,
         packing="first_fit",
         snapshots=snapshots,
     )

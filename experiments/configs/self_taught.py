@@ -130,7 +130,6 @@ class SelfTaught:
         recipe = recipes.dms_self_taught(
             max(self.ratios),
             trainable=self.trainable,
-            low_rank=LowRank(self.rank, self.alpha),
             tokens=self.tokens,
             learning_rate=self.learning_rate,
             adapter_learning_rate=self.adapter_learning_rate,
@@ -138,7 +137,11 @@ class SelfTaught:
             batch_size=self.batch_size,
             snapshots=tuple(sorted(self.ratios)),
         )
-        changes: dict[str, Any] = dict(packing=self.packing, compute_dtype=self.compute_dtype)
+        changes: dict[str, Any] = dict(
+            low_rank=LowRank(self.rank, self.alpha),
+            packing=self.packing,
+            compute_dtype=self.compute_dtype,
+        )
         if self.micro_batch_size is not None:
             changes["micro_batch_size"] = self.micro_batch_size
         return dataclasses.replace(recipe, **changes)

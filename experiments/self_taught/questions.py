@@ -126,7 +126,8 @@ def _encode(record: Record, model: LanguageModel, chat: Chat | None, beginning: 
     if "prompt" in fields and isinstance(fields["prompt"], list):
         return _of_chat(model, fields["prompt"], chat or Chat(), record)
     if "text" in fields and "prompt" not in fields and "question" not in fields:
-        return encode_prompt(model, record.text("text"), name=record.where)[:beginning]
+        tokens = model.tokenizer.encode(record.text("text"))[:beginning]
+        return encode_prompt(model, tokens, name=record.where)
     text = record.text("prompt", "question", "problem")
     if chat is None:
         return encode_prompt(model, text, name=record.where)

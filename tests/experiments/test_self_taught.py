@@ -229,7 +229,11 @@ def test_prompts_of_every_form(stories, tmp_path):
     assert plain.tokens[0] == tokenizer.encode("Tell")
     told = reading.read_questions(dataclasses.replace(config, system="Be"), model)
     assert told.tokens[0] == tokenizer.encode("<system>Be<user>Tell<assistant>", False)
-    path.write_text(json.dumps({"text": "Once upon a time there was"}) + "\n" * 2)
+    long = {"text": "Once upon a time there was a dog. " * 400}  # longer than the positions
+    path.write_text((json.dumps(long) + "\n") * 4)
+    begun = reading.read_questions(config, model)
+    assert begun.tokens[0] == tokenizer.encode("Once upon a time there was a dog.")[:6]
+    path.write_text(json.dumps(long) + "\n")
     with pytest.raises(dms_jax.ConfigError, match="leaves none to train on"):
         reading.read_questions(config, model)
 

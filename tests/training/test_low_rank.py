@@ -202,6 +202,30 @@ def test_the_adapter_file_is_what_was_trained(tmp_path):
     chex.assert_trees_all_equal(arrays_of(again), arrays_of(result))
 
 
+@pytest.mark.parametrize("trainable", ["adapter", "low_rank"])
+def test_a_run_that_writes_adapters_alone(tmp_path, trainable):
+    """Its model and its snapshots; what could not be written so is refused before a step."""
+    save(language_model(), Vanilla(), tmp_path / "base")
+    base = load(tmp_path / "base")
+    options = recipe(RAMP, trainable=trainable, low_rank=SIZE, snapshots=(2.5,))
+    common = dict(adapter_only=True, **COMMON)
+    result = retrofit(base, EAGER, recipe=options, out=tmp_path / "run", **common)
+    for name in ("model", "snapshots/2.5"):
+        folder = tmp_path / "run" / name
+        assert sorted(file.name for file in folder.iterdir()) == [
+            "dms_adapter.json",
+            "dms_adapter.safetensors",
+        ]
+    again = load(tmp_path / "base", adapter=tmp_path / "run" / "model")
+    chex.assert_trees_all_equal(arrays_of(again), arrays_of(result))
+    stop = dict(on_step=lambda record: pytest.fail("it trained"))
+    with pytest.raises(ConfigError, match="this recipe trains all weights"):
+        retrofit(base, EAGER, recipe=recipe(RAMP), out=tmp_path / "all", **common, **stop)
+    unsaved = dataclasses.replace(base, source=None)
+    with pytest.raises(ConfigError, match="was not loaded from one"):
+        retrofit(unsaved, EAGER, recipe=options, out=tmp_path / "new", **common, **stop)
+
+
 def test_in_bfloat16_the_factors_stay_wide():
     model = language_model(dtype=jnp.bfloat16)
     options = dataclasses.replace(LOW_RANK, compute_dtype="bfloat16", remat=True)
