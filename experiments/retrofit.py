@@ -47,7 +47,7 @@ def main(config: Config | SelfTaught) -> None:
         dms_jax.load(config.model, mesh=mesh, adapter=config.adapter),
         policy,
         recipe=recipe,
-        data=list(config.data),
+        data=config.make_data(),
         out=config.out,
         seed=config.seed,
         mesh=mesh,

@@ -215,6 +215,7 @@ def _batches(model: LanguageModel, recipe: Recipe, data: Any, pass_size: int, se
         packing=recipe.packing,
         vocab_size=model.config.vocab_size,
         seed=seed,
+        answers_only=recipe.answers_only,
     )
 
 

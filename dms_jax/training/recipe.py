@@ -146,6 +146,8 @@ class Recipe(Options):
       packing: how documents are packed into sequences (`dms_jax.data.batches`).
       ignore_end_token: whether the model's end tokens are left out of the loss, also where the
         data brings its own batches.
+      answers_only: whether only answers count in the losses of the model's output: the assistant's
+        turns, and responses to prompts. A batch that the data brings has its own loss mask.
       snapshots: compression ratios at which the model is saved and handed to `on_snapshot`.
     """
 
@@ -173,6 +175,7 @@ class Recipe(Options):
     unroll: bool = False
     packing: Literal["concatenate", "concatenate_whole", "first_fit"] = "concatenate"
     ignore_end_token: bool = False
+    answers_only: bool = False
     snapshots: tuple[Number, ...] = ()
 
     def __post_init__(self):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import dms_jax
 from dms_jax import DMC, DMS, FixedPooling, assets, recipes
+from dms_jax.data import JsonLines
 from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe
@@ -23,7 +24,8 @@ class Config:
     model: str
     """Hugging Face directory, a GGUF file, or a hub id ("owner/name")."""
     data: tuple[pathlib.Path, ...]
-    """JSON lines (.jsonl, with "messages" or "text"), or texts with <|endoftext|> in between."""
+    """JSON lines (.jsonl, with "messages", "prompt" and "response", or "text"), or texts with
+    <|endoftext|> in between."""
     out: pathlib.Path
     """Directory of the run: checkpoints, log.jsonl, model. A run that is there is resumed."""
     adapter: str | None = None
@@ -67,6 +69,10 @@ class Config:
     every: int = POOLING.every
     """FixedPooling: tokens a slot."""
 
+    answers_only: bool = False
+    """Leave everything but answers out of the loss."""
+    malformed: float = 0.0
+    """Share of the JSON lines that may be malformed; they are counted and left out."""
     sequence_length: int | None = None
     """Tokens a training sequence; None takes the recipe's."""
     batch_size: int | None = None
@@ -95,6 +101,12 @@ class Config:
     """Steps between checkpoints to resume from. Ctrl-C writes one too."""
     seed: int = CALL["seed"]
     """Order of the data and noise of the training."""
+
+    def make_data(self) -> Any:
+        """The documents."""
+        if self.malformed > 0:
+            return JsonLines(list(self.data), malformed=self.malformed)
+        return list(self.data)
 
     def make_policy(self) -> Policy:
         """The cache policy to retrofit for."""
@@ -139,6 +151,7 @@ class Config:
             name: getattr(self, name) for name in sizes if getattr(self, name) is not None
         }
         changes["low_rank"] = LowRank(self.rank, self.alpha)
+        changes["answers_only"] = self.answers_only
         if self.trainable != "recipe":
             changes["trainable"] = self.trainable
         if self.compute_dtype != "recipe":

@@ -74,6 +74,8 @@ class SelfTaught:
     """Of everything but the adapter; the recipe's unless given."""
     adapter_learning_rate: float = float(STAGE.adapter_learning_rate or 0)
     """Of the adapter."""
+    answers_only: bool = False
+    """Leave the prompts out of the loss."""
     packing: Literal["first_fit", "concatenate", "concatenate_whole"] = "first_fit"
     """How answers become sequences."""
     sequence_length: int = RECIPE.sequence_length
@@ -140,6 +142,7 @@ class SelfTaught:
         changes: dict[str, Any] = dict(
             low_rank=LowRank(self.rank, self.alpha),
             packing=self.packing,
+            answers_only=self.answers_only,
             compute_dtype=self.compute_dtype,
         )
         if self.micro_batch_size is not None:

@@ -10,6 +10,7 @@ import numpy as np
 
 import dms_jax
 from dms_jax import LanguageModel, Sampling, Vanilla
+from dms_jax.data import Exchange
 from dms_jax.evaluation import Serving
 from dms_jax.evaluation.answering import answer
 from dms_jax.evaluation.journal import Journal, model_mark
@@ -87,7 +88,7 @@ class Lessons:
       figures: counts and shares, as JSON data.
     """
 
-    training: list[np.ndarray]
+    training: list[Exchange]
     held_out: list[np.ndarray]
     figures: dict[str, Any]
 
@@ -109,10 +110,11 @@ def choose(
     ]
     if (folder / "lessons.json").exists():
         lines = (folder / "lessons.jsonl").read_text(encoding="utf-8").splitlines()
-        training = [np.asarray(json.loads(line)["tokens"], np.int32) for line in lines]
+        training = [_exchange(json.loads(line)) for line in lines]
         figures = json.loads((folder / "lessons.json").read_text(encoding="utf-8"))
         return Lessons(training, held_out, figures)
-    training, rows = [], []
+    training: list[Exchange] = []
+    rows: list[dict[str, Any]] = []
     counts: collections.Counter[str] = collections.Counter()
     for (number, k), completion in sorted(answers.items()):
         if number in questions.held_out:
@@ -124,22 +126,23 @@ def choose(
         counts["correct"] += correct
         kept = config.keep == "all" or (ended if config.keep == "ended" else correct)
         if kept:
-            tokens = questions.tokens[number] + completion.tokens
-            training.append(np.asarray(tokens, np.int32))
-            rows.append({"prompt": number, "answer": k, "tokens": tokens})
+            told = {"prompt": questions.tokens[number], "response": completion.tokens}
+            rows.append({"question": number, "answer": k, **told})
+            training.append(_exchange(told))
     if not training:
         raise dms_jax.DataError(
             f"None of {counts['sampled']} answers is kept: {counts['ended']} were ended by the "
             f"model and {counts['correct']} judged correct. Use another --keep, or a higher "
             "--max-new-tokens."
         )
+    lengths = [len(each.prompt) + len(each.response) for each in training]
     figures = {
         "sampled": counts["sampled"],
         "ended": counts["ended"],
         "correct": counts["correct"] if questions.task is not None else None,
         "kept": len(training),
-        "tokens": int(sum(map(len, training))),
-        "longest": max(map(len, training)),
+        "tokens": sum(lengths),
+        "longest": max(lengths),
         "held_out": len(questions.held_out),
     }
     with (folder / ".lessons.jsonl").open("w", encoding="utf-8") as file:
@@ -147,3 +150,8 @@ def choose(
     (folder / ".lessons.jsonl").replace(folder / "lessons.jsonl")
     write_json(folder / "lessons.json", figures)
     return Lessons(training, held_out, figures)
+
+
+def _exchange(row: dict[str, Any]) -> Exchange:
+    prompt, response = (np.asarray(row[name], np.int32) for name in ("prompt", "response"))
+    return Exchange(prompt, response)

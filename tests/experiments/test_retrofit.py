@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 import dms_jax
+from dms_jax.data import Exchange
 from dms_jax.model.low_rank import LowRank, low_rank_of
 from experiments import retrofit
 from experiments.configs import retrofit as configs
@@ -90,6 +91,18 @@ def test_what_is_missing_is_told(tmp_path):
     )
     with pytest.raises(dms_jax.DataError, match=r"none\.txt"):
         retrofit.main(missing)
+
+
+def test_malformed_lines_up_to_a_share_and_answers_alone(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "Once", "response": " upon a time"}\noops\n')
+    _, config = configs.PRESETS["stories260k"]
+    config = dataclasses.replace(config, data=(path,), malformed=0.5, answers_only=True)
+    assert config.make_recipe().answers_only
+    with pytest.warns(UserWarning, match="1 of 2 lines"):
+        source = config.make_data()
+    assert [source[i] for i in range(len(source))] == [Exchange("Once", " upon a time")]
+    assert dataclasses.replace(config, malformed=0.0).make_data() == [path]
 
 
 def test_what_is_not_said_is_as_the_library_has_it():

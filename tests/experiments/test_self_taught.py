@@ -95,9 +95,10 @@ def test_every_stage_goes_on(stopped_and_run):
     assert settings["settings"]["temperatures"] == [0.7, 1.0]
     assert [record["step"] for record in lines(out / "training" / "log.jsonl")] == [1, 2, 3, 4]
     lessons = lines(out / "lessons.jsonl")
-    assert [(row["prompt"], row["answer"]) for row in lessons] == expected
+    assert [(row["question"], row["answer"]) for row in lessons] == expected
     tokens = {place: answer["tokens"] for place, answer in zip(places, answers, strict=True)}
-    assert all(row["tokens"][6:] == tokens[row["prompt"], row["answer"]] for row in lessons)
+    assert all(row["response"] == tokens[row["question"], row["answer"]] for row in lessons)
+    assert all(len(row["prompt"]) == 6 for row in lessons)
     assert tokens[0, 0] != tokens[0, 1]
 
 
@@ -187,7 +188,9 @@ def test_what_is_kept(stories, tmp_path, keep, kept):
     }
     assert len(lessons.training) == len(lines(tmp_path / "lessons.jsonl")) == kept
     again = choose(config, questions, answers, tmp_path)
-    assert [row.tolist() for row in again.training] == [row.tolist() for row in lessons.training]
+    told = [[(*each.prompt, *each.response) for each in made.training] for made in (lessons, again)]
+    assert told[0] == told[1]
+    assert told[0][0] == (*questions.tokens[0], 5, 6)
     assert again.figures == lessons.figures
 
 
@@ -258,6 +261,7 @@ def test_the_defaults_are_the_recipe():
     assert (stage.adapter_learning_rate, stage.learning_rate) == (3e-4, 3e-5)
     assert recipe.batch_size * recipe.sequence_length == 65536
     assert recipe.trainable == "all"
+    assert dataclasses.replace(custom, answers_only=True).make_recipe().answers_only
     low = dataclasses.replace(custom, trainable="low_rank", rank=4, alpha=2.0).make_recipe()
     assert low.low_rank == LowRank(4, 2.0)
     assert low.stages[0].learning_rate == 3e-4

@@ -129,7 +129,7 @@ def retrofit_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[
         "retrofit on_step": case("on_step must be a function or None, got []", on_step=[]),
         "retrofit progress": case("progress must be True or False", progress="no"),
         "retrofit mesh": case("mesh must be a Mesh or None, got 4", mesh=4),
-        "retrofit option": case("no option outt", "it has adapter_only, checkpoint_every", outt="runs"),
+        "retrofit option": case("no option outt", "it has adapter_only", outt="runs"),
         "retrofit no data": case("no document", error="DataError", data=[]),
         "retrofit data none": case("data", error="DataError", data=None),
         "retrofit data a number": case("data", error="DataError", data=5),
