@@ -2,9 +2,18 @@
 
 from dms_jax.data.batches import Batches, batches
 from dms_jax.data.encoding import encode_answers, encode_document
-from dms_jax.data.sources import Documents, Exchange, JsonLines, Source, TextFiles, as_source
+from dms_jax.data.sources import (
+    AnswersOnly,
+    Documents,
+    Exchange,
+    JsonLines,
+    Source,
+    TextFiles,
+    as_source,
+)
 
 __all__ = [
+    "AnswersOnly",
     "Batches",
     "Documents",
     "Exchange",

@@ -12,7 +12,7 @@ import numpy as np
 
 from dms_jax.checks import Count, check
 from dms_jax.data.encoding import encode_answers, encode_document
-from dms_jax.data.sources import Source, as_source
+from dms_jax.data.sources import AnswersOnly, Source, as_source
 from dms_jax.errors import DataError
 
 Packing = Literal["concatenate", "concatenate_whole", "first_fit"]
@@ -52,12 +52,12 @@ def batches(
     vocab_size: int | None = None,
     seed: int | None = 0,
     repeat: bool = True,
-    answers_only: bool = False,
 ) -> Batches:
     """Returns an iterator over batches.
 
     Args:
-      data: a source, paths, texts, conversations or token ids; see `as_source`.
+      data: a source, paths, texts, conversations or token ids; see `as_source`. Of `AnswersOnly`
+        the loss mask leaves out everything but answers.
       tokenizer: the model's tokenizer; may be None for token ids.
       batch_size: B, sequences per batch.
       length: T, tokens per sequence.
@@ -68,7 +68,6 @@ def batches(
       seed: seed of the order of the documents, which is new in each epoch; None keeps the order of
         the data.
       repeat: whether to start over at the end; otherwise an incomplete batch is dropped.
-      answers_only: whether the loss mask leaves out everything but answers.
 
     Raises:
       ConfigError: an option is malformed.
@@ -81,8 +80,7 @@ def batches(
     batch_size, length = check("batch_size", batch_size, Count), check("length", length, Count)
     seed = check("seed", seed, int | None)
     check("packing", packing, Packing)
-    answers_only = check("answers_only", answers_only, bool)
-    documents = _Tokens(as_source(data), tokenizer, vocab_size, answers_only)
+    documents = _Tokens(as_source(data), tokenizer, vocab_size)
     dataset = grain.MapDataset.source(documents)
     dataset = dataset if seed is None else dataset.seed(seed % 2**32).shuffle()
     dataset = dataset.repeat() if repeat else dataset
@@ -101,9 +99,8 @@ def batches(
 class _Tokens:
     """The data source for Grain: documents as token ids, and whether each counts in the loss."""
 
-    def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None, answers_only: bool):
+    def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
-        self._answers_only = answers_only
 
     def __len__(self) -> int:
         return len(self._source)
@@ -111,7 +108,7 @@ class _Tokens:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         document = self._source[index]
         try:
-            if self._answers_only:
+            if isinstance(self._source, AnswersOnly):
                 tokens, counts = encode_answers(document, self._tokenizer)
             else:
                 tokens = encode_document(document, self._tokenizer)

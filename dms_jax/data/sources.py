@@ -69,6 +69,23 @@ class Documents(Source):
         return self._documents[index]
 
 
+class AnswersOnly(Source):
+    """The documents of a source, of which only answers count in the loss."""
+
+    def __init__(self, source: Source):
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._source[index]
+
+    def where(self, index: int) -> str:
+        """Returns the origin of a document, for messages."""
+        return self._source.where(index)
+
+
 class _Files(Source):
     """Documents that are spans of files."""
 

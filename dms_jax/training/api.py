@@ -15,6 +15,7 @@ import jax
 from dms_jax import sharding
 from dms_jax.checkpoint import save
 from dms_jax.checks import check, show_options
+from dms_jax.data import AnswersOnly, as_source
 from dms_jax.data import batches as data_batches
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
@@ -207,15 +208,15 @@ def _check_adapter_only(model: LanguageModel, policy: Policy, recipe: Recipe) ->
 def _batches(model: LanguageModel, recipe: Recipe, data: Any, pass_size: int, seed: int) -> Any:
     if hasattr(data, "__next__"):
         return data
+    source = as_source(data)
     return data_batches(
-        data,
+        AnswersOnly(source) if recipe.answers_only else source,
         model.tokenizer,
         batch_size=pass_size,
         length=recipe.sequence_length,
         packing=recipe.packing,
         vocab_size=model.config.vocab_size,
         seed=seed,
-        answers_only=recipe.answers_only,
     )
 
 

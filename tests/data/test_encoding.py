@@ -4,7 +4,7 @@ import chex
 import numpy as np
 import pytest
 
-from dms_jax.data import Exchange, batches, encode_answers, encode_document
+from dms_jax.data import AnswersOnly, Documents, Exchange, batches, encode_answers, encode_document
 from dms_jax.errors import DataError
 from dms_jax.training import train
 from tests.training.tiny import LENGTH, language_model, recipe
@@ -99,7 +99,8 @@ def test_every_packing_carries_the_mask(packing):
     ]
     options = dict(batch_size=2, length=8, packing=packing)
     told, all_of_them = (
-        iter(batches(documents, answers_only=only, **options)) for only in (True, False)
+        iter(batches(data, **options))
+        for data in (AnswersOnly(Documents(documents)), Documents(documents))
     )
     for _ in range(5):
         batch, whole = next(told), next(all_of_them)
