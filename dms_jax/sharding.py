@@ -43,6 +43,7 @@ TRAINING_RULES: Rules = {
     "gate_up": None,
     "mlp": MODEL,
     "vocab": MODEL,
+    "rank": None,
 }
 # A decode step must not gather parameters, so none is split over `data`.
 DECODING_RULES: Rules = TRAINING_RULES | {"embed": None}

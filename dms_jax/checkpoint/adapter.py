@@ -1,7 +1,9 @@
-"""A DMS adapter saved by itself, without the model that it was trained on (its base).
+"""What was trained beside frozen weights, saved without them: a DMS adapter, low-rank updates.
 
-    dms_adapter.json          the policy, and the identity of the base
-    dms_adapter.safetensors   the adapter's tensors, under NVIDIA's names
+    dms_adapter.json          the policy, the identity of the model that it was trained on (its
+                              base), and the rank and alpha of low-rank updates if there are any
+    dms_adapter.safetensors   the adapter's tensors, under NVIDIA's names; the factors of low-rank
+                              updates, under PEFT's
 
 The identity tells whether a base is the one that the adapter was trained on. It depends neither on
 the file format nor on the dtype that the base is loaded in: it is the numbers that define the
@@ -21,9 +23,11 @@ import numpy as np
 from dms_jax import policies
 from dms_jax.checkpoint import names
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, find, read_json
+from dms_jax.checkpoint.low_rank import is_low_rank
 from dms_jax.checkpoint.weights import Tensors, Weights
 from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, ConfigError, plain
+from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import Policy
 
 ADAPTER_CONFIG = "dms_adapter.json"
@@ -53,6 +57,7 @@ class Adapter:
     Attributes:
         directory: where it is.
         policy: the policy that it was trained for.
+        low_rank: the size of its low-rank updates; None if it has none.
         shape: the fields of the base's config that define its shape.
         hashes: SHA-256 of the base's tensors, by kind of tensor.
         weights: the adapter's tensors.
@@ -60,6 +65,7 @@ class Adapter:
 
     directory: pathlib.Path
     policy: Policy
+    low_rank: LowRank | None
     shape: dict[str, Any]
     hashes: dict[str, Any]
     weights: Weights
@@ -71,7 +77,8 @@ class _Joined(Tensors):
     def __init__(self, base: Tensors, adapter: Tensors):
         self.config_name = base.config_name
         self._parts = {name: base for name in base.shapes if names.ADAPTER_MARK not in name}
-        self._parts |= dict.fromkeys(adapter.shapes, adapter)
+        own = (name for name in adapter.shapes if names.ADAPTER_MARK in name)
+        self._parts |= dict.fromkeys(own, adapter)
         self.shapes = {name: part.shapes[name] for name, part in self._parts.items()}
         self.dtypes = {name: part.dtypes[name] for name, part in self._parts.items()}
         self._base = base
@@ -106,9 +113,14 @@ def base_identity(config: ModelConfig, weights: Tensors) -> dict[str, Any]:
     }
 
 
-def adapter_config(policy: Policy, identity: dict[str, Any]) -> dict[str, Any]:
+def adapter_config(
+    policy: Policy, low_rank: LowRank | None, identity: dict[str, Any]
+) -> dict[str, Any]:
     """The contents of `dms_adapter.json`."""
-    return {"format": _FORMAT, "policy": policy.to_dict(), "base": identity}
+    fields = {"format": _FORMAT, "policy": policy.to_dict(), "base": identity}
+    if low_rank is not None:
+        fields["low_rank"] = dataclasses.asdict(low_rank)
+    return fields
 
 
 def read_adapter(path: str | pathlib.Path) -> Adapter:
@@ -130,6 +142,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
         base = dict(fields["base"])
         shape, hashes = dict(base["shape"]), dict(base["sha256"])
         policy = policies.from_dict(fields["policy"])
+        low_rank = LowRank(**fields["low_rank"]) if "low_rank" in fields else None
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{directory / ADAPTER_CONFIG} does not say what policy and what base the adapter is "
@@ -137,7 +150,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
         ) from error
     except ConfigError as error:
         raise CheckpointError(f"{directory / ADAPTER_CONFIG}: {error}") from error
-    if not policy.retrofit.adapter:
+    if not policy.retrofit.adapter and low_rank is None:
         raise CheckpointError(
             f"{directory / ADAPTER_CONFIG} names {policy}, which reads no adapter; copy it again"
         )
@@ -145,13 +158,18 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     if file is None:
         raise CheckpointError(f"{directory / ADAPTER_TENSORS} does not exist; copy it again")
     weights = Weights([file])
-    others = [name for name in weights.shapes if names.ADAPTER_MARK not in name]
+    others = [
+        name
+        for name in weights.shapes
+        if not (policy.retrofit.adapter and names.ADAPTER_MARK in name)
+        and not (low_rank is not None and is_low_rank(name))
+    ]
     if others:
         raise CheckpointError(
             f"{directory / ADAPTER_TENSORS} holds tensors that are of no adapter: "
             f"{', '.join(plain(name) for name in sorted(others)[:5])}"
         )
-    return Adapter(directory, policy, shape, hashes, weights)
+    return Adapter(directory, policy, low_rank, shape, hashes, weights)
 
 
 def attach(
@@ -166,7 +184,7 @@ def attach(
         policy: the policy that the base declares.
 
     Returns:
-        the adapter's policy, and the tensors of both.
+        the adapter's policy, and the base's tensors with those of its DMS adapter.
 
     Raises:
         CheckpointError: the adapter was trained on another base.

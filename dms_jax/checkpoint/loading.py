@@ -11,7 +11,10 @@ import numpy as np
 from dms_jax.checkpoint.adapter import attach, read_adapter
 from dms_jax.checkpoint.contents import find_checkpoint, read_checkpoint
 from dms_jax.checkpoint.filling import fill
+from dms_jax.checkpoint.low_rank import attach_factors
+from dms_jax.checks import check
 from dms_jax.errors import ConfigError, plain
+from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel
 
 # Types that a model can be trained and run in. Stored float8 needs scales, so it is not one.
@@ -24,6 +27,7 @@ def load(
     dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     adapter: str | pathlib.Path | None = None,
+    merge: bool = False,
 ) -> LanguageModel:
     """Load a checkpoint.
 
@@ -36,6 +40,10 @@ def load(
         adapter: directory of an adapter that was trained on this checkpoint with its weights frozen
             (`save(..., adapter_only=True)`). Its tensors keep their type, because decisions compare
             its output with a threshold; its policy becomes the model's.
+        merge: whether to add the adapter's low-rank updates to the weights. False keeps them
+            beside the weights, as PEFT does: the model can then be trained further, and its adapter
+            saved again. True does as PEFT's `merge_and_unload`, and spares eight small products a
+            layer.
 
     Returns:
         the model, with its tokenizer (None if there is none) and the policy that its config
@@ -47,15 +55,17 @@ def load(
         ConfigError: the config is malformed, or describes a model that is not served exactly.
     """
     dtype = _check_dtype(dtype)
+    merge = check("load: merge", merge, bool)
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ConfigError(f"mesh must come from dms_jax.make_mesh, got {mesh!r:.80}")
     place = find_checkpoint(path)
     contents = read_checkpoint(place)
     policy = contents.policy
     weights, has_adapter = contents.weights, contents.has_adapter
-    if adapter is not None:
-        policy, weights = attach(read_adapter(adapter), contents.config, weights, policy)
-        has_adapter = True
+    found = None if adapter is None else read_adapter(adapter)
+    if found is not None:
+        policy, weights = attach(found, contents.config, weights, policy)
+        has_adapter = policy.retrofit.adapter
     transformer = fill(
         contents.config,
         weights,
@@ -64,6 +74,9 @@ def load(
         adapter_dtype=dtype if adapter is None else None,
         mesh=mesh,
     )
+    if found is not None and found.low_rank is not None:
+        transformer = attach_factors(transformer, found.low_rank, found.weights, mesh)
+        transformer = low_rank.merge(transformer) if merge else transformer
     return LanguageModel(
         transformer=transformer,
         tokenizer=contents.tokenizer,

@@ -1,6 +1,7 @@
 """Save a model and its policy as a Hugging Face directory that transformers opens.
 
-If only an adapter was trained, it can be saved by itself (`adapter.py`).
+If only an adapter or low-rank updates were trained, they can be saved by themselves (`adapter.py`);
+otherwise low-rank updates are written as part of the weights.
 
 Everything is written into a directory beside the target, which replaces it at the end
 (`replacing.py`), so that a full disk or an interrupt leaves the old checkpoint and never part of
@@ -29,12 +30,15 @@ from dms_jax.checkpoint.adapter import (
 )
 from dms_jax.checkpoint.contents import read_checkpoint
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
+from dms_jax.checkpoint.low_rank import low_rank_tensors
 from dms_jax.checkpoint.policy_fields import policy_to_hf
 from dms_jax.checkpoint.replacing import ADAPTER, CHECKPOINT, replacement
 from dms_jax.checkpoint.weights import INDEX, SINGLE
 from dms_jax.checks import check
 from dms_jax.errors import CheckpointError, ConfigError, plain
+from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel, check_model
+from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 from dms_jax.policies.base import check_adapter, check_policy
 
@@ -59,9 +63,10 @@ def save(
         path: directory to write, following a link. If it already contains a checkpoint, its config,
             tensors and tokenizer are replaced; documents beside them (README, licence) are kept,
             and so are the sampling fields of its generation_config.json.
-        adapter_only: write only the adapter's tensors, the policy and the identity of the base (a
-            few hundred kilobytes), for `load(base, adapter=path)`. The base's files are read again
-            to check that the model still has their weights.
+        adapter_only: write only the adapter's tensors and low-rank updates, the policy and the
+            identity of the base (a few hundred kilobytes, with low-rank updates megabytes), for
+            `load(base, adapter=path)`. The base's files are read again to check that the model
+            still has their weights. Otherwise low-rank updates are added to the weights.
         max_shard_bytes: size of a file of tensors, beyond which another one is begun.
 
     Raises:
@@ -118,12 +123,21 @@ def _save_model(
 
 
 def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path) -> None:
-    if not policy.retrofit.adapter:
+    size = low_rank.low_rank_of(model.transformer)
+    if not policy.retrofit.adapter and size is None:
         raise ConfigError(
             f"{policy} reads no adapter that could be saved alone; save the whole model"
         )
-    config = adapter_config(policy, _unchanged_base(model))
-    tensors = {name: value for name, value in _tensors(model) if names.ADAPTER_MARK in name}
+    if policy.retrofit.borrowed_neurons is not None:
+        raise ConfigError(
+            f"{policy} decides in neurons of the base, which an adapter does not hold; save the "
+            "whole model"
+        )
+    config = adapter_config(policy, size, _unchanged_base(model))
+    tensors = dict(low_rank_tensors(model.transformer))
+    if policy.retrofit.adapter:
+        base = low_rank.drop_factors(model.transformer)
+        tensors |= {n: value for n, value in _tensors(base) if names.ADAPTER_MARK in n}
     for name, value in tensors.items():
         _check_finite(name, value)
     with replacement(target, ADAPTER) as directory:
@@ -156,7 +170,7 @@ def _unchanged_base(model: LanguageModel) -> dict[str, Any]:
         raise CheckpointError(f"{reason}{'; '.join(different)}; {whole}")
     changed = [
         name
-        for name, value in _tensors(model)
+        for name, value in _tensors(low_rank.drop_factors(model.transformer))
         if names.ADAPTER_MARK not in name
         and not np.array_equal(base.weights.read(name, (), value.dtype), value)
     ]
@@ -194,9 +208,9 @@ def _generation(model: LanguageModel) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(transformer: Transformer) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every tensor with its Hugging Face name, one at a time."""
-    for path, param in nnx.to_flat_state(nnx.state(model.transformer, nnx.Param)):
+    for path, param in nnx.to_flat_state(nnx.state(transformer, nnx.Param)):
         value = jax.device_get(param.get_value())
         for piece in names.PIECES[path]:
             layout = piece.layout
@@ -222,7 +236,7 @@ def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_byte
         written.append((file, list(shard)))
         shard, size = {}, 0
 
-    for name, tensor in _tensors(model):
+    for name, tensor in _tensors(low_rank.merge(model.transformer)):
         _check_finite(name, tensor)
         if shard and size + tensor.nbytes > max_shard_bytes:
             flush()

@@ -1,15 +1,27 @@
 """Data: sources of documents, packing, and batches that can be stopped and resumed."""
 
-from dms_jax.data.batches import Batches, batches, encode_document
-from dms_jax.data.sources import Documents, JsonLines, Source, TextFiles, as_source
+from dms_jax.data.batches import Batches, batches
+from dms_jax.data.encoding import encode_answers, encode_document
+from dms_jax.data.sources import (
+    AnswersOnly,
+    Documents,
+    Exchange,
+    JsonLines,
+    Source,
+    TextFiles,
+    as_source,
+)
 
 __all__ = [
+    "AnswersOnly",
     "Batches",
     "Documents",
+    "Exchange",
     "JsonLines",
     "Source",
     "TextFiles",
     "as_source",
     "batches",
+    "encode_answers",
     "encode_document",
 ]

@@ -3,18 +3,16 @@
     batches(source, tokenizer, batch_size=4, length=512)
       -> {"tokens": int32 [B, T], "loss_mask": bool [B, T], "segment_ids": int32 [B, T] or absent}
 
-A text starts with the tokenizer's begin token or, if there is none, ends with its end token. A
-conversation goes through the tokenizer's chat template, which contains the special tokens. Arrays
-of token ids are used as they are.
+`encoding.py` says how documents become tokens.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from dms_jax.checks import Count, check
-from dms_jax.data.sources import Source, as_source
+from dms_jax.data.encoding import encode_answers, encode_document
+from dms_jax.data.sources import AnswersOnly, Source, as_source
 from dms_jax.errors import DataError
 
 Packing = Literal["concatenate", "concatenate_whole", "first_fit"]
@@ -58,7 +56,8 @@ def batches(
     """Returns an iterator over batches.
 
     Args:
-      data: a source, paths, texts, conversations or token ids; see `as_source`.
+      data: a source, paths, texts, conversations or token ids; see `as_source`. Of `AnswersOnly`
+        the loss mask leaves out everything but answers.
       tokenizer: the model's tokenizer; may be None for token ids.
       batch_size: B, sequences per batch.
       length: T, tokens per sequence.
@@ -98,7 +97,7 @@ def batches(
 
 
 class _Tokens:
-    """The data source for Grain: documents as int32 arrays of token ids."""
+    """The data source for Grain: documents as token ids, and whether each counts in the loss."""
 
     def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
@@ -106,10 +105,14 @@ class _Tokens:
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         document = self._source[index]
         try:
-            tokens = encode_document(document, self._tokenizer)
+            if isinstance(self._source, AnswersOnly):
+                tokens, counts = encode_answers(document, self._tokenizer)
+            else:
+                tokens = encode_document(document, self._tokenizer)
+                counts = np.ones(tokens.shape, bool)
             if self._vocab_size is not None and tokens.size:
                 low, high = int(tokens.min()), int(tokens.max())
                 if low < 0 or high >= self._vocab_size:
@@ -118,34 +121,4 @@ class _Tokens:
                     )
         except DataError as error:
             raise DataError(f"{self._source.where(index)}: {error}") from error
-        return tokens
-
-
-def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
-    """Returns the token ids of one document, int32 [n].
-
-    Raises:
-      DataError: a text has no tokenizer, a conversation no chat template, or the document is
-        neither of these nor an array of token ids.
-    """
-    if isinstance(document, str):
-        if tokenizer is None:
-            raise DataError("the model has no tokenizer. Give token ids instead of texts.")
-        ids = tokenizer.encode(document, add_special_tokens=False)
-        if tokenizer.bos_token_id is not None:
-            ids = [tokenizer.bos_token_id, *ids]
-        elif tokenizer.eos_token_id is not None:
-            ids = [*ids, tokenizer.eos_token_id]
-        return np.asarray(ids, np.int32)
-    if isinstance(document, Sequence) and document and isinstance(document[0], dict):
-        if tokenizer is None:
-            raise DataError("the model has no tokenizer. Give token ids instead of conversations.")
-        text = tokenizer.apply_chat_template(document, add_generation_prompt=False)
-        return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-    tokens = np.asarray(document)
-    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
-        raise DataError(
-            f"expected a text, a list of messages or a list of token ids, got "
-            f"{type(document).__name__} of shape {tokens.shape} and type {tokens.dtype}."
-        )
-    return tokens.astype(np.int32)
+        return {"tokens": tokens, "loss_mask": counts}

@@ -26,7 +26,7 @@ class NonEmpty(grain.IterDataset):
     """The documents that are not empty.
 
     Args:
-      parent: documents, as int32 arrays.
+      parent: documents, as `{"tokens", "loss_mask"}`.
       max_empty: number of consecutive empty documents after which the data counts as empty.
     """
 
@@ -43,10 +43,10 @@ class _NonEmptyIterator(grain.DatasetIterator):
         super().__init__(parent)
         self._max_empty = max_empty
 
-    def __next__(self) -> np.ndarray:
+    def __next__(self) -> dict[str, np.ndarray]:
         for _ in range(self._max_empty + 1):
             document = next(self._parent)
-            if len(document):
+            if len(document["tokens"]):
                 return document
         raise DataError("The documents hold no token to train on.")
 
@@ -61,7 +61,7 @@ class Concatenate(grain.IterDataset):
     """Joins documents of any length and cuts them into sequences.
 
     Args:
-      parent: documents, as int32 arrays.
+      parent: documents, as `{"tokens", "loss_mask"}`.
       length: T, tokens per sequence.
       carry: whether the rest of a document goes into the next sequence.
     """
@@ -78,40 +78,48 @@ class _ConcatenateIterator(grain.DatasetIterator):
     def __init__(self, parent: grain.DatasetIterator, length: int, carry: bool):
         super().__init__(parent)
         self._length, self._carry = length, carry
-        self._rest = np.zeros(0, np.int32)
+        self._rest = {"tokens": np.zeros(0, np.int32), "loss_mask": np.zeros(0, bool)}
 
     def __next__(self) -> dict[str, np.ndarray]:
-        parts, total = [self._rest], len(self._rest)
+        parts, total = [self._rest], len(self._rest["tokens"])
         while total < self._length:
             document = next(self._parent)
             parts.append(document)
-            total += len(document)
-        tokens = np.concatenate(parts)
-        self._rest = tokens[self._length :] if self._carry else tokens[:0]
-        tokens = tokens[: self._length]
-        return {"tokens": tokens, "loss_mask": np.ones(self._length, bool)}
+            total += len(document["tokens"])
+        whole = {name: np.concatenate([part[name] for part in parts]) for name in self._rest}
+        kept = self._length if self._carry else total
+        self._rest = {name: values[kept:] for name, values in whole.items()}
+        return {name: values[: self._length] for name, values in whole.items()}
 
     def get_state(self) -> dict[str, Any]:
-        return {"parent": self._parent.get_state(), "rest": self._rest.tolist()}
+        rest = {name: values.tolist() for name, values in self._rest.items()}
+        return {"parent": self._parent.get_state(), "rest": rest}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._parent.set_state(state["parent"])
-        self._rest = np.asarray(state["rest"], np.int32)
+        self._rest = {
+            name: np.asarray(state["rest"][name], values.dtype)
+            for name, values in self._rest.items()
+        }
 
 
 def first_fit(parent: grain.IterDataset, *, length: int, bins: int, seed: int) -> grain.IterDataset:
     """Packs whole documents into `{"tokens", "segment_ids", "loss_mask"}`, each [T].
 
     Args:
-      parent: documents, as int32 arrays; what exceeds T tokens is dropped.
+      parent: documents, as `{"tokens", "loss_mask"}`; what exceeds T tokens is dropped.
       length: T, tokens per sequence.
       bins: sequences that are open at a time.
       seed: seed of the order in which sequences are returned.
     """
-    documents = parent.map(lambda tokens: {"tokens": tokens[:length]})
+    documents = parent.map(
+        lambda document: {
+            name: values[:length].astype(np.int32) for name, values in document.items()
+        }
+    )
     packed = grain.experimental.FirstFitPackIterDataset(
         documents,
-        length_struct={"tokens": length},
+        length_struct={"tokens": length, "loss_mask": length},
         num_packing_bins=bins,
         seed=seed,
     )
@@ -123,5 +131,5 @@ def _finish(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {
         "tokens": np.asarray(packed["tokens"], np.int32),
         "segment_ids": segment_ids,
-        "loss_mask": segment_ids > 0,
+        "loss_mask": (segment_ids > 0) & np.asarray(packed["loss_mask"], bool),
     }

@@ -1,26 +1,44 @@
 """Documents to train on: text files, JSON lines, strings, token arrays.
 
 A source is a random-access sequence of documents. A document is a string, a conversation (a list of
-`{"role": ..., "content": ...}`) or an array of token ids. Files are indexed once, without parsing,
-and memory-mapped, so that a source of many gigabytes takes only the memory of its index.
+`{"role": ..., "content": ...}`), a prompt with its response, or an array of token ids. Files are
+indexed once, without parsing, and memory-mapped, so that a source of many gigabytes takes only the
+memory of its index.
 """
 
 import abc
 import array
 import bisect
+import dataclasses
 import json
 import mmap
 import pathlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from dms_jax.checks import Share, check
 from dms_jax.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
 
-Document = str | Sequence[Mapping[str, Any] | int] | np.ndarray
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A prompt and the response to it.
+
+    Attributes:
+      prompt: a text, a list of chat messages, or token ids.
+      response: a text; token ids if the prompt is token ids.
+    """
+
+    prompt: str | Sequence[Any] | np.ndarray
+    response: str | Sequence[int] | np.ndarray
+
+
+Document = str | Sequence[Mapping[str, Any] | int] | np.ndarray | Exchange
 Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 
 
@@ -49,6 +67,23 @@ class Documents(Source):
 
     def __getitem__(self, index: int) -> Document:
         return self._documents[index]
+
+
+class AnswersOnly(Source):
+    """The documents of a source, of which only answers count in the loss."""
+
+    def __init__(self, source: Source):
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._source[index]
+
+    def where(self, index: int) -> str:
+        """Returns the origin of a document, for messages."""
+        return self._source.where(index)
 
 
 class _Files(Source):
@@ -138,21 +173,49 @@ class JsonLines(_Files):
 
     Args:
       paths: path of one file, or several.
-      field: name of the field; None for "messages" if there is one, otherwise "text".
+      field: name of the field; None for "messages" if there is one, "prompt" with "response" if
+        there are both, and "text" otherwise.
+      malformed: largest share of the lines that may be left out because they are malformed. Above
+        0 every line is parsed at once, and what is left out is counted in a warning; at 0 a
+        malformed line is an error when it is read.
 
     Raises:
-      DataError: a file is missing or empty or, once a line is read, it holds something else.
+      ConfigError: `malformed` is not a share.
+      DataError: a file is missing or empty, or too many lines are malformed; or, once a line is
+        read, it holds something else.
     """
 
-    def __init__(self, paths: Paths, field: str | None = None):
+    def __init__(self, paths: Paths, field: str | None = None, *, malformed: float = 0.0):
         self._field = field
+        malformed = check("JsonLines: malformed", malformed, Share)
         super().__init__(paths)
+        if malformed > 0:
+            self._leave_out(malformed)
+
+    def _leave_out(self, share: float) -> None:
+        wrong: dict[int, DataError] = {}
+        for index in range(len(self)):
+            try:
+                self[index]
+            except DataError as error:
+                wrong[index] = error
+        if not wrong:
+            return
+        first = next(iter(wrong.values()))
+        told = f"{len(wrong)} of {len(self)} lines are malformed"
+        if len(wrong) > share * len(self):
+            raise DataError(f"{told}, more than a share of {share:g}. The first: {first}")
+        warnings.warn(f"{told} and left out. The first: {first}", stacklevel=3)
+        kept = [index for index in range(len(self)) if index not in wrong]
+        self._first = [bisect.bisect_left(kept, first) for first in self._first]
+        self._starts = array.array("q", (self._starts[index] for index in kept))
+        self._ends = array.array("q", (self._ends[index] for index in kept))
 
     @staticmethod
     def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]:
         return _split(content, b"\n")
 
-    def __getitem__(self, index: int) -> str | list[dict[str, Any]]:
+    def __getitem__(self, index: int) -> str | list[dict[str, Any]] | Exchange:
         text = self._text(index)
         try:
             record = json.loads(text)
@@ -163,6 +226,8 @@ class JsonLines(_Files):
                 f"{self.where(index)}: expected a JSON object, got a {type(record).__name__}."
             )
         field = self._field
+        if field is None and "messages" not in record and {"prompt", "response"} <= record.keys():
+            return self._exchange(index, record)
         if field is None:
             field = "messages" if "messages" in record else "text"
         if field not in record:
@@ -171,16 +236,29 @@ class JsonLines(_Files):
         value = record[field]
         if isinstance(value, str):
             return value
-        if (
-            isinstance(value, list)
-            and value
-            and all(isinstance(turn, dict) and "role" in turn for turn in value)
-        ):
+        if _is_chat(value):
             return value
         raise DataError(
             f"{self.where(index)}: field {field!r} must be a text or a list of messages "
             '({"role": ..., "content": ...}).'
         )
+
+    def _exchange(self, index: int, record: dict[str, Any]) -> Exchange:
+        prompt, response = record["prompt"], record["response"]
+        if not (isinstance(prompt, str) or _is_chat(prompt)) or not isinstance(response, str):
+            raise DataError(
+                f"{self.where(index)}: 'prompt' must be a text or a list of messages, and "
+                "'response' a text."
+            )
+        return Exchange(prompt, response)
+
+
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and "role" in turn for turn in value)
+    )
 
 
 def as_source(data: Any) -> Source:

@@ -24,6 +24,7 @@ from dms_jax import sharding
 from dms_jax.checks import Count, check
 from dms_jax.errors import ConfigError
 from dms_jax.model.language_model import LanguageModel, check_model
+from dms_jax.model.low_rank import merge
 from dms_jax.model.transformer import Transformer
 
 
@@ -42,7 +43,7 @@ def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
         which cannot be averaged.
     """
     check_model(model)
-    config, transformer = model.config, model.transformer
+    config, transformer = model.config, merge(model.transformer)
     old = config.num_kv_heads
     smaller = [str(size) for size in range(1, old) if old % size == 0]
     choices = (

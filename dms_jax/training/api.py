@@ -15,9 +15,11 @@ import jax
 from dms_jax import sharding
 from dms_jax.checkpoint import save
 from dms_jax.checks import check, show_options
+from dms_jax.data import AnswersOnly, as_source
 from dms_jax.data import batches as data_batches
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
+from dms_jax.model.low_rank import low_rank_of
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.policies.base import check_policy
 from dms_jax.training.loop import Loop
@@ -84,7 +86,7 @@ def train(
       policy: the policy whose decisions apply; None for vanilla.
       out: directory of the run: checkpoints, log, snapshots and the resulting model.
       **options: resume, seed, mesh, checkpoint_every, stop_after, on_step, on_snapshot, evaluate,
-        evaluate_every, progress: see `dms_jax.training.RunOptions`.
+        evaluate_every, progress, adapter_only, most_skipped: see `dms_jax.training.RunOptions`.
 
     Returns:
       The trained model, whose `policy` is the given one.
@@ -94,12 +96,14 @@ def train(
         fit together.
       DataError: the data cannot be used.
       CheckpointError: `out` cannot be written, or what it holds cannot be resumed.
-      TrainingDivergedError: the loss or the gradient stopped being finite.
+      TrainingDivergedError: too many steps in a row had a loss or gradient that is not finite.
       KeyboardInterrupt: on Ctrl-C or after `stop_after`, once a checkpoint is written.
     """
     policy = Vanilla() if policy is None else policy
     _check(model, policy, recipe)
     run = RunOptions(**options)
+    if run.adapter_only:
+        _check_adapter_only(model, policy, recipe)
     mesh = run.mesh
     if mesh is None:
         context = jax.sharding.get_mesh()
@@ -127,7 +131,8 @@ def train(
             Loop(trainer, policy, recipe, source, pass_size, ignored, directory, run).run()
             result = trainer.model()
             if directory is not None:
-                save(result, policy, directory.path / "model")
+                path = directory.path / "model"
+                save(result, policy, path, adapter_only=run.adapter_only)
             return result
     finally:
         if directory is not None:
@@ -160,6 +165,8 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
             f"The recipe trains only the adapter, and {policy} has none. Use "
             "DMS(source='adapter') or trainable='all'."
         )
+    if recipe.trainable == "low_rank":
+        _check_low_rank(model, policy, recipe)
     if recipe.sequence_length > config.max_position_embeddings:
         raise ConfigError(
             f"Sequences of {recipe.sequence_length} tokens do not fit the model's "
@@ -167,11 +174,43 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
         )
 
 
+def _check_low_rank(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
+    """Raises ConfigError if low-rank updates cannot be trained."""
+    if policy.retrofit.borrowed_neurons is not None:
+        raise ConfigError(
+            f"The recipe trains low-rank updates beside frozen weights, and {policy} needs "
+            "neurons whose weights are set to zero first. Use DMS(source='adapter') or "
+            "trainable='all'."
+        )
+    present = low_rank_of(model.transformer)
+    if present not in (None, recipe.low_rank):
+        raise ConfigError(
+            f"The model has low-rank updates of rank {present.rank} and alpha {present.alpha:g}, "
+            f"and the recipe trains {recipe.low_rank}. Set low_rank={present} in the recipe, or "
+            "merge them into the weights first (dms_jax.load(..., merge=True))."
+        )
+
+
+def _check_adapter_only(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
+    """Raises ConfigError if the result of a run could not be saved without the base."""
+    if recipe.trained_for(policy) == "all":
+        raise ConfigError(
+            "adapter_only writes what was trained beside frozen weights, and this recipe trains "
+            "all weights. Set trainable='adapter' or trainable='low_rank' in the recipe."
+        )
+    if model.source is None:
+        raise ConfigError(
+            "adapter_only writes an adapter for a base on disk, and this model was not loaded from "
+            "one. Save it first, and load that."
+        )
+
+
 def _batches(model: LanguageModel, recipe: Recipe, data: Any, pass_size: int, seed: int) -> Any:
     if hasattr(data, "__next__"):
         return data
+    source = as_source(data)
     return data_batches(
-        data,
+        AnswersOnly(source) if recipe.answers_only else source,
         model.tokenizer,
         batch_size=pass_size,
         length=recipe.sequence_length,

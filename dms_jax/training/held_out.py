@@ -1,4 +1,4 @@
-"""The language modelling loss of a model on held-out batches."""
+"""The losses of a model on held-out batches: language modelling, and distance from a teacher."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from dms_jax.data.batches import Batch
 from dms_jax.errors import DataError
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import Policy
+from dms_jax.policies import Policy, Vanilla
 from dms_jax.training import losses
 from dms_jax.training.parameters import cast, parameters, rebuilder
 from dms_jax.training.step import Passes
@@ -42,6 +42,41 @@ def held_out_loss(
       ConfigError: the model cannot run the policy.
       DataError: the loss mask of a part leaves no token.
     """
+    return _means(model, None, batches, policy, compute_dtype)
+
+
+def held_out_distillation(
+    model: LanguageModel,
+    teacher: LanguageModel,
+    batches: Mapping[str, Iterable[Batch]],
+    *,
+    policy: Policy | None = None,
+    compute_dtype: str | None = "bfloat16",
+) -> dict[str, float]:
+    """Returns the mean divergence KL(model || teacher) of each part of the data.
+
+    Args:
+      model: the model to measure, under the hard decisions of its policy.
+      teacher: the model that it learned from, with the vanilla cache.
+      batches, policy, compute_dtype: see `held_out_loss`. The positions compared are those whose
+        next token counts.
+
+    Returns:
+      The divergence of each part, in nats per token.
+
+    Raises:
+      ConfigError, DataError: see `held_out_loss`.
+    """
+    return _means(model, teacher.transformer, batches, policy, compute_dtype)
+
+
+def _means(
+    model: LanguageModel,
+    teacher: Transformer | None,
+    batches: Mapping[str, Iterable[Batch]],
+    policy: Policy | None,
+    compute_dtype: str | None,
+) -> dict[str, float]:
     policy = model.resolve_policy(policy)
     result = {}
     with use_mesh(model.mesh):
@@ -55,7 +90,7 @@ def held_out_loss(
                     loss_mask=jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask),
                     segment_ids=None if segment_ids is None else jnp.asarray(segment_ids),
                 )
-                sums.append(_sums(model.transformer, passes, policy, compute_dtype))
+                sums.append(_sums(model.transformer, teacher, passes, policy, compute_dtype))
             total, count = np.sum(jax.device_get(sums), axis=0) if sums else (0.0, 0.0)
             if count == 0:
                 raise DataError(
@@ -67,18 +102,26 @@ def held_out_loss(
 
 @functools.partial(jax.jit, static_argnames=("policy", "compute_dtype"))
 def _sums(
-    transformer: Transformer, passes: Passes, policy: Policy, compute_dtype: str | None
+    transformer: Transformer,
+    teacher: Transformer | None,
+    passes: Passes,
+    policy: Policy,
+    compute_dtype: str | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the sum of the losses of a batch, and the number of tokens in it."""
-    narrow: Any = rebuilder(transformer)(cast(parameters(transformer), compute_dtype))
-    hidden = narrow(passes.tokens, policy, segment_ids=passes.segment_ids).hidden
+
+    def run(transformer: Transformer, policy: Policy) -> Any:
+        narrow: Any = rebuilder(transformer)(cast(parameters(transformer), compute_dtype))
+        hidden = narrow(passes.tokens, policy, segment_ids=passes.segment_ids).hidden
+        return hidden, narrow.unembed
+
     sums = losses.token_losses(
-        (hidden, narrow.unembed),
-        None,
+        run(transformer, policy),
+        None if teacher is None else run(teacher, Vanilla()),
         targets=jnp.roll(passes.tokens, -1, axis=-1),
-        mask=passes.loss_mask,
+        mask=passes.target_mask,
         target_mask=passes.target_mask,
         direction="reverse",
     )
-    total = sums.language_modeling
+    total = sums.language_modeling if teacher is None else sums.distillation
     return total, passes.target_mask.sum().astype(total.dtype)

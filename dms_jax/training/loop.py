@@ -71,6 +71,8 @@ class Loop:
         self._source, self._pass_size, self._directory = source, pass_size, directory
         self._ignored, self._options = np.asarray(ignored_tokens, np.int32), options
         self._pending: collections.deque[_Pending] = collections.deque()
+        self._total = recipe.total_steps(policy)
+        self._skipped = self._skipped_in_a_row = 0
         self._clock = time.perf_counter()
         self._display: Any = None
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, "steps")
@@ -82,7 +84,7 @@ class Loop:
           KeyboardInterrupt: on Ctrl-C or after `stop_after` seconds.
         """
         options = self._options
-        total = self._recipe.total_steps(self._policy)
+        total = self._total
         start = int(self._trainer.state.step)
         snapshots = self._snapshots(total)
         end = time.perf_counter() + (options.stop_after or math.inf)
@@ -179,13 +181,20 @@ class Loop:
         # Several steps may be read at once, so the time at which each ended is taken beforehand.
         ended = pending.ended.result()
         seconds, self._clock = ended - self._clock, ended
-        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+        skipped = bool(values.pop("skipped"))
+        self._skipped += skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        most = self._options.most_skipped
+        at_end = pending.step == self._total and self._skipped_in_a_row >= min(self._total, most)
+        if self._skipped_in_a_row > most or (skipped and at_end):
             raise TrainingDivergedError(self._diverged(pending.step, values))
         progress, tokens = pending.progress, pending.tokens
         return {
             "step": pending.step,
             "stage": progress.stage.kind,
             **values,
+            "skipped": skipped,
+            "skipped_steps": self._skipped,
             "compression_ratio": 1 / max(1 - values["evicted"], 1e-6),
             "target": progress.target,
             "target_ratio": progress.compression_ratio,
@@ -204,12 +213,17 @@ class Loop:
         parts = ", ".join(f"{name} {value:g}" for name, value in sorted(values.items()))
         latest = None if self._directory is None else self._directory.latest_step
         back = "" if latest is None else f" The last checkpoint is of step {latest}."
-        return f"Step {step} is not finite: {parts}. Lower the learning rates.{back}"
+        before = self._skipped_in_a_row - 1
+        skipped = f" The {before} before it were skipped for the same reason." if before else ""
+        return f"Step {step} is not finite: {parts}.{skipped} Lower the learning rates.{back}"
 
     def _checkpoint(self, done: int) -> None:
         if self._directory is None:
             return
         self._read()
+        # Parameters after which no step is finite are none to go back to.
+        if self._skipped_in_a_row and done < self._total:
+            return
         get_state = getattr(self._source, "get_state", lambda: None)
         self._directory.save(done, self._trainer.state, get_state())
         self._clock = time.perf_counter()
@@ -228,7 +242,8 @@ class Loop:
         self._read()
         model = self._trainer.model()
         if self._directory is not None:
-            save(model, self._policy, self._directory.path / "snapshots" / f"{ratio:g}")
+            path = self._directory.path / "snapshots" / f"{ratio:g}"
+            save(model, self._policy, path, adapter_only=self._options.adapter_only)
         if self._options.on_snapshot is not None:
             self._options.on_snapshot(ratio, model)
         self._clock = time.perf_counter()

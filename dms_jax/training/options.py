@@ -27,6 +27,8 @@ class RunKeywords(TypedDict, total=False):
     evaluate: Evaluate | None
     evaluate_every: Count
     progress: bool
+    adapter_only: bool
+    most_skipped: Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,10 @@ class RunOptions(Options):
       evaluate: measures a model during training; its numbers go into the record of the step.
       evaluate_every: steps between evaluations; there is one at the end too.
       progress: whether to show a progress bar.
+      adapter_only: whether the output directory's model and snapshots hold only what was trained
+        beside frozen weights (`save(..., adapter_only=True)`), for `load(base, adapter=...)`.
+      most_skipped: steps in a row that may be skipped because their loss or gradient is not finite;
+        one more raises TrainingDivergedError.
     """
 
     resume: bool = True
@@ -57,3 +63,5 @@ class RunOptions(Options):
     evaluate: Evaluate | None = None
     evaluate_every: Count = 1000
     progress: bool = True
+    adapter_only: bool = False
+    most_skipped: Whole = 3

@@ -11,7 +11,7 @@ minus its offset; rows that are merely unused would saturate the decisions at ra
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from dms_jax import sharding
+from dms_jax.model import low_rank
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 
 Parameters = dict[str, jax.Array]
+Trained = Literal["adapter", "low_rank", "all"]
 Rebuild = Callable[[Mapping[str, Any]], Transformer]
 
 _ADAPTER = "layers.adapter."
@@ -64,6 +66,11 @@ def is_adapter(name: str) -> bool:
     return name.startswith(_ADAPTER)
 
 
+def is_low_rank(name: str) -> bool:
+    """Whether a parameter is a factor of a low-rank update."""
+    return low_rank.is_factor(tuple(name.split(".")))
+
+
 def decays(name: str) -> bool:
     """Whether weight decay applies to a parameter: to matrices, not to norms and biases."""
     return not name.endswith((".scale", ".bias"))
@@ -79,8 +86,8 @@ def add_adapter(transformer: Transformer) -> Transformer:
     config = transformer.config
     dtype = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)
     # Only the adapters get arrays; the rest of the skeleton is abstract.
-    skeleton = nnx.eval_shape(
-        lambda: Transformer(config, adapter=True, dtype=dtype, rngs=nnx.Rngs(0))
+    skeleton = low_rank.skeleton(
+        config, adapter=True, low_rank=low_rank.low_rank_of(transformer), dtype=dtype
     )
     arrays = parameters(transformer)
     for name, param in _named(skeleton):
@@ -116,17 +123,22 @@ class Split:
     frozen: Parameters
 
 
-def split(arrays: Parameters, *, adapter: bool, others: bool) -> Split:
+def split(arrays: Parameters, *, adapter: bool, trainable: Trained) -> Split:
     """Splits parameters into trained and frozen ones.
 
     Args:
       arrays: the parameters.
       adapter: whether the adapters are trained.
-      others: whether all other parameters are trained.
+      trainable: which others are: "adapter" none, "low_rank" the factors of low-rank updates,
+        "all" every one.
     """
-    trained = {
-        name: array for name, array in arrays.items() if (adapter if is_adapter(name) else others)
-    }
+
+    def is_trained(name: str) -> bool:
+        if is_adapter(name):
+            return adapter
+        return trainable == "all" or (trainable == "low_rank" and is_low_rank(name))
+
+    trained = {name: array for name, array in arrays.items() if is_trained(name)}
     return Split(trained, {name: x for name, x in arrays.items() if name not in trained})
 
 

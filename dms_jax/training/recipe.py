@@ -14,11 +14,13 @@ from dms_jax.checks import (
     Whole,
     require,
 )
+from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import Policy
 from dms_jax.training import schedules
 from dms_jax.training.compression import Prior, Regulariser
+from dms_jax.training.parameters import Trained
 
-Trainable = Literal["auto", "all", "adapter"]
+Trainable = Literal["auto", "all", "low_rank", "adapter"]
 Loss = Literal["distillation", "language_modeling"]
 DistillationPositions = Literal["targets", "inputs"]
 Decay = Annotated[Number, Range(0, 1, below=True)]
@@ -119,8 +121,11 @@ class Recipe(Options):
       micro_batch_size: sequences that a device (a shard of the `data` axis) processes in one
         forward and backward pass; gradients are accumulated over the passes. None for the whole
         batch.
-      trainable: "adapter" freezes everything else; "all" trains every weight; "auto" trains only
-        the adapter if the policy has one, and all weights if it borrows a neuron.
+      trainable: "adapter" freezes everything else; "low_rank" trains low-rank updates of the
+        attention projections (LoRA) and the adapter if the policy has one, at their two learning
+        rates; "all" trains every weight; "auto" trains only the adapter if the policy has one, and
+        all weights if it borrows a neuron.
+      low_rank: rank and alpha of the updates that "low_rank" trains.
       loss: "distillation" from the original model, or "language_modeling".
       kl: direction of the distillation, "reverse" = KL(student || teacher).
       distillation_positions: positions where student and teacher are compared. The logits at
@@ -141,6 +146,8 @@ class Recipe(Options):
       packing: how documents are packed into sequences (`dms_jax.data.batches`).
       ignore_end_token: whether the model's end tokens are left out of the loss, also where the
         data brings its own batches.
+      answers_only: whether only answers count in the losses of the model's output: the assistant's
+        turns, and responses to prompts. A batch that the data brings has its own loss mask.
       snapshots: compression ratios at which the model is saved and handed to `on_snapshot`.
     """
 
@@ -150,6 +157,7 @@ class Recipe(Options):
     batch_size: Count
     micro_batch_size: Count | None = None
     trainable: Trainable = "auto"
+    low_rank: LowRank = dataclasses.field(default_factory=LowRank)
     loss: Loss = "distillation"
     kl: Literal["reverse", "forward"] = "reverse"
     distillation_positions: DistillationPositions = "targets"
@@ -167,6 +175,7 @@ class Recipe(Options):
     unroll: bool = False
     packing: Literal["concatenate", "concatenate_whole", "first_fit"] = "concatenate"
     ignore_end_token: bool = False
+    answers_only: bool = False
     snapshots: tuple[Number, ...] = ()
 
     def __post_init__(self):
@@ -208,6 +217,12 @@ class Recipe(Options):
         """The compression ratio at the end; 1 without a ramp."""
         return max(stage.compression_ratio for stage in self.stages)
 
+    def trained_for(self, policy: Policy) -> Trained:
+        """Returns what a retrofit for a policy trains: `trainable`, with "auto" decided."""
+        if self.trainable == "auto":
+            return "adapter" if policy.retrofit.adapter else "all"
+        return self.trainable
+
     def stages_for(self, policy: Policy) -> tuple[Stage, ...]:
         """Returns the stages that a policy goes through.
 
@@ -222,8 +237,9 @@ class Recipe(Options):
     def control(self, policy: Policy) -> "Recipe":
         """Returns the recipe of a retrofit's control: the same tokens and rates, no eviction.
 
-        The control goes through the same stages with the vanilla cache and trains all weights on
-        the language modelling loss: `train(model, recipe=recipe.control(policy), data=...)`.
+        The control goes through the same stages with the vanilla cache and trains on the language
+        modelling loss, low-rank updates if the retrofit does and all weights otherwise:
+        `train(model, recipe=recipe.control(policy), data=...)`.
 
         Args:
           policy: the policy of the retrofit.
@@ -235,7 +251,7 @@ class Recipe(Options):
                 dataclasses.replace(stage, kind="train", compression_ratio=1.0)
                 for stage in self.stages_for(policy)
             ),
-            trainable="all",
+            trainable="low_rank" if self.trainable == "low_rank" else "all",
             loss="language_modeling",
             snapshots=(),
         )

@@ -14,6 +14,7 @@ import math
 from typing import Annotated, Literal
 
 from dms_jax.checks import Count, Number, Range, Whole, check, require
+from dms_jax.training.parameters import Trained
 from dms_jax.training.recipe import Loss, Recipe, Stage
 
 
@@ -129,6 +130,64 @@ def dms_quickstart(
         trainable="all",
         compute_dtype=None,
         remat=False,
+        snapshots=snapshots,
+    )
+
+
+_SELF_TAUGHT_RATES = {"adapter": 3e-5, "low_rank": 3e-4, "all": 3e-5}
+
+
+def dms_self_taught(
+    compression_ratio: Number = 8.0,
+    *,
+    trainable: Trained = "all",
+    tokens: int = 238 * 65536,
+    learning_rate: Number | None = None,
+    adapter_learning_rate: Number = 3e-4,
+    sequence_length: int = 2048,
+    batch_size: int = 32,
+    snapshots: tuple[Number, ...] = (),
+) -> Recipe:
+    """DMS for a small model on answers of its own, on one GPU, for `DMS(source="adapter")`.
+
+    The defaults took a model of 0.5B parameters to ratio 8 with a window of 64, in five minutes of
+    an H200: 2,500 sampled answers packed by first fit, 238 steps of 65,536 tokens, 3e-4 for the
+    adapter and 3e-5 for all other weights. The rate of low-rank updates has not been chosen by
+    measuring.
+
+    Args:
+      compression_ratio: compression ratio to reach.
+      trainable: "adapter" for frozen weights, "low_rank" for low-rank updates of the attention
+        projections beside them (their rank is `low_rank` of the recipe), "all" for all weights.
+      tokens: tokens of the whole run, padding included; they determine the number of steps.
+      learning_rate: of everything but the adapter; None for 3e-5, and for 3e-4 with low-rank
+        updates.
+      adapter_learning_rate: of the adapter.
+      sequence_length: T, tokens per packed sequence.
+      batch_size: sequences per step.
+      snapshots: compression ratios on the way to export.
+
+    Raises:
+      ConfigError: a number is out of range.
+    """
+    trainable = check("dms_self_taught: trainable", trainable, Trained)
+    tokens = check("dms_self_taught: tokens", tokens, Count)
+    batch_size = check("dms_self_taught: batch_size", batch_size, Count)
+    sequence_length = check("dms_self_taught: sequence_length", sequence_length, Count)
+    _ramp_steps(compression_ratio, 1)
+    rate = _SELF_TAUGHT_RATES[trainable] if learning_rate is None else learning_rate
+    steps = max(1, round(tokens / (batch_size * sequence_length)))
+    ramp = Stage(
+        "ramp", steps, rate, compression_ratio, adapter_learning_rate=adapter_learning_rate
+    )
+    return Recipe(
+        name="dms_self_taught",
+        stages=(ramp,),
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        micro_batch_size=math.gcd(batch_size, 8),
+        trainable=trainable,
+        packing="first_fit",
         snapshots=snapshots,
     )
 

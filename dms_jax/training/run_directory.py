@@ -12,6 +12,7 @@ at the step that it resumes from.
 """
 
 import json
+import math
 import os
 import pathlib
 import tempfile
@@ -116,12 +117,16 @@ class RunDirectory:
         self.latest_step = step
 
     def log(self, record: dict[str, Any]) -> None:
-        """Appends a line to the log."""
+        """Appends a line to the log; numbers that are not finite become null."""
         if jax.process_index() != 0:
             return
         if self._log is None:
             self._log = self._open_log(record["step"])
-        self._log.write(json.dumps(record) + "\n")
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        self._log.write(json.dumps(finite) + "\n")
         self._log.flush()
 
     def _open_log(self, next_step: int) -> Any:

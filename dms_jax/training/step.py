@@ -129,12 +129,14 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def make_gradients(
-    rebuild: Rebuild, policy: Policy, recipe: Recipe
+    rebuild: Rebuild, policy: Policy, recipe: Recipe, *, rebuild_teacher: Rebuild | None = None
 ) -> Callable[[Parameters, Constants, Passes, ScheduleValues, Any], tuple[Parameters, Metrics]]:
     """Returns a pure function that computes the gradients and the losses of a batch.
 
-    Its last argument is the random key of the noise; None for no noise.
+    Its last argument is the random key of the noise; None for no noise. A teacher whose modules
+    are not those of the student (it has no low-rank updates) has a `rebuild_teacher` of its own.
     """
+    rebuild_teacher = rebuild if rebuild_teacher is None else rebuild_teacher
 
     def pass_loss(trained, constants: Constants, sequences: Passes, schedule, key, weights):
         tokens, segment_ids = sequences.tokens, sequences.segment_ids
@@ -153,7 +155,7 @@ def make_gradients(
         )
         teacher = None
         if recipe.loss == "distillation":
-            original = rebuild(jax.lax.stop_gradient(current | constants.teacher))
+            original = rebuild_teacher(jax.lax.stop_gradient(current | constants.teacher))
             hidden = original(
                 tokens, Vanilla(), segment_ids=segment_ids, unroll=recipe.unroll
             ).hidden
@@ -231,17 +233,18 @@ def visible_keys(passes: Passes) -> tuple[Float[Array, ""], Float[Array, ""]]:
 
 
 def make_step(
-    rebuild: Rebuild, policy: Policy, recipe: Recipe
+    rebuild: Rebuild, policy: Policy, recipe: Recipe, *, rebuild_teacher: Rebuild | None = None
 ) -> Callable[[TrainState, Constants, Passes, ScheduleValues], tuple[TrainState, Metrics]]:
     """Returns the step as a pure function, to be jitted with the state donated.
 
     Its metrics are scalars: `loss` and its parts (`distillation_loss`, `compression_loss`,
     `lm_loss`), `evicted` (share of hard decisions to evict), `grad_norm` (before clipping),
-    `visible_keys` (mean number of keys that a token sees) and `document_share` (share of the tokens
-    that are not padding).
+    `visible_keys` (mean number of keys that a token sees), `document_share` (share of the tokens
+    that are not padding) and `skipped` (the loss or the gradient is not finite, so that the step
+    changed neither parameters nor moments).
     """
     optimizer = make_optimizer(recipe)
-    gradients = make_gradients(rebuild, policy, recipe)
+    gradients = make_gradients(rebuild, policy, recipe, rebuild_teacher=rebuild_teacher)
 
     def step(
         state: TrainState, constants: Constants, passes: Passes, schedule: ScheduleValues
@@ -252,12 +255,19 @@ def make_step(
         metrics["visible_keys"], metrics["document_share"] = visible_keys(passes)
         updates: Any
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.parameters)
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        metrics["skipped"] = ~finite
         arrays = {
             name: array
             - (schedule.adapter_learning_rate if is_adapter(name) else schedule.learning_rate)
             * updates[name]
             for name, array in state.parameters.items()
         }
-        return TrainState(state.step + 1, arrays, optimizer_state), metrics
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (arrays, optimizer_state),
+            (state.parameters, state.optimizer),
+        )
+        return TrainState(state.step + 1, *kept), metrics
 
     return step

@@ -15,13 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax import sharding
 from dms_jax.data.batches import Batch
+from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 from dms_jax.training.parameters import (
     Parameters,
     add_adapter,
     cast,
     is_adapter,
+    is_low_rank,
     parameters,
     rebuilder,
     shardings,
@@ -40,11 +43,30 @@ from dms_jax.training.step import (
 from dms_jax.training.throughput import layer_parameters, peak_operations, token_operations
 
 
+def _student(
+    transformer: Transformer, policy: Policy, recipe: Recipe, key: jax.Array
+) -> Transformer:
+    """Returns the model to train: with an adapter if the policy reads one, and low-rank updates.
+
+    Updates that the model brings are trained further, or merged if all weights are trained.
+    """
+    if policy.retrofit.adapter:
+        transformer = add_adapter(transformer)
+    trained = recipe.trained_for(policy)
+    if trained == "all":
+        return low_rank.merge(transformer)
+    if trained == "low_rank" and low_rank.low_rank_of(transformer) is None:
+        factors = low_rank.initial_factors(transformer, recipe.low_rank, key)
+        return low_rank.add_factors(transformer, recipe.low_rank, factors)
+    return transformer
+
+
 class Trainer:
     """The training state of a run, and the step that advances it.
 
     Args:
-      model: the original model; its arrays are never changed.
+      model: the original model; its arrays are never changed. Without its low-rank updates, if it
+        has any, it is also the teacher.
       policy: the policy whose decisions apply.
       recipe: the recipe of the run.
       seed: seed of the noise.
@@ -58,16 +80,14 @@ class Trainer:
         self, model: LanguageModel, policy: Policy, recipe: Recipe, seed: int, mesh: Mesh | None
     ):
         self._model, self._policy, self._recipe, self._mesh = model, policy, recipe, mesh
-        transformer = (
-            add_adapter(model.transformer) if policy.retrofit.adapter else model.transformer
-        )
+        trained_parts = recipe.trained_for(policy)
+        self._key = jax.random.key(seed)
+        self._original = low_rank.drop_factors(model.transformer)
+        transformer = _student(model.transformer, policy, recipe, self._key)
         self._rebuild = rebuilder(transformer)
         self._transformer = transformer
         arrays = self._place(parameters(transformer))
-        adapter_only = recipe.trainable == "adapter" or (
-            recipe.trainable == "auto" and policy.retrofit.adapter
-        )
-        parts = split(arrays, adapter=policy.retrofit.adapter, others=not adapter_only)
+        parts = split(arrays, adapter=policy.retrofit.adapter, trainable=trained_parts)
         self._frozen = parts.frozen
         self._dtypes = {name: x.dtype for name, x in parts.trained.items()}
         # Copies, because the step donates them.
@@ -77,21 +97,20 @@ class Trainer:
         }
         self.wide = jnp.result_type(*(x.dtype for x in trained.values()))
         distilling = recipe.loss == "distillation"
-        needed = parts.trained if distilling else {}
-        teacher = {name: x for name, x in needed.items() if not is_adapter(name)}
+        needed = [name for name in trained if not is_adapter(name) and not is_low_rank(name)]
+        teacher = self._teacher(needed, arrays) if distilling else {}
         if recipe.compute_dtype is None:
             teacher = {name: x.astype(trained[name].dtype) for name, x in teacher.items()}
         self._constants = Constants(
             frozen=cast(parts.frozen, recipe.compute_dtype),
             teacher=cast(teacher, recipe.compute_dtype),
         )
-        self._key = jax.random.key(seed)
         self._layer_parameters = layer_parameters(transformer)
         self._peak = peak_operations(mesh)
-        self._frozen_layers, self._has_teacher = adapter_only, distilling
+        self._frozen_layers, self._has_teacher = trained_parts != "all", distilling
         self._optimizer = make_optimizer(recipe)
         self.state = self._init_state(jnp.zeros((), jnp.int32), trained)
-        step = make_step(self._rebuild, policy, recipe)
+        step = make_step(self._rebuild, policy, recipe, rebuild_teacher=rebuilder(self._original))
         if mesh is None:
             self._step = jax.jit(step, donate_argnums=0)
         else:
@@ -101,6 +120,13 @@ class Trainer:
     @property
     def _replicated(self) -> NamedSharding | None:
         return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+
+    def _teacher(self, names: list[str], placed: Parameters) -> Parameters:
+        """Returns parameters of the original, from those of the student where they are the same."""
+        original, student = parameters(self._original), parameters(self._transformer)
+        shared = {name: placed[name] for name in names if original[name] is student[name]}
+        own = {name: original[name] for name in names if name not in shared}
+        return shared | self._place(own)
 
     def _place(self, arrays: Parameters) -> Parameters:
         if self._mesh is None:

@@ -7,11 +7,13 @@ from typing import Any, Literal
 
 import dms_jax
 from dms_jax import DMC, DMS, FixedPooling, assets, recipes
+from dms_jax.data import JsonLines
+from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe
 
 # What is not said is as the library has it.
-EVICTING, MERGING, POOLING = DMS(), DMC(), FixedPooling()
+EVICTING, MERGING, POOLING, UPDATES = DMS(), DMC(), FixedPooling(), LowRank()
 CALL = {name: each.default for name, each in inspect.signature(dms_jax.retrofit).parameters.items()}
 
 
@@ -22,7 +24,8 @@ class Config:
     model: str
     """Hugging Face directory, a GGUF file, or a hub id ("owner/name")."""
     data: tuple[pathlib.Path, ...]
-    """JSON lines (.jsonl, with "messages" or "text"), or texts with <|endoftext|> in between."""
+    """JSON lines (.jsonl, with "messages", "prompt" and "response", or "text"), or texts with
+    <|endoftext|> in between."""
     out: pathlib.Path
     """Directory of the run: checkpoints, log.jsonl, model. A run that is there is resumed."""
     adapter: str | None = None
@@ -66,6 +69,10 @@ class Config:
     every: int = POOLING.every
     """FixedPooling: tokens a slot."""
 
+    answers_only: bool = False
+    """Leave everything but answers out of the loss."""
+    malformed: float = 0.0
+    """Share of the JSON lines that may be malformed; they are counted and left out."""
     sequence_length: int | None = None
     """Tokens a training sequence; None takes the recipe's."""
     batch_size: int | None = None
@@ -74,6 +81,15 @@ class Config:
     """Sequences a device passes forward and back at a time; None takes the recipe's."""
     learning_rate: float | None = None
     """Constant rate of everything that is trained, in every stage; None takes the recipe's."""
+    trainable: Literal["recipe", "adapter", "low_rank", "all"] = "recipe"
+    """What is trained: the adapter alone, low-rank updates of attention (LoRA) with it, or all."""
+    rank: int = UPDATES.rank
+    """Of low-rank updates."""
+    alpha: float = UPDATES.alpha
+    """Of low-rank updates, which count alpha / rank times."""
+    adapter_only: bool = CALL["adapter_only"]
+    """Write what was trained beside frozen weights alone, to be loaded with the model: where the
+    weights are frozen, or have low-rank updates."""
     compute_dtype: Literal["recipe", "bfloat16", "float32"] = "recipe"
     """Type of the passes. Parameters and optimizer state are in float32 in any case."""
 
@@ -85,6 +101,12 @@ class Config:
     """Steps between checkpoints to resume from. Ctrl-C writes one too."""
     seed: int = CALL["seed"]
     """Order of the data and noise of the training."""
+
+    def make_data(self) -> Any:
+        """The documents."""
+        if self.malformed > 0:
+            return JsonLines(list(self.data), malformed=self.malformed)
+        return list(self.data)
 
     def make_policy(self) -> Policy:
         """The cache policy to retrofit for."""
@@ -125,7 +147,13 @@ class Config:
             }[self.recipe]
             recipe = make(**given)
         sizes = ("sequence_length", "batch_size", "micro_batch_size")
-        changes = {name: getattr(self, name) for name in sizes if getattr(self, name) is not None}
+        changes: dict[str, Any] = {
+            name: getattr(self, name) for name in sizes if getattr(self, name) is not None
+        }
+        changes["low_rank"] = LowRank(self.rank, self.alpha)
+        changes["answers_only"] = self.answers_only
+        if self.trainable != "recipe":
+            changes["trainable"] = self.trainable
         if self.compute_dtype != "recipe":
             changes["compute_dtype"] = self.compute_dtype
         stages = recipe.stages

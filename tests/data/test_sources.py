@@ -7,8 +7,8 @@ import chex
 import numpy as np
 import pytest
 
-from dms_jax.data import Documents, JsonLines, TextFiles, as_source
-from dms_jax.errors import DataError
+from dms_jax.data import Documents, Exchange, JsonLines, TextFiles, as_source
+from dms_jax.errors import ConfigError, DataError
 
 
 def write(path: pathlib.Path, content: str | bytes) -> pathlib.Path:
@@ -33,6 +33,43 @@ def test_json_lines_give_texts_and_conversations(tmp_path):
     assert isinstance(source, JsonLines)
     assert [source[0], source[1]] == ["plain", turns]
     assert JsonLines(path, field="text")[1] == "x"
+
+
+def test_json_lines_give_prompts_with_responses(tmp_path):
+    turns = [{"role": "user", "content": "hi"}]
+    rows = [
+        {"prompt": "a", "response": "b"},
+        {"prompt": turns, "response": "b", "text": "c"},
+        {"prompt": "a", "response": "b", "messages": turns},
+        {"prompt": "a", "text": "c"},
+        {"prompt": 3, "response": "b"},
+    ]
+    source = JsonLines(write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows))))
+    assert [source[i] for i in range(4)] == [Exchange("a", "b"), Exchange(turns, "b"), turns, "c"]
+    with pytest.raises(DataError, match=r"line 5: 'prompt' must be a text or a list of messages"):
+        source[4]
+    assert JsonLines(tmp_path / "a.jsonl", field="text")[1] == "c"
+
+
+def test_malformed_lines_are_left_out_up_to_a_share(tmp_path):
+    lines = ['{"text": "a"}', "{oops", "", '{"text": "b"}', '{"text": 3}', '{"text": "c"}']
+    one = write(tmp_path / "a.jsonl", "\n".join(lines))
+    bad = write(tmp_path / "bad.jsonl", "oops")
+    two = write(tmp_path / "b.jsonl", '{"text": "d"}')
+    message = r"3 of 7 lines are malformed and left out\. The first: .*a\.jsonl, line 2: .*not JSON"
+    with pytest.warns(UserWarning, match=message):
+        source = JsonLines([one, bad, two], malformed=0.43)
+    assert [source[i] for i in range(len(source))] == ["a", "b", "c", "d"]
+    assert [source.where(i) for i in (1, 2, 3)] == [
+        f"{one}, line 4",
+        f"{one}, line 6",
+        f"{two}, line 1",
+    ]
+    with pytest.raises(DataError, match=r"3 of 7 lines are malformed, more than a share of 0\.42"):
+        JsonLines([one, bad, two], malformed=0.42)
+    assert len(JsonLines([one, bad, two])) == 7  # none is parsed yet
+    with pytest.raises(ConfigError, match="malformed must be"):
+        JsonLines(one, malformed=1.5)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import pathlib
 import pytest
 
 import dms_jax
+from dms_jax.data import Exchange
+from dms_jax.model.low_rank import LowRank, low_rank_of
 from experiments import retrofit
 from experiments.configs import retrofit as configs
 
@@ -21,6 +23,29 @@ def test_a_small_run_is_written_and_loads(tmp_path, capsys):
     model = dms_jax.load(tmp_path / "model")
     assert model.policy == dms_jax.DMS(window=8, source="adapter")
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+
+
+def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
+    _, config = configs.PRESETS["stories260k"]
+    config = dataclasses.replace(
+        config,
+        out=tmp_path,
+        compression_ratio=1.1,
+        sequence_length=32,
+        batch_size=2,
+        trainable="low_rank",
+        rank=2,
+        alpha=4.0,
+        adapter_only=True,
+    )
+    retrofit.main(config)
+    assert f"The adapter is in {tmp_path / 'model'}" in capsys.readouterr().out
+    model = dms_jax.load(config.model, adapter=tmp_path / "model")
+    assert low_rank_of(model.transformer) == LowRank(2, 4.0)
+    assert model.policy == config.make_policy()
+    whole = dataclasses.replace(config, trainable="recipe", out=tmp_path / "whole")
+    with pytest.raises(dms_jax.ConfigError, match=r"adapter_only .* trains all weights"):
+        retrofit.main(whole)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +91,18 @@ def test_what_is_missing_is_told(tmp_path):
     )
     with pytest.raises(dms_jax.DataError, match=r"none\.txt"):
         retrofit.main(missing)
+
+
+def test_malformed_lines_up_to_a_share_and_answers_alone(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "Once", "response": " upon a time"}\noops\n')
+    _, config = configs.PRESETS["stories260k"]
+    config = dataclasses.replace(config, data=(path,), malformed=0.5, answers_only=True)
+    assert config.make_recipe().answers_only
+    with pytest.warns(UserWarning, match="1 of 2 lines"):
+        source = config.make_data()
+    assert [source[i] for i in range(len(source))] == [Exchange("Once", " upon a time")]
+    assert dataclasses.replace(config, malformed=0.0).make_data() == [path]
 
 
 def test_what_is_not_said_is_as_the_library_has_it():

@@ -6,6 +6,7 @@ import optax
 import pytest
 
 from dms_jax.errors import ConfigError
+from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import DMC, DMS, FixedPooling, Vanilla
 from dms_jax.training import recipes, schedules
 from dms_jax.training.recipe import Recipe, Stage
@@ -302,3 +303,44 @@ def test_a_stage_at_constant_ratio_holds_it():
     recipe = recipe_with(stages=(RAMP, Stage("ramp", 5, 1e-3, 4.0)))
     assert recipe.progress(12, ADAPTER).compression_ratio == 4.0
     assert recipe.progress(99, ADAPTER).compression_ratio == 4.0
+
+
+def test_the_self_taught_recipe_is_that_of_the_trial():
+    recipe = recipes.dms_self_taught(snapshots=(2, 4))
+    assert recipe.total_steps(ADAPTER) == 238
+    assert recipe.batch_size * recipe.sequence_length == 65536
+    assert recipe.packing == "first_fit"
+    assert recipe.snapshots == (2, 4)
+    progress = recipe.progress(34, ADAPTER)
+    assert progress.compression_ratio == pytest.approx(2)
+    assert (progress.adapter_learning_rate, progress.learning_rate) == (3e-4, 3e-5)
+    rates = {
+        trainable: recipes.dms_self_taught(trainable=trainable).stages[0].learning_rate
+        for trainable in ("adapter", "low_rank", "all")
+    }
+    assert rates == {"adapter": 3e-5, "low_rank": 3e-4, "all": 3e-5}
+    fewer = recipes.dms_self_taught(4, tokens=5_000_000, batch_size=6, learning_rate=1e-4)
+    assert fewer.total_steps(ADAPTER) == round(5_000_000 / (6 * 2048))
+    assert fewer.micro_batch_size == 2  # divides the batch
+    assert fewer.stages[0].learning_rate == 1e-4
+    low = dataclasses.replace(recipe, trainable="low_rank", low_rank=LowRank(4, 8))
+    assert low.low_rank == LowRank(4, 8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(tokens=0), dict(batch_size=0), dict(sequence_length=0), dict(compression_ratio=1)],
+)
+def test_a_self_taught_recipe_is_checked(options):
+    with pytest.raises(ConfigError):
+        recipes.dms_self_taught(**options)
+
+
+def test_what_a_policy_trains():
+    recipe = recipes.dms_published()
+    assert recipe.trained_for(ADAPTER) == "adapter"
+    assert recipe.trained_for(NEURON) == "all"
+    low = dataclasses.replace(recipe, trainable="low_rank")
+    assert low.trained_for(ADAPTER) == "low_rank"
+    assert low.control(ADAPTER).trainable == "low_rank"
+    assert recipe.control(ADAPTER).trainable == "all"

@@ -18,6 +18,7 @@ from dms_jax.policies import Quest, Vanilla
 from dms_jax.training import retrofit
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
+from dms_jax.training.trainer import Trainer
 from tests.support.models import VOCABULARY, random_tokens
 from tests.training.tiny import ADAPTER, EAGER, LENGTH, NEURON, documents, language_model, recipe
 
@@ -179,17 +180,66 @@ def test_tokens_outside_the_vocabulary_are_named(model):
         run(model, data=[[1, VOCABULARY]])
 
 
-def test_divergence_is_an_error(model, tmp_path):
+def broken_at(model, token=None):
+    """The model with NaN in its last norm, or in the embedding of one token."""
     broken = jax.tree.map(jnp.copy, model.transformer)
-    broken.final_norm.scale[...] = broken.final_norm.scale[...].at[0].set(jnp.nan)
-    broken = dataclasses.replace(model, transformer=broken)
-    with pytest.raises(TrainingDivergedError, match=r"Step 1 is not finite: .*loss nan"):
-        run(broken, out=tmp_path / "broken", checkpoint_every=1)
+    if token is None:
+        broken.final_norm.scale[...] = broken.final_norm.scale[...].at[0].set(jnp.nan)
+    else:
+        broken.embedding[...] = broken.embedding[...].at[token].set(jnp.nan)
+    return dataclasses.replace(model, transformer=broken)
+
+
+def test_divergence_is_an_error(model, tmp_path):
+    message = r"Step 4 is not finite: .*loss nan.* The 3 before it were skipped"
+    with pytest.raises(TrainingDivergedError, match=message):
+        run(broken_at(model), out=tmp_path / "broken", checkpoint_every=1)
     assert not (tmp_path / "broken" / "model").exists()
-    # One step after the last checkpoint: the message names the step of the checkpoint.
+    assert [line["loss"] for line in log(tmp_path / "broken")] == [None] * 3
+    with pytest.raises(TrainingDivergedError, match=r"Step 1 is not finite: .*Lower the learning"):
+        run(broken_at(model), most_skipped=0)
+    # One step after the last checkpoint: the message names the step of the checkpoint. No state
+    # after which no step was finite is kept, nor exported at the end of the run.
     steep = recipe(Stage("ramp", 2, 1e-3, 2.0), Stage("ramp", 4, 1e30, 4.0), batch_size=4)
-    with pytest.raises(TrainingDivergedError, match="The last checkpoint is of step 2"):
+    with pytest.raises(TrainingDivergedError, match=r"Step 6 .*The last checkpoint is of step 2"):
         run(model, recipe=steep, out=tmp_path / "steep", checkpoint_every=2)
+    assert [path.name for path in (tmp_path / "steep" / "checkpoints").iterdir()] == ["2"]
+    assert not (tmp_path / "steep" / "model").exists()
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted():
+    broken = broken_at(language_model(tied=False), token=30)
+    tokens = random_tokens(0, 4, LENGTH) % 30
+    bad = tokens.copy()
+    bad[2, 5] = 30
+    arrays = []
+    for at in (2, 3, None):  # the bad one is followed by others, or by none
+        batches = [{"tokens": bad if step == at else tokens} for step in range(6)]
+        records = []
+        result = run(broken, data=iter(batches), on_step=records.append)
+        assert [record["skipped"] for record in records] == [step == at for step in range(6)]
+        assert records[-1]["skipped_steps"] == (at is not None)
+        arrays.append(jax.device_get(parameters(result.transformer)))
+    for array in arrays[:2]:
+        assert all(np.isfinite(x).all() for name, x in array.items() if name != "embedding")
+        kernel = "layers.attention.o_proj.kernel"
+        assert (array[kernel] != arrays[2][kernel]).any()
+
+
+def test_a_skipped_step_changes_nothing_but_its_number():
+    broken = broken_at(language_model(tied=False), token=30)
+    trainer = Trainer(broken, EAGER, RECIPE, seed=0, mesh=None)
+    tokens = random_tokens(0, 4, LENGTH) % 30
+    batch = {"tokens": tokens, "loss_mask": np.ones(tokens.shape, bool)}
+    trainer.step([batch], RECIPE.progress(0, EAGER))
+    before = jax.device_get(trainer.state)
+    bad = batch | {"tokens": np.where(np.arange(LENGTH) == 3, 30, tokens)}
+    metrics = trainer.step([bad], RECIPE.progress(1, EAGER))
+    assert metrics["skipped"]
+    after = jax.device_get(trainer.state)
+    assert (before.step, after.step) == (1, 2)
+    chex.assert_trees_all_equal(after.parameters, before.parameters)
+    chex.assert_trees_all_equal(after.optimizer, before.optimizer)
 
 
 def test_an_unwritable_directory_is_found_before_training(model, tmp_path):

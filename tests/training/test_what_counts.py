@@ -12,7 +12,7 @@ import pytest
 
 from dms_jax.errors import DataError
 from dms_jax.policies import DMS, Vanilla
-from dms_jax.training import held_out_loss, retrofit, train
+from dms_jax.training import held_out_distillation, held_out_loss, retrofit, train
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
 from dms_jax.training.step import Passes
@@ -109,6 +109,34 @@ def test_the_held_out_loss_is_a_mean_over_tokens(model):
     assert abs(want - (all_targets.mean() + some.mean()) / 2) > 1e-3
     found = held_out_loss(model, {"both": batches}, compute_dtype=None)["both"]
     assert found == pytest.approx(want, rel=1e-5)
+
+
+def test_the_held_out_divergence_is_a_mean_over_what_counts(model):
+    """KL(student || teacher) where the next token counts, under hard decisions."""
+    student = language_model(adapter=True)
+    tokens = random_tokens(4, 4, LENGTH)
+    mask = np.ones(tokens.shape, bool)
+    mask[:2, 6:] = False
+    found = held_out_distillation(
+        student, model, {"a": [{"tokens": tokens, "loss_mask": mask}]}, policy=EAGER
+    ) | held_out_distillation(
+        student,
+        model,
+        {"b": [{"tokens": tokens, "loss_mask": mask}]},
+        policy=EAGER,
+        compute_dtype=None,
+    )
+    own, other = (
+        np.asarray(jax.nn.log_softmax(each.logits(tokens, policy=policy)))
+        for each, policy in ((student, EAGER), (model, Vanilla()))
+    )
+    distances = np.sum(np.exp(own) * (own - other), -1)[:, :-1]
+    want = distances[mask[:, 1:]].mean()
+    assert found["b"] == pytest.approx(want, rel=1e-4)
+    assert want > 1e-3
+    assert found["a"] == pytest.approx(want, rel=0.2)  # bfloat16
+    same = held_out_distillation(model, model, {"a": [{"tokens": tokens}]}, policy=Vanilla())
+    assert same["a"] == pytest.approx(0, abs=1e-6)
 
 
 def test_every_step_has_noise_of_its_own_drawn_from_the_seed(model):

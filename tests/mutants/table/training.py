@@ -10,10 +10,24 @@ RETROFIT = "tests/training/test_retrofit.py"
 
 MUTANTS = [
     Mutant(
+        "training: a step that is not finite is taken",
+        FOLDER + "step.py",
+        "lambda new, old: jnp.where(finite, new, old),",
+        "lambda new, old: new,",
+        (f"{RETROFIT}::test_a_skipped_step_changes_nothing_but_its_number",),
+    ),
+    Mutant(
+        "training: low-rank updates are part of the teacher",
+        FOLDER + "trainer.py",
+        "self._original = low_rank.drop_factors(model.transformer)",
+        "self._original = low_rank.merge(model.transformer)",
+        ("tests/training/test_low_rank.py::test_trained_further_and_merged",),
+    ),
+    Mutant(
         "training: the teacher is the moving student",
         FOLDER + "step.py",
-        "original = rebuild(jax.lax.stop_gradient(current | constants.teacher))",
-        "original = rebuild(jax.lax.stop_gradient(current))",
+        "original = rebuild_teacher(jax.lax.stop_gradient(current | constants.teacher))",
+        "original = rebuild_teacher(jax.lax.stop_gradient(current))",
         (f"{COUNTS}::test_the_teacher_stays_and_the_mean_is_over_what_counts",),
     ),
     Mutant(

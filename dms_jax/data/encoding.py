@@ -1,0 +1,130 @@
+"""Documents to token ids, and which of them belong to answers.
+
+A text starts with the tokenizer's begin token or, if there is none, ends with its end token. A
+conversation goes through the tokenizer's chat template, which contains the special tokens. A prompt
+with its response is a conversation if the tokenizer has a chat template, and otherwise the two
+texts between the begin and the end token. Arrays of token ids are used as they are.
+
+Where answers are told apart, each piece is tokenized by itself, as it is when the model answers:
+the template up to the place of an answer is the prompt there.
+
+    # <user>Hi<end><assistant>Hello<end>    pieces "<user>Hi<end><assistant>", "Hello<end>"
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from dms_jax.data.sources import Exchange
+from dms_jax.errors import DataError
+
+Pieces = list[tuple[np.ndarray, bool]]  # token ids, and whether they are of an answer
+
+
+def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
+    """Returns the token ids of one document, int32 [n].
+
+    Raises:
+      DataError: a text has no tokenizer, a conversation no chat template, or the document is
+        neither of these nor an array of token ids.
+    """
+    if isinstance(document, str):
+        if tokenizer is None:
+            raise DataError("the model has no tokenizer. Give token ids instead of texts.")
+        ids = tokenizer.encode(document, add_special_tokens=False)
+        if tokenizer.bos_token_id is not None:
+            ids = [tokenizer.bos_token_id, *ids]
+        elif tokenizer.eos_token_id is not None:
+            ids = [*ids, tokenizer.eos_token_id]
+        return np.asarray(ids, np.int32)
+    if isinstance(document, Sequence) and document and isinstance(document[0], dict):
+        if tokenizer is None:
+            raise DataError("the model has no tokenizer. Give token ids instead of conversations.")
+        text = tokenizer.apply_chat_template(document, add_generation_prompt=False)
+        return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    if isinstance(document, Exchange):
+        return np.concatenate([tokens for tokens, _ in _pieces(document, tokenizer)])
+    tokens = np.asarray(document)
+    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+        raise DataError(
+            f"expected a text, a list of messages or a list of token ids, got "
+            f"{type(document).__name__} of shape {tokens.shape} and type {tokens.dtype}."
+        )
+    return tokens.astype(np.int32)
+
+
+def encode_answers(
+    document: Any, tokenizer: Any
+) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+    """Returns the token ids of a document, and whether each belongs to an answer.
+
+    Raises:
+      DataError: see `encode_document`; or the document has no answer, or its template writes
+        earlier turns in another way once there are later ones.
+    """
+    pieces = _pieces(document, tokenizer)
+    counts = [np.full(tokens.shape, is_answer) for tokens, is_answer in pieces]
+    return np.concatenate([tokens for tokens, _ in pieces]), np.concatenate(counts)
+
+
+def _pieces(document: Any, tokenizer: Any) -> Pieces:
+    if isinstance(document, Exchange):
+        prompt, response = document.prompt, document.response
+        if not isinstance(response, str):
+            return [(_ids(prompt), False), (_ids(response), True)]
+        if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None) is None:
+            return _plain(prompt, response, tokenizer)
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        turns.append({"role": "assistant", "content": response})
+        return _chat(turns, tokenizer, first=len(turns) - 1)
+    if isinstance(document, Sequence) and document and isinstance(document[0], dict):
+        return _chat([*document], tokenizer)
+    raise DataError(
+        "this document has no answers that could be told apart. Give conversations, or prompts "
+        "with responses."
+    )
+
+
+def _plain(prompt: str, response: str, tokenizer: Any) -> Pieces:
+    first = encode_document(prompt, tokenizer)
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is not None:
+        first = first[:-1]  # the end token comes after the response
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [(first, False), (_ids([*_encode(response, tokenizer), *end]), True)]
+
+
+def _chat(messages: list[dict[str, Any]], tokenizer: Any, first: int = 0) -> Pieces:
+    """The pieces of a conversation, whose answers are the assistant's turns from `first` on."""
+    if tokenizer is None:
+        raise DataError("the model has no tokenizer. Give token ids instead of conversations.")
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    pieces: list[tuple[str, bool]] = []
+    done = 0
+    for place, message in enumerate(messages):
+        if place < first or message.get("role") != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True)
+        after = tokenizer.apply_chat_template(messages[: place + 1], add_generation_prompt=False)
+        if not (whole.startswith(after) and after.startswith(before) and len(before) >= done):
+            raise DataError(
+                f"the chat template writes turn {place} in another way once it is answered or "
+                "others follow, so that answers cannot be told apart. Give single exchanges, or "
+                "let every token count."
+            )
+        end = len(before) + len(after[len(before) :].rstrip())
+        pieces += [(whole[done : len(before)], False), (whole[len(before) : end], True)]
+        done = end
+    if not pieces:
+        raise DataError("this conversation has no turn of the assistant.")
+    pieces.append((whole[done:], False))
+    return [(_ids(_encode(text, tokenizer)), is_answer) for text, is_answer in pieces]
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False) if text else []
+
+
+def _ids(tokens: Any) -> np.ndarray:
+    return encode_document(np.asarray(tokens), None)

@@ -1,0 +1,190 @@
+"""What `experiments/retrofit.py self-taught` can be told."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any, Literal
+
+import dms_jax
+from dms_jax import DMS, assets, recipes
+from dms_jax.evaluation import Chat
+from dms_jax.model.low_rank import LowRank
+from dms_jax.training import Recipe
+from dms_jax.training.parameters import Trained
+from experiments.shared.options import SHIPPED, read_options
+
+EVICTING, UPDATES = DMS(), LowRank()
+RECIPE = recipes.dms_self_taught()
+STAGE = RECIPE.stages[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTaught:
+    """Retrofit a model with DMS on answers of its own: sample, filter, train, measure, report."""
+
+    model: str
+    """Hugging Face directory, GGUF file or hub id ("owner/name"), or a model that ships."""
+    prompts: pathlib.Path | None
+    """JSON lines with "question" and "answer" (as GSM8K), "prompt", "messages" or "text", or texts
+    with <|endoftext|> in between. Texts are continued from their beginning."""
+    out: pathlib.Path
+    """Directory of everything. The same command goes on with what is there."""
+
+    questions: int | None = None
+    """How many of the prompts to answer for training; all but those held out unless given."""
+    held_out: int = 64
+    """How many prompts, the last ones, to measure with; nothing is trained on them."""
+    judge: Literal["auto", "none", "gsm8k", "mathematics", "math500"] = "auto"
+    """The task whose prompt is asked and whose judge finds final answers; by itself gsm8k for
+    questions whose answers end in "#### ", else none."""
+    chat: Literal["auto", "yes", "no"] = "auto"
+    """Whether to ask through the chat template; by itself if the model has one."""
+    system: str | None = None
+    """System prompt of the chat."""
+    template: tuple[str, ...] = ()
+    """Variables of the chat template, as name=value (enable_thinking=false)."""
+    beginning: int = 16
+    """Tokens of each text that are given, of prompts that are texts to continue."""
+
+    temperatures: tuple[float, ...] = (0.7, 1.0)
+    """At which answers are sampled."""
+    answers: int = 1
+    """Answers to each prompt at each temperature."""
+    max_new_tokens: int = 400
+    """Longest answer."""
+    keep: Literal["all", "ended", "correct"] = "ended"
+    """Which answers to train on: all, those that the model ended itself, or those that the judge
+    finds correct."""
+
+    trainable: Trained = "all"
+    """The adapter beside frozen weights, low-rank updates of attention too, or all weights."""
+    rank: int = UPDATES.rank
+    """Of low-rank updates."""
+    alpha: float = UPDATES.alpha
+    """Of low-rank updates, which count alpha / rank times."""
+    window: int = 64
+    """Distance up to which a token stays in the cache whatever is decided about it."""
+    shift: int = EVICTING.shift
+    """How many tokens later the decision about a token is made."""
+    ratios: tuple[float, ...] = (2.0, 4.0, 8.0)
+    """Compression ratios at which the model is exported and measured; training goes to the last."""
+    tokens: int = STAGE.steps * RECIPE.batch_size * RECIPE.sequence_length
+    """Tokens to train on, padding included; the answers are repeated as needed."""
+    learning_rate: float | None = None
+    """Of everything but the adapter; the recipe's unless given."""
+    adapter_learning_rate: float = float(STAGE.adapter_learning_rate or 0)
+    """Of the adapter."""
+    answers_only: bool = False
+    """Leave the prompts out of the loss."""
+    packing: Literal["first_fit", "concatenate", "concatenate_whole"] = "first_fit"
+    """How answers become sequences."""
+    sequence_length: int = RECIPE.sequence_length
+    """Tokens a training sequence."""
+    batch_size: int = RECIPE.batch_size
+    """Sequences an optimizer step."""
+    micro_batch_size: int | None = None
+    """Sequences a device passes forward and back at a time; None takes the recipe's."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the passes of training."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights and the cache; that of the files unless given."""
+
+    lanes: int = 256
+    """Sequences in the cache at a time, when sampling and measuring."""
+    page_size: int = 16
+    """Tokens a page of the cache."""
+    evaluate_every: int = 50
+    """Steps between measurements of the held-out answers while training."""
+    checkpoint_every: int = 25
+    """Steps between checkpoints to resume from."""
+    seed: int = 0
+    """Of the draws, of the order of the data and of the noise."""
+
+    def __post_init__(self):
+        checks = {
+            "ratios": bool(self.ratios) and all(ratio > 1 for ratio in self.ratios),
+            "temperatures": bool(self.temperatures),
+            "answers": self.answers >= 1,
+            "held_out": self.held_out >= 1,
+            "beginning": self.beginning >= 1,
+        }
+        wrong = [name for name, right in checks.items() if not right]
+        if wrong:
+            option = "--" + wrong[0].replace("_", "-")
+            raise dms_jax.ConfigError(f"{option} cannot be {getattr(self, wrong[0])}.")
+
+    @property
+    def adapter_only(self) -> bool:
+        """Whether the result is an adapter for the model, and not a model."""
+        return self.trainable != "all"
+
+    def load(self, adapter: pathlib.Path | None = None) -> dms_jax.LanguageModel:
+        """The base, alone or with an adapter."""
+        path = assets.path(self.model) if self.model in SHIPPED else self.model
+        return dms_jax.load(path, dtype=self.dtype, adapter=adapter)
+
+    def make_policy(self) -> DMS:
+        """The policy to retrofit for."""
+        return DMS(window=self.window, shift=self.shift, source="adapter")
+
+    def make_recipe(self) -> Recipe:
+        """The recipe with what was changed."""
+        recipe = recipes.dms_self_taught(
+            max(self.ratios),
+            trainable=self.trainable,
+            tokens=self.tokens,
+            learning_rate=self.learning_rate,
+            adapter_learning_rate=self.adapter_learning_rate,
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            snapshots=tuple(sorted(self.ratios)),
+        )
+        changes: dict[str, Any] = dict(
+            low_rank=LowRank(self.rank, self.alpha),
+            packing=self.packing,
+            answers_only=self.answers_only,
+            compute_dtype=self.compute_dtype,
+        )
+        if self.micro_batch_size is not None:
+            changes["micro_batch_size"] = self.micro_batch_size
+        return dataclasses.replace(recipe, **changes)
+
+    def make_chat(self, model: dms_jax.LanguageModel) -> Chat | None:
+        """How to ask."""
+        has_template = getattr(model.tokenizer, "chat_template", None) is not None
+        if self.chat == "no" or (self.chat == "auto" and not has_template):
+            return None
+        return Chat(system=self.system, variables=read_options(self.template))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings that a directory is for, as JSON data; where it lies is none of them."""
+        fields = {name: value for name, value in vars(self).items() if name != "out"}
+        return json.loads(json.dumps(fields, default=str))
+
+
+PRESETS = {
+    "self-taught": (
+        "DMS for a small chat model on its own answers: give --model and --prompts. The defaults "
+        "suit 0.5B parameters on one GPU; --trainable low_rank leaves a file of a few megabytes.",
+        SelfTaught(model="", prompts=None, out=pathlib.Path("runs/self-taught")),
+    ),
+    "self-taught-stories260k": (
+        "The same with the model and the text that ship, in a few minutes on a laptop.",
+        SelfTaught(
+            model="stories260k",
+            prompts=assets.path("tinystories") / "train.txt",
+            out=pathlib.Path("runs/self-taught-stories260k"),
+            questions=256,
+            held_out=32,
+            max_new_tokens=320,
+            keep="all",
+            trainable="low_rank",
+            tokens=140 * 4 * 512,
+            learning_rate=1e-3,
+            adapter_learning_rate=1e-3,
+            sequence_length=512,
+            batch_size=4,
+            compute_dtype="float32",
+        ),
+    ),
+}

@@ -1,0 +1,1 @@
+"""The stages of `experiments.retrofit self-taught`; each leaves files and goes on from them."""

@@ -1,0 +1,157 @@
+"""The model's own answers: sampled into a journal, filtered, and written as training data."""
+
+import collections
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+import dms_jax
+from dms_jax import LanguageModel, Sampling, Vanilla
+from dms_jax.data import Exchange
+from dms_jax.evaluation import Serving
+from dms_jax.evaluation.answering import answer
+from dms_jax.evaluation.journal import Journal, model_mark
+from dms_jax.generation import Completion
+from dms_jax.generation.requests import make_requests
+from experiments.configs.self_taught import SelfTaught
+from experiments.self_taught.questions import Questions
+from experiments.shared.reports import write_json
+
+Place = tuple[int, int]  # number of the prompt, number of its answer
+
+
+def sample(
+    config: SelfTaught, model: LanguageModel, questions: Questions, folder: pathlib.Path
+) -> dict[Place, Completion]:
+    """Samples all answers with the vanilla cache; those in the folder's journal are kept.
+
+    Answer k of a prompt has temperature k // answers. A prompt that is held out has one, at the
+    first temperature. Draws do not depend on where an earlier call was stopped.
+    """
+    settings = {
+        "prompts": questions.fingerprint,
+        "model": model_mark(model),
+        "temperatures": list(config.temperatures),
+        "max_new_tokens": config.max_new_tokens,
+        "seed": config.seed,
+        "beginning": config.beginning,
+        "chat": None if questions.chat is None else dataclasses.asdict(questions.chat),
+    }
+    journal = Journal(folder, settings)
+    done = dict(journal.answers)
+    places = [(number, 0) for number in questions.held_out]
+    per_prompt = config.answers * len(config.temperatures)
+    places += [(number, k) for number in questions.training for k in range(per_prompt)]
+    try:
+        for index, temperature in enumerate(config.temperatures):
+            due = [
+                place
+                for place in places
+                if place not in done and place[1] // config.answers == index
+            ]
+            if not due:
+                continue
+            print(f"{len(due)} answers at temperature {temperature:g}", flush=True)
+            sampling = Sampling(
+                temperature=temperature,
+                max_new_tokens=config.max_new_tokens,
+                seed=[_seed(config.seed, place) for place in due],
+            )
+            prompts = [questions.tokens[number] for number, _ in due]
+            requests = make_requests(model.config, prompts, sampling)
+
+            def keep(number: int, completion: Completion, due: list[Place] = due) -> None:
+                done[due[number]] = completion
+                journal.add(*due[number], completion)
+
+            serving = Serving(lanes=config.lanes, page_size=config.page_size)
+            answer(model, Vanilla(), requests, sampling, serving, keep)
+    finally:
+        journal.close()
+    return {place: done[place] for place in places}
+
+
+def _seed(seed: int, place: Place) -> int:
+    return int(np.random.SeedSequence([seed, *place]).generate_state(1)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Lessons:
+    """What is trained on, and what is measured with.
+
+    Attributes:
+      training: prompt and answer of each kept answer, as token ids.
+      held_out: the same of the prompts that are held out, whatever the filter says of them.
+      figures: counts and shares, as JSON data.
+    """
+
+    training: list[Exchange]
+    held_out: list[np.ndarray]
+    figures: dict[str, Any]
+
+
+def choose(
+    config: SelfTaught,
+    questions: Questions,
+    answers: dict[Place, Completion],
+    folder: pathlib.Path,
+) -> Lessons:
+    """Filters the answers and writes `lessons.jsonl` and `lessons.json`, unless they are there.
+
+    Raises:
+      DataError: the filter leaves nothing.
+    """
+    held_out = [
+        np.asarray(questions.tokens[number] + answers[number, 0].tokens, np.int32)
+        for number in questions.held_out
+    ]
+    if (folder / "lessons.json").exists():
+        lines = (folder / "lessons.jsonl").read_text(encoding="utf-8").splitlines()
+        training = [_exchange(json.loads(line)) for line in lines]
+        figures = json.loads((folder / "lessons.json").read_text(encoding="utf-8"))
+        return Lessons(training, held_out, figures)
+    training: list[Exchange] = []
+    rows: list[dict[str, Any]] = []
+    counts: collections.Counter[str] = collections.Counter()
+    for (number, k), completion in sorted(answers.items()):
+        if number in questions.held_out:
+            continue
+        ended = completion.finish_reason == "end"
+        correct = questions.score(number, completion.text) == 1
+        counts["sampled"] += 1
+        counts["ended"] += ended
+        counts["correct"] += correct
+        kept = config.keep == "all" or (ended if config.keep == "ended" else correct)
+        if kept:
+            told = {"prompt": questions.tokens[number], "response": completion.tokens}
+            rows.append({"question": number, "answer": k, **told})
+            training.append(_exchange(told))
+    if not training:
+        raise dms_jax.DataError(
+            f"None of {counts['sampled']} answers is kept: {counts['ended']} were ended by the "
+            f"model and {counts['correct']} judged correct. Use another --keep, or a higher "
+            "--max-new-tokens."
+        )
+    lengths = [len(each.prompt) + len(each.response) for each in training]
+    figures = {
+        "sampled": counts["sampled"],
+        "ended": counts["ended"],
+        "correct": counts["correct"] if questions.task is not None else None,
+        "kept": len(training),
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "held_out": len(questions.held_out),
+    }
+    with (folder / ".lessons.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    (folder / ".lessons.jsonl").replace(folder / "lessons.jsonl")
+    write_json(folder / "lessons.json", figures)
+    return Lessons(training, held_out, figures)
+
+
+def _exchange(row: dict[str, Any]) -> Exchange:
+    prompt, response = (np.asarray(row[name], np.int32) for name in ("prompt", "response"))
+    return Exchange(prompt, response)

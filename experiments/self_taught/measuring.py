@@ -1,0 +1,92 @@
+"""What is measured of the base and of each export: loss, live tokens, and accuracy if judged."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+import dms_jax
+from dms_jax import LanguageModel, Sampling
+from dms_jax.evaluation import Serving, evaluate
+from dms_jax.training import held_out_distillation, held_out_loss
+from experiments.configs.self_taught import SelfTaught
+from experiments.self_taught.answering import Lessons
+from experiments.self_taught.questions import Questions
+from experiments.shared.reports import write_json
+
+
+class HeldOut:
+    """Measures models on the answers that are held out, over whole sequences.
+
+    Args:
+      config: the settings.
+      base: the model that learns from itself.
+      sequences: prompts with the base's own answers.
+    """
+
+    def __init__(self, config: SelfTaught, base: LanguageModel, sequences: list[np.ndarray]):
+        self._base, self._compute_dtype = base, config.compute_dtype
+        length = config.sequence_length
+        rows = [sequence[:length] for sequence in sequences]
+        size = min(config.batch_size, len(rows))
+        # Padded to whole batches with empty rows, so that no sequence is left out.
+        rows += [np.zeros(0, np.int32)] * (-len(rows) % size)
+        self._batches = []
+        for first in range(0, len(rows), size):
+            tokens = np.zeros((size, length), np.int32)
+            segments = np.zeros((size, length), np.int32)
+            for place, row in enumerate(rows[first : first + size]):
+                tokens[place, : len(row)], segments[place, : len(row)] = row, 1
+            self._batches.append({"tokens": tokens, "segment_ids": segments})
+
+    def __call__(self, model: LanguageModel) -> dict[str, float]:
+        """Nats per token: of the divergence from the base, and of the tokens themselves."""
+        options: Any = dict(compute_dtype=self._compute_dtype)
+        parts = {"all": self._batches}
+        return {
+            "distillation": held_out_distillation(model, self._base, parts, **options)["all"],
+            "loss": held_out_loss(model, parts, **options)["all"],
+        }
+
+
+def measure(
+    config: SelfTaught,
+    model: LanguageModel,
+    questions: Questions,
+    lessons: Lessons,
+    held_out: HeldOut,
+    folder: pathlib.Path,
+    name: str,
+) -> dict[str, Any]:
+    """Figures of a model with its own policy; those that the folder holds are not taken again."""
+    file = folder / f"{name}.json"
+    if file.exists():
+        return json.loads(file.read_text(encoding="utf-8"))
+    print(f"measuring {name}", flush=True)
+    sequences = [sequence.tolist() for sequence in lessons.held_out if len(sequence) > 1]
+    scores = dms_jax.score(model, sequences, num_lanes=config.lanes, page_size=config.page_size)
+    usages = [score.usage for score in scores]
+    figures: dict[str, Any] = {
+        "policy": model.policy.to_dict(),
+        **held_out(model),
+        "decoded_loss": float(-np.concatenate([score.logprobs for score in scores]).mean()),
+        "tokens": float(np.mean([len(sequence) for sequence in sequences])),
+        "peak": float(np.mean([usage.peak_tokens for usage in usages])),
+        "live": float(np.mean([usage.live_tokens for usage in usages])),
+        "reads": float(np.mean([usage.kv_reads for usage in usages])),
+    }
+    if questions.task is not None:
+        result = evaluate(
+            model,
+            questions.task,
+            start=questions.held_out.start,
+            problems=len(questions.held_out),
+            sampling=Sampling(temperature=0, max_new_tokens=config.max_new_tokens),
+            chat=questions.chat,
+            serving=Serving(lanes=config.lanes, page_size=config.page_size),
+            out=folder / f"{name}-answers",
+        )
+        figures["answers"] = result.to_dict(problems=True)
+    write_json(file, figures)
+    return figures

@@ -1,0 +1,148 @@
+"""The page of a self-taught retrofit: what was done, the figures, and the commands."""
+
+import shlex
+from typing import Any
+
+from dms_jax.evaluation import percent
+from experiments.configs.self_taught import SelfTaught
+from experiments.shared.options import SHIPPED
+
+
+def write_page(config: SelfTaught, results: dict[str, Any]) -> None:
+    """Writes README.md."""
+    sections = [
+        f"# {_name(config.model)} with DMS, taught by its own answers",
+        _summary(config, results),
+        "## Figures",
+        _table(results),
+        _legend(results),
+        "## What was done",
+        _account(config, results),
+        "## Again",
+        *(f"{what}:\n\n    {command}" for what, command in commands(config, results)),
+    ]
+    part = config.out / ".README.md"
+    part.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    part.replace(config.out / "README.md")
+
+
+def commands(config: SelfTaught, results: dict[str, Any]) -> list[tuple[str, str]]:
+    """The commands that repeat the run, try the result, and measure it or make it whole."""
+    result = str(config.out / "training" / "model")
+    of_model = ["--model", config.model, "--adapter", result]
+    if not config.adapter_only:
+        of_model = ["--model", result]
+    chat = [] if results["judge"] is None or config.chat == "no" else ["--chat"]
+    try_it = ["python", "-m", "experiments.generate", "Once upon a time", *of_model]
+    found = [
+        ("The same run, or the rest of it", results["provenance"]["command"]),
+        ("An answer from the small cache", shlex.join(try_it)),
+    ]
+    if results["judge"] is not None:
+        given = ["--task", results["judge"], "--task-options", "path=test.jsonl", *chat]
+        measured = ["python", "-m", "experiments.evaluate", *of_model, *given]
+        found.append(("Accuracy on a file of problems of its own", shlex.join(measured)))
+    elif config.adapter_only:
+        base = f"dms_jax.assets.path({config.model!r})" if config.model in SHIPPED else None
+        whole = (
+            f"import dms_jax, dms_jax.assets; m = dms_jax.load({base or repr(config.model)}, "
+            f"adapter={result!r}, merge=True); dms_jax.save(m, m.policy, 'whole')"
+        )
+        found.append(("A whole checkpoint", shlex.join(["python", "-c", whole])))
+    return found
+
+
+def _name(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2]
+
+
+def _summary(config: SelfTaught, results: dict[str, Any]) -> str:
+    systems = results["systems"]
+    base, last = systems["vanilla"], systems[f"{max(config.ratios):g}"]
+    lines = [
+        f"At its highest ratio the cache holds {last['peak']:.0f} tokens at its fullest where the "
+        f"full one holds {base['peak']:.0f}: {base['peak'] / last['peak']:.2f} times fewer, at "
+        f"{last['distillation']:.4f} nats a token from the original."
+    ]
+    if results["judge"] is not None:
+        accuracies = (percent(each["answers"]["accuracy"]) for each in (last, base))
+        lines.append("Accuracy {}% where the original has {}%.".format(*accuracies))
+    trained = f"{results['trained_bytes'] / 1e6:.2f} MB"
+    kind = "The adapter" if config.adapter_only else "The model"
+    return " ".join([*lines, f"{kind} takes {trained}."])
+
+
+def _table(results: dict[str, Any]) -> str:
+    judged = results["judge"] is not None
+    columns = ["", "distillation", "loss", "peak", "", "live at the end", "reads", ""]
+    if judged:
+        columns += ["accuracy", "peak of answers", "ended"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    base = results["systems"]["vanilla"]
+    for name, row in results["systems"].items():
+        cells = [
+            "the original" if name == "vanilla" else f"DMS, ratio {name}",
+            f"{row['distillation']:.4f}",
+            f"{row['decoded_loss']:.4f}",
+            f"{row['peak']:.1f}",
+            f"÷ {base['peak'] / row['peak']:.2f}",
+            f"{row['live']:.1f}",
+            f"{row['reads']:,.0f}",
+            f"÷ {base['reads'] / row['reads']:.2f}",
+        ]
+        if judged:
+            answers = row["answers"]
+            cells += [
+                percent(answers["accuracy"]),
+                f"{answers['peak']:.0f}",
+                f"{answers['ended']:.0%}",
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _legend(results: dict[str, Any]) -> str:
+    base, count = results["systems"]["vanilla"], results["lessons"]["held_out"]
+    text = (
+        f"On the original's own answers to {count} prompts that were held out, "
+        f"{base['tokens']:.0f} tokens each with the prompt, read token by token from the cache. "
+        "distillation: divergence from the original in nats a token; loss: of those answers, in "
+        "nats a token; peak: most live tokens; reads: entries attended to; the last three are "
+        "averages over layers and heads."
+    )
+    if results["judge"] is not None:
+        text += (
+            f" accuracy: of greedy answers to these prompts, judged as {results['judge']}, in "
+            "percent ± one standard error."
+        )
+    return text
+
+
+def _account(config: SelfTaught, results: dict[str, Any]) -> str:
+    lessons, source = results["lessons"], results["provenance"]
+    correct = "" if lessons["correct"] is None else f", {lessons['correct']:,} were judged correct"
+    trained = {
+        "adapter": "an adapter beside frozen weights",
+        "low_rank": f"an adapter and low-rank updates of attention (rank {config.rank}, alpha "
+        f"{config.alpha:g}) beside frozen weights",
+        "all": "all weights and an adapter",
+    }[config.trainable]
+    stage = config.make_recipe().stages[0]
+    temperatures = " and ".join(f"{temperature:g}" for temperature in config.temperatures)
+    seconds = ", ".join(f"{name} {taken:.0f}" for name, taken in results["seconds"].items())
+    return "\n".join(
+        [
+            f"- Sampled {lessons['sampled']:,} answers of at most {config.max_new_tokens} tokens, "
+            f"temperature {temperatures}; {lessons['ended']:,} were ended by the model{correct}.",
+            f"- Kept {lessons['kept']:,} (`--keep {config.keep}`): {lessons['tokens']:,} tokens "
+            f"with their prompts, packed into {config.sequence_length} ({config.packing}).",
+            f"- Trained {trained} for {results['steps']} steps of "
+            f"{config.batch_size * config.sequence_length:,} tokens, by distillation from the "
+            f"original; rates {stage.adapter_learning_rate:g} for the adapter and "
+            f"{stage.learning_rate:g} for the rest; window {config.window}, shift "
+            f"{config.shift}, to ratio {max(config.ratios):g}.",
+            f"- Seconds: {seconds}. {source['device']}, jax {source['versions']['jax']}, "
+            f"{source['date']}.",
+            f"- SHA-256 of the prompts: {results['prompts']}.",
+        ]
+    )

@@ -1,0 +1,148 @@
+"""The prompts of a self-taught retrofit: questions to answer, or texts to continue.
+
+The last `held_out` prompts of the file are for measuring. Rows of JSON lines have
+
+    question, answer   problems of a task, asked as it asks them, with a judge of final answers
+    prompt             a text, asked as a user's message or (without a chat) continued as it is
+    messages           a conversation, of which the turns before the last answer are the prompt
+    text               continued from its first tokens, as are texts between <|endoftext|>
+"""
+
+import dataclasses
+import hashlib
+import pathlib
+from typing import Any
+
+import dms_jax
+from dms_jax import LanguageModel
+from dms_jax.data.sources import TextFiles
+from dms_jax.evaluation import Chat
+from dms_jax.evaluation.prompting import encode_problem
+from dms_jax.evaluation.records import Record, read_records
+from dms_jax.evaluation.tasks import GSM8K, MATH500, FileTask, Mathematics
+from dms_jax.generation.prompts import encode_prompt
+from experiments.configs.self_taught import SelfTaught
+from experiments.shared.reports import read_file
+
+JUDGES: dict[str, type[Mathematics]] = {task.name: task for task in (GSM8K, Mathematics, MATH500)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """Prompts as token ids.
+
+    Attributes:
+      training: numbers of the prompts whose answers are trained on.
+      held_out: numbers of the prompts that are kept for measuring.
+      tokens: token ids of each prompt, by number.
+      task: the task whose problems they are; None if nothing judges the answers.
+      chat: how they are asked; None for plain text.
+      fingerprint: SHA-256 of the file.
+    """
+
+    training: range
+    held_out: range
+    tokens: dict[int, list[int]]
+    task: FileTask | None
+    chat: Chat | None
+    fingerprint: str
+
+    def score(self, number: int, text: str) -> float:
+        """The score of an answer; 0 if there is no judge."""
+        if self.task is None:
+            return 0.0
+        return self.task.score(self.task.problem("train", number), text)
+
+
+def read_questions(config: SelfTaught, model: LanguageModel) -> Questions:
+    """Reads and encodes the prompts.
+
+    Raises:
+      ConfigError: there are too few, or the judge has nothing to go by.
+      DataError: the file is malformed.
+    """
+    if config.prompts is None:
+        raise dms_jax.ConfigError("give --model and --prompts.")
+    if model.tokenizer is None:
+        raise dms_jax.ConfigError(f"--model {config.model} came without a tokenizer.")
+    fingerprint = hashlib.sha256(read_file("--prompts", config.prompts)).hexdigest()
+    chat = config.make_chat(model)
+    records = _records(config.prompts)
+    task = _task(config, records, chat)
+    count = len(records) - config.held_out
+    if config.questions is not None:
+        count = min(count, config.questions)
+    if count < 1:
+        raise dms_jax.ConfigError(
+            f"--prompts {config.prompts} holds {len(records)} prompts, of which --held-out "
+            f"{config.held_out} leaves none to train on."
+        )
+    training, held_out = range(count), range(len(records) - config.held_out, len(records))
+    tokens = {}
+    for number in (*training, *held_out):
+        if task is not None:
+            problem = task.problem("train", number)
+            tokens[number] = encode_problem(model, problem, chat, name=task.name)
+        else:
+            tokens[number] = _encode(records[number], model, chat, config.beginning)
+    return Questions(training, held_out, tokens, task, chat, fingerprint)
+
+
+def _records(path: pathlib.Path) -> list[Record]:
+    if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
+        return list(read_records(path))
+    source = TextFiles(path)
+    return [
+        Record({"text": source[index]}, source.where(index), path.stem)
+        for index in range(len(source))
+    ]
+
+
+def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> FileTask | None:
+    name = config.judge
+    if name == "auto":
+        answer = records[0].fields.get("answer")
+        graded = "question" in records[0].fields and isinstance(answer, str) and "####" in answer
+        name = "gsm8k" if graded else "none"
+    if name == "none":
+        if config.keep == "correct":
+            raise dms_jax.ConfigError(
+                "--keep correct needs a judge, and these prompts have none: give --judge, or "
+                "prompts with answers."
+            )
+        return None
+    assert config.prompts is not None
+    style: Any = "plain" if chat is None else "instruct"
+    return JUDGES[name](path=config.prompts, style=style)
+
+
+def _encode(record: Record, model: LanguageModel, chat: Chat | None, beginning: int) -> list[int]:
+    fields = record.fields
+    if "messages" in fields:
+        messages = fields["messages"]
+        while messages and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        return _of_chat(model, messages, chat or Chat(), record)
+    if "prompt" in fields and isinstance(fields["prompt"], list):
+        return _of_chat(model, fields["prompt"], chat or Chat(), record)
+    if "text" in fields and "prompt" not in fields and "question" not in fields:
+        tokens = model.tokenizer.encode(record.text("text"))[:beginning]
+        return encode_prompt(model, tokens, name=record.where)
+    text = record.text("prompt", "question", "problem")
+    if chat is None:
+        return encode_prompt(model, text, name=record.where)
+    return _of_chat(model, [{"role": "user", "content": text}], chat, record)
+
+
+def _of_chat(
+    model: LanguageModel, messages: list[dict[str, Any]], chat: Chat, record: Record
+) -> list[int]:
+    if not messages:
+        raise record.error("there is no turn to answer.")
+    if chat.system is not None and messages[0].get("role") != "system":
+        messages = [{"role": "system", "content": chat.system}, *messages]
+    text = model.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, **chat.variables
+    )
+    tokens = model.tokenizer.encode(text, add_special_tokens=False)
+    return encode_prompt(model, tokens, name=record.where)

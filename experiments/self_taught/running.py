@@ -1,0 +1,153 @@
+"""All stages of a self-taught retrofit, in one directory.
+
+out/
+  settings.json    what the directory is for; other settings are refused
+  answers/         the journal of sampled answers
+  lessons.jsonl    the answers that are trained on, as token ids; lessons.json counts them
+  training/        the run: checkpoints, log.jsonl, snapshots/ at each ratio, model/
+  measured/        the figures of the base and of each export, one file each
+  results.json     all figures together
+  README.md        the page
+"""
+
+import json
+import pathlib
+import time
+from typing import Any
+
+import dms_jax
+from dms_jax import LanguageModel
+from dms_jax.data import Documents
+from experiments.configs.self_taught import SelfTaught
+from experiments.self_taught.answering import Lessons, choose, sample
+from experiments.self_taught.measuring import HeldOut, measure
+from experiments.self_taught.page import write_page
+from experiments.self_taught.questions import read_questions
+from experiments.shared.reports import make_folder, provenance, write_json
+
+BASE = "vanilla"
+
+
+def self_taught(config: SelfTaught) -> dict[str, Any]:
+    """Runs the stages that are not done yet and returns the figures.
+
+    Raises:
+      ConfigError: a setting makes no sense, or the directory is for other settings.
+      DataError: the prompts cannot be used, or no answer is left to train on.
+    """
+    if not config.model or config.prompts is None:
+        raise dms_jax.ConfigError("give --model and --prompts.")
+    recipe, policy = config.make_recipe(), config.make_policy()
+    make_folder("--out", config.out)
+    _check_settings(config)
+    base = config.load()
+    questions = read_questions(config, base)
+    with Clock(config.out) as clock:
+        answers = sample(config, base, questions, config.out / "answers")
+        clock.ends("sampling")
+        lessons = choose(config, questions, answers, config.out)
+        clock.ends("filtering")
+        held_out = HeldOut(config, base, lessons.held_out)
+        print(
+            f"{recipe.name}: {lessons.figures['kept']} answers of "
+            f"{lessons.figures['tokens']:,} tokens, {recipe.total_steps(policy)} steps",
+            flush=True,
+        )
+        train(config, base, lessons, held_out)
+        clock.ends("training")
+        folder = config.out / "measured"
+        make_folder("--out", folder)
+        told = (questions, lessons, held_out, folder)
+        systems = {BASE: measure(config, base, *told, BASE)}
+        for ratio in sorted(config.ratios):
+            name = f"{ratio:g}"
+            if not (folder / f"{name}.json").exists():
+                measure(config, exported(config, name), *told, name)
+            systems[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        clock.ends("measuring")
+    files = (config.out / "training" / "model").glob("*.safetensors")
+    results = {
+        "provenance": provenance(config),
+        "prompts": questions.fingerprint,
+        "judge": None if questions.task is None else questions.task.name,
+        "lessons": lessons.figures,
+        "steps": recipe.total_steps(policy),
+        "trained_bytes": sum(file.stat().st_size for file in files),
+        "systems": systems,
+        "seconds": clock.seconds,
+    }
+    write_json(config.out / "results.json", results)
+    write_page(config, results)
+    print(f"The page is {config.out / 'README.md'}")
+    return results
+
+
+def train(config: SelfTaught, base: LanguageModel, lessons: Lessons, held_out: HeldOut) -> None:
+    """Retrofits, or goes on; a run that has ended is left as it is."""
+    out = config.out / "training"
+    if (out / "model").exists():
+        return
+    dms_jax.retrofit(
+        base,
+        config.make_policy(),
+        recipe=config.make_recipe(),
+        data=Documents(lessons.training),
+        out=out,
+        seed=config.seed,
+        adapter_only=config.adapter_only,
+        checkpoint_every=config.checkpoint_every,
+        evaluate=held_out,
+        evaluate_every=config.evaluate_every,
+    )
+
+
+def exported(config: SelfTaught, ratio: str) -> LanguageModel:
+    """The model as it was exported at a ratio."""
+    path = config.out / "training" / "snapshots" / ratio
+    return config.load(adapter=path) if config.adapter_only else dms_jax.load(path)
+
+
+class Clock:
+    """Seconds of each stage over all calls, kept in `seconds.json`."""
+
+    def __init__(self, folder: pathlib.Path):
+        self._file = folder / "seconds.json"
+        self.seconds: dict[str, float] = {}
+        if self._file.exists():
+            self.seconds = json.loads(self._file.read_text(encoding="utf-8"))
+        self._stage = ["sampling", "filtering", "training", "measuring"]
+
+    def __enter__(self) -> "Clock":
+        self._start = time.perf_counter()
+        return self
+
+    def ends(self, stage: str) -> None:
+        """Notes that a stage has ended."""
+        self._note(stage)
+        self._stage.remove(stage)
+
+    def _note(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._start
+        self._start = now
+        write_json(self._file, self.seconds)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stage:  # interrupted: what it took so far counts
+            self._note(self._stage[0])
+
+
+def _check_settings(config: SelfTaught) -> None:
+    """Writes the settings, or compares them with those of the directory."""
+    file, settings = config.out / "settings.json", config.to_dict()
+    if not file.exists():
+        write_json(file, settings)
+        return
+    there = json.loads(file.read_text(encoding="utf-8"))
+    names = sorted(there.keys() | settings.keys())
+    other = [name for name in names if there.get(name) != settings.get(name)]
+    if other:
+        raise dms_jax.ConfigError(
+            f"--out {config.out} is of a run with another {', '.join(other)}. Give the same to go "
+            "on with it, or another directory."
+        )

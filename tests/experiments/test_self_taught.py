@@ -1,0 +1,279 @@
+"""The self-taught retrofit from end to end in a tiny setting, its stages, and what it refuses."""
+
+import copy
+import dataclasses
+import json
+import pathlib
+import sys
+
+import pytest
+
+import dms_jax
+from dms_jax.cache.accounting import Usage
+from dms_jax.evaluation.journal import Journal
+from dms_jax.generation import Completion
+from dms_jax.model.low_rank import LowRank, low_rank_of
+from experiments import retrofit
+from experiments.configs.self_taught import PRESETS, SelfTaught
+from experiments.self_taught import questions as reading
+from experiments.self_taught.answering import choose
+from experiments.shared.command_line import run
+
+_, STORIES = PRESETS["self-taught-stories260k"]
+TINY = dataclasses.replace(
+    STORIES,
+    questions=3,
+    held_out=2,
+    beginning=6,
+    max_new_tokens=24,
+    rank=2,
+    window=8,
+    ratios=(1.5, 2.0),
+    tokens=4 * 2 * 32,
+    sequence_length=32,
+    batch_size=2,
+    evaluate_every=2,
+    checkpoint_every=1,
+    lanes=8,
+)
+
+
+class Killed(BaseException):
+    """As if the process had ended here."""
+
+
+@pytest.fixture(scope="module")
+def stopped_and_run(tmp_path_factory):
+    """A run that was killed while sampling, while training and while measuring, and then ended."""
+    config = dataclasses.replace(TINY, out=tmp_path_factory.mktemp("self-taught") / "run")
+    patch = pytest.MonkeyPatch()
+    add, train, score = Journal.add, dms_jax.retrofit, dms_jax.score
+
+    def add_two(self, *answer):
+        if len(self.answers) == 0 and answer[:2] == (1, 0):
+            raise Killed
+        add(self, *answer)
+
+    def train_two_steps(*args, **options):
+        def stop(record):
+            if record["step"] == 2:
+                raise Killed
+
+        return train(*args, on_step=stop, **options)
+
+    def score_one(model, *args, **options):
+        if model.policy != dms_jax.Vanilla():
+            raise Killed
+        return score(model, *args, **options)
+
+    for place, name, kill in (
+        (Journal, "add", add_two),
+        (dms_jax, "retrofit", train_two_steps),
+        (dms_jax, "score", score_one),
+    ):
+        with patch.context() as patches:
+            patches.setattr(place, name, kill)
+            with pytest.raises(Killed):
+                retrofit.main(config)
+        assert not (config.out / "README.md").exists()
+    retrofit.main(config)
+    return config
+
+
+def lines(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_stage_goes_on(stopped_and_run):
+    out = stopped_and_run.out
+    settings, *answers = lines(out / "answers" / "answers.jsonl")
+    places = [(answer["problem"], answer["chain"]) for answer in answers]
+    # 3 prompts at two temperatures, and one answer to each of the last two of the file.
+    count = len(dms_jax.assets.stories("train"))
+    expected = [(number, k) for number in range(3) for k in range(2)]
+    assert sorted(places) == [*expected, (count - 2, 0), (count - 1, 0)]
+    assert settings["settings"]["temperatures"] == [0.7, 1.0]
+    assert [record["step"] for record in lines(out / "training" / "log.jsonl")] == [1, 2, 3, 4]
+    lessons = lines(out / "lessons.jsonl")
+    assert [(row["question"], row["answer"]) for row in lessons] == expected
+    tokens = {place: answer["tokens"] for place, answer in zip(places, answers, strict=True)}
+    assert all(row["response"] == tokens[row["question"], row["answer"]] for row in lessons)
+    assert all(len(row["prompt"]) == 6 for row in lessons)
+    assert tokens[0, 0] != tokens[0, 1]
+
+
+def test_it_is_measured_on_the_way_and_at_each_ratio(stopped_and_run):
+    out = stopped_and_run.out
+    measured = [
+        record["evaluation"]
+        for record in lines(out / "training" / "log.jsonl")
+        if "evaluation" in record
+    ]
+    assert len(measured) == 2
+    systems = json.loads((out / "results.json").read_text())["systems"]
+    assert list(systems) == ["vanilla", "1.5", "2"]
+    assert systems["vanilla"]["distillation"] == pytest.approx(0, abs=1e-6)
+    assert systems["2"]["distillation"] == pytest.approx(measured[-1]["distillation"], rel=1e-4)
+    # Whole sequences and the decoding cache agree about what a token costs.
+    assert systems["2"]["decoded_loss"] == pytest.approx(systems["2"]["loss"], rel=1e-3)
+    assert systems["vanilla"]["peak"] >= systems["2"]["peak"] > 0
+
+
+def test_the_result_is_a_small_adapter(stopped_and_run):
+    out = stopped_and_run.out
+    base = dms_jax.load(dms_jax.assets.path("stories260k"))
+    for name in ("model", "snapshots/1.5", "snapshots/2"):
+        folder = out / "training" / name
+        assert (folder / "dms_adapter.json").exists()
+        assert sum(file.stat().st_size for file in folder.iterdir()) < 100_000
+        model = dms_jax.load(base.source, adapter=folder)
+        assert low_rank_of(model.transformer) == LowRank(rank=2, alpha=TINY.alpha)
+        assert model.policy == dms_jax.DMS(window=8, source="adapter")
+
+
+def test_the_page_tells_all_of_it(stopped_and_run):
+    page = (stopped_and_run.out / "README.md").read_text()
+    assert page.startswith("# stories260k with DMS, taught by its own answers")
+    assert "| DMS, ratio 2 |" in page
+    assert "Sampled 6 answers" in page
+    assert "rank 2, alpha 32" in page
+    assert page.count("\n    python ") == 3
+    assert f"--adapter {stopped_and_run.out / 'training' / 'model'}" in page
+
+
+def test_other_settings_are_refused(stopped_and_run, monkeypatch):
+    before = (stopped_and_run.out / "results.json").read_text()
+    with pytest.raises(dms_jax.ConfigError, match="of a run with another seed, window"):
+        retrofit.main(dataclasses.replace(stopped_and_run, seed=1, window=9))
+    monkeypatch.setattr(dms_jax, "retrofit", lambda *args, **more: pytest.fail("it trained again"))
+    retrofit.main(stopped_and_run)  # nothing is left to do
+    after = json.loads((stopped_and_run.out / "results.json").read_text())
+    assert after["systems"] == json.loads(before)["systems"]
+
+
+def completion(text: str, reason: str) -> Completion:
+    usage = Usage(**{field.name: field.type(0) for field in dataclasses.fields(Usage)})
+    return Completion(text, [5, 6], None, reason, usage)
+
+
+def problems(path: pathlib.Path) -> pathlib.Path:
+    rows = [{"question": f"{n} + 1?", "answer": f"Add.\n#### {n + 1}"} for n in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("all", 3), ("ended", 2), ("correct", 1)])
+def test_what_is_kept(stories, tmp_path, keep, kept):
+    config = dataclasses.replace(
+        TINY, prompts=problems(tmp_path / "p.jsonl"), keep=keep, questions=None, held_out=1
+    )
+    questions = reading.read_questions(config, stories)
+    assert questions.task.name == "gsm8k"
+    assert (questions.training, questions.held_out) == (range(3), range(3, 4))
+    answers = {
+        (0, 0): completion(" Add. #### 1", "end"),
+        (1, 0): completion(" #### 7", "end"),
+        (2, 0): completion(" and so on", "length"),
+        (3, 0): completion(" #### 4", "end"),
+    }
+    lessons = choose(config, questions, answers, tmp_path)
+    assert lessons.figures | {"tokens": 0, "longest": 0} == {
+        "sampled": 3,
+        "ended": 2,
+        "correct": 1,
+        "kept": kept,
+        "tokens": 0,
+        "longest": 0,
+        "held_out": 1,
+    }
+    assert len(lessons.training) == len(lines(tmp_path / "lessons.jsonl")) == kept
+    again = choose(config, questions, answers, tmp_path)
+    told = [[(*each.prompt, *each.response) for each in made.training] for made in (lessons, again)]
+    assert told[0] == told[1]
+    assert told[0][0] == (*questions.tokens[0], 5, 6)
+    assert again.figures == lessons.figures
+
+
+def test_nothing_kept_says_what_to_change(stories, tmp_path):
+    config = dataclasses.replace(
+        TINY, prompts=problems(tmp_path / "p.jsonl"), keep="correct", held_out=1
+    )
+    questions = reading.read_questions(config, stories)
+    answers = {place: completion("no", "length") for place in ((0, 0), (3, 0))}
+    with pytest.raises(dms_jax.DataError, match="None of 1 answers is kept: 0 were ended"):
+        choose(config, questions, answers, tmp_path)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_prompts_of_every_form(stories, tmp_path):
+    tokenizer = copy.copy(stories.tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    model = dataclasses.replace(stories, tokenizer=tokenizer)
+    user, system = ({"role": role, "content": "Tell"} for role in ("user", "system"))
+    answer = {"role": "assistant", "content": "No."}
+    rows = [
+        ({"prompt": "Tell"}, "<user>Tell<assistant>"),
+        ({"prompt": [user]}, "<user>Tell<assistant>"),
+        ({"messages": [system, user, answer]}, "<system>Tell<user>Tell<assistant>"),
+        ({"question": "Tell"}, "<user>Tell<assistant>"),
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row, _ in rows))
+    config = dataclasses.replace(TINY, prompts=path, questions=3, held_out=1)
+    read = reading.read_questions(config, model)
+    for number, (_, text) in enumerate(rows):
+        assert read.tokens[number] == tokenizer.encode(text, add_special_tokens=False)
+    plain = reading.read_questions(dataclasses.replace(config, chat="no"), model)
+    assert plain.tokens[0] == tokenizer.encode("Tell")
+    told = reading.read_questions(dataclasses.replace(config, system="Be"), model)
+    assert told.tokens[0] == tokenizer.encode("<system>Be<user>Tell<assistant>", False)
+    long = {"text": "Once upon a time there was a dog. " * 400}  # longer than the positions
+    path.write_text((json.dumps(long) + "\n") * 4)
+    begun = reading.read_questions(config, model)
+    assert begun.tokens[0] == tokenizer.encode("Once upon a time there was a dog.")[:6]
+    path.write_text(json.dumps(long) + "\n")
+    with pytest.raises(dms_jax.ConfigError, match="leaves none to train on"):
+        reading.read_questions(config, model)
+
+
+def test_what_makes_no_sense_is_told(stories, tmp_path, capsys):
+    _, custom = PRESETS["self-taught"]
+    with pytest.raises(dms_jax.ConfigError, match="give --model and --prompts"):
+        retrofit.main(custom)
+    config = dataclasses.replace(TINY, keep="correct", judge="none", out=tmp_path)
+    with pytest.raises(dms_jax.ConfigError, match="--keep correct needs a judge"):
+        reading.read_questions(config, stories)
+    with pytest.raises(dms_jax.ConfigError, match=r"--ratios cannot be \(1.0,\)"):
+        dataclasses.replace(TINY, ratios=(1.0,))
+
+
+def test_the_defaults_are_the_recipe():
+    _, custom = PRESETS["self-taught"]
+    recipe = dms_jax.recipes.dms_self_taught(snapshots=(2.0, 4.0, 8.0))
+    assert custom.make_recipe() == recipe
+    assert recipe.total_steps(custom.make_policy()) == 238
+    stage = recipe.stages[0]
+    assert (stage.adapter_learning_rate, stage.learning_rate) == (3e-4, 3e-5)
+    assert recipe.batch_size * recipe.sequence_length == 65536
+    assert recipe.trainable == "all"
+    assert dataclasses.replace(custom, answers_only=True).make_recipe().answers_only
+    low = dataclasses.replace(custom, trainable="low_rank", rank=4, alpha=2.0).make_recipe()
+    assert low.low_rank == LowRank(4, 2.0)
+    assert low.stages[0].learning_rate == 3e-4
+
+
+def test_it_is_a_command_beside_the_presets(monkeypatch, tmp_path):
+    seen = []
+    arguments = ["self-taught", "--model", "m.gguf", "--prompts", "q.jsonl", "--out", str(tmp_path)]
+    presets = {**retrofit.PRESETS, **PRESETS}
+    assert run(seen.append, presets, description="", arguments=arguments) == 0
+    (config,) = seen
+    assert isinstance(config, SelfTaught)
+    assert (config.model, config.out) == ("m.gguf", tmp_path)
+    assert config.prompts == pathlib.Path("q.jsonl")
+    assert "experiments.retrofit" in sys.modules
