@@ -167,7 +167,8 @@ def measure_kcache(config: Config, add: Any) -> None:
     context, new = config.kcache_context, config.kcache_tokens
     random = np.random.default_rng(0)
     whole = largest(config, model, context + new)
-    policies = [("values on the device", dms_jax.Vanilla(), whole)]
+    policies: list[tuple[str, Policy, int]] = []
+    policies.append(("values on the device", dms_jax.Vanilla(), whole))
     for top in config.kcache_tops:
         # Keys stay, and the values of the first layers: about half of the bytes.
         policies.append((f"N = {top}", dms_jax.KCache(top=top), int(1.85 * whole)))

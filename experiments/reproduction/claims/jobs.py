@@ -203,7 +203,8 @@ def read_config(root: pathlib.Path) -> Config:
     """The plan that is in a run directory."""
     data: dict[str, Any] = read_json(root / "config.json")
     data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in _FOLDERS}
-    return Config(**data | {"trainings": tuple(data["trainings"])})
+    data["trainings"] = tuple(data["trainings"])
+    return Config(**data)
 
 
 def check_settings(config: Config) -> None:

@@ -11,7 +11,7 @@ import os
 import pathlib
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,9 +20,35 @@ from dms_jax.data.mixture import Part, standard_parts
 from dms_jax.generation import Engine
 from dms_jax.generation.requests import make_requests
 from dms_jax.model.language_model import LanguageModel
-from experiments.reproduction.curve.plan import Config
 
 Prompts = list[list[int]]
+
+
+class DocumentSettings(Protocol):
+    """What the documents of a plan depend on, and what they are written with."""
+
+    @property
+    def documents(self) -> int: ...
+
+    @property
+    def shards(self) -> int: ...
+
+    @property
+    def processes(self) -> int: ...
+
+    @property
+    def lanes(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def document_temperature(self) -> float: ...
+
+    @property
+    def document_tokens(self) -> int: ...
+
+
 _FIRST = 1 << 60  # far from the numbers that pretraining draws problems by
 _AT_A_TIME = 500
 _MISSES = 1000  # prompts that do not fit, until it is given up
@@ -77,7 +103,9 @@ def _all_prompts(model: LanguageModel, count: int, *, seed: int, processes: int)
     return [prompt for part in parts for prompt in part]
 
 
-def write_documents(model: LanguageModel, config: Config, path: pathlib.Path, *, seed: int) -> None:
+def write_documents(
+    model: LanguageModel, config: DocumentSettings, path: pathlib.Path, *, seed: int
+) -> None:
     """Completes prompts and writes them: token ids end to end, lengths, and lengths of prompts."""
     count = -(-config.documents // config.shards)
     processes = len(os.sched_getaffinity(0)) // config.processes - 1
