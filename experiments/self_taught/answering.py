@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import pathlib
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from dms_jax.data import Exchange
 from dms_jax.evaluation import Serving
 from dms_jax.evaluation.answering import answer
 from dms_jax.evaluation.journal import Journal, model_mark
+from dms_jax.evaluation.traces import Answer
 from dms_jax.generation import Completion
 from dms_jax.generation.requests import make_requests
 from experiments.configs.self_taught import SelfTaught
@@ -41,7 +43,7 @@ def sample(
         "chat": None if questions.chat is None else dataclasses.asdict(questions.chat),
     }
     journal = Journal(folder, settings)
-    done = dict(journal.answers)
+    done = {place: each.completion for place, each in journal.answers.items()}
     places = [(number, 0) for number in questions.held_out]
     per_prompt = config.answers * len(config.temperatures)
     places += [(number, k) for number in questions.training for k in range(per_prompt)]
@@ -63,9 +65,10 @@ def sample(
             prompts = [questions.tokens[number] for number, _ in due]
             requests = make_requests(model.config, prompts, sampling)
 
-            def keep(number: int, completion: Completion, due: list[Place] = due) -> None:
-                done[due[number]] = completion
-                journal.add(*due[number], completion)
+            def keep(number: int, each: Answer, due: list[Place] = due) -> Set[int]:
+                done[due[number]] = each.completion
+                journal.add(*due[number], Answer(each.completion))
+                return frozenset()
 
             serving = Serving(lanes=config.lanes, page_size=config.page_size)
             answer(model, Vanilla(), requests, sampling, serving, keep)
