@@ -27,8 +27,13 @@ from tests.support.reseeding import Reseeding
 CHECKOUT = Path(__file__).resolve().parent.parent
 FAKE_DEVICES = 8
 # Most of the suite's time is XLA on the CPU compiling functions that then run for milliseconds: its
-# older emitter of loops takes a quarter of the time of the newer one.
-QUICK_EMITTER = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+# older emitter of loops takes a quarter of the time of the newer one. Cutting a program into 32
+# parts, which other cores could compile, takes a quarter more than one part and three times as many
+# memory maps; here the other cores have tests of their own.
+QUICK_FLAGS = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
 # Every compiled program of a process holds some of its memory maps, of which Linux grants 65,530;
 # beyond them jax crashes. What is let go comes back from the compilation cache.
 MOST_MEMORY_MAPS = 20_000
@@ -60,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(FAKE_DEVICES)
-        os.environ.setdefault("XLA_FLAGS", QUICK_EMITTER)
+        os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(CHECKOUT / ".jax_cache"),
