@@ -38,8 +38,11 @@ QUICK_FLAGS = (
 # beyond them jax crashes. What is let go comes back from the compilation cache.
 MOST_MEMORY_MAPS = 20_000
 MEMORY_MAPS = Path("/proc/self/maps")
+# Counting 20,000 maps takes longer than most tests.
+TESTS_BETWEEN_COUNTS = 10
 
 RESEEDING = pytest.StashKey[Reseeding]()
+TESTS_DONE = pytest.StashKey[int]()
 
 hypothesis.settings.register_profile(
     "house", derandomize=True, deadline=None, database=None, print_blob=False
@@ -141,11 +144,13 @@ def optimized():
 
 
 @pytest.fixture(autouse=True)
-def few_memory_maps():
+def few_memory_maps(pytestconfig):
     yield
-    if MEMORY_MAPS.exists() and "jax" in sys.modules:
-        with MEMORY_MAPS.open("rb") as maps:
-            count = sum(1 for _ in maps)
-        if count > MOST_MEMORY_MAPS:
-            sys.modules["jax"].clear_caches()
-            gc.collect()
+    done = pytestconfig.stash[TESTS_DONE] = pytestconfig.stash.get(TESTS_DONE, 0) + 1
+    if done % TESTS_BETWEEN_COUNTS or not MEMORY_MAPS.exists() or "jax" not in sys.modules:
+        return
+    with MEMORY_MAPS.open("rb") as maps:
+        count = sum(1 for _ in maps)
+    if count > MOST_MEMORY_MAPS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
