@@ -12,10 +12,11 @@ WORKERS ?= 2
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo test steady lint format lock install clean
+.PHONY: help demo check test steady lint format lock install clean
 
 help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
+	@echo "make check    lint, types and the quickest tests of every room (a minute or so)"
 	@echo "make test     the whole test suite"
 	@echo "make steady   the suite under other seeds, compilers and threads (hours)"
 	@echo "make lint     formatting, lint and types"
@@ -26,6 +27,9 @@ help:
 
 demo: $(STAMP)
 	$(RUN) -m experiments.demo $(ARGS)
+
+check: lint
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q @tests/daily.txt $(ARGS)
 
 test: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

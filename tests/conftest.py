@@ -27,14 +27,22 @@ from tests.support.reseeding import Reseeding
 CHECKOUT = Path(__file__).resolve().parent.parent
 FAKE_DEVICES = 8
 # Most of the suite's time is XLA on the CPU compiling functions that then run for milliseconds: its
-# older emitter of loops takes a quarter of the time of the newer one.
-QUICK_EMITTER = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+# older emitter of loops takes a quarter of the time of the newer one. Cutting a program into 32
+# parts, which other cores could compile, takes a quarter more than one part and three times as many
+# memory maps; here the other cores have tests of their own.
+QUICK_FLAGS = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
 # Every compiled program of a process holds some of its memory maps, of which Linux grants 65,530;
 # beyond them jax crashes. What is let go comes back from the compilation cache.
 MOST_MEMORY_MAPS = 20_000
 MEMORY_MAPS = Path("/proc/self/maps")
+# Counting 20,000 maps takes longer than most tests.
+TESTS_BETWEEN_COUNTS = 10
 
 RESEEDING = pytest.StashKey[Reseeding]()
+TESTS_DONE = pytest.StashKey[int]()
 
 hypothesis.settings.register_profile(
     "house", derandomize=True, deadline=None, database=None, print_blob=False
@@ -60,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(FAKE_DEVICES)
-        os.environ.setdefault("XLA_FLAGS", QUICK_EMITTER)
+        os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(CHECKOUT / ".jax_cache"),
@@ -136,11 +144,13 @@ def optimized():
 
 
 @pytest.fixture(autouse=True)
-def few_memory_maps():
+def few_memory_maps(pytestconfig):
     yield
-    if MEMORY_MAPS.exists() and "jax" in sys.modules:
-        with MEMORY_MAPS.open("rb") as maps:
-            count = sum(1 for _ in maps)
-        if count > MOST_MEMORY_MAPS:
-            sys.modules["jax"].clear_caches()
-            gc.collect()
+    done = pytestconfig.stash[TESTS_DONE] = pytestconfig.stash.get(TESTS_DONE, 0) + 1
+    if done % TESTS_BETWEEN_COUNTS or not MEMORY_MAPS.exists() or "jax" not in sys.modules:
+        return
+    with MEMORY_MAPS.open("rb") as maps:
+        count = sum(1 for _ in maps)
+    if count > MOST_MEMORY_MAPS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()

@@ -20,7 +20,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from tests.conftest import CHECKOUT, QUICK_EMITTER
+from tests.conftest import CHECKOUT, QUICK_FLAGS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Variation:
     """
 
     options: tuple[str, ...] = ()
-    flags: str = QUICK_EMITTER
+    flags: str = QUICK_FLAGS
     quick: bool = True
 
 
@@ -51,11 +51,11 @@ VARIATIONS = {
     "level-0": Variation(flags="--xla_backend_optimization_level=0", quick=False),
     "level-1": Variation(flags="--xla_backend_optimization_level=1", quick=False),
     # Other processors: the widths of their vectors, with and without fused multiply-add.
-    "sse4": Variation(flags=f"{QUICK_EMITTER} --xla_cpu_max_isa=SSE4_2"),
-    "avx2": Variation(flags=f"{QUICK_EMITTER} --xla_cpu_max_isa=AVX2"),
+    "sse4": Variation(flags=f"{QUICK_FLAGS} --xla_cpu_max_isa=SSE4_2"),
+    "avx2": Variation(flags=f"{QUICK_FLAGS} --xla_cpu_max_isa=AVX2"),
     # Other partitions of products among threads.
     "one-thread": Variation(
-        ("--cores", "1"), flags=f"{QUICK_EMITTER} --xla_cpu_multi_thread_eigen=false"
+        ("--cores", "1"), flags=f"{QUICK_FLAGS} --xla_cpu_multi_thread_eigen=false"
     ),
     "eight-threads": Variation(("--cores", "8")),
 }

@@ -1,6 +1,7 @@
 """Synthetic tasks: solutions that follow from the problem, exact wording, disjoint splits."""
 
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -232,6 +233,13 @@ HOSTILE = st.one_of(
 )
 
 
+@functools.cache
+def judged() -> list:
+    """Returns tasks with a problem of each, which takes longer to make than to judge."""
+    chosen = (REASONING[0], REASONING[2], REASONING[3], *RETRIEVAL)
+    return [(task, task.problem("test", 0)) for task in chosen]
+
+
 @settings(max_examples=200, deadline=None)
 @example(before="The final answer is ", text="7" * 4301)
 @example(before="The final answer is -", text="0" * 10**6)
@@ -239,8 +247,7 @@ HOSTILE = st.one_of(
 @given(before=st.sampled_from(BEFORE), text=HOSTILE)
 def test_judging_never_raises(before, text):
     completion = before + text
-    for task in (REASONING[0], REASONING[2], REASONING[3], *RETRIEVAL):
-        problem = task.problem("test", 0)
+    for task, problem in judged():
         answer = task.answer(completion)
         assert answer is None or isinstance(answer, str)
         assert 0 <= task.score(problem, completion) <= 1

@@ -34,13 +34,17 @@ PAIRS += [(PAIRS[0][0], [7]), (PAIRS[0][0], [7, 9]), (PAIRS[2][0], PAIRS[2][1][:
 
 @functools.cache
 def by_plain_passes(name: str) -> list[tuple[float, bool]]:
-    """Log-probabilities out of one pass over each whole sequence, and whether argmax agrees."""
+    """Log-probabilities out of one pass over all whole sequences, and whether argmax agrees."""
+    longest = max(len(context) + len(continuation) for context, continuation in PAIRS)
+    tokens = np.zeros((len(PAIRS), longest), np.int32)  # padded after their ends
+    for row, (context, continuation) in enumerate(PAIRS):
+        tokens[row, : len(context) + len(continuation)] = [*context, *continuation]
+    prompt_lengths = np.asarray([len(context) for context, _ in PAIRS])
+    logits = np.asarray(model_for(name).logits(tokens, prompt_lengths=prompt_lengths))
     found = []
-    for context, continuation in PAIRS:
-        tokens = np.asarray([[*context, *continuation]], np.int32)
-        logits = model_for(name).logits(tokens, prompt_lengths=np.asarray([len(context)]))
-        own = log_softmax(np.asarray(logits)[0, len(context) - 1 : -1])
+    for row, (context, continuation) in enumerate(PAIRS):
         places = np.arange(len(continuation))
+        own = log_softmax(logits[row, len(context) - 1 + places])
         found.append(
             (own[places, continuation].sum(), bool((own.argmax(-1) == continuation).all()))
         )

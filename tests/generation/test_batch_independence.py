@@ -16,6 +16,8 @@ from tests.support.models import random_model, random_tokens, tiny_config
 
 LENGTHS = (11, 3, 20, 7, 20)
 PROMPTS = [random_tokens(index, length).tolist() for index, length in enumerate(LENGTHS)]
+# One compiled shape for prompts of any length.
+ALONE = dict(page_size=8, table_width=6, chunk=8, prefill_chunk=8)
 # Lanes, page sizes, prompt chunks and decode chunks.
 ARRANGEMENTS = (
     dict(num_lanes=5, page_size=4, chunk=5, prefill_chunk=32),
@@ -36,7 +38,7 @@ def test_neither_answers_nor_draws_depend_on_the_batch(policy, dtype):
         for temperature in (0.0, 0.9):
             options = dict(temperature=temperature, max_new_tokens=20, logprobs=True)
             alone = []
-            engine = Engine(model, num_lanes=1, max_tokens=48, page_size=8, chunk=8)
+            engine = Engine(model, num_lanes=1, max_tokens=48, **ALONE)
             for index, prompt in enumerate(PROMPTS):
                 sampling = Sampling(seed=index, **options)
                 alone += engine.generate([prompt], sampling=sampling)
