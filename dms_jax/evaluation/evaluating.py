@@ -16,6 +16,7 @@ from dms_jax.evaluation.prompting import Chat
 from dms_jax.evaluation.result import Result, summary_table
 from dms_jax.evaluation.serving import Serving
 from dms_jax.generation import Sampling
+from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.prompts import check_call
 from dms_jax.generation.requests import Completion
 from dms_jax.model.language_model import LanguageModel, check_model
@@ -93,7 +94,8 @@ def evaluate(
     answers = evaluation.run(judge, out, bar="Answers" if progress else None)
     completions = [each.completion for each in answers.values()]
     seconds = time.perf_counter() - begin
-    result = _scored(evaluation.settings, questions, judge, completions, chains, seconds)
+    with keep_finished(lambda: dict(enumerate(completions))):
+        result = _scored(evaluation.settings, questions, judge, completions, chains, seconds)
     if out is not None:
         _write(pathlib.Path(out), result)
     return result

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.analysis.compression import evictions
 from dms_jax.errors import CapacityError
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from tests.generation.support import POLICIES, log_softmax, model_for, prompts
@@ -36,7 +35,9 @@ def live_entries(name: str, sequences: list[list[int]]) -> list[np.ndarray]:
     padded = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
     for row, sequence in enumerate(sequences):
         padded[row, : len(sequence)] = sequence
-    gone = evictions(model, padded)  # [L, B, K, T]
+    shift, marks = policy.mark_shift, np.asarray(model.transformer(padded, policy).decisions) > 0
+    gone = np.zeros_like(marks)  # [L, B, K, T]
+    gone[..., : max(marks.shape[-1] - shift, 0)] = marks[..., shift:]
     for row, live in enumerate(seen):
         for t in range(len(live)):
             left = np.arange(padded.shape[1]) < t - policy.visible_window
