@@ -1,6 +1,7 @@
 """Scores from teacher-forced decoding equal those of one pass; usage is counted independently."""
 
 import chex
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -35,7 +36,8 @@ def live_entries(name: str, sequences: list[list[int]]) -> list[np.ndarray]:
     padded = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
     for row, sequence in enumerate(sequences):
         padded[row, : len(sequence)] = sequence
-    shift, marks = policy.mark_shift, np.asarray(model.transformer(padded, policy).decisions) > 0
+    passed = model.transformer(jnp.asarray(padded), policy)
+    shift, marks = policy.mark_shift, np.asarray(passed.decisions) > 0
     gone = np.zeros_like(marks)  # [L, B, K, T]
     gone[..., : max(marks.shape[-1] - shift, 0)] = marks[..., shift:]
     for row, live in enumerate(seen):
