@@ -8,6 +8,7 @@ matplotlib is imported where it is used.
 import pathlib
 from collections.abc import Sequence
 
+from dms_jax.analysis.labels import label_heights
 from dms_jax.checks import require
 from dms_jax.evaluation import AXES, Axis, Hyperscaling, Method
 
@@ -73,7 +74,7 @@ def hyperscaling_figure(
         axes.set_xlabel(_TITLES[axis])
         axes.grid(alpha=0.2)
         low, high = axes.get_ylim()
-        heights = _spread([y for _, y in ends], 0.05 * (high - low))
+        heights = label_heights(ends, 0.05 * (high - low), log=True)
         for system, colour, (x, _), y in zip(result.systems, _COLOURS, ends, heights, strict=False):
             axes.annotate(
                 system, (x, y), (6, 0), textcoords="offset points", color=colour, va="center"
@@ -93,15 +94,3 @@ def _plain_log(axes, budgets: Sequence[float]) -> None:
     ticks = [step for step in steps if low / 1.2 <= step <= high * 1.2]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xticks([], minor=True)
-
-
-def _spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Moves heights up where needed, so that labels are at least `gap` apart.
-
-    # In: [50, 20, 21], 5  Out: [50, 20, 25]
-    """
-    placed = list(heights)
-    last = -float("inf")
-    for index in sorted(range(len(heights)), key=heights.__getitem__):
-        placed[index] = last = max(heights[index], last + gap)
-    return placed

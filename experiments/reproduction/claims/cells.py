@@ -64,7 +64,9 @@ def accuracy(results: Results, system: str, setting: str, measure: str) -> str:
 def row(results: Results, label: str, system: str, setting: str) -> list[str]:
     """A line of a table: reasoning with its cache, tracking, and the gap to vanilla."""
     cell = results.cell(system, setting, "reasoning")
-    gap = results.gap((system, setting), (VANILLA, "1"), "reasoning")
+    gap = None
+    if system != VANILLA:
+        gap = results.gap((system, setting), (VANILLA, "1"), "reasoning")
     seeds = str(len(cell.scores)) if cell else "-"
     held = [f"{cell.peak:.0f}", f"{cell.reads:,.0f}"] if cell else ["-", "-"]
     return [

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
-from dms_jax.evaluation.hyperscaling_result import Hyperscaling
 
+from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
+from dms_jax.analysis.labels import label_heights
+from dms_jax.evaluation.hyperscaling_result import Hyperscaling
 from experiments.reproduction.claims.results import Results
 from experiments.reproduction.claims.systems import HAYSTACKS, KCACHE_LAYERS, KCACHE_TOPS, VANILLA
 
@@ -233,15 +234,14 @@ def _draw(
             markersize=4,
             capsize=2,
         )
-        ends.append([line[-1][0], 100 * line[-1][1].value, label, colour])
+        ends.append((line[-1][0], 100 * line[-1][1].value, label, colour))
     top = axes.get_ylim()[1]
     axes.set_ylim(0, 1.08 * min(top, 102))
     low, high = axes.get_ylim()
-    last = -np.inf
-    for end in sorted(ends, key=lambda each: each[1]):
-        last = max(end[1], last + 0.055 * (high - low))
-        x = end[0] * 1.04 if log else end[0] + 0.05
-        axes.text(x, min(last, 0.98 * high), end[2], color=end[3], va="center")
+    places = [(x, y) for x, y, _, _ in ends]
+    heights = label_heights(places, 0.055 * (high - low), log=False)
+    for (x, _, label, colour), height in zip(ends, heights, strict=True):
+        axes.text(x * 1.04 if log else x + 0.05, height, label, color=colour, va="center")
     left, right = axes.get_xlim()
     room = 0.03 * max(len(label) for label, _ in known) if known else 0.0
     axes.set_xlim(left, right * (right / left) ** room if log else right + room * (right - left))
