@@ -102,7 +102,7 @@ class Evaluation:
       sampling: how the answers are sampled; its seed is ignored.
       serving: options of the cache.
       chains: chains of each problem.
-      seed: of all draws.
+      seed: the seed that all draws are derived from.
       max_lengths: see `Questions.requests`.
       traced: whether the use of the cache is recorded step by step.
       stop_decided: whether chains stop when those that ended have decided the majority vote. After

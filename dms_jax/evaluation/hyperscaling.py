@@ -44,7 +44,7 @@ class System(Options):
     """One line of the comparison, at one compression ratio.
 
     Attributes:
-      name: of the line; several systems of one name, at different ratios, share a frontier.
+      name: name of the line; systems of one name, at different ratios, share a frontier.
       policy: the cache policy; None for the one that the checkpoint declares.
       model: the checkpoint; None for the model of the call. DMS at another ratio is another one.
       compression_ratio: the nominal ratio, a label; None for the policy's own, if it has one.

@@ -119,7 +119,7 @@ class PromptLength:
     """Counts the tokens of a problem as the model reads it.
 
     Attributes:
-      tokenizer: of the model.
+      tokenizer: the model's tokenizer.
       chat: options of the chat; None for plain text.
       name: name of the task, for messages.
     """

@@ -27,7 +27,7 @@ class CommonWords(Family):
     Attributes:
       words: those to draw from.
       length: tokens of the whole, which decide how often words repeat.
-      seed: of the order of a list, one for all problems as in RULER.
+      seed: seed of the order of a list, one for all problems as in RULER.
     """
 
     format = COMMON_WORDS
@@ -79,7 +79,7 @@ class FrequentWords(Family):
 
     Attributes:
       codes: different coded words.
-      seed: of the ranks and of the order, one for all problems as in RULER.
+      seed: seed of the ranks and of the order, one for all problems as in RULER.
     """
 
     format = FREQUENT_WORDS

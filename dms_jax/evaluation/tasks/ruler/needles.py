@@ -31,9 +31,9 @@ class Needles(Family):
 
     Attributes:
       settings: what is hidden in what.
-      words: for keys.
+      words: the words that keys are made of.
       essay: the words of the essay, repeated where a context is longer.
-      seed: of the order of the needles, one for all problems as in RULER.
+      seed: seed of the order of the needles, one for all problems as in RULER.
       depth: percent of the haystack before the needle; None for RULER's random depths.
     """
 

@@ -44,7 +44,7 @@ class Questions(Family):
     Attributes:
       questions: in the order of the file.
       documents: all different documents of the data set, sorted.
-      seed: of the order of the documents, one for all problems as in RULER.
+      seed: seed of the order of the documents, one for all problems as in RULER.
     """
 
     format = QUESTIONS

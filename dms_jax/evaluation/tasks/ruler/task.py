@@ -60,7 +60,7 @@ class RULER(Task):
       essays: file of the essay: JSON with "text", or plain text. The shipped novels unless given.
       words: file of words, one a line, or a folder with the lists of wonderwords (its `assets`).
       questions: SQuAD's dev-v2.0.json for qa_1, HotpotQA's hotpot_dev_distractor_v1.json for qa_2.
-      chains, hops: of vt. The DMS paper takes 40 and 0, without the worked example.
+      chains, hops: chains and hops of vt. The DMS paper takes 40 and 0, without the worked example.
       worked_example: whether one precedes the question of vt, as in RULER.
       depth: percent of the haystack before a single needle; None for RULER's random depths.
       seed: seed of the problems.

@@ -22,7 +22,7 @@ class Tracking(Family):
     Attributes:
       chains: chains in the text.
       hops: assignments of one variable to another in each.
-      seed: of the places in the worked example, the same for all problems as in RULER.
+      seed: seed of the places in the worked example, the same for all problems as in RULER.
       example: function that returns the repetitions of noise in the worked example; None for none.
     """
 
