@@ -287,8 +287,6 @@ class Engine:
             extra[:, lane] = 0
         if source_of:
             sharing.fork(runner, source_of)
-            for lane, source in source_of.items():
-                self._running[lane].meter.fork(self._running[source].meter)
 
     def _prefill(
         self,
@@ -347,6 +345,8 @@ class Engine:
                     check_finite(request, logprob)
                     request.generated.append(token)
                     request.logprobs.append(logprob)
+                    if drawing[lane] != lane:
+                        request.meter.fork(self._running[drawing[lane]].meter)
 
     def _reserve_or_preempt(
         self, extra: np.ndarray, waiting: collections.deque[Request], *, prompt: bool

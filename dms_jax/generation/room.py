@@ -105,7 +105,8 @@ class Room:
         needed = self._continued(request) + self._first_slots(request)
         if request.slots is None:
             return needed
-        return np.maximum(needed, request.slots + min(self.chunk, request.remaining))
+        resumed = request.slots + min(self.chunk, request.remaining)
+        return np.maximum(needed, self.runner.cut(resumed, request.slots))
 
     def _continued(self, request: Request) -> np.ndarray:
         """Returns the slots [L, K] of the sequence that a request continues in a copy."""

@@ -181,8 +181,14 @@ class Runner:
         """
         extra = np.asarray(extra)
         slots = self.lengths + (extra[None, :, None] if extra.ndim == 1 else extra)
-        limit = None if prompt and self.policy.shrinks else self._slot_limit
-        return slots if limit is None else np.minimum(slots, np.maximum(limit, self.lengths))
+        return slots if prompt and self.policy.shrinks else self.cut(slots, self.lengths)
+
+    def cut(
+        self, slots: Int[np.ndarray, "*rows"], held: Int[np.ndarray, "*rows"]
+    ) -> Int[np.ndarray, "*rows"]:
+        """Returns the most of `slots` that rows can need which hold `held` and decode."""
+        limit = self._slot_limit
+        return slots if limit is None else np.minimum(slots, np.maximum(limit, held))
 
     def fits(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> bool:
         """Returns whether the pool can hold `extra` more tokens per lane, or per row."""

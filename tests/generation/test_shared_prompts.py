@@ -172,6 +172,31 @@ def test_chains_wait_for_the_memory_that_they_need(ran):
     assert preempted == []
 
 
+def test_a_chain_that_is_cancelled_while_it_waits_has_read_its_prompt():
+    """It has drawn its first token, though there was no memory for its copy of the prompt."""
+    (prompt,) = prompts([30])
+    engine = engine_with(dms_jax.Vanilla(), memory=7 * 20 * 2 * 16 * 8 * 4)
+    found = engine.generate(
+        [prompt] * 4, sampling=SAMPLED, on_tokens=lambda update: engine.cancel([2])
+    )
+    assert [len(completion.tokens) for completion in found] == [9, 9, 1, 9]
+    assert found[2].finish_reason == "cancelled"
+    usage = found[2].usage
+    assert (usage.peak_tokens, usage.live_tokens, usage.compression_ratio) == (30, 30, 1)
+    assert (usage.prefilled_tokens, usage.kv_reads, usage.cache_bytes) == (0, 0, 0)
+    assert prefilled(found) == [30, 0, 0, 30]
+
+
+def test_a_chain_that_waited_needs_no_more_than_its_policy_keeps():
+    """A row that was cut to 28 slots after its prompt has at most 29: two pages, and never three."""
+    policy = dms_jax.H2O(budget=28, prefill="dense_then_evict")
+    engine, (prompt,) = engine_with(policy, num_lanes=2), prompts([30])
+    free = engine.runner.allocator._free
+    free[0] = free[0][: 2 * 20]
+    found = engine.generate([prompt] * 2, sampling=SAMPLED)
+    assert prefilled(found) == [30, 30]
+
+
 def test_a_chain_that_does_not_fit_even_alone_is_refused():
     (prompt,) = prompts([30])
     engine = engine_with(dms_jax.Vanilla(), memory=2 * 20 * 2 * 16 * 8 * 4)
