@@ -8,6 +8,9 @@
     python -m experiments.evaluate --task mmlu --task-options path=mmlu/test few_shot=5 \
         examples=mmlu/dev --problems 200
 
+    python -m experiments.evaluate --model path/to/model --task humaneval --allow-code --chat \
+        --chains 10 --task-options path=HumanEval.jsonl.gz 'sandbox={"seconds": 5}'
+
     python -m experiments.evaluate --model path/to/model --task ruler --temperature 0 \
         --problems 1100 --task-options length=4096 essays=PaulGrahamEssays.json
     python -m experiments.evaluate --model path/to/model --task ruler --temperature 0 --chat \
@@ -67,11 +70,14 @@ class Config:
     task: str = "reasoning"
     """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn; ruler:
     all tasks of RULER whose data is given, or the one that task= names; from a file and answered
-    in words gsm8k, math500, aime, gpqa, mathematics; from a file and answered by likelihood mmlu,
-    arc, hellaswag, piqa, winogrande, boolq."""
+    in words gsm8k, math500, aime, gpqa, mathematics; from a file and answered by programs
+    humaneval, livecodebench; from a file and answered by likelihood mmlu, arc, hellaswag, piqa,
+    winogrande, boolq."""
     task_options: tuple[str, ...] = ()
     """Difficulty and length of the task, as name=value or as one JSON object; of tasks on files
     path=, few_shot= and examples=; of ruler length=, squad=, hotpotqa=, essays= and words=."""
+    allow_code: bool = False
+    """Judge programs by running them, in a sandbox; humaneval and livecodebench need it."""
     chat: bool = False
     """Ask through the model's chat template."""
     system: str | None = None
@@ -132,7 +138,7 @@ def main(config: Config) -> Result | ChoiceResult:
         return choose(config, model)
     result = evaluate(
         model,
-        read_tasks(config.task, config.task_options),
+        read_tasks(config.task, config.task_options, allow_code=config.allow_code),
         policy=read_policy(config.policy, config.options),
         problems=config.problems,
         split=config.split,

@@ -53,6 +53,8 @@ class Config:
     """As in experiments.evaluate, of those that are answered in words."""
     task_options: tuple[str, ...] = ()
     """Difficulty and length of the task, as name=value or as one JSON object."""
+    allow_code: bool = False
+    """Judge programs by running them, in a sandbox."""
     lengths: tuple[int, ...] = (128, 256, 512)
     """L, the most new tokens of an answer."""
     chains: tuple[int, ...] = (1, 4, 16)
@@ -86,7 +88,7 @@ def main(config: Config) -> Hyperscaling:
     load = functools.cache(functools.partial(load_model, dtype=config.dtype))
     result = dms_jax.hyperscale(
         load(config.model),
-        read_tasks(config.task, config.task_options),
+        read_tasks(config.task, config.task_options, allow_code=config.allow_code),
         [read_system(text, config.model, load) for text in config.systems],
         lengths=config.lengths,
         chains=config.chains,

@@ -8,6 +8,7 @@ from typing import Any
 
 import dms_jax
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
+from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import (
     AIME,
     ARC,
@@ -20,10 +21,13 @@ from dms_jax.evaluation.tasks import (
     BoolQ,
     ChoiceTask,
     HellaSwag,
+    HumanEval,
+    LiveCodeBench,
     Mathematics,
     WinoGrande,
     ruler_tasks,
 )
+from dms_jax.evaluation.tasks.code import CodeTask
 from dms_jax.evaluation.tasks.files import FromFile
 
 SHIPPED = ("stories260k", "reasoner-11m", "reasoner-11m-dms")
@@ -32,6 +36,7 @@ TASKS: dict[str, tuple[type[Task], ...]] = {
 }
 TASKS["reasoning"] = (LinearEquation, Arithmetic, WordChain)
 TASKS |= {task.name: (task,) for task in (GSM8K, MATH500, AIME, GPQA, Mathematics)}
+TASKS |= {task.name: (task,) for task in (HumanEval, LiveCodeBench)}
 CHOICES: dict[str, type[ChoiceTask]] = {
     task.name: task for task in (MMLU, ARC, HellaSwag, PIQA, WinoGrande, BoolQ)
 }
@@ -46,8 +51,14 @@ def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Po
     return dms_jax.policies.from_dict({**read_options(options), "name": name})
 
 
-def read_tasks(name: str, options: Sequence[str]) -> list[Task]:
-    """The tasks of a name, each with those of the options that it has."""
+def read_tasks(name: str, options: Sequence[str], *, allow_code: bool = False) -> list[Task]:
+    """The tasks of a name, each with those of the options that it has.
+
+    Args:
+      name: the name.
+      options: as they are written on a command line.
+      allow_code: whether tasks may run what a model wrote, in a sandbox.
+    """
     fields = read_options(options)
     if name == "ruler":
         return list(_ruler(fields))
@@ -63,7 +74,26 @@ def read_tasks(name: str, options: Sequence[str]) -> list[Task]:
     if unknown:
         raise dms_jax.ConfigError(f"--task {name} has no option {', '.join(sorted(unknown))}.")
     _check_path(name, TASKS[name][0], fields)
+    if issubclass(TASKS[name][0], CodeTask):
+        fields["sandbox"] = _sandbox(name, fields, allow_code)
+        known[TASKS[name][0]].add("sandbox")
     return [task(**{key: fields[key] for key in keys}) for task, keys in known.items()]
+
+
+def _sandbox(name: str, fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
+    """The sandbox of a programming task, with the limits that `sandbox` names."""
+    if not allow_code:
+        raise dms_jax.ConfigError(
+            f"--task {name} judges answers by running them: code that a model wrote would run on "
+            "this machine. Allow it, in a sandbox, with --allow-code."
+        )
+    limits = fields.get("sandbox", {})
+    if not isinstance(limits, dict):
+        raise dms_jax.ConfigError(
+            'sandbox= takes limits as a JSON object, such as sandbox={"seconds": 20}, got '
+            f"{limits!r}."
+        )
+    return Sandbox(**limits)
 
 
 def _ruler(fields: dict[str, Any]) -> Sequence[Task]:

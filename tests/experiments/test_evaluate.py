@@ -1,5 +1,6 @@
 """The evaluation script: what it prints and writes, and what it says to mistakes."""
 
+import dataclasses
 import inspect
 import json
 
@@ -9,11 +10,14 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, WordChain
 from dms_jax.evaluation import Chat
+from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import RULER
 from dms_jax.evaluation.tasks.ruler import RULER_TASKS
-from experiments import evaluate
+from experiments import evaluate, hyperscale
 from experiments.shared import options
 from tests.evaluation.tasks.published import GPQA_CSV, PIQA, lines, text
+from tests.evaluation.tasks.published_code import HUMANEVAL, LIVECODEBENCH
+from tests.support.containment import needs_containment
 
 MODEL = str(assets.path("stories260k"))
 
@@ -78,6 +82,38 @@ def test_tasks_by_name():
         options.read_tasks("needle", ["sice=40"])
     with pytest.raises(dms_jax.ConfigError, match="none of linear"):
         options.read_tasks("poetry", [])
+
+
+@pytest.mark.parametrize("name", ["humaneval", "livecodebench"])
+def test_code_is_run_only_where_it_is_allowed(name, tmp_path):
+    records = {"humaneval": HUMANEVAL, "livecodebench": LIVECODEBENCH}[name]
+    path = f"path={lines(tmp_path / 'a.jsonl', records)}"
+    with pytest.raises(dms_jax.ConfigError, match=rf"--task {name} .*with --allow-code"):
+        options.read_tasks(name, [path])
+    with pytest.raises(dms_jax.ConfigError, match=f"--task {name} reads a file"):
+        options.read_tasks(name, [], allow_code=True)
+    with pytest.raises(dms_jax.ConfigError, match="sandbox= takes limits as a JSON object"):
+        options.read_tasks(name, [path, "sandbox=yes"], allow_code=True)
+    with pytest.raises(dms_jax.ConfigError, match="second"):
+        options.read_tasks(name, [path, 'sandbox={"second": 3}'], allow_code=True)
+    for script in (evaluate, hyperscale):
+        assert script.Config().allow_code is False
+
+
+@needs_containment
+def test_programming_tasks_by_name(tmp_path, capsys):
+    path = f"path={lines(tmp_path / 'a.jsonl', HUMANEVAL)}"
+    given = (path, 'sandbox={"seconds": 3}', "style=plain")
+    (task,) = options.read_tasks("humaneval", given, allow_code=True)
+    assert (task.name, task.sandbox, task.style) == ("humaneval", Sandbox(seconds=3), "plain")
+    config = evaluate.Config(
+        model=MODEL, task="humaneval", task_options=given, max_new_tokens=2, page_size=16, lanes=4
+    )
+    with pytest.raises(dms_jax.ConfigError, match="--allow-code"):
+        evaluate.main(config)
+    result = evaluate.main(dataclasses.replace(config, allow_code=True))
+    assert len(result.scores) == len(HUMANEVAL)
+    assert "| humaneval |" in capsys.readouterr().out
 
 
 def test_rulers_tasks_by_name(tmp_path):

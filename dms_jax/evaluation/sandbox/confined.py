@@ -18,7 +18,7 @@ from typing import Any
 from dms_jax.checks import Count, Options, Positive, Whole, require
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.evaluation.sandbox.inside import values
-from dms_jax.evaluation.sandbox.supervising import Confined, Stopped, Stream, confined
+from dms_jax.evaluation.sandbox.supervising import Confined, Stopped, Stream, confined, starting
 
 # Attempts that change nothing where they succeed.
 _PROBE = """
@@ -102,11 +102,14 @@ class Sandbox(Options):
 
     def run(self, source: str, stdin: str = "") -> Run:
         """Runs a program on an input."""
-        with tempfile.NamedTemporaryFile() as written:
-            written.write(stdin.encode("utf-8", "replace"))
-            written.flush()
-            with open(written.name, "rb") as given:  # can be read and not be written
-                return self._run(source, given)
+        with contextlib.ExitStack() as files:
+            with starting():
+                written = files.enter_context(tempfile.NamedTemporaryFile())
+                written.write(stdin.encode("utf-8", "replace"))
+                written.flush()
+                # can be read and not be written
+                given = files.enter_context(open(written.name, "rb"))
+            return self._run(source, given)
 
     def _run(self, source: str, given: Any) -> Run:
         try:
@@ -133,7 +136,7 @@ class Sandbox(Options):
                 return Call(values.from_json(reply[0]))
         except Stopped as stopped:
             return Call(None, str(stopped))
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             return Call(None, "returned no plain value")
 
     def check(self, source: str, *, setup: str, tests: str, entry: str) -> str:
@@ -158,7 +161,8 @@ class Sandbox(Options):
             return str(stopped)
         try:
             return str(json.loads(told)["failed"])
-        except (ValueError, TypeError, KeyError):  # nothing, or what the tests wrote there
+        # Nothing, or what the tests wrote there.
+        except (ValueError, TypeError, KeyError, RecursionError):
             return "the tests ended early"
 
     @contextlib.contextmanager
@@ -166,7 +170,8 @@ class Sandbox(Options):
         self, source: str, request: str = ""
     ) -> Iterator[tuple[Confined, float, socket.socket]]:
         """A process that answers calls, its deadline, and the socket for calls."""
-        ours, theirs = socket.socketpair()
+        with starting():
+            ours, theirs = socket.socketpair()
         with ours, theirs:
             job = {"source": source, "request": request}
             with self._start("functions", job, calls=theirs) as (process, deadline):

@@ -76,6 +76,18 @@ class Confined:
 
 
 @contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Makes a lack of processes, open files or disk a CapacityError."""
+    try:
+        yield
+    except OSError as error:
+        raise CapacityError(
+            f"The sandbox could not start a process: {error.strerror}. End other processes, or "
+            "judge later: with `out=` the answers are kept."
+        ) from error
+
+
+@contextlib.contextmanager
 def confined(
     job: Mapping[str, Any],
     deadline: float,
@@ -97,28 +109,25 @@ def confined(
     Raises:
       CapacityError: it could not be started.
     """
-    ours, theirs = socket.socketpair()
+    with starting():
+        ours, theirs = socket.socketpair()
     descriptors = [theirs.fileno(), -1 if calls is None else calls.fileno()]
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-s", "-S", "-X", "utf8", "-m", "inside"]
-            + [str(each) for each in (*descriptors, os.getpid())],
-            cwd=_FOLDER,
-            env={"PYTHONHASHSEED": "0"} | _libraries(),
-            pass_fds=[each for each in descriptors if each >= 0],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except OSError as error:
+        with theirs, starting():
+            process = subprocess.Popen(
+                [sys.executable, "-s", "-S", "-X", "utf8", "-m", "inside"]
+                + [str(each) for each in (*descriptors, os.getpid())],
+                cwd=_FOLDER,
+                env={"PYTHONHASHSEED": "0"} | _libraries(),
+                pass_fds=[each for each in descriptors if each >= 0],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+    except CapacityError:
         ours.close()
-        raise CapacityError(
-            f"The sandbox could not start a process: {error.strerror}. End other processes, or "
-            "judge later: with `out=` the answers are kept."
-        ) from error
-    finally:
-        theirs.close()
+        raise
     own = Confined(process, ours, threads)
     try:
         _hand_over(own, job, deadline)
@@ -141,7 +150,9 @@ def _hand_over(own: Confined, job: Mapping[str, Any], deadline: float) -> None:
         own.control.sendall(json.dumps(job).encode() + b"\n")
         while not told.endswith(b"\n"):
             chunk, given, _, _ = socket.recv_fds(own.control, _CHUNK, 1)
-            own.listener = given[0] if given else own.listener
+            if given:
+                own.listener = given[0]
+                os.set_inheritable(own.listener, False)  # as Python's own descriptors are
             told += chunk.replace(b"+", b"")
             if not chunk:
                 raise CapacityError(

@@ -114,6 +114,12 @@ CALLS = {
     "module of the kernel": "175, bytes(64), 64, b''",
     "the clock": "227, 0, bytes(16)",
     "calls of x32": "0x40000000 | 39",
+    "faults of its own": "323, 0",
+    "personality": "135, 0",
+    "write memory of the parent": "311, os.getppid(), bytes(16), 1, bytes(16), 1, 0",
+    "a secret in memory": "447, 0",
+    "watch files": "253",
+    "a namespace with a thread": "56, 0x30D00, 0, 0, 0, 0",
 }
 if os.uname().machine == "x86_64":
     REFUSED |= {name: f"libc('syscall', {call})" for name, call in CALLS.items()}
@@ -127,6 +133,14 @@ ENDED = {
     "abort": "os.abort()",
     "kill itself": "os.kill(os.getpid(), 9)",
     "crash": "ctypes.string_at(0)",
+    "calls of 32 bits": (
+        "code = mmap.mmap(-1, 4096, prot=7)\n"
+        "code.write(bytes.fromhex('b801000000cd80c3'))  # exit(0), by its number of 32 bits\n"
+        "ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()"
+    ),
+    "the first thread ends, another goes on": (
+        "import _thread\n_thread.start_new_thread(time.sleep, (1,))\nlibc('syscall', 60, 0)"
+    ),
     "write to every descriptor": (
         "for each in range(64):\n"
         "    try: os.write(each, b'{{}}\\nnull\\n[2\\n')\n"

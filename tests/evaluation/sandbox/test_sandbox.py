@@ -1,7 +1,11 @@
 """What a sandbox lets a program do, what it says of a failure, and where it refuses to run."""
 
+import errno
+import os
 import shutil
+import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -107,9 +111,40 @@ def test_plain_values_cross_over_as_they_are():
     assert type(values.from_json(values.to_json(Text("a")))) is str
     with pytest.raises(TypeError, match="object is no plain value"):
         values.to_json([object()])
-    for wrong in (["os"], {}, ["dict", 1], ["complex", "x"], [["list"]], []):
-        with pytest.raises((ValueError, TypeError)):
+    for wrong in (
+        ["os"],
+        {},
+        ["dict", 1],
+        ["complex", "x"],
+        ["complex", 10**400, 0],
+        [["list"]],
+        [],
+    ):
+        with pytest.raises((ValueError, TypeError, OverflowError)):
             values.from_json(wrong)
+
+
+def test_values_that_take_for_ever_to_put_together_are_refused():
+    """Keys of one hash are compared each with each, by the judging process and without a limit."""
+    alike = [number * (2**61 - 1) for number in range(20_000)]
+    for data in (["set", *alike], ["frozenset", *alike], ["dict", *([each, 0] for each in alike)]):
+        with pytest.raises(ValueError, match="keys of one hash"):
+            values.from_json(data)
+    assert values.from_json(["set", *alike[:50]]) == set(alike[:50])
+    points = {(x, y) for x in range(-99, 99) for y in range(-99, 99)}  # -1 has the hash of -2
+    assert values.from_json(values.to_json(points)) == points
+
+
+@pytest.mark.parametrize(
+    "reply", ["[['complex', 10 ** 400, 0]]", "[['set', *range(0, 99999 * (2**61 - 1), 2**61 - 1)]]"]
+)
+def test_a_reply_that_the_answer_wrote_itself_is_no_value(reply):
+    source = (
+        "import json, os\nfor each in range(3, 64):\n"
+        f"    try: os.write(each, json.dumps({reply}).encode() + b'\\n')\n"
+        "    except OSError: pass\n"
+    )
+    assert SANDBOX.call(source, "f", []).failure == "returned no plain value"
 
 
 # -- where it cannot hold -------------------------------------------------------------------------
@@ -201,6 +236,44 @@ def test_a_machine_that_starts_no_process_is_an_error_and_no_score(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(CapacityError, match="could not start a process: No such file"):
         SANDBOX.run("print(1)")
+
+
+def test_too_many_open_files_is_an_error_and_no_score(monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socketpair", full)
+    for judge in (
+        lambda: SANDBOX.run("print(1)"),
+        lambda: SANDBOX.call("def f(): return 1", "f", []),
+        lambda: SANDBOX.check("def f(): pass", setup="", tests="check = id", entry="f"),
+    ):
+        with pytest.raises(CapacityError, match="Too many open files"):
+            judge()
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    with pytest.raises(CapacityError, match="Too many open files"):
+        SANDBOX.run("print(1)")
+
+
+def test_no_descriptor_is_left_or_handed_on(monkeypatch):
+    """Neither after a judgement nor, while it lasts, to other programs that are started."""
+    inherited = []
+    answer = supervising.Confined.answer
+    monkeypatch.setattr(
+        supervising.Confined,
+        "answer",
+        lambda own: (inherited.append(os.get_inheritable(own.listener)), answer(own)),
+    )
+    source = "import threading\nthreading.Thread(target=int).start()"
+    before = set(os.listdir("/proc/self/fd"))
+    assert SANDBOX.run(source).failure == ""
+    assert inherited == [False]
+    assert SANDBOX.call("def f(): return 1", "f", []).result == 1
+    assert SANDBOX.call("1 / 0", "f", []).failure
+    assert SANDBOX.check("def f(): pass", setup="", tests="def check(f): 1 / 0", entry="f")
+    with pytest.raises(CapacityError):
+        Sandbox(megabytes=1).run("")
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_judgements_run_side_by_side_and_in_order():

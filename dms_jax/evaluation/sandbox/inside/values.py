@@ -1,13 +1,17 @@
 """Plain values as JSON, with what JSON does not have: tuples, sets, bytes, complex numbers.
 
 What is read back holds plain values only, whoever wrote it: no object with a behaviour of its own,
-such as an `__eq__` that is always true, comes through.
+such as an `__eq__` that is always true, comes through. Nor do keys that were made to have one hash:
+a set or a dictionary compares each of those with each.
 
 # In: (1, [2.0, None])  Out: ["tuple", 1, ["list", 2.0, null]]
 """
 
+import collections
+from collections.abc import Sequence
 from typing import Any
 
+_ALIKE = 100  # keys that may have the same hash
 _SEQUENCES: dict[str, type] = {
     "list": list,
     "tuple": tuple,
@@ -43,19 +47,29 @@ def from_json(data: Any) -> Any:
     """Returns the value of JSON data.
 
     Raises:
-      ValueError, TypeError: it is not what `to_json` writes.
+      ValueError, TypeError, OverflowError: it is not what `to_json` writes.
     """
     if not isinstance(data, list):
         if isinstance(data, dict):
             raise ValueError("no such value")
         return data
     name, *rest = data
+    if name in ("set", "frozenset"):
+        return _SEQUENCES[name](_apart([from_json(each) for each in rest]))
     if name in _SEQUENCES:
         return _SEQUENCES[name](map(from_json, rest))
     if name == "dict":
-        return {from_json(key): from_json(each) for key, each in rest}
+        keys = _apart([from_json(key) for key, _ in rest])
+        return dict(zip(keys, [from_json(each) for _, each in rest], strict=True))
     if name == "bytes":
         return bytes.fromhex(*rest)
     if name == "complex":
         return complex(*rest)
     raise ValueError("no such value")
+
+
+def _apart(keys: Sequence[Any]) -> Sequence[Any]:
+    """Refuses keys of which too many have the same hash."""
+    if max(collections.Counter(map(hash, keys)).values(), default=0) > _ALIKE:
+        raise ValueError(f"more than {_ALIKE} keys of one hash")
+    return keys
