@@ -3,7 +3,6 @@
 import pathlib
 
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling
-
 from experiments.reproduction.claims import figures
 from experiments.reproduction.claims.cells import (
     ERRORS,

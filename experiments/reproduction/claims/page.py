@@ -5,7 +5,6 @@ import pathlib
 from typing import Any
 
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling
-
 from experiments.reproduction.claims.cells import table
 from experiments.reproduction.claims.dms_sections import (
     FOLDER,

@@ -5,9 +5,9 @@ import json
 from typing import Any
 
 import numpy as np
-from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
 
 from dms_jax.evaluation import Measured, difference, mean_over_seeds
+from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
 from experiments.reproduction.claims.plan import Paths
 from experiments.reproduction.claims.settings import Config
 from experiments.reproduction.claims.systems import LENGTHS
