@@ -177,3 +177,9 @@ class Results:
         order = list(systems)
         points.sort(key=lambda point: order.index(point.system))
         return Hyperscaling({"chains": list(CHAINS), "lengths": list(LENGTHS)}, tuple(points))
+
+
+def last_figure(log: dict[str, Any], name: str, form: str) -> str:
+    """The last figure of a training that was finite; a dash if none was."""
+    figures = [step[name] for step in log["steps"] if step[name] is not None]
+    return format(figures[-1], form) if figures else "-"
