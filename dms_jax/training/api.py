@@ -42,7 +42,9 @@ def retrofit(
     """Trains a model to run with a policy, by distillation from itself.
 
     Args:
-      model: the original, which is also the teacher; it is not changed.
+      model: the original, which is also the teacher; it is not changed. Low-rank updates that it
+        has are trained further and are no part of the teacher: merge those that are to be taught
+        (`dms_jax.load(..., merge=True)`).
       policy: a policy with a trainable form, e.g. `DMS(window=256, source="adapter")`. An adapter
         is added where the policy reads one and the model has none.
       recipe: stages that include a ramp, sizes and learning rates (`dms_jax.recipes`).
@@ -97,7 +99,8 @@ def train(
       DataError: the data cannot be used.
       CheckpointError: `out` cannot be written, or what it holds cannot be resumed.
       TrainingDivergedError: too many steps in a row had a loss or gradient that is not finite.
-      KeyboardInterrupt: on Ctrl-C or after `stop_after`, once a checkpoint is written.
+      KeyboardInterrupt: on Ctrl-C or after `stop_after`, once a checkpoint is written; among
+        skipped steps none is, and the run goes on from the last one.
     """
     policy = Vanilla() if policy is None else policy
     _check(model, policy, recipe)

@@ -86,6 +86,8 @@ class Loop:
         options = self._options
         total = self._total
         start = int(self._trainer.state.step)
+        if self._directory is not None:
+            self._skipped = self._directory.skipped_steps(start)
         snapshots = self._snapshots(total)
         end = time.perf_counter() + (options.stop_after or math.inf)
         self._display = Display(

@@ -122,34 +122,46 @@ class RunDirectory:
             return
         if self._log is None:
             self._log = self._open_log(record["step"])
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
-        self._log.write(json.dumps(finite) + "\n")
+        self._log.write(json.dumps(_finite(record)) + "\n")
         self._log.flush()
+
+    def skipped_steps(self, done: int) -> int:
+        """Returns how many of the first `done` steps the log says were skipped."""
+        return sum(bool(record.get("skipped")) for record in self._logged(done + 1))
 
     def _open_log(self, next_step: int) -> Any:
         """Opens the log to append, after removing broken lines and those from `next_step` on."""
+        kept = [json.dumps(record) + "\n" for record in self._logged(next_step)]
         path = self.path / "log.jsonl"
-        kept = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    earlier = json.loads(line)["step"] < next_step
-                except (ValueError, KeyError, TypeError):
-                    continue
-                kept += [line + "\n"] if earlier else []
         beside = path.with_name(".log.jsonl")
         beside.write_text("".join(kept), encoding="utf-8")
         beside.replace(path)
         return path.open("a", encoding="utf-8")
+
+    def _logged(self, next_step: int) -> list[dict[str, Any]]:
+        """Returns the records of the log before `next_step`; broken lines are left out."""
+        path = self.path / "log.jsonl"
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                record = json.loads(line)
+                kept += [record] if record["step"] < next_step else []
+            except (ValueError, KeyError, TypeError):
+                continue
+        return kept
 
     def close(self) -> None:
         """Closes the log and the checkpoints."""
         if self._log is not None:
             self._log.close()
         self._manager.close()
+
+
+def _finite(value: Any) -> Any:
+    """Returns JSON data with null for each number that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check_writable(path: pathlib.Path) -> None:

@@ -157,8 +157,13 @@ class SelfTaught:
         return Chat(system=self.system, variables=read_options(self.template))
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that a directory is for, as JSON data; where it lies is none of them."""
-        fields = {name: value for name, value in vars(self).items() if name != "out"}
+        """The settings that a directory is for, as JSON data.
+
+        Where it lies is none of them, nor how much is done at a time or how often it is saved: who
+        ran out of memory goes on with fewer lanes.
+        """
+        free = ("out", "lanes", "checkpoint_every")
+        fields = {name: value for name, value in vars(self).items() if name not in free}
         return json.loads(json.dumps(fields, default=str))
 
 

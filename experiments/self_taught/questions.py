@@ -119,12 +119,12 @@ def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> FileT
 def _encode(record: Record, model: LanguageModel, chat: Chat | None, beginning: int) -> list[int]:
     fields = record.fields
     if "messages" in fields:
-        messages = fields["messages"]
+        messages = _turns(record, "messages")
         while messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]
         return _of_chat(model, messages, chat or Chat(), record)
     if "prompt" in fields and isinstance(fields["prompt"], list):
-        return _of_chat(model, fields["prompt"], chat or Chat(), record)
+        return _of_chat(model, _turns(record, "prompt"), chat or Chat(), record)
     if "text" in fields and "prompt" not in fields and "question" not in fields:
         tokens = model.tokenizer.encode(record.text("text"))[:beginning]
         return encode_prompt(model, tokens, name=record.where)
@@ -134,6 +134,15 @@ def _encode(record: Record, model: LanguageModel, chat: Chat | None, beginning: 
     return _of_chat(model, [{"role": "user", "content": text}], chat, record)
 
 
+def _turns(record: Record, field: str) -> list[dict[str, Any]]:
+    turns = record.fields[field]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise record.error(
+            f'"{field}" must be a list of messages ({{"role": ..., "content": ...}}).'
+        )
+    return turns
+
+
 def _of_chat(
     model: LanguageModel, messages: list[dict[str, Any]], chat: Chat, record: Record
 ) -> list[int]:
@@ -141,8 +150,11 @@ def _of_chat(
         raise record.error("there is no turn to answer.")
     if chat.system is not None and messages[0].get("role") != "system":
         messages = [{"role": "system", "content": chat.system}, *messages]
-    text = model.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, **chat.variables
-    )
+    try:
+        text = model.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, **chat.variables
+        )
+    except dms_jax.DataError as error:
+        raise record.error(str(error)) from error
     tokens = model.tokenizer.encode(text, add_special_tokens=False)
     return encode_prompt(model, tokens, name=record.where)

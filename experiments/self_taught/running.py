@@ -42,6 +42,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
     _check_settings(config)
     base = config.load()
     questions = read_questions(config, base)
+    _keep_settings(config)
     with Clock(config.out) as clock:
         answers = sample(config, base, questions, config.out / "answers")
         clock.ends("sampling")
@@ -137,11 +138,19 @@ class Clock:
             self._note(self._stage[0])
 
 
+def _keep_settings(config: SelfTaught) -> None:
+    """Writes what the directory is for, now that model and prompts have been read."""
+    write_json(config.out / "settings.json", config.to_dict())
+
+
 def _check_settings(config: SelfTaught) -> None:
-    """Writes the settings, or compares them with those of the directory."""
+    """Compares the settings with those of the directory, if it is for any.
+
+    Raises:
+      ConfigError: some differ.
+    """
     file, settings = config.out / "settings.json", config.to_dict()
     if not file.exists():
-        write_json(file, settings)
         return
     there = json.loads(file.read_text(encoding="utf-8"))
     names = sorted(there.keys() | settings.keys())

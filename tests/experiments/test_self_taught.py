@@ -16,6 +16,7 @@ from dms_jax.model.low_rank import LowRank, low_rank_of
 from experiments import retrofit
 from experiments.configs.self_taught import PRESETS, SelfTaught
 from experiments.self_taught import questions as reading
+from experiments.self_taught import running
 from experiments.self_taught.answering import choose
 from experiments.shared.command_line import run
 
@@ -250,6 +251,48 @@ def test_what_makes_no_sense_is_told(stories, tmp_path, capsys):
         reading.read_questions(config, stories)
     with pytest.raises(dms_jax.ConfigError, match=r"--ratios cannot be \(1.0,\)"):
         dataclasses.replace(TINY, ratios=(1.0,))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"messages": "Tell"}, {"messages": ["Tell"]}, {"messages": {"role": "user"}}, {"prompt": [1]}],
+    ids=["text", "texts", "object", "numbers"],
+)
+def test_a_conversation_that_is_none_is_named_by_its_line(stories, tmp_path, row):
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt": "Tell"}}\n{json.dumps(row)}\n')
+    config = dataclasses.replace(TINY, prompts=path, questions=1, held_out=1)
+    with pytest.raises(dms_jax.DataError, match=r"p.jsonl, line 2: .*must be a list of messages"):
+        reading.read_questions(config, stories)
+
+
+def test_a_conversation_without_a_template_is_named_by_its_line(stories, tmp_path):
+    path = tmp_path / "p.jsonl"
+    row = {"messages": [{"role": "user", "content": "Tell"}]}
+    path.write_text(f'{{"prompt": "Tell"}}\n{json.dumps(row)}\n')
+    config = dataclasses.replace(TINY, prompts=path, questions=1, held_out=1)
+    with pytest.raises(dms_jax.DataError, match=r"p.jsonl, line 2: .*no chat template"):
+        reading.read_questions(config, stories)
+
+
+def test_a_mistake_in_the_first_call_does_not_take_the_directory(stories, tmp_path, monkeypatch):
+    right = dataclasses.replace(TINY, out=tmp_path / "run")
+    wrong = dataclasses.replace(right, prompts=tmp_path / "missing.jsonl")
+    with pytest.raises(dms_jax.ConfigError, match=r"--prompts .*No such file"):
+        retrofit.main(wrong)
+    with pytest.raises(dms_jax.CheckpointError):
+        retrofit.main(dataclasses.replace(right, model=str(tmp_path / "no-model")))
+
+    def sample(*args):
+        raise Killed
+
+    monkeypatch.setattr(running, "sample", sample)
+    with pytest.raises(Killed):
+        retrofit.main(right)
+    with pytest.raises(Killed):  # what changes no figure may change: here memory ran out
+        retrofit.main(dataclasses.replace(right, lanes=4, checkpoint_every=5))
+    with pytest.raises(dms_jax.ConfigError, match="of a run with another window"):
+        retrofit.main(dataclasses.replace(right, window=9))
 
 
 def test_the_defaults_are_the_recipe():

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import signal
 
@@ -224,6 +225,24 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
         assert all(np.isfinite(x).all() for name, x in array.items() if name != "embedding")
         kernel = "layers.attention.o_proj.kernel"
         assert (array[kernel] != arrays[2][kernel]).any()
+
+
+def test_skipped_steps_are_counted_over_all_calls_of_a_run(model, tmp_path):
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
+        run(model, out=tmp_path, stop_after=1e-9)
+    # As if step 1 had been skipped; step 2 is taken again.
+    lines = ({"step": step, "skipped": True, "skipped_steps": step} for step in (1, 2))
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(model, out=tmp_path)
+    assert [line["skipped_steps"] for line in log(tmp_path)] == [1] * 6
+
+
+def test_the_log_is_json_whatever_was_measured(model, tmp_path):
+    measured = {"loss": math.nan, "accuracy": 0.5, "divergence": math.inf}
+    run(model, out=tmp_path, evaluate=lambda _: measured)
+    text = (tmp_path / "log.jsonl").read_text()
+    last = json.loads(text.splitlines()[-1], parse_constant=pytest.fail)
+    assert last["evaluation"] == {"loss": None, "accuracy": 0.5, "divergence": None}
 
 
 def test_a_skipped_step_changes_nothing_but_its_number():

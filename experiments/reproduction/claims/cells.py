@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
-from dms_jax.evaluation import Measured
+from dms_jax.evaluation import Measured, difference, mean_over_seeds
 from experiments.reproduction.claims.results import Results
 from experiments.reproduction.claims.systems import VANILLA
 
 ERRORS = 2  # standard errors beyond which a difference counts
 HEADS = ("", "seeds", "reasoning, %", "above vanilla", "peak", "reads", "tracking, %")
+
+KINDS = ("linear equations", "arithmetic", "word chains")  # of reasoning, asked in turn
 
 
 def percent(value: Measured | None, *, sign: bool = False) -> str:
@@ -77,3 +79,18 @@ def row(results: Results, label: str, system: str, setting: str) -> list[str]:
         *held,
         accuracy(results, system, setting, "tracking950"),
     ]
+
+
+def kinds(results: Results, label: str, system: str, setting: str) -> list[str]:
+    """A line of a table: each kind of reasoning by itself, and its gap to vanilla."""
+    cell, base = (results.cell(*each, "reasoning") for each in ((system, setting), (VANILLA, "1")))
+    found = [label]
+    for kind in range(len(KINDS)):
+        own = cell and cell.scores[:, kind :: len(KINDS)]
+        whole = base and base.scores[:, kind :: len(KINDS)]
+        found.append(percent(None if own is None else mean_over_seeds(own)))
+        gap = None
+        if own is not None and whole is not None and system != VANILLA:
+            gap = difference(own, whole)
+        found.append(percent(gap, sign=True))
+    return found

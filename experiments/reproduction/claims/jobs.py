@@ -155,18 +155,19 @@ class Worker(Queue[Paths]):
             **provenance(),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.stem}.part.npz")
-        np.savez_compressed(
-            part,
-            described=np.asarray(json.dumps(described)),
-            scores=result.scores.astype(np.float16),
-            answers=answer_numbers(result.answers),
-            answer_scores=result.answer_scores.astype(np.float16),
-            reads=np.round(result.reads).astype(np.int32),
-            peak=result.peak.astype(np.float32),
-            new_tokens=result.new_tokens.astype(np.int16),
-            ended=result.ended,
-        )
+        part = path.with_name(f"{path.name}.part")  # which is no result if it is cut off here
+        with part.open("wb") as file:
+            np.savez_compressed(
+                file,
+                described=np.asarray(json.dumps(described)),
+                scores=result.scores.astype(np.float16),
+                answers=answer_numbers(result.answers),
+                answer_scores=result.answer_scores.astype(np.float16),
+                reads=np.round(result.reads).astype(np.int32),
+                peak=result.peak.astype(np.float32),
+                new_tokens=result.new_tokens.astype(np.int16),
+                ended=result.ended,
+            )
         part.replace(path)
         shown = f"peak {result.peak_per_problem:.0f}, {result.seconds:.1f} s"
         accuracy = percent(result.accuracy.to_list())

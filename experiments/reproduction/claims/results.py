@@ -5,9 +5,9 @@ import json
 from typing import Any
 
 import numpy as np
-from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
 
 from dms_jax.evaluation import Measured, difference, mean_over_seeds
+from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
 from experiments.reproduction.claims.plan import Paths
 from experiments.reproduction.claims.settings import Config
 from experiments.reproduction.claims.systems import LENGTHS
@@ -177,3 +177,9 @@ class Results:
         order = list(systems)
         points.sort(key=lambda point: order.index(point.system))
         return Hyperscaling({"chains": list(CHAINS), "lengths": list(LENGTHS)}, tuple(points))
+
+
+def last_figure(log: dict[str, Any], name: str, form: str) -> str:
+    """The last figure of a training that was finite; a dash if none was."""
+    figures = [step[name] for step in log["steps"] if step[name] is not None]
+    return format(figures[-1], form) if figures else "-"

@@ -193,7 +193,7 @@ TRAININGS = {
         # The loss on the ratio, and a target without a ramp.
         Training("dms-kl", POLICY, snapshots=(2.0, 3.0), changes=(("regulariser", "kl"),)),
         Training("dms-at-once", POLICY, at_once=True),
-        # From nothing: the same tokens, with merging and without.
+        # From nothing, on the same tokens.
         _merging("dmc-scratch", recipe=dict((_LANGUAGE,)), scratch=True, snapshots=(), seeds=1),
     )
 }

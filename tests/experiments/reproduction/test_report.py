@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import pathlib
 
 import chex
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.evaluation import Measured
+from dms_jax.evaluation.hyperscaling_result import Hyperscaling
 from experiments.reproduction import report
-from experiments.reproduction.claims import cells, plan, systems
+from experiments.reproduction.claims import cells, dms_sections, page, plan, systems
 from experiments.reproduction.claims import jobs as claims_jobs
 from experiments.reproduction.claims.jobs import Worker, answer_numbers, check_settings
 from experiments.reproduction.claims.plan import Job, Paths
@@ -224,6 +226,76 @@ def test_the_page_says_what_holds_and_leaves_out_what_is_missing(tmp_path):
     for name in ("frontier", "windows"):
         picture = (tmp_path / "pages" / "claims" / f"{name}.png").read_bytes()
         assert picture.startswith(b"\x89PNG")
+
+
+def test_a_table_by_kind_tells_which_problems_a_mean_hides(tmp_path):
+    config = dataclasses.replace(Config(), out=tmp_path)
+    write_answers(config, "vanilla", "1", 0, "reasoning", np.ones((60, 4)))
+    last = np.ones((60, 4))
+    last[2::3] = 0  # word chains
+    write_answers(config, "dms", "8", 0, "reasoning", last)
+    found = cells.kinds(Results(config), "DMS", "dms", "8")
+    assert found == [
+        "DMS",
+        *("100.0 ± 0.0", "+0.0 ± 0.0"),
+        *("100.0 ± 0.0", "+0.0 ± 0.0"),
+        *("0.0 ± 0.0", "-100.0 ± 0.0"),
+    ]
+    tasks = systems.measures(config)["reasoning"].tasks
+    assert len(cells.KINDS) == len(tasks)
+
+
+def test_verdicts_of_the_frontier_are_told_where_answers_are_whole(tmp_path):
+    config = dataclasses.replace(Config(), out=tmp_path)
+    for length in systems.LENGTHS:
+        for system, setting, peak in (("vanilla", "1", 400.0), ("dms", "4", 100.0)):
+            write_answers(
+                *(config, system, setting, 0, f"frontier{length}"),
+                shares(length / 1024, chains=16),
+                *(peak * length / 1024, 10 * peak * length),
+            )
+    frontier = Results(config).frontier(dms_sections.SYSTEMS)
+    cut = [
+        dataclasses.replace(point, ended=1.0 if point.length == 1024 else 0.2)
+        for point in frontier.points
+    ]
+    text = dms_sections.hyperscaling(Hyperscaling({}, tuple(cut)), tmp_path)
+    assert "best of" in text
+    assert "Where vanilla's answers end by themselves (from 400 on)" in text
+
+
+def test_a_training_says_what_it_reached_and_what_it_did_not_measure(tmp_path):
+    config = dataclasses.replace(Config(), out=tmp_path)
+    step = {"step": 8, "compression_ratio": 3.91, "distillation_loss": 0.0125, "lm_loss": 0.5}
+    skipped = dict.fromkeys(step) | {"step": 9}
+    for name in ("dms", "dms-lm", "further"):
+        record = {"training": name, "seed": 0, "tokens": 10**6, "seconds": 60.0}
+        write_json(tmp_path / "summaries" / f"{name}-0.json", record | {"steps": [step, skipped]})
+    text = page.trainings(Results(config))
+    assert "| ratio at the end |" in text
+    assert "| dms-0 | 9 | 1 | 60 | 8 | 3.91 | 0.0125 |" in text
+    assert "| dms-lm-0 | 9 | 1 | 60 | 4 | 3.91 | - |" in text  # nothing was distilled
+    assert "| further-0 | 9 | 1 | 60 | - | 3.91 | - |" in text  # nothing was to be reached
+
+
+def test_a_file_that_was_cut_off_while_it_was_written_is_no_result(tmp_path, monkeypatch):
+    config = dataclasses.replace(Config(), out=tmp_path, model=MODEL, lanes=2)
+
+    def stop(file, **arrays):
+        with open(file, "wb") if isinstance(file, str | pathlib.Path) else file as opened:
+            opened.write(b"PK")
+        raise KeyboardInterrupt
+
+    short = systems.Measure((systems.Needle(size=20),), 1, 1, 2)
+    monkeypatch.setattr(claims_jobs, "measures", lambda config: {"needle450": short})
+    monkeypatch.setattr(np, "savez_compressed", stop)
+    worker = Worker(config, deadline=np.inf)
+    with pytest.raises(KeyboardInterrupt):
+        worker.measure(
+            worker.base, dms_jax.Vanilla(), Job("asking", "vanilla", 0, "1"), "needle450"
+        )
+    assert any((tmp_path / "results" / "vanilla").iterdir())
+    assert Results(config).keys() == []
 
 
 def test_an_empty_run_has_no_page(tmp_path):
