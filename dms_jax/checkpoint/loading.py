@@ -43,7 +43,7 @@ def load(
         merge: whether to add the adapter's low-rank updates to the weights. False keeps them
             beside the weights, as PEFT does: the model can then be trained further, and its adapter
             saved again. True does as PEFT's `merge_and_unload`, and spares eight small products a
-            layer.
+            layer; without low-rank updates it changes nothing.
 
     Returns:
         the model, with its tokenizer (None if there is none) and the policy that its config

@@ -177,8 +177,8 @@ def _unchanged_base(model: LanguageModel) -> dict[str, Any]:
     if changed:
         raise CheckpointError(
             f"{reason}{len(changed)} of its other tensors were changed ({changed[0]}"
-            f"{', ...' if len(changed) > 1 else ''}), by training all weights or because the files "
-            f"were replaced; {whole}"
+            f"{', ...' if len(changed) > 1 else ''}), by training all weights, by merging low-rank "
+            f"updates, or because the files were replaced; {whole}"
         )
     return base_identity(base.config, base.weights)
 

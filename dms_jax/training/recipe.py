@@ -238,8 +238,10 @@ class Recipe(Options):
         """Returns the recipe of a retrofit's control: the same tokens and rates, no eviction.
 
         The control goes through the same stages with the vanilla cache and trains on the language
-        modelling loss, low-rank updates if the retrofit does and all weights otherwise:
-        `train(model, recipe=recipe.control(policy), data=...)`.
+        modelling loss: `train(model, recipe=recipe.control(policy), data=...)`. It trains low-rank
+        updates if the retrofit does, so that both can change as much, and all weights otherwise.
+        The vanilla cache reads no adapter: beside a retrofit of frozen weights the original itself
+        is the control of what they lose, and this one only of what the tokens teach.
 
         Args:
           policy: the policy of the retrofit.

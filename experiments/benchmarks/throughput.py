@@ -5,9 +5,9 @@
   `decode_steps`.
 - **prompt**: seconds to the first token of a long prompt and the cache's peak, with everything
   kept and with eviction at work inside the prompt.
-- **kcache**: tokens a second of whole generations at KCache's own shape (Llama-2-7B: a KV head for
-  every query head, 15K tokens), at the largest batch that fits with the values on the device and
-  with the values in host memory.
+- **kcache**: tokens a second of decoding after the prompt, at KCache's own shape (Llama-2-7B: a KV
+  head for every query head, 15K tokens), at the largest batch that fits with the values on the
+  device and with the values in host memory.
 
 Weights are random; the model is Llama-3.1-8B's shape but for KCache.
 
@@ -161,7 +161,7 @@ def measure_prompt(config: Config, model: dms_jax.LanguageModel, add: Any) -> No
 
 
 def measure_kcache(config: Config, add: Any) -> None:
-    """Whole generations at KCache's own shape: the time between first and last tokens."""
+    """Decoding at KCache's own shape: the time between first and last tokens."""
     fields = LLAMA_2_7B if config.shape != "tiny" else decode_steps.SHAPES["tiny"]
     model = decode_steps.random_model(fields, jnp.dtype(config.dtype))
     context, new = config.kcache_context, config.kcache_tokens

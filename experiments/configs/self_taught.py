@@ -103,11 +103,13 @@ class SelfTaught:
     def __post_init__(self):
         checks = {
             "ratios": bool(self.ratios) and all(ratio > 1 for ratio in self.ratios),
-            "temperatures": bool(self.temperatures),
-            "answers": self.answers >= 1,
-            "held_out": self.held_out >= 1,
-            "beginning": self.beginning >= 1,
+            "temperatures": bool(self.temperatures)
+            and all(each >= 0 for each in self.temperatures),
+            "questions": self.questions is None or self.questions >= 1,
         }
+        counts = ("answers", "held_out", "beginning", "max_new_tokens", "lanes", "page_size")
+        for name in (*counts, "evaluate_every", "checkpoint_every"):
+            checks[name] = getattr(self, name) >= 1
         wrong = [name for name, right in checks.items() if not right]
         if wrong:
             option = "--" + wrong[0].replace("_", "-")

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import json
+import math
 import pathlib
+import re
 import sys
 
 import pytest
@@ -249,8 +251,20 @@ def test_what_makes_no_sense_is_told(stories, tmp_path, capsys):
     config = dataclasses.replace(TINY, keep="correct", judge="none", out=tmp_path)
     with pytest.raises(dms_jax.ConfigError, match="--keep correct needs a judge"):
         reading.read_questions(config, stories)
-    with pytest.raises(dms_jax.ConfigError, match=r"--ratios cannot be \(1.0,\)"):
-        dataclasses.replace(TINY, ratios=(1.0,))
+    for option, value in (
+        ("ratios", (1.0,)),
+        ("temperatures", (0.7, -1.0)),
+        ("temperatures", (math.nan,)),
+        ("questions", 0),
+        ("max_new_tokens", 0),
+        ("lanes", 0),
+        ("page_size", 0),
+        ("evaluate_every", 0),
+        ("checkpoint_every", 0),
+    ):
+        told = re.escape(f"--{option.replace('_', '-')} cannot be {value}")
+        with pytest.raises(dms_jax.ConfigError, match=told):
+            dataclasses.replace(TINY, **{option: value})
 
 
 @pytest.mark.parametrize(
