@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 import os
 import pathlib
 import random
@@ -258,10 +259,11 @@ def summarise(
     shares = [record["model_flops_utilisation"] for record in records]
     known = [share for share in shares if share is not None]
     steady = records[len(records) // 10 :]
+    losses = [record["lm_loss"] for record in records[-100:] if record["lm_loss"] is not None]
     return {
         "result": {
             "held_out_loss": records[-1]["evaluation"],
-            "training_loss": statistics.fmean(record["lm_loss"] for record in records[-100:]),
+            "training_loss": statistics.fmean(losses),
             "steps": len(records),
             "tokens": sum(record["tokens"] for record in records),
             "parameters": sum(x.size for x in jax.tree.leaves(model.transformer)),
@@ -269,7 +271,7 @@ def summarise(
             "model_flops_utilisation": statistics.median(known) if known else None,
             "share_of_time_waiting_for_data": sum(x["data_seconds"] for x in steady)
             / sum(x["seconds"] for x in steady),
-            "visible_keys": statistics.fmean(x["visible_keys"] for x in steady),
+            "visible_keys": statistics.fmean(x["visible_keys"] for x in steady if not x["skipped"]),
             "seconds_of_this_call": seconds,
         },
         "plan": plan,
@@ -291,16 +293,18 @@ def draw(records: list[dict[str, Any]], path: pathlib.Path) -> None:
     from matplotlib import pyplot as plt
 
     tokens = np.cumsum([record["tokens"] for record in records]) / 1e6
-    losses = np.array([record["lm_loss"] for record in records])
-    window = max(1, len(losses) // 200)
-    smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+    # What was not finite is null in the log: steps that were skipped.
+    known = [(t, r["lm_loss"]) for t, r in zip(tokens, records, strict=True) if not r["skipped"]]
+    window = max(1, len(known) // 200)
+    smooth = np.convolve([x for _, x in known], np.ones(window) / window, mode="valid")
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    axes.plot(tokens[window - 1 :], smooth, color="0.7", linewidth=1, label="training, all parts")
+    ends = [t for t, _ in known[window - 1 :]]
+    axes.plot(ends, smooth, color="0.7", linewidth=1, label="training, all parts")
     measured = [
         (t, r["evaluation"]) for t, r in zip(tokens, records, strict=True) if "evaluation" in r
     ]
     for name in measured[-1][1]:
-        values = [numbers[name] for _, numbers in measured]
+        values = [math.nan if n[name] is None else n[name] for _, n in measured]
         label = f"{name}  {values[-1]:.3f}"
         axes.plot([t for t, _ in measured], values, marker=".", linewidth=1.2, label=label)
     axes.set(xlabel="million tokens", ylabel="loss (nats a token)", yscale="log")

@@ -39,10 +39,8 @@ def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
         elif tokenizer.eos_token_id is not None:
             ids = [*ids, tokenizer.eos_token_id]
         return np.asarray(ids, np.int32)
-    if isinstance(document, Sequence) and document and isinstance(document[0], dict):
-        if tokenizer is None:
-            raise DataError("the model has no tokenizer. Give token ids instead of conversations.")
-        text = tokenizer.apply_chat_template(document, add_generation_prompt=False)
+    if _is_chat(document):
+        text = _template(document, tokenizer, add_generation_prompt=False)
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
     if isinstance(document, Exchange):
         return np.concatenate([tokens for tokens, _ in _pieces(document, tokenizer)])
@@ -72,6 +70,11 @@ def encode_answers(
 def _pieces(document: Any, tokenizer: Any) -> Pieces:
     if isinstance(document, Exchange):
         prompt, response = document.prompt, document.response
+        if (isinstance(prompt, str) or _is_chat(prompt)) != isinstance(response, str):
+            raise DataError(
+                "token ids go with token ids: of a prompt and its response both must be token ids, "
+                "or the prompt a text or a list of messages and the response a text."
+            )
         if not isinstance(response, str):
             return [(_ids(prompt), False), (_ids(response), True)]
         if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None) is None:
@@ -79,12 +82,30 @@ def _pieces(document: Any, tokenizer: Any) -> Pieces:
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         turns.append({"role": "assistant", "content": response})
         return _chat(turns, tokenizer, first=len(turns) - 1)
-    if isinstance(document, Sequence) and document and isinstance(document[0], dict):
+    if _is_chat(document):
         return _chat([*document], tokenizer)
     raise DataError(
         "this document has no answers that could be told apart. Give conversations, or prompts "
         "with responses."
     )
+
+
+def _is_chat(document: Any) -> bool:
+    """Whether a document is a list of messages, or begins as one."""
+    return isinstance(document, Sequence) and bool(document) and isinstance(document[0], dict)
+
+
+def _template(messages: Sequence[Any], tokenizer: Any, **options: Any) -> str:
+    """Returns the text of a conversation."""
+    if tokenizer is None:
+        raise DataError("the model has no tokenizer. Give token ids instead of conversations.")
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise DataError(
+                f"turn {place} of the conversation must be a message "
+                f'({{"role": ..., "content": ...}}), got a {type(message).__name__}.'
+            )
+    return tokenizer.apply_chat_template(messages, **options)
 
 
 def _plain(prompt: str, response: str, tokenizer: Any) -> Pieces:
@@ -95,11 +116,9 @@ def _plain(prompt: str, response: str, tokenizer: Any) -> Pieces:
     return [(first, False), (_ids([*_encode(response, tokenizer), *end]), True)]
 
 
-def _chat(messages: list[dict[str, Any]], tokenizer: Any, first: int = 0) -> Pieces:
+def _chat(messages: list[Any], tokenizer: Any, first: int = 0) -> Pieces:
     """The pieces of a conversation, whose answers are the assistant's turns from `first` on."""
-    if tokenizer is None:
-        raise DataError("the model has no tokenizer. Give token ids instead of conversations.")
-    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    whole = _template(messages, tokenizer, add_generation_prompt=False)
     pieces: list[tuple[str, bool]] = []
     done = 0
     for place, message in enumerate(messages):

@@ -81,6 +81,11 @@ def test_answers_are_told_apart(document, tokenizer, tokens, answers):
         (turns("1", "2", "3", "4"), Forgetful(), "writes turn 1 in another way"),
         (turns("1", "2"), None, "has no tokenizer"),
         (Exchange("1", "2"), None, "has no tokenizer"),
+        (Exchange([1, 2], "3"), Chat(), "token ids go with token ids"),
+        (Exchange(np.array([1, 2]), "3"), Chat(), "token ids go with token ids"),
+        (Exchange("1", [2]), Chat(), "token ids go with token ids"),
+        (Exchange(turns("1"), [2]), Chat(), "token ids go with token ids"),
+        ([*turns("1"), "2"], Chat(), "turn 1 of the conversation must be a message"),
         (Exchange([0.5], [1]), None, "expected a text"),
     ],
 )

@@ -61,6 +61,20 @@ def test_a_small_run_is_stopped_goes_on_and_is_written(config, tmp_path, capsys)
     chex.assert_trees_all_close(wide.logits(tokens), narrow.logits(tokens), rtol=1e-7, atol=0.05)
 
 
+def test_a_skipped_step_is_left_out_of_the_page(config, tmp_path):
+    figures = ("lm_loss", "visible_keys", "model_flops_utilisation")
+    times = dict(tokens=8, seconds=1.0, data_seconds=0.1, tokens_per_second=8.0)
+    records = [{"step": n, "skipped": n == 2, **times} for n in (1, 2, 3)]
+    for record, loss in zip(records, (4.0, None, 2.0), strict=True):
+        record |= dict.fromkeys(figures, loss)
+    records[-1]["evaluation"] = {"prose": 1.0, "tasks": None}
+    model = dms_jax.load(dms_jax.assets.path("stories260k"))
+    found = pretrain.summarise(config, {"steps": 3}, model, records, 3.0)["result"]
+    assert (found["training_loss"], found["visible_keys"], found["steps"]) == (3.0, 3.0, 3)
+    pretrain.draw(records, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_minutes_become_steps_that_a_later_call_keeps(config, tmp_path, monkeypatch):
     """A step takes 0.5 s and an evaluation 1 s: how many fit beside compilation and writing."""
     config = dataclasses.replace(config, steps=None, minutes=10.0, evaluate_every=4, out=tmp_path)
