@@ -220,8 +220,8 @@ def tokens(results: Results, folder: pathlib.Path) -> str:
     fewer = results.gap(("dms-third", "4"), ("dmc-long", "4"), "reasoning")
     triple = results.gap(("dms-triple", "4"), (DMS, "4"), "reasoning")
     longer = results.gap(("dmc-long", "4"), (DMC, "4"), "reasoning")
-    read = [tokens_to(results, system, 4.0) for system in ("dms-third", "dmc-long")]
-    times = f"{read[1] / read[0]:.0f} times as many tokens" if all(read) else "many more tokens"
+    few, many = (tokens_to(results, system, 4.0) for system in ("dms-third", "dmc-long"))
+    times = f"{many / few:.0f} times as many tokens" if few and many else "many more tokens"
     return f"""## Tokens of training
 
 *DMS paper: DMS needs about eight times fewer tokens than DMC; both papers: more steps a unit of
