@@ -67,7 +67,7 @@ def hyperscaling(frontier: Hyperscaling, folder: pathlib.Path) -> str:
 or in more chains answers better at the same budget.* Answers of at most L = 128, 256, 512 or 1024
 tokens, W = 1 to 16 chains whose majority counts, ratios of 2 to 8; budgets are sums over the
 chains. Systems without training have a budget of (prompt + L) / ratio, as in the paper. With fewer
-than 16 chains the score is the mean over the disjoint groups.
+than 16 chains the score is the mean over the disjoint groups. H2O is in the table and not drawn.
 
 ![score against reads and peak]({FOLDER}/frontier.png)
 
@@ -118,7 +118,9 @@ def one_chain(results: Results) -> str:
     )
     return f"""## One chain
 
-*DMS paper, table 1: at 4 nearly nothing is lost, at 8 a few points; DMC paper, table 3.*
+*DMS paper, table 1: at 4 nearly nothing is lost, at 8 a few points; DMC paper, table 3.* Rows of the
+same ratio have not the same peak: a budget of (prompt + L) / ratio is larger than a quarter or an
+eighth of what an answer takes. Compare rows of a similar peak.
 
 {table(HEADS, rows)}
 
