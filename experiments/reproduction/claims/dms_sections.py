@@ -118,9 +118,9 @@ def one_chain(results: Results) -> str:
     )
     return f"""## One chain
 
-*DMS paper, table 1: at 4 nearly nothing is lost, at 8 a few points; DMC paper, table 3.* Rows of the
-same ratio have not the same peak: a budget of (prompt + L) / ratio is larger than a quarter or an
-eighth of what an answer takes. Compare rows of a similar peak.
+*DMS paper, table 1: at 4 nearly nothing is lost, at 8 a few points; DMC paper, table 3.* Rows of
+the same ratio have not the same peak: a budget of (prompt + L) / ratio is more than that share of
+an answer that ends before L. Compare rows of a similar peak.
 
 {table(HEADS, rows)}
 
