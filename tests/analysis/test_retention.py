@@ -123,6 +123,9 @@ def test_what_cannot_be_recorded_is_refused():
         retention(model, tokens, prompt_lengths=np.array([3, 9]))
     with pytest.raises(dms_jax.DataError, match=r"shape \[B, T\]"):
         retention(model, tokens[:0])
+    for wrong in (0, "16"):
+        with pytest.raises(dms_jax.ConfigError, match="retention: page_size must be"):
+            retention(model, tokens, page_size=wrong)
     on_mesh = dataclasses.replace(model, mesh=make_mesh(data=2))
     with pytest.raises(dms_jax.ConfigError, match="without a mesh"):
         retention(on_mesh, tokens)
