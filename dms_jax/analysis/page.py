@@ -117,12 +117,14 @@ def explain(policy: Policy) -> str:
             return (
                 f"The cache is {_over(policy)}; each query head reads only the pages that promise "
                 "the most attention. Colours show what was read after the prompt."
+                f"{_below(policy)}"
             )
         case KCache():
             return (
                 f"The cache is {_over(policy)}; each query head reads every key and fetches the "
                 f"values of its {policy.top if policy.compression_ratio is None else 'few'} "
                 "largest weights. Colours show which values were fetched after the prompt."
+                f"{_below(policy)}"
             )
         case PeriodicEviction():
             return (
@@ -135,6 +137,11 @@ def explain(policy: Policy) -> str:
 
 def _over(policy: Quest | KCache) -> str:
     return "that of " + policy.over.name if policy.over != Vanilla() else "complete"
+
+
+def _below(policy: Quest | KCache) -> str:
+    """What the policy that holds the cache evicts."""
+    return "" if policy.over == Vanilla() else f" {explain(policy.over)}"
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

@@ -156,7 +156,7 @@ def retention(
     policy = model.resolve_policy(policy)
     recorder = Recording(policy, length, selects(policy))
     engine = Engine(
-        model,
+        dataclasses.replace(model, policy=policy),  # checked, and warned of, above
         recorder,
         num_lanes=batch,
         max_tokens=length,

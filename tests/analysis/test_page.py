@@ -118,6 +118,18 @@ def test_every_policy_is_explained(name):
     assert len(explained) == len(POLICIES) - cut_by_scores + 1
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dms_jax.KCache(top=4, over=dms_jax.DMS(window=7)),
+        dms_jax.Quest(over=dms_jax.DMS(window=7)),
+    ],
+)
+def test_a_policy_over_another_explains_both(policy):
+    assert explain(policy).endswith(" " + explain(policy.over))
+    assert "The last 8 tokens are its window" in explain(policy)
+
+
 def test_views_of_another_text_are_refused():
     view = View.of(found_of([[[[N, N]]]]))
     with pytest.raises(dms_jax.ConfigError, match="TOVA is of 2 tokens, and the text has 1"):
