@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -208,6 +209,26 @@ def test_without_a_mechanism_it_refuses_by_name(lacking, name, old, new, message
     assert weaker.run("print(1)").output == "1\n"
     tests = "def check(f): assert f(1) == 2"
     assert weaker.check("def f(x): return x + 1", setup="", tests=tests, entry="f") == ""
+
+
+def test_a_container_that_counts_calls_itself_is_named():
+    """Of the filters of a process one may have a listener: then a container's own has it."""
+    source = (
+        f"import sys\nsys.path[:0] = {sys.path!r}\n"
+        "from tests.support import containment\n"
+        "assert containment.lacking() == ''\n"
+        "exec(containment.LISTEN)\n"
+        "print(containment.lacking())\n"
+        "from dms_jax.evaluation.sandbox import Sandbox\n"
+        "try: Sandbox().require()\n"
+        "except Exception as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=100
+    )
+    skipped, refused = done.stdout.splitlines()
+    assert skipped == "seccomp user notification is refused: Device or resource busy"
+    assert "lacks seccomp user notification (Linux 5.5 or later) (Device or resource b" in refused
 
 
 def test_a_mechanism_that_does_not_hold_is_noticed(lacking):
