@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -295,6 +296,16 @@ def test_no_descriptor_is_left_or_handed_on(monkeypatch):
     with pytest.raises(CapacityError):
         Sandbox(megabytes=1).run("")
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_that_hears_nothing_of_its_children_cannot_judge():
+    """A program that printed the right thing and then crashed would have ended with status 0."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(ConfigError, match="SIGCHLD is ignored"):
+            SANDBOX.run("print(1, flush=True)\nimport os\nos.abort()")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_judgements_run_side_by_side_and_in_order():
