@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -11,6 +12,8 @@ from dms_jax.analysis.retention import retention
 from dms_jax.analysis.summaries import ratios, total_ratio
 from dms_jax.errors import DataError
 from dms_jax.model.language_model import LanguageModel
+
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")  # names of snapshots; other folders are somebody's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +65,8 @@ def snapshots_of(directory: pathlib.Path | str) -> list[tuple[float, pathlib.Pat
       DataError: the directory holds none.
     """
     folder = pathlib.Path(directory) / "snapshots"
-    found = sorted((float(path.name), path) for path in folder.glob("*") if path.is_dir())
+    named = [path for path in folder.glob("*") if _NUMBER.fullmatch(path.name) and path.is_dir()]
+    found = sorted((float(path.name), path) for path in named)
     if not found:
         raise DataError(
             f"{folder} holds no snapshot. Runs write them there if the recipe names compression "

@@ -56,7 +56,16 @@ class View:
 
     @classmethod
     def of(cls, found: Retention, name: str | None = None, *, sequence: int = 0) -> "View":
-        """Returns the view of one sequence; its name is the policy's if not given."""
+        """Returns the view of one sequence; its name is the policy's if not given.
+
+        Raises:
+          ConfigError: there is no such sequence.
+        """
+        count = found.gone.shape[1]
+        require(
+            0 <= sequence < count,
+            f"View.of: sequence {sequence}: there are {count}, the first is 0.",
+        )
         return cls(
             name=found.policy.name if name is None else name,
             explanation=explain(found.policy),
@@ -108,12 +117,14 @@ def explain(policy: Policy) -> str:
             return (
                 f"The cache is {_over(policy)}; each query head reads only the pages that promise "
                 "the most attention. Colours show what was read after the prompt."
+                f"{_below(policy)}"
             )
         case KCache():
             return (
                 f"The cache is {_over(policy)}; each query head reads every key and fetches the "
                 f"values of its {policy.top if policy.compression_ratio is None else 'few'} "
                 "largest weights. Colours show which values were fetched after the prompt."
+                f"{_below(policy)}"
             )
         case PeriodicEviction():
             return (
@@ -126,6 +137,11 @@ def explain(policy: Policy) -> str:
 
 def _over(policy: Quest | KCache) -> str:
     return "that of " + policy.over.name if policy.over != Vanilla() else "complete"
+
+
+def _below(policy: Quest | KCache) -> str:
+    """What the policy that holds the cache evicts."""
+    return "" if policy.over == Vanilla() else f" {explain(policy.over)}"
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
@@ -160,7 +176,7 @@ def eviction_page(
       prompt_length: number of tokens that were a prompt, after which a mark is drawn.
 
     Raises:
-      ConfigError: there is no view, or one is of another number of tokens.
+      ConfigError: there is no view, one is of another number of tokens, or the prompt is longer.
     """
     require(bool(views), "eviction_page: give at least one view of the text (View.of).")
     for view in views:
@@ -169,13 +185,17 @@ def eviction_page(
             f"eviction_page: {view.name} is of {view.gone.shape[-1]} tokens, and the text has "
             f"{len(tokens)}.",
         )
+    require(
+        0 <= prompt_length <= len(tokens),
+        f"eviction_page: prompt_length must lie between 0 and {len(tokens)}, got {prompt_length}.",
+    )
     data = {
         "tokens": list(tokens),
         "prompt": int(prompt_length),
         "views": [_as_data(view) for view in views],
     }
-    # "</" would end the script element from within a string.
-    packed = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+    # "</script" ends the script from within a string, and "<!--<script" hides its end.
+    packed = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"TITLE": html.escape(title), "NOTE": html.escape(note), "DATA": packed}
     return re.sub("@(TITLE|NOTE|DATA)@", lambda found: parts[found[1]], _template())
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dms_jax.analysis.recording import Recording, selects
-from dms_jax.checks import require
+from dms_jax.checks import Count, check, require
 from dms_jax.errors import DataError
 from dms_jax.generation import Engine
 from dms_jax.generation.runner import Runner
@@ -133,7 +133,7 @@ def retention(
       page_size: slots per page; what Quest reads depends on it.
 
     Raises:
-      ConfigError: the policy does not fit the model, or the model is on a mesh.
+      ConfigError: the policy or the page size does not fit, or the model is on a mesh.
       DataError: tokens or lengths of prompts are malformed.
     """
     require(
@@ -152,10 +152,11 @@ def retention(
             f"prompt_lengths must be {batch} numbers between 0 and {length}, got "
             f"{prompts.tolist()}."
         )
+    page_size = check("retention: page_size", page_size, Count)
     policy = model.resolve_policy(policy)
     recorder = Recording(policy, length, selects(policy))
     engine = Engine(
-        model,
+        dataclasses.replace(model, policy=policy),  # checked, and warned of, above
         recorder,
         num_lanes=batch,
         max_tokens=length,

@@ -113,6 +113,8 @@ def kept_by_kind(
             f"kinds wants {found.tokens.shape[0]} lists of {found.length} kinds, one a token, got "
             f"lists of {[len(one) for one in kinds]}."
         )
+    if unknown := {kind for one in kinds for kind in one} - set(KINDS):
+        raise DataError(f"{', '.join(sorted(unknown))} is no kind; there are {', '.join(KINDS)}.")
     table = np.array([[KINDS.index(kind) for kind in one] for one in kinds])[:, : held.shape[-1]]
     members = (table[..., None] == np.arange(len(KINDS))).astype(float)  # [B, n, kinds]
     with np.errstate(invalid="ignore"):

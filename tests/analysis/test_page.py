@@ -83,6 +83,15 @@ def test_the_page_holds_every_token_and_lifetime():
     assert second["read"] == [[[100, 75, 0]], [[0, 100, 100]]]
 
 
+def test_a_text_of_html_stays_in_the_script():
+    """After "<!--" and "<script" a browser would not see the end of the script."""
+    tokens = ["<!--", " <script>", "</SCRIPT >"]
+    page = eviction_page(tokens, [View.of(found_of([[[[N, N, N]]]]))], title="t")
+    assert data_of(page)["tokens"] == tokens
+    assert page.lower().count("<script") == page.lower().count("</script") == 1
+    assert "<!--" not in page
+
+
 def test_the_page_is_whole_and_loads_nothing():
     page = eviction_page(["a"], [View.of(found_of([[[[N]]]]))], title="t")
     tags = Tags()
@@ -109,9 +118,26 @@ def test_every_policy_is_explained(name):
     assert len(explained) == len(POLICIES) - cut_by_scores + 1
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dms_jax.KCache(top=4, over=dms_jax.DMS(window=7)),
+        dms_jax.Quest(over=dms_jax.DMS(window=7)),
+    ],
+)
+def test_a_policy_over_another_explains_both(policy):
+    assert explain(policy).endswith(" " + explain(policy.over))
+    assert "The last 8 tokens are its window" in explain(policy)
+
+
 def test_views_of_another_text_are_refused():
     view = View.of(found_of([[[[N, N]]]]))
     with pytest.raises(dms_jax.ConfigError, match="TOVA is of 2 tokens, and the text has 1"):
         eviction_page(["a"], [view], title="t")
+    for wrong in (-1, 3):
+        with pytest.raises(dms_jax.ConfigError, match=f"prompt_length .* 0 and 2, got {wrong}"):
+            eviction_page(["a", "b"], [view], title="t", prompt_length=wrong)
+    with pytest.raises(dms_jax.ConfigError, match="sequence 1: there are 1, the first is 0"):
+        View.of(found_of([[[[N, N]]]]), sequence=1)
     with pytest.raises(dms_jax.ConfigError, match="at least one view"):
         eviction_page(["a"], [], title="t")

@@ -116,6 +116,18 @@ def test_a_merged_token_ends_in_the_slot_of_the_next_kept_one():
     chex.assert_trees_all_equal(found.forgotten()[0, 0, 0], np.arange(6) == 0)
 
 
+def test_a_model_that_lacks_the_policys_decisions_is_told_once():
+    model = dms_jax.load(str(assets.path("stories260k")))
+    with pytest.warns(UserWarning, match="not retrofitted") as warned:
+        found = retention(model, np.ones((1, 1), int), policy=dms_jax.DMS(window=2))
+    assert [str(each.message).partition(":")[0] for each in warned] == [
+        "This checkpoint was not retrofitted for DMS"
+    ]
+    # One token, which is the whole text and, here, no prompt.
+    assert found.gone.shape == (5, 1, 4, 1)
+    assert (found.gone == NEVER).all()
+
+
 def test_what_cannot_be_recorded_is_refused():
     model = dms_jax.load(str(assets.path("stories260k")))
     tokens = np.ones((2, 8), int)
@@ -123,6 +135,8 @@ def test_what_cannot_be_recorded_is_refused():
         retention(model, tokens, prompt_lengths=np.array([3, 9]))
     with pytest.raises(dms_jax.DataError, match=r"shape \[B, T\]"):
         retention(model, tokens[:0])
+    with pytest.raises(dms_jax.ConfigError, match="retention: page_size must be"):
+        retention(model, tokens, page_size=0)
     on_mesh = dataclasses.replace(model, mesh=make_mesh(data=2))
     with pytest.raises(dms_jax.ConfigError, match="without a mesh"):
         retention(on_mesh, tokens)

@@ -82,6 +82,12 @@ def test_kept_by_kind_and_what_heads_prefer(one_layer):
         summaries.held_later(one_layer, 4)
 
 
+def test_kinds_that_there_are_not(one_layer):
+    kinds = [["word"] * 4, ["word", "noun", "word", "word"]]
+    with pytest.raises(dms_jax.DataError, match="noun is no kind"):
+        summaries.kept_by_kind(one_layer, kinds, distance=1)
+
+
 def test_heads_that_hold_the_same_agree():
     gone = [[[[N, 2, N, 4, N, N], [N, 2, N, 4, N, N], [1, N, 3, N, N, N], [N] * 6]]]
     agreement = summaries.head_agreement(found_of(gone), distance=1)
@@ -129,6 +135,6 @@ def test_ratios_over_training(tmp_path):
 
     with pytest.raises(dms_jax.DataError, match="holds no snapshot"):
         snapshots_of(tmp_path)
-    for name in ("10", "2", "4.5"):
+    for name in ("10", "2", "4.5", "notes", "nan"):
         (tmp_path / "snapshots" / name).mkdir(parents=True)
     assert [ratio for ratio, _ in snapshots_of(tmp_path)] == [2.0, 4.5, 10.0]

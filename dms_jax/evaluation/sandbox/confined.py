@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -182,6 +183,11 @@ class Sandbox(Options):
     def _start(
         self, role: str, job: dict[str, Any], deadline: float | None = None, **streams: Any
     ) -> Iterator[tuple[Confined, float]]:
+        require(
+            signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN,
+            "The sandbox learns from the system how a program ended, and nothing where SIGCHLD is "
+            "ignored: set signal.signal(signal.SIGCHLD, signal.SIG_DFL).",
+        )
         limits = {"seconds": math.ceil(self.seconds), "memory": self.megabytes << 20}
         job = {"role": role, "limits": limits, "weaker": self.allow_weaker, **job}
         deadline = deadline or time.monotonic() + self.wall_seconds

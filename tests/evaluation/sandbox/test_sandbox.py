@@ -3,7 +3,9 @@
 import errno
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -210,6 +212,26 @@ def test_without_a_mechanism_it_refuses_by_name(lacking, name, old, new, message
     assert weaker.check("def f(x): return x + 1", setup="", tests=tests, entry="f") == ""
 
 
+def test_a_container_that_counts_calls_itself_is_named():
+    """Of the filters of a process one may have a listener: then a container's own has it."""
+    source = (
+        f"import sys\nsys.path[:0] = {sys.path!r}\n"
+        "from tests.support import containment\n"
+        "assert containment.lacking() == ''\n"
+        "exec(containment.LISTEN)\n"
+        "print(containment.lacking())\n"
+        "from dms_jax.evaluation.sandbox import Sandbox\n"
+        "try: Sandbox().require()\n"
+        "except Exception as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=100
+    )
+    skipped, refused = done.stdout.splitlines()
+    assert skipped == "seccomp user notification is refused: Device or resource busy"
+    assert "lacks seccomp user notification (Linux 5.5 or later) (Device or resource b" in refused
+
+
 def test_a_mechanism_that_does_not_hold_is_noticed(lacking):
     lacking("landlock", "system_call(RESTRICT_SELF, ruleset, 0)", "pass")
     with pytest.raises(ConfigError, match=r"does not hold .* it refused [56] of 7"):
@@ -274,6 +296,16 @@ def test_no_descriptor_is_left_or_handed_on(monkeypatch):
     with pytest.raises(CapacityError):
         Sandbox(megabytes=1).run("")
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_that_hears_nothing_of_its_children_cannot_judge():
+    """A program that printed the right thing and then crashed would have ended with status 0."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(ConfigError, match="SIGCHLD is ignored"):
+            SANDBOX.run("print(1, flush=True)\nimport os\nos.abort()")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_judgements_run_side_by_side_and_in_order():

@@ -238,6 +238,12 @@ def test_sentences_joined_are_the_text():
     ]
 
 
+def squad(question):
+    """A file of one question."""
+    paragraph = {"context": "A text.", "qas": [question]}
+    return json.dumps({"data": [{"paragraphs": [paragraph]}]})
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -245,6 +251,10 @@ def test_sentences_joined_are_the_text():
         ("[1]", "not of the form in which SQuAD"),
         ("{", "is not JSON"),
         ('{"data": []}', "holds no questions"),
+        (squad("q"), "not of the form in which SQuAD"),
+        (squad({"question": None, "answers": [{"text": "a"}]}), "None is no text"),
+        (squad({"question": "q", "answers": [{"text": 5}]}), "5 is no text"),
+        (squad({"question": "q", "answers": [{"text": ""}]}), "questions without an answer"),
     ],
 )
 def test_files_of_questions_that_are_something_else(tmp_path, content, message):
@@ -253,6 +263,34 @@ def test_files_of_questions_that_are_something_else(tmp_path, content, message):
         path.write_text(content)
     with pytest.raises(DataError, match=rf"dev\.json.*{message}"):
         RULER("qa_1", questions=path).fitted(characters).problem("test", 0)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"question": "q", "answer": "a", "context": []}, "holds no questions"),
+        ({"question": "q", "answer": 7, "context": [["t", ["x"]]]}, "7 is no text"),
+        ({"question": "q", "answer": "a", "context": [["t", [1]]]}, "not of the form"),
+    ],
+)
+def test_files_of_hotpotqa_that_are_something_else(tmp_path, record, message):
+    path = tmp_path / "dev.json"
+    path.write_text(json.dumps([record]))
+    with pytest.raises(DataError, match=rf"dev\.json.*{message}"):
+        RULER("qa_2", questions=path).fitted(characters).problem("test", 0)
+
+
+@pytest.mark.parametrize("adjectives", ["", "red"])
+def test_words_that_make_too_few_keys(tmp_path, adjectives):
+    """Keys differ: of too few words there would be no other one to draw."""
+    for name, lines in (
+        ("adjectivelist.txt", adjectives),
+        ("nounlist.txt", "cat\ndog"),
+        ("verblist.txt", "\n".join(ruler.WORDS)),
+    ):
+        (tmp_path / name).write_text(lines)
+    with pytest.raises(DataError, match=rf"makes {2 * len(adjectives) // 3} different keys"):
+        RULER("niah_multikey_1", 600, words=tmp_path).fitted(characters).problem("test", 0)
 
 
 def test_mistakes_are_named(files, tmp_path):

@@ -21,6 +21,7 @@ Path = str | pathlib.Path
 
 LISTS = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")  # of wonderwords
 _WORD = re.compile(r"(?<![\w'\u2019-])[a-z]{3,}(?![\w'\u2019-])")
+_LEAST_KEYS = 40  # as many as there must be words
 _LEAST_USES = 2  # in the novels, for a word to be counted as one
 _SENTENCE_END = re.compile(
     r"(?:(?<=[.!?])|(?<=[.!?]['\"\u201d\u2019)\]]))(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.) +"
@@ -46,7 +47,7 @@ def read_words(path: Path | None) -> Words:
     """The words of a file, one a line; of a folder with the lists of wonderwords; or ours.
 
     Raises:
-      DataError: it cannot be read, or holds fewer than 40 words.
+      DataError: it cannot be read, or holds fewer than 40 words or keys.
     """
     if path is None:
         return Words(ADJECTIVES, NOUNS, _vocabulary())
@@ -61,6 +62,12 @@ def read_words(path: Path | None) -> Words:
         raise DataError(
             f"{path} holds {len(counted)} different words, and RULER needs 40 and many more for "
             "long contexts: one word a line."
+        )
+    keys = len(set(first)) * len(set(second))
+    if keys < _LEAST_KEYS:
+        raise DataError(
+            f"{path} makes {keys} different keys of {LISTS[0]} and {LISTS[1]}, and RULER needs "
+            f"{_LEAST_KEYS} and many more for long contexts: one word a line."
         )
     return Words(first, second, counted)
 

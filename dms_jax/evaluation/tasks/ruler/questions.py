@@ -104,7 +104,7 @@ def read_squad(path: pathlib.Path, seed: int) -> Questions:
     """
     with _named(path, "SQuAD"):
         articles = [
-            [(paragraph["context"], paragraph["qas"]) for paragraph in article["paragraphs"]]
+            [(_text(paragraph["context"]), paragraph["qas"]) for paragraph in article["paragraphs"]]
             for article in _data(path)["data"]
         ]
         documents, place = _placed(text for article in articles for text, _ in article)
@@ -115,8 +115,8 @@ def read_squad(path: pathlib.Path, seed: int) -> Questions:
                 own = place[text]
                 questions += [
                     Question(
-                        each["question"],
-                        tuple(answer["text"] for answer in each["answers"]),
+                        _text(each["question"]),
+                        tuple(_text(answer["text"]) for answer in each["answers"]),
                         (own,),
                         tuple(index for index in inside if index != own),
                     )
@@ -135,8 +135,8 @@ def read_hotpotqa(path: pathlib.Path, seed: int) -> Questions:
     with _named(path, "HotpotQA"):
         records = [
             (
-                each["question"],
-                each["answer"],
+                _text(each["question"]),
+                _text(each["answer"]),
                 [f"{title}\n{''.join(lines)}" for title, lines in each["context"]],
             )
             for each in _data(path)
@@ -163,11 +163,17 @@ def _named(path: pathlib.Path, name: str) -> Iterator[None]:
     """Names the file where a record of it is of another form."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(
             f"{path} is not of the form in which {name} is published: "
             f"{type(error).__name__}: {show(str(error))}."
         ) from error
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{show(value)} is no text")
+    return value
 
 
 def _placed(texts: Iterable[str]) -> tuple[list[str], dict[str, int]]:
@@ -176,6 +182,8 @@ def _placed(texts: Iterable[str]) -> tuple[list[str], dict[str, int]]:
 
 
 def _checked(path: pathlib.Path, questions: Questions) -> Questions:
-    if not questions.questions or not all(each.answers for each in questions.questions):
-        raise DataError(f"{path} holds no questions, or questions without an answer.")
+    asked = questions.questions
+    answered = all(each.answers and all(each.answers) for each in asked)
+    if not (asked and answered and questions.documents):
+        raise DataError(f"{path} holds no questions, or questions without an answer or a document.")
     return questions
