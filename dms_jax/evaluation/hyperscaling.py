@@ -22,7 +22,7 @@ import numpy as np
 
 from dms_jax.checks import Count, Options, Ratio, Whole, check, show
 from dms_jax.data.tasks import Split, Task
-from dms_jax.errors import ConfigError
+from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.aggregation import METHODS
 from dms_jax.evaluation.answering import Evaluation
 from dms_jax.evaluation.asking import Judge, Questions
@@ -94,7 +94,8 @@ def hyperscale(
 
     Raises:
       ConfigError: an argument or a policy does not fit.
-      DataError: a prompt leaves no room for an answer, or there are too few problems.
+      DataError: a prompt leaves no room for an answer, there are too few problems, or `out` cannot
+        be written or holds answers of other settings.
       CapacityError: the memory does not hold a single sequence.
 
     What interrupts it, KeyboardInterrupt too, carries the points that were finished:
@@ -121,9 +122,15 @@ def hyperscale(
     )
     points: list[Point] = []
     try:
-        for system in plan.systems:
-            for point in plan.points(system):
-                points.append(point)
+        try:
+            for system in plan.systems:
+                for point in plan.points(system):
+                    points.append(point)
+        except BaseException:
+            with contextlib.suppress(DataError):  # what interrupted it says more
+                plan.write(plan.result(points))
+            raise
+        plan.write(plan.result(points))
     except BaseException as error:
         with contextlib.suppress(AttributeError):  # an exception may not accept attributes
             error.finished = plan.result(points)  # pyright: ignore[reportAttributeAccessIssue]
@@ -227,7 +234,7 @@ class Plan:
         )
 
     def result(self, points: Sequence[Point]) -> Hyperscaling:
-        """The result so far, written into the folder."""
+        """The result so far."""
         names = ("temperature", "top_k", "top_p", "min_p", "stop")
         settings = {
             **self.questions.to_dict(),
@@ -239,17 +246,27 @@ class Plan:
             "page_size": self.serving.page_size,
             "sampling": {name: getattr(self.sampling, name) for name in names},
         }
-        result = Hyperscaling(settings, tuple(points))
-        if self.out is not None and points:
-            text = "\n\n".join([result.table(), result.gains_table()])
-            for name, content in (
-                ("results.json", json.dumps(result.to_dict(), indent=1)),
-                ("table.md", text),
-            ):
-                part = self.out / f"{name}.part"
+        return Hyperscaling(settings, tuple(points))
+
+    def write(self, result: Hyperscaling) -> None:
+        """Writes a result into the folder, if there is one and the result has points.
+
+        Raises:
+          DataError: a file cannot be written.
+        """
+        if self.out is None or not result.points:
+            return
+        contents = {
+            "results.json": json.dumps(result.to_dict(), indent=1),
+            "table.md": "\n\n".join([result.table(), result.gains_table()]),
+        }
+        for name, content in contents.items():
+            path, part = self.out / name, self.out / f"{name}.part"
+            try:
                 part.write_text(content + "\n", encoding="utf-8")
-                part.replace(self.out / name)
-        return result
+                part.replace(path)
+            except OSError as error:
+                raise DataError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def _point(
