@@ -117,7 +117,7 @@ def hyperscale(
         ),
         serving=Serving.given("hyperscale", serving),
         stop_decided=check("hyperscale: stop_decided", stop_decided, bool),
-        out=None if out is None else pathlib.Path(out),
+        out=_folder(out),
         progress=check("hyperscale: progress", progress, bool),
     )
     points: list[Point] = []
@@ -331,6 +331,12 @@ def _numbers(name: str, values: Any, kind: Any) -> tuple[int, ...]:
     if not numbers:
         raise ConfigError(f"hyperscale: {name} is empty.")
     return tuple(sorted(set(numbers)))
+
+
+def _folder(out: Any) -> pathlib.Path | None:
+    """The folder of the answers, if one was named."""
+    named = check("hyperscale: out", out, str | pathlib.Path | None)
+    return None if named is None else pathlib.Path(named)
 
 
 def _slug(system: Resolved) -> str:
