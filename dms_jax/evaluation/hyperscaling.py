@@ -28,7 +28,7 @@ from dms_jax.evaluation.answering import Evaluation
 from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.evaluating import SAMPLING
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point, Stopped
-from dms_jax.evaluation.journal import model_mark
+from dms_jax.evaluation.journal import model_mark, write_files
 from dms_jax.evaluation.prompting import Chat
 from dms_jax.evaluation.samples import Sample
 from dms_jax.evaluation.serving import Serving
@@ -260,13 +260,7 @@ class Plan:
             "results.json": json.dumps(result.to_dict(), indent=1),
             "table.md": "\n\n".join([result.table(), result.gains_table()]),
         }
-        for name, content in contents.items():
-            path, part = self.out / name, self.out / f"{name}.part"
-            try:
-                part.write_text(content + "\n", encoding="utf-8")
-                part.replace(path)
-            except OSError as error:
-                raise DataError(f"{path} cannot be written: {error.strerror}.") from error
+        write_files(self.out, contents)
 
 
 def _point(

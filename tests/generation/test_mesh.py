@@ -41,15 +41,12 @@ def test_questions_are_answered_on_the_devices_of_their_conversation(branches):
     mesh = dataclasses.replace(mesh, policy=model.policy, generation=model.generation)
     options = dict(branches=branches, max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
     context, *questions = prompts([17, 4, 5, 6])
-    answers = []
-    for each in (model, mesh):
-        conversation = dms_jax.Conversation(each, **options)
+
+    def asked(model):
+        conversation, updates = dms_jax.Conversation(model, **options), []
         conversation.read(context)
-        together = []
-        answers.append(
-            conversation.ask(
-                questions, sampling=GREEDY, on_tokens=lambda update: together.append(update.index)
-            )
-        )
-        assert together[:branches] == list(range(branches))
-    assert [c.tokens for c in answers[1]] == [c.tokens for c in answers[0]]
+        answers = conversation.ask(questions, sampling=GREEDY, on_tokens=updates.append)
+        assert [update.index for update in updates[:branches]] == list(range(branches))
+        return [answer.tokens for answer in answers]
+
+    assert asked(mesh) == asked(model)
