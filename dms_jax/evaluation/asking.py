@@ -15,6 +15,7 @@ from dms_jax.checks import Count, CountOnDevice, Whole, check
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.prompting import Chat, encode_problem, fit_task, limit_answer
+from dms_jax.evaluation.tasks.choices import ChoiceTask
 from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.evaluation.tasks.ruler import RULER
 from dms_jax.generation import Sampling
@@ -66,6 +67,11 @@ class Questions:
           DataError: there are fewer problems, or no tokenizer to count tokens with.
         """
         tasks = tuple(task) if isinstance(task, Iterable) else (task,)
+        if chosen := [each.name for each in tasks if isinstance(each, ChoiceTask)]:
+            raise ConfigError(
+                f"{what} wants tasks that are answered in words; {', '.join(chosen)} is answered "
+                "by likelihood. Give it to dms_jax.evaluation.evaluate_choices."
+            )
         if not tasks or not all(isinstance(each, Task) for each in tasks):
             raise ConfigError(
                 f"{what} wants a task of dms_jax.data.tasks, or several, got {task!r}."

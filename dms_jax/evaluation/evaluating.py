@@ -12,6 +12,7 @@ from dms_jax.checks import Count, Whole, check
 from dms_jax.data.tasks import Split, Task
 from dms_jax.evaluation.answering import Evaluation
 from dms_jax.evaluation.asking import Judge, Questions, check_max_lengths
+from dms_jax.evaluation.journal import write_files
 from dms_jax.evaluation.prompting import Chat
 from dms_jax.evaluation.result import Result, summary_table
 from dms_jax.evaluation.serving import Serving
@@ -69,7 +70,8 @@ def evaluate(
 
     Raises:
       ConfigError: an argument or the policy does not fit, or a task has too few problems.
-      DataError: a prompt leaves no room for an answer, or `out` holds answers of other settings.
+      DataError: a prompt leaves no room for an answer, or `out` cannot be written or holds answers
+        of other settings.
       CapacityError: the memory does not hold a single sequence.
 
     What interrupts it, KeyboardInterrupt too, carries the completions that had ended:
@@ -96,8 +98,8 @@ def evaluate(
     seconds = time.perf_counter() - begin
     with keep_finished(lambda: dict(enumerate(completions))):
         result = _scored(evaluation.settings, questions, judge, completions, chains, seconds)
-    if out is not None:
-        _write(pathlib.Path(out), result)
+        if out is not None:
+            _write(pathlib.Path(out), result)
     return result
 
 
@@ -107,13 +109,8 @@ def _write(folder: pathlib.Path, result: Result) -> None:
     rows = [{"label": ", ".join(result.tasks), **data}]
     if len(result.tasks) > 1:
         rows += [{"label": name, **result.of_task(name).to_dict()} for name in result.tasks]
-    for name, content in (
-        ("results.json", json.dumps(data, indent=1) + "\n"),
-        ("table.md", summary_table(rows) + "\n"),
-    ):
-        part = folder / f"{name}.part"
-        part.write_text(content, encoding="utf-8")
-        part.replace(folder / name)
+    contents = {"results.json": json.dumps(data, indent=1), "table.md": summary_table(rows)}
+    write_files(folder, contents)
 
 
 def _scored(

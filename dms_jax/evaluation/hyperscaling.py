@@ -22,13 +22,13 @@ import numpy as np
 
 from dms_jax.checks import Count, Options, Ratio, Whole, check, show
 from dms_jax.data.tasks import Split, Task
-from dms_jax.errors import ConfigError
+from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.aggregation import METHODS
 from dms_jax.evaluation.answering import Evaluation
 from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.evaluating import SAMPLING
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point, Stopped
-from dms_jax.evaluation.journal import model_mark
+from dms_jax.evaluation.journal import model_mark, write_files
 from dms_jax.evaluation.prompting import Chat
 from dms_jax.evaluation.samples import Sample
 from dms_jax.evaluation.serving import Serving
@@ -94,7 +94,8 @@ def hyperscale(
 
     Raises:
       ConfigError: an argument or a policy does not fit.
-      DataError: a prompt leaves no room for an answer, or there are too few problems.
+      DataError: a prompt leaves no room for an answer, there are too few problems, or `out` cannot
+        be written or holds answers of other settings.
       CapacityError: the memory does not hold a single sequence.
 
     What interrupts it, KeyboardInterrupt too, carries the points that were finished:
@@ -116,14 +117,20 @@ def hyperscale(
         ),
         serving=Serving.given("hyperscale", serving),
         stop_decided=check("hyperscale: stop_decided", stop_decided, bool),
-        out=None if out is None else pathlib.Path(out),
+        out=_folder(out),
         progress=check("hyperscale: progress", progress, bool),
     )
     points: list[Point] = []
     try:
-        for system in plan.systems:
-            for point in plan.points(system):
-                points.append(point)
+        try:
+            for system in plan.systems:
+                for point in plan.points(system):
+                    points.append(point)
+        except BaseException:
+            with contextlib.suppress(DataError):  # what interrupted it says more
+                plan.write(plan.result(points))
+            raise
+        plan.write(plan.result(points))
     except BaseException as error:
         with contextlib.suppress(AttributeError):  # an exception may not accept attributes
             error.finished = plan.result(points)  # pyright: ignore[reportAttributeAccessIssue]
@@ -227,7 +234,7 @@ class Plan:
         )
 
     def result(self, points: Sequence[Point]) -> Hyperscaling:
-        """The result so far, written into the folder."""
+        """The result so far."""
         names = ("temperature", "top_k", "top_p", "min_p", "stop")
         settings = {
             **self.questions.to_dict(),
@@ -239,17 +246,21 @@ class Plan:
             "page_size": self.serving.page_size,
             "sampling": {name: getattr(self.sampling, name) for name in names},
         }
-        result = Hyperscaling(settings, tuple(points))
-        if self.out is not None and points:
-            text = "\n\n".join([result.table(), result.gains_table()])
-            for name, content in (
-                ("results.json", json.dumps(result.to_dict(), indent=1)),
-                ("table.md", text),
-            ):
-                part = self.out / f"{name}.part"
-                part.write_text(content + "\n", encoding="utf-8")
-                part.replace(self.out / name)
-        return result
+        return Hyperscaling(settings, tuple(points))
+
+    def write(self, result: Hyperscaling) -> None:
+        """Writes a result into the folder, if there is one and the result has points.
+
+        Raises:
+          DataError: a file cannot be written.
+        """
+        if self.out is None or not result.points:
+            return
+        contents = {
+            "results.json": json.dumps(result.to_dict(), indent=1),
+            "table.md": "\n\n".join([result.table(), result.gains_table()]),
+        }
+        write_files(self.out, contents)
 
 
 def _point(
@@ -314,6 +325,12 @@ def _numbers(name: str, values: Any, kind: Any) -> tuple[int, ...]:
     if not numbers:
         raise ConfigError(f"hyperscale: {name} is empty.")
     return tuple(sorted(set(numbers)))
+
+
+def _folder(out: Any) -> pathlib.Path | None:
+    """The folder of the answers, if one was named."""
+    named = check("hyperscale: out", out, str | pathlib.Path | None)
+    return None if named is None else pathlib.Path(named)
 
 
 def _slug(system: Resolved) -> str:

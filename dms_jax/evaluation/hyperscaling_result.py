@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Float
+from rich.markup import escape
 from rich.table import Table
 
 from dms_jax.checks import check, require
@@ -78,10 +79,14 @@ class Point:
 
     @property
     def reads_saved(self) -> float | None:
-        """Share of the reads that stopping early saved; None if that was not asked for."""
+        """Share of the reads that stopping early saved; None if that was not asked for.
+
+        Answers of one token read nothing, and save nothing.
+        """
         if self.stopped is None:
             return None
-        return 1 - float(self.stopped.reads.sum() / self.reads.sum())
+        reads = self.reads.sum()
+        return 1 - float(self.stopped.reads.sum() / reads) if reads else 0.0
 
     def accuracy(self, method: Method = "vote") -> Measured:
         """Mean score with its standard error over problems and seeds."""
@@ -262,7 +267,7 @@ class Hyperscaling:
         caption = f"percent ± one standard error; * on the system's frontier by {method}"
         table = Table(*heads, caption=caption)
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         return table
 
     def to_dict(self, method: Method = "vote") -> dict[str, Any]:
@@ -314,5 +319,6 @@ def _check(axis: Axis, method: Method) -> None:
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    heads, *rest = ["| " + " | ".join(row) + " |" for row in rows]
+    cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    heads, *rest = ["| " + " | ".join(row) + " |" for row in cells]
     return "\n".join([heads, "|" + "---|" * len(rows[0]), *rest])

@@ -5,6 +5,7 @@ ends. The numbers of problems and chains are not among the settings: the seeds d
 them, so a later evaluation can add more of both.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -53,12 +54,21 @@ class Journal:
             self._file.truncate(start)
             self._file.seek(start)
         except OSError as error:
-            raise DataError(f"{self._path} cannot be written: {error.strerror}.") from error
+            raise _not_written(self._path, error) from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self._path} is not the text of an evaluation ({error}). Name another folder, or "
+                "remove the file."
+            ) from error
         if not whole:
             self._write({"settings": settings})
 
     def add(self, problem: int, chain: int, answer: Answer) -> None:
-        """Writes an answer and flushes the file."""
+        """Writes an answer and flushes the file.
+
+        Raises:
+          DataError: it cannot be written.
+        """
         line = {"problem": problem, "chain": chain, **dataclasses.asdict(answer.completion)}
         if answer.trace is not None:
             line["trace"] = dataclasses.asdict(answer.trace)
@@ -66,11 +76,15 @@ class Journal:
 
     def close(self) -> None:
         """Closes answers.jsonl; what was added is on disk already."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # of what `add` could not write, which it said
+            self._file.close()
 
     def _write(self, data: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(data).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(data).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise _not_written(self._path, error) from error
 
     def _read(self, lines: list[str], settings: Mapping[str, Any]) -> dict[Place, Answer]:
         answers: dict[Place, Answer] = {}
@@ -99,6 +113,27 @@ class Journal:
                     "another folder, or remove the file."
                 )
         return answers
+
+
+def write_files(folder: pathlib.Path, contents: Mapping[str, str]) -> None:
+    """Writes files by name, each of them whole or not at all.
+
+    Raises:
+      DataError: one cannot be written.
+    """
+    for name, content in contents.items():
+        part = folder / f"{name}.part"
+        try:
+            part.write_text(content + "\n", encoding="utf-8")
+            part.replace(folder / name)
+        except OSError as error:
+            raise _not_written(folder / name, error) from error
+
+
+def _not_written(path: pathlib.Path, error: OSError) -> DataError:
+    return DataError(
+        f"{path} cannot be written: {error.strerror}. Make room, or name another `out`."
+    )
 
 
 def model_mark(model: LanguageModel) -> str:

@@ -17,7 +17,7 @@ def progress_bar(total: int, *, title: str, shown: bool) -> Iterator[Tick]:
       A function to call with the score of each answer.
     """
     columns = (
-        TextColumn("[progress.description]{task.description}"),
+        TextColumn("{task.description}", style="progress.description", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("score {task.fields[score]}"),

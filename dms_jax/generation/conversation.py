@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from dms_jax import sharding
 from dms_jax.checks import Whole, check, check_keywords, require, show_options
 from dms_jax.errors import DataError
 from dms_jax.generation.calls import unless_busy
@@ -30,7 +31,7 @@ from dms_jax.generation.requests import (
     make_requests,
 )
 from dms_jax.generation.sampling import Sampling
-from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.policies import Policy
 
 
@@ -88,7 +89,7 @@ class Conversation:
       policy: the cache policy; None for the one that the checkpoint declares.
       max_tokens: length of the whole conversation; None for all of the model's positions.
       branches: the most questions of `ask` that are answered at a time. Each takes as much memory
-        as the conversation.
+        as the conversation. Where so many lanes would be split over devices there is one more.
       memory, chunk, **options: see `dms_jax.generation.EngineOptions`.
 
     It answers one call at a time: a second one, from another thread or from inside a
@@ -111,7 +112,7 @@ class Conversation:
         self._engine = Engine(
             model,
             policy,
-            num_lanes=1 + check("branches", branches, Whole),
+            num_lanes=_lanes(model, check("branches", branches, Whole)),
             max_tokens=max_tokens,
             memory=memory,
             chunk=chunk,
@@ -234,6 +235,14 @@ class Conversation:
         tokens = model.tokenizer.encode(text, add_special_tokens=False)
         # The answer's end token is in the template as well as among the generated tokens.
         return tokens[1:] if list(history.before) == tokens[:1] else tokens
+
+
+def _lanes(model: LanguageModel, branches: int) -> int:
+    """The lanes of a conversation and its branches, all on the same devices, as copies must be."""
+    check_model(model)
+    with use_mesh(model.mesh):
+        split, _ = sharding.row_axes(1 + branches, model.config.num_kv_heads)
+    return 1 + branches if split is None else 2 + branches
 
 
 def _read_turns(engine: Engine, turns: Sequence[Turn]) -> None:

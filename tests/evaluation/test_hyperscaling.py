@@ -16,6 +16,8 @@ from dms_jax.data.tasks import Problem
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation import Hyperscaling, Point, Serving, System, evaluate, hyperscale
 from dms_jax.evaluation import journal as journal_module
+from dms_jax.evaluation.hyperscaling import Plan
+from dms_jax.evaluation.hyperscaling_result import Stopped
 from dms_jax.generation import Engine
 from tests.evaluation.test_evaluating import BEGINNINGS, Continue
 from tests.generation.support import stories
@@ -234,6 +236,36 @@ def test_what_is_interrupted_returns_its_points_and_resumes(
     )
 
 
+def test_a_folder_that_cannot_be_written_loses_no_points(tmp_path, monkeypatch, whole):
+    """Points that took hours are in the error, and an interrupt stays one."""
+    (tmp_path / "results.json").mkdir()
+    with pytest.raises(
+        DataError, match=r"results\.json cannot be written: Is a directory"
+    ) as caught:
+        run(SYSTEMS[:1], out=tmp_path)
+    assert caught.value.finished.table() == Hyperscaling({}, whole.of("vanilla")).table()
+
+    def interrupt(self, system):
+        yield from whole.of("vanilla")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Plan, "points", interrupt)
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        run(SYSTEMS[:1], out=tmp_path)
+    assert interrupted.value.finished.points == whole.of("vanilla")
+
+
+def test_an_interrupt_while_the_gains_are_computed_returns_the_points(tmp_path, monkeypatch, whole):
+    def interrupt(self, method="vote"):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Plan, "points", lambda self, system: iter(whole.of(system.name)))
+    monkeypatch.setattr(Hyperscaling, "gains_table", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(out=tmp_path)
+    assert caught.value.finished.points == whole.points
+
+
 # -- frontiers, by hand ---------------------------------------------------------------------------
 
 
@@ -304,6 +336,25 @@ def test_answers_of_one_token_read_nothing():
     assert [each.point.label for each in result.equal_budget("two", "one", "reads")] == ["8-1"]
     assert result.average_gain("two", "one", "reads").value == 0
     json.dumps(result.to_dict())
+
+
+def test_chains_of_one_token_have_no_reads_to_save():
+    (point,) = made_up("one", (1, 2, 0, 9, (0, 0, 0)))
+    stopped = Stopped(vote=point.scores["vote"], reads=point.reads, peak=point.peak, cancelled=0.5)
+    result = Hyperscaling({}, (dataclasses.replace(point, stopped=stopped),))
+    assert result.points[0].reads_saved == 0
+    json.dumps(result.to_dict(), allow_nan=False)
+    assert "nan" not in result.table()
+
+
+def test_names_are_shown_as_they_are(whole):
+    """Square brackets are markup of a terminal, and bars are columns of Markdown."""
+    point = dataclasses.replace(whole.points[0], system="a|b [bold] [/x]")
+    result, shown = Hyperscaling({}, (point,)), io.StringIO()
+    Console(file=shown, width=300).print(result)
+    assert point.system in shown.getvalue()
+    assert len({line.replace(r"\|", "").count("|") for line in result.table().splitlines()}) == 1
+    run([System(point.system)], lengths=(2,), chains=(1,), seeds=(0,), problems=1, progress=True)
 
 
 def test_tables_of_points_and_gains():

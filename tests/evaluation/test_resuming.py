@@ -1,7 +1,9 @@
 """One queue, answers on disk as they end, and evaluations that go on."""
 
 import dataclasses
+import errno
 import json
+import os
 
 import pytest
 
@@ -131,6 +133,43 @@ def scaled(transformer):
     import jax
 
     return jax.tree.map(lambda leaf: leaf * 1.01, transformer)
+
+
+def test_what_cannot_be_written_is_an_error_that_names_the_file(tmp_path, monkeypatch, whole):
+    """A full disk, and a folder where a file should be: what was answered is in the error."""
+    (tmp_path / "table.md").mkdir()
+    with pytest.raises(DataError, match=r"table\.md cannot be written: Is a directory") as caught:
+        run(out=tmp_path)
+    texts = [text for own in whole.completions for text in own]
+    assert [caught.value.finished[index].text for index in range(8)] == texts
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Journal, "add", full_disk)
+        with pytest.raises(
+            DataError, match=r"answers\.jsonl cannot be written: No space left"
+        ) as full:
+            run(out=tmp_path / "full")
+    assert full.value.finished[0].text == texts[0]
+    (tmp_path / "answers.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(DataError, match=r"answers\.jsonl is not the text of an evaluation"):
+        run(out=tmp_path)
+
+
+class FullDisk:
+    """A file with a buffer, which is also written when the file is closed."""
+
+    def write(self, data):
+        pass
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    close = flush
+
+
+def full_disk(journal, *answer, add=module.Journal.add):
+    journal.close()
+    journal._file = FullDisk()
+    add(journal, *answer)
 
 
 def test_a_bar_shows_the_running_score(capsys, whole):

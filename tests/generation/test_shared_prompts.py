@@ -188,7 +188,7 @@ def test_a_chain_that_is_cancelled_while_it_waits_has_read_its_prompt():
 
 
 def test_a_chain_that_waited_needs_no_more_than_its_policy_keeps():
-    """A row that was cut to 28 slots after its prompt has at most 29: two pages, and never three."""
+    """A row that was cut to 28 slots after its prompt has at most 29: two pages, not three."""
     policy = dms_jax.H2O(budget=28, prefill="dense_then_evict")
     engine, (prompt,) = engine_with(policy, num_lanes=2), prompts([30])
     free = engine.runner.allocator._free

@@ -8,6 +8,7 @@ import numpy as np
 import dms_jax
 from dms_jax.data.tasks import LinearEquation
 from dms_jax.evaluation import Hyperscaling, System, evaluate
+from dms_jax.evaluation.tasks import PIQA
 from tests.wrong_calls.case import NAN, Case
 
 
@@ -247,6 +248,11 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             "ConfigError",
             ("evaluate wants a task", "got 3"),
         ),
+        "evaluate choices": Case(
+            lambda: evaluate(model, PIQA("piqa.jsonl")),
+            "ConfigError",
+            ("evaluate wants tasks that are answered in words", "piqa", "evaluate_choices"),
+        ),
         "evaluate max_length": Case(
             lambda: evaluate(model, LinearEquation(), max_length=2.5),
             "ConfigError",
@@ -317,6 +323,7 @@ def hyperscale_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "hyperscale chains": case("chains must be", "at least 1", chains=(0,)),
         "hyperscale seeds": case("seeds must be", "got (-1,)", seeds=(-1,)),
         "hyperscale stop": case("stop_decided must be True or False, got 1", stop_decided=1),
+        "hyperscale out": case("hyperscale: out must be", "got 5", out=5),
         "hyperscale serving": case("hyperscale: serving must be a Serving", serving=3),
         "hyperscale mapping": case(
             "hyperscale wants systems of dms_jax.evaluation.System", systems={"a": vanilla}
