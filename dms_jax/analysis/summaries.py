@@ -93,7 +93,7 @@ def kinds_of(texts: Sequence[str]) -> list[Kind]:
 
 
 def kept_by_kind(
-    found: Retention, kinds: Sequence[Sequence[Kind]], *, distance: int
+    found: Retention, kinds: Sequence[Sequence[str]], *, distance: int
 ) -> Float[np.ndarray, "L K kinds"]:
     """Returns the share of the tokens of each kind that each head holds `distance` tokens later.
 
@@ -122,7 +122,7 @@ def kept_by_kind(
 
 
 def specialisation(
-    found: Retention, kinds: Sequence[Sequence[Kind]], *, distance: int
+    found: Retention, kinds: Sequence[Sequence[str]], *, distance: int
 ) -> Float[np.ndarray, "L K kinds"]:
     """Returns `kept_by_kind` less the share of all tokens that the head holds: what it prefers."""
     everything = held_later(found, distance).mean((1, 3))

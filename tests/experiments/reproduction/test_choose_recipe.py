@@ -117,7 +117,7 @@ class FakeProcess:
 def test_the_base_model_is_measured_once_and_what_is_there_not_again(written, monkeypatch):
     monkeypatch.setattr(FakeProcess, "given", [])
     monkeypatch.setattr(choose_recipe.subprocess, "Popen", FakeProcess)
-    monkeypatch.setattr(choose_recipe, "count_gpus", lambda: 0)
+    monkeypatch.setattr(choose_recipe, "visible_gpus", list)
     row = {"trial": "control", "accuracy": [0.5, 0.1], "peak": 1, "kl": 0, "kl_dense": 0}
     row |= {"steps": 1, "seconds": 1, "per_problem": {"scores": [1, 0]}}
     write_json(written / "recipes" / "control.json", row)
