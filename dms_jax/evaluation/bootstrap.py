@@ -97,7 +97,7 @@ def _gains(
 def _means(
     weights: Float[np.ndarray, "draws seeds problems"], values: Sequence[np.ndarray]
 ) -> list[list[float]]:
-    """Weighted means, [draws][trials]."""
+    """Returns the mean of each trial's values under each weighting, [draws][trials]."""
     stacked = np.stack([each.astype(np.float64) for each in values])
     return np.einsum("dsp,tsp->dt", weights, stacked, optimize=True).tolist()
 

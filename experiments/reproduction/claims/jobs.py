@@ -19,7 +19,7 @@ from experiments.reproduction.claims.plan import Job, Paths, asked, jobs
 from experiments.reproduction.claims.settings import Config
 from experiments.reproduction.claims.systems import FREE, TRAININGS, measures
 from experiments.reproduction.curve.data import Sequences, read_documents, write_documents
-from experiments.reproduction.files import provenance, read_json, write_json
+from experiments.reproduction.files import provenance, read_json, refuse_other_settings, write_json
 from experiments.reproduction.queue import Queue
 
 BASE = "reasoner-11m"
@@ -217,16 +217,7 @@ def check_settings(config: Config) -> None:
     if not (config.out / "config.json").exists():
         return
     before = read_config(config.out)
-    other = [
-        f"{name}={getattr(before, name)!r}, not {getattr(config, name)!r}"
-        for name in vars(config)
-        if name not in _FREE and getattr(before, name) != getattr(config, name)
-    ]
-    if other:
-        raise dms_jax.ConfigError(
-            f"{config.out} holds what was made with {'; '.join(other)}. Give the same settings to "
-            "go on, or another --out."
-        )
+    refuse_other_settings(before, config, set(vars(config)) - set(_FREE))
 
 
 def _rounded(value: Any) -> Any:

@@ -25,7 +25,7 @@ from experiments.reproduction.curve.plan import (
     Variant,
     jobs,
 )
-from experiments.reproduction.files import read_json, write_json
+from experiments.reproduction.files import read_json, refuse_other_settings, write_json
 from experiments.reproduction.queue import Queue
 
 BASE = "reasoner-11m"
@@ -282,16 +282,7 @@ def check_settings(config: Config) -> None:
     made = {name for name in ("data", "results") if any((config.out / name).glob("*"))}
     names = set(_OF_DOCUMENTS) if made == {"data"} else set(vars(config)) - set(_FREE)
     before = read_config(config.out)
-    other = [
-        f"{name}={getattr(before, name)!r}, not {getattr(config, name)!r}"
-        for name in vars(config)
-        if made and name in names and getattr(before, name) != getattr(config, name)
-    ]
-    if other:
-        raise dms_jax.ConfigError(
-            f"{config.out} holds what was made with {'; '.join(other)}. Give the same settings to "
-            "go on, or another --out."
-        )
+    refuse_other_settings(before, config, names if made else set())
 
 
 def _rounded(value: Any) -> Any:

@@ -86,7 +86,7 @@ def _serve(names: dict[str, Any], request: str, calls: int) -> None:
                 function = names[name] if owner is None else getattr(owner(), name)
                 result = function(*arguments, **keywords)
                 reply = [values.to_json(result), values.to_json(arguments)]
-            except Exception:
+            except Exception:  # of the answer: the call is told that it failed
                 reply = None
             _write(calls, json.dumps(reply))
 

@@ -36,7 +36,7 @@ class Family(abc.ABC):
     @property
     @abc.abstractmethod
     def least(self) -> int:
-        """The smallest size."""
+        """The smallest size of a problem that the family can make."""
 
     @property
     def most(self) -> int | None:
