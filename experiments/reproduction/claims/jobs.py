@@ -212,8 +212,9 @@ def check_settings(config: Config) -> None:
     """Refuses to go on with other settings than those that made what is in the run directory.
 
     Raises:
-      ConfigError: some setting differs.
+      ConfigError: some setting differs, or a training is not known.
     """
+    jobs(config)
     if not (config.out / "config.json").exists():
         return
     before = read_config(config.out)

@@ -100,7 +100,7 @@ def test_other_settings_than_those_of_the_run_are_refused(tmp_path):
     with pytest.raises(dms_jax.ConfigError, match="problems=480, not 3"):
         check_settings(dataclasses.replace(config, problems=3))
     with pytest.raises(dms_jax.ConfigError, match="no training 'dsm'; there are dms, dmc"):
-        plan.jobs(Config(trainings=("dsm",)))
+        report.main(Config(out=tmp_path / "new", trainings=("dsm",)))
     with pytest.raises(dms_jax.ConfigError, match="seeds must be positive, got 0"):
         Config(seeds=0)
 
