@@ -63,6 +63,12 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/shared_prompts.json")
     """Where the figures go."""
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 1:
+                raise dms_jax.ConfigError(f"{field.name} must be positive, got {value}")
+
 
 def seconds_to_first_tokens(engine: Engine, prompts: list[list[int]], config: Config) -> float:
     """Returns the time until every prompt has its first token."""

@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+import dms_jax
 from dms_jax.generation import Engine
 from experiments.benchmarks import shared_prompts as script
 
@@ -36,3 +39,9 @@ def test_three_kinds_of_calls_are_timed(monkeypatch, tmp_path):
     }
     seconds = row["seconds"]
     assert row["chains_over_one"] == seconds["chains of one prompt"] / seconds["one chain"]
+
+
+@pytest.mark.parametrize("name", ["layers", "prompt", "chains", "new_tokens", "repeats"])
+def test_every_size_is_at_least_one(name):
+    with pytest.raises(dms_jax.ConfigError, match=f"{name} must be positive, got 0"):
+        script.Config(**{name: 0})
