@@ -121,8 +121,12 @@ def main(config: Config) -> None:
     fields["num_hidden_layers"] = config.layers or fields["num_hidden_layers"]
     model = random_model(fields, jnp.dtype(config.dtype))
     results: dict[str, Any] = environment() | dict(
-        command=command(),
-        config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
+        command=command(without=("--out",)),
+        config={
+            f.name: str(getattr(config, f.name))
+            for f in dataclasses.fields(config)
+            if f.name != "out"
+        },
         rows=[],
     )
     for name in config.policies:

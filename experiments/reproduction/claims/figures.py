@@ -132,6 +132,7 @@ def throughput(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
 
     figure = Figure(figsize=(5.6, 4), layout="constrained")
     axes = figure.subplots()
+    beside: dict[str, Any] = dict(xytext=(8, 0), textcoords="offset points", va="center")
     for colour, context in zip(
         _COLOURS[1:], sorted({row["context"] for row in rows}), strict=False
     ):
@@ -140,24 +141,11 @@ def throughput(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
             continue
         times = [row["tokens_per_second"] / own[0]["tokens_per_second"] for row in own]
         axes.plot([row["ratio"] for row in own], times, marker="o", color=colour)
-        axes.annotate(
-            f"{context:,} tokens",
-            (own[-1]["ratio"], times[-1]),
-            (0, -14),
-            textcoords="offset points",
-            ha="right",
-            color=colour,
-        )
+        axes.annotate(f"{context:,} tokens", (own[-1]["ratio"], times[-1]), color=colour, **beside)
     ratios = sorted({row["ratio"] for row in rows})
     axes.plot(ratios, ratios, color="#999999", linestyle=":")
-    axes.annotate(
-        "as the ratio",
-        (ratios[-1], ratios[-1]),
-        (-8, 4),
-        textcoords="offset points",
-        ha="right",
-        color="#777777",
-    )
+    axes.annotate("as the ratio", (ratios[-1], ratios[-1]), color="#777777", **beside)
+    axes.set_xlim(right=1.4 * ratios[-1])  # room for the names
     axes.set_xticks(ratios)
     axes.set_xlabel("compression ratio")
     axes.set_ylabel("times the dense throughput")
@@ -196,7 +184,7 @@ def _lines(
             textcoords="offset points",
             color="#777777",
         )
-    _draw(axes, lines, log=log, ticks=ticks)
+    _draw(axes, lines, log=log, ticks=ticks, level=level)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_title(title)
@@ -212,14 +200,30 @@ def _colours(labels: Sequence[str]) -> list[str]:
     return [colour or next(left) for colour in own]
 
 
+def _heights(ends: Sequence[tuple[float, float]], gap: float, level: float | None) -> list[float]:
+    """Heights of labels: those of ends above the level climb from it, the others fall.
+
+    # In: (4, 60.6), (4, 60.4), (4, 59), gap 4, level 60  Out: [66, 62, 58]
+    """
+    if level is None:
+        return label_heights(ends, gap, log=False)
+    above, below = ([y for _, y in ends if (y >= level) is side] for side in (True, False))
+    # The level takes a place too, before every label that could lie on it.
+    up = label_heights([(0, gap / 2 - level), *((0, -y) for y in above)], gap, log=False)
+    down = label_heights([(0, level + gap / 2), *((0, y) for y in below)], gap, log=False)
+    climbing, falling = iter(up[1:]), iter(down[1:])
+    return [-next(climbing) if y >= level else next(falling) for _, y in ends]
+
+
 def _draw(
     axes,
     lines: Mapping[str, Sequence[tuple[float, Any]]],
     *,
     log: bool,
     ticks: Sequence[float] | None,
+    level: float | None = None,
 ) -> None:
-    """Lines with errors, and their names at their ends, moved apart."""
+    """Lines with errors, and their names at their ends, moved apart and off a drawn level."""
     if log:
         axes.set_xscale("log")
     ends = []
@@ -239,7 +243,7 @@ def _draw(
     axes.set_ylim(0, 1.08 * min(top, 102))
     low, high = axes.get_ylim()
     places = [(x, y) for x, y, _, _ in ends]
-    heights = label_heights(places, 0.055 * (high - low), log=False)
+    heights = _heights(places, 0.055 * (high - low), level)
     for (x, _, label, colour), height in zip(ends, heights, strict=True):
         axes.text(x * 1.04 if log else x + 0.05, height, label, color=colour, va="center")
     left, right = axes.get_xlim()

@@ -2,19 +2,21 @@
 
 import collections
 import dataclasses
+import itertools
 import json
 import pathlib
 
 import chex
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import dms_jax
 from dms_jax import assets
 from dms_jax.evaluation import Measured
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling
 from experiments.reproduction import report
-from experiments.reproduction.claims import cells, dms_sections, page, plan, systems
+from experiments.reproduction.claims import cells, dms_sections, figures, page, plan, systems
 from experiments.reproduction.claims import jobs as claims_jobs
 from experiments.reproduction.claims.jobs import Worker, answer_numbers, check_settings
 from experiments.reproduction.claims.plan import Job, Paths
@@ -262,6 +264,27 @@ def test_verdicts_of_the_frontier_are_told_where_answers_are_whole(tmp_path):
     text = dms_sections.hyperscaling(Hyperscaling({}, tuple(cut)), tmp_path)
     assert "best of" in text
     assert "Where vanilla's answers end by themselves (from 400 on)" in text
+
+
+def test_no_label_of_a_line_lies_on_the_level_of_vanilla_or_on_another(tmp_path, monkeypatch):
+    config = dataclasses.replace(Config(), out=tmp_path)
+    right = {"vanilla": 60, "dms-w64-delayed": 61, "dms-w64-immediate": 60, "dms": 59, "dms-w0": 30}
+    for system, hits in right.items():
+        for at in ("1",) if system == "vanilla" else ("2", "3", "4"):
+            correct = np.repeat(np.arange(100) < hits, 4).reshape(100, 4)
+            write_answers(config, system, at, 0, "reasoning", correct.astype(float))
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    names = {f"line {name}": name for name in right if name != "vanilla"}
+    figures.windows(Results(config), names, tmp_path / "windows.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    boxes = [text.get_window_extent() for text in axes.texts if "line" in text.get_text()]
+    level = axes.transData.transform((0, 60))[1]
+    assert len(boxes) == 4
+    assert not any(box.y0 <= level <= box.y1 for box in boxes)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 def test_a_training_says_what_it_reached_and_what_it_did_not_measure(tmp_path):
