@@ -135,14 +135,13 @@ class PageAllocator:
           source_of: sequence -> the sequence whose pages it copies; it has as many reserved.
         """
         targets, sources = list(source_of), list(source_of.values())
-        counts = np.zeros_like(self.reserved)
-        counts[:, targets] = self.reserved[:, targets]
-        source_row = np.arange(counts.size).reshape(counts.shape)
-        source_row[:, targets] = source_row[:, sources]
-        rows, columns = _cells(np.zeros_like(counts), counts)
-        table = self.table.reshape(-1, self.table.shape[-1])
-        pairs = np.stack([table[source_row.ravel()[rows], columns], table[rows, columns]])
-        shard = self._shard.ravel()[rows] % self._shards
+        reserved = self.reserved[:, targets]
+        width = int(reserved.max(initial=0))
+        taken = np.arange(width) < reserved[..., None]
+        pairs = np.stack([self.table[:, lanes, :, :width][taken] for lanes in (sources, targets)])
+        if self._shards == 1:
+            return [pairs]
+        shard = np.broadcast_to(self._shard[:, targets, :, None], taken.shape)[taken] % self._shards
         return [pairs[:, shard == number] for number in range(self._shards)]
 
     def table_of_width(self, width: int) -> Int[np.ndarray, "L B K M"]:

@@ -35,6 +35,7 @@ class Runner:
       lengths: Int[L, B, K] on the host, the slots in use per row after the last call.
       seen: Int[B] on the host, the number of tokens that each lane has processed.
       num_shards: number of devices with pages of their own.
+      page_bytes: bytes of a page, keys, values and what a policy keeps with them.
       dirty: whether failed work may have left the cache inconsistent; see `working`.
 
     The width of the compiled page table grows in powers of two, or is fixed to `table_width`, which
@@ -60,7 +61,7 @@ class Runner:
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         config = model.config
-        self._page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
+        self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         self._layer_bytes = layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         groups = policy.groups(config.num_layers)
         self._value_layers = next(
@@ -145,7 +146,7 @@ class Runner:
                     raise
                 raise CapacityError(
                     f"The device has no room for a cache of {num_pages} pages "
-                    f"({num_pages * self._page_bytes:,} bytes). Give it less (memory=)."
+                    f"({num_pages * self.page_bytes:,} bytes). Give it less (memory=)."
                 ) from error
         self.allocator = PageAllocator(
             num_layers=config.num_layers,
@@ -229,7 +230,7 @@ class Runner:
     def host_bytes(self) -> list[int]:
         """Returns the bytes of the values in host memory of each lane's reserved pages."""
         pages = self.allocator.reserved.sum(2, dtype=np.int64)
-        return ((self._page_bytes - self._layer_bytes) @ pages).tolist()
+        return ((self.page_bytes - self._layer_bytes) @ pages).tolist()
 
     def clear(self, lanes: list[int]) -> None:
         """Empties lanes and releases their pages."""

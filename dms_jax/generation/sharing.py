@@ -33,8 +33,10 @@ from dms_jax.generation.sampling import Filter
 from dms_jax.model.caching import cache_specs
 from dms_jax.model.language_model import use_mesh
 
-BLOCK = 512  # pages that are copied at a time, and held twice meanwhile
-BLOCKS = 32  # the most blocks of one program, whose shape does not depend on how many it copies
+# Bytes of pages that are copied at a time, and held twice meanwhile. The copies are a loop of a
+# traced length, whose every turn costs a GPU tens of microseconds: so blocks are large.
+BLOCK_BYTES = 2**27
+BLOCKS = 8  # the most blocks of one program, whose shape does not depend on how many it copies
 
 
 def prompt_of(runner: Runner, request: Request, lane: int) -> Hashable | None:
@@ -76,7 +78,7 @@ def fork(runner: Runner, source_of: Mapping[int, int]) -> None:
         runner.host.copy(pairs[0])
     lanes = np.arange(len(runner.seen), dtype=np.int32)
     lanes[targets] = sources
-    block = min(BLOCK, runner.allocator.pages_per_shard)
+    block = min(max(1, BLOCK_BYTES // runner.page_bytes), runner.allocator.pages_per_shard)
     size = block * min(BLOCKS, -(-runner.allocator.pages_per_shard // block))
     longest = max(each.shape[1] for each in pairs)
     for start in range(0, max(longest, 1), size):
