@@ -12,12 +12,13 @@ WORKERS ?= 2
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo check test steady lint format lock install clean
+.PHONY: help demo check test newest steady lint format lock install clean
 
 help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
 	@echo "make check    lint, types and the quickest tests of every room (a minute or so)"
 	@echo "make test     the whole test suite"
+	@echo "make newest   lower the GPU kernels with the newest jax that is supported"
 	@echo "make steady   the suite under other seeds, compilers and threads (hours)"
 	@echo "make lint     formatting, lint and types"
 	@echo "make format   rewrite the sources in the house format"
@@ -33,6 +34,9 @@ check: lint
 
 test: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+newest: $(STAMP)
+	WORKERS=$(WORKERS) sh .ci/newest
 
 steady: $(STAMP)
 	$(RUN) -m tests.steadiness --workers $(WORKERS) $(ARGS)
@@ -57,4 +61,4 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .jax_cache .pytest_cache .ruff_cache .hypothesis
