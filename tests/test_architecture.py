@@ -32,6 +32,7 @@ data
 training generation
 evaluation
 analysis
+command_line
 """
 RANKS = {
     name: rank

@@ -23,6 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dms_jax.command_line.options import check_names
+from dms_jax.command_line.reports import make_folder, read_file
+from dms_jax.command_line.running import run
 from experiments.benchmarks.kernel_timing import (
     CALLS,
     ROTATED_BYTES,
@@ -34,9 +37,6 @@ from experiments.benchmarks.kernel_timing import (
     require_gpu,
     time_chain,
 )
-from experiments.shared.command_line import run
-from experiments.shared.options import check_names
-from experiments.shared.reports import make_folder, read_file
 from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases
 

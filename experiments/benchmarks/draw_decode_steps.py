@@ -9,8 +9,8 @@ import pathlib
 import sys
 
 import dms_jax
-from experiments.shared.command_line import run
-from experiments.shared.reports import make_place
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import run
 
 FILES = ("decode_steps.json", "decode_steps_other_shapes.json")
 # transformers takes many times as long: its bar ends at the edge, its number says how long it is.

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
+from dms_jax.command_line.options import check_names
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import run
 from experiments.benchmarks.kernel_timing import command_line, require_gpu, versions
-from experiments.shared.command_line import run
-from experiments.shared.options import check_names
-from experiments.shared.reports import make_folder
 from pallas_kernels.training import cases, reference, retrofit_attention
 from pallas_kernels.training.inputs import Inputs
 
