@@ -87,7 +87,7 @@ def fetch(
     to: pathlib.Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> pathlib.Path:
-    """Fetches assets that the wheel leaves out; what is there already is not fetched again.
+    """Fetches assets that the wheel leaves out; what is on this machine is not fetched again.
 
     Args:
       names: of the assets; all of them unless given.
@@ -106,8 +106,10 @@ def fetch(
     known = sorted({file.partition("/")[0] for file in listed()})
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"{', '.join(unknown)}: there are {', '.join(known)} to be fetched.")
-    to = cache() if to is None else to
     wanted = [file for file in listed() if not names or file.partition("/")[0] in names]
+    if to is None:
+        to = cache()
+        wanted = [file for file in wanted if find(*file.split("/", 1)) is None]
     lacking = [file for file in wanted if not _is_that(to / file, listed()[file])]
     if lacking:
         base = address() if source is None else source

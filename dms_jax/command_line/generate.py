@@ -20,6 +20,10 @@ from rich.table import Table
 import dms_jax
 from dms_jax.command_line.generating import Generating
 from dms_jax.generation import Generation, Update
+from dms_jax.policies import Policy, Vanilla
+from dms_jax.policies.periodic_eviction import PeriodicEviction
+from dms_jax.policies.selective import SelectiveReading
+from pallas_kernels import serving
 
 INTERRUPTED = "\ninterrupted"
 
@@ -113,6 +117,22 @@ def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
     return table
 
 
+def nothing_left(policy: Policy, generation: Generation) -> str | None:
+    """What to do where a policy that is to drop tokens dropped none; None where it did."""
+    usage = generation.usage
+    if isinstance(policy, Vanilla | SelectiveReading) or usage.compression_ratio > 1:
+        return None
+    if isinstance(policy, PeriodicEviction):
+        when = f"rows are cut after the prompt and every {policy.cut_interval} tokens of an answer"
+        if policy.cut_interval is None:
+            when = "rows are cut once, after the prompt"
+        return (
+            f"{policy.name} dropped nothing: {when}, and no row was above its budget then. Give a "
+            "smaller interval, or a smaller budget."
+        )
+    return f"{policy.name} dropped nothing: no row came to hold more than it keeps."
+
+
 def main(config: Config) -> Generation:
     """Loads the model, completes the prompts and shows them."""
     console = Console()
@@ -137,8 +157,18 @@ def main(config: Config) -> Generation:
     name = (policy or model.policy).name
     console.print("\n")
     console.print(usage_table(generation, name, seconds))
+    config_of = model.config
+    if hint := nothing_left(policy or model.policy, generation):
+        console.print(hint, highlight=False)
+    decoding, _ = serving(
+        head_dim=config_of.head_dim,
+        group=config_of.num_heads // config_of.num_kv_heads,
+        page_size=config.page_size,
+        dtype=model.dtype,
+    )
     console.print(
         "KV reads: entries read by the decode steps. peak, live: entries in the cache, at most and "
-        "at the end.\nAll are averages over layers and heads. ratio: tokens seen over live entries."
+        "at the end.\nAll are averages over layers and heads. ratio: tokens seen over live ones.\n"
+        f"Attention in {decoding}."
     )
     return generation

@@ -12,6 +12,7 @@ the command line, calls the function, and returns the exit status:
 import pathlib
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -59,9 +60,11 @@ def run(
 
 
 def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int:
-    """Calls, and says errors of the user's on standard error in a line; returns the status."""
+    """Calls, and says errors and warnings on standard error in a line; returns the status."""
     try:
-        status = call()
+        with warnings.catch_warnings():
+            warnings.showwarning = _say
+            status = call()
     except dms_jax.DmsJaxError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return WRONG_CALL
@@ -69,6 +72,11 @@ def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int
         print(". ".join(filter(None, (str(stopped), interrupted))), file=sys.stderr)
         return INTERRUPTED
     return status if isinstance(status, int) else 0
+
+
+def _say(message: Warning | str, *where: Any) -> None:
+    """Shows a warning as a line: the line of code that it is of is not the user's."""
+    print(f"Warning: {message}", file=sys.stderr)
 
 
 def running_program() -> str:

@@ -1,4 +1,4 @@
-"""The command line of `experiments/generate.py`: what it shows, and what it says to mistakes."""
+"""`dms-jax generate`: what it shows, and what it says to mistakes."""
 
 import inspect
 
@@ -13,7 +13,7 @@ QUICK = ["--max-new-tokens", "12", "--temperature", "0", "--page-size", "16", "-
 
 
 def call(arguments: list[str]) -> int:
-    """What the script does with a command line; its exit status."""
+    """What the command does with a command line; its exit status."""
     return run(generate.main, generate.Config, description=generate.__doc__, arguments=arguments)
 
 
@@ -92,3 +92,30 @@ def test_what_is_not_said_is_as_the_library_has_it():
     call = inspect.signature(dms_jax.generate).parameters
     assert config.cache() == {name: call[name].default for name in config.cache()}
     assert config.make_policy() is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "says"),
+    [
+        ("SnapKV", ["compression_ratio=2"], "SnapKV dropped nothing: rows are cut after the prompt "
+         "and every 512 tokens of an answer"),
+        ("TOVA", ["budget=500"], "TOVA dropped nothing: no row came to hold more"),
+        ("TOVA", ["budget=8"], None),
+        ("Vanilla", [], None),
+    ],
+)  # fmt: skip
+def test_what_drops_nothing_says_so_and_what_serves_is_said_once(policy, options, says, capsys):
+    given = ["--options", *options] if options else []
+    assert call(["Once upon a time", "--policy", policy, *given, *QUICK]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("dropped nothing" in shown) == (says is not None)
+    assert says is None or says in shown
+    assert shown.count("Attention in decoding: xla (no kernel is for cpu).") == 1
+
+
+def test_a_warning_is_a_line_and_names_no_code(capsys):
+    """DMS on a checkpoint that was not made for it."""
+    assert call(["Once", "--policy", "DMS", *QUICK]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("Warning: This checkpoint was not retrofitted for DMS")
+    assert ".py" not in said
