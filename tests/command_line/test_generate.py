@@ -110,6 +110,7 @@ def test_what_drops_nothing_says_so_and_what_serves_is_said_once(policy, options
     shown = " ".join(capsys.readouterr().out.split())
     assert ("dropped nothing" in shown) == (says is not None)
     assert says is None or says in shown
+    assert says is None or says in shown
     assert shown.count("Attention in decoding: xla (no kernel is for cpu).") == 1
 
 

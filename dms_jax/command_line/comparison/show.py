@@ -10,7 +10,9 @@ from rich.table import Table
 
 from dms_jax.command_line.comparison.measure import Measured
 
-MARKERS = "osD^v<>PX*hp"
+# What the picture shows of many systems, and in which colours.
+DRAWN = ("DMS", "GQA", "DMC", "SnapKV", "StreamingLLM", "TOVA")
+COLOURS = ("#c0392b", "#7d3c98", "#2471a3", "#b9770e", "#222222", "#7d8c2f")
 NOTE = """\
 Averages over sequences, layers and KV heads. reads: entries read by all steps of a
 sequence; where query heads choose for themselves (Quest, KCache), each one's count. kB:
@@ -96,61 +98,89 @@ def _print(
 
 
 def picture(path: pathlib.Path, rows: Sequence[Measured], *, title: str) -> None:
-    """Draws the loss above dense against what was measured of reads, live tokens and bytes.
+    """Draws the loss above dense against what was measured of reads and live tokens.
 
-    Where there are answers, also their accuracy against live tokens and reads.
+    Six lines at most, those of `DRAWN` that were measured; the tables have the others. Where there
+    are answers, also their accuracy against live tokens and reads.
     """
     from matplotlib.figure import Figure
 
     dense, others = rows[0], [row for row in rows[1:] if row.failed is None]
-    labels = list(dict.fromkeys(row.label for row in others))
+    measured = {row.label for row in others}
+    labels = [label for label in DRAWN if label in measured]
+    labels = (labels + sorted(measured - set(labels)))[: len(COLOURS)]
     parts = list(dense.answers)
-    columns = max(3, len(parts))
-    figure = Figure(figsize=(5 * columns, 5.6 if not parts else 15), layout="constrained")
-    figure.suptitle(title)
-    grid = figure.subplots(3 if parts else 1, columns, squeeze=False, sharey="row")
+    figure = Figure(figsize=(11, 0.6 + 3.8 * (1 + len(parts))), layout="constrained")
+    left_out = len(measured) - len(labels)
+    figure.suptitle(f"{title}; {left_out} others are in the tables" if left_out else title)
+    grid = figure.subplots(1 + len(parts), 2, squeeze=False, sharey="row")
+    panels = (("peak", "times fewer live tokens at the peak"), ("reads", "times fewer reads"))
 
-    def draw(axes: Any, point: Callable[[Measured], tuple[float, float] | None]) -> None:
-        for number, label in enumerate(labels):
+    def draw(axes: Any, point: Callable[[Measured], tuple[float, float, float] | None]) -> None:
+        ends = []
+        for label, colour in zip(labels, COLOURS, strict=False):
             found = [point(row) for row in others if row.label == label]
             points = sorted(each for each in found if each is not None)
             if points:
-                axes.plot(
-                    *zip(*points, strict=True),
-                    marker=MARKERS[number % len(MARKERS)],
-                    color=f"C{number % 10}",
-                    linestyle="-" if number < 10 else "--",
-                    markersize=5,
-                    linewidth=1,
-                    label=label,
-                )
+                fewer, height, error = zip(*points, strict=True)
+                axes.errorbar(fewer, height, error, marker="o", ms=4, capsize=2, color=colour)
+                ends.append((fewer[-1], height[-1], label, colour))
         axes.set_xscale("log", base=2)
+        ticks = [2**power for power in range(6)]
+        axes.set_xticks(ticks, [f"{tick}x" for tick in ticks])
+        axes.set_xlim(0.8, max([end[0] for end in ends], default=2) * 2.2)
         axes.grid(alpha=0.3)
+        _label_apart(axes, ends)
 
-    panels = (
-        ("reads", "times fewer reads"),
-        ("peak", "times fewer live tokens at the peak"),
-        ("bytes", "times fewer bytes at the end"),
-    )
-    for axes, (field, text) in zip(grid[0], panels, strict=False):
-        draw(axes, lambda row, f=field: (getattr(dense, f) / getattr(row, f), row.increase))
+    def against_dense(row: Measured, field: str) -> tuple[float, float, float]:
+        return getattr(dense, field) / getattr(row, field), row.increase, row.increase_error
+
+    for axes, (field, text) in zip(grid[0], panels, strict=True):
+        draw(
+            axes,
+            lambda row, f=field: (
+                getattr(dense, f) / getattr(row, f),
+                row.increase,
+                row.increase_error,
+            ),
+        )
         axes.axhline(0, color="#222222", linewidth=0.8)
-        axes.set_yscale("symlog", linthresh=0.01)
         axes.set_xlabel(text)
+    low = [0, 0.01, 0.03, 0.1, 0.3, 1, 3]
+    grid[0][0].set_yscale("symlog", linthresh=0.01)
+    grid[0][0].set_ylim(bottom=-0.004)
+    grid[0][0].set_yticks(low, [f"{each:g}" for each in low])
     grid[0][0].set_ylabel("nats a token above dense")
 
-    def answered(row: Measured, name: str, field: str) -> tuple[float, float] | None:
+    def answered(row: Measured, name: str, field: str) -> tuple[float, float, float] | None:
         if name not in row.answers:
             return None
         part, whole = row.answers[name], dense.answers[name]
-        return whole[field] / max(part[field], 1e-9), 100 * part["accuracy"]
+        right = 100 * part["accuracy"], 100 * part.get("error", 0.0)
+        return whole[field] / max(part[field], 1e-9), *right
 
-    for line, (field, text) in zip(grid[1:], (panels[1], panels[0]), strict=False):
-        for axes, name in zip(line, parts, strict=False):
+    for line, name in zip(grid[1:], parts, strict=True):
+        for axes, (field, text) in zip(line, panels, strict=True):
             draw(axes, lambda row, n=name, f=field: answered(row, n, f))
             axes.axhline(100 * dense.answers[name]["accuracy"], color="#222222", linewidth=0.8)
             axes.set_xlabel(text)
-            axes.set_title(name)
-        line[0].set_ylabel("correct answers, %")
-    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside right upper")
+        line[0].set_ylabel(f"{name}, % right")
     figure.savefig(path, dpi=110)
+
+
+def _label_apart(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
+    """Writes names where lines end, one below another where they would meet."""
+    axes.figure.canvas.draw()  # limits are known after it
+    lowest = float("inf")
+    for x, y, label, colour in sorted(ends, key=lambda end: -axes.transData.transform(end[:2])[1]):
+        place = axes.transData.transform((x, y))[1]
+        lowest = min(place, lowest - 12 * axes.figure.dpi / 100)
+        axes.annotate(
+            label,
+            (x, y),
+            xytext=(6, (lowest - place) * 72 / axes.figure.dpi),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+            fontsize=9,
+        )

@@ -13,6 +13,7 @@ measured.
 import dataclasses
 import itertools
 import pathlib
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ from dms_jax.analysis.plots import Point, compression_figure
 from dms_jax.analysis.summaries import ratios
 from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.data import Documents
+from dms_jax.generation import Update
 from dms_jax.training import recipes
 
 LENGTH = 512  # tokens a sequence: the model's positions
@@ -209,16 +211,17 @@ def retrofit(
 
 def show(console: Console, rows: list[Row]) -> None:
     """Prints the table, which fits 80 columns, and, from it, what it says."""
-    table = Table(title="Held-out text, decoded token by token from the paged cache", box=SIMPLE)
+    title = "Held-out text, decoded token by token from the paged cache"
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("cache", no_wrap=True)
-    for name in ("nats above dense", "peak", "fewer", "reads", "fewer"):
+    for name in ("above dense", "peak", "fewer", "reads", "fewer"):
         table.add_column(name, justify="right", no_wrap=True)
     for index, row in enumerate(rows):
         dense = row.method == "dense"
         increase = f"{row.increase:.4f} ±{row.increase_error:.4f}"
         table.add_row(
             row.label,
-            f"(dense: {row.nats:.4f})" if dense else increase,
+            f"(loss {row.nats:.4f})" if dense else increase,
             f"{row.peak_tokens:.0f}",
             "" if dense else f"{row.peak_ratio:.1f}x",
             f"{row.reads:,.0f}",
@@ -228,9 +231,9 @@ def show(console: Console, rows: list[Row]) -> None:
         )
     console.print(table)
     console.print(
-        "nats: loss a token, ± one standard error of the difference over sequences. peak: most\n"
-        "live tokens of a sequence; reads: cache entries read for one; both averaged over\n"
-        "layers and heads, and how many times fewer than dense.\n",
+        "above dense: loss in nats a token, ± one standard error of the difference over\n"
+        "sequences. peak: most live tokens of a sequence; reads: cache entries read for\n"
+        "one; both averaged over layers and heads, and how many times fewer than dense.\n",
         highlight=False,
     )
     window_wins = False
@@ -304,13 +307,19 @@ def tell_a_story(console: Console, model: dms_jax.LanguageModel, page_size: int)
     """Generates a new story from the compressed cache, as it is written."""
     prompt = "Once upon a time, there was a little dog who"
     console.print(f"\n[bold]A new story from the compressed cache[/bold]\n{prompt} ...")
+
+    def write(update: Update) -> None:
+        console.print(update.text, end="", markup=False, soft_wrap=True)
+
     out = dms_jax.generate(
         model,
         [prompt],
         sampling=dms_jax.Sampling(temperature=0.7, top_p=0.9, max_new_tokens=300, seed=3),
         page_size=page_size,
-        on_tokens=lambda update: console.print(update.text, end="", markup=False, highlight=False),
+        on_tokens=write if console.is_terminal else None,
     )
+    if not console.is_terminal:
+        console.print(textwrap.fill(out.texts[0], 78), markup=False)
     usage = out.usage
     console.print(
         f"\n\n{usage.prompt_tokens + usage.new_tokens} tokens, {usage.live_tokens:.0f} live at the "
