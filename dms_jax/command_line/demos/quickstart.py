@@ -383,7 +383,7 @@ def main(config: Config) -> list[Row]:
     write_json(config.out / "results.json", results)
     console.print(
         f"Training {seconds:.0f} s, this part {results['total_seconds']:.0f} s. Look at\n"
-        f"  {config.out / 'evictions.html'}  which head keeps which token (open in a browser)\n"
+        f"  {config.out / 'evictions.html'}  in a browser: which head keeps what\n"
         f"  {config.out / 'figure.png'}\n  {config.out / 'results.json'}\n"
     )
     return bench.rows

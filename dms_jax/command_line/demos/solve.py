@@ -58,14 +58,19 @@ def main(config: Config) -> dict[str, Result]:
         "dense": dms_jax.load(config.dense or assets.path("reasoner-11m"), dtype="float32"),
         "DMS": dms_jax.load(config.compressed or assets.path("reasoner-11m-dms"), dtype="float32"),
     }
-    console.print(f"dense: {models['dense'].policy}\nDMS:   {models['DMS'].policy}\n")
+    count = config.problems * len(TASKS)
+    console.print(
+        f"[bold]{count} problems[/bold] for reasoner-11m, with its whole cache (dense), then "
+        "with DMS;\nthe first steps of each compile"
+    )
     results = {
         name: evaluate(
             model,
             TASKS,
-            problems=config.problems * len(TASKS),
+            problems=count,
             sampling=dms_jax.Sampling(temperature=config.temperature, max_new_tokens=500),
             seed=config.seed,
+            progress=console.is_terminal,
         )
         for name, model in models.items()
     }
