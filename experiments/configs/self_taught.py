@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import dms_jax
 from dms_jax import DMS, assets, recipes
+from dms_jax.command_line.options import SHIPPED, read_options
 from dms_jax.evaluation import Chat
 from dms_jax.model.low_rank import LowRank
 from dms_jax.training import Recipe
 from dms_jax.training.parameters import Trained
-from experiments.shared.options import SHIPPED, read_options
 
 EVICTING, UPDATES = DMS(), LowRank()
 RECIPE = recipes.dms_self_taught()

@@ -21,12 +21,12 @@ import tarfile
 import time
 
 import dms_jax
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import FAILED, run
 from experiments.reproduction.curve.jobs import check_settings, read_config, write_config
 from experiments.reproduction.curve.page import write_pages
 from experiments.reproduction.curve.plan import Config, Paths, jobs
 from experiments.reproduction.processes import run_workers
-from experiments.shared.command_line import FAILED, run
-from experiments.shared.reports import make_folder
 
 JOBS = "experiments.reproduction.curve.jobs"
 _PART_BYTES = 15_000_000

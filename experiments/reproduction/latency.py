@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from dms_jax.analysis.latency import cache_bytes, step, weight_bytes
+from dms_jax.command_line.reports import make_place, write_json
+from dms_jax.command_line.running import command, run
 from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES
-from experiments.shared.command_line import command, run
-from experiments.shared.reports import make_place, write_json
 
 NAMES = {"h100": "H100", "h200": "H200", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e"}
 RATIOS = {1: "tab:gray", 4: "tab:orange", 8: "tab:blue"}

@@ -20,14 +20,14 @@ import tarfile
 import time
 
 import dms_jax
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import FAILED, run
 from experiments.reproduction.claims.jobs import check_settings, read_config, write_config
 from experiments.reproduction.claims.page import write_pages
 from experiments.reproduction.claims.plan import Paths, jobs
 from experiments.reproduction.claims.settings import Config
 from experiments.reproduction.first_curve import split
 from experiments.reproduction.processes import run_workers
-from experiments.shared.command_line import FAILED, run
-from experiments.shared.reports import make_folder
 
 JOBS = "experiments.reproduction.claims.jobs"
 _PART_BYTES = 15_000_000

@@ -3,9 +3,9 @@
 import shlex
 from typing import Any
 
+from dms_jax.command_line.options import SHIPPED
 from dms_jax.evaluation import percent
 from experiments.configs.self_taught import SelfTaught
-from experiments.shared.options import SHIPPED
 
 
 def write_page(config: SelfTaught, results: dict[str, Any]) -> None:
@@ -33,14 +33,14 @@ def commands(config: SelfTaught, results: dict[str, Any]) -> list[tuple[str, str
     if not config.adapter_only:
         of_model = ["--model", result]
     chat = [] if results["judge"] is None or config.chat == "no" else ["--chat"]
-    try_it = ["python", "-m", "experiments.generate", "Once upon a time", *of_model]
+    try_it = ["dms-jax", "generate", "Once upon a time", *of_model]
     found = [
         ("The same run, or the rest of it", results["provenance"]["command"]),
         ("An answer from the small cache", shlex.join(try_it)),
     ]
     if results["judge"] is not None:
         given = ["--task", results["judge"], "--task-options", "path=test.jsonl", *chat]
-        measured = ["python", "-m", "experiments.evaluate", *of_model, *given]
+        measured = ["dms-jax", "evaluate", *of_model, *given]
         found.append(("Accuracy on a file of problems of its own", shlex.join(measured)))
     elif config.adapter_only:
         base = f"dms_jax.assets.path({config.model!r})" if config.model in SHIPPED else None

@@ -12,6 +12,7 @@ import pytest
 
 import dms_jax
 from dms_jax.cache.accounting import Usage
+from dms_jax.command_line.running import run
 from dms_jax.evaluation.journal import Journal
 from dms_jax.generation import Completion
 from dms_jax.model.low_rank import LowRank, low_rank_of
@@ -20,7 +21,6 @@ from experiments.configs.self_taught import PRESETS, SelfTaught
 from experiments.self_taught import questions as reading
 from experiments.self_taught import running
 from experiments.self_taught.answering import choose
-from experiments.shared.command_line import run
 
 _, STORIES = PRESETS["self-taught-stories260k"]
 TINY = dataclasses.replace(

@@ -9,6 +9,7 @@ import numpy as np
 
 import dms_jax
 from dms_jax import assets
+from dms_jax.command_line.comparison.systems import limit_for
 from dms_jax.evaluation import Serving, evaluate, percent
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
@@ -230,16 +231,6 @@ def policy_at(system: str, lengths: np.ndarray, peak: float) -> Policy:
     if system == "TOVA":
         return dms_jax.TOVA(budget=max(limit - 1, 1))  # the current token comes on top
     return dms_jax.StreamingLLM(budget=max(limit, 5))
-
-
-def limit_for(lengths: np.ndarray, peak: float) -> int:
-    """The limit whose mean of min(length, limit) comes closest to `peak`.
-
-    # In: [10, 20, 30], 15   Out: 17, for (10 + 17 + 17) / 3 = 14.7; 18 gives 15.3, no closer
-    """
-    limits = np.arange(1, int(lengths.max()) + 1)
-    means = np.minimum(lengths[:, None], limits).mean(0)
-    return int(limits[np.abs(means - peak).argmin()])
 
 
 def worker(root: str, deadline: float) -> None:
