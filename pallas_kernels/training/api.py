@@ -9,11 +9,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
 from pallas_kernels.training import reference
 from pallas_kernels.training.inputs import Inputs
+
+# Name of the outputs and log-sum-exps, for policies of `jax.checkpoint` that keep them.
+KEPT = "retrofit_attention"
 
 FORWARD = Operation(
     "retrofit_attention",
@@ -41,6 +45,7 @@ def _attend(inputs, window, scale, implementation):
 
 def _attend_forward(inputs, window, scale, implementation):
     output, lse2 = FORWARD(implementation, inputs, window=window, scale=scale)
+    output, lse2 = checkpoint_name(output, KEPT), checkpoint_name(lse2, KEPT)
     return output, (inputs, output, lse2)
 
 
