@@ -14,12 +14,10 @@ The axis `model` is left to the partitioner.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -71,31 +69,26 @@ class Shards:
     def map(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `function` over shards of the sequences, with its sums over all of them.
 
-        The function takes (trained, constants, passes, places, ...) and returns the gradients of
-        the trained parameters and other sums. Passes and places are [A, B, ...]; what comes after
-        them is the same for all shards.
+        The function takes (trained, frozen, teacher, passes, places, ...) and returns the gradients
+        of the trained parameters and other sums. Passes and places are [A, B, ...]; what comes
+        after them is the same for all shards.
         """
         if not self.over_data:
             return function
 
-        def mapped(trained, constants, passes, places, *rest):
-            specs = functools.partial(jax.tree.map, lambda _: PartitionSpec())
+        def mapped(*arguments):
+            trained, frozen, teacher, *rest = arguments
+            parameters = [self._specs(arrays) for arrays in (trained, frozen, teacher)]
+            sequences = [PartitionSpec(None, sharding.DATA)] * 2
             mesh = next(iter(self.places.values())).mesh
-            sequences = jax.tree.map(
-                lambda _: PartitionSpec(None, sharding.DATA), (passes, places)
-            )
-            frozen, teacher = self._specs(constants.frozen), self._specs(constants.teacher)
-            of_constants = dataclasses.replace(constants, frozen=frozen, teacher=teacher)
-            of_trained = self._specs(trained)
-            # A kernel takes whole arrays, so an axis of one device is not left to the partitioner.
-            axes = {name for name in mesh.axis_names if mesh.shape[name] == 1} | {sharding.DATA}
             return jax.shard_map(
                 summed,
-                in_specs=(of_trained, of_constants, *sequences, *(specs(x) for x in rest)),
-                out_specs=(of_trained, PartitionSpec()),
-                axis_names=axes,
+                in_specs=(*parameters, *sequences, *[PartitionSpec()] * (len(rest) - 2)),
+                out_specs=(parameters[0], PartitionSpec()),
+                # A kernel takes whole arrays, so an axis of one device is not left for later.
+                axis_names={sharding.DATA} | {name for name, size in mesh.shape.items() if size == 1},
                 check_vma=False,
-            )(trained, constants, passes, places, *rest)
+            )(*arguments)
 
         def summed(*arguments):
             gradient, others = function(*arguments)

@@ -163,8 +163,8 @@ def make_gradients(
         )
         return result, matrix.T if "lm_head" in arrays else matrix
 
-    def pass_loss(trained, constants: Constants, sequences: Passes, schedule, keys, weights):
-        current = constants.frozen | trained
+    def pass_loss(trained, frozen, own_teacher, sequences: Passes, schedule, keys, weights):
+        current = frozen | trained
         relaxation = None
         if policy.retrofit.possible:
             relaxation = Relaxation(noise_keys=keys, neuron_scale=schedule.neuron_scale)
@@ -176,7 +176,7 @@ def make_gradients(
             parameter = parameter.T
         teacher = None
         if recipe.loss == "distillation":
-            original = jax.lax.stop_gradient(current | constants.teacher)
+            original = jax.lax.stop_gradient(current | own_teacher)
             taught, own_matrix = forward(original, rebuild_teacher, Vanilla(), sequences)
             teacher = losses.Head(jax.lax.stop_gradient(taught.hidden), own_matrix)
         sums = losses.token_losses(
@@ -207,14 +207,14 @@ def make_gradients(
         loss = parts[main] + parts["compression_loss"]
         return loss, {"loss": loss, **parts}
 
-    def of_shard(trained, constants, passes: Passes, places, schedule, key, weights):
+    def of_shard(trained, frozen, teacher, passes: Passes, places, schedule, key, weights):
         """Returns the sums over all passes of one shard's sequences."""
 
         def one_pass(sequences, places):
             fold = jax.vmap(functools.partial(jax.random.fold_in, key))
             keys = None if key is None else fold(places)
             (_, parts), gradient = jax.value_and_grad(pass_loss, has_aux=True)(
-                trained, constants, sequences, schedule, keys, weights
+                trained, frozen, teacher, sequences, schedule, keys, weights
             )
             return gradient, parts
 
@@ -242,7 +242,9 @@ def make_gradients(
             jnp.asarray(1 / (num_passes * num_sequences), wide),
         )
         places = jnp.arange(num_passes * num_sequences).reshape(num_passes, num_sequences)
-        return shards.map(of_shard)(trained, constants, passes, places, schedule, key, weights)
+        return shards.map(of_shard)(
+            trained, constants.frozen, constants.teacher, passes, places, schedule, key, weights
+        )
 
     return gradients
 
