@@ -190,7 +190,9 @@ def _sharded_attention(q, k, v, bias, segment_ids, *, window: int, scale: float)
         attend,
         in_specs=(heads, heads, heads, PartitionSpec(data, model), PartitionSpec(data)),
         out_specs=heads,
-        axis_names={name for name in (sharding.DATA, sharding.MODEL) if not sharding.in_shards(name)},
+        axis_names={
+            name for name in (sharding.DATA, sharding.MODEL) if not sharding.in_shards(name)
+        },
         check_vma=False,
     )
     return mapped(q, k, v, bias, segment_ids)
@@ -211,7 +213,7 @@ def _split_heads(tokens: Tokens) -> Tokens:
 def _repeats(num_heads: int, num_kv_heads: int) -> int:
     """Returns how often each KV head is repeated, each for a part of its query heads.
 
-    # 2 KV heads of 4 query heads each, over 4 devices  Out: 2, so that each device has 2 query heads
+    # 2 KV heads of 4 query heads, over 4 devices  Out: 2, so that each device has 2 query heads
     """
     devices = sharding.axis_size(sharding.MODEL)
     repeats = devices // math.gcd(devices, num_kv_heads)

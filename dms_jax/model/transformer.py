@@ -28,7 +28,6 @@ from dms_jax.policies.base import Policy, check_adapter
 from dms_jax.policies.values import Chunk, Decisions, PolicyState, Static, Tokens
 from pallas_kernels.training.api import KEPT as ATTENTION_OUTPUTS
 
-
 # What the backward pass recomputes of a layer: nothing; everything but the outputs of attention;
 # everything. The less it recomputes, the more memory each token takes.
 Remat = Literal["nothing", "all_but_attention", "everything"]

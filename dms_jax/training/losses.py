@@ -121,9 +121,7 @@ def token_losses(
         )
         for x in matrices
     ]
-    positions = _Positions(
-        None if teacher is None else teacher.hidden, targets, mask, target_mask
-    )
+    positions = _Positions(None if teacher is None else teacher.hidden, targets, mask, target_mask)
     settings = _Settings(direction, min(chunk, length))
     return _losses(settings, student.hidden, student.parameter, matrices, positions)
 

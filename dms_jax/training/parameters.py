@@ -41,7 +41,7 @@ def _named(transformer: Transformer) -> list[tuple[str, nnx.Param]]:
 
 def parameters(transformer: Transformer) -> Parameters:
     """Returns the parameters by name."""
-    return {name: param[...] for name, param in _named(transformer)}
+    return {name: param.get_value() for name, param in _named(transformer)}
 
 
 def rebuilder(transformer: Transformer) -> Rebuild:
@@ -57,7 +57,7 @@ def shardings(
     """Returns the sharding of each parameter on a mesh.
 
     Only the model's matrices are split over `data`. Norms, biases, adapters and low-rank factors
-    are small, and to gather each of them in every layer would take longer than their sum at the end.
+    are small: to gather each of them in every layer would take longer than one sum at the end.
     """
     small = rules | {"embed": None, "head_dim": None}
     return {

@@ -9,7 +9,8 @@ and each collective of FSDP is one that is written here or in `dms_jax.sharding`
     embedding                never gathered: hidden states are exchanged (`layers.look_up`)
     norms, biases, adapters  on every device; gradients summed once a step
 
-so that the bytes of a device depend on its own tokens, and not on how many devices there are.
+so that the bytes of a device depend on its own tokens, and not on how many devices there are. Where
+memory allows, a step of several passes gathers the layers once, and reduces their gradients once.
 The axis `model` is left to the partitioner.
 """
 
@@ -33,9 +34,12 @@ class Shards:
 
     Attributes:
       places: the sharding of each parameter; empty on one device.
+      whole_layers: whether every device holds all layers, and their gradients, during a step of
+        several passes.
     """
 
     places: Mapping[str, NamedSharding]
+    whole_layers: bool = False
 
     @property
     def over_data(self) -> bool:
@@ -52,6 +56,25 @@ class Shards:
         """Returns a parameter in the type of the passes, as a constant, from its shards."""
         array, axis = jax.lax.stop_gradient(arrays[name]), self.axis(name)
         return array.astype(dtype) if axis is None else sharding.gather(array, axis, dtype)
+
+    def gather_layers(self, arrays: Mapping[str, jax.Array], dtype: Any) -> dict[str, jax.Array]:
+        """Returns the parameters with whole matrices of all layers in the type of the passes."""
+        return {
+            name: sharding.gather(x, axis, dtype) if self._of_layers(name) else x
+            for name, x in arrays.items()
+            for axis in [self.axis(name) or 0]
+        }
+
+    def scatter_layers(self, gradient: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the gradient with this device's shards of the sums of whole matrices."""
+        return {
+            name: sharding.scatter(x, axis) if self._of_layers(name) else x
+            for name, x in gradient.items()
+            for axis in [self.axis(name) or 0]
+        }
+
+    def _of_layers(self, name: str) -> bool:
+        return name.startswith(_LAYERS) and self.axis(name) is not None
 
     def gather_layer(self, layer: Layer, dtype: Any) -> Layer:
         """Returns a layer with whole matrices in the type of the passes."""
@@ -86,7 +109,8 @@ class Shards:
                 in_specs=(*parameters, *sequences, *[PartitionSpec()] * (len(rest) - 2)),
                 out_specs=(parameters[0], PartitionSpec()),
                 # A kernel takes whole arrays, so an axis of one device is not left for later.
-                axis_names={sharding.DATA} | {name for name, size in mesh.shape.items() if size == 1},
+                axis_names={sharding.DATA}
+                | {name for name, size in mesh.shape.items() if size == 1},
                 check_vma=False,
             )(*arguments)
 

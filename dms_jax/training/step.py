@@ -148,39 +148,56 @@ def make_gradients(
     rebuild_teacher = rebuild if rebuild_teacher is None else rebuild_teacher
     shards = Shards({}) if shards is None else shards
 
-    def forward(arrays: Parameters, rebuild, policy, sequences: Passes, **options: Any):
-        """Runs a model of shards; returns the result and the whole output matrix."""
-        dtype = jnp.dtype(recipe.compute_dtype or arrays["embedding"].dtype)
-        matrix = shards.whole(arrays, "lm_head" if "lm_head" in arrays else "embedding", dtype)
-        model = rebuild(arrays | {"embedding": arrays["embedding"].astype(dtype)})
-        result = model(
+    def pass_dtype(arrays: Parameters) -> Any:
+        return jnp.dtype(recipe.compute_dtype or arrays["embedding"].dtype)
+
+    def hidden_states(arrays: Parameters, rebuild, policy, sequences: Passes, **options: Any):
+        model = rebuild(arrays | {"embedding": arrays["embedding"].astype(pass_dtype(arrays))})
+        return model(
             sequences.tokens,
             policy,
             segment_ids=sequences.segment_ids,
             unroll=recipe.unroll,
-            prepare=functools.partial(shards.gather_layer, dtype=dtype) if shards.over_data else None,
             **options,
         )
-        return result, matrix.T if "lm_head" in arrays else matrix
 
-    def pass_loss(trained, frozen, own_teacher, sequences: Passes, schedule, keys, weights):
+    def output_head(arrays: Parameters, hidden: Array, parameter: Parameters | None = None):
+        """Returns what logits are made from; their gradient goes to `parameter`, if it is there."""
+        name = "lm_head" if "lm_head" in arrays else "embedding"
+        matrix = shards.whole(arrays, name, hidden.dtype)
+        trained = (parameter or {}).get(name)
+        if name == "lm_head":
+            matrix, trained = matrix.T, None if trained is None else trained.T
+        return losses.Head(hidden, matrix, trained)
+
+    def pass_loss(trained, frozen, own_teacher, sequences: Passes, schedule, keys, rest):
+        weights, together = rest
         current = frozen | trained
-        relaxation = None
+        relaxation, prepare = None, None
         if policy.retrofit.possible:
             relaxation = Relaxation(noise_keys=keys, neuron_scale=schedule.neuron_scale)
-        result, matrix = forward(
-            current, rebuild, policy, sequences, relaxation=relaxation, remat=recipe.remat
+        if shards.over_data and not together:
+            prepare = functools.partial(shards.gather_layer, dtype=pass_dtype(current))
+        result = hidden_states(
+            current,
+            rebuild,
+            policy,
+            sequences,
+            relaxation=relaxation,
+            remat=recipe.remat,
+            prepare=prepare,
         )
-        parameter = trained.get("embedding" if "lm_head" not in current else "lm_head")
-        if parameter is not None and "lm_head" in current:
-            parameter = parameter.T
+        head = output_head(current, result.hidden, parameter=trained)
         teacher = None
         if recipe.loss == "distillation":
             original = jax.lax.stop_gradient(current | own_teacher)
-            taught, own_matrix = forward(original, rebuild_teacher, Vanilla(), sequences)
-            teacher = losses.Head(jax.lax.stop_gradient(taught.hidden), own_matrix)
+            taught = hidden_states(
+                original, rebuild_teacher, Vanilla(), sequences, prepare=prepare
+            ).hidden
+            taught = jax.lax.stop_gradient(taught)
+            teacher = output_head(original, taught) if own_teacher else head.replace(hidden=taught)
         sums = losses.token_losses(
-            losses.Head(result.hidden, matrix, parameter),
+            head,
             teacher,
             targets=jnp.roll(sequences.tokens, -1, axis=-1),
             mask=sequences.distillation_mask(recipe.distillation_positions),
@@ -209,14 +226,19 @@ def make_gradients(
 
     def of_shard(trained, frozen, teacher, passes: Passes, places, schedule, key, weights):
         """Returns the sums over all passes of one shard's sequences."""
+        together = shards.whole_layers and len(places) > 1
+        dtype = pass_dtype(frozen | trained)
+        whole = [trained, frozen, teacher]
+        if together:
+            whole = [shards.gather_layers(arrays, dtype) for arrays in whole]
 
         def one_pass(sequences, places):
             fold = jax.vmap(functools.partial(jax.random.fold_in, key))
             keys = None if key is None else fold(places)
             (_, parts), gradient = jax.value_and_grad(pass_loss, has_aux=True)(
-                trained, frozen, teacher, sequences, schedule, keys, weights
+                *whole, sequences, schedule, keys, (weights, together)
             )
-            return gradient, parts
+            return jax.tree.map(lambda x, like: x.astype(like.dtype), gradient, trained), parts
 
         def take(index) -> tuple[Passes, Array]:
             return jax.tree.map(lambda x: x[index], (passes, places))
@@ -230,7 +252,8 @@ def make_gradients(
         def add(total, index):
             return jax.tree.map(jnp.add, total, one_pass(*take(index))), None
 
-        return jax.lax.scan(add, zeros, jnp.arange(len(places)))[0]
+        (gradient, parts), _ = jax.lax.scan(add, zeros, jnp.arange(len(places)))
+        return (shards.scatter_layers(gradient) if together else gradient), parts
 
     def gradients(trained, constants, passes: Passes, schedule, key):
         num_passes, num_sequences, _ = passes.tokens.shape

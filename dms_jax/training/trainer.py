@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from dms_jax import sharding
 from dms_jax.data.batches import Batch
+from dms_jax.devices import data_sheet
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.transformer import Transformer
@@ -43,6 +44,7 @@ from dms_jax.training.step import (
     make_step,
 )
 from dms_jax.training.throughput import layer_parameters, peak_operations, token_operations
+from pallas_kernels.training.api import load_kernels
 
 
 def _student(
@@ -78,6 +80,7 @@ class Trainer:
     def __init__(
         self, model: LanguageModel, policy: Policy, recipe: Recipe, seed: int, mesh: Mesh | None
     ):
+        load_kernels()
         self._policy, self._mesh = policy, mesh
         self._device = next(iter(model.transformer.embedding[...].devices()))
         trained_parts = recipe.trained_for(policy)
@@ -121,7 +124,7 @@ class Trainer:
             policy,
             recipe,
             rebuild_teacher=rebuild_teacher,
-            shards=None if mesh is None else Shards(self._places),
+            shards=None if mesh is None else self._shards(arrays),
         )
         kept = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self._step = jax.jit(
@@ -142,6 +145,16 @@ class Trainer:
         if self._mesh is None:
             return dict.fromkeys(parameters(transformer), self._everywhere)
         return shardings(transformer, self._mesh, sharding.TRAINING_RULES)
+
+    def _shards(self, arrays: Parameters) -> Shards:
+        """Returns the layout; devices hold all layers in a step where that takes little of them."""
+        assert self._mesh is not None
+        layers = sum(x.size for name, x in arrays.items() if name.startswith("layers."))
+        own = sum(x.size for name, x in self._initial.items() if name.startswith("layers."))
+        # In bfloat16, with a teacher beside what is trained, and its gradients in float32.
+        needed = (2 * layers + 6 * own) / self._mesh.shape[sharding.MODEL]
+        device = data_sheet(self._mesh.devices.flat[0].device_kind)
+        return Shards(self._places, device is not None and needed < device.memory / 8)
 
     def _place(self, arrays: Parameters) -> Parameters:
         return {name: jax.device_put(x, self._places[name]) for name, x in arrays.items()}

@@ -154,7 +154,7 @@ def recipe_of(case: Case) -> Recipe:
 
 
 def batch_of(case: Case, vocab_size: int) -> dict[str, np.ndarray]:
-    """Returns the random sequences of a pass, packed from documents of 100 to 1,000 tokens or not."""
+    """Returns the random sequences of a pass, or packed documents of 100 to 1,000 tokens."""
     random = np.random.default_rng(0)
     shape = (case.sequences * case.data, case.length)
     batch = {

@@ -1,7 +1,6 @@
 """The transformer over whole sequences: against NumPy, packed, recomputed, replayed."""
 
 import functools
-
 from typing import get_args
 
 import chex

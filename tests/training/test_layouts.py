@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from dms_jax.devices import DEVICES
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.low_rank import LowRank
 from dms_jax.sharding import make_mesh
+from dms_jax.training import trainer as library
 from dms_jax.training.recipe import Stage
 from dms_jax.training.trainer import Trainer
 from tests.support.models import random_model, random_tokens, tiny_config
@@ -31,17 +33,22 @@ def batches():
     return {"tokens": tokens, "loss_mask": mask, "segment_ids": ids}
 
 
-def trained(mesh, passes, **options):
+def trained(mesh, passes, trainable):
     """Returns the metrics of a few steps and Adam's first moment, which is linear in gradients."""
     with jax.enable_x64(True), jax.set_mesh(mesh):
         model = LanguageModel(random_model(CONFIG, adapter=True))
-        options = recipe(STAGE, batch_size=SEQUENCES, remat="all_but_attention", **options)
+        options = recipe(
+            STAGE,
+            batch_size=SEQUENCES,
+            remat="all_but_attention",
+            trainable=trainable,
+            low_rank=LowRank(rank=2),
+        )
         trainer = Trainer(model, EAGER, options, seed=0, mesh=mesh)
         whole, records = batches(), []
         size = SEQUENCES // passes
         split = [
-            {key: x[at : at + size] for key, x in whole.items()}
-            for at in range(0, SEQUENCES, size)
+            {key: x[at : at + size] for key, x in whole.items()} for at in range(0, SEQUENCES, size)
         ]
         for step in range(STEPS):
             records.append(jax.device_get(trainer.step(split, options.progress(step, EAGER))))
@@ -51,22 +58,24 @@ def trained(mesh, passes, **options):
 
 @functools.cache
 def alone(trainable):
-    return trained(make_mesh(1, 1), 1, trainable=trainable, low_rank=LowRank(rank=2))
+    return trained(make_mesh(1, 1), 1, trainable)
 
 
 @pytest.mark.parametrize(
-    ("data", "model", "passes", "trainable"),
+    ("data", "model", "passes", "trainable", "together"),
     [
-        (8, 1, 2, "all"),
-        (4, 2, 1, "all"),
-        (2, 4, 4, "all"),
-        (1, 8, 1, "all"),  # twice as many devices as KV heads
-        (8, 1, 1, "low_rank"),
+        (8, 1, 2, "all", True),
+        (4, 2, 1, "all", False),
+        (2, 4, 4, "all", False),
+        (1, 8, 1, "all", False),  # twice as many devices as KV heads
+        (8, 1, 1, "low_rank", False),
     ],
 )
-def test_a_layout_changes_nothing(data, model, passes, trainable):
-    options = dict(trainable=trainable, low_rank=LowRank(rank=2))
-    records, arrays = trained(make_mesh(data, model), passes, **options)
+def test_a_layout_changes_nothing(data, model, passes, trainable, together, monkeypatch):
+    """Neither do passes, nor whether a step gathers the layers once or in every pass."""
+    if together:
+        monkeypatch.setattr(library, "data_sheet", lambda kind: DEVICES["h200"])
+    records, arrays = trained(make_mesh(data, model), passes, trainable)
     expected, others = alone(trainable)
     assert 0.01 < expected[-1]["evicted"] < 0.9
     chex.assert_trees_all_close(records, expected, rtol=1e-9, atol=1e-14)
