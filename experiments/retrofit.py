@@ -44,7 +44,7 @@ def main(config: Config | SelfTaught) -> None:
         f"{recipe.compression_ratio:g}, {policy}"
     )
     dms_jax.retrofit(
-        dms_jax.load(config.model, mesh=mesh, adapter=config.adapter),
+        dms_jax.load(config.model, mesh=mesh, adapter=config.adapter, for_training=True),
         policy,
         recipe=recipe,
         data=config.make_data(),

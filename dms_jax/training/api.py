@@ -136,7 +136,7 @@ def train(
             if directory is not None:
                 path = directory.path / "model"
                 save(result, policy, path, adapter_only=run.adapter_only)
-            return result
+            return result.place()
     finally:
         if directory is not None:
             directory.close()

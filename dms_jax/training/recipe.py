@@ -15,6 +15,7 @@ from dms_jax.checks import (
     require,
 )
 from dms_jax.model.low_rank import LowRank
+from dms_jax.model.transformer import Remat
 from dms_jax.policies import Policy
 from dms_jax.training import schedules
 from dms_jax.training.compression import Prior, Regulariser
@@ -141,7 +142,8 @@ class Recipe(Options):
       clip: largest global norm of the gradient.
       compute_dtype: dtype of the passes; None for that of the parameters. Parameters, gradients
         and optimizer state are always in at least float32.
-      remat: whether to recompute each layer in the backward pass, to save memory.
+      remat: what the backward pass computes again of each layer: "nothing", which takes the most
+        memory; "all_but_attention", which keeps the outputs of attention; or "everything".
       unroll: whether to unroll the loop over layers: faster for small models, slower to compile.
       packing: how documents are packed into sequences (`dms_jax.data.batches`).
       ignore_end_token: whether the model's end tokens are left out of the loss, also where the
@@ -171,7 +173,7 @@ class Recipe(Options):
     weight_decay: NotNegative = 0.0
     clip: Positive = 1.0
     compute_dtype: Literal["bfloat16", "float32"] | None = "bfloat16"
-    remat: bool = True
+    remat: Remat = "all_but_attention"
     unroll: bool = False
     packing: Literal["concatenate", "concatenate_whole", "first_fit"] = "concatenate"
     ignore_end_token: bool = False

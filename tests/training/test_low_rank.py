@@ -228,7 +228,7 @@ def test_a_run_that_writes_adapters_alone(tmp_path, trainable):
 
 def test_in_bfloat16_the_factors_stay_wide():
     model = language_model(dtype=jnp.bfloat16)
-    options = dataclasses.replace(LOW_RANK, compute_dtype="bfloat16", remat=True)
+    options = dataclasses.replace(LOW_RANK, compute_dtype="bfloat16", remat="everything")
     result = retrofit(model, EAGER, recipe=options, **COMMON)
     for name, x in parameters(result.transformer).items():
         wide = is_adapter(name) or is_low_rank(name)

@@ -69,7 +69,7 @@ class Lessons:
             trainable="all",
             weight_decay=self.weight_decay,
             compute_dtype="bfloat16" if model.dtype == "bfloat16" else None,
-            remat=False,
+            remat="nothing",
             unroll=jax.default_backend() != "cpu",
             **options,
         )

@@ -131,7 +131,7 @@ class Worker(Queue[Paths]):
             batch_size=config.batch_size,
             micro_batch_size=config.micro_batch_size,
             weight_decay=0.1,
-            remat=False,
+            remat="nothing",
             unroll=True,
             packing="first_fit",
             **changes,
