@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dms_jax import sharding
+from dms_jax.cache.pages import few_sizes
 from dms_jax.checks import Count, CountOnDevice, Positive, Ratio, check, show
 from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES, Device
@@ -196,7 +197,7 @@ def pool_pages(
     # Prompts that are cut afterwards are in the pool in full until then.
     limit = policy.footprint(max_tokens, page_size=page_size).at_most
     slots = max_tokens if limit is None or policy.shrinks else min(limit, max_tokens)
-    needed = num_lanes * rows * _few_sizes(math.ceil(slots / page_size))
+    needed = num_lanes * rows * few_sizes(math.ceil(slots / page_size))
     free, total = (shards * size for size in _device_memory(model))
     beside = num_lanes * lane_bytes(config, max_tokens, page_size)
     if beside > free:
@@ -245,15 +246,6 @@ def out_of_memory(error: BaseException) -> bool:
 
 def _gigabytes(size: float | int) -> str:
     return f"{size / 1e9:.4g} GB"
-
-
-def _few_sizes(pages: int) -> int:
-    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ... to keep the number of compiled shapes small.
-
-    # In: 5, 7, 9, 100  Out: 6, 8, 12, 128
-    """
-    power = 1 << max(pages - 1, 0).bit_length()
-    return 3 * power // 4 if pages <= 3 * power // 4 else power
 
 
 def _device_memory(model: LanguageModel) -> tuple[float, float]:
