@@ -12,6 +12,7 @@ Nobody whom you do not trust may be able to write there: what is found is run.
 """
 
 import contextlib
+import importlib
 import logging
 import os
 import pathlib
@@ -35,7 +36,15 @@ _compiled: list[float] = []  # seconds of every program of this process
 _listening = threading.Event()
 
 
-def keep_compiled() -> None:
+def prepare() -> None:
+    """Call this before the first program is traced."""
+    # It adds a setting to jax on which every program depends: what was traced before this import,
+    # which tracing the kernels of a model would cause, is compiled once more when it is next used.
+    importlib.import_module("jax.experimental.pallas.tpu")
+    _keep_compiled()
+
+
+def _keep_compiled() -> None:
     """Has jax keep compiled programs on disk, unless the user decided about it; see the module."""
     asked = os.environ.get(SWITCH, "")
     if asked.lower() in ("off", "no", "false", "0") or jax.config.jax_compilation_cache_dir:

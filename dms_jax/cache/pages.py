@@ -154,22 +154,22 @@ class PageAllocator:
         pad = [(0, 0)] * 3 + [(0, width - self.table.shape[-1])]
         return np.pad(self.table, pad, constant_values=self.no_page)
 
-    def few_widths(self, most: int) -> int:
-        """Returns the narrowest of a few widths that holds every row: 16, 64, 256, ... and `most`.
-
-        Rows of more pages than that, which were not planned, take powers of two.
-        """
-        widest, most = int(self.reserved.max(initial=1)), few_sizes(most)
-        if widest > most:
-            return 1 << (widest - 1).bit_length()
-        width = 16
-        while width < widest:
-            width *= 4
-        return most if 2 * width >= most else width
-
     def _widen(self, width: int) -> None:
         if width > self.table.shape[-1]:
             self.table = np.array(self.table_of_width(max(width, 2 * self.table.shape[-1])))
+
+
+def few_widths(widest: int, most: int) -> int:
+    """Returns the narrowest of a few widths for rows of `widest` pages: 16, 64, 256, ..., `most`.
+
+    Rows of more pages than that, which were not planned, take powers of two.
+    """
+    if widest > most:
+        return 1 << (widest - 1).bit_length()
+    width = 16
+    while width < widest:
+        width *= 4
+    return most if 2 * width >= most else width
 
 
 def few_sizes(pages: int) -> int:

@@ -12,6 +12,7 @@ Every shape is a program to compile, so prompts of any number and length run in 
 import dataclasses
 import functools
 from collections.abc import Container, Mapping
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -37,7 +38,7 @@ class Shapes:
         narrow = tuple(width for width in (chunk // 4, chunk // 16) if width >= _NARROWEST)
         return cls((chunk, *narrow), tokens, num_lanes)
 
-    def next_batch(self, left: Mapping[int, int]) -> tuple[list[int], int, int]:
+    def next_batch(self, left: Mapping[Any, int]) -> tuple[list[Any], int, int]:
         """Returns the lanes that run next, and the width and the entries of their program.
 
         Args:

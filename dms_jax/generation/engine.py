@@ -18,17 +18,16 @@ import threading
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Unpack
 
-import jax
 import numpy as np
 
 from dms_jax import compilation
 from dms_jax.checks import Whole, check, show_options
-from dms_jax.errors import CapacityError, ConfigError
+from dms_jax.errors import ConfigError
 from dms_jax.generation import sharing
 from dms_jax.generation.batches import Shapes
 from dms_jax.generation.calls import keep_finished, unless_busy
 from dms_jax.generation.launched import Launched
-from dms_jax.generation.memory import out_of_memory, pool_pages
+from dms_jax.generation.memory import fits_device, pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.programs import bucket, request_keys
 from dms_jax.generation.prompts import check_call, check_list, encode_prompt
@@ -46,6 +45,7 @@ from dms_jax.generation.room import Room
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
 from dms_jax.generation.text import TextTracker
+from dms_jax.generation.warming import compile_first
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
@@ -80,7 +80,7 @@ class Engine:
         **options: Unpack[EngineKeywords],
     ):
         check_model(model)
-        compilation.keep_compiled()
+        compilation.prepare()
         self.options = EngineOptions(num_lanes, max_tokens, memory, chunk, **options)
         num_lanes, page_size = self.options.num_lanes, self.options.page_size
         self.model, self.policy = model, model.resolve_policy(policy)
@@ -112,8 +112,9 @@ class Engine:
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
         self._bases: set[int] = set()  # lanes whose sequences requests continue in copies
         self._cancelled: set[int] = set()  # indices of requests to end early
-        self._keys = np.zeros((num_lanes, *request_keys([0], [0]).shape[1:]), np.uint32)
+        self._keys = np.zeros_like(request_keys([0] * num_lanes, [0] * num_lanes))
         self._launched = Launched(self.runner)
+        self._compiled: set[Hashable] = set()  # see `compile_first`
 
     # -- public -----------------------------------------------------------------------------------
 
@@ -216,8 +217,16 @@ class Engine:
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
         waiting, self._running = collections.deque(requests), {}
         self._bases = {request.base for request in requests if request.base is not None}
+        room = fits_device(
+            "The device ran out of memory while generating. Give the cache less (memory=), or use "
+            "fewer lanes or a smaller prefill_chunk."
+        )
+        rule, end_tokens = sampling.filter, self.model.generation.eos_token_ids
+        compiled = (rule, num_steps, end_tokens, self._compiled)
         try:
-            with self.runner.working():
+            with room, self.runner.working():
+                if not any(request.seen or request.before for request in requests):
+                    compile_first(self.runner, self._shapes, requests, *compiled)
                 while waiting or self._running:
                     self._admit(waiting, sampling)
                     if awaited:
@@ -226,13 +235,6 @@ class Engine:
                     if self._running:
                         self._decode_chunk(waiting, sampling, num_steps, tracker)
                         reporter.report(self._running, waiting)
-        except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            raise CapacityError(
-                "The device ran out of memory while generating. Give the cache less (memory=), or "
-                "use fewer lanes or a smaller prefill_chunk."
-            ) from error
         finally:
             tracker.finish()
 
@@ -401,7 +403,7 @@ class Engine:
             end_tokens=self.model.generation.eos_token_ids,
             meanwhile=meanwhile,
         )
-        self._launched.last_tokens = steps.tokens[-1]
+        self._launched.decoded(steps.tokens[-1])
         record_steps(steps, self._running)
 
     def _record_peak_bytes(self) -> None:

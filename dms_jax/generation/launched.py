@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import Int, UInt32
 
 from dms_jax.generation import sharing
 from dms_jax.generation.batches import Extended
@@ -46,6 +46,17 @@ class Launched:
         for record in unread:
             record()
         self.drawn = frozenset()
+
+    def decoded(self, tokens: Int[np.ndarray, " B"]) -> None:
+        """Sets the newest tokens after a chunk of steps.
+
+        They go where the device had those before: elsewhere, programs are compiled once more.
+        """
+        before = self.last_tokens
+        if isinstance(before, jax.Array) and before.committed:
+            self.last_tokens = jax.device_put(tokens, before.sharding)
+        else:
+            self.last_tokens = tokens
 
     def prompts(self, extended: Extended, requests: Mapping[int, Request]) -> None:
         """Adds tokens that were launched to the use of the cache, when they are read.

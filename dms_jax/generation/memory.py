@@ -5,11 +5,12 @@ live slots of T tokens = (w + 1) + (1 - f)(T - w - 1)     with a fraction f evic
 time of a step >= max(bytes read / bandwidth, operations / peak)        (DMS paper, eq. 6)
 """
 
+import contextlib
 import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import jax
@@ -237,6 +238,17 @@ def lane_bytes(config: ModelConfig, max_tokens: int, page_size: int) -> int:
     """
     rows = config.num_layers * config.num_kv_heads
     return 3 * 4 * config.vocab_size + rows * (8 + 4 + 4 * math.ceil(max_tokens / page_size))
+
+
+@contextlib.contextmanager
+def fits_device(otherwise: str) -> Iterator[None]:
+    """A context whose errors of allocation on the device become CapacityError("otherwise")."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise CapacityError(otherwise) from error
 
 
 def out_of_memory(error: BaseException) -> bool:

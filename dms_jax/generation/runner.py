@@ -10,17 +10,17 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, UInt32
 
 from dms_jax import sharding
 from dms_jax.cache import PageAllocator
 from dms_jax.cache.host_values import HostRows, HostValues, Tail
+from dms_jax.cache.pages import few_sizes, few_widths
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
 from dms_jax.generation.batches import Extended, build_batch
-from dms_jax.generation.memory import out_of_memory
+from dms_jax.generation.memory import fits_device
 from dms_jax.generation.programs import Steps, bucket
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.cached_attention import in_one_pass
@@ -39,8 +39,7 @@ class Runner:
       hidden: [B, E] on the device, the hidden state of the last token that each lane has read.
       dirty: whether failed work may have left the cache inconsistent; see `working`.
 
-    The compiled page table has a few widths up to what `max_tokens` need, or `table_width`; the
-    kernels read only as far as the lengths in any case.
+    The compiled page table has a few widths up to what `max_tokens` need, or `table_width`.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class Runner:
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
             self.data_shards = sharding.axis_size(data) if data else 1
             # A subset of the lanes could be sharded over other devices than those with its pages.
-            self._fixed_lanes = sharding.axis_size(sharding.DATA) > 1
+            self.fixed_lanes = sharding.axis_size(sharding.DATA) > 1
             head_shards = sharding.axis_size(heads) if heads else 1
             self.num_shards = self.data_shards * head_shards
             pages_per_shard = num_pages // self.num_shards
@@ -145,15 +144,11 @@ class Runner:
                 value_pages if on_host else None,
                 self.model.mesh,
             )
-            try:
+            with fits_device(
+                f"The device has no room for a cache of {num_pages} pages "
+                f"({num_pages * self._page_bytes:,} bytes). Give it less (memory=)."
+            ):
                 self.cache = make()
-            except jax.errors.JaxRuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                raise CapacityError(
-                    f"The device has no room for a cache of {num_pages} pages "
-                    f"({num_pages * self._page_bytes:,} bytes). Give it less (memory=)."
-                ) from error
         self.allocator = PageAllocator(
             num_layers=config.num_layers,
             num_sequences=num_lanes,
@@ -172,7 +167,7 @@ class Runner:
                 head_dim=config.head_dim,
                 dtype=self.cache.k_pages.dtype,
             )
-        self.hidden: jax.Array = jnp.zeros((num_lanes, config.hidden_size), self.model.dtype)
+        self.hidden: Any = np.zeros((num_lanes, config.hidden_size), self.model.dtype)
         self.lengths = np.zeros((config.num_layers, num_lanes, config.num_kv_heads), np.int64)
         self.seen = np.zeros(num_lanes, np.int64)
         self._max_lengths = np.zeros(num_lanes, np.int32)
@@ -288,7 +283,7 @@ class Runner:
             num_lanes=num_lanes,
             width=width,
             entries=entries or min(bucket(len(tokens)), num_lanes),
-            fixed_lanes=self._fixed_lanes,
+            fixed_lanes=self.fixed_lanes,
             ends_prompt=ends_prompt,
         )
         held = dict.fromkeys(tokens, 0)
@@ -299,14 +294,14 @@ class Runner:
                 for lane, own in tokens.items()
             }
         table = self._table()
-        rows = None if self._fixed_lanes else batch.lanes
+        rows = None if self.fixed_lanes else batch.lanes
         # A copy in either case: the allocator changes its own while the program runs.
         table = table.copy() if rows is None else table[:, np.minimum(rows, num_lanes - 1)]
         with use_mesh(self.model.mesh):
             self.cache, hidden, live, tail = programs.extend(
                 self.model.transformer,
                 self.cache,
-                self._host_rows,
+                self.host_rows,
                 table,
                 rows,
                 batch.tokens,
@@ -338,7 +333,7 @@ class Runner:
         """Runs C decode steps in one program (pages must be reserved).
 
         Args:
-          tokens: each lane's newest token, not in the cache yet.
+          tokens: each lane's newest token (int32), not in the cache yet.
           remaining: number of tokens that each lane may still generate; 0 for an idle lane.
           keys: random key data of each lane.
           rule: sampling settings.
@@ -351,9 +346,9 @@ class Runner:
             self.cache, steps, tail = programs.decode(
                 self.model.transformer,
                 self.cache,
-                self._host_rows,
+                self.host_rows,
                 table,
-                tokens.astype(jnp.int32),
+                tokens,
                 remaining.astype(np.int32),
                 keys,
                 self.policy,
@@ -380,7 +375,7 @@ class Runner:
             self.cache, steps, tail = programs.teacher_forced_decode(
                 self.model.transformer,
                 self.cache,
-                self._host_rows,
+                self.host_rows,
                 table,
                 tokens.astype(np.int32),
                 counts.astype(np.int32),
@@ -390,17 +385,22 @@ class Runner:
         self._advance(steps.ran.sum(0), tail, table)
         return steps
 
-    def _table(self) -> np.ndarray:
-        """Returns the page table at one of a few widths, each of which is a compiled shape."""
-        limit = None if self.policy.shrinks else self._slot_limit
-        slots = self._max_tokens if limit is None else min(limit, self._max_tokens)
-        width = self.allocator.few_widths(-(-slots // self.page_size))
+    def table_width(self, slots: int) -> int:
+        """Returns the pages of a row in the compiled page table if the longest row has `slots`."""
+        widest = -(-slots // self.page_size)
         if self._table_width is not None:
-            width = max(self._table_width, int(self.allocator.reserved.max(initial=1)))
-        return self.allocator.table_of_width(width)
+            return max(self._table_width, widest)
+        limit = None if self.policy.shrinks else self._slot_limit
+        most = self._max_tokens if limit is None else min(limit, self._max_tokens)
+        return few_widths(widest, few_sizes(-(-most // self.page_size)))
+
+    def _table(self) -> np.ndarray:
+        widest = int(self.allocator.reserved.max(initial=1))
+        return self.allocator.table_of_width(self.table_width(widest * self.page_size))
 
     @property
-    def _host_rows(self) -> HostRows | None:
+    def host_rows(self) -> HostRows | None:
+        """The values in host memory as programs see them."""
         return None if self.host is None else self.host.rows
 
     def _advance(
