@@ -233,7 +233,7 @@ def pool_pages(
 def lane_bytes(config: ModelConfig, max_tokens: int, page_size: int) -> int:
     """Returns a lower bound on the bytes of a lane besides its pages and the policy's state.
 
-    These are three copies of the logits for sampling (computed, filtered, sorted) in float32, and
+    These are three copies of the logits for sampling (computed, scaled, filtered) in float32, and
     for each row its length, its reserved pages and its part of the page table on the host.
     """
     rows = config.num_layers * config.num_kv_heads
