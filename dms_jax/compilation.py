@@ -90,6 +90,6 @@ def reported(what: str) -> Iterator[None]:
                 print(line, file=sys.stderr)
 
 
-def _listen(event: str, seconds: float, **_: object) -> None:
+def _listen(event: str, duration_secs: float, **_: object) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
-        _compiled.append(seconds)
+        _compiled.append(duration_secs)

@@ -176,12 +176,12 @@ class Runner:
     @property
     def lengths(self) -> Int[np.ndarray, "L B K"]:
         """The slots in use per row after the last program; waits for it if they depend on it."""
-        if self._lengths is None:
-            self.lengths = np.asarray(self.cache.lengths).astype(np.int64)
+        lengths = self._lengths
+        if lengths is None:
+            self.lengths = lengths = np.asarray(self.cache.lengths).astype(np.int64)
             held = self.allocator.reserved * self.page_size
-            assert (self._lengths <= held).all(), "a row outgrew its reserve"
-        assert self._lengths is not None
-        return self._lengths
+            assert (lengths <= held).all(), "a row outgrew its reserve"
+        return lengths
 
     @lengths.setter
     def lengths(self, lengths: Int[np.ndarray, "L B K"]) -> None:

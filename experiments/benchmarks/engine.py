@@ -96,8 +96,8 @@ class Compilations:
         self.seconds: dict[str, list[float]] = {}
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, seconds: float, **_: Any) -> None:
-        self.seconds.setdefault(event.rsplit("/", 1)[-1], []).append(seconds)
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        self.seconds.setdefault(event.rsplit("/", 1)[-1], []).append(duration_secs)
 
     def take(self) -> dict[str, Any]:
         """Returns programs and seconds by kind since the last call."""
