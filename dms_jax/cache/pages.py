@@ -158,6 +158,28 @@ class PageAllocator:
             self.table = np.array(self.table_of_width(max(width, 2 * self.table.shape[-1])))
 
 
+def few_widths(widest: int, most: int) -> int:
+    """Returns the narrowest of a few widths for rows of `widest` pages: 16, 64, 256, ..., `most`.
+
+    Rows of more pages than that, which were not planned, take powers of two.
+    """
+    if widest > most:
+        return 1 << (widest - 1).bit_length()
+    width = 16
+    while width < widest:
+        width *= 4
+    return most if 2 * width >= most else width
+
+
+def few_sizes(pages: int) -> int:
+    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ... to keep the number of compiled shapes small.
+
+    # In: 5, 7, 9, 100  Out: 6, 8, 12, 128
+    """
+    power = 1 << max(pages - 1, 0).bit_length()
+    return 3 * power // 4 if pages <= 3 * power // 4 else power
+
+
 def _cells(
     start: Int[np.ndarray, "L B K"], end: Int[np.ndarray, "L B K"]
 ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
