@@ -30,14 +30,14 @@ import numpy as np
 
 import dms_jax
 from dms_jax.cache.accounting import Usage
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import command, run
 from dms_jax.devices import DEVICES
 from dms_jax.generation import Engine
 from dms_jax.generation.requests import Request, make_requests
 from dms_jax.model.caching import tree_bytes
 from experiments.benchmarks.decode_steps import SHAPES, random_model
 from experiments.benchmarks.kernel_timing import environment
-from dms_jax.command_line.running import command, run
-from dms_jax.command_line.reports import make_place
 
 QWEN: dict[str, Any] = dict(
     model_type="qwen2",

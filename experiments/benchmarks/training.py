@@ -24,13 +24,13 @@ import jax
 import numpy as np
 
 import dms_jax
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import command, run
 from dms_jax.config import ModelConfig
 from dms_jax.policies import DMS
 from dms_jax.training import trainer as library
 from dms_jax.training.recipe import Recipe, Stage
 from experiments.benchmarks.kernel_timing import device_events, environment
-from dms_jax.command_line.running import command, run
-from dms_jax.command_line.reports import make_place
 
 
 def llama(hidden: int, mlp: int, layers: int, head: int, **fields: Any) -> ModelConfig:
