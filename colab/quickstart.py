@@ -116,6 +116,7 @@ print(f"\n{prompts[0]}\n\n{results['DMS'].texts[0]}")
 
 # %%
 import matplotlib.pyplot as plt
+import numpy as np
 
 from dms_jax.analysis import retention
 
