@@ -116,11 +116,12 @@ print(f"\n{prompts[0]}\n\n{results['DMS'].texts[0]}")
 
 # %%
 import matplotlib.pyplot as plt
+import numpy as np
 
 from dms_jax.analysis import retention
 
 tokens = models["DMS"].tokenizer.encode(prompts[0] + results["DMS"].texts[0])
-found = retention(models["DMS"], [tokens])
+found = retention(models["DMS"], np.array([tokens]))
 live = found.live()[:, 0]  # layers, heads, tokens so far
 
 figure, (growth, heads) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")

@@ -73,7 +73,7 @@ def _served(
     name: str, operation: Operation, platform: str, arrays: tuple, static: dict[str, Any]
 ) -> Served:
     chosen, reasons = operation.select(None, *arrays, **static)
-    served = chosen.get(platform, chosen.get(None))
+    served = chosen.get(platform) or chosen[None]
     preferred = [each.name for each in operation.implementations if each.platform == platform]
     if not preferred:
         reasons = [f"no kernel is for {platform}"]

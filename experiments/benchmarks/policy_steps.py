@@ -37,6 +37,7 @@ from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.selective import SelectiveReading
 from experiments.benchmarks.decode_steps import (
     SHAPES,
+    Shape,
     median_seconds,
     model_of,
     read_rate,
@@ -50,8 +51,8 @@ CHUNK, WARMUP, REPEATS, WINDOW, PAGE_SIZE = 32, 2, 3, 256, 64
 class Config:
     """Time decode steps under every policy, with random weights."""
 
-    shape: str = "llama-3.1-8b"
-    """Model shape: llama-3.1-8b, llama-3.2-1b, qwen3-8b, tiny."""
+    shape: Shape = "llama-3.1-8b"
+    """Of the model."""
     context: int = 32768
     """Tokens that each sequence has seen."""
     batch: int = 8
