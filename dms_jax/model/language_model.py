@@ -75,7 +75,7 @@ class LanguageModel:
         if mesh is None:
             return self
 
-        def placed(param: nnx.Param) -> nnx.Param:
+        def placed(param: nnx.Param) -> Any:
             place = sharding.parameter_sharding(mesh, param.get_metadata("axes"), param.shape)
             return param.replace(jax.device_put(param[...], place))
 

@@ -164,7 +164,7 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """Returns the embeddings of tokens."""
-        x = look_up(self.embedding[...], tokens, self.config.hidden_size)
+        x: Any = look_up(self.embedding[...], tokens, self.config.hidden_size)
         return sharding.constrain(x, sharding.DATA, None, None)
 
     def __call__(

@@ -59,7 +59,7 @@ def shardings(
     Only the model's matrices are split over `data`. Norms, biases, adapters and low-rank factors
     are small: to gather each of them in every layer would take longer than one sum at the end.
     """
-    small = rules | {"embed": None, "head_dim": None}
+    small = dict(rules) | {"embed": None, "head_dim": None}
     return {
         name: sharding.parameter_sharding(
             mesh,

@@ -195,7 +195,9 @@ def make_gradients(
                 original, rebuild_teacher, Vanilla(), sequences, prepare=prepare
             ).hidden
             taught = jax.lax.stop_gradient(taught)
-            teacher = output_head(original, taught) if own_teacher else head.replace(hidden=taught)
+            teacher = losses.Head(taught, head.matrix)
+            if own_teacher:
+                teacher = output_head(original, taught)
         sums = losses.token_losses(
             head,
             teacher,

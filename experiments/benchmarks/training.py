@@ -27,6 +27,7 @@ import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.config import ModelConfig
+from dms_jax.model.language_model import use_mesh
 from dms_jax.policies import DMS
 from dms_jax.training import trainer as library
 from dms_jax.training.recipe import Recipe, Stage
@@ -150,7 +151,8 @@ def recipe_of(case: Case) -> Recipe:
     )
     (remat,) = (field for field in dataclasses.fields(Recipe) if field.name == "remat")
     # Versions before the choice knew yes and no.
-    return Recipe(**options, remat=case.remat != "nothing" if remat.type is bool else case.remat)
+    options["remat"] = case.remat != "nothing" if remat.type is bool else case.remat
+    return Recipe(**options)
 
 
 def batch_of(case: Case, vocab_size: int) -> dict[str, np.ndarray]:
@@ -181,7 +183,7 @@ def time_case(case: Case, config: Config) -> dict[str, Any]:
     recipe, policy = recipe_of(case), DMS(window=256, source="adapter")
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     began = time.perf_counter()
-    with dms_jax.model.language_model.use_mesh(mesh):
+    with use_mesh(mesh):
         model = dms_jax.initialize(shape, dtype=dtype)
         trainer = library.Trainer(model, policy, recipe, 0, mesh)
         del model
@@ -220,17 +222,20 @@ def time_case(case: Case, config: Config) -> dict[str, Any]:
 def kernels_of(run_step: Any) -> dict[str, Any]:
     """Returns the milliseconds and launches of a step, by family and for the longest kernels."""
     events = device_events(run_step)
-    total, count, names = collections.Counter(), collections.Counter(), collections.Counter()
+    total: dict[str, float] = collections.defaultdict(float)
+    names: dict[str, float] = collections.defaultdict(float)
+    count: dict[str, int] = collections.defaultdict(int)
     for _, duration, name in events:
         family = next((f for f, sign in FAMILIES if re.search(sign, name.lower())), "other")
         total[family] += duration
         count[family] += 1
         names[name[:100]] += duration
+    longest = sorted(names.items(), key=lambda item: -item[1])[:25]
     return {
         "families": {
             name: {"ms": round(total[name] / 1e3, 2), "launches": count[name]} for name in total
         },
-        "longest_ms": {name: round(us / 1e3, 2) for name, us in names.most_common(25)},
+        "longest_ms": {name: round(us / 1e3, 2) for name, us in longest},
     }
 
 
