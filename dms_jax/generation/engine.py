@@ -1,6 +1,6 @@
 """The scheduler: which sequences are in the cache, and what runs next.
 
-A request waits, is admitted to a lane when the pool can hold the first chunk of its prompt, is
+A request waits, is admitted to a lane when the pool can hold what its prompt takes at least, is
 prefilled in chunks, and decodes in chunks until it ends. Of equal prompts that are admitted
 together one is prefilled, and copied to the lanes of the others as far as the pool holds them.
 

@@ -213,10 +213,14 @@ def extend(
     def put(x, new):
         return new if lanes is None else x.at[:, lanes].set(new, mode="drop")
 
+    # An entry that belongs to no lane is an empty sequence: it reads and writes no lane's pages.
+    lengths = take(cache.lengths)
+    if lanes is not None:
+        lengths = jnp.where((lanes < len(cache.seen))[:, None], lengths, 0)
     some = dataclasses.replace(
         cache,
         page_table=page_table,
-        lengths=take(cache.lengths),
+        lengths=lengths,
         seen=take(cache.seen[None])[0],
         max_lengths=take(cache.max_lengths[None])[0],
         row_state=jax.tree.map(take, cache.row_state),

@@ -118,8 +118,16 @@ class Room:
         return [lane for _, lane in sorted(lanes)]
 
     def _needed(self, request: Request) -> np.ndarray:
-        """Returns the slots [L, K] that the first chunks of a request can take."""
-        needed = self._continued(request) + self._first_slots(request)
+        """Returns the slots [L, K] without which a request is not let in.
+
+        They are those of its first chunks and, because it would be preempted before its first token
+        otherwise, those that its prompt takes in any case, with a chunk of steps unless the prompt
+        is cut before.
+        """
+        prompt = self._prompt_slots(request)
+        if not self.runner.policy.shrinks:
+            prompt += min(self.chunk, request.remaining)
+        needed = self._continued(request) + max(self._first_slots(request), prompt)
         if request.slots is None:
             return needed
         resumed = request.slots + min(self.chunk, request.remaining)

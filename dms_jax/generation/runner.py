@@ -296,8 +296,9 @@ class Runner:
             }
         table = self._table()
         rows = None if self.fixed_lanes else batch.lanes
-        # A copy in either case: the allocator changes its own while the program runs.
-        table = table.copy() if rows is None else table[:, np.minimum(rows, num_lanes - 1)]
+        # A copy: the allocator changes its own while the program runs.
+        table = table[:, np.minimum(batch.lanes, num_lanes - 1)]
+        table[:, batch.lanes == num_lanes] = self.allocator.no_page
         with use_mesh(self.model.mesh):
             self.cache, hidden, live, tail = programs.extend(
                 self.model.transformer,

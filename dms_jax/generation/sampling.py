@@ -174,13 +174,16 @@ def draw(logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"
 
     First a block of tokens by its probability and then a token of the block: random numbers are
     needed for the blocks and for one block, not for every token of the vocabulary.
+
+    Args:
+      logits: relative to the largest, so that none is above 0.
+      keys: one random key per row.
     """
     size = logits.shape[-1]
     pad = [(0, 0), (0, -size % _BLOCK)]
     blocks = jnp.pad(logits, pad, constant_values=-jnp.inf).reshape(len(logits), -1, _BLOCK)
-    weights = jnp.exp(blocks - logits.max(-1)[:, None, None])
     keys = jax.vmap(lambda key: jax.random.split(key, 2))(keys)
-    block = jax.vmap(jax.random.categorical)(keys[:, 0], jnp.log(weights.sum(-1)))
+    block = jax.vmap(jax.random.categorical)(keys[:, 0], jnp.log(jnp.exp(blocks).sum(-1)))
     within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     return block * _BLOCK + jax.vmap(jax.random.categorical)(keys[:, 1], within)
 
@@ -190,15 +193,19 @@ def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B 
 
     Tokens of equal likelihood share a fate. Nothing is sorted: the least likely token that stays is
     found by a search that reads the logits a few times.
+
+    Args:
+      logits: relative to the largest, so that none is far above 0.
+      rule: the filter.
     """
     if 0 < rule.top_k < logits.shape[-1]:
         least = least_kept(logits, lambda x: jnp.ones_like(x, jnp.int32), rule.top_k)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if rule.switches.top_p:
-        largest = logits.max(-1, keepdims=True)
-        total = jnp.exp(logits - largest).sum(-1, keepdims=True)
-        # A token stays if the more likely ones do not reach top_p yet.
-        least = least_kept(logits, lambda x: jnp.exp(x - largest), rule.top_p * total)
+        # A token stays if the more likely ones do not reach top_p yet. The first always does, even
+        # where the device treats a tiny top_p as zero.
+        budget = rule.top_p * jnp.exp(logits).sum(-1, keepdims=True)
+        least = least_kept(logits, jnp.exp, jnp.maximum(budget, _SMALLEST))
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if rule.switches.min_p:
         floor = logits.max(-1, keepdims=True) + rule.log_min_p
@@ -211,45 +218,36 @@ def least_kept(
 ) -> Float[Array, "B 1"]:
     """Returns the least number whose greater ones have weights that sum to less than the budget.
 
-    The greatest number always qualifies, even where the device treats a tiny budget as zero. The
-    search goes over the bits of numbers, in an integer form that has their order, four at a time
-    and the highest first: of the 16 values of a digit, the first beyond which less than the budget
-    remains. Each digit takes one pass over the numbers.
+    The search goes over the bits of numbers, in an integer form that has their order, four at a
+    time and the highest first: of the 16 values of a digit, the first beyond which less than the
+    budget remains. Each digit takes one pass over the numbers.
 
     Args:
       x: the numbers.
       weigh: returns the weight of each, at least 0.
-      budget: the sum that the greater numbers must not reach; a number, or one per row.
+      budget: the sum that the greater numbers must not reach, above 0; a number, or one per row.
     """
     size = jnp.finfo(x.dtype).bits
     unsigned = jnp.dtype(f"uint{size}")
+    digits = jnp.arange(1, 16, dtype=unsigned)
 
     def next_digit(index: Int[Array, ""], found: UInt[Array, "B 1"]) -> UInt[Array, "B 1"]:
+        shift = (size - 4 - 4 * index).astype(unsigned)
+        starts = _number(found + (digits << shift), x.dtype)
         # Together with what changes: otherwise XLA would keep the weights in memory beside the
         # numbers and read both, where they are quickly computed again.
-        own, found = jax.lax.optimization_barrier((x, found))
+        own, starts = jax.lax.optimization_barrier((x, starts))
         weights = weigh(own)
-        shift = (size - 4 - 4 * index).astype(unsigned)
         # Sums with equal inputs, which a GPU computes in one kernel.
-        reached = [
-            jnp.sum(
-                jnp.where(
-                    own >= _number(found + (unsigned.type(digit) << shift), x.dtype), weights, 0
-                ),
-                -1,
-                keepdims=True,
-                dtype=weights.dtype,
-            )
-            >= budget
-            for digit in range(1, 16)
+        above = [
+            jnp.sum(jnp.where(own >= starts[:, i : i + 1], weights, 0), -1, dtype=weights.dtype)
+            for i in range(len(digits))
         ]
-        return found + (sum(each.astype(unsigned) for each in reached) << shift)
+        reached = jnp.stack(above, -1) >= budget
+        return found + (reached.sum(-1, keepdims=True, dtype=unsigned) << shift)
 
     start = jnp.zeros((len(x), 1), unsigned)
-    found = jax.lax.fori_loop(0, size // 4, next_digit, start)
-    largest = x.max(-1, keepdims=True)
-    least = _number(found, x.dtype)
-    return jnp.where(least < largest, least, largest)
+    return _number(jax.lax.fori_loop(0, size // 4, next_digit, start), x.dtype)
 
 
 def _number(ordered: UInt[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:

@@ -88,6 +88,12 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/engine.json")
     """Where the figures go."""
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 1:
+                raise dms_jax.ConfigError(f"{field.name} must be positive, got {value}")
+
 
 class Compilations:
     """Counts the programs that are compiled or loaded, and their seconds."""

@@ -26,8 +26,8 @@ MUTANTS = [
     Mutant(
         "generation: the nucleus leaves out the token that reaches the mass",
         FOLDER + "sampling.py",
-        "least = _number(found, x.dtype)",
-        "least = _number(found + 1, x.dtype)",
+        "reached.sum(-1, keepdims=True, dtype=unsigned)",
+        "(reached.sum(-1, keepdims=True, dtype=unsigned) + (shift == 0))",
         (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
     ),
     Mutant(
