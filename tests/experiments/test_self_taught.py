@@ -140,7 +140,8 @@ def test_the_page_tells_all_of_it(stopped_and_run):
     assert "| DMS, ratio 2 |" in page
     assert "Sampled 6 answers" in page
     assert "rank 2, alpha 32" in page
-    assert page.count("\n    python ") == 3
+    assert page.count("\n    python ") == 2
+    assert page.count("\n    dms-jax generate ") == 1
     assert f"--adapter {stopped_and_run.out / 'training' / 'model'}" in page
 
 
