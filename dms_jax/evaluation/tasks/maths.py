@@ -80,6 +80,8 @@ class Mathematics(FileTask):
         text = completion.partition(self.next_problem)[0] if self.style == "plain" else completion
         ends = [match.end() for match in _FINAL.finditer(text)]
         text = text[ends[-1] :] if ends else text
+        if self.style == "boxed":  # of several boxes the last one is the answer
+            text = text[max(text.rfind("\\boxed"), 0) :]
         bracketed = _BRACKETED.match(text)  # some models keep the brackets of the prompt
         return find_answer(bracketed[1] if bracketed else text)
 
