@@ -11,7 +11,7 @@ tables 2 to 4 (all weights, a borrowed neuron); the DMC paper; and our measureme
 
 import dataclasses
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from dms_jax.checks import Count, Number, Range, Whole, check, require
 from dms_jax.training.parameters import Trained
@@ -146,7 +146,6 @@ def dms_self_taught(
     adapter_learning_rate: Number = 3e-4,
     sequence_length: int = 2048,
     batch_size: int = 32,
-    settle: float = 0.0,
     snapshots: tuple[Number, ...] = (),
 ) -> Recipe:
     """DMS for a small model on answers of its own, on one GPU, for `DMS(source="adapter")`.
@@ -166,8 +165,6 @@ def dms_self_taught(
       adapter_learning_rate: of the adapter.
       sequence_length: T, tokens per packed sequence.
       batch_size: sequences per step.
-      settle: share of the steps, at the end, that keep the ratio that was reached while the rates
-        fall to zero.
       snapshots: compression ratios on the way to export.
 
     Raises:
@@ -177,18 +174,15 @@ def dms_self_taught(
     tokens = check("dms_self_taught: tokens", tokens, Count)
     batch_size = check("dms_self_taught: batch_size", batch_size, Count)
     sequence_length = check("dms_self_taught: sequence_length", sequence_length, Count)
-    settle = check("dms_self_taught: settle", settle, Annotated[float, Range(0, 1, below=True)])
     _ramp_steps(compression_ratio, 1)
     rate = _SELF_TAUGHT_RATES[trainable] if learning_rate is None else learning_rate
     steps = max(1, round(tokens / (batch_size * sequence_length)))
-    settled = min(round(settle * steps), steps - 1)
-    rates: dict[str, Any] = dict(adapter_learning_rate=adapter_learning_rate)
-    stages = [Stage("ramp", steps - settled, rate, compression_ratio, **rates)]
-    if settled:
-        stages.append(Stage("train", settled, rate, **rates, final_learning_rate=0))
+    ramp = Stage(
+        "ramp", steps, rate, compression_ratio, adapter_learning_rate=adapter_learning_rate
+    )
     return Recipe(
         name="dms_self_taught",
-        stages=tuple(stages),
+        stages=(ramp,),
         sequence_length=sequence_length,
         batch_size=batch_size,
         micro_batch_size=math.gcd(batch_size, 8),

@@ -144,9 +144,8 @@ class SelfTaught:
             adapter_learning_rate=self.adapter_learning_rate,
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
-            settle=self.settle,
             snapshots=tuple(sorted(self.ratios)),
-        )
+        ).settled(self.settle)
         changes: dict[str, Any] = dict(
             low_rank=LowRank(self.rank, self.alpha),
             packing=self.packing,

@@ -78,8 +78,7 @@ def test_a_prompt_is_written_with_the_variable_and_answered(
     monkeypatch.setattr(dms_jax, "generate", generate_few)
     own = {"--template": f"enable_thinking={thinks}", "--max-new-tokens": "12"}
     arguments = of_readme("generate", checkpoint, **own)
-    told = dict(description=None, arguments=arguments)
-    assert run(generate.main, generate.Config, **told) == 0
+    assert run(generate.main, generate.Config, description=None, arguments=arguments) == 0
     (prompt,) = read
     assert prompt.strip().startswith("<user>Prove that ...</user>")
     assert prompt.endswith(begins)

@@ -84,10 +84,9 @@ class Training:
                 self.ratio,
                 trainable=self.trainable,
                 learning_rate=self.rate,
-                settle=self.settle,
                 snapshots=self.snapshots,
                 **sizes,
-            )
+            ).settled(self.settle)
         recipe = dataclasses.replace(
             recipe,
             name=self.name,
