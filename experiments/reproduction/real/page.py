@@ -100,7 +100,8 @@ def _opening(results: Results) -> str:
         "Qwen2.5-Coder-0.5B-Instruct (Apache-2.0; a 4-bit GGUF of 491,400,064 bytes, SHA-256 "
         "begins 1d961463) and SmolLM2-135M-Instruct (Apache-2.0; GGUF), read into bfloat16. "
         "Neither is part of this repository. Each learned from its own sampled answers; whatever "
-        "is compared was measured in one run, from the paged cache with the policy's own eviction. Errors are "
+        "is compared was measured in one run, from the paged cache with the policy's own "
+        "eviction. Errors are "
         f"one standard error, of differences paired by problem. {record['device']}, {versions}, "
         f"{record['date']}."
     )
