@@ -261,7 +261,7 @@ class Recipe(Options):
             snapshots=(),
         )
 
-    def settled(self, share: float) -> "Recipe":
+    def settled(self, share: Number) -> "Recipe":
         """Returns the recipe with a last ramp that ends earlier, and rates that then fall to zero.
 
         Args:
@@ -270,7 +270,7 @@ class Recipe(Options):
         Raises:
           ConfigError: the share is not one, or the last stage is no ramp.
         """
-        share = check("Recipe.settled: share", share, Annotated[float, Range(0, 1, below=True)])
+        share = check("Recipe.settled: share", share, Decay)
         *before, ramp = self.stages
         require(ramp.kind == "ramp", f"Recipe.settled: the last stage is no ramp but {ramp.kind}.")
         steps = min(round(share * ramp.steps), ramp.steps - 1)

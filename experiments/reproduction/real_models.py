@@ -40,8 +40,8 @@ def main(config: Config) -> int:
     """Does what is left of the plan and writes the page; 1 if a job failed."""
     start = time.time()
     if config.only != "report":
-        check_settings(config)
         make_folder("--out", config.out)
+        check_settings(config)
         for leftover in ("locks", "failed"):  # of a run that was cut off
             shutil.rmtree(config.out / leftover, ignore_errors=True)
         write_config(config)

@@ -6,7 +6,8 @@ GSM8K = (
     "tokens of an answer, averaged over layers and heads, and over problems; read a step: "
     "the mean over its steps; reads: entries attended to by all its steps; MB: the most that "
     "its pages and the policy's state took. What needs no training has the budget at which "
-    "its peak equals that of the line in bold, unless it says otherwise (SnapKV and ExpectedAttention "
+    "its peak equals that of the line in bold, unless it says otherwise (SnapKV and "
+    "ExpectedAttention "
     "cut every 16 tokens, and the budget leaves room for them). Quest, KCache and float8 hold "
     "every token."
 )
