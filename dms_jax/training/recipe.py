@@ -12,6 +12,7 @@ from dms_jax.checks import (
     Range,
     Ratio,
     Whole,
+    check,
     require,
 )
 from dms_jax.model.low_rank import LowRank
@@ -259,6 +260,29 @@ class Recipe(Options):
             loss="language_modeling",
             snapshots=(),
         )
+
+    def settled(self, share: Number) -> "Recipe":
+        """Returns the recipe with a last ramp that ends earlier, and rates that then fall to zero.
+
+        Args:
+          share: share of the last stage's steps that keep the ratio that was reached.
+
+        Raises:
+          ConfigError: the share is not one, or the last stage is no ramp.
+        """
+        share = check("Recipe.settled: share", share, Decay)
+        *before, ramp = self.stages
+        require(ramp.kind == "ramp", f"Recipe.settled: the last stage is no ramp but {ramp.kind}.")
+        steps = min(round(share * ramp.steps), ramp.steps - 1)
+        if not steps:
+            return self
+        stages = (
+            dataclasses.replace(ramp, steps=ramp.steps - steps),
+            dataclasses.replace(
+                ramp, kind="train", steps=steps, compression_ratio=1.0, final_learning_rate=0
+            ),
+        )
+        return dataclasses.replace(self, stages=(*before, *stages))
 
     def total_steps(self, policy: Policy) -> int:
         """Returns the number of optimizer steps of a run."""

@@ -128,6 +128,9 @@ def _account(config: SelfTaught, results: dict[str, Any]) -> str:
         "all": "all weights and an adapter",
     }[config.trainable]
     stage = config.make_recipe().stages[0]
+    settled = ""
+    if config.settle:
+        settled = f", which the last {config.settle:.0%} of the steps keep while the rates fall"
     temperatures = " and ".join(f"{temperature:g}" for temperature in config.temperatures)
     seconds = ", ".join(f"{name} {taken:.0f}" for name, taken in results["seconds"].items())
     return "\n".join(
@@ -140,7 +143,7 @@ def _account(config: SelfTaught, results: dict[str, Any]) -> str:
             f"{config.batch_size * config.sequence_length:,} tokens, by distillation from the "
             f"original; rates {stage.adapter_learning_rate:g} for the adapter and "
             f"{stage.learning_rate:g} for the rest; window {config.window}, shift "
-            f"{config.shift}, to ratio {max(config.ratios):g}.",
+            f"{config.shift}, to ratio {max(config.ratios):g}{settled}.",
             f"- Seconds: {seconds}. {source['device']}, jax {source['versions']['jax']}, "
             f"{source['date']}.",
             f"- SHA-256 of the prompts: {results['prompts']}.",

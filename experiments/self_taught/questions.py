@@ -112,7 +112,9 @@ def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> FileT
             )
         return None
     assert config.prompts is not None
-    style: Any = "plain" if chat is None else "instruct"
+    style: Any = config.style
+    if style == "auto":
+        style = "plain" if chat is None else "instruct"
     return JUDGES[name](path=config.prompts, style=style)
 
 

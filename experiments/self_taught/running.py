@@ -103,8 +103,10 @@ def train(config: SelfTaught, base: LanguageModel, lessons: Lessons, held_out: H
 
 
 def exported(config: SelfTaught, ratio: str) -> LanguageModel:
-    """The model as it was exported at a ratio."""
+    """The model as it was exported at a ratio; at the last one, after it has settled."""
     path = config.out / "training" / "snapshots" / ratio
+    if float(ratio) == max(config.ratios):
+        path = config.out / "training" / "model"
     return config.load(adapter=path) if config.adapter_only else dms_jax.load(path)
 
 

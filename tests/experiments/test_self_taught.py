@@ -320,6 +320,8 @@ def test_the_defaults_are_the_recipe():
     assert recipe.batch_size * recipe.sequence_length == 65536
     assert recipe.trainable == "all"
     assert dataclasses.replace(custom, answers_only=True).make_recipe().answers_only
+    settled = dataclasses.replace(custom, settle=0.25).make_recipe()
+    assert [stage.kind for stage in settled.stages] == ["ramp", "train"]
     low = dataclasses.replace(custom, trainable="low_rank", rank=4, alpha=2.0).make_recipe()
     assert low.low_rank == LowRank(4, 2.0)
     assert low.stages[0].learning_rate == 3e-4
