@@ -22,6 +22,8 @@ import tarfile
 import time
 
 import dms_jax
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import FAILED, run
 from experiments.reproduction.first_curve import split
 from experiments.reproduction.processes import run_workers
 from experiments.reproduction.real.jobs import check_settings, read_config, write_config
@@ -29,8 +31,6 @@ from experiments.reproduction.real.page import write_pages
 from experiments.reproduction.real.plan import Paths, jobs
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import TRAININGS
-from experiments.shared.command_line import FAILED, run
-from experiments.shared.reports import make_folder
 
 JOBS = "experiments.reproduction.real.jobs"
 _PART_BYTES = 15_000_000

@@ -10,9 +10,9 @@ import pytest
 
 import dms_jax
 from dms_jax.checkpoint.tokenizer import Tokenizer
-from dms_jax.config import ModelConfig
 from dms_jax.command_line import evaluate, generate
 from dms_jax.command_line.running import run
+from dms_jax.config import ModelConfig
 
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 # As Qwen3's: thinking is the default, and without it the answer begins after empty thoughts.

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+from dms_jax.command_line.comparison.speed import racers, time_steps
+
 from dms_jax import LanguageModel
+from dms_jax.command_line.comparison.measure import FAILURES
 from experiments.benchmarks.decode_steps import read_rate
-from experiments.reproduction.comparison.measure import FAILURES
-from experiments.reproduction.comparison.speed import racers, time_steps
 from experiments.reproduction.real.settings import Config
 
 RATIO = 4
