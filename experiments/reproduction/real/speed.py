@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from dms_jax.command_line.comparison.speed import racers, time_steps
+from experiments.benchmarks.policy_steps import racers, time_steps
 
 from dms_jax import LanguageModel
 from dms_jax.command_line.comparison.measure import FAILURES
@@ -33,7 +33,7 @@ def time_methods(
     """Times every method with a budget of a quarter of the context.
 
     Keys and values are random, and DMS is played by draws with uneven heads; see
-    `comparison.speed`.
+    `benchmarks.policy_steps`.
     """
     rows: list[dict[str, Any]] = []
     rate = read_rate()
