@@ -128,8 +128,9 @@ class Worker(Queue[Paths]):
 
     def _train(self, base: LanguageModel, training: Training, options: dict[str, Any]) -> bool:
         """Trains; False if the first pass did not fit the memory."""
-        remat = self._remat.exists()
-        recipe = dataclasses.replace(training.recipe(self.config), remat=remat)
+        recipe, remat = training.recipe(self.config), self._remat.exists()
+        if remat:
+            recipe = dataclasses.replace(recipe, remat="everything")
         left = min(max(self.deadline - time.time(), 1.0), 1e6)
         try:
             train(base, recipe=recipe, stop_after=left, **options)

@@ -54,7 +54,7 @@ class Config:
     """Tokens a training sequence."""
     batch_size: int = 16
     """Sequences an optimizer step."""
-    micro_batch_size: int = 4
+    micro_batch_size: int = 8
     """Sequences in one pass."""
     tokens: int = 10_000_000
     """Of a training of Qwen whose plan says 1."""
