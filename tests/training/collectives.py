@@ -23,7 +23,7 @@ from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import DMS
-from dms_jax.training.parameters import parameters, rebuilder, shardings
+from dms_jax.training.parameters import rebuilder, shardings
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.shards import Shards
 from dms_jax.training.step import (
@@ -76,7 +76,12 @@ def compiled_step(mesh: Mesh, *, trainable: str = "all", dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place)
 
     everywhere = NamedSharding(mesh, PartitionSpec())
-    arrays = parameters(transformer)
+    arrays = {
+        jax.tree_util.keystr(path, simple=True, separator="."): param.get_value()
+        for path, param in jax.tree_util.tree_leaves_with_path(
+            transformer, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+    }
     own = trainable == "all"
     trained = {
         name: placed(x, places[name], jnp.float32)
