@@ -1,9 +1,9 @@
 """Compiles training steps over meshes ahead of time and prints their collectives as JSON.
 
-    python -m tests.training.collectives [TPU TOPOLOGY]
+    python -m tests.training.collectives (cpu | TPU TOPOLOGY) SHARDS...
 
-Run by `test_collectives.py`, for TPU in a process of its own, because one process loads libtpu at a
-time. Nothing is executed and no array is made.
+Run by `test_collectives.py` in a process of its own: one process loads libtpu at a time, and without
+the checks of types at run time the arrays can be abstract. Nothing is executed.
 """
 
 import collections
@@ -157,12 +157,12 @@ def mesh_of(devices, data: int, model: int) -> Mesh:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1] == "cpu":
+        devices = jax.devices()
+    else:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1])
         devices = topology.devices
-    else:
-        devices = jax.devices()
-    for data in (4,):
+    for data in map(int, sys.argv[2:]):
         compiled = compiled_step(mesh_of(devices, data, 1))
         for each in collectives(compiled.as_text()):
             print(json.dumps((data, *each)))
