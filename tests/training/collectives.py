@@ -2,8 +2,8 @@
 
     python -m tests.training.collectives (cpu | TPU TOPOLOGY) SHARDS...
 
-Run by `test_collectives.py` in a process of its own: one process loads libtpu at a time, and without
-the checks of types at run time the arrays can be abstract. Nothing is executed.
+Run by `test_collectives.py` in a process of its own: one process loads libtpu at a time, and arrays
+can be abstract where types are not checked at run time. Nothing is executed.
 """
 
 import collections
