@@ -1,9 +1,9 @@
 """Compiles training steps over meshes ahead of time and prints their collectives as JSON.
 
-    python -m tests.training.collectives [TPU TOPOLOGY]
+    python -m tests.training.collectives (cpu | TPU TOPOLOGY) SHARDS...
 
-Run by `test_collectives.py`, for TPU in a process of its own, because one process loads libtpu at a
-time. Nothing is executed and no array is made.
+Run by `test_collectives.py` in a process of its own: one process loads libtpu at a time, and arrays
+can be abstract where types are not checked at run time. Nothing is executed.
 """
 
 import collections
@@ -23,7 +23,7 @@ from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import DMS
-from dms_jax.training.parameters import parameters, rebuilder, shardings
+from dms_jax.training.parameters import rebuilder, shardings
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.shards import Shards
 from dms_jax.training.step import (
@@ -76,7 +76,12 @@ def compiled_step(mesh: Mesh, *, trainable: str = "all", dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place)
 
     everywhere = NamedSharding(mesh, PartitionSpec())
-    arrays = parameters(transformer)
+    arrays = {
+        jax.tree_util.keystr(path, simple=True, separator="."): param.get_value()
+        for path, param in jax.tree_util.tree_leaves_with_path(
+            transformer, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+    }
     own = trainable == "all"
     trained = {
         name: placed(x, places[name], jnp.float32)
@@ -152,12 +157,12 @@ def mesh_of(devices, data: int, model: int) -> Mesh:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1] == "cpu":
+        devices = jax.devices()
+    else:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1])
         devices = topology.devices
-    else:
-        devices = jax.devices()
-    for data in (4,):
+    for data in map(int, sys.argv[2:]):
         compiled = compiled_step(mesh_of(devices, data, 1))
         for each in collectives(compiled.as_text()):
             print(json.dumps((data, *each)))

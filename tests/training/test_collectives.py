@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from tests.training import collectives as compiling
@@ -37,14 +36,25 @@ def of_head(arrays):
     return any(shape in arrays for shape in MATRIX)
 
 
+def compiled(target, *shards, **environment):
+    """Returns the collectives of a step by number of shards."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.collectives", target, *map(str, shards)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        timeout=900,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {data: [tuple(row[1:]) for row in rows if row[0] == data] for data in shards}
+
+
 @pytest.fixture(scope="module")
 def on_cpu():
-    return {
-        data: compiling.collectives(
-            compiling.compiled_step(compiling.mesh_of(jax.devices(), data, 1)).as_text()
-        )
-        for data in (2, 8)
-    }
+    flags = "--xla_force_host_platform_device_count=8"
+    return compiled("cpu", 2, 8, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
 
 
 @pytest.mark.slow
@@ -76,17 +86,7 @@ def test_more_devices_communicate_no_more_each(on_cpu):
 def test_on_tpu_matrices_are_gathered_in_bfloat16():
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.collectives", "v5p:2x2x1"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=600,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    found = [tuple(row[1:]) for row in rows]
+    found = compiled("v5p:2x2x1", 4)[4]
     check(found, times_known=False)
     matrices = [arrays for kind, arrays, _ in found if kind == "all-gather" and "s32" not in arrays]
     assert all(arrays.startswith("bf16") for arrays in matrices)

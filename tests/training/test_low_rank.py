@@ -129,8 +129,8 @@ def test_factors_and_moments_are_spread_over_the_mesh():
     for arrays in (trainer.state.parameters, adam.mu, adam.nu):
         a = arrays["layers.attention.o_proj.o.lora_a"]  # [L, H, D, r]: H over `model`
         chex.assert_shape(a.addressable_shards[0].data, (2, 2, 8, 2))
-        b = arrays["layers.attention.o_proj.o.lora_b"]  # [L, r, E]: E over `data`
-        chex.assert_shape(b.addressable_shards[0].data, (2, 2, 8))
+        b = arrays["layers.attention.o_proj.o.lora_b"]  # [L, r, E]: too small to be gathered
+        chex.assert_shape(b.addressable_shards[0].data, (2, 2, 16))
 
 
 def test_a_stopped_run_ends_in_the_same_bits(model, trained, tmp_path):
