@@ -39,8 +39,6 @@ class Runner:
       data_shards: number of parts of the lanes, each with pages on devices of its own.
       hidden: [B, E] on the device, the hidden state of the last token that each lane has read.
       dirty: whether failed work may have left the cache inconsistent; see `working`.
-
-    The compiled page table has a few widths up to what `max_tokens` need, or `table_width`.
     """
 
     def __init__(
