@@ -143,8 +143,10 @@ class Engine:
         call, are ignored.
 
         Raises:
-          ConfigError: an index is not a whole number.
+          ConfigError: there is no sequence of indices, or one is not a whole number.
         """
+        if not isinstance(indices, Iterable):
+            check("cancel: indices", indices, Sequence[Whole])
         self._cancelled.update(check("cancel: index", index, Whole) for index in indices)
 
     # -- the loop ---------------------------------------------------------------------------------

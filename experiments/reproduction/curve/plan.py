@@ -251,6 +251,17 @@ def jobs(config: Config) -> list[Job]:
     return order + free("RandomEviction")
 
 
+def left(config: Config) -> list[Job]:
+    """What is not done yet; data only where something is to be trained on it."""
+    paths = Paths(config)
+    wanted = [job for job in jobs(config) if not paths.done(job)]
+    if config.only == "data":
+        return [job for job in wanted if job.kind == "data"]
+    if not any(job.kind in ("further", "retrofit") for job in wanted):
+        wanted = [job for job in wanted if job.kind != "data"]
+    return wanted
+
+
 class Paths:
     """Where things are in the run directory."""
 
