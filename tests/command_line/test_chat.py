@@ -27,7 +27,9 @@ def test_turns_share_one_cache_and_are_streamed(stories, monkeypatch, capsys):
 def test_messages_go_through_the_template(stories, monkeypatch):
     said = []
 
-    class Talk:
+    class Talk(dms_jax.Conversation):
+        turns = ()
+
         def __init__(self, *args, **more):
             self.turns = []
 

@@ -195,7 +195,7 @@ def retrofit(
         on_the_way[ratio] = model
         tell(f"  ratio {ratio:g} after {time.perf_counter() - start:.0f} s")
 
-    stops = {config.early_ratio, *range(2, int(np.ceil(config.ratio)), 2)}
+    stops = {config.early_ratio, *map(float, range(2, int(np.ceil(config.ratio)), 2))}
     model = dms_jax.retrofit(
         base,
         dms_jax.DMS(window=config.window, source="adapter"),

@@ -50,7 +50,7 @@ def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
 
 def test_budgets_for_equal_reads_and_equal_peak():
     # sum over t = 1 ... 10 of min(t, 7) = 1 + ... + 6 + 4 * 7 = 49
-    assert quickstart.streaming_budget_for_reads(49, 10) == 7
+    assert quickstart.streaming_budget_for_reads(49.0, 10) == 7
     # 4 + 1 tokens in the window and half of the other 10
     assert quickstart.random_rate(10.0, window=4, tokens=15) == pytest.approx(0.5)
 
