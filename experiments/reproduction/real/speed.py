@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from experiments.benchmarks.policy_steps import racers, time_steps
-
 from dms_jax import LanguageModel
 from dms_jax.command_line.comparison.measure import FAILURES
 from experiments.benchmarks.decode_steps import read_rate
+from experiments.benchmarks.policy_steps import racers, time_steps
 from experiments.reproduction.real.settings import Config
 
 RATIO = 4
