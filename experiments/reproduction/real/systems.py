@@ -92,7 +92,6 @@ class Training:
             name=self.name,
             answers_only=self.answers_only,
             micro_batch_size=config.micro_batch_size,
-            remat=False,
         )
         return recipe if self.policy is not None else recipe.control(_WINDOW_16)
 
