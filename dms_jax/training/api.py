@@ -17,6 +17,7 @@ from dms_jax.checkpoint import save
 from dms_jax.checks import check, show_options
 from dms_jax.data import AnswersOnly, as_source
 from dms_jax.data import batches as data_batches
+from dms_jax.data.fingerprint import fingerprint
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.model.low_rank import low_rank_of
@@ -87,8 +88,9 @@ def train(
         iterator over batches, resumable if it has `get_state` and `set_state`.
       policy: the policy whose decisions apply; None for vanilla.
       out: directory of the run: checkpoints, log, snapshots and the resulting model.
-      **options: resume, seed, mesh, checkpoint_every, stop_after, on_step, on_snapshot, evaluate,
-        evaluate_every, progress, adapter_only, most_skipped: see `dms_jax.training.RunOptions`.
+      **options: resume, restart_from, seed, mesh, checkpoint_every, checkpoint_minutes,
+        keep_checkpoints, stop_after, on_step, on_snapshot, evaluate, evaluate_every, progress,
+        adapter_only, most_skipped: see `dms_jax.training.RunOptions`.
 
     Returns:
       The trained model, whose `policy` is the given one.
@@ -99,8 +101,9 @@ def train(
       DataError: the data cannot be used.
       CheckpointError: `out` cannot be written, or what it holds cannot be resumed.
       TrainingDivergedError: too many steps in a row had a loss or gradient that is not finite.
-      KeyboardInterrupt: on Ctrl-C or after `stop_after`, once a checkpoint is written; among
-        skipped steps none is, and the run goes on from the last one.
+      KeyboardInterrupt: on Ctrl-C, SIGTERM or after `stop_after`, once a checkpoint is written;
+        among skipped steps none is, and the run goes on from the last one.
+      OtherProcessError: another process of the run failed (`dms_jax.processes`).
     """
     compilation.prepare()
     policy = Vanilla() if policy is None else policy
@@ -120,17 +123,21 @@ def train(
             "recipe": {**dataclasses.asdict(recipe), "name": None, "snapshots": None},
             "policy": policy.to_dict(),
             "seed": run.seed,
+            "data": _fingerprint(data),
         }
-        directory = RunDirectory(out, settings=settings, resume=run.resume)
+        directory = RunDirectory(
+            out,
+            settings=settings,
+            resume=run.resume,
+            restart_from=run.restart_from,
+            keep=run.keep_checkpoints,
+        )
     try:
         with use_mesh(mesh):
             source = _batches(model, recipe, data, pass_size, run.seed)
             trainer = Trainer(model, policy, recipe, run.seed, mesh)
-            if directory is not None and directory.latest_step is not None:
-                trainer.state, position = directory.restore(trainer.abstract_state)
-                if not hasattr(source, "set_state"):
-                    raise DataError("The data cannot be resumed: its iterator has no set_state.")
-                source.set_state(position)
+            if directory is not None:
+                _resume(trainer, source, directory)
             ignored = _ignored_tokens(model, recipe)
             Loop(trainer, policy, recipe, source, pass_size, ignored, directory, run).run()
             result = trainer.model()
@@ -141,6 +148,18 @@ def train(
     finally:
         if directory is not None:
             directory.close()
+
+
+def _resume(trainer: Trainer, source: Any, directory: RunDirectory) -> None:
+    """Goes on from the newest checkpoint, if there is one."""
+    if directory.latest_step is None:
+        return
+    if not hasattr(source, "set_state"):
+        raise DataError("The data cannot be resumed: its iterator has no set_state.")
+    abstract = trainer.abstract_state
+    del trainer.state  # room for the restored one
+    trainer.state, position = directory.restore(abstract)
+    source.set_state(position)
 
 
 def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
@@ -222,6 +241,11 @@ def _batches(model: LanguageModel, recipe: Recipe, data: Any, pass_size: int, se
         vocab_size=model.config.vocab_size,
         seed=seed,
     )
+
+
+def _fingerprint(data: Any) -> str | None:
+    """Returns what tells data from other data; None for iterators."""
+    return None if hasattr(data, "__next__") else fingerprint(as_source(data))
 
 
 def _ignored_tokens(model: LanguageModel, recipe: Recipe) -> tuple[int, ...]:
