@@ -56,7 +56,11 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=self._keep,
                 cleanup_tmp_directories=True,
-                async_options=ocp.options.AsyncOptions(post_finalization_callback=self._add_sums),
+                async_options=ocp.options.AsyncOptions(
+                    post_finalization_callback=self._add_sums,
+                    # In the background a directory that cannot be made is waited for in vain.
+                    create_directories_asynchronously=False,
+                ),
             ),
         )
 

@@ -140,7 +140,7 @@ def test_a_run_without_a_whole_checkpoint_is_an_error(tmp_path):
         pass
     flip(tmp_path)
     with saved(tmp_path) as directory:
-        with pytest.raises(CheckpointError, match="no checkpoint that can be read.*of step 6"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint that can be read.*of step 6"):
             directory.restore(ABSTRACT)
         assert directory.latest_step == 6
 
@@ -340,11 +340,11 @@ def test_no_state_is_left_whose_loss_was_not_measured_or_not_finite(model, tmp_p
 
 
 def test_a_run_that_diverged_goes_on_with_other_rates(model, tmp_path):
-    """The advice of the error can be followed, again after a stop, and the log has each step once."""
+    """The advice of the error can be followed, twice; the log has each step once."""
     with pytest.raises(TrainingDivergedError, match="restart_from=2 goes on from there"):
         run(model, recipe=STEEP, out=tmp_path, checkpoint_every=2)
     lower = dataclasses.replace(STEEP, stages=(STEEP.stages[0], Stage("ramp", 4, 1e-3, 4.0)))
-    with pytest.raises(ConfigError, match="another recipe.*restart_from=2 to go on with this one"):
+    with pytest.raises(ConfigError, match=r"another recipe.*restart_from=2 to go on with"):
         run(model, recipe=lower, out=tmp_path)
     with pytest.raises(ConfigError, match="another seed"):
         run(model, recipe=lower, out=tmp_path, restart_from=2, seed=1)
