@@ -12,12 +12,13 @@ from typing import Any, Unpack
 
 import jax
 
-from dms_jax import compilation, sharding
+from dms_jax import compilation, processes, sharding
 from dms_jax.checkpoint import save
 from dms_jax.checks import check, show_options
 from dms_jax.data import AnswersOnly, as_source
-from dms_jax.data import batches as data_batches
+from dms_jax.data.batches import lane_batches
 from dms_jax.data.fingerprint import fingerprint
+from dms_jax.data.lanes import Deal
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.model.low_rank import low_rank_of
@@ -27,7 +28,7 @@ from dms_jax.training.loop import Loop
 from dms_jax.training.options import RunKeywords, RunOptions
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.run_directory import RunDirectory
-from dms_jax.training.trainer import Trainer
+from dms_jax.training.trainer import Trainer, rows_here
 
 
 @show_options(RunOptions)
@@ -115,6 +116,11 @@ def train(
     if mesh is None:
         context = jax.sharding.get_mesh()
         mesh = model.mesh if context.empty else context
+    if mesh is None and processes.several():
+        raise ConfigError(
+            f"{jax.process_count()} processes train on one mesh over all of their devices. Give "
+            f"mesh=make_mesh(data=..., model=...) of {jax.device_count()} devices."
+        )
     pass_size = recipe.pass_size(1 if mesh is None else mesh.shape[sharding.DATA])
     directory = None
     if out is not None:
@@ -134,12 +140,14 @@ def train(
         )
     try:
         with use_mesh(mesh):
-            source = _batches(model, recipe, data, pass_size, run.seed)
+            rows = rows_here(mesh, pass_size)
+            deal = Deal(recipe.batch_sizes, pass_size, rows)
+            source = _batches(model, recipe, data, deal, run.seed)
             trainer = Trainer(model, policy, recipe, run.seed, mesh)
             if directory is not None:
                 _resume(trainer, source, directory)
             ignored = _ignored_tokens(model, recipe)
-            Loop(trainer, policy, recipe, source, pass_size, ignored, directory, run).run()
+            Loop(trainer, policy, recipe, source, deal, ignored, directory, run).run()
             result = trainer.model()
             if directory is not None:
                 path = directory.path / "model"
@@ -228,14 +236,14 @@ def _check_adapter_only(model: LanguageModel, policy: Policy, recipe: Recipe) ->
         )
 
 
-def _batches(model: LanguageModel, recipe: Recipe, data: Any, pass_size: int, seed: int) -> Any:
+def _batches(model: LanguageModel, recipe: Recipe, data: Any, deal: Deal, seed: int) -> Any:
     if hasattr(data, "__next__"):
         return data
     source = as_source(data)
-    return data_batches(
+    return lane_batches(
         AnswersOnly(source) if recipe.answers_only else source,
         model.tokenizer,
-        batch_size=pass_size,
+        deal=deal,
         length=recipe.sequence_length,
         packing=recipe.packing,
         vocab_size=model.config.vocab_size,

@@ -20,6 +20,7 @@ import numpy as np
 from dms_jax import processes
 from dms_jax.checkpoint import save
 from dms_jax.data.batches import Batch
+from dms_jax.data.lanes import Deal, LaneBatches
 from dms_jax.errors import DataError, TrainingDivergedError
 from dms_jax.policies import Policy
 from dms_jax.training.display import Display
@@ -62,14 +63,14 @@ class Loop:
         trainer: Trainer,
         policy: Policy,
         recipe: Recipe,
-        source: Iterator[Batch],
-        pass_size: int,
+        source: Iterator[Batch] | LaneBatches,
+        deal: Deal,
         ignored_tokens: tuple[int, ...],
         directory: RunDirectory | None,
         options: RunOptions,
     ):
         self._trainer, self._policy, self._recipe = trainer, policy, recipe
-        self._source, self._pass_size, self._directory = source, pass_size, directory
+        self._source, self._deal, self._directory = source, deal, directory
         self._ignored, self._options = np.asarray(ignored_tokens, np.int32), options
         self._pending: collections.deque[_Pending] = collections.deque()
         self._total = recipe.total_steps(policy)
@@ -155,7 +156,7 @@ class Loop:
         """Returns the batches of a step, and the seconds that they took."""
         size = self._recipe.progress(step, self._policy).stage.batch_size or self._recipe.batch_size
         began = time.perf_counter()
-        drawn = [self._next_batch(step) for _ in range(size // self._pass_size)]
+        drawn = [self._next_batch(step, number) for number in range(size // self._deal.pass_size)]
         if any(batch.keys() != drawn[0].keys() for batch in drawn):
             raise DataError(
                 f"Some batches of step {step + 1} have segment_ids and others have none; give them "
@@ -172,11 +173,16 @@ class Loop:
                 self._trainer.zero_borrowed_neurons()
         drawn, waited = batches
         metrics = self._trainer.step(drawn, progress)
-        tokens = len(drawn) * self._pass_size * recipe.sequence_length
+        tokens = len(drawn) * self._deal.pass_size * recipe.sequence_length
         ended = self._watcher.submit(_when_ready, metrics)
         self._pending.append(_Pending(step + 1, progress, tokens, waited, metrics, ended))
 
-    def _next_batch(self, step: int) -> Batch:
+    def _next_batch(self, step: int, number: int) -> Batch:
+        """Returns the rows of this process of one pass of a step."""
+        if isinstance(self._source, LaneBatches):
+            batch = self._source.draw(number)
+            counts = batch["loss_mask"] & ~np.isin(batch["tokens"], self._ignored)
+            return batch | {"loss_mask": counts}
         try:
             batch = dict(next(self._source))
         except StopIteration as error:
@@ -190,7 +196,7 @@ class Loop:
                 f"{', '.join(sorted(map(str, batch))) or 'nothing'}."
             )
         tokens = np.asarray(batch["tokens"], np.int32)
-        expected = (self._pass_size, self._recipe.sequence_length)
+        expected = (self._deal.pass_size, self._recipe.sequence_length)
         if tokens.shape != expected:
             raise DataError(f"A batch must hold tokens of shape {expected}, got {tokens.shape}.")
         for name in ("loss_mask", "segment_ids"):
@@ -200,7 +206,8 @@ class Loop:
                     f"{np.shape(batch[name])}."
                 )
         counts = np.asarray(batch.get("loss_mask", np.ones(expected)), bool)
-        return batch | {"tokens": tokens, "loss_mask": counts & ~np.isin(tokens, self._ignored)}
+        whole = batch | {"tokens": tokens, "loss_mask": counts & ~np.isin(tokens, self._ignored)}
+        return {name: np.asarray(array)[list(self._deal.rows)] for name, array in whole.items()}
 
     def _read(self, *, leave: int = 0, evaluate: bool = False) -> None:
         """Reads, checks and reports steps in flight until `leave` are left.

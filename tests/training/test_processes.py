@@ -1,11 +1,7 @@
 """Two real processes of four devices each: the run of one, its export, its stops and its errors."""
 
 import json
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import chex
@@ -16,49 +12,13 @@ from safetensors.numpy import load_file
 
 from dms_jax.errors import ConfigError
 from dms_jax.processes import Agreement, arguments, connect, gather, slices
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-EXPORT = "model/model.safetensors"
-
-
-def start(told: dict[str, Any], count: int) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a run, eight devices between them."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    started = []
-    for index in range(count):
-        environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(8 // count), "PYTHONPATH": str(ROOT)}
-        if count > 1:
-            environment |= {
-                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-                "JAX_NUM_PROCESSES": str(count),
-                "JAX_PROCESS_ID": str(index),
-            }
-        command = [sys.executable, "-m", "tests.training.one_of_two", json.dumps(told)]
-        started.append(
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        )
-    return started
+from tests.training.killing import EXPORT, compare, finish, start
 
 
 def run(count: int, out: pathlib.Path, **told: Any) -> list[dict[str, Any]]:
     """Runs to the end; returns the report of each process."""
     started = start({"out": str(out), "mesh": [8, 1]} | told, count)
-    try:
-        printed = [each.communicate(timeout=240)[0] for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    codes = [each.returncode for each in started]
-    assert codes == [0] * count, "\n".join(printed)
+    finish(started)
     return [json.loads(out.with_name(f"{out.name}-{i}.json").read_text()) for i in range(count)]
 
 
@@ -94,6 +54,12 @@ def test_sigterm_to_one_stops_all_and_the_run_goes_on_to_the_same_bits(tmp_path)
     assert [each["ended"] for each in again] == ["done", "done"]
     assert stopped[0]["losses"] + again[0]["losses"] == whole[0]["losses"]
     assert export(tmp_path / "run") == export(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_in_the_same_bits(tmp_path):
+    """Of one process; `tests/training/killing.py` does it to two, five times."""
+    assert compare(tmp_path, processes=1, kills=1, steps=6, seed=0)
 
 
 @pytest.mark.slow
