@@ -1,6 +1,5 @@
 """Requests to stop a run: Ctrl-C, and SIGTERM, by which platforms tell that a machine goes away."""
 
-import contextlib
 import signal
 import threading
 from typing import Any
@@ -11,8 +10,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Makes the first Ctrl-C or SIGTERM a request to stop after the current step and its records.
 
-    A second one has its ordinary effect at once. Signals reach only the main thread, so in another
-    thread nothing changes.
+    A second Ctrl-C interrupts at once; SIGTERM may come again, from a launcher and from the platform
+    that started it. Signals reach only the main thread, so in another thread nothing changes.
     """
 
     def __init__(self):
@@ -25,15 +24,16 @@ class Interrupts:
                 self._previous[each] = signal.signal(each, self._on_signal)
         return self
 
-    def _on_signal(self, *_: Any) -> None:
+    def _on_signal(self, number: int, _: Any) -> None:
         self.requested = True
-        self._restore()
+        if number == signal.SIGINT:
+            self._restore(signal.SIGINT)
 
-    def _restore(self) -> None:
-        for each, handler in self._previous.items():
-            # A handler that was not set from Python cannot be set again.
-            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+    def _restore(self, each: signal.Signals) -> None:
+        # A handler that was not set from Python cannot be set again.
+        handler = self._previous[each]
+        signal.signal(each, signal.SIG_DFL if handler is None else handler)
 
     def __exit__(self, *_: Any) -> None:
-        with contextlib.suppress(ValueError):
-            self._restore()
+        for each in self._previous:
+            self._restore(each)
