@@ -229,6 +229,16 @@ def gather(text: str) -> list[str]:
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
+def put(value: np.ndarray, place: Any) -> jax.Array:
+    """Places what every process has on the host, of which each takes its own devices' part.
+
+    `jax.device_put` would first compare all of it between the processes, behind what is in flight.
+    """
+    if place is None or place.is_fully_addressable:
+        return jax.device_put(value, place)
+    return jax.make_array_from_callback(value.shape, place, lambda index: value[index])
+
+
 def slices(value: jax.Array, *, along_first: bool) -> Any:
     """Yields the slices of an array along its first axis, or all of it, on the host.
 

@@ -70,7 +70,7 @@ def attach_factors(
         place = None
         if mesh is not None:
             place = sharding.parameter_sharding(mesh, param.get_metadata("axes"), shape)
-        factors[path] = jax.device_put(value, place)
+        factors[path] = processes.put(value, place)
     return low_rank.add_factors(transformer, size, factors)
 
 

@@ -10,7 +10,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Makes the first Ctrl-C or SIGTERM a request to stop after the current step and its records.
 
-    A second Ctrl-C interrupts at once; SIGTERM may come again, from a launcher and from the platform
+    A second Ctrl-C interrupts at once; SIGTERM may come again, from a launcher and the platform
     that started it. Signals reach only the main thread, so in another thread nothing changes.
     """
 
