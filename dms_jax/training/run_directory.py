@@ -54,9 +54,10 @@ class RunDirectory:
         # As it comes back from a checkpoint: JSON turns tuples into lists.
         self._settings = json.loads(json.dumps(settings))
         self._restart_from, self._log, self._lock = restart_from, None, None
+        self._checkpoints: Any = None
         self._opening()
-        self._checkpoints = Checkpoints(self.path, keep=keep)
         try:
+            self._checkpoints = Checkpoints(self.path, keep=keep)
             self._check_steps(resume)
         except BaseException:
             self.close()
@@ -68,6 +69,7 @@ class RunDirectory:
         try:
             if processes.is_first():
                 _check_writable(self.path)
+                _check_writable(self.path / "checkpoints")
                 self._lock = RunLock(self.path)
         except DmsJaxError as caught:
             error = caught
@@ -210,7 +212,8 @@ class RunDirectory:
     def close(self) -> None:
         """Closes the log and the checkpoints, and lets go of the directory."""
         try:
-            self._checkpoints.close()
+            if self._checkpoints is not None:
+                self._checkpoints.close()
         finally:
             for file in (self._log, self._lock):
                 if file is not None:

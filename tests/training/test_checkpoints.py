@@ -174,6 +174,15 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path):
     opened(tmp_path).close()
 
 
+def test_a_directory_that_cannot_be_opened_is_not_kept_locked(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"cannot be written to .*Give another `out`"):
+            opened(tmp_path)
+    (tmp_path / "checkpoints").unlink()
+    opened(tmp_path).close()
+
+
 def test_a_killed_run_keeps_no_lock(tmp_path):
     script = (
         "import pathlib, sys, time\n"

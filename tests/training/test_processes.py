@@ -1,5 +1,6 @@
 """Two real processes of four devices each: the run of one, its export, its stops and its errors."""
 
+import io
 import json
 import pathlib
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dms_jax import processes
 from dms_jax.errors import ConfigError
 from dms_jax.processes import Agreement, arguments, connect, gather, slices
 from tests.training.killing import EXPORT, compare, finish, start
@@ -123,6 +125,14 @@ SLURM = {
 )
 def test_the_environment_says_who_the_processes_are(environment, expected):
     assert arguments({"TPU_SKIP_MDS_QUERY": "1"} | environment) == expected
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [(b"a,b,c,d", {}), (b"a", None)])
+def test_a_tpu_machine_asks_its_metadata(monkeypatch, tmp_path, hosts, expected):
+    assert arguments({}) is None  # without a TPU nothing is asked
+    monkeypatch.setattr(processes, "_TPU_DEVICES", (tmp_path,))
+    monkeypatch.setattr(processes.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(hosts))
+    assert arguments({}) == expected
 
 
 @pytest.mark.parametrize(
