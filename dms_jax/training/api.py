@@ -164,9 +164,7 @@ def _resume(trainer: Trainer, source: Any, directory: RunDirectory) -> None:
         return
     if not hasattr(source, "set_state"):
         raise DataError("The data cannot be resumed: its iterator has no set_state.")
-    abstract = trainer.abstract_state
-    del trainer.state  # room for the restored one
-    trainer.state, position = directory.restore(abstract)
+    trainer.state, position = directory.restore(trainer.abstract_state)
     source.set_state(position)
 
 

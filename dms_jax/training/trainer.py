@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from dms_jax import sharding
+from dms_jax import processes, sharding
 from dms_jax.data.batches import Batch
 from dms_jax.devices import data_sheet
 from dms_jax.model import low_rank
