@@ -29,7 +29,7 @@ from jax._src import distributed  # the client of the coordination service has n
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dms_jax.errors import ConfigError, DmsJaxError, plain
+from dms_jax.errors import ConfigError, OtherProcessError, plain
 
 # Processes that compile or evaluate reach an agreement minutes apart.
 _LONGEST_WAIT_SECONDS = 3600
@@ -41,10 +41,6 @@ _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attribu
 _TPU_DEVICES = (pathlib.Path("/dev/accel0"), pathlib.Path("/dev/vfio/0"))
 
 _agreements = itertools.count()
-
-
-class OtherProcessError(DmsJaxError):
-    """Another process of the run failed, and this one ended with it."""
 
 
 def connect(

@@ -30,6 +30,9 @@ from dms_jax.training.recipe import Recipe
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.trainer import Trainer, rows_here
 
+# What a run may be resumed with another value of: how the passes of a step are cut and computed.
+_FREE = ("name", "snapshots", "micro_batch_size", "remat", "unroll")
+
 
 @show_options(RunOptions)
 def retrofit(
@@ -126,7 +129,8 @@ def train(
     if out is not None:
         settings = {
             "model": dataclasses.asdict(model.config),
-            "recipe": {**dataclasses.asdict(recipe), "name": None, "snapshots": None},
+            # Without what changes no step beyond the rounding of its sums.
+            "recipe": dataclasses.asdict(recipe) | dict.fromkeys(_FREE),
             "policy": policy.to_dict(),
             "seed": run.seed,
             "data": _fingerprint(data),
