@@ -219,7 +219,7 @@ def gather(text: str) -> list[str]:
         return [text]
     content = np.frombuffer(text.encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.asarray(content.size))
-    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
     padded[: content.size] = content
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
