@@ -107,7 +107,6 @@ class Loop:
                 for step in range(start, total):
                     self._take(step, interrupts, agree, snapshots)
                 self._read()
-                self._finish()
             except BaseException as error:
                 agree.fail(error)
                 raise
@@ -136,7 +135,8 @@ class Loop:
             stop, _ = self._wishes(done, interrupts)
         if stop and done < total:
             self._checkpoint(done)
-            self._finish()
+            if self._directory is not None:
+                self._directory.finish()
             raise KeyboardInterrupt(f"stopped after step {done}")
 
     def _wishes(self, step: int, interrupts: Interrupts) -> tuple[bool, bool]:
@@ -285,11 +285,6 @@ class Loop:
         get_state = getattr(self._source, "get_state", lambda: None)
         self._directory.save(done, self._trainer.state, get_state())
         self._clock = self._saved = time.perf_counter()
-
-    def _finish(self) -> None:
-        """Waits for the last checkpoint."""
-        if self._directory is not None:
-            self._directory.finish()
 
     def _snapshots(self, total: int) -> dict[int, list[float]]:
         """Returns steps done -> the recipe's snapshot ratios that are reached by then."""
