@@ -6,22 +6,19 @@
 `encoding.py` says how documents become tokens.
 """
 
-import concurrent.futures
 from typing import Any, Literal
 
 import numpy as np
 
 from dms_jax.checks import Count, check
 from dms_jax.data.encoding import encode_answers, encode_document
-from dms_jax.data.lanes import Deal, LaneBatches, Reader
 from dms_jax.data.sources import AnswersOnly, Source, as_source
 from dms_jax.errors import DataError
 
 Packing = Literal["concatenate", "concatenate_whole", "first_fit"]
 Batch = dict[str, np.ndarray]
 
-# Of first fit, in all lanes together, and in one of them.
-_OPEN_SEQUENCES, _FEWEST_OPEN_SEQUENCES = 32, 4
+_OPEN_SEQUENCES = 32
 
 
 class Batches:
@@ -78,71 +75,25 @@ def batches(
     """
     import grain
 
+    from dms_jax.data import packing as packings
+
     batch_size, length = check("batch_size", batch_size, Count), check("length", length, Count)
     seed = check("seed", seed, int | None)
     check("packing", packing, Packing)
     documents = _Tokens(as_source(data), tokenizer, vocab_size)
-    dataset = _ordered(documents, seed)
-    dataset = dataset.repeat() if repeat else dataset
-    stream = dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16))
-    # The only document with tokens may come first in one epoch and last in the next.
-    packed = _packed(stream, packing, length, seed, 2 * len(documents))
-    return Batches(iter(packed.batch(batch_size, drop_remainder=True)))
-
-
-def lane_batches(
-    data: Any,
-    tokenizer: Any,
-    *,
-    deal: Deal,
-    length: int,
-    packing: Packing,
-    vocab_size: int,
-    seed: int,
-) -> LaneBatches:
-    """Returns what draws the sequences of optimizer steps; see `lanes.py`.
-
-    Args:
-      deal: which rows of which steps this process draws.
-      data, tokenizer, length, packing, vocab_size, seed: as for `batches`.
-
-    Raises:
-      DataError: the data cannot be used.
-    """
-    from dms_jax.data import packing as packings
-
-    documents = _Tokens(as_source(data), tokenizer, vocab_size)
-    dataset = _ordered(documents, seed).repeat()
-    pool = concurrent.futures.ThreadPoolExecutor(2, "tokenize")
-
-    def lane(number: int, count: int, ahead: int) -> Any:
-        stream = packings.Lane(Reader(dataset, number, count, pool, ahead))
-        # A lane may meet the only document with tokens a few epochs late.
-        most_empty = 2 * len(documents) + 64 * count
-        return iter(_packed(stream, packing, length, seed + number, most_empty, lanes=count))
-
-    return LaneBatches(lane, deal)
-
-
-def _ordered(documents: Any, seed: int | None) -> Any:
-    """The documents in a new order each epoch; in their own without a seed."""
-    import grain
-
     dataset = grain.MapDataset.source(documents)
-    return dataset if seed is None else dataset.seed(seed % 2**32).shuffle()
-
-
-def _packed(
-    stream: Any, packing: Packing, length: int, seed: int | None, most_empty: int, lanes: int = 1
-) -> Any:
-    """Sequences of a stream of documents, of which there is one for each lane."""
-    from dms_jax.data import packing as packings
-
-    stream = packings.NonEmpty(stream, max_empty=most_empty)
+    dataset = dataset if seed is None else dataset.seed(seed % 2**32).shuffle()
+    dataset = dataset.repeat() if repeat else dataset
+    # The only document with tokens may come first in one epoch and last in the next.
+    stream = packings.NonEmpty(
+        dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)),
+        max_empty=2 * len(documents),
+    )
     if packing == "first_fit":
-        bins = max(_FEWEST_OPEN_SEQUENCES, _OPEN_SEQUENCES // lanes)
-        return packings.first_fit(stream, length=length, bins=bins, seed=seed or 0)
-    return packings.Concatenate(stream, length=length, carry=packing == "concatenate")
+        packed = packings.first_fit(stream, length=length, bins=_OPEN_SEQUENCES, seed=seed or 0)
+    else:
+        packed = packings.Concatenate(stream, length=length, carry=packing == "concatenate")
+    return Batches(iter(packed.batch(batch_size, drop_remainder=True)))
 
 
 class _Tokens:

@@ -19,34 +19,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from dms_jax.data.lanes import Reader
 from dms_jax.errors import DataError
-
-
-class Lane(grain.IterDataset):
-    """The documents of a lane, read by `lanes.Reader`."""
-
-    def __init__(self, reader: Reader):
-        super().__init__()
-        self._reader = reader
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _LaneIterator(self._reader)
-
-
-class _LaneIterator(grain.DatasetIterator):
-    def __init__(self, reader: Reader):
-        super().__init__()
-        self._reader = reader
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        return next(self._reader)
-
-    def get_state(self) -> dict[str, Any]:
-        return self._reader.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._reader.set_state(state)
 
 
 class NonEmpty(grain.IterDataset):

@@ -16,9 +16,8 @@ from dms_jax import compilation, processes, sharding
 from dms_jax.checkpoint import save
 from dms_jax.checks import check, show_options
 from dms_jax.data import AnswersOnly, as_source
-from dms_jax.data.batches import lane_batches
 from dms_jax.data.fingerprint import fingerprint
-from dms_jax.data.lanes import Deal
+from dms_jax.data.lanes import Deal, lane_batches
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.model.low_rank import low_rank_of

@@ -128,14 +128,14 @@ class Checkpoints:
         if processes.is_first():
             for part in (self._path / str(step), *self._path.glob(f"{step}.*")):
                 shutil.rmtree(part, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the directory is gone: the next save says so again
+            self._manager = self._open()
         left = [each for each in self.steps if each != step]
         last = f" The last one is of step {left[-1]}." if left else ""
         self._problem = (
             f"The checkpoint of step {step} cannot be written to {self._run}: "
             f"{_reason(error)}.{last}"
         )
-        with contextlib.suppress(OSError):  # the directory is gone: the next save says so again
-            self._manager = self._open()
 
     def _add_sums(self) -> None:
         """Writes the checksums of a checkpoint; Orbax calls it just before it renames it."""

@@ -156,7 +156,7 @@ class Loop:
         """Returns the batches of a step, and the seconds that they took."""
         size = self._recipe.progress(step, self._policy).stage.batch_size or self._recipe.batch_size
         began = time.perf_counter()
-        drawn = [self._next_batch(step, number) for number in range(size // self._deal.pass_size)]
+        drawn = [self._next_batch(step) for _ in range(size // self._deal.pass_size)]
         if any(batch.keys() != drawn[0].keys() for batch in drawn):
             raise DataError(
                 f"Some batches of step {step + 1} have segment_ids and others have none; give them "
@@ -177,10 +177,10 @@ class Loop:
         ended = self._watcher.submit(_when_ready, metrics)
         self._pending.append(_Pending(step + 1, progress, tokens, waited, metrics, ended))
 
-    def _next_batch(self, step: int, number: int) -> Batch:
-        """Returns the rows of this process of one pass of a step."""
+    def _next_batch(self, step: int) -> Batch:
+        """Returns the rows of this process of the next pass."""
         if isinstance(self._source, LaneBatches):
-            batch = self._source.draw(number)
+            batch = next(self._source)
             counts = batch["loss_mask"] & ~np.isin(batch["tokens"], self._ignored)
             return batch | {"loss_mask": counts}
         try:

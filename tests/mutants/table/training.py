@@ -176,8 +176,8 @@ MUTANTS = [
     Mutant(
         "lanes: a row takes the lane of its place among the rows of its process",
         "dms_jax/data/lanes.py",
-        "for row in self._deal.rows]",
-        "for row in range(len(self._deal.rows))]",
+        "for row in self._deal.rows]\n        self._first",
+        "for row in range(len(self._deal.rows))]\n        self._first",
         ("tests/data/test_lanes.py::test_the_rows_are_the_same_however_they_are_split",),
     ),
 ]
