@@ -263,7 +263,7 @@ def test_a_mounted_disk_that_is_full(tmp_path):
         assert directory.latest_step == 3
         directory.close()
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
