@@ -13,6 +13,7 @@ from dms_jax.errors import (
     ConfigError,
     DataError,
     DmsJaxError,
+    OtherProcessError,
     TrainingDivergedError,
 )
 from dms_jax.evaluation import evaluate, hyperscale
@@ -77,6 +78,7 @@ __all__ = [
     "Knorm",
     "LanguageModel",
     "ModelConfig",
+    "OtherProcessError",
     "Policy",
     "PyramidKV",
     "Quest",

@@ -79,3 +79,7 @@ class DataError(DmsJaxError):
 
 class TrainingDivergedError(DmsJaxError):
     """The loss or the gradients stopped being finite."""
+
+
+class OtherProcessError(DmsJaxError):
+    """Another process of the run failed, and this one ended with it."""

@@ -20,6 +20,7 @@ declare: the class of a state declares the logical axes of each array at its fie
 `partition` reads them. A field without declared axes is refused.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -27,7 +28,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dms_jax.checks import Count, check
@@ -70,6 +73,9 @@ CACHE_RULES: Mapping[str, tuple[str, ...]] = {
 def make_mesh(data: int = 1, model: int = 1, *, devices: Any = None) -> jax.sharding.Mesh:
     """Returns a (data, model) mesh with Auto axes over the first `data * model` devices.
 
+    Devices of several slices or hosts, between which the links are slow, are arranged so that
+    `model` stays within one of them, wherever they divide `data`.
+
     Raises:
       ConfigError: there are fewer devices.
     """
@@ -80,9 +86,18 @@ def make_mesh(data: int = 1, model: int = 1, *, devices: Any = None) -> jax.shar
             f"A mesh of {data} x {model} takes {data * model} devices; there are {len(available)}."
         )
     devices = available[: data * model]
-    return jax.make_mesh(
-        (data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices
-    )
+    types = (AxisType.Auto,) * 2
+    # jax numbers TPU slices, and the hosts of GPUs, by `slice_index`.
+    near = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
+    if len(near) > 1:
+        if data % len(near) == 0 and len(set(near.values())) == 1:
+            within, between = (data // len(near), model), (len(near), 1)
+            arranged = mesh_utils.create_hybrid_device_mesh(within, between, devices)
+        else:
+            together = sorted(devices, key=lambda device: device.slice_index)
+            arranged = np.asarray(together).reshape(data, model)
+        return jax.sharding.Mesh(arranged, (DATA, MODEL), axis_types=types)
+    return jax.make_mesh((data, model), (DATA, MODEL), axis_types=types, devices=devices)
 
 
 def axis_size(name: str) -> int:

@@ -7,7 +7,8 @@ Starts from a named set of options, each of which can be changed:
     python -m experiments.retrofit custom --help
     python -m experiments.retrofit self-taught --model m.gguf --prompts questions.jsonl --out runs/x
 
-Started again with the same options it goes on from the latest checkpoint. The result, in out/model,
+Started again with the same options it goes on from the latest checkpoint. Of several processes, on
+several hosts, each is started with the same command (launch/README.md). The result, in out/model,
 is a Hugging Face directory whose config.json names the policy: `dms_jax.load` runs it as it is.
 With --adapter-only it is what was trained beside frozen weights, for `load(model, adapter=...)`.
 
@@ -19,6 +20,7 @@ on after a stop.
 import sys
 
 import dms_jax
+from dms_jax import processes
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
 from experiments.configs import self_taught as self_taught_configs
@@ -34,12 +36,12 @@ def main(config: Config | SelfTaught) -> None:
         return
     if not config.model or not config.data:
         raise dms_jax.ConfigError("give --model and --data")
+    processes.connect(config.coordinator, config.processes, config.process)
+    say = print if processes.is_first() else (lambda _: None)
     make_folder("--out", config.out)
-    mesh = None
-    if config.data_shards * config.model_shards > 1:
-        mesh = dms_jax.make_mesh(config.data_shards, config.model_shards)
+    mesh = config.make_mesh()
     recipe, policy = config.make_recipe(), config.make_policy()
-    print(
+    say(
         f"{recipe.name}: {recipe.total_steps(policy)} steps to ratio "
         f"{recipe.compression_ratio:g}, {policy}"
     )
@@ -52,10 +54,13 @@ def main(config: Config | SelfTaught) -> None:
         seed=config.seed,
         mesh=mesh,
         checkpoint_every=config.checkpoint_every,
+        checkpoint_minutes=config.checkpoint_minutes,
+        keep_checkpoints=config.keep_checkpoints,
+        restart_from=config.restart_from,
         adapter_only=config.adapter_only,
     )
     what = "adapter" if config.adapter_only else "model"
-    print(f"The {what} is in {config.out / 'model'}; every step is in {config.out / 'log.jsonl'}")
+    say(f"The {what} is in {config.out / 'model'}; every step is in {config.out / 'log.jsonl'}")
 
 
 if __name__ == "__main__":

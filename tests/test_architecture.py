@@ -22,7 +22,7 @@ HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
 IMPORT_ORDER = """
 errors
 checks
-assets compilation config_checks devices
+assets compilation config_checks devices processes
 config sharding
 cache
 policies

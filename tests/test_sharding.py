@@ -54,6 +54,22 @@ def cache_of(policy, num_sequences=4):
     )
 
 
+@pytest.mark.parametrize(
+    ("data", "model", "expected"),
+    [
+        (4, 2, [[0, 2], [4, 6], [1, 3], [5, 7]]),  # `model` within a host
+        (2, 4, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        (1, 8, [[0, 2, 4, 6, 1, 3, 5, 7]]),  # it must span them
+    ],
+)
+def test_slow_links_lie_along_data(monkeypatch, data, model, expected):
+    """Two hosts, whose devices are numbered in turn."""
+    hosts = {device: device.id % 2 for device in jax.devices()}
+    monkeypatch.setattr(type(jax.devices()[0]), "slice_index", property(hosts.get), raising=False)
+    mesh = sharding.make_mesh(data, model)
+    assert [[device.id for device in row] for row in mesh.devices] == expected
+
+
 @pytest.mark.parametrize("per_row", [True, False])
 def test_a_state_that_declares_nothing_is_refused_by_class_and_field(per_row):
     with pytest.raises(ConfigError, match=r"^Silent\.notes declares no axes"):

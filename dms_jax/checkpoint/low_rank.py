@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from dms_jax import sharding
+from dms_jax import processes, sharding
 from dms_jax.checkpoint.names import Layout
 from dms_jax.checkpoint.weights import Weights
 from dms_jax.errors import CheckpointError, plain
@@ -24,11 +24,12 @@ def is_low_rank(name: str) -> bool:
 
 
 def low_rank_tensors(transformer: Transformer) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the factors of every layer."""
+    """Yield the factors of every layer; in the first process alone."""
     for path, param in low_rank.factors_of(transformer).items():
         layout = _layout(path)
-        for layer, value in enumerate(jax.device_get(param)):
-            yield layout.tensor_name(layer), layout.to_tensor(value)
+        for layer, value in enumerate(processes.slices(param, along_first=True)):
+            if value is not None:
+                yield layout.tensor_name(layer), layout.to_tensor(value)
 
 
 def attach_factors(
@@ -69,7 +70,7 @@ def attach_factors(
         place = None
         if mesh is not None:
             place = sharding.parameter_sharding(mesh, param.get_metadata("axes"), shape)
-        factors[path] = jax.device_put(value, place)
+        factors[path] = processes.put(value, place)
     return low_rank.add_factors(transformer, size, factors)
 
 

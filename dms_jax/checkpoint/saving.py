@@ -6,20 +6,24 @@ otherwise low-rank updates are written as part of the weights.
 Everything is written into a directory beside the target, which replaces it at the end
 (`replacing.py`), so that a full disk or an interrupt leaves the old checkpoint and never part of
 a new one.
+
+Of several processes, which all call `save`, the first writes. Arrays that are spread over them are
+gathered one layer at a time.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from dms_jax import processes
 from dms_jax.checkpoint import names
 from dms_jax.checkpoint.adapter import (
     ADAPTER_CONFIG,
@@ -98,31 +102,39 @@ def save(
             f"this model was made for {model.policy}: its decisions mean {trained}; saved for "
             f"{policy} they would be read as {asked}. Save it with its own policy"
         )
+    write = _save_adapter if check("adapter_only", adapter_only, bool) else _save_model
+    together, error = processes.Agreement(), None
     try:
-        if check("adapter_only", adapter_only, bool):
-            _save_adapter(model, policy, target)
-        else:
-            _save_model(model, policy, target, max_shard_bytes)
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint cannot be written to {target}: {error}") from error
+        write(model, policy, target, max_shard_bytes)
+    except OSError as caught:
+        error = CheckpointError(f"the checkpoint cannot be written to {target}: {caught}")
+        error.__cause__ = caught
+    except (CheckpointError, ConfigError) as caught:
+        error = caught
+    together.first_done(error)
+    if error is not None:
+        raise error
 
 
 def _save_model(
     model: LanguageModel, policy: Policy, target: pathlib.Path, max_shard_bytes: int
 ) -> None:
     config = _config(model, policy)
-    with replacement(target, CHECKPOINT) as directory:
-        _write_json(directory / "config.json", config)
-        before = read_json(target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES)
-        _write_json(
-            directory / "generation_config.json", _sampling(before or {}) | _generation(model)
-        )
-        if model.tokenizer is not None:
-            model.tokenizer.save(directory)
-        _write_tensors(model, directory, max_shard_bytes)
+    with _gathered(low_rank.merge(model.transformer)) as tensors:
+        if not processes.is_first():
+            return
+        with replacement(target, CHECKPOINT) as directory:
+            _write_json(directory / "config.json", config)
+            before = read_json(target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES)
+            _write_json(
+                directory / "generation_config.json", _sampling(before or {}) | _generation(model)
+            )
+            if model.tokenizer is not None:
+                model.tokenizer.save(directory)
+            _write_tensors(tensors, directory, max_shard_bytes)
 
 
-def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path) -> None:
+def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path, _: int) -> None:
     size = low_rank.low_rank_of(model.transformer)
     if not policy.retrofit.adapter and size is None:
         raise ConfigError(
@@ -133,20 +145,27 @@ def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path) ->
             f"{policy} decides in neurons of the base, which an adapter does not hold; save the "
             "whole model"
         )
-    config = adapter_config(policy, size, _unchanged_base(model))
     tensors = dict(low_rank_tensors(model.transformer))
-    if policy.retrofit.adapter:
-        base = low_rank.drop_factors(model.transformer)
-        tensors |= {n: value for n, value in _tensors(base) if names.ADAPTER_MARK in n}
+    with _gathered(low_rank.drop_factors(model.transformer)) as others:
+        if not processes.is_first():
+            return
+        identity = _unchanged_base(model, others, tensors if policy.retrofit.adapter else {})
     for name, value in tensors.items():
         _check_finite(name, value)
     with replacement(target, ADAPTER) as directory:
-        _write_json(directory / ADAPTER_CONFIG, config)
+        _write_json(directory / ADAPTER_CONFIG, adapter_config(policy, size, identity))
         _save_file(tensors, directory / ADAPTER_TENSORS, _mode(directory / ADAPTER_CONFIG))
 
 
-def _unchanged_base(model: LanguageModel) -> dict[str, Any]:
+def _unchanged_base(
+    model: LanguageModel, tensors: Iterator[tuple[str, np.ndarray]], adapter: dict[str, np.ndarray]
+) -> dict[str, Any]:
     """Compute the identity of a model's base, after checking that its weights are unchanged.
+
+    Args:
+        model: the model with its adapter.
+        tensors: its tensors, without low-rank updates.
+        adapter: takes those of its adapter.
 
     Raises:
         CheckpointError: the model was not loaded, or its base is gone or has other weights.
@@ -168,12 +187,12 @@ def _unchanged_base(model: LanguageModel) -> dict[str, Any]:
     different = differing_shape(base.config, model.config)
     if different:
         raise CheckpointError(f"{reason}{'; '.join(different)}; {whole}")
-    changed = [
-        name
-        for name, value in _tensors(low_rank.drop_factors(model.transformer))
-        if names.ADAPTER_MARK not in name
-        and not np.array_equal(base.weights.read(name, (), value.dtype), value)
-    ]
+    changed = []
+    for name, value in tensors:
+        if names.ADAPTER_MARK in name:
+            adapter[name] = value
+        elif not np.array_equal(base.weights.read(name, (), value.dtype), value):
+            changed.append(name)
     if changed:
         raise CheckpointError(
             f"{reason}{len(changed)} of its other tensors were changed ({changed[0]}"
@@ -208,21 +227,36 @@ def _generation(model: LanguageModel) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+@contextlib.contextmanager
+def _gathered(transformer: Transformer) -> Iterator[Iterator[tuple[str, np.ndarray]]]:
+    """Yield the tensors, and go through those that are left: other processes take part in each."""
+    tensors = _tensors(transformer)
+    try:
+        yield tensors
+    finally:
+        if processes.several():
+            for _ in tensors:
+                pass
+
+
 def _tensors(transformer: Transformer) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every tensor with its Hugging Face name, one at a time."""
+    """Yield every tensor with its Hugging Face name, one at a time; in the first process alone."""
     for path, param in nnx.to_flat_state(nnx.state(transformer, nnx.Param)):
-        value = jax.device_get(param.get_value())
-        for piece in names.PIECES[path]:
-            layout = piece.layout
-            if layout.stacked:
-                within = piece.index(value.ndim - 1)
-                for layer in range(value.shape[0]):
-                    yield layout.tensor_name(layer), layout.to_tensor(value[layer][within])
-            else:
-                yield layout.name, layout.to_tensor(value)
+        value = param.get_value()
+        pieces = names.PIECES[path]
+        stacked = pieces[0].layout.stacked
+        for layer, part in enumerate(processes.slices(value, along_first=stacked)):
+            if part is None:
+                continue
+            for piece in pieces:
+                layout = piece.layout
+                name = layout.tensor_name(layer) if stacked else layout.name
+                yield name, layout.to_tensor(part[piece.index(part.ndim)])
 
 
-def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_bytes: int) -> None:
+def _write_tensors(
+    tensors: Iterator[tuple[str, np.ndarray]], directory: pathlib.Path, max_shard_bytes: int
+) -> None:
     """Write `model.safetensors`, or numbered shards and their index."""
     mode = _mode(directory / "config.json")
     written: list[tuple[pathlib.Path, list[str]]] = []
@@ -236,7 +270,7 @@ def _write_tensors(model: LanguageModel, directory: pathlib.Path, max_shard_byte
         written.append((file, list(shard)))
         shard, size = {}, 0
 
-    for name, tensor in _tensors(low_rank.merge(model.transformer)):
+    for name, tensor in tensors:
         _check_finite(name, tensor)
         if shard and size + tensor.nbytes > max_shard_bytes:
             flush()

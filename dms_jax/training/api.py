@@ -12,11 +12,12 @@ from typing import Any, Unpack
 
 import jax
 
-from dms_jax import compilation, sharding
+from dms_jax import compilation, processes, sharding
 from dms_jax.checkpoint import save
 from dms_jax.checks import check, show_options
 from dms_jax.data import AnswersOnly, as_source
-from dms_jax.data import batches as data_batches
+from dms_jax.data.fingerprint import fingerprint
+from dms_jax.data.lanes import Deal, lane_batches
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.model.low_rank import low_rank_of
@@ -26,7 +27,10 @@ from dms_jax.training.loop import Loop
 from dms_jax.training.options import RunKeywords, RunOptions
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.run_directory import RunDirectory
-from dms_jax.training.trainer import Trainer
+from dms_jax.training.trainer import Trainer, rows_here
+
+# What a run may be resumed with another value of: how the passes of a step are cut and computed.
+_FREE = ("name", "snapshots", "micro_batch_size", "remat", "unroll")
 
 
 @show_options(RunOptions)
@@ -87,8 +91,9 @@ def train(
         iterator over batches, resumable if it has `get_state` and `set_state`.
       policy: the policy whose decisions apply; None for vanilla.
       out: directory of the run: checkpoints, log, snapshots and the resulting model.
-      **options: resume, seed, mesh, checkpoint_every, stop_after, on_step, on_snapshot, evaluate,
-        evaluate_every, progress, adapter_only, most_skipped: see `dms_jax.training.RunOptions`.
+      **options: resume, restart_from, seed, mesh, checkpoint_every, checkpoint_minutes,
+        keep_checkpoints, stop_after, on_step, on_snapshot, evaluate, evaluate_every, progress,
+        adapter_only, most_skipped: see `dms_jax.training.RunOptions`.
 
     Returns:
       The trained model, whose `policy` is the given one.
@@ -99,8 +104,9 @@ def train(
       DataError: the data cannot be used.
       CheckpointError: `out` cannot be written, or what it holds cannot be resumed.
       TrainingDivergedError: too many steps in a row had a loss or gradient that is not finite.
-      KeyboardInterrupt: on Ctrl-C or after `stop_after`, once a checkpoint is written; among
-        skipped steps none is, and the run goes on from the last one.
+      KeyboardInterrupt: on Ctrl-C, SIGTERM or after `stop_after`, once a checkpoint is written;
+        among skipped steps none is, and the run goes on from the last one.
+      OtherProcessError: another process of the run failed (`dms_jax.processes`).
     """
     compilation.prepare()
     policy = Vanilla() if policy is None else policy
@@ -112,27 +118,39 @@ def train(
     if mesh is None:
         context = jax.sharding.get_mesh()
         mesh = model.mesh if context.empty else context
+    if mesh is None and processes.several():
+        raise ConfigError(
+            f"{jax.process_count()} processes train on one mesh over all of their devices. Give "
+            f"mesh=make_mesh(data=..., model=...) of {jax.device_count()} devices."
+        )
     pass_size = recipe.pass_size(1 if mesh is None else mesh.shape[sharding.DATA])
     directory = None
     if out is not None:
         settings = {
             "model": dataclasses.asdict(model.config),
-            "recipe": {**dataclasses.asdict(recipe), "name": None, "snapshots": None},
+            # Without what changes no step beyond the rounding of its sums.
+            "recipe": dataclasses.asdict(recipe) | dict.fromkeys(_FREE),
             "policy": policy.to_dict(),
             "seed": run.seed,
+            "data": _fingerprint(data),
         }
-        directory = RunDirectory(out, settings=settings, resume=run.resume)
+        directory = RunDirectory(
+            out,
+            settings=settings,
+            resume=run.resume,
+            restart_from=run.restart_from,
+            keep=run.keep_checkpoints,
+        )
     try:
         with use_mesh(mesh):
-            source = _batches(model, recipe, data, pass_size, run.seed)
+            rows = rows_here(mesh, pass_size)
+            deal = Deal(recipe.batch_sizes, pass_size, rows)
+            source = _batches(model, recipe, data, deal, run.seed)
             trainer = Trainer(model, policy, recipe, run.seed, mesh)
-            if directory is not None and directory.latest_step is not None:
-                trainer.state, position = directory.restore(trainer.abstract_state)
-                if not hasattr(source, "set_state"):
-                    raise DataError("The data cannot be resumed: its iterator has no set_state.")
-                source.set_state(position)
+            if directory is not None:
+                _resume(trainer, source, directory)
             ignored = _ignored_tokens(model, recipe)
-            Loop(trainer, policy, recipe, source, pass_size, ignored, directory, run).run()
+            Loop(trainer, policy, recipe, source, deal, ignored, directory, run).run()
             result = trainer.model()
             if directory is not None:
                 path = directory.path / "model"
@@ -141,6 +159,16 @@ def train(
     finally:
         if directory is not None:
             directory.close()
+
+
+def _resume(trainer: Trainer, source: Any, directory: RunDirectory) -> None:
+    """Goes on from the newest checkpoint, if there is one."""
+    if directory.latest_step is None:
+        return
+    if not hasattr(source, "set_state"):
+        raise DataError("The data cannot be resumed: its iterator has no set_state.")
+    trainer.state, position = directory.restore(trainer.abstract_state)
+    source.set_state(position)
 
 
 def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
@@ -209,19 +237,24 @@ def _check_adapter_only(model: LanguageModel, policy: Policy, recipe: Recipe) ->
         )
 
 
-def _batches(model: LanguageModel, recipe: Recipe, data: Any, pass_size: int, seed: int) -> Any:
+def _batches(model: LanguageModel, recipe: Recipe, data: Any, deal: Deal, seed: int) -> Any:
     if hasattr(data, "__next__"):
         return data
     source = as_source(data)
-    return data_batches(
+    return lane_batches(
         AnswersOnly(source) if recipe.answers_only else source,
         model.tokenizer,
-        batch_size=pass_size,
+        deal=deal,
         length=recipe.sequence_length,
         packing=recipe.packing,
         vocab_size=model.config.vocab_size,
         seed=seed,
     )
+
+
+def _fingerprint(data: Any) -> str | None:
+    """Returns what tells data from other data; None for iterators."""
+    return None if hasattr(data, "__next__") else fingerprint(as_source(data))
 
 
 def _ignored_tokens(model: LanguageModel, recipe: Recipe) -> tuple[int, ...]:

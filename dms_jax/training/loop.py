@@ -1,16 +1,15 @@
 """The training loop: batches, steps, logs, checkpoints, and a clean stop.
 
 A few steps are in flight: the metrics of a step are read while later ones run, so that the device
-never waits for the host. Ctrl-C ends the run after the current step, with a checkpoint to resume
-from.
+never waits for the host. Ctrl-C and SIGTERM end the run after the current step, with a checkpoint
+to resume from. Several processes decide before each step together whether it is the last and
+whether a checkpoint follows it; an error of one of them ends all.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,11 +17,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from dms_jax import processes
 from dms_jax.checkpoint import save
 from dms_jax.data.batches import Batch
+from dms_jax.data.lanes import Deal, LaneBatches
 from dms_jax.errors import DataError, TrainingDivergedError
 from dms_jax.policies import Policy
 from dms_jax.training.display import Display
+from dms_jax.training.interrupts import Interrupts
 from dms_jax.training.options import RunOptions
 from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.run_directory import RunDirectory
@@ -61,19 +63,20 @@ class Loop:
         trainer: Trainer,
         policy: Policy,
         recipe: Recipe,
-        source: Iterator[Batch],
-        pass_size: int,
+        source: Iterator[Batch] | LaneBatches,
+        deal: Deal,
         ignored_tokens: tuple[int, ...],
         directory: RunDirectory | None,
         options: RunOptions,
     ):
         self._trainer, self._policy, self._recipe = trainer, policy, recipe
-        self._source, self._pass_size, self._directory = source, pass_size, directory
+        self._source, self._deal, self._directory = source, deal, directory
         self._ignored, self._options = np.asarray(ignored_tokens, np.int32), options
         self._pending: collections.deque[_Pending] = collections.deque()
         self._total = recipe.total_steps(policy)
         self._skipped = self._skipped_in_a_row = 0
-        self._clock = time.perf_counter()
+        self._clock = self._saved = time.perf_counter()
+        self._end = math.inf
         self._display: Any = None
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, "steps")
 
@@ -89,52 +92,97 @@ class Loop:
         if self._directory is not None:
             self._skipped = self._directory.skipped_steps(start)
         snapshots = self._snapshots(total)
-        end = time.perf_counter() + (options.stop_after or math.inf)
+        now = time.perf_counter()
+        self._end, self._saved = now + (options.stop_after or math.inf), now
         self._display = Display(
             total=total,
             done=start,
             main=self._recipe.loss.replace("_", " "),
             compressing=self._policy.retrofit.possible,
-            enabled=options.progress,
+            enabled=options.progress and processes.is_first(),
         )
-        with self._display, self._watcher, _Interrupts() as interrupts:
-            for step in range(start, total):
-                self._step(step)
-                done = step + 1
-                self._read(leave=_IN_FLIGHT)
-                if options.evaluate and (done % options.evaluate_every == 0 or done == total):
-                    self._read(evaluate=True)
-                for ratio in snapshots.get(done, ()):
-                    self._snapshot(ratio)
-                if done % options.checkpoint_every == 0 or done == total:
-                    self._checkpoint(done)
-                if done < total and (interrupts.requested or time.perf_counter() > end):
-                    self._checkpoint(done)
-                    raise KeyboardInterrupt(f"stopped after step {done}")
-            self._read()
+        agree = processes.Agreement()
+        with self._display, self._watcher, Interrupts() as interrupts:
+            try:
+                for step in range(start, total):
+                    self._take(step, interrupts, agree, snapshots)
+                self._read()
+            except BaseException as error:
+                agree.fail(error)
+                raise
 
-    def _step(self, step: int) -> None:
+    def _take(
+        self,
+        step: int,
+        interrupts: Interrupts,
+        agree: processes.Agreement,
+        snapshots: dict[int, list[float]],
+    ) -> None:
+        """Takes a step, and does what is due after it."""
+        options, total, done = self._options, self._total, step + 1
+        batches = self._draw(step)
+        decided = agree(*self._wishes(step, interrupts))
+        self._step(step, batches)
+        self._read(leave=_IN_FLIGHT)
+        if options.evaluate and (done % options.evaluate_every == 0 or done == total):
+            self._read(evaluate=True)
+        for ratio in snapshots.get(done, ()):
+            self._snapshot(ratio)
+        stop, save_now = decided
+        if save_now or done % options.checkpoint_every == 0 or done == total:
+            self._checkpoint(done)
+        if not processes.several():  # nobody to wait for: what has come up since counts too
+            stop, _ = self._wishes(done, interrupts)
+        if stop and done < total:
+            self._checkpoint(done)
+            if self._directory is not None:
+                self._directory.finish()
+            raise KeyboardInterrupt(f"stopped after step {done}")
+
+    def _wishes(self, step: int, interrupts: Interrupts) -> tuple[bool, bool]:
+        """Returns whether this process would stop, and whether it would write a checkpoint.
+
+        One clock counts, that of the first process.
+        """
+        now, stop = time.perf_counter(), interrupts.requested
+        if processes.several() and self._directory is not None:
+            stop = stop or self._directory.reached_preemption(step)
+        if not processes.is_first():
+            return stop, False
+        minutes = self._options.checkpoint_minutes
+        return stop or now > self._end, minutes is not None and now > self._saved + 60 * minutes
+
+    def _draw(self, step: int) -> tuple[list[Batch], float]:
+        """Returns the batches of a step, and the seconds that they took."""
+        size = self._recipe.progress(step, self._policy).stage.batch_size or self._recipe.batch_size
+        began = time.perf_counter()
+        drawn = [self._next_batch(step) for _ in range(size // self._deal.pass_size)]
+        if any(batch.keys() != drawn[0].keys() for batch in drawn):
+            raise DataError(
+                f"Some batches of step {step + 1} have segment_ids and others have none; give them "
+                "to all batches or to none."
+            )
+        return drawn, time.perf_counter() - began
+
+    def _step(self, step: int, batches: tuple[list[Batch], float]) -> None:
         recipe, policy = self._recipe, self._policy
         progress = recipe.progress(step, policy)
         if policy.retrofit.borrowed_neurons is not None and progress.neuron_scale is None:
             before = recipe.progress(step - 1, policy) if step else None
             if before is None or before.neuron_scale is not None:
                 self._trainer.zero_borrowed_neurons()
-        size = progress.stage.batch_size or recipe.batch_size
-        began = time.perf_counter()
-        drawn = [self._next_batch(step) for _ in range(size // self._pass_size)]
-        if any(batch.keys() != drawn[0].keys() for batch in drawn):
-            raise DataError(
-                f"Some batches of step {step + 1} have segment_ids and others have none; give them "
-                "to all batches or to none."
-            )
-        waited = time.perf_counter() - began
+        drawn, waited = batches
         metrics = self._trainer.step(drawn, progress)
-        tokens = size * recipe.sequence_length
+        tokens = len(drawn) * self._deal.pass_size * recipe.sequence_length
         ended = self._watcher.submit(_when_ready, metrics)
         self._pending.append(_Pending(step + 1, progress, tokens, waited, metrics, ended))
 
     def _next_batch(self, step: int) -> Batch:
+        """Returns the rows of this process of the next pass."""
+        if isinstance(self._source, LaneBatches):
+            batch = next(self._source)
+            counts = batch["loss_mask"] & ~np.isin(batch["tokens"], self._ignored)
+            return batch | {"loss_mask": counts}
         try:
             batch = dict(next(self._source))
         except StopIteration as error:
@@ -148,7 +196,7 @@ class Loop:
                 f"{', '.join(sorted(map(str, batch))) or 'nothing'}."
             )
         tokens = np.asarray(batch["tokens"], np.int32)
-        expected = (self._pass_size, self._recipe.sequence_length)
+        expected = (self._deal.pass_size, self._recipe.sequence_length)
         if tokens.shape != expected:
             raise DataError(f"A batch must hold tokens of shape {expected}, got {tokens.shape}.")
         for name in ("loss_mask", "segment_ids"):
@@ -158,7 +206,8 @@ class Loop:
                     f"{np.shape(batch[name])}."
                 )
         counts = np.asarray(batch.get("loss_mask", np.ones(expected)), bool)
-        return batch | {"tokens": tokens, "loss_mask": counts & ~np.isin(tokens, self._ignored)}
+        whole = batch | {"tokens": tokens, "loss_mask": counts & ~np.isin(tokens, self._ignored)}
+        return {name: np.asarray(array)[list(self._deal.rows)] for name, array in whole.items()}
 
     def _read(self, *, leave: int = 0, evaluate: bool = False) -> None:
         """Reads, checks and reports steps in flight until `leave` are left.
@@ -212,11 +261,18 @@ class Loop:
         }
 
     def _diverged(self, step: int, values: dict[str, float]) -> str:
+        """Removes the checkpoints after which no step was finite; returns what to say."""
         parts = ", ".join(f"{name} {value:g}" for name, value in sorted(values.items()))
-        latest = None if self._directory is None else self._directory.latest_step
-        back = "" if latest is None else f" The last checkpoint is of step {latest}."
         before = self._skipped_in_a_row - 1
         skipped = f" The {before} before it were skipped for the same reason." if before else ""
+        back = ""
+        if self._directory is not None:
+            self._directory.discard(step - self._skipped_in_a_row)
+            latest = self._directory.latest_step or 0
+            back = (
+                f" The last checkpoint is of step {latest}" if latest else " There is no checkpoint"
+            )
+            back += f": restart_from={latest} goes on from there with other rates."
         return f"Step {step} is not finite: {parts}.{skipped} Lower the learning rates.{back}"
 
     def _checkpoint(self, done: int) -> None:
@@ -228,7 +284,7 @@ class Loop:
             return
         get_state = getattr(self._source, "get_state", lambda: None)
         self._directory.save(done, self._trainer.state, get_state())
-        self._clock = time.perf_counter()
+        self._clock = self._saved = time.perf_counter()
 
     def _snapshots(self, total: int) -> dict[int, list[float]]:
         """Returns steps done -> the recipe's snapshot ratios that are reached by then."""
@@ -255,28 +311,3 @@ def _when_ready(metrics: dict[str, jax.Array]) -> float:
     """Waits for a step and returns the time at which the device finished it."""
     jax.block_until_ready(metrics)
     return time.perf_counter()
-
-
-class _Interrupts:
-    """Makes the first Ctrl-C a request to stop after the current step and its records.
-
-    A second Ctrl-C interrupts at once. Signals reach only the main thread, so in another thread
-    nothing changes.
-    """
-
-    def __init__(self):
-        self.requested = False
-        self._previous: Any = None
-
-    def __enter__(self) -> "_Interrupts":
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def _on_signal(self, *_: Any) -> None:
-        self.requested = True
-        signal.signal(signal.SIGINT, self._previous)
-
-    def __exit__(self, *_: Any) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)

@@ -18,9 +18,12 @@ class RunKeywords(TypedDict, total=False):
     """The options of a run by name, for type checkers; see `RunOptions`."""
 
     resume: bool
+    restart_from: Whole | None
     seed: Whole
     mesh: Mesh | None
     checkpoint_every: Count
+    checkpoint_minutes: Positive | None
+    keep_checkpoints: Count
     stop_after: Positive | None
     on_step: OnStep | None
     on_snapshot: OnSnapshot | None
@@ -38,9 +41,16 @@ class RunOptions(Options):
     Attributes:
       resume: whether to continue the run that the output directory holds. It continues bit for bit
         as if it had never been interrupted.
+      restart_from: step of the checkpoint from which the run goes on with another recipe, such as
+        lower rates after a divergence; later checkpoints are removed, and the log is cut. 0 starts
+        again. Given again after a stop, it goes on from the newest checkpoint since.
       seed: seed of the order of the data and of the noise.
       mesh: devices to train on; None takes the mesh of the context, or else the model's.
-      checkpoint_every: steps between checkpoints.
+      checkpoint_every: steps between checkpoints. There is one at the end too, on Ctrl-C, and on
+        SIGTERM or another notice that the machine goes away.
+      checkpoint_minutes: minutes after which there is one even if not as many steps were taken;
+        None for steps alone.
+      keep_checkpoints: how many of the newest checkpoints are kept.
       stop_after: seconds after which the run ends as on Ctrl-C, to be resumed; None for never.
       on_step: called with the record of every step (what the log holds).
       on_snapshot: called with (compression ratio, model) at the recipe's snapshots.
@@ -55,9 +65,12 @@ class RunOptions(Options):
     """
 
     resume: bool = True
+    restart_from: Whole | None = None
     seed: Whole = 0
     mesh: Mesh | None = None
     checkpoint_every: Count = 100
+    checkpoint_minutes: Positive | None = 15
+    keep_checkpoints: Count = 2
     stop_after: Positive | None = None
     on_step: OnStep | None = None
     on_snapshot: OnSnapshot | None = None

@@ -198,6 +198,11 @@ class Recipe(Options):
             f"Recipe: snapshots must lie above 1 and up to {highest}, got {self.snapshots}.",
         )
 
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The sequences of a step in each stage."""
+        return tuple(stage.batch_size or self.batch_size for stage in self.stages)
+
     def pass_size(self, data_shards: int) -> int:
         """Returns the sequences that all devices together process in one pass.
 

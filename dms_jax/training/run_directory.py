@@ -1,14 +1,14 @@
-"""The directory of a run: resumable checkpoints and a log, written atomically.
+"""The directory of a run: resumable checkpoints and a log.
 
     out/
-      checkpoints/<step>/   Orbax: parameters, optimizer state, and as JSON the state of the data
-                            iterator, the recipe, the policy and the seed
+      .lock                 who writes to it (`run_lock.py`)
+      checkpoints/<step>/   see `checkpoints.py`
       log.jsonl             one line per step
       snapshots/<ratio>/    Hugging Face directories at the recipe's snapshots
       model/                the resulting Hugging Face directory
 
-Orbax writes a checkpoint to a temporary directory and renames it. A resumed run truncates the log
-at the step that it resumes from.
+A resumed run truncates the log at the step that it resumes from. Of several processes the first
+locks the directory and logs; all of them write and read checkpoints.
 """
 
 import json
@@ -16,13 +16,13 @@ import math
 import os
 import pathlib
 import tempfile
+import warnings
 from typing import Any
 
-import jax
-
-from dms_jax.errors import CheckpointError, ConfigError
-
-KEPT_CHECKPOINTS = 2
+from dms_jax import processes
+from dms_jax.errors import CheckpointError, ConfigError, DmsJaxError
+from dms_jax.training.checkpoints import Checkpoints, Meta
+from dms_jax.training.run_lock import RunLock
 
 
 class RunDirectory:
@@ -32,98 +32,157 @@ class RunDirectory:
       path: path of the directory, which is created if needed.
       settings: JSON data that must be the same when the run is resumed.
       resume: whether to continue a run that the directory holds; otherwise it must hold none.
+      restart_from: step of the checkpoint to go on from with another recipe; later ones are
+        removed. None to go on with the same.
+      keep: how many checkpoints are kept.
 
     Raises:
-      CheckpointError: the directory cannot be written.
-      ConfigError: it holds a run and `resume` is False.
+      CheckpointError: the directory cannot be written, or has no checkpoint to restart from.
+      ConfigError: it holds a run and `resume` is False, or another run is writing to it.
     """
 
-    def __init__(self, path: str | os.PathLike, *, settings: dict[str, Any], resume: bool):
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        settings: dict[str, Any],
+        resume: bool,
+        restart_from: int | None,
+        keep: int,
+    ):
         self.path = pathlib.Path(path).expanduser().absolute()
         # As it comes back from a checkpoint: JSON turns tuples into lists.
         self._settings = json.loads(json.dumps(settings))
-        self._log: Any = None
-        _check_writable(self.path)
-        import orbax.checkpoint as ocp
+        self._restart_from, self._log, self._lock = restart_from, None, None
+        self._checkpoints: Any = None
+        self._opening()
+        try:
+            self._checkpoints = Checkpoints(self.path, keep=keep)
+            self._check_steps(resume)
+        except BaseException:
+            self.close()
+            raise
 
-        self._orbax = ocp
-        self._manager = ocp.CheckpointManager(
-            self.path / "checkpoints",
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=KEPT_CHECKPOINTS, enable_async_checkpointing=False
-            ),
-        )
-        self.latest_step: int | None = self._manager.latest_step()
-        if self.latest_step is not None and not resume:
+    def _opening(self) -> None:
+        """Makes and locks the directory, in the first process for all."""
+        together, error = processes.Agreement(), None
+        try:
+            if processes.is_first():
+                _check_writable(self.path)
+                _check_writable(self.path / "checkpoints")
+                self._lock = RunLock(self.path)
+        except DmsJaxError as caught:
+            error = caught
+        together.first_done(error)
+        if error is not None:
+            raise error
+
+    def _check_steps(self, resume: bool) -> None:
+        latest, step = self._checkpoints.latest, self._restart_from
+        if latest is not None and not resume:
             raise ConfigError(
-                f"{self.path} holds a run at step {self.latest_step}. Resume it, or give another "
-                "directory."
+                f"{self.path} holds a run at step {latest}. Resume it, or give another directory."
             )
+        if step is None or self._has_restarted():
+            return
+        if step and step not in self._checkpoints.steps:
+            held = ", ".join(map(str, self._checkpoints.steps)) or "none"
+            raise CheckpointError(
+                f"{self.path} holds no checkpoint of step {step} to restart from; it has {held}."
+            )
+        if step:
+            self._check_settings(self._checkpoints.meta(step))
+        self._checkpoints.discard(step + 1)
 
-    def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any] | None]:
-        """Returns the latest training state and the state of the data iterator.
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the newest checkpoint; None if there is none."""
+        return self._checkpoints.latest
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether the platform has told any process that the run must end now."""
+        return self._checkpoints.reached_preemption(step)
+
+    def restore(self, abstract_state: Any) -> tuple[Any, Any]:
+        """Returns the training state to go on from and the state of the data iterator.
 
         Args:
           abstract_state: shapes, dtypes and shardings of the training state.
 
         Raises:
           ConfigError: the run had other settings.
-          CheckpointError: the checkpoint cannot be read, or is of another model.
+          CheckpointError: no checkpoint can be read.
         """
-        args = self._orbax.args
-        step = self.latest_step
-        try:
-            meta: Any = self._manager.restore(step, args=args.Composite(meta=args.JsonRestore()))
-            meta = meta["meta"]
-            self._check_settings(meta["settings"])
-            state: Any = self._manager.restore(
-                step, args=args.Composite(state=args.StandardRestore(abstract_state))
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"The checkpoint of step {step} in {self.path} cannot be resumed: {error}"
-            ) from error
-        return state["state"], meta["data"]
+        state, meta = self._checkpoints.restore(abstract_state, self._check_settings)
+        return state, meta["data"]
 
-    def _check_settings(self, saved: dict[str, Any]) -> None:
-        differing = sorted(
+    def _has_restarted(self) -> bool:
+        """Whether the newest checkpoint was written after this very restart."""
+        if self.latest_step is None:
+            return False
+        try:
+            meta = self._checkpoints.meta(self.latest_step)
+        except Exception:  # damaged; it is found again when it is restored
+            return False
+        return meta["restarted_from"] == self._restart_from and meta["settings"] == self._settings
+
+    def _check_settings(self, meta: Meta) -> None:
+        saved = meta["settings"]
+        differing = {
             name
             for name in saved.keys() | self._settings.keys()
             if saved.get(name) != self._settings.get(name)
-        )
+        }
+        if self._restart_from is not None:
+            differing -= {"recipe"}
         if differing:
+            only = differing == {"recipe"} and self.latest_step is not None
+            restart = f", restart_from={self.latest_step} to go on with this one" if only else ""
             raise ConfigError(
-                f"{self.path} holds a run with another {', '.join(differing)}. Give the same "
-                "to resume it, or another directory."
+                f"{self.path} holds a run with another {', '.join(sorted(differing))}. Give the "
+                f"same to resume it{restart}, or another directory."
             )
 
     def save(self, step: int, state: Any, data_state: dict[str, Any] | None) -> None:
-        """Writes a checkpoint, unless there is one of this step."""
+        """Begins to write a checkpoint, unless there is one of this step."""
         if step == self.latest_step:
             return
-        args = self._orbax.args
-        meta = {"settings": self._settings, "data": data_state}
-        try:
-            self._manager.save(
-                step,
-                args=args.Composite(state=args.StandardSave(state), meta=args.JsonSave(meta)),
-                force=True,
-            )
-            self._manager.wait_until_finished()
-        except OSError as error:
-            raise CheckpointError(
-                f"The checkpoint of step {step} cannot be written to {self.path}: {error}"
-            ) from error
-        self.latest_step = step
+        meta = {
+            "settings": self._settings,
+            "restarted_from": self._restart_from,
+            "data": data_state,
+        }
+        self._checkpoints.save(step, state, meta)
+
+    def finish(self) -> None:
+        """Waits until the checkpoint that is being written is complete.
+
+        Raises:
+          CheckpointError: it cannot be written.
+        """
+        self._checkpoints.finish()
+
+    def discard(self, first: int) -> None:
+        """Removes the checkpoints from a step on."""
+        self._checkpoints.discard(first)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Appends a line to the log; numbers that are not finite become null."""
-        if jax.process_index() != 0:
+        """Appends a line to the log; numbers that are not finite become null.
+
+        What cannot be written is a warning.
+        """
+        if not processes.is_first():
             return
-        if self._log is None:
-            self._log = self._open_log(record["step"])
-        self._log.write(json.dumps(_finite(record)) + "\n")
-        self._log.flush()
+        try:
+            if self._log is None:
+                self._log = self._open_log(record["step"])
+            self._log.write(json.dumps(_finite(record)) + "\n")
+            self._log.flush()
+        except OSError as error:
+            warnings.warn(
+                f"The log in {self.path} cannot be written: {error.strerror or error}.",
+                stacklevel=2,
+            )
 
     def skipped_steps(self, done: int) -> int:
         """Returns how many of the first `done` steps the log says were skipped."""
@@ -151,10 +210,14 @@ class RunDirectory:
         return kept
 
     def close(self) -> None:
-        """Closes the log and the checkpoints."""
-        if self._log is not None:
-            self._log.close()
-        self._manager.close()
+        """Closes the log and the checkpoints, and lets go of the directory."""
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+        finally:
+            for file in (self._log, self._lock):
+                if file is not None:
+                    file.close()
 
 
 def _finite(value: Any) -> Any:

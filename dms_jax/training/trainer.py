@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from dms_jax import sharding
+from dms_jax import processes, sharding
 from dms_jax.data.batches import Batch
 from dms_jax.devices import data_sheet
 from dms_jax.model import low_rank
@@ -63,6 +63,24 @@ def _student(
         factors = low_rank.initial_factors(transformer, recipe.low_rank, key)
         return low_rank.add_factors(transformer, recipe.low_rank, factors)
     return transformer
+
+
+def rows_here(mesh: Mesh | None, pass_size: int) -> tuple[int, ...]:
+    """Returns which sequences of a pass the devices of this process take."""
+    if mesh is None:
+        return tuple(range(pass_size))
+    places = NamedSharding(mesh, PartitionSpec(sharding.DATA))
+    rows: set[int] = set()
+    for index in places.addressable_devices_indices_map((pass_size,)).values():
+        rows |= set(range(pass_size)[index[0] if index else slice(None)])
+    return tuple(sorted(rows))
+
+
+def _spread(rows: np.ndarray, place: Any) -> jax.Array:
+    """Returns passes [A, B, T] on the mesh, of which this process has some of the B."""
+    if place is None or place.is_fully_addressable:
+        return jax.device_put(rows, place)
+    return jax.make_array_from_process_local_data(place, rows)
 
 
 class Trainer:
@@ -218,8 +236,13 @@ class Trainer:
         self.state = self._init_state(self.state.step, arrays)
 
     def step(self, batches: list[Batch], progress: Progress) -> dict[str, jax.Array]:
-        """Runs one optimizer step and returns its metrics, which may still be computing."""
-        number = lambda value: jax.device_put(np.asarray(value, self.wide), self._everywhere)  # noqa: E731
+        """Runs one optimizer step and returns its metrics, which may still be computing.
+
+        Args:
+          batches: those rows of each pass that `rows_here` names.
+          progress: what the step aims at.
+        """
+        number = lambda value: processes.put(np.asarray(value, self.wide), self._everywhere)  # noqa: E731
         schedule = ScheduleValues(
             target=number(progress.target),
             neuron_scale=None if progress.neuron_scale is None else number(progress.neuron_scale),
@@ -231,8 +254,7 @@ class Trainer:
         if self._mesh is not None:
             place = NamedSharding(self._mesh, PartitionSpec(None, sharding.DATA))
         stacked = {
-            key: jax.device_put(np.stack([batch[key] for batch in batches]), place)
-            for key in batches[0]
+            key: _spread(np.stack([batch[key] for batch in batches]), place) for key in batches[0]
         }
         self.state, metrics = self._step(self.state, self._constants, Passes(**stacked), schedule)
         return metrics

@@ -5,6 +5,9 @@ import inspect
 import pathlib
 from typing import Any, Literal
 
+import jax
+from jax.sharding import Mesh
+
 import dms_jax
 from dms_jax import DMC, DMS, FixedPooling, assets, recipes
 from dms_jax.data import JsonLines
@@ -93,12 +96,26 @@ class Config:
     compute_dtype: Literal["recipe", "bfloat16", "float32"] = "recipe"
     """Type of the passes. Parameters and optimizer state are in float32 in any case."""
 
-    data_shards: int = 1
-    """Devices along which sequences, and a shard of every parameter, are spread."""
+    data_shards: int | Literal["all"] = 1
+    """Devices along which sequences, and a shard of every parameter, are spread; "all" for those of
+    all hosts that model_shards leaves."""
     model_shards: int = 1
     """Devices along which heads and feed-forward are spread."""
+    coordinator: str | None = None
+    """host:port of process 0, for several processes that the environment does not describe."""
+    processes: int | None = None
+    """How many processes there are then."""
+    process: int | None = None
+    """Which of them this is, from 0."""
     checkpoint_every: int = CALL["checkpoint_every"]
-    """Steps between checkpoints to resume from. Ctrl-C writes one too."""
+    """Steps between checkpoints to resume from. Ctrl-C and SIGTERM write one too."""
+    checkpoint_minutes: float | None = CALL["checkpoint_minutes"]
+    """Minutes after which there is one in any case."""
+    keep_checkpoints: int = CALL["keep_checkpoints"]
+    """How many of the newest are kept."""
+    restart_from: int | None = None
+    """Step of the checkpoint to go on from with another recipe, such as lower rates after a
+    divergence; later ones are removed. 0 starts again."""
     seed: int = CALL["seed"]
     """Order of the data and noise of the training."""
 
@@ -107,6 +124,15 @@ class Config:
         if self.malformed > 0:
             return JsonLines(list(self.data), malformed=self.malformed)
         return list(self.data)
+
+    def make_mesh(self) -> Mesh | None:
+        """The devices to train on; None for one."""
+        shards = self.data_shards
+        if shards == "all":
+            shards = max(1, jax.device_count() // self.model_shards)
+        if shards * self.model_shards == 1:
+            return None
+        return dms_jax.make_mesh(shards, self.model_shards)
 
     def make_policy(self) -> Policy:
         """The cache policy to retrofit for."""

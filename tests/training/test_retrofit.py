@@ -112,10 +112,6 @@ def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
         run(model, out=tmp_path / "run", resume=False)
     with pytest.raises(ConfigError, match="another model"):
         run(language_model(num_layers=1), out=tmp_path / "run")
-    (damaged,) = (tmp_path / "run" / "checkpoints" / "6" / "meta").glob("metadata")
-    damaged.write_text("{")
-    with pytest.raises(CheckpointError, match=r"checkpoint of step 6 in .* cannot be resumed"):
-        run(model, out=tmp_path / "run")
 
 
 def test_snapshots_are_the_models_on_the_way(model, reference, tmp_path):

@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/training/"
 STEP = "tests/training/test_step.py"
+CHECKPOINTS = "tests/training/test_checkpoints.py"
 COUNTS = "tests/training/test_what_counts.py"
 TRAIN = "tests/training/test_train.py"
 RETROFIT = "tests/training/test_retrofit.py"
@@ -150,5 +151,33 @@ MUTANTS = [
         "segment_positions(tokens, ids) + 1",
         "segment_positions(tokens, None) + 1",
         ("tests/training/test_throughput.py::test_visible_keys_are_those_of_the_document",),
+    ),
+    Mutant(
+        "checkpoints: what is read is not compared with its checksums",
+        FOLDER + "checkpoints.py",
+        "elif _sum(place / name) != sums[name]:",
+        "elif False:",
+        (f"{CHECKPOINTS}::test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it",),
+    ),
+    Mutant(
+        "checkpoints: those that the divergence has spoilt stay",
+        FOLDER + "loop.py",
+        "self._directory.discard(step - self._skipped_in_a_row)",
+        "self._directory.discard(step)",
+        (f"{CHECKPOINTS}::test_no_state_is_left_whose_loss_was_not_measured_or_not_finite",),
+    ),
+    Mutant(
+        "run directory: other data are taken for the same",
+        FOLDER + "api.py",
+        '"data": _fingerprint(data),',
+        '"data": None,',
+        (f"{CHECKPOINTS}::test_other_data_are_refused_and_moved_files_are_not",),
+    ),
+    Mutant(
+        "lanes: a row takes the lane of its place among the rows of its process",
+        "dms_jax/data/lanes.py",
+        "for row in self._deal.rows]\n        self._first",
+        "for row in range(len(self._deal.rows))]\n        self._first",
+        ("tests/data/test_lanes.py::test_the_rows_are_the_same_however_they_are_split",),
     ),
 ]

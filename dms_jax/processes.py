@@ -1,0 +1,252 @@
+"""Several processes, on one host or on many, that run one program: finding each other, agreeing.
+
+`connect` reads from the environment whether this process is one of several, and joins the others.
+A single process is left as it is. What says so:
+
+    SLURM        `srun`: SLURM_STEP_NUM_TASKS above 1
+    Open MPI     `mpirun`: OMPI_COMM_WORLD_SIZE above 1
+    TPU, GKE     TPU_WORKER_HOSTNAMES names several, or MEGASCALE_NUM_SLICES is above 1
+    TPU, GCE     the machine's metadata name several endpoints
+    any other    JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID (of an indexed
+                 job of Kubernetes JOB_COMPLETION_INDEX; under XPK NNODES and NODE_RANK)
+
+Processes agree through the coordination service of jax, over the network of the hosts, never
+through the devices: a collective operation would wait behind every step that is in flight, and
+for ever if one process has failed.
+"""
+
+import itertools
+import os
+import pathlib
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed  # the client of the coordination service has no public name
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dms_jax.errors import ConfigError, OtherProcessError, plain
+
+# Processes that compile or evaluate reach an agreement minutes apart.
+_LONGEST_WAIT_SECONDS = 3600
+# How long a process that failed waits for the others to hear of it.
+_FAREWELL_SECONDS = 60
+# After the last process has left, or a process is gone.
+_SHUTDOWN_SECONDS = 60
+_METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+_TPU_DEVICES = (pathlib.Path("/dev/accel0"), pathlib.Path("/dev/vfio/0"))
+
+_agreements = itertools.count()
+
+
+def connect(
+    coordinator: str | None = None, count: int | None = None, index: int | None = None
+) -> bool:
+    """Joins the processes of this program, if there are several; returns whether there are.
+
+    To be called before jax is asked for anything; again it does nothing.
+
+    Args:
+      coordinator: host:port of process 0, where the environment does not say it.
+      count: number of processes.
+      index: number of this process, from 0.
+
+    Raises:
+      ConfigError: the environment is incomplete, or the others cannot be reached.
+    """
+    if jax.distributed.is_initialized():
+        return several()
+    given = dict(coordinator_address=coordinator, num_processes=count, process_id=index)
+    if any(value is not None for value in given.values()):
+        missing = [name for name, value in given.items() if value is None]
+        if missing:
+            raise ConfigError(
+                "Processes are connected by coordinator, count and index together; "
+                f"{', '.join(missing)} is missing."
+            )
+        found: dict[str, Any] | None = given if count != 1 else None
+    else:
+        found = arguments(os.environ)
+    if found is None:
+        return False
+    try:
+        jax.distributed.initialize(**found, shutdown_timeout_seconds=_SHUTDOWN_SECONDS)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"The processes of this run cannot be connected ({found or 'TPU'}): {plain(error, 400)}"
+        ) from error
+    return several()
+
+
+def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """Returns what `jax.distributed.initialize` must be told; None for a single process.
+
+    Raises:
+      ConfigError: a variable is missing, or is no number.
+    """
+
+    def number(*names: str) -> int | None:
+        for name in names:
+            if name in environment:
+                try:
+                    return int(environment[name])
+                except ValueError as error:
+                    raise ConfigError(
+                        f"{name} must be a whole number, got {environment[name]!r}."
+                    ) from error
+        return None
+
+    address = environment.get("JAX_COORDINATOR_ADDRESS")
+    if address:
+        count = number("JAX_NUM_PROCESSES", "NNODES", "SLURM_STEP_NUM_TASKS")
+        count = number("OMPI_COMM_WORLD_SIZE") if count is None else count
+        index = number("JAX_PROCESS_ID", "NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_PROCID")
+        index = number("OMPI_COMM_WORLD_RANK") if index is None else index
+        if count is None or index is None:
+            raise ConfigError(
+                "JAX_COORDINATOR_ADDRESS is set, so JAX_NUM_PROCESSES and JAX_PROCESS_ID must "
+                "say how many processes there are and which of them this is."
+            )
+        if count == 1:
+            return None
+        return dict(coordinator_address=address, num_processes=count, process_id=index)
+    # Of the step, not of the job: in an allocation without srun a process is alone.
+    if (number("SLURM_STEP_NUM_TASKS") or 1) > 1:
+        found: dict[str, Any] = dict(num_processes=number("SLURM_STEP_NUM_TASKS"))
+        gpus = number("SLURM_GPUS_ON_NODE") or 1
+        if gpus > 1 and environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1":
+            found["local_device_ids"] = list(range(gpus))  # else jax takes one GPU a process
+        return found
+    if (number("OMPI_COMM_WORLD_SIZE") or 1) > 1:
+        return dict(cluster_detection_method="ompi")
+    hosts = environment.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    if len(hosts) > 1 or (number("MEGASCALE_NUM_SLICES") or 1) > 1:
+        return {}
+    if not environment.get("TPU_SKIP_MDS_QUERY") and len(_tpu_endpoints()) > 1:
+        return {}
+    return None
+
+
+def _tpu_endpoints() -> list[str]:
+    """The hosts of the pod slice that this TPU machine belongs to, by its metadata."""
+    if not any(device.exists() for device in _TPU_DEVICES):
+        return []
+    request = urllib.request.Request(
+        _METADATA + "worker-network-endpoints", headers={"Metadata-Flavor": "Google"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return answer.read().decode().split(",")
+    except (urllib.error.URLError, OSError):  # no machine of Google's, such as Colab's
+        return []
+
+
+def several() -> bool:
+    """Whether this process is one of several."""
+    return jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and shows what only one may."""
+    return jax.process_index() == 0
+
+
+class Agreement:
+    """What all processes decide together, again and again, in the same order in each of them.
+
+    A failure of one process is raised by all others at their next agreement, so that none waits
+    for it.
+    """
+
+    def __init__(self):
+        self._name = f"dms_jax/{next(_agreements)}"
+        self._round = 0
+
+    def __call__(self, *wishes: bool) -> tuple[bool, ...]:
+        """Returns for each wish whether any process has it.
+
+        Raises:
+          OtherProcessError: another process failed.
+        """
+        if not several():
+            return wishes
+        told = self._exchange("".join("1" if wish else "0" for wish in wishes))
+        return tuple(any(each[at] == "1" for each in told.values()) for at in range(len(wishes)))
+
+    def fail(self, error: BaseException) -> None:
+        """Lets the other processes know that this one goes no further."""
+        if several() and not isinstance(error, OtherProcessError):
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            try:
+                self._exchange(f"!{plain(what, 2000)}", _FAREWELL_SECONDS)
+            except (OtherProcessError, RuntimeError):  # they failed too, or are gone
+                return
+
+    def first_done(self, error: Exception | None) -> None:
+        """Waits until all are here, and ends in all of them if process 0 failed.
+
+        Args:
+          error: what process 0 failed with; it is raised there by its caller.
+        """
+        if error is not None:
+            self.fail(error)
+        elif several():
+            self._exchange("-")
+
+    def _exchange(self, text: str, seconds: int = _LONGEST_WAIT_SECONDS) -> dict[int, str]:
+        """Returns the texts of all processes; all zeros are told by saying nothing."""
+        name, self._round = f"{self._name}/{self._round}", self._round + 1
+        client: Any = distributed.global_state.client
+        silent = not text.strip("0-")
+        if not silent:
+            client.key_value_set(f"{name}/{jax.process_index()}", text)
+        client.wait_at_barrier(self._name, 1000 * seconds)
+        found = client.key_value_dir_get(f"{name}/")
+        told = {int(key.rpartition("/")[2]): value for key, value in found}
+        for process, value in told.items():
+            if value.startswith("!") and process != jax.process_index():
+                raise OtherProcessError(f"Process {process} of this run failed: {value[1:]}")
+        return told
+
+
+def gather(text: str) -> list[str]:
+    """Returns the texts of all processes, in their order."""
+    if not several():
+        return [text]
+    content = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.asarray(content.size))
+    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
+    padded[: content.size] = content
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def put(value: np.ndarray, place: Any) -> jax.Array:
+    """Places what every process has on the host, of which each takes its own devices' part.
+
+    `jax.device_put` would first compare all of it between the processes, behind what is in flight.
+    """
+    if place is None or place.is_fully_addressable:
+        return jax.device_put(value, place)
+    return jax.make_array_from_callback(value.shape, place, lambda index: value[index])
+
+
+def slices(value: jax.Array, *, along_first: bool) -> Any:
+    """Yields the slices of an array along its first axis, or all of it, on the host.
+
+    Of an array that is spread over processes one slice at a time is gathered, in every process;
+    only the first of them gets it, and the others None.
+    """
+    if value.is_fully_addressable:
+        host = jax.device_get(value)
+        yield from host if along_first else (host,)
+        return
+    everywhere = NamedSharding(value.sharding.mesh, PartitionSpec())  # pyright: ignore
+    take = jax.jit(lambda x, at: x[at] if along_first else x, out_shardings=everywhere)
+    for at in range(value.shape[0] if along_first else 1):
+        whole = take(value, at)
+        yield np.asarray(whole.addressable_data(0)) if is_first() else None

@@ -1,0 +1,39 @@
+"""Requests to stop a run: Ctrl-C, and SIGTERM, by which platforms tell that a machine goes away."""
+
+import signal
+import threading
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Makes the first Ctrl-C or SIGTERM a request to stop after the current step and its records.
+
+    A second Ctrl-C interrupts at once; SIGTERM may come again, from a launcher and the platform
+    that started it. Signals reach only the main thread, so in another thread nothing changes.
+    """
+
+    def __init__(self):
+        self.requested = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for each in _SIGNALS:
+                self._previous[each] = signal.signal(each, self._on_signal)
+        return self
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        self.requested = True
+        if number == signal.SIGINT:
+            self._restore(signal.SIGINT)
+
+    def _restore(self, each: signal.Signals) -> None:
+        # A handler that was not set from Python cannot be set again.
+        handler = self._previous[each]
+        signal.signal(each, signal.SIG_DFL if handler is None else handler)
+
+    def __exit__(self, *_: Any) -> None:
+        for each in self._previous:
+            self._restore(each)

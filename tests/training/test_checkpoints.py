@@ -1,0 +1,393 @@
+"""Checkpoints: damage, full disks, two runs at once, other data, and going back after a divergence.
+
+Arrays of a tiny training state stand for those of a model wherever no step need be taken.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dms_jax.data.fingerprint import fingerprint
+from dms_jax.data.sources import as_source
+from dms_jax.errors import CheckpointError, ConfigError, TrainingDivergedError
+from dms_jax.sharding import make_mesh
+from dms_jax.training import retrofit
+from dms_jax.training.parameters import parameters
+from dms_jax.training.recipe import Stage
+from dms_jax.training.run_directory import RunDirectory
+from tests.training.tiny import EAGER, documents, language_model, recipe
+
+RECIPE = recipe(Stage("ramp", 6, 1e-3, 4.0, adapter_learning_rate=1e-2), batch_size=4)
+STEEP = recipe(Stage("ramp", 2, 1e-3, 2.0), Stage("ramp", 4, 1e30, 4.0), batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return language_model()
+
+
+def run(model, **options):
+    options = dict(recipe=RECIPE, data=documents(), progress=False) | options
+    return retrofit(model, EAGER, **options)
+
+
+def opened(path, *, resume=True, restart_from=None, keep=2, **settings):
+    settings = {"recipe": "one", "seed": 0} | settings
+    return RunDirectory(
+        path, settings=settings, resume=resume, restart_from=restart_from, keep=keep
+    )
+
+
+def state(step):
+    """Arrays that say of which step they are."""
+    return {"weights": jnp.arange(4096.0) + step, "moment": jnp.full((8, 8), step, jnp.float32)}
+
+
+ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state(0))
+
+
+@contextlib.contextmanager
+def saved(path, *steps, **options):
+    """A directory with checkpoints of these steps, open."""
+    directory = opened(path, **options)
+    try:
+        for step in steps:
+            directory.save(step, state(step), {"position": step})
+        directory.finish()
+        yield directory
+    finally:
+        directory.close()
+
+
+def files(path, step):
+    """The files of a checkpoint that hold arrays, the largest first."""
+    found = (path / "checkpoints" / str(step) / "state").rglob("*")
+    return sorted((each for each in found if each.is_file()), key=lambda x: -x.stat().st_size)
+
+
+def truncate(path):
+    file = files(path, 6)[0]
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def remove(path):
+    files(path, 6)[0].unlink()
+
+
+def flip(path):
+    file = files(path, 6)[0]
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(255 - byte for byte in content[middle : middle + 64])
+    file.write_bytes(content)
+
+
+def break_the_position(path):
+    (path / "checkpoints" / "6" / "meta" / "metadata").write_text("{")
+
+
+def break_the_checksums(path):
+    (path / "checkpoints" / "6" / "checksums.json").write_text("{")
+
+
+def remove_the_checksums(path):
+    (path / "checkpoints" / "6" / "checksums.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "is not what was written"),
+        (remove, "is missing"),
+        (flip, "is not what was written"),
+        (break_the_position, "meta/metadata is not what was written"),
+        (break_the_checksums, "checksums.json cannot be read"),
+        (remove_the_checksums, "checksums.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, damage, message):
+    with saved(tmp_path, 3, 6):
+        pass
+    damage(tmp_path)
+    directory = opened(tmp_path)
+    told = f"of step 6 cannot be resumed: .*{message}.* from the one before it, of step 3"
+    with pytest.warns(UserWarning, match=told):
+        restored, position = directory.restore(ABSTRACT)
+    chex.assert_trees_all_equal(restored, state(3))
+    assert position == {"position": 3}
+    # The steps come again, and so does their checkpoint.
+    assert directory.latest_step == 3
+    directory.save(6, state(6), None)
+    directory.close()
+    with saved(tmp_path) as directory:
+        chex.assert_trees_all_equal(directory.restore(ABSTRACT)[0], state(6))
+
+
+def test_a_run_without_a_whole_checkpoint_is_an_error(tmp_path):
+    with saved(tmp_path, 6):
+        pass
+    flip(tmp_path)
+    with saved(tmp_path) as directory:
+        with pytest.raises(CheckpointError, match=r"no checkpoint that can be read.*of step 6"):
+            directory.restore(ABSTRACT)
+        assert directory.latest_step == 6
+
+
+def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
+    with saved(tmp_path, 1, 2, 3, 4, keep=3):
+        pass
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3", "4"]
+
+
+def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
+    one, other = make_mesh(8, 1), make_mesh(2, 4)
+    value = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    before = jax.device_put(value, NamedSharding(one, PartitionSpec("data", None)))
+    place = NamedSharding(other, PartitionSpec("data", "model"))
+    directory = opened(tmp_path)
+    directory.save(1, {"weights": before}, None)
+    directory.close()
+    with saved(tmp_path) as directory:
+        abstract = {"weights": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=place)}
+        after = directory.restore(abstract)[0]["weights"]
+    assert after.sharding == place
+    chex.assert_trees_all_equal(np.asarray(after), value)
+
+
+def test_a_second_run_is_refused_while_the_first_lives(tmp_path):
+    directory = opened(tmp_path)
+    with pytest.raises(ConfigError, match=rf"Another run is writing to .*process {os.getpid()} on"):
+        opened(tmp_path)
+    directory.close()
+    opened(tmp_path).close()
+
+
+def test_a_directory_that_cannot_be_opened_is_not_kept_locked(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"cannot be written to .*Give another `out`"):
+            opened(tmp_path)
+    (tmp_path / "checkpoints").unlink()
+    opened(tmp_path).close()
+
+
+def test_a_killed_run_keeps_no_lock(tmp_path):
+    script = (
+        "import pathlib, sys, time\n"
+        "from dms_jax.training.run_lock import RunLock\n"
+        "lock = RunLock(pathlib.Path(sys.argv[1]))\n"
+        "print('locked', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(ConfigError, match=rf"Another run .*process {other.pid} on"):
+            opened(tmp_path)
+        other.kill()
+    opened(tmp_path).close()
+
+
+def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
+    with saved(tmp_path, 1):
+        pass
+    left = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp-7"
+    left.mkdir()
+    (left / "part").write_text("")
+    with saved(tmp_path, 2) as directory:
+        assert directory.latest_step == 2
+    assert not left.exists()
+
+
+@contextlib.contextmanager
+def largest_file(size):
+    """As on a full disk: files cannot grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def noise(step):
+    """Arrays that do not compress below the limit."""
+    return {"weights": jax.random.normal(jax.random.key(step), (1 << 16,))}
+
+
+def test_a_full_disk_is_a_warning_and_keeps_what_there_is(tmp_path):
+    directory = opened(tmp_path)
+    directory.save(1, noise(1), None)
+    directory.finish()
+    with largest_file(1 << 15):
+        directory.save(2, noise(2), None)
+        with pytest.warns(UserWarning, match=r"step 2 cannot be written .*File too large.*step 1"):
+            directory.save(3, noise(3), None)
+        with pytest.raises(CheckpointError, match=r"step 3 cannot be written .*last one is of st"):
+            directory.finish()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
+    directory.save(4, noise(4), None)
+    directory.finish()
+    directory.close()
+    with saved(tmp_path) as directory:
+        restored, _ = directory.restore(jax.eval_shape(lambda: noise(0)))
+    chex.assert_trees_all_equal(restored, noise(4))
+
+
+def test_a_mounted_disk_that_is_full(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        directory = opened(disk, keep=1)
+        directory.save(1, noise(1), None)
+        directory.finish()
+        directory.save(2, noise(2), None)
+        with pytest.warns(UserWarning, match=r"step 2 cannot be written .*No space left.*step 1"):
+            directory.save(3, {"weights": jnp.zeros(4)}, None)
+        assert directory.latest_step == 3
+        directory.close()
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_is_made_unwritable_in_the_middle(tmp_path):
+    directory = opened(tmp_path)
+    directory.save(1, state(1), None)
+    directory.finish()
+    (tmp_path / "checkpoints").chmod(0o500)
+    directory.save(2, state(2), None)
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*The last one is of st"):
+        directory.finish()
+    (tmp_path / "checkpoints").chmod(0o700)
+    directory.close()
+
+
+def test_a_directory_that_is_taken_away_in_the_middle(tmp_path):
+    """A file is where the checkpoints were, which not even root can write into."""
+    directory = opened(tmp_path)
+    directory.save(1, state(1), None)
+    directory.finish()
+    place, away = tmp_path / "checkpoints", tmp_path / "away"
+    place.rename(away)
+    place.write_text("")
+    for step in (2, 3):
+        directory.save(step, state(step), None)
+        with pytest.raises(CheckpointError, match=rf"step {step} cannot be written"):
+            directory.finish()
+    directory.log({"step": 1})
+    place.unlink()
+    away.rename(place)
+    directory.close()
+    with saved(tmp_path) as directory:
+        chex.assert_trees_all_equal(directory.restore(ABSTRACT)[0], state(1))
+
+
+def test_a_log_that_cannot_be_written_is_a_warning(tmp_path):
+    directory = opened(tmp_path)
+    (tmp_path / ".log.jsonl").mkdir()
+    with pytest.warns(UserWarning, match="The log in .* cannot be written: Is a directory"):
+        directory.log({"step": 1})
+    directory.close()
+
+
+def test_other_data_are_refused_and_moved_files_are_not(model, tmp_path):
+    lines = [json.dumps({"text": ""}), *(json.dumps({"text": str(i)}) for i in range(9))]
+    one = dict(data=documents(), out=tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        run(model, **one, stop_after=1e-9)
+    with pytest.raises(ConfigError, match="another data"):
+        run(model, data=documents(seed=1), out=tmp_path / "run")
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    (tmp_path / "c.jsonl").write_text("\n".join(lines[:-1]))
+    a, b, c = (fingerprint(as_source(tmp_path / f"{name}.jsonl")) for name in "abc")
+    assert a == b != c
+    arrays = [np.arange(4), np.arange(5)]
+    assert fingerprint(as_source(arrays)) == fingerprint(as_source([x.tolist() for x in arrays]))
+
+
+def test_checkpoints_come_by_minutes_too(model, tmp_path):
+    run(model, out=tmp_path, checkpoint_minutes=1e-6, keep_checkpoints=9)
+    steps = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_sigterm_leaves_a_checkpoint(model, tmp_path):
+    def tell(record):
+        if record["step"] == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 3"):
+        run(model, out=tmp_path, on_step=tell)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
+
+
+def test_no_state_is_left_whose_loss_was_not_measured_or_not_finite(model, tmp_path):
+    """Step 3 ruins the parameters; there is a checkpoint of every step before it is noticed."""
+    with pytest.raises(TrainingDivergedError, match=r"last checkpoint is of step 2: restart_from"):
+        run(model, recipe=STEEP, out=tmp_path, checkpoint_every=1, keep_checkpoints=9)
+    steps = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert steps == [1, 2]
+
+
+def test_a_run_that_diverged_goes_on_with_other_rates(model, tmp_path):
+    """The advice of the error can be followed, twice; the log has each step once."""
+    with pytest.raises(TrainingDivergedError, match="restart_from=2 goes on from there"):
+        run(model, recipe=STEEP, out=tmp_path, checkpoint_every=2)
+    lower = dataclasses.replace(STEEP, stages=(STEEP.stages[0], Stage("ramp", 4, 1e-3, 4.0)))
+    with pytest.raises(ConfigError, match=r"another recipe.*restart_from=2 to go on with"):
+        run(model, recipe=lower, out=tmp_path)
+    with pytest.raises(ConfigError, match="another seed"):
+        run(model, recipe=lower, out=tmp_path, restart_from=2, seed=1)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4 to restart from; it has 2"):
+        run(model, recipe=lower, out=tmp_path, restart_from=4)
+    options = dict(recipe=lower, out=tmp_path, restart_from=2)
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 3"):
+        run(model, **options, stop_after=1e-9)
+    seen = []
+    result = run(model, **options, on_step=seen.append)
+    assert [record["step"] for record in seen] == [4, 5, 6]
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    chex.assert_trees_all_equal(
+        parameters(result.transformer), parameters(run(model, recipe=lower).transformer)
+    )
+    # And from the start, with the first rates lower too.
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
+        run(model, out=tmp_path, restart_from=0, stop_after=1e-9)
+
+
+def test_a_resume_does_not_hold_two_states(model, tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        run(model, out=tmp_path, stop_after=1e-9)
+    alive = []
+    restore = RunDirectory.restore
+
+    def watched(self, abstract):
+        shape = abstract.parameters["embedding"].shape  # fresh moments are zero
+        alive.append([x for x in jax.live_arrays() if x.shape == shape and not x.any()])
+        return restore(self, abstract)
+
+    monkeypatch.setattr(RunDirectory, "restore", watched)
+    # How the passes of a step are cut is no other recipe.
+    run(model, recipe=dataclasses.replace(RECIPE, micro_batch_size=2), out=tmp_path)
+    assert alive == [[]]

@@ -1,0 +1,168 @@
+"""Two real processes of four devices each: the run of one, its export, its stops and its errors."""
+
+import io
+import json
+import pathlib
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dms_jax import processes
+from dms_jax.errors import ConfigError
+from dms_jax.processes import Agreement, arguments, connect, gather, slices
+from tests.training.killing import EXPORT, compare, finish, start
+
+
+def run(count: int, out: pathlib.Path, **told: Any) -> list[dict[str, Any]]:
+    """Runs to the end; returns the report of each process."""
+    started = start({"out": str(out), "mesh": [8, 1]} | told, count)
+    finish(started)
+    return [json.loads(out.with_name(f"{out.name}-{i}.json").read_text()) for i in range(count)]
+
+
+def export(out: pathlib.Path) -> bytes:
+    return (out / EXPORT).read_bytes()
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_run(tmp_path):
+    (alone,) = run(1, tmp_path / "alone", float64=True, mesh=[4, 2])
+    both = run(2, tmp_path / "both", float64=True, mesh=[4, 2])
+    assert [each["ended"] for each in both] == ["done", "done"]
+    assert both[0] == both[1]
+    for name in ("losses", "norms"):
+        chex.assert_trees_all_close(np.array(both[0][name]), np.array(alone[name]), rtol=1e-9)
+    # Sums over devices differ in their last bits of 64; the export is compared in 32.
+    narrow = [
+        {name: array.astype(np.float32) for name, array in load_file(model).items()}
+        for model in (tmp_path / "both" / EXPORT, tmp_path / "alone" / EXPORT)
+    ]
+    chex.assert_trees_all_equal(*narrow)
+    logged = (tmp_path / "both" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in logged] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_stops_all_and_the_run_goes_on_to_the_same_bits(tmp_path):
+    whole = run(2, tmp_path / "whole", steps=6, mesh=[2, 4])
+    told = dict(steps=6, mesh=[2, 4])
+    stopped = run(2, tmp_path / "run", term=[1, 1], **told)
+    assert [each["ended"] for each in stopped] == ["KeyboardInterrupt: stopped after step 4"] * 2
+    again = run(2, tmp_path / "run", **told)
+    assert [each["ended"] for each in again] == ["done", "done"]
+    assert stopped[0]["losses"] + again[0]["losses"] == whole[0]["losses"]
+    assert export(tmp_path / "run") == export(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_in_the_same_bits(tmp_path):
+    """Of one process; `tests/training/killing.py` does it to two, five times."""
+    assert compare(tmp_path, processes=1, kills=1, steps=6, seed=0)
+
+
+@pytest.mark.slow
+def test_an_error_of_one_ends_all(tmp_path):
+    one, other = run(2, tmp_path / "run", fail=[1, 1])
+    assert other["ended"] == "ValueError: a callback that fails"
+    assert one["ended"].startswith("OtherProcessError: Process 1 of this run failed: ValueError")
+
+
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NODELIST": "node[1-4]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        # An allocation of four tasks, in which this process was started without srun.
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "4"}, {"num_processes": 4}),
+        (
+            SLURM
+            | {
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_GPUS_ON_NODE": "8",
+                "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+            },
+            {"num_processes": 4, "local_device_ids": [0, 1, 2, 3, 4, 5, 6, 7]},
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, {"cluster_detection_method": "ompi"}),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, {}),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, {}),
+        (
+            {
+                "JAX_COORDINATOR_ADDRESS": "first:99",
+                "JAX_NUM_PROCESSES": "8",
+                "JOB_COMPLETION_INDEX": "5",
+            },
+            {"coordinator_address": "first:99", "num_processes": 8, "process_id": 5},
+        ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "first:99", "NNODES": "2", "NODE_RANK": "0"},
+            {"coordinator_address": "first:99", "num_processes": 2, "process_id": 0},
+        ),
+        (
+            {
+                "JAX_COORDINATOR_ADDRESS": "first:99",
+                "JAX_NUM_PROCESSES": "1",
+                "JAX_PROCESS_ID": "0",
+            },
+            None,
+        ),
+    ],
+)
+def test_the_environment_says_who_the_processes_are(environment, expected):
+    assert arguments({"TPU_SKIP_MDS_QUERY": "1"} | environment) == expected
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [(b"a,b,c,d", {}), (b"a", None)])
+def test_a_tpu_machine_asks_its_metadata(monkeypatch, tmp_path, hosts, expected):
+    assert arguments({}) is None  # without a TPU nothing is asked
+    monkeypatch.setattr(processes, "_TPU_DEVICES", (tmp_path,))
+    monkeypatch.setattr(processes.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(hosts))
+    assert arguments({}) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "first:99"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID must say"),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two"},
+            "JAX_NUM_PROCESSES must be a whole number, got 'two'",
+        ),
+    ],
+)
+def test_an_environment_that_is_not_whole_is_refused(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        arguments(environment)
+
+
+def test_processes_are_told_all_or_nothing():
+    with pytest.raises(ConfigError, match="num_processes, process_id is missing"):
+        connect("first:99")
+
+
+def test_a_single_process_is_left_as_it_is():
+    """Agreements are its own wishes, and texts and arrays come back as they are."""
+    assert not connect()
+    agree = Agreement()
+    assert agree(True, False) == (True, False)
+    agree.fail(ValueError())
+    agree.first_done(None)
+    assert gather("text") == ["text"]
+    array = jnp.arange(6).reshape(2, 3)
+    chex.assert_trees_all_equal(list(slices(array, along_first=True)), list(np.asarray(array)))
+    chex.assert_trees_all_equal(list(slices(array, along_first=False)), [np.asarray(array)])
