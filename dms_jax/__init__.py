@@ -48,7 +48,7 @@ from dms_jax.policies import (
     Vanilla,
 )
 from dms_jax.sharding import make_mesh
-from dms_jax.training import Recipe, recipes, retrofit, train
+from dms_jax.training import Recipe, plan, recipes, retrofit, train
 
 try:
     __version__ = importlib.metadata.version("dms-jax")
@@ -96,6 +96,7 @@ __all__ = [
     "initialize",
     "load",
     "make_mesh",
+    "plan",
     "policies",
     "recipes",
     "retrofit",

@@ -19,8 +19,10 @@ on after a stop.
 import sys
 
 import dms_jax
+from dms_jax.command_line.ratio_pictures import RatioPictures
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
+from dms_jax.training.tensorboard import TensorBoard
 from experiments.configs import self_taught as self_taught_configs
 from experiments.configs.retrofit import PRESETS, Config
 from experiments.configs.self_taught import SelfTaught
@@ -39,21 +41,26 @@ def main(config: Config | SelfTaught) -> None:
     if config.data_shards * config.model_shards > 1:
         mesh = dms_jax.make_mesh(config.data_shards, config.model_shards)
     recipe, policy = config.make_recipe(), config.make_policy()
-    print(
-        f"{recipe.name}: {recipe.total_steps(policy)} steps to ratio "
-        f"{recipe.compression_ratio:g}, {policy}"
-    )
-    dms_jax.retrofit(
+    data = config.make_data()
+    board = TensorBoard(config.out / "tensorboard") if config.tensorboard else None
+    pictures = None
+    if config.pictures:
+        pictures = RatioPictures(config.out / "ratios", data, recipe.sequence_length)
+    model = dms_jax.retrofit(
         dms_jax.load(config.model, mesh=mesh, adapter=config.adapter, for_training=True),
         policy,
         recipe=recipe,
-        data=config.make_data(),
+        data=data,
         out=config.out,
         seed=config.seed,
         mesh=mesh,
         checkpoint_every=config.checkpoint_every,
         adapter_only=config.adapter_only,
+        on_step=board,
+        on_snapshot=pictures,
     )
+    if pictures is not None:
+        pictures(float(recipe.compression_ratio), model)
     what = "adapter" if config.adapter_only else "model"
     print(f"The {what} is in {config.out / 'model'}; every step is in {config.out / 'log.jsonl'}")
 

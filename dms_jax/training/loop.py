@@ -22,7 +22,7 @@ from dms_jax.checkpoint import save
 from dms_jax.data.batches import Batch
 from dms_jax.errors import DataError, TrainingDivergedError
 from dms_jax.policies import Policy
-from dms_jax.training.display import Display
+from dms_jax.training.display import Display, opening_line
 from dms_jax.training.options import RunOptions
 from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.run_directory import RunDirectory
@@ -91,6 +91,7 @@ class Loop:
         snapshots = self._snapshots(total)
         end = time.perf_counter() + (options.stop_after or math.inf)
         self._display = Display(
+            opening=opening_line(self._recipe, self._policy, self._trainer.state.parameters, start),
             total=total,
             done=start,
             main=self._recipe.loss.replace("_", " "),
