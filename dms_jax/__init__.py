@@ -49,7 +49,7 @@ from dms_jax.policies import (
     Vanilla,
 )
 from dms_jax.sharding import make_mesh
-from dms_jax.training import Recipe, recipes, retrofit, train
+from dms_jax.training import Recipe, plan, recipes, retrofit, train
 
 try:
     __version__ = importlib.metadata.version("dms-jax")
@@ -98,6 +98,7 @@ __all__ = [
     "initialize",
     "load",
     "make_mesh",
+    "plan",
     "policies",
     "recipes",
     "retrofit",

@@ -13,22 +13,28 @@ class Device(Options):
       memory: size of its memory in bytes.
       bandwidth: memory bandwidth in bytes per second.
       peak: peak rate in bfloat16 operations per second.
+      link: bytes per second that one device sends to its neighbours (NVLink, PCIe, ICI), in one
+        direction.
+      network: bytes per second that one device sends to another host; None where all devices of a
+        system are linked. GPUs: an InfiniBand port of 400 Gbit/s each, or what a host of them has.
     """
 
     memory: Positive
     bandwidth: Positive
     peak: Positive
+    link: Positive | None = None
+    network: Positive | None = None
 
 
 DEVICES = {
-    "h200": Device(141e9, 4.8e12, 989e12),
-    "h100": Device(80e9, 3.35e12, 989e12),
-    "a100": Device(80e9, 2.04e12, 312e12),
-    "l4": Device(24e9, 300e9, 121e12),
-    "t4": Device(16e9, 320e9, 65e12),
-    "v5e": Device(16e9, 819e9, 197e12),
-    "v5p": Device(95e9, 2.77e12, 459e12),
-    "v6e": Device(32e9, 1.64e12, 918e12),
+    "h200": Device(141e9, 4.8e12, 989e12, 450e9, 50e9),
+    "h100": Device(80e9, 3.35e12, 989e12, 450e9, 50e9),
+    "a100": Device(80e9, 2.04e12, 312e12, 300e9, 25e9),
+    "l4": Device(24e9, 300e9, 121e12, 32e9, 1.5e9),
+    "t4": Device(16e9, 320e9, 65e12, 16e9, 1.5e9),
+    "v5e": Device(16e9, 819e9, 197e12, 200e9),
+    "v5p": Device(95e9, 2.77e12, 459e12, 600e9),
+    "v6e": Device(32e9, 1.64e12, 918e12, 448e9),
 }
 
 # Their names in jax (`jax.Device.device_kind`). Others of the same family differ in speed.

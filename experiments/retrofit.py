@@ -21,8 +21,10 @@ import sys
 
 import dms_jax
 from dms_jax import processes
+from dms_jax.command_line.ratio_pictures import RatioPictures
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
+from dms_jax.training.tensorboard import TensorBoard
 from experiments.configs import self_taught as self_taught_configs
 from experiments.configs.retrofit import PRESETS, Config
 from experiments.configs.self_taught import SelfTaught
@@ -41,15 +43,18 @@ def main(config: Config | SelfTaught) -> None:
     make_folder("--out", config.out)
     mesh = config.make_mesh()
     recipe, policy = config.make_recipe(), config.make_policy()
-    say(
-        f"{recipe.name}: {recipe.total_steps(policy)} steps to ratio "
-        f"{recipe.compression_ratio:g}, {policy}"
-    )
-    dms_jax.retrofit(
+    data = config.make_data()
+    board = None
+    if config.tensorboard and processes.is_first():
+        board = TensorBoard(config.out / "tensorboard")
+    pictures = None
+    if config.pictures:
+        pictures = RatioPictures(config.out / "ratios", data, recipe.sequence_length)
+    model = dms_jax.retrofit(
         dms_jax.load(config.model, mesh=mesh, adapter=config.adapter, for_training=True),
         policy,
         recipe=recipe,
-        data=config.make_data(),
+        data=data,
         out=config.out,
         seed=config.seed,
         mesh=mesh,
@@ -58,7 +63,11 @@ def main(config: Config | SelfTaught) -> None:
         keep_checkpoints=config.keep_checkpoints,
         restart_from=config.restart_from,
         adapter_only=config.adapter_only,
+        on_step=board,
+        on_snapshot=pictures,
     )
+    if pictures is not None:
+        pictures(float(recipe.compression_ratio), model)
     what = "adapter" if config.adapter_only else "model"
     say(f"The {what} is in {config.out / 'model'}; every step is in {config.out / 'log.jsonl'}")
 

@@ -2,6 +2,7 @@
 
 from dms_jax.data.batches import Batches, batches
 from dms_jax.data.encoding import encode_answers, encode_document
+from dms_jax.data.records import Fields
 from dms_jax.data.sources import (
     AnswersOnly,
     Documents,
@@ -11,14 +12,17 @@ from dms_jax.data.sources import (
     TextFiles,
     as_source,
 )
+from dms_jax.data.tables import Tables
 
 __all__ = [
     "AnswersOnly",
     "Batches",
     "Documents",
     "Exchange",
+    "Fields",
     "JsonLines",
     "Source",
+    "Tables",
     "TextFiles",
     "as_source",
     "batches",

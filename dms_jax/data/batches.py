@@ -3,22 +3,26 @@
     batches(source, tokenizer, batch_size=4, length=512)
       -> {"tokens": int32 [B, T], "loss_mask": bool [B, T], "segment_ids": int32 [B, T] or absent}
 
-`encoding.py` says how documents become tokens.
+`encoding.py` says how documents become tokens. Documents are read and tokenized, and batches are
+packed, by threads of their own while the device trains.
 """
 
+import os
 from typing import Any, Literal
 
 import numpy as np
 
 from dms_jax.checks import Count, check
-from dms_jax.data.encoding import encode_answers, encode_document
-from dms_jax.data.sources import AnswersOnly, Source, as_source
-from dms_jax.errors import DataError
+from dms_jax.data.sources import as_source
+from dms_jax.data.tokens import Tokens
 
 Packing = Literal["concatenate", "concatenate_whole", "first_fit"]
 Batch = dict[str, np.ndarray]
 
 _OPEN_SEQUENCES = 32
+_PACKED_AHEAD = 2
+# Threads that read and tokenize documents ahead; their number does not change the order.
+WORKERS = max(2, min(16, (os.cpu_count() or 1) // 2))
 
 
 class Batches:
@@ -40,6 +44,14 @@ class Batches:
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a state that `get_state` of an iterator over the same data returned."""
         self._iterator.set_state(state)
+
+    def close(self) -> None:
+        """Ends the threads that read and pack ahead."""
+        self._iterator.close()
+
+    def __del__(self) -> None:
+        # Its thread would wait for room in its queue for ever.
+        self.close()
 
 
 def batches(
@@ -80,45 +92,30 @@ def batches(
     batch_size, length = check("batch_size", batch_size, Count), check("length", length, Count)
     seed = check("seed", seed, int | None)
     check("packing", packing, Packing)
-    documents = _Tokens(as_source(data), tokenizer, vocab_size)
+    documents = Tokens(as_source(data), tokenizer, vocab_size)
     dataset = grain.MapDataset.source(documents)
     dataset = dataset if seed is None else dataset.seed(seed % 2**32).shuffle()
     dataset = dataset.repeat() if repeat else dataset
     # The only document with tokens may come first in one epoch and last in the next.
     stream = packings.NonEmpty(
-        dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)),
+        dataset.to_iter_dataset(
+            grain.ReadOptions(num_threads=WORKERS, prefetch_buffer_size=8 * WORKERS)
+        ),
         max_empty=2 * len(documents),
     )
     if packing == "first_fit":
-        packed = packings.first_fit(stream, length=length, bins=_OPEN_SEQUENCES, seed=seed or 0)
+        packed = packings.first_fit(
+            stream, documents, length=length, bins=_OPEN_SEQUENCES, seed=seed or 0
+        )
     else:
-        packed = packings.Concatenate(stream, length=length, carry=packing == "concatenate")
-    return Batches(iter(packed.batch(batch_size, drop_remainder=True)))
-
-
-class _Tokens:
-    """The data source for Grain: documents as token ids, and whether each counts in the loss."""
-
-    def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
-        self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        document = self._source[index]
-        try:
-            if isinstance(self._source, AnswersOnly):
-                tokens, counts = encode_answers(document, self._tokenizer)
-            else:
-                tokens = encode_document(document, self._tokenizer)
-                counts = np.ones(tokens.shape, bool)
-            if self._vocab_size is not None and tokens.size:
-                low, high = int(tokens.min()), int(tokens.max())
-                if low < 0 or high >= self._vocab_size:
-                    raise DataError(
-                        f"token ids must lie in 0 ... {self._vocab_size - 1}, got {low} ... {high}."
-                    )
-        except DataError as error:
-            raise DataError(f"{self._source.where(index)}: {error}") from error
-        return {"tokens": tokens, "loss_mask": counts}
+        packed = packings.Concatenate(
+            stream, documents, length=length, carry=packing == "concatenate"
+        )
+    batched = packed.batch(batch_size, drop_remainder=True)
+    return Batches(
+        iter(
+            grain.experimental.ThreadPrefetchIterDataset(
+                batched, prefetch_buffer_size=_PACKED_AHEAD
+            )
+        )
+    )

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from dms_jax.data.sources import Exchange
+from dms_jax.data.documents import Exchange
+from dms_jax.data.pieces import piece
 from dms_jax.errors import DataError
 
 Pieces = list[tuple[np.ndarray, bool]]  # token ids, and whether they are of an answer
@@ -31,14 +32,11 @@ def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
         neither of these nor an array of token ids.
     """
     if isinstance(document, str):
-        if tokenizer is None:
-            raise DataError("the model has no tokenizer. Give token ids instead of texts.")
-        ids = tokenizer.encode(document, add_special_tokens=False)
-        if tokenizer.bos_token_id is not None:
-            ids = [tokenizer.bos_token_id, *ids]
-        elif tokenizer.eos_token_id is not None:
-            ids = [*ids, tokenizer.eos_token_id]
-        return np.asarray(ids, np.int32)
+        parts, start = [], 0
+        while start >= 0:
+            tokens, start = encode_piece(document, start, tokenizer)
+            parts.append(tokens)
+        return np.concatenate(parts)
     if _is_chat(document):
         text = _template(document, tokenizer, add_generation_prompt=False)
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
@@ -51,6 +49,28 @@ def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
             f"{type(document).__name__} of shape {tokens.shape} and type {tokens.dtype}."
         )
     return tokens.astype(np.int32)
+
+
+def encode_piece(text: str, start: int, tokenizer: Any) -> tuple[np.ndarray, int]:
+    """Returns the token ids of a piece of a text, and where the next starts; -1 if it is the last.
+
+    Args:
+      text: the text, of any length (`dms_jax.data.pieces`).
+      start: 0, or where a piece before ended.
+      tokenizer: the tokenizer.
+
+    Raises:
+      DataError: there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise DataError("the model has no tokenizer. Give token ids instead of texts.")
+    ids, end = piece(text, start, tokenizer)
+    if start == 0 and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id, *ids]
+    last = end == len(text)
+    if last and tokenizer.bos_token_id is None and tokenizer.eos_token_id is not None:
+        ids = [*ids, tokenizer.eos_token_id]
+    return np.asarray(ids, np.int32), -1 if last else end
 
 
 def encode_answers(

@@ -19,7 +19,10 @@ from typing import Any
 import grain
 import numpy as np
 
+from dms_jax.data.tokens import Tokenized, Tokens
 from dms_jax.errors import DataError
+
+_NAMES = ("tokens", "loss_mask")
 
 
 class NonEmpty(grain.IterDataset):
@@ -61,64 +64,98 @@ class Concatenate(grain.IterDataset):
     """Joins documents of any length and cuts them into sequences.
 
     Args:
-      parent: documents, as `{"tokens", "loss_mask"}`.
+      parent: documents, as `Tokens` gives them.
+      documents: where further pieces of long texts come from.
       length: T, tokens per sequence.
       carry: whether the rest of a document goes into the next sequence.
     """
 
-    def __init__(self, parent: grain.IterDataset, *, length: int, carry: bool):
+    def __init__(self, parent: grain.IterDataset, documents: Tokens, *, length: int, carry: bool):
         super().__init__(parent)
-        self._options = (length, carry)
+        self._options = (documents, length, carry)
 
     def __iter__(self) -> grain.DatasetIterator:
         return _ConcatenateIterator(iter(self._parent), *self._options)
 
 
 class _ConcatenateIterator(grain.DatasetIterator):
-    def __init__(self, parent: grain.DatasetIterator, length: int, carry: bool):
+    """Its state is that before the current document, the piece of it, and the place in the piece.
+
+    What is left of a document is not in the state; it is tokenized again.
+    """
+
+    def __init__(self, parent: grain.DatasetIterator, documents: Tokens, length: int, carry: bool):
         super().__init__(parent)
-        self._length, self._carry = length, carry
-        self._rest = {"tokens": np.zeros(0, np.int32), "loss_mask": np.zeros(0, bool)}
+        self._documents, self._length, self._carry = documents, length, carry
+        self._before: dict[str, Any] = parent.get_state()
+        self._piece: Tokenized | None = None
+        self._start = self._offset = 0
 
     def __next__(self) -> dict[str, np.ndarray]:
-        parts, total = [self._rest], len(self._rest["tokens"])
-        while total < self._length:
-            document = next(self._parent)
-            parts.append(document)
-            total += len(document["tokens"])
-        whole = {name: np.concatenate([part[name] for part in parts]) for name in self._rest}
-        kept = self._length if self._carry else total
-        self._rest = {name: values[kept:] for name, values in whole.items()}
-        return {name: values[: self._length] for name, values in whole.items()}
+        parts, missing = [], self._length
+        while missing:
+            piece = self._current()
+            part = {name: piece[name][self._offset : self._offset + missing] for name in _NAMES}
+            self._offset += len(part["tokens"])
+            missing -= len(part["tokens"])
+            parts.append(part)
+        if not self._carry:
+            self._end_document()
+        return {name: np.concatenate([part[name] for part in parts]) for name in _NAMES}
+
+    def _current(self) -> Tokenized:
+        """Returns the piece that the next token is from."""
+        while self._piece is None or self._offset == len(self._piece["tokens"]):
+            if self._piece is not None and self._piece["next"] >= 0:
+                self._start, self._offset = int(self._piece["next"]), 0
+                self._piece = self._documents.rest(int(self._piece["index"]), self._start)
+            else:
+                self._end_document()
+                self._piece = next(self._parent)
+        return self._piece
+
+    def _end_document(self) -> None:
+        self._before = self._parent.get_state()
+        self._piece, self._start, self._offset = None, 0, 0
 
     def get_state(self) -> dict[str, Any]:
-        rest = {name: values.tolist() for name, values in self._rest.items()}
-        return {"parent": self._parent.get_state(), "rest": rest}
+        return {"parent": self._before, "start": self._start, "offset": self._offset}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._parent.set_state(state["parent"])
-        self._rest = {
-            name: np.asarray(state["rest"][name], values.dtype)
-            for name, values in self._rest.items()
-        }
+        self._end_document()
+        if state["start"] or state["offset"]:
+            self._piece = piece = next(self._parent)
+            self._start, self._offset = state["start"], state["offset"]
+            if self._start:
+                self._piece = self._documents.rest(int(piece["index"]), self._start)
 
 
-def first_fit(parent: grain.IterDataset, *, length: int, bins: int, seed: int) -> grain.IterDataset:
+def first_fit(
+    parent: grain.IterDataset, documents: Tokens, *, length: int, bins: int, seed: int
+) -> grain.IterDataset:
     """Packs whole documents into `{"tokens", "segment_ids", "loss_mask"}`, each [T].
 
     Args:
-      parent: documents, as `{"tokens", "loss_mask"}`; what exceeds T tokens is dropped.
+      parent: documents, as `Tokens` gives them; what exceeds T tokens is dropped.
+      documents: where further pieces of long texts come from.
       length: T, tokens per sequence.
       bins: sequences that are open at a time.
       seed: seed of the order in which sequences are returned.
     """
-    documents = parent.map(
-        lambda document: {
-            name: values[:length].astype(np.int32) for name, values in document.items()
+
+    def whole(document: Tokenized) -> dict[str, np.ndarray]:
+        parts, count = [document], len(document["tokens"])
+        while count < length and parts[-1]["next"] >= 0:
+            parts.append(documents.rest(int(document["index"]), int(parts[-1]["next"])))
+            count += len(parts[-1]["tokens"])
+        return {
+            name: np.concatenate([part[name] for part in parts])[:length].astype(np.int32)
+            for name in _NAMES
         }
-    )
+
     packed = grain.experimental.FirstFitPackIterDataset(
-        documents,
+        parent.map(whole),
         length_struct={"tokens": length, "loss_mask": length},
         num_packing_bins=bins,
         seed=seed,

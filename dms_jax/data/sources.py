@@ -1,95 +1,53 @@
-"""Documents to train on: text files, JSON lines, strings, token arrays.
+"""Documents to train on: text files, JSON lines, tables, strings, token arrays.
 
 A source is a random-access sequence of documents. A document is a string, a conversation (a list of
 `{"role": ..., "content": ...}`), a prompt with its response, or an array of token ids. Files are
 indexed once, without parsing, and memory-mapped, so that a source of many gigabytes takes only the
-memory of its index.
+memory of its index. Files that end in .gz are unpacked beside the other temporary files first.
 """
 
 import abc
 import array
 import bisect
-import dataclasses
+import gzip
 import json
 import mmap
 import pathlib
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from dms_jax.checks import Share, check
+from dms_jax.data.documents import AnswersOnly, Document, Documents, Exchange, Source
+from dms_jax.data.records import Fields, Records
+from dms_jax.data.tables import Tables, is_table
 from dms_jax.errors import DataError
 
+__all__ = [
+    "AnswersOnly",
+    "Document",
+    "Documents",
+    "Exchange",
+    "JsonLines",
+    "Source",
+    "TextFiles",
+    "as_source",
+]
+
 SEPARATOR = "<|endoftext|>"
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """A prompt and the response to it.
-
-    Attributes:
-      prompt: a text, a list of chat messages, or token ids.
-      response: a text; token ids if the prompt is token ids.
-    """
-
-    prompt: str | Sequence[Any] | np.ndarray
-    response: str | Sequence[int] | np.ndarray
-
-
-Document = str | Sequence[Mapping[str, Any] | int] | np.ndarray | Exchange
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 
 
-class Source(abc.ABC):
-    """A sequence of documents that knows where each of them is from."""
-
-    @abc.abstractmethod
-    def __len__(self) -> int: ...
-
-    @abc.abstractmethod
-    def __getitem__(self, index: int) -> Document: ...
-
-    def where(self, index: int) -> str:
-        """Returns the origin of a document, for messages."""
-        return f"document {index}"
-
-
-class Documents(Source):
-    """Documents in memory: strings, conversations or token ids."""
-
-    def __init__(self, documents: Sequence[Any] | np.ndarray):
-        self._documents = documents
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def __getitem__(self, index: int) -> Document:
-        return self._documents[index]
-
-
-class AnswersOnly(Source):
-    """The documents of a source, of which only answers count in the loss."""
-
-    def __init__(self, source: Source):
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index: int) -> Document:
-        return self._source[index]
-
-    def where(self, index: int) -> str:
-        """Returns the origin of a document, for messages."""
-        return self._source.where(index)
-
-
-class _Files(Source):
+class _Files(Records):
     """Documents that are spans of files."""
 
-    def __init__(self, paths: Paths):
+    def __init__(self, paths: Paths, fields: Fields):
+        super().__init__(fields)
         paths = [paths] if isinstance(paths, str | pathlib.Path) else list(paths)
         self._paths = [pathlib.Path(path) for path in paths]
         self._bytes: list[mmap.mmap] = []
@@ -97,13 +55,7 @@ class _Files(Source):
         self._first: list[int] = []  # index of the first document of each file
         for path in self._paths:
             self._first.append(len(self._starts))
-            try:
-                with path.open("rb") as file:
-                    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except ValueError as error:
-                raise DataError(f"{path} is empty.") from error
-            except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+            content = _mapped(path)
             self._bytes.append(content)
             for start, end in self._spans(content):
                 self._starts.append(start)
@@ -112,29 +64,49 @@ class _Files(Source):
                 raise DataError(f"{path} holds no document.")
         if not self._paths:
             raise DataError("No file was given.")
+        self.read_all(stacklevel=4)
 
     @staticmethod
     @abc.abstractmethod
     def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]: ...
 
-    def __len__(self) -> int:
+    def count(self) -> int:
+        """Returns the number of spans."""
         return len(self._starts)
 
-    def _file(self, index: int) -> int:
-        return bisect.bisect_right(self._first, index) - 1
+    def _file(self, place: int) -> int:
+        return bisect.bisect_right(self._first, place) - 1
 
-    def where(self, index: int) -> str:
-        """Returns the file and line of a document, for messages."""
-        file = self._file(index)
-        before = self._bytes[file][: self._starts[index]]
+    def place(self, place: int) -> str:
+        """Returns the file and line of a span, for messages."""
+        file = self._file(place)
+        before = self._bytes[file][: self._starts[place]]
         return f"{self._paths[file]}, line {before.count(b'\n') + 1}"
 
-    def _text(self, index: int) -> str:
-        span = self._bytes[self._file(index)][self._starts[index] : self._ends[index]]
+    def _text(self, place: int) -> str:
+        span = self._bytes[self._file(place)][self._starts[place] : self._ends[place]]
         try:
             return span.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.where(index)}: this is not UTF-8 text: {error}") from error
+            raise DataError(f"this is not UTF-8 text: {error}") from error
+
+
+def _mapped(path: pathlib.Path) -> mmap.mmap:
+    """Returns the content of a file, unpacked."""
+    try:
+        with path.open("rb") as file:
+            if path.suffix != ".gz":
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            with gzip.open(file) as packed, tempfile.TemporaryFile() as unpacked:
+                shutil.copyfileobj(packed, unpacked, 2**20)
+                unpacked.flush()
+                return mmap.mmap(unpacked.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError as error:
+        raise DataError(f"{path} is empty.") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is no whole gzip file: {error}.") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _split(content: mmap.mmap, separator: bytes) -> Iterator[tuple[int, int]]:
@@ -155,29 +127,33 @@ class TextFiles(_Files):
 
     Args:
       paths: path of one file, or several.
+      fields: which documents are left out (`malformed`, `longest`).
 
     Raises:
       DataError: a file is missing or empty or, once it is read, not UTF-8.
     """
 
+    def __init__(self, paths: Paths, fields: Fields | None = None):
+        super().__init__(paths, Fields() if fields is None else fields)
+
     @staticmethod
     def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]:
         return _split(content, SEPARATOR.encode())
 
-    def __getitem__(self, index: int) -> str:
-        return self._text(index)
+    def record(self, place: int) -> dict[str, str]:
+        """Returns a document as a record of one field."""
+        return {self._fields.field or "text": self._text(place)}
 
 
 class JsonLines(_Files):
-    """Files of one JSON object per line, of which a field is a text or a list of chat messages.
+    """Files of one JSON object per line, in the forms of `dms_jax.data.records`.
 
     Args:
       paths: path of one file, or several.
-      field: name of the field; None for "messages" if there is one, "prompt" with "response" if
-        there are both, and "text" otherwise.
-      malformed: largest share of the lines that may be left out because they are malformed. Above
-        0 every line is parsed at once, and what is left out is counted in a warning; at 0 a
-        malformed line is an error when it is read.
+      field: name of the field that holds the text or the messages; None for the first form that
+        fits.
+      malformed: largest share of the lines that may be malformed (`Fields`).
+      fields: everything about fields, in place of the two.
 
     Raises:
       ConfigError: `malformed` is not a share.
@@ -185,89 +161,47 @@ class JsonLines(_Files):
         read, it holds something else.
     """
 
-    def __init__(self, paths: Paths, field: str | None = None, *, malformed: float = 0.0):
-        self._field = field
-        malformed = check("JsonLines: malformed", malformed, Share)
-        super().__init__(paths)
-        if malformed > 0:
-            self._leave_out(malformed)
-
-    def _leave_out(self, share: float) -> None:
-        wrong: dict[int, DataError] = {}
-        for index in range(len(self)):
-            try:
-                self[index]
-            except DataError as error:
-                wrong[index] = error
-        if not wrong:
-            return
-        first = next(iter(wrong.values()))
-        told = f"{len(wrong)} of {len(self)} lines are malformed"
-        if len(wrong) > share * len(self):
-            raise DataError(f"{told}, more than a share of {share:g}. The first: {first}")
-        warnings.warn(f"{told} and left out. The first: {first}", stacklevel=3)
-        kept = [index for index in range(len(self)) if index not in wrong]
-        self._first = [bisect.bisect_left(kept, first) for first in self._first]
-        self._starts = array.array("q", (self._starts[index] for index in kept))
-        self._ends = array.array("q", (self._ends[index] for index in kept))
+    def __init__(
+        self,
+        paths: Paths,
+        field: str | None = None,
+        *,
+        malformed: float = 0.0,
+        fields: Fields | None = None,
+    ):
+        super().__init__(paths, Fields(field, malformed=malformed) if fields is None else fields)
 
     @staticmethod
     def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]:
         return _split(content, b"\n")
 
-    def __getitem__(self, index: int) -> str | list[dict[str, Any]] | Exchange:
-        text = self._text(index)
+    def record(self, place: int) -> Any:
+        """Returns the object of a line."""
+        text = self._text(place)
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{self.where(index)}: this is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{self.where(index)}: expected a JSON object, got a {type(record).__name__}."
-            )
-        field = self._field
-        if field is None and "messages" not in record and {"prompt", "response"} <= record.keys():
-            return self._exchange(index, record)
-        if field is None:
-            field = "messages" if "messages" in record else "text"
-        if field not in record:
-            found = ", ".join(sorted(record)) or "none"
-            raise DataError(f"{self.where(index)}: there is no field {field!r}; fields: {found}.")
-        value = record[field]
-        if isinstance(value, str):
-            return value
-        if _is_chat(value):
-            return value
-        raise DataError(
-            f"{self.where(index)}: field {field!r} must be a text or a list of messages "
-            '({"role": ..., "content": ...}).'
-        )
-
-    def _exchange(self, index: int, record: dict[str, Any]) -> Exchange:
-        prompt, response = record["prompt"], record["response"]
-        if not (isinstance(prompt, str) or _is_chat(prompt)) or not isinstance(response, str):
-            raise DataError(
-                f"{self.where(index)}: 'prompt' must be a text or a list of messages, and "
-                "'response' a text."
-            )
-        return Exchange(prompt, response)
+            raise DataError(f"this is not JSON: {error}") from error
+        if _SURROGATE.search(text):
+            try:
+                json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    "this holds half of a surrogate pair, which is no character: it was written "
+                    "wrongly."
+                ) from error
+        return record
 
 
-def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(turn, dict) and "role" in turn for turn in value)
-    )
-
-
-def as_source(data: Any) -> Source:
+def as_source(data: Any, fields: Fields | None = None) -> Source:
     """Returns the source of any kind of data that `train` accepts.
 
     Args:
       data: a source; one path or a list of `pathlib.Path` (`.jsonl` and `.json` are JSON lines,
-        anything else is text); a list of strings, of conversations or of token ids; or an [N, T]
-        array of token ids.
+        `.parquet` and `.arrow` tables, folders datasets saved to disk, anything else is text; each
+        file can be packed with gzip, `.gz`); a list of strings, of conversations or of token ids;
+        or an [N, T] array of token ids.
+      fields: what of the records of files makes up a document, and which are left out.
 
     Raises:
       DataError: the data is none of these, or empty.
@@ -275,10 +209,10 @@ def as_source(data: Any) -> Source:
     if isinstance(data, Source):
         source = data
     elif isinstance(data, str | pathlib.Path):
-        source = _open([pathlib.Path(data)])
+        source = _open([pathlib.Path(data)], fields)
     elif isinstance(data, Sequence | np.ndarray):
         if len(data) and all(isinstance(item, pathlib.Path) for item in data):
-            source = _open(list(data))
+            source = _open(list(data), fields)
         elif len(data) and all(isinstance(item, str) and _is_file_name(item) for item in data):
             raise DataError(
                 f"{data[0]!r} is the name of a file, and a list of strings is a list of texts. "
@@ -298,11 +232,21 @@ def as_source(data: Any) -> Source:
 
 def _is_file_name(text: str) -> bool:
     """Whether a text is one line that ends like the name of a data file."""
-    return "\n" not in text and text.endswith((".jsonl", ".json", ".txt"))
+    name = text.removesuffix(".gz")
+    return "\n" not in text and name.endswith((".jsonl", ".json", ".txt", ".parquet", ".arrow"))
 
 
-def _open(paths: list[pathlib.Path]) -> Source:
-    lines = [path.suffix in (".jsonl", ".json") for path in paths]
-    if any(lines) and not all(lines):
-        raise DataError("Text files and JSON lines cannot be mixed in one list.")
-    return JsonLines(paths) if all(lines) else TextFiles(paths)
+def _open(paths: list[pathlib.Path], fields: Fields | None) -> Source:
+    kinds = {_kind(path) for path in paths}
+    if len(kinds) > 1:
+        raise DataError("Text files, JSON lines and tables cannot be mixed in one list.")
+    if kinds == {"table"}:
+        return Tables(paths, fields)
+    return JsonLines(paths, fields=fields) if kinds == {"lines"} else TextFiles(paths, fields)
+
+
+def _kind(path: pathlib.Path) -> str:
+    if is_table(path):
+        return "table"
+    suffix = pathlib.Path(path.name.removesuffix(".gz")).suffix
+    return "lines" if suffix in (".jsonl", ".json") else "text"

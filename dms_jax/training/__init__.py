@@ -4,15 +4,18 @@ from dms_jax.training import recipes
 from dms_jax.training.api import retrofit, train
 from dms_jax.training.held_out import held_out_distillation, held_out_loss
 from dms_jax.training.options import RunKeywords, RunOptions
+from dms_jax.training.planning import Plan, plan
 from dms_jax.training.recipe import Recipe, Stage
 
 __all__ = [
+    "Plan",
     "Recipe",
     "RunKeywords",
     "RunOptions",
     "Stage",
     "held_out_distillation",
     "held_out_loss",
+    "plan",
     "recipes",
     "retrofit",
     "train",

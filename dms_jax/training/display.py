@@ -1,7 +1,22 @@
-"""The progress bar of a training run: losses, compression ratios and tokens per second."""
+"""What a run shows: a line before it, a bar with its figures, and a line on what was reached.
 
+Training all weights, 1.24B parameters, for DMS(window=16) on 8 NVIDIA H200: 11,000 steps to
+ratio 4 of 1,024 x 4,096 tokens, 46.1B tokens in all (dms_paper llama-3.2-1b)
+
+ 212/11000 ━━━━━ 4:12:09
+ KL 0.012 + CR 0.031 | ratio 1.07 of 1.09 | gradient 0.41 | 231,000 tok/s | 31% of peak | 61 GB
+
+Reached ratio 2.40 of 4.00 in 11,000 steps ... Short of the target: ...
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+from rich.console import RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -9,61 +24,194 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
-# With the other columns each fits 80 characters: otherwise rich cuts the text or drops columns.
-_COMPRESSING = (
-    "{task.fields[main]} {task.fields[main_loss]:.3f} + CR {task.fields[compression_loss]:.3f}, "
-    "ratio {task.fields[compression_ratio]:.2f} of {task.fields[target_ratio]:.2f}, "
-    "{task.fields[tokens_per_second]:,.0f} tok/s"
-)
-_PLAIN = (
-    "{task.fields[main]} {task.fields[main_loss]:.3f}, {task.fields[tokens_per_second]:,.0f} tok/s"
-    "{task.fields[utilisation]}"
-)
+from dms_jax.policies import Policy
+from dms_jax.training.recipe import Recipe
+
 _SHORT = {"distillation": "KL", "language modeling": "LM"}
+_TRAINED = {
+    "all": "all weights",
+    "adapter": "the adapter beside frozen weights",
+    "low_rank": "low-rank updates and the adapter beside frozen weights",
+}
+# What counts as reached: decisions are sampled, and one batch differs from the next.
+_REACHED = 0.97
+_MEAN_OVER = 20  # steps
 
 
 class Display:
-    """The progress bar of a run.
+    """The bar of a run, with a line before and after it.
 
     Args:
       total, done: optimizer steps in total, and those already done.
       main: name of the main loss, which the compression loss is added to.
       compressing: whether the run compresses the cache.
       enabled: whether to show anything.
+      opening: what is said before the first step.
     """
 
-    def __init__(self, *, total: int, done: int, main: str, compressing: bool, enabled: bool):
-        self._progress = Progress(
+    def __init__(
+        self,
+        *,
+        total: int,
+        done: int,
+        main: str,
+        compressing: bool,
+        enabled: bool,
+        opening: str = "",
+    ):
+        self._total, self._done, self._main = total, done, _SHORT.get(main, main)
+        self._compressing, self._enabled, self._opening = compressing, enabled, opening
+        self._bar = _Bar(
             MofNCompleteColumn(),
-            BarColumn(bar_width=5),
-            TextColumn(_COMPRESSING if compressing else _PLAIN),
+            BarColumn(bar_width=20),
+            TextColumn("left:"),
             TimeRemainingColumn(),
             disable=not enabled,
         )
-        zeros = dict.fromkeys(("main_loss", "compression_loss", "tokens_per_second"), 0.0)
-        self._task = self._progress.add_task(
-            "training",
-            total=total,
-            completed=done,
-            main=_SHORT.get(main, main),
-            compression_ratio=1.0,
-            target_ratio=1.0,
-            utilisation="",
-            **zeros,
-        )
+        self._task = self._bar.add_task("training", total=total, completed=done)
+        self._last: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MEAN_OVER)
+        self._began, self._tokens = time.perf_counter(), 0
 
     def __enter__(self) -> "Display":
-        self._progress.start()
+        self._began = time.perf_counter()
+        if self._enabled and self._opening:
+            self._bar.console.print(self._opening, soft_wrap=True, highlight=False, markup=False)
+        self._bar.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._progress.stop()
+        self._bar.stop()
+        finished = bool(self._last) and self._last[-1]["step"] == self._total
+        if self._enabled and finished and error[:1] in ((), (None,)):
+            self._bar.console.print(self.closing(), soft_wrap=True, highlight=False, markup=False)
 
     def update(self, record: dict[str, Any]) -> None:
         """Shows the record of a step."""
-        fields = {key: value for key, value in record.items() if key != "step"}
-        fields["main_loss"] = record["loss"] - record["compression_loss"]
-        share = record["model_flops_utilisation"]
-        fields["utilisation"] = "" if share is None else f", {share:.0%} of peak"
-        self._progress.update(self._task, completed=record["step"], **fields)
+        self._last.append(record)
+        self._tokens += record["tokens"]
+        self._bar.details = self.figures(record)
+        self._bar.update(self._task, completed=record["step"])
+
+    def figures(self, record: Mapping[str, Any]) -> str:
+        """Returns the figures of a step, in a line."""
+        main = record["loss"] - record["compression_loss"]
+        parts = [f"{self._main} {main:.3f}"]
+        if self._compressing:
+            parts[0] += f" + CR {record['compression_loss']:.3f}"
+            parts.append(f"ratio {record['compression_ratio']:.2f} of {record['target_ratio']:.2f}")
+        parts.append(f"gradient {record['grad_norm']:.2g}")
+        parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+        if (share := record["model_flops_utilisation"]) is not None:
+            parts.append(f"{share:.0%} of peak")
+        if memory := peak_memory():
+            parts.append(f"{memory / 1e9:.3g} GB")
+        if skipped := record.get("skipped_steps"):
+            parts.append(f"{skipped} skipped")
+        return " | ".join(parts)
+
+    def closing(self) -> str:
+        """Returns what was reached, and what to do if that is short of the target."""
+        last = self._last[-1]
+        main = _mean(record["loss"] - record["compression_loss"] for record in self._last)
+        passed = _duration(time.perf_counter() - self._began)
+        run = (
+            f"{self._total - self._done:,} steps, {self._tokens:,} tokens and {passed}, "
+            f"{self._main} {main:.3g}"
+        )
+        if not self._compressing:
+            return f"Trained for {run}."
+        target = last["target_ratio"]
+        # As a share of tokens that stay: ratios of several steps have no mean of their own.
+        reached = 1 / max(1 - _mean(record["evicted"] for record in self._last), 1e-6)
+        line = f"Reached ratio {reached:.2f} of {target:.2f} in {run}."
+        if reached >= _REACHED * target:
+            return line
+        return (
+            f"{line} Short of the target: train on at this ratio (more steps, or a last stage "
+            "'train'), raise the learning rate of what decides (adapter_learning_rate), or raise "
+            "compression_weight; tokens within the window never leave, so longer sequences help "
+            "too where the window is a large part of them."
+        )
+
+
+class _Bar(Progress):
+    """A bar with a line of figures below it."""
+
+    details = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.details)
+
+
+def opening_line(
+    recipe: Recipe, policy: Policy, parameters: Mapping[str, jax.Array], done: int
+) -> str:
+    """Returns what will be trained, on what, and for how long.
+
+    Args:
+      recipe: the recipe of the run.
+      policy: the policy.
+      parameters: the parameters that are trained, where they lie.
+      done: steps that were taken before.
+    """
+    count = sum(x.size for x in parameters.values())
+    devices = sorted(next(iter(parameters.values())).sharding.device_set, key=lambda x: x.id)
+    total = recipe.total_steps(policy)
+    goal = f" to ratio {recipe.compression_ratio:g}" if policy.retrofit.possible else ""
+    sizes = sorted({stage.batch_size or recipe.batch_size for stage in recipe.stages_for(policy)})
+    resumed = f", from step {done:,} on" if done else ""
+    return (
+        f"Training {_TRAINED[recipe.trained_for(policy)]}, {_scaled(count)} parameters, for "
+        f"{short(policy)} on {len(devices)} {devices[0].device_kind}: {total:,} steps{goal} of "
+        f"{' and '.join(f'{size:,}' for size in sizes)} x {recipe.sequence_length:,} tokens, "
+        f"{_scaled(recipe.total_tokens(policy))} tokens in all ({recipe.name}){resumed}"
+    )
+
+
+def short(policy: Policy) -> str:
+    """Returns a policy with the options that are not its defaults.
+
+    # In: DMS(window=16, source="query_neuron", ...)  Out: DMS(window=16)
+    """
+    told = [
+        f"{field.name}={getattr(policy, field.name)!r}"
+        for field in dataclasses.fields(policy)
+        if getattr(policy, field.name) != field.default
+    ]
+    return f"{policy.name}({', '.join(told)})"
+
+
+def peak_memory() -> int | None:
+    """Returns the most bytes that were in use on the first device; None if it does not say."""
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    return statistics.get("peak_bytes_in_use")
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def _scaled(count: int) -> str:
+    """Returns a count in a few digits.
+
+    # In: 1_235_814_400  Out: 1.24B
+    """
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+def _duration(seconds: float) -> str:
+    """Returns a time in a few digits.
+
+    # In: 4000  Out: 1.1 hours
+    """
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} seconds"

@@ -23,7 +23,7 @@ from dms_jax.data.batches import Batch
 from dms_jax.data.lanes import Deal, LaneBatches
 from dms_jax.errors import DataError, TrainingDivergedError
 from dms_jax.policies import Policy
-from dms_jax.training.display import Display
+from dms_jax.training.display import Display, opening_line
 from dms_jax.training.interrupts import Interrupts
 from dms_jax.training.options import RunOptions
 from dms_jax.training.recipe import Progress, Recipe
@@ -95,6 +95,7 @@ class Loop:
         now = time.perf_counter()
         self._end, self._saved = now + (options.stop_after or math.inf), now
         self._display = Display(
+            opening=opening_line(self._recipe, self._policy, self._trainer.state.parameters, start),
             total=total,
             done=start,
             main=self._recipe.loss.replace("_", " "),

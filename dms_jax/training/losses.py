@@ -3,14 +3,15 @@
     reverse   L_D = mean over tokens of KL(student || teacher) = sum_v p_S (log p_S - log p_T)
     forward   L_D = mean over tokens of KL(teacher || student) = sum_v p_T (log p_T - log p_S)
 
-NVIDIA's code computes the reverse direction.
+NVIDIA's code computes the reverse direction. At a temperature T both are of softmax(logits / T),
+and the loss is T^2 L_D: gradients shrink by 1 / T^2 otherwise (Hinton et al., arXiv 1503.02531).
 
 Logits are computed for a few positions at a time: the [B, T, V] log-probabilities of teacher and
 student never exist as a whole. Their gradients follow from the logits in closed form, with z the
 logits of the student and KL that of the position,
 
-    reverse   dz = p_S (log p_S - log p_T - KL)
-    forward   dz = p_S - p_T
+    reverse   dz = T p_S (log p_S - log p_T - KL)
+    forward   dz = T (p_S - p_T)
     language modelling   dz = p_S - 1[v = target]
 
 so that the forward pass already multiplies them with the hidden states and the output matrix, and
@@ -80,6 +81,7 @@ class _Positions(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class _Settings:
     direction: Direction
+    temperature: float
     chunk: int
 
 
@@ -91,6 +93,7 @@ def token_losses(
     mask: Bool[Array, "B T"],
     target_mask: Bool[Array, "B T"],
     direction: Direction,
+    temperature: float = 1.0,
     chunk: int | None = None,
 ) -> TokenLosses:
     """Returns the sums of the losses over the positions of a batch.
@@ -105,6 +108,7 @@ def token_losses(
       mask: positions where the distillation loss compares student and teacher.
       target_mask: positions whose next token counts in the language modelling loss.
       direction: direction of the divergence.
+      temperature: T of the divergence, which is that of logits / T, times T^2.
       chunk: positions of a sequence that are unembedded at a time; None for a choice by size.
     """
     batch, length, _ = student.hidden.shape
@@ -122,7 +126,7 @@ def token_losses(
         for x in matrices
     ]
     positions = _Positions(None if teacher is None else teacher.hidden, targets, mask, target_mask)
-    settings = _Settings(direction, min(chunk, length))
+    settings = _Settings(direction, temperature, min(chunk, length))
     return _losses(settings, student.hidden, student.parameter, matrices, positions)
 
 
@@ -180,7 +184,7 @@ def _over_chunks(
     def add(carry, xs):
         total, of_matrix = carry
         hidden, positions = xs
-        sums, of_logits = _of_chunk(settings.direction, hidden, matrices, positions)
+        sums, of_logits = _of_chunk(settings, hidden, matrices, positions)
         total = jax.tree.map(jnp.add, total, sums)
         if gradients is None:
             return (total, None), None
@@ -202,7 +206,7 @@ def _over_chunks(
 
 
 def _of_chunk(
-    direction: Direction,
+    settings: _Settings,
     hidden: Float[Array, "B T E"],
     matrices: list[Float[Array, "V E"]],
     positions: _Positions,
@@ -211,22 +215,29 @@ def _of_chunk(
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
 
     def unembed(hidden, matrix):
-        logits = jnp.einsum("BTE,VE->BTV", hidden, matrix, preferred_element_type=wide)
-        highest = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
-        total = jnp.sum(jnp.exp(logits - highest), -1, keepdims=True)
-        return logits, highest + jnp.log(total)
+        return jnp.einsum("BTE,VE->BTV", hidden, matrix, preferred_element_type=wide)
 
-    logits, normaliser = unembed(hidden, matrices[0])
+    def log_total(logits):
+        highest = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
+        return highest + jnp.log(jnp.sum(jnp.exp(logits - highest), -1, keepdims=True))
+
+    logits = unembed(hidden, matrices[0])
+    normaliser = log_total(logits)
     chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == positions.targets[..., None]
     likelihood = jnp.sum(jnp.where(chosen, logits, 0), -1) - normaliser[..., 0]
     likelihood = -jnp.sum(jnp.where(positions.target_mask, likelihood, 0))
-    probabilities = jnp.exp(logits - normaliser)
     if positions.teacher_hidden is None:
+        probabilities = jnp.exp(logits - normaliser)
         gradient = jnp.where(positions.target_mask[..., None], probabilities - chosen, 0)
         return TokenLosses(jnp.zeros((), wide), likelihood), gradient
-    others, other_normaliser = unembed(positions.teacher_hidden, matrices[1])
+    others = unembed(positions.teacher_hidden, matrices[1])
+    if settings.temperature != 1:
+        logits, others = logits / settings.temperature, others / settings.temperature
+        normaliser = log_total(logits)
+    other_normaliser = log_total(others)
+    probabilities = jnp.exp(logits - normaliser)
     difference = (logits - others) - (normaliser - other_normaliser)
-    if direction == "reverse":
+    if settings.direction == "reverse":
         divergence = jnp.sum(probabilities * difference, -1, keepdims=True)
         gradient = probabilities * (difference - divergence)
     else:
@@ -235,4 +246,5 @@ def _of_chunk(
         gradient = probabilities - wanted
     distillation = jnp.sum(jnp.where(positions.mask, divergence[..., 0], 0))
     gradient = jnp.where(positions.mask[..., None], gradient, 0)
-    return TokenLosses(distillation, likelihood), gradient
+    scale = settings.temperature
+    return TokenLosses(scale**2 * distillation, likelihood), scale * gradient

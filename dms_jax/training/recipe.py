@@ -130,6 +130,8 @@ class Recipe(Options):
       low_rank: rank and alpha of the updates that "low_rank" trains.
       loss: "distillation" from the original model, or "language_modeling".
       kl: direction of the distillation, "reverse" = KL(student || teacher).
+      distillation_temperature: T, by which the logits of both are divided; the loss is multiplied
+        by T^2, so that its gradients keep their scale beside the compression loss.
       distillation_positions: positions where student and teacher are compared. The logits at
         position t predict token t + 1: "targets" takes the positions whose next token counts, as
         the language modelling loss does; "inputs" those whose own token counts, as NVIDIA's code
@@ -163,6 +165,7 @@ class Recipe(Options):
     low_rank: LowRank = dataclasses.field(default_factory=LowRank)
     loss: Loss = "distillation"
     kl: Literal["reverse", "forward"] = "reverse"
+    distillation_temperature: Positive = 1.0
     distillation_positions: DistillationPositions = "targets"
     regulariser: Regulariser = "one_sided"
     compression_weight: NotNegative = 1.0
@@ -292,6 +295,50 @@ class Recipe(Options):
     def total_steps(self, policy: Policy) -> int:
         """Returns the number of optimizer steps of a run."""
         return sum(stage.steps for stage in self.stages_for(policy))
+
+    def total_tokens(self, policy: Policy) -> int:
+        """Returns the number of tokens of a run, padding included."""
+        return self.sequence_length * sum(
+            stage.steps * (stage.batch_size or self.batch_size) for stage in self.stages_for(policy)
+        )
+
+    def scaled(
+        self, policy: Policy, *, steps: int | None = None, tokens: int | None = None
+    ) -> "Recipe":
+        """Returns the recipe shortened or lengthened: every stage in proportion, nothing else.
+
+        Args:
+          policy: the policy of the run; stages that it skips do not count.
+          steps: optimizer steps of the whole run.
+          tokens: tokens of the whole run instead, padding included, to the nearest step.
+
+        Raises:
+          ConfigError: not exactly one of the two is given, or they leave a stage without a step.
+        """
+        require((steps is None) != (tokens is None), "Recipe: give the number of steps or tokens.")
+        total = self.total_steps(policy)
+        if tokens is not None:
+            tokens = check("Recipe: tokens", tokens, Count)
+            wanted = round(tokens * total / self.total_tokens(policy))
+        else:
+            wanted = int(check("Recipe: steps", steps, Count))
+        taken = self.stages_for(policy)
+        require(
+            wanted >= len(taken),
+            f"Recipe: {self.name} has {len(taken)} stages, so it takes at least {len(taken)} "
+            f"steps, not {wanted}.",
+        )
+        stages, passed, end = [], 0, 0
+        for stage in self.stages:
+            count = max(1, round(stage.steps * wanted / total))
+            if stage in taken:
+                passed += stage.steps
+                left = len(taken) - taken.index(stage) - 1
+                before, end = end, max(end + 1, min(round(passed * wanted / total), wanted - left))
+                count = end - before
+            warmup = min(count, round(stage.warmup_steps * count / stage.steps))
+            stages.append(dataclasses.replace(stage, steps=count, warmup_steps=warmup))
+        return dataclasses.replace(self, stages=tuple(stages))
 
     def progress(self, step: int, policy: Policy) -> Progress:
         """Returns what optimizer step `step` (from 0) aims at; past the end, the last step's aims.

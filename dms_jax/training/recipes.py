@@ -200,13 +200,14 @@ class _DmcRow:
     decay_learning_rate: Number
     learning_rate: Number  # ten times the final one
     loss: Loss
+    highest: Number = math.inf  # compression ratio
 
 
 _DMC_PAPER = {
-    "llama-2-7b": _DmcRow(250, 3e-5, 3e-5, "language_modeling"),
-    "llama-2-13b": _DmcRow(250, 3e-5, 3e-5, "language_modeling"),
-    "llama-2-70b": _DmcRow(250, 1.5e-5, 1.5e-5, "language_modeling"),
-    # From the DMS paper, table 3, where DMC is a baseline.
+    "llama-2-7b": _DmcRow(250, 3e-5, 3e-5, "language_modeling", 4),
+    "llama-2-13b": _DmcRow(250, 3e-5, 3e-5, "language_modeling", 4),
+    "llama-2-70b": _DmcRow(250, 1.5e-5, 1.5e-5, "language_modeling", 2),
+    # From the DMS paper, table 3, where DMC is a baseline, by units of ratio.
     "llama-2-7b-dms-paper": _DmcRow(2000, 3e-5, 3e-5, "language_modeling"),
     "llama-3.2-1b": _DmcRow(2000, 1e-6, 1e-5, "distillation"),
 }
@@ -222,7 +223,7 @@ def dmc_paper(
     """The DMC paper's recipe: neuron decay, a slow ramp, solidification for 2000 steps.
 
     Args:
-      compression_ratio: compression ratio to reach; the paper's are 2, 3 and 4 (2 with 70B).
+      compression_ratio: compression ratio to reach; the DMC paper's are up to 4, and 2 with 70B.
       model: llama-2-7b, llama-2-13b or llama-2-70b; llama-2-7b-dms-paper or llama-3.2-1b for
         DMC as a baseline of the DMS paper.
       variant: one of the paper's ablations: "dmc-c" keeps the heads of a layer similar (the weight
@@ -233,7 +234,7 @@ def dmc_paper(
         regime.
 
     Raises:
-      ConfigError: there is no such model or variant.
+      ConfigError: there is no such model or variant, or the paper does not take the model so far.
     """
     require(
         model in _DMC_PAPER,
@@ -242,6 +243,12 @@ def dmc_paper(
     variants = ("dmc", "dmc-c", "local_prior", "immediate")
     require(variant in variants, f"recipes: variant must be one of {variants}, got {variant!r}.")
     row = _DMC_PAPER[model]
+    _ramp_steps(compression_ratio, 1)
+    require(
+        compression_ratio <= row.highest,
+        f"recipes: the paper takes {model} to a compression ratio of at most {row.highest:g}, not "
+        f"{compression_ratio:g}.",
+    )
     rate, steps = row.learning_rate, _ramp_steps(compression_ratio, steps_per_ratio)
     if variant == "immediate":
         ramp = (Stage("ramp", 1, rate, compression_ratio), Stage("train", max(1, steps - 1), rate))

@@ -28,6 +28,25 @@ from dms_jax.model.transformer import Layer
 _LAYERS = "layers."
 
 
+def holds_whole_layers(
+    everything: Mapping[str, Any], trained: Mapping[str, Any], model: int, memory: float | None
+) -> bool:
+    """Whether devices hold all layers during a step, because that takes little of their memory.
+
+    Args:
+      everything: all parameters of the student, or their shapes.
+      trained: those that are trained.
+      model: size of the axis `model`.
+      memory: bytes of a device; None if that is not known.
+    """
+    layers, own = (
+        sum(x.size for name, x in arrays.items() if name.startswith(_LAYERS))
+        for arrays in (everything, trained)
+    )
+    # In bfloat16, with a teacher beside what is trained, and its gradients in float32.
+    return memory is not None and (2 * layers + 6 * own) / model < memory / 8
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """The layout of the parameters of student and teacher, by name.

@@ -205,6 +205,7 @@ def make_gradients(
             mask=sequences.distillation_mask(recipe.distillation_positions),
             target_mask=sequences.target_mask,
             direction=recipe.kl,
+            temperature=recipe.distillation_temperature,
         )
         segment_ids = sequences.segment_ids
         shares = compression.evicted_shares(

@@ -12,6 +12,7 @@ needs, not what the program executes.
 """
 
 import math
+from collections.abc import Mapping
 
 import jax
 
@@ -21,13 +22,18 @@ from dms_jax.model.transformer import Transformer
 from dms_jax.training.parameters import is_adapter, parameters
 
 
-def layer_parameters(transformer: Transformer) -> int:
+def matrix_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Returns the number of parameters in the layers' matrices, without adapters."""
     return sum(
-        math.prod(x.shape)
-        for name, x in parameters(transformer).items()
+        math.prod(shape)
+        for name, shape in shapes.items()
         if name.startswith("layers.") and name.endswith(".kernel") and not is_adapter(name)
     )
+
+
+def layer_parameters(transformer: Transformer) -> int:
+    """Returns the number of parameters in the layers' matrices, without adapters."""
+    return matrix_parameters({name: x.shape for name, x in parameters(transformer).items()})
 
 
 def token_operations(

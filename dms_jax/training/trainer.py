@@ -34,7 +34,7 @@ from dms_jax.training.parameters import (
     zero_borrowed_neurons,
 )
 from dms_jax.training.recipe import Progress, Recipe
-from dms_jax.training.shards import Shards
+from dms_jax.training.shards import Shards, holds_whole_layers
 from dms_jax.training.step import (
     Constants,
     Passes,
@@ -167,12 +167,14 @@ class Trainer:
     def _shards(self, arrays: Parameters) -> Shards:
         """Returns the layout; devices hold all layers in a step where that takes little of them."""
         assert self._mesh is not None
-        layers = sum(x.size for name, x in arrays.items() if name.startswith("layers."))
-        own = sum(x.size for name, x in self._initial.items() if name.startswith("layers."))
-        # In bfloat16, with a teacher beside what is trained, and its gradients in float32.
-        needed = (2 * layers + 6 * own) / self._mesh.shape[sharding.MODEL]
         device = data_sheet(self._mesh.devices.flat[0].device_kind)
-        return Shards(self._places, device is not None and needed < device.memory / 8)
+        whole = holds_whole_layers(
+            arrays,
+            self._initial,
+            self._mesh.shape[sharding.MODEL],
+            None if device is None else device.memory,
+        )
+        return Shards(self._places, whole)
 
     def _place(self, arrays: Parameters) -> Parameters:
         return {name: jax.device_put(x, self._places[name]) for name, x in arrays.items()}

@@ -10,14 +10,22 @@ from jax.sharding import Mesh
 
 import dms_jax
 from dms_jax import DMC, DMS, FixedPooling, assets, recipes
-from dms_jax.data import JsonLines
+from dms_jax.data import Fields, as_source
 from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe
 
 # What is not said is as the library has it.
-EVICTING, MERGING, POOLING, UPDATES = DMS(), DMC(), FixedPooling(), LowRank()
+MERGING, POOLING, UPDATES = DMC(), FixedPooling(), LowRank()
 CALL = {name: each.default for name, each in inspect.signature(dms_jax.retrofit).parameters.items()}
+# The policies that the recipes were made for. Of another kind of policy the library's own counts.
+MADE_FOR: dict[str, Policy] = {
+    "published": DMS(source="adapter"),
+    "paper": DMS(window=16),
+    "quickstart": DMS(window=64, source="adapter"),
+    "dmc_paper": DMC(neuron="first"),
+    "dmc_quickstart": DMC(neuron="first", offset=2.0, temperature=0.3),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,21 +35,23 @@ class Config:
     model: str
     """Hugging Face directory, a GGUF file, or a hub id ("owner/name")."""
     data: tuple[pathlib.Path, ...]
-    """JSON lines (.jsonl, with "messages", "prompt" and "response", or "text"), or texts with
-    <|endoftext|> in between."""
+    """JSON lines, Parquet files or folders of saved Hugging Face datasets, with "messages",
+    "prompt" and "response", OpenR1's columns, "problem" and "solution", or "text"; or texts with
+    <|endoftext|> in between. Each file can be packed (.gz)."""
     out: pathlib.Path
     """Directory of the run: checkpoints, log.jsonl, model. A run that is there is resumed."""
     adapter: str | None = None
     """Directory of an adapter that was trained on the model, to be trained further."""
 
-    policy: Literal["DMS", "DMC", "FixedPooling"] = "DMS"
-    """What to learn: to evict, to merge, or to live with the averages of a fixed number."""
+    policy: Literal["DMS", "DMC", "FixedPooling"] | None = None
+    """What to learn: to evict, to merge, or to live with the averages of a fixed number. The
+    recipe's own unless given."""
     recipe: Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"] = "published"
     """NVIDIA's released recipe (adapter alone), the DMS paper's, or the demo's (all weights); the
     DMC paper's, or one for the demo's model."""
     paper_model: str | None = None
-    """A paper's recipe: a row of its tables ("qwen-r1-7b", ...), or "text" for 100 steps a unit.
-    The recipe's own unless given."""
+    """A paper's recipe: a row of its tables ("qwen-r1-7b", ...; "llama-2-7b-dms-paper" is DMC as
+    the DMS paper trained it), or "text" for 100 steps a unit. The recipe's own unless given."""
     variant: Literal["dmc", "dmc-c", "local_prior", "immediate"] = "dmc"
     """DMC paper's recipe: an ablation of its loss or of its schedule."""
     compression_ratio: float | None = None
@@ -50,24 +60,26 @@ class Config:
     snapshots: tuple[float, ...] = ()
     """Compression ratios on the way at which the model is written to out/snapshots."""
 
-    window: int = EVICTING.window
-    """Distance up to which a token stays in the cache whatever is decided about it."""
-    source: Literal["adapter", "query_neuron"] = EVICTING.source
-    """Who decides: an adapter beside each layer, or a query neuron faded out of attention first."""
-    shift: int = EVICTING.shift
+    window: int | None = None
+    """Distance up to which a token stays in the cache whatever is decided about it. The recipe's
+    own unless given: 512 as released, 16 in the paper."""
+    source: Literal["adapter", "query_neuron"] | None = None
+    """Who decides: an adapter beside each layer (as released), or a query neuron faded out of
+    attention first (the paper's). The recipe's own unless given."""
+    shift: int | None = None
     """How many tokens later the decision about a token is made; 1 in released checkpoints."""
-    per: Literal["head", "layer"] = EVICTING.per
+    per: Literal["head", "layer"] | None = None
     """Whether each KV head decides for itself."""
 
     merge_window: int | None = MERGING.window
     """DMC: the last tokens of a segment that count in its mean; None for all."""
-    neuron: Literal["first", "last"] = MERGING.neuron
+    neuron: Literal["first", "last"] | None = None
     """DMC: the dimension of keys and queries that decides; the paper's choice, or the code's."""
     importance: Literal["learned", "uniform"] = MERGING.importance
     """DMC: whether tokens weigh by what their queries say."""
-    offset: float = MERGING.offset
+    offset: float | None = None
     """DMC: what a neuron must exceed for its token to be merged."""
-    temperature: float = EVICTING.temperature
+    temperature: float | None = None
     """Of the relaxed decisions in training."""
     every: int = POOLING.every
     """FixedPooling: tokens a slot."""
@@ -75,7 +87,21 @@ class Config:
     answers_only: bool = False
     """Leave everything but answers out of the loss."""
     malformed: float = 0.0
-    """Share of the JSON lines that may be malformed; they are counted and left out."""
+    """Share of the records that may be malformed; they are counted and left out."""
+    field: str | None = None
+    """Field of the records that holds the text or the messages, if it has another name."""
+    prompt: str | None = None
+    """Template of prompts, with fields in braces: "Solve: {problem}". Takes --response too."""
+    response: str | None = None
+    """Template of responses: "{solution}"."""
+    longest: int | None = None
+    """Leave out documents of more characters."""
+    verified: bool = False
+    """Leave out responses whose final answer is not the record's to Math-Verify."""
+    steps: int | None = None
+    """Optimizer steps of the whole run: every stage of the recipe is scaled in proportion."""
+    tokens: int | None = None
+    """Tokens of the whole run, in place of steps."""
     sequence_length: int | None = None
     """Tokens a training sequence; None takes the recipe's."""
     batch_size: int | None = None
@@ -84,6 +110,9 @@ class Config:
     """Sequences a device passes forward and back at a time; None takes the recipe's."""
     learning_rate: float | None = None
     """Constant rate of everything that is trained, in every stage; None takes the recipe's."""
+    distillation_temperature: float | None = None
+    """Divides the logits of student and teacher before they are compared. The recipe's own unless
+    given."""
     trainable: Literal["recipe", "adapter", "low_rank", "all"] = "recipe"
     """What is trained: the adapter alone, low-rank updates of attention (LoRA) with it, or all."""
     rank: int = UPDATES.rank
@@ -107,6 +136,10 @@ class Config:
     """How many processes there are then."""
     process: int | None = None
     """Which of them this is, from 0."""
+    tensorboard: bool = False
+    """Write every record for TensorBoard too, into out/tensorboard."""
+    pictures: bool = False
+    """Draw the ratio of each layer and head at every export, into out/ratios; on one device."""
     checkpoint_every: int = CALL["checkpoint_every"]
     """Steps between checkpoints to resume from. Ctrl-C and SIGTERM write one too."""
     checkpoint_minutes: float | None = CALL["checkpoint_minutes"]
@@ -121,9 +154,10 @@ class Config:
 
     def make_data(self) -> Any:
         """The documents."""
-        if self.malformed > 0:
-            return JsonLines(list(self.data), malformed=self.malformed)
-        return list(self.data)
+        fields = Fields(
+            self.field, self.prompt, self.response, self.malformed, self.longest, self.verified
+        )
+        return as_source(list(self.data), fields)
 
     def make_mesh(self) -> Mesh | None:
         """The devices to train on; None for one."""
@@ -136,23 +170,19 @@ class Config:
 
     def make_policy(self) -> Policy:
         """The cache policy to retrofit for."""
-        if self.policy == "FixedPooling":
+        own = MADE_FOR[self.recipe]
+        kind = own.name if self.policy is None else self.policy
+        if kind == "FixedPooling":
             return FixedPooling(every=self.every)
-        if self.policy == "DMC":
-            return DMC(
-                window=self.merge_window,
-                neuron=self.neuron,
-                per=self.per,
-                importance=self.importance,
-                offset=self.offset,
-                temperature=self.temperature,
-            )
-        return DMS(
-            window=self.window,
-            source=self.source,
-            shift=self.shift,
-            per=self.per,
-            temperature=self.temperature,
+        base: Any = own if own.name == kind else {"DMS": DMS(), "DMC": DMC()}[kind]
+        told: dict[str, Any] = dict(per=self.per, temperature=self.temperature)
+        if kind == "DMC":
+            base = dataclasses.replace(base, window=self.merge_window, importance=self.importance)
+            told |= dict(neuron=self.neuron, offset=self.offset)
+        else:
+            told |= dict(window=self.window, source=self.source, shift=self.shift)
+        return dataclasses.replace(
+            base, **{name: value for name, value in told.items() if value is not None}
         )
 
     def make_recipe(self) -> Recipe:
@@ -172,7 +202,7 @@ class Config:
                 "dmc_quickstart": recipes.dmc_quickstart,
             }[self.recipe]
             recipe = make(**given)
-        sizes = ("sequence_length", "batch_size", "micro_batch_size")
+        sizes = ("sequence_length", "batch_size", "micro_batch_size", "distillation_temperature")
         changes: dict[str, Any] = {
             name: getattr(self, name) for name in sizes if getattr(self, name) is not None
         }
@@ -192,7 +222,10 @@ class Config:
             stages = tuple(dataclasses.replace(stage, **rates) for stage in stages)
         if self.batch_size is not None:
             stages = tuple(dataclasses.replace(stage, batch_size=None) for stage in stages)
-        return dataclasses.replace(recipe, stages=stages, snapshots=self.snapshots, **changes)
+        recipe = dataclasses.replace(recipe, stages=stages, snapshots=self.snapshots, **changes)
+        if self.steps is None and self.tokens is None:
+            return recipe
+        return recipe.scaled(self.make_policy(), steps=self.steps, tokens=self.tokens)
 
 
 PRESETS = {
@@ -207,8 +240,6 @@ PRESETS = {
             data=(assets.path("tinystories") / "train.txt",),
             out=pathlib.Path("runs/stories260k"),
             recipe="quickstart",
-            window=64,
-            source="adapter",
         ),
     ),
     "stories260k-dmc": (
@@ -217,11 +248,7 @@ PRESETS = {
             model=str(assets.path("stories260k")),
             data=(assets.path("tinystories") / "train.txt",),
             out=pathlib.Path("runs/stories260k-dmc"),
-            policy="DMC",
             recipe="dmc_quickstart",
-            neuron="first",
-            offset=2.0,
-            temperature=0.3,
         ),
     ),
     "qwen3-8b": (
@@ -231,7 +258,6 @@ PRESETS = {
             model="Qwen/Qwen3-8B",
             data=(),
             out=pathlib.Path("runs/qwen3-8b-dms8"),
-            source="adapter",
             data_shards=8,
         ),
     ),
@@ -243,7 +269,6 @@ PRESETS = {
             out=pathlib.Path("runs/llama-3.2-1b-dms4"),
             recipe="paper",
             paper_model="llama-3.2-1b",
-            window=16,
         ),
     ),
     "llama-2-7b-dmc": (
@@ -252,10 +277,8 @@ PRESETS = {
             model="meta-llama/Llama-2-7b-hf",
             data=(),
             out=pathlib.Path("runs/llama-2-7b-dmc2"),
-            policy="DMC",
             recipe="dmc_paper",
             paper_model="llama-2-7b",
-            neuron="first",
         ),
     ),
 }

@@ -38,7 +38,7 @@ def test_json_lines_give_texts_and_conversations(tmp_path):
 def test_json_lines_give_prompts_with_responses(tmp_path):
     turns = [{"role": "user", "content": "hi"}]
     rows = [
-        {"prompt": "a", "response": "b"},
+        {"prompt": "a", "response": "b", "text": "d"},
         {"prompt": turns, "response": "b", "text": "c"},
         {"prompt": "a", "response": "b", "messages": turns},
         {"prompt": "a", "text": "c"},

@@ -55,14 +55,51 @@ def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
             dict(policy="DMC", importance="uniform", offset=4.0),
             dms_jax.DMC(importance="uniform", offset=4.0),
         ),
+        (dict(policy="DMS", recipe="dmc_paper", shift=0), dms_jax.DMS(shift=0)),
         (dict(policy="DMC", per="layer", merge_window=None), dms_jax.DMC(None, per="layer")),
         (dict(policy="FixedPooling", every=2), dms_jax.FixedPooling(every=2)),
-        (dict(window=8, source="query_neuron"), dms_jax.DMS(window=8, source="query_neuron")),
+        (dict(window=8, source="query_neuron"), dms_jax.DMS(window=8)),
     ],
 )
 def test_policies_by_name(options, policy):
     config = configs.Config(model="", data=(), out=pathlib.Path("out"))
     assert dataclasses.replace(config, **options).make_policy() == policy
+
+
+@pytest.mark.parametrize(
+    ("recipe", "policy"),
+    [
+        ("published", dms_jax.DMS(window=512, source="adapter")),
+        ("paper", dms_jax.DMS(window=16, source="query_neuron")),
+        ("quickstart", dms_jax.DMS(window=64, source="adapter")),
+    ],
+)
+def test_a_recipe_brings_the_policy_it_was_made_for(recipe, policy):
+    config = configs.Config(model="", data=(), out=pathlib.Path("out"), recipe=recipe)
+    assert config.make_policy() == policy
+    changed = dataclasses.replace(config, window=7, source="adapter")
+    assert changed.make_policy() == dms_jax.DMS(window=7, source="adapter")
+
+
+def test_a_recipe_of_merging_brings_merging():
+    config = configs.Config(model="", data=(), out=pathlib.Path("out"), recipe="dmc_paper")
+    assert config.make_policy() == dms_jax.DMC(neuron="first")
+    quick = dataclasses.replace(config, recipe="dmc_quickstart")
+    assert quick.make_policy() == dms_jax.DMC(neuron="first", offset=2.0, temperature=0.3)
+    given = dataclasses.replace(quick, policy="DMS", temperature=0.2, recipe="paper")
+    assert given.make_policy() == dms_jax.DMS(window=16, temperature=0.2)
+    row = dataclasses.replace(config, paper_model="llama-2-7b-dms-paper").make_recipe()
+    assert row.stages[0].steps == 2000
+
+
+def test_a_recipe_is_scaled_down():
+    _, config = configs.PRESETS["llama-3.2-1b"]
+    recipe = dataclasses.replace(config, steps=110).make_recipe()
+    assert [stage.steps for stage in recipe.stages] == [20, 90]
+    few = dataclasses.replace(config, tokens=11_000 * 4 * 512, sequence_length=512, batch_size=4)
+    assert few.make_recipe().total_tokens(config.make_policy()) == 11_000 * 4 * 512
+    warm = dataclasses.replace(config, distillation_temperature=2.0).make_recipe()
+    assert warm.distillation_temperature == 2.0
 
 
 def test_presets_make_recipes():
@@ -102,12 +139,47 @@ def test_malformed_lines_up_to_a_share_and_answers_alone(tmp_path):
     with pytest.warns(UserWarning, match="1 of 2 lines"):
         source = config.make_data()
     assert [source[i] for i in range(len(source))] == [Exchange("Once", " upon a time")]
-    assert dataclasses.replace(config, malformed=0.0).make_data() == [path]
+    assert len(dataclasses.replace(config, malformed=0.0).make_data()) == 2
+    texts = tmp_path / "a.txt"
+    texts.write_bytes(b"fine<|endoftext|>\xff")
+    with pytest.warns(UserWarning, match="1 of 2 lines"):
+        source = dataclasses.replace(config, data=(texts,)).make_data()
+    assert [source[i] for i in range(len(source))] == ["fine"]
+
+
+def test_records_are_told_what_they_hold(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": "1 + 1?", "a": "2"}\n{"q": "long", "a": "too long"}\n')
+    _, config = configs.PRESETS["stories260k"]
+    config = dataclasses.replace(config, data=(path,), prompt="Q: {q}", response="{a}", longest=10)
+    with pytest.warns(UserWarning, match="1 of 2 records are left out"):
+        source = config.make_data()
+    assert [source[i] for i in range(len(source))] == [Exchange("Q: 1 + 1?", "2")]
+    other = dataclasses.replace(config, prompt=None, response=None, longest=None, field="q")
+    assert other.make_data()[0] == "1 + 1?"
+
+
+def test_pictures_and_records_for_tensorboard(tmp_path):
+    _, config = configs.PRESETS["stories260k"]
+    config = dataclasses.replace(
+        config,
+        out=tmp_path,
+        compression_ratio=1.2,
+        sequence_length=32,
+        batch_size=2,
+        window=8,
+        snapshots=(1.1,),
+        tensorboard=True,
+        pictures=True,
+    )
+    retrofit.main(config)
+    assert sorted(path.name for path in (tmp_path / "ratios").iterdir()) == ["1.1.png", "1.2.png"]
+    assert list((tmp_path / "tensorboard").glob("events*"))
 
 
 def test_what_is_not_said_is_as_the_library_has_it():
     _, custom = configs.PRESETS["custom"]
-    assert custom.make_policy() == dms_jax.DMS()
+    assert custom.make_policy() == dms_jax.DMS(source="adapter")
     for policy in (dms_jax.DMC(), dms_jax.FixedPooling()):
         assert dataclasses.replace(custom, policy=policy.name).make_policy() == policy
     recipes = dms_jax.recipes

@@ -36,7 +36,9 @@ def case():
     }
 
 
-def sums(case, *, direction="reverse", chunk=None, student=None, matrix=None, teacher=True):
+def sums(
+    case, *, direction="reverse", chunk=None, student=None, matrix=None, teacher=True, **options
+):
     matrix = case["matrix"] if matrix is None else matrix
     hidden = case["student"] if student is None else student
     matrix = jnp.asarray(matrix).T
@@ -50,6 +52,7 @@ def sums(case, *, direction="reverse", chunk=None, student=None, matrix=None, te
         target_mask=jnp.asarray(case["target_mask"]),
         direction=direction,
         chunk=chunk,
+        **options,
     )
 
 
@@ -65,6 +68,42 @@ def test_divergence_and_likelihood_equal_numpy(case, direction, chunk):
     chex.assert_trees_all_close(found.distillation, divergence[case["mask"]].sum(), rtol=1e-12)
     expected = -likelihood[case["target_mask"]].sum()
     chex.assert_trees_all_close(found.language_modeling, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_a_temperature_flattens_both_and_keeps_the_scale(case, direction, temperature):
+    """T^2 KL(softmax(student / T), softmax(teacher / T)) (Hinton et al., arXiv 1503.02531)."""
+    student = numpy_log_softmax(case["student"] @ case["matrix"] / temperature)
+    teacher = numpy_log_softmax(case["teacher"] @ case["other"] / temperature)
+    first, second = (student, teacher) if direction == "reverse" else (teacher, student)
+    divergence = temperature**2 * (np.exp(first) * (first - second)).sum(-1)
+    found = sums(case, direction=direction, temperature=temperature, chunk=3)
+    chex.assert_trees_all_close(found.distillation, divergence[case["mask"]].sum(), rtol=1e-12)
+    # Language modelling is measured at the model's own temperature.
+    assert found.language_modeling == sums(case, direction=direction, chunk=3).language_modeling
+
+
+def test_a_high_temperature_pulls_logits_together_at_the_same_rate(case):
+    """Far above the logits, the gradient is that of half a mean squared difference of logits."""
+    random = np.random.default_rng(1)
+    logits, wanted = random.normal(size=(2, 1, 1, VOCABULARY))
+    gradient = jax.grad(
+        lambda logits: (
+            losses.token_losses(
+                losses.Head(logits, jnp.eye(VOCABULARY)),
+                losses.Head(jnp.asarray(wanted), jnp.eye(VOCABULARY)),
+                targets=jnp.zeros((1, 1), int),
+                mask=jnp.ones((1, 1), bool),
+                target_mask=jnp.ones((1, 1), bool),
+                direction="reverse",
+                temperature=1e4,
+            ).distillation
+        )
+    )(jnp.asarray(logits))
+    apart = logits - wanted
+    expected = (apart - apart.mean()) / VOCABULARY
+    chex.assert_trees_all_close(gradient, expected, rtol=1e-3, atol=1e-4)
 
 
 class DirectionsTest(chex.TestCase):

@@ -124,6 +124,16 @@ def test_the_ablations_of_the_dmc_paper():
         recipes.dmc_paper(2, model="gpt-2")
 
 
+@pytest.mark.parametrize(
+    ("model", "most"), [("llama-2-7b", 4), ("llama-2-13b", 4), ("llama-2-70b", 2)]
+)
+def test_what_the_dmc_paper_did_not_do_is_refused(model, most):
+    assert recipes.dmc_paper(most, model=model).compression_ratio == most
+    message = f"takes {model} to a compression ratio of at most {most}, not {most + 1}"
+    with pytest.raises(ConfigError, match=message):
+        recipes.dmc_paper(most + 1, model=model)
+
+
 def test_the_dmc_quickstart_takes_some_hundred_steps():
     recipe = recipes.dmc_quickstart(4, snapshots=(2,))
     assert recipe.total_steps(DMC()) == 100 + 240 + 120
@@ -243,6 +253,7 @@ RAMP = Stage("ramp", 10, 1e-3, 4.0)
         (dict(batch_size=-1), "batch_size must be a whole number"),
         (dict(micro_batch_size=3), "batch of 4 does not divide into passes of 3"),
         (dict(beta2=1.0), "beta2 must be .* below 1"),
+        (dict(distillation_temperature=0.0), "distillation_temperature must be .* above 0"),
         (dict(clip=0.0), "clip must be .* above 0"),
         (dict(weight_decay=-0.1), "weight_decay must be"),
         (dict(compression_weight=-1.0), "compression_weight must be .* at least 0"),
@@ -353,6 +364,47 @@ def test_a_self_taught_recipe_settles_at_the_ratio_it_reached():
 def test_a_self_taught_recipe_is_checked(options):
     with pytest.raises(ConfigError):
         recipes.dms_self_taught(**options)
+
+
+def test_a_recipe_is_scaled_to_a_number_of_steps_or_tokens():
+    paper = recipes.dms_paper(4, model="qwen-r1-32b")  # 2000 steps of 1024, 12000 of 256
+    assert paper.total_tokens(NEURON) == (2000 * 1024 + 12_000 * 256) * 8192
+    small = paper.scaled(NEURON, steps=70)
+    assert [(s.kind, s.steps) for s in small.stages] == [("neuron_decay", 10), ("ramp", 60)]
+    assert [s.learning_rate for s in small.stages] == [s.learning_rate for s in paper.stages]
+    assert small.compression_ratio == 4
+    assert paper.scaled(NEURON, tokens=paper.total_tokens(NEURON) // 100) == dataclasses.replace(
+        paper,
+        stages=(
+            dataclasses.replace(paper.stages[0], steps=20),
+            dataclasses.replace(paper.stages[1], steps=120),
+        ),
+    )
+    # Stages that a policy skips do not count, and every other keeps a step.
+    assert recipes.dms_published(8).scaled(ADAPTER, steps=7).total_steps(ADAPTER) == 7
+    tiny = recipes.dmc_paper(2).scaled(DMC(), steps=3)
+    assert [s.steps for s in tiny.stages] == [1, 1, 1]
+    for steps in (4, 5, 11, 997):
+        assert recipes.dmc_paper(2).scaled(DMC(), steps=steps).total_steps(DMC()) == steps
+    warm = recipes.pretraining(1000, warmup_steps=100).scaled(Vanilla(), steps=100)
+    assert warm.stages[0].warmup_steps == 10
+    longer = recipes.dms_quickstart(8).scaled(ADAPTER, steps=1050)
+    assert longer.total_steps(ADAPTER) == 1050
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(), "steps or tokens"),
+        (dict(steps=10, tokens=10), "steps or tokens"),
+        (dict(steps=2), "has 3 stages, so it takes at least 3 steps, not 2"),
+        (dict(steps=0), "steps must be"),
+        (dict(tokens=4096), r"at least 3 steps"),
+    ],
+)
+def test_a_recipe_cannot_be_scaled_to_nothing(options, message):
+    with pytest.raises(ConfigError, match=message):
+        recipes.dmc_paper(2).scaled(DMC(), **options)
 
 
 def test_what_a_policy_trains():

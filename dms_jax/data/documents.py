@@ -1,0 +1,68 @@
+"""What a document is, and what every source of documents can do."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A prompt and the response to it.
+
+    Attributes:
+      prompt: a text, a list of chat messages, or token ids.
+      response: a text; token ids if the prompt is token ids.
+    """
+
+    prompt: str | Sequence[Any] | np.ndarray
+    response: str | Sequence[int] | np.ndarray
+
+
+Document = str | Sequence[Mapping[str, Any] | int] | np.ndarray | Exchange
+
+
+class Source(abc.ABC):
+    """A sequence of documents that knows where each of them is from."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def __getitem__(self, index: int) -> Document: ...
+
+    def where(self, index: int) -> str:
+        """Returns the origin of a document, for messages."""
+        return f"document {index}"
+
+
+class Documents(Source):
+    """Documents in memory: strings, conversations or token ids."""
+
+    def __init__(self, documents: Sequence[Any] | np.ndarray):
+        self._documents = documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._documents[index]
+
+
+class AnswersOnly(Source):
+    """The documents of a source, of which only answers count in the loss."""
+
+    def __init__(self, source: Source):
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._source[index]
+
+    def where(self, index: int) -> str:
+        """Returns the origin of a document, for messages."""
+        return self._source.where(index)

@@ -1,0 +1,255 @@
+"""Records to documents: which fields of an object, a row or a line make up a document.
+
+    {"messages": [...]}                               a conversation
+    {"prompt": ..., "response": ...}                  a prompt with its response
+    {"problem": ..., "generations": [...],            OpenR1: the problem with the last generation
+     "correctness_math_verify": [...]}                that is correct; no document if none is
+    {"problem": ..., "solution": ...}                 the problem with its solution
+    {"text": ...}                                     a text
+
+A field can be named instead, or the prompt and the response be written from several by templates
+("Solve: {problem}"). Records can be left out for what they hold.
+"""
+
+import abc
+import array
+import dataclasses
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dms_jax.checks import Count, Options, Share
+from dms_jax.data.documents import Document, Exchange, Source
+from dms_jax.errors import ConfigError, DataError
+
+ACCEPTED = (
+    "text, messages, prompt with response, problem with generations and correctness_math_verify "
+    "(OpenR1), or problem with solution"
+)
+_VARIABLE = re.compile(r"\{(\w+)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields(Options):
+    """What of a record makes up a document, and which records do.
+
+    Attributes:
+      field: the field that holds the text or the messages; None for the first of the forms above
+        that a record has.
+      prompt, response: templates of a prompt and of its response, in which {name} stands for a
+        field; both or none.
+      malformed: largest share of the records that may be left out because they are malformed.
+        Above 0 every record is read at once, and what is left out is counted in a warning; at 0 a
+        malformed record is an error when it is read.
+      longest: most characters of a document; longer ones are left out. None for no limit.
+      verified: whether responses are left out whose final answer is not that of the record
+        ("answer", or else "solution") to Math-Verify (pip install 'dms-jax[eval]').
+    """
+
+    field: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    malformed: Share = 0.0
+    longest: Count | None = None
+    verified: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.prompt is None) != (self.response is None):
+            raise ConfigError("Fields: a template of the prompt needs one of the response.")
+        if self.prompt is not None and self.field is not None:
+            raise ConfigError("Fields: give a field or templates, not both.")
+
+    def document(self, record: Any) -> Document | None:
+        """Returns the document of a record; None if there is none by intent.
+
+        Raises:
+          DataError: the record is malformed.
+        """
+        if not isinstance(record, Mapping):
+            raise DataError(f"expected a JSON object, got a {type(record).__name__}.")
+        document = self._written(record)
+        if document is None:
+            return None
+        if self.longest is not None and _characters(document) > self.longest:
+            return None
+        if self.verified and not _agrees(document, record):
+            return None
+        return document
+
+    def _written(self, record: Mapping[str, Any]) -> Document | None:
+        if self.prompt is not None and self.response is not None:
+            return Exchange(_filled(self.prompt, record), _filled(self.response, record))
+        if self.field is None and {"problem", "generations"} <= record.keys():
+            return _open_r1(record)
+        if self.field is None and "messages" not in record:
+            for prompt, response in (("prompt", "response"), ("problem", "solution")):
+                if {prompt, response} <= record.keys():
+                    return _exchange(record, prompt, response)
+        field = self.field or ("messages" if "messages" in record else "text")
+        if field not in record:
+            found = ", ".join(sorted(map(str, record))) or "none"
+            wanted = "" if self.field else f" Accepted are {ACCEPTED}; name another by field=."
+            raise DataError(f"there is no field {field!r}; fields: {found}.{wanted}")
+        value = record[field]
+        if isinstance(value, str) or is_chat(value):
+            return value
+        raise DataError(
+            f"field {field!r} must be a text or a list of messages "
+            '({"role": ..., "content": ...}).'
+        )
+
+
+class Records(Source):
+    """A source of records, some of which may be left out."""
+
+    def __init__(self, fields: Fields):
+        self._fields = fields
+        self._kept: array.array[int] | None = None
+
+    @abc.abstractmethod
+    def count(self) -> int:
+        """Returns the number of records, those that are left out included."""
+
+    @abc.abstractmethod
+    def record(self, place: int) -> Any:
+        """Returns a record."""
+
+    @abc.abstractmethod
+    def place(self, place: int) -> str:
+        """Returns where a record is from."""
+
+    def read_all(self, stacklevel: int = 3) -> None:
+        """Reads every record where some may be left out, and remembers those that are documents."""
+        fields = self._fields
+        open_r1 = self.count() > 0 and self._is_open_r1()
+        if not (fields.malformed > 0 or fields.longest or fields.verified or open_r1):
+            if self.count():
+                self._read(0)  # fields that are not there are told at once, of the first record
+            return
+        kept, wrong, first = array.array("q"), 0, None
+        for place in range(self.count()):
+            try:
+                if self._read(place) is not None:
+                    kept.append(place)
+            except DataError as error:
+                if fields.malformed == 0:
+                    raise
+                wrong, first = wrong + 1, first or error
+        if wrong:
+            told = f"{wrong} of {self.count()} lines are malformed"
+            if wrong > fields.malformed * self.count():
+                raise DataError(
+                    f"{told}, more than a share of {fields.malformed:g}. The first: {first}"
+                )
+            warnings.warn(f"{told} and left out. The first: {first}", stacklevel=stacklevel)
+        if out := self.count() - wrong - len(kept):
+            warnings.warn(
+                f"{out} of {self.count()} records are left out: too long, or without a verified "
+                "answer.",
+                stacklevel=stacklevel,
+            )
+        self._kept = kept
+
+    def _is_open_r1(self) -> bool:
+        try:
+            record = self.record(0)
+        except DataError:
+            return False
+        return isinstance(record, Mapping) and {"problem", "generations"} <= record.keys()
+
+    def _read(self, place: int) -> Document | None:
+        try:
+            return self._fields.document(self.record(place))
+        except DataError as error:
+            raise DataError(f"{self.place(place)}: {error}") from error
+
+    def _place(self, index: int) -> int:
+        return index if self._kept is None else self._kept[index]
+
+    def __len__(self) -> int:
+        return self.count() if self._kept is None else len(self._kept)
+
+    def __getitem__(self, index: int) -> Document:
+        document = self._read(self._place(index))
+        if document is None:
+            raise DataError(f"{self.where(index)}: none of its generations is correct.")
+        return document
+
+    def where(self, index: int) -> str:
+        """Returns where a document is from, for messages."""
+        return self.place(self._place(index))
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of messages."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and "role" in turn for turn in value)
+    )
+
+
+def _exchange(record: Mapping[str, Any], prompt: str, response: str) -> Exchange:
+    first, second = record[prompt], record[response]
+    if not (isinstance(first, str) or is_chat(first)) or not isinstance(second, str):
+        raise DataError(
+            f"{prompt!r} must be a text or a list of messages, and {response!r} a text."
+        )
+    return Exchange(first, second)
+
+
+def _open_r1(record: Mapping[str, Any]) -> Exchange | None:
+    """The problem with the last correct generation, as NVIDIA's recipe takes it."""
+    generations, right = record["generations"], record.get("correctness_math_verify")
+    if not isinstance(generations, Sequence) or not isinstance(right, Sequence):
+        raise DataError("'generations' and 'correctness_math_verify' must be lists.")
+    if len(generations) != len(right):
+        raise DataError(
+            f"there are {len(generations)} generations and {len(right)} of correctness_math_verify."
+        )
+    correct = [text for text, is_right in zip(generations, right, strict=True) if is_right]
+    if not correct:
+        return None
+    return _exchange(
+        {"problem": record["problem"], "generation": correct[-1]}, "problem", "generation"
+    )
+
+
+def _filled(template: str, record: Mapping[str, Any]) -> str:
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in record:
+            found = ", ".join(sorted(map(str, record))) or "none"
+            raise DataError(f"a template asks for {match[0]}, and the fields are: {found}.")
+        return str(record[match[1]])
+
+    return _VARIABLE.sub(value, template)
+
+
+def _characters(document: Any) -> int:
+    if isinstance(document, str):
+        return len(document)
+    if isinstance(document, Exchange):
+        return _characters(document.prompt) + _characters(document.response)
+    return sum(len(str(turn.get("content") or "")) for turn in document)
+
+
+def _agrees(document: Any, record: Mapping[str, Any]) -> bool:
+    """Whether the final answer of a document is that of its record, to Math-Verify."""
+    try:
+        import math_verify
+    except ImportError as error:
+        raise ConfigError("verified takes Math-Verify: pip install 'dms-jax[eval]'.") from error
+    wanted = record.get("answer") or record.get("solution")
+    if not isinstance(wanted, str):
+        raise DataError("there is no field 'answer' or 'solution' to verify an answer by.")
+    if isinstance(document, Exchange):
+        text: Any = document.response
+    else:
+        text = document if isinstance(document, str) else document[-1].get("content")
+    # Its time limits take signals, which reach the main thread alone.
+    unlimited: dict[str, Any] = dict(parsing_timeout=None)
+    parse = lambda text: math_verify.parse(text, **unlimited)  # noqa: E731
+    gold = parse(wanted) or parse(f"${wanted}$")
+    return bool(math_verify.verify(gold, parse(str(text)), timeout_seconds=None))

@@ -1,0 +1,266 @@
+"""`plan`: what a run takes, before it is paid for. Nothing is allotted and no accelerator needed.
+
+The step is compiled ahead of time for a TPU topology; the compiler says what memory it takes, and
+its program which collectives it runs. Operations are counted from the shapes. Seconds are
+estimates:
+
+    computing    operations that are executed / (devices * peak * 0.5)
+    sending      bytes that a device sends in collectives / bandwidth of its link
+    a step       between the larger of the two, where sending is hidden behind computing, and
+                 their sum
+
+0.5 is between the shares of the peak that executed operations were measured at on one H200 (0.40
+for a model of 1B parameters, 0.57 for frozen weights of 8B).
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from dms_jax import sharding
+from dms_jax.checks import Count, check
+from dms_jax.config import ModelConfig
+from dms_jax.errors import ConfigError
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy, Vanilla
+from dms_jax.policies.base import check_policy
+from dms_jax.training.planning.collectives import Collective, collectives
+from dms_jax.training.planning.lowering import AbstractStep, StepInputs, bytes_a_device
+from dms_jax.training.planning.machines import Machine, find_machine
+from dms_jax.training.recipe import Recipe, Stage
+from dms_jax.training.throughput import matrix_parameters, token_operations
+
+SHARE_OF_PEAK = 0.5
+# What a runtime and fragments take of a device's memory.
+USABLE = 0.93
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on each device while a step runs.
+
+    Attributes:
+      parameters: the trained parameters, in float32.
+      optimizer: their moments.
+      frozen: parameters that no step changes: frozen ones, and the teacher's.
+      gradients: the sum of the gradients over the passes.
+      activations: what the layers keep for the backward pass (`Recipe.remat`).
+      temporaries: everything else that the compiler's program takes beside its arguments.
+      exact: whether the compiler gave the sum; otherwise it refused the program and named it.
+    """
+
+    parameters: float
+    optimizer: float
+    frozen: float
+    gradients: float
+    activations: float
+    temporaries: float
+    exact: bool = True
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        names = ("parameters", "optimizer", "frozen", "gradients", "activations", "temporaries")
+        return sum(getattr(self, name) for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run takes.
+
+    Attributes:
+      machine: the devices.
+      mesh: devices along `data` and along `model`.
+      recipe: the recipe.
+      policy: the policy.
+      parameters: parameters of the model.
+      memory: bytes on each device.
+      collectives: those of an optimizer step, those that send most first; empty if the program does
+        not fit the topology that it was compiled for.
+      operations: operations that all devices execute in an optimizer step, recomputation included.
+      model_operations: those that the model needs, by which utilisation is counted.
+      stages: (kind, optimizer steps, passes a step) of each stage.
+    """
+
+    machine: Machine
+    mesh: tuple[int, int]
+    recipe: Recipe
+    policy: Policy
+    parameters: int
+    memory: Memory
+    collectives: list[Collective]
+    operations: float
+    model_operations: float
+    stages: tuple[tuple[str, int, int], ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits a device."""
+        return self.memory.total <= USABLE * self.machine.device.memory
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of an optimizer step if nothing is sent."""
+        return self.operations / (self.machine.count * self.machine.device.peak * SHARE_OF_PEAK)
+
+    @property
+    def communication_seconds(self) -> float:
+        """Seconds of an optimizer step that a device sends for."""
+        seconds = (
+            each.total_bytes / self.machine.bandwidth(each.group) for each in self.collectives
+        )
+        return float(sum(seconds))
+
+    @property
+    def step_seconds(self) -> tuple[float, float]:
+        """Seconds of a step: sending hidden behind computing, and one after the other."""
+        compute, send = self.compute_seconds, self.communication_seconds
+        return max(compute, send), compute + send
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.recipe.total_tokens(self.policy)
+
+    @property
+    def run_seconds(self) -> tuple[float, float]:
+        """Seconds of the whole run, of which each pass takes as long as one of the planned step."""
+        passes = self.stages[-1][2]
+        steps = sum(steps * count / passes for _, steps, count in self.stages)
+        low, high = self.step_seconds
+        return low * steps, high * steps
+
+    def __str__(self) -> str:
+        from dms_jax.training.planning.report import report
+
+        return report(self)
+
+
+def plan(
+    model: ModelConfig | LanguageModel,
+    policy: Policy | None = None,
+    *,
+    recipe: Recipe,
+    machine: str,
+    model_shards: int = 1,
+    dtype: str = "bfloat16",
+) -> Plan:
+    """Returns what a training run takes on some machine, without running or allotting anything.
+
+    Args:
+      model: the model, or only its shape.
+      policy: the policy to train for; None for vanilla.
+      recipe: the recipe of the run.
+      machine: a TPU slice ("v5p-128", "v6e-256") or a number of devices ("8xh200").
+      model_shards: devices along which heads and feed-forward are split; the others split
+        sequences, and shards of every parameter.
+      dtype: type of the model's parameters.
+
+    Raises:
+      ConfigError: there is no such machine, libtpu is missing, or the batch does not divide.
+    """
+    config = model.config if isinstance(model, LanguageModel) else model
+    check("plan: model", config, ModelConfig)
+    check("plan: recipe", recipe, Recipe)
+    policy = Vanilla() if policy is None else policy
+    check_policy(policy)
+    target = find_machine(machine)
+    shards = check("plan: model_shards", model_shards, Count)
+    if target.count % shards:
+        raise ConfigError(
+            f"plan: {target.name} has {target.count} devices, which model_shards={shards} does "
+            "not divide."
+        )
+    data = target.count // shards
+    # In the order of the topology: the places of real devices are chosen when they are there.
+    devices = np.array(target.devices(), object).reshape(data, shards)
+    axes = (sharding.DATA, sharding.MODEL)
+    mesh = jax.sharding.Mesh(devices, axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    step = AbstractStep(config, policy, recipe, mesh, dtype, memory=float(target.device.memory))
+    stages = recipe.stages_for(policy)
+    inputs = step.inputs(stages[-1])
+    memory, found = _compile(step, inputs, config, recipe, data)
+    own, model_own = _operations(config, step, recipe, policy, stages[-1])
+    size = recipe.pass_size(data)
+    return Plan(
+        machine=target,
+        mesh=(data, shards),
+        recipe=recipe,
+        policy=policy,
+        parameters=sum(x.size for x in jax.tree.leaves(step.parameters)),
+        memory=memory,
+        collectives=found,
+        operations=own,
+        model_operations=model_own,
+        stages=tuple(
+            (stage.kind, stage.steps, (stage.batch_size or recipe.batch_size) // size)
+            for stage in stages
+        ),
+    )
+
+
+def _compile(
+    step: AbstractStep, inputs: StepInputs, config: ModelConfig, recipe: Recipe, data: int
+) -> tuple[Memory, list[Collective]]:
+    """Returns the memory on each device, and the collectives."""
+    of_kind = lambda mark: float(  # noqa: E731
+        bytes_a_device({p: x for p, x in inputs.state.items() if (".optimizer" in p) == mark})
+    )
+    moments, trained = of_kind(True), of_kind(False)
+    frozen = float(bytes_a_device(inputs.constants))
+    arguments = trained + moments + frozen + bytes_a_device(inputs.passes)
+    try:
+        compiled = step.lower(inputs, "tpu").compile()
+    except jax.errors.JaxRuntimeError as error:
+        found = re.search(r"Used ([\d.]+)([KMG]) of", str(error))
+        if found is None:
+            raise
+        total = float(found[1]) * 1024 ** (" KMG".index(found[2]))
+        temporary, program = max(0.0, total - arguments), []
+    else:
+        analysis: Any = compiled.memory_analysis()
+        total, temporary = None, float(analysis.temp_size_in_bytes)
+        program = collectives(compiled.as_text(), step.devices)
+    width = 4 if recipe.compute_dtype == "float32" else 2
+    passes, sequences, _ = next(iter(inputs.passes.values())).shape
+    local = sequences // data * recipe.sequence_length
+    wide = {
+        "nothing": 0,  # not told apart from other temporaries
+        "all_but_attention": config.hidden_size + config.num_heads * config.head_dim,
+        "everything": config.hidden_size,
+    }
+    kept = min(temporary, float(config.num_layers * local * wide[recipe.remat] * width))
+    several = passes > 1 or recipe.trained_for(step.policy) == "all"
+    gradients = min(temporary - kept, trained) if several else 0.0
+    return Memory(
+        parameters=trained,
+        optimizer=moments,
+        frozen=frozen,
+        gradients=gradients,
+        activations=kept,
+        temporaries=temporary - gradients - kept,
+        exact=total is None,
+    ), program
+
+
+def _operations(
+    config: ModelConfig, step: AbstractStep, recipe: Recipe, policy: Policy, stage: Stage
+) -> tuple[float, float]:
+    """Returns the operations of an optimizer step that are executed, and that the model needs."""
+    tokens = (stage.batch_size or recipe.batch_size) * recipe.sequence_length
+    matrices = matrix_parameters({name: x.shape for name, x in step.parameters.items()})
+    keys = (recipe.sequence_length + 1) / 2
+    options = dict(
+        frozen=recipe.trained_for(policy) != "all", teacher=recipe.loss == "distillation"
+    )
+    needed = token_operations(config, matrices, keys, **options)
+    again = {
+        "nothing": 0.0,
+        "all_but_attention": 2.0 * matrices,
+        "everything": 2.0 * matrices
+        + 4 * config.num_layers * config.num_heads * config.head_dim * keys,
+    }
+    return tokens * (needed + again[recipe.remat]), tokens * needed

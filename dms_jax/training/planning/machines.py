@@ -1,0 +1,111 @@
+"""The machines that a plan is made for, by name, and the topology that stands for each.
+
+    v5p-128            a TPU slice by its type: v5p counts cores, two a chip; v5e and v6e chips
+    8xh200, h200       GPUs, eight to a host
+
+TPU programs are compiled for their own topology. There is no compiler for GPUs without a GPU: their
+plan compiles the same step for as many chips of v5p, which partitions it alike.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from dms_jax.devices import DEVICES, Device
+from dms_jax.errors import ConfigError
+
+GPUS_A_HOST = 8
+_CORES_A_CHIP = {"v5p": 2, "v5e": 1, "v6e": 1}
+_OTHER_NAMES = {"v5litepod": "v5e"}
+_STAND_IN = "v5p"
+_LARGEST = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Devices of one kind.
+
+    Attributes:
+      name: the name that was asked for.
+      kind: key of `dms_jax.devices.DEVICES`.
+      count: number of devices: chips or GPUs.
+    """
+
+    name: str
+    kind: str
+    count: int
+
+    @property
+    def device(self) -> Device:
+        """The data sheet of one device."""
+        return DEVICES[self.kind]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the plan's program is that of the machine's own compiler."""
+        return self.kind in _CORES_A_CHIP
+
+    @property
+    def topology(self) -> str:
+        """Name of the TPU topology to compile for; it may have more devices than are used."""
+        kind = self.kind if self.compiled else _STAND_IN
+        return f"{kind}:{_grid(self.count, 3 if kind == 'v5p' else 2)}"
+
+    def bandwidth(self, group: int) -> float:
+        """Returns the bytes per second a device sends in a collective over `group` devices."""
+        device = self.device
+        within = self.compiled or group <= GPUS_A_HOST
+        return float((device.link if within else device.network) or device.bandwidth)
+
+    def devices(self) -> list[Any]:
+        """Returns the abstract devices to compile for.
+
+        Raises:
+          ConfigError: libtpu is not installed.
+        """
+        from jax.experimental import topologies
+
+        try:
+            found = topologies.get_topology_desc(platform="tpu", topology_name=self.topology)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"A plan for {self.name} is compiled by libtpu for {self.topology}, and that "
+                f"failed: {error}. Install it (pip install 'dms-jax[tpu]', on Linux)."
+            ) from error
+        return list(found.devices)[: self.count]
+
+
+def find_machine(name: str) -> Machine:
+    """Returns the machine of a name.
+
+    Raises:
+      ConfigError: there is no such machine.
+    """
+    text = str(name).strip().lower()
+    kinds = ", ".join(DEVICES)
+    if found := re.fullmatch(r"(?:(\d+)\s*x\s*)?([a-z]+\w*)", text):
+        count, kind = int(found[1] or 1), found[2]
+    elif found := re.fullmatch(r"(\w+)-(\d+)", text):
+        kind, count = _OTHER_NAMES.get(found[1], found[1]), int(found[2])
+        count = -(-count // _CORES_A_CHIP.get(kind, 1))
+    else:
+        kind, count = text, 0
+    if kind not in DEVICES or not 1 <= count <= _LARGEST:
+        raise ConfigError(
+            f"There is no machine {name!r}. Give a TPU slice ('v5p-128', 'v6e-256') or a number of "
+            f"devices ('8xh200'), up to {_LARGEST}, of {kinds}."
+        )
+    return Machine(str(name), kind, count)
+
+
+def _grid(count: int, dimensions: int) -> str:
+    """Returns the smallest grid of powers of two that holds `count` chips, as even as can be.
+
+    # In: 64, 3  Out: 4x4x4     In: 32, 2  Out: 4x8     In: 1, 3  Out: 2x2x1
+    """
+    power = max(2, math.ceil(math.log2(count)))
+    sides = [2 ** ((power + place) // dimensions) for place in range(dimensions)]
+    if dimensions == 3 and power == 2:
+        return "2x2x1"
+    return "x".join(map(str, sides))

@@ -1,0 +1,157 @@
+"""A plan in words: what is trained, memory, collectives, operations, seconds, advice."""
+
+import typing
+
+from dms_jax.training.display import short
+from dms_jax.training.planning.machines import GPUS_A_HOST
+
+if typing.TYPE_CHECKING:
+    from dms_jax.training.planning.api import Plan
+
+_MOST_COLLECTIVES = 8
+
+
+def report(plan: "Plan") -> str:
+    """Returns the report of a plan."""
+    return "\n".join(
+        [*_head(plan), "", *_memory(plan), "", *_sending(plan), "", *_time(plan), *_advice(plan)]
+    )
+
+
+def _head(plan: "Plan") -> list[str]:
+    recipe, machine = plan.recipe, plan.machine
+    data, model = plan.mesh
+    trained = {
+        "all": "all weights",
+        "adapter": "the adapter beside frozen weights",
+        "low_rank": "low-rank updates and the adapter beside frozen weights",
+    }[recipe.trained_for(plan.policy)]
+    stages = ", ".join(f"{steps:,} of {kind}" for kind, steps, _ in plan.stages)
+    passes = plan.stages[-1][2]
+    lines = [
+        f"{plan.parameters / 1e9:.1f}B parameters, {short(plan.policy)}, {recipe.name}: {trained}, "
+        f"{recipe.loss.replace('_', ' ')}",
+        f"On {machine.count} {machine.kind} ({machine.name}): data {data}, model {model}",
+        f"{sum(steps for _, steps, _ in plan.stages):,} optimizer steps ({stages}), "
+        f"{plan.tokens / 1e9:.3g}B tokens",
+        f"A step: {passes} pass{'es' * (passes > 1)} of {recipe.pass_size(data)} sequences of "
+        f"{recipe.sequence_length:,} tokens",
+    ]
+    if not machine.compiled:
+        lines.append(
+            f"Estimated: no compiler for GPUs works without one. The program is that of "
+            f"{machine.topology} (TPU), partitioned alike; its temporaries and fusions are a TPU's."
+        )
+    return lines
+
+
+def _memory(plan: "Plan") -> list[str]:
+    memory = plan.memory
+    rows = [
+        ("parameters that are trained (float32)", memory.parameters),
+        ("optimizer's moments", memory.optimizer),
+        ("frozen parameters and the teacher's", memory.frozen),
+        ("gradients", memory.gradients),
+        ("what layers keep for the backward pass", memory.activations),
+        ("other temporaries", memory.temporaries),
+        ("together", memory.total),
+    ]
+    has = plan.machine.device.memory
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines = ["Memory a device, GB"]
+    lines += [f"  {name:<44} {size / 1e9:9.2f}" for name, size in rows]
+    lines.append(f"  {f'of {plan.machine.kind}: {verdict}':<44} {has / 1e9:9.2f}")
+    if not memory.exact:
+        lines.append("  (what the compiler asked for when it refused the program)")
+    return lines
+
+
+def _sending(plan: "Plan") -> list[str]:
+    if plan.machine.count == 1:
+        return ["Collectives: none, on one device"]
+    if not plan.collectives:
+        return ["Collectives: unknown, because the program was refused"]
+    total = sum(each.total_bytes for each in plan.collectives)
+    lines = [f"Collectives a device and optimizer step: {_bytes(total)} sent"]
+    for each in plan.collectives[:_MOST_COLLECTIVES]:
+        lines.append(
+            f"  {_bytes(each.total_bytes):>10}  {each.count:>7,} x {each.kind} {each.shape} "
+            f"over {each.group}"
+        )
+    if rest := plan.collectives[_MOST_COLLECTIVES:]:
+        lines.append(
+            f"  {_bytes(sum(x.total_bytes for x in rest)):>10}  in {len(rest)} other kinds"
+        )
+    return lines
+
+
+def _time(plan: "Plan") -> list[str]:
+    low, high = plan.step_seconds
+    least, most = (seconds / 3600 for seconds in plan.run_seconds)
+    count, peak = plan.machine.count, plan.machine.device.peak
+    tokens = plan.recipe.sequence_length * plan.recipe.pass_size(plan.mesh[0]) * plan.stages[-1][2]
+    shares = sorted(plan.model_operations / (seconds * count * peak) for seconds in (low, high))
+    return [
+        f"Operations a step: {plan.operations:.3g} executed, {plan.model_operations:.3g} of the "
+        "model",
+        f"A step (estimated): computing {_seconds(plan.compute_seconds)}, sending "
+        f"{_seconds(plan.communication_seconds)}: {_seconds(low)} to {_seconds(high)}, "
+        f"{tokens / high:,.0f} to {tokens / low:,.0f} tokens/s, {shares[0]:.0%} to "
+        f"{shares[1]:.0%} of the peak",
+        f"The run (estimated): {_hours(least)} to {_hours(most)}, {least * count:,.0f} to "
+        f"{most * count:,.0f} device-hours",
+    ]
+
+
+def _advice(plan: "Plan") -> list[str]:
+    recipe, memory, machine = plan.recipe, plan.memory, plan.machine
+    data, model = plan.mesh
+    advice = []
+    if not plan.fits:
+        state = memory.parameters + memory.optimizer + memory.frozen + memory.gradients
+        passing = memory.activations + memory.temporaries
+        room = machine.device.memory
+        if recipe.pass_size(data) > data:
+            advice.append("a smaller micro_batch_size (1): the passes of a step take turns")
+        if state > room / 2:
+            needed = machine.count
+            while state * machine.count / needed + passing > 0.9 * room and needed < 64 * 1024:
+                needed *= 2
+            advice.append(f"more devices: {needed} would hold it, as far as the state goes")
+            if recipe.trained_for(plan.policy) == "all":
+                advice.append("trainable='low_rank' or 'adapter': no moments of frozen weights")
+        if passing > room / 4:
+            if recipe.remat != "everything":
+                advice.append("remat='everything': layers are computed again in the backward pass")
+            advice.append(
+                f"model_shards={2 * model}: heads, feed-forward and logits are split further"
+            )
+            advice.append(f"a sequence_length of {recipe.sequence_length // 2:,} or less")
+    elif plan.communication_seconds > plan.compute_seconds:
+        if recipe.micro_batch_size and data * recipe.micro_batch_size < recipe.batch_size:
+            advice.append(
+                f"micro_batch_size={2 * recipe.micro_batch_size}, if memory allows: parameters are "
+                "gathered once a pass, and there would be half as many"
+            )
+        if not machine.compiled and model > GPUS_A_HOST:
+            advice.append(f"model_shards of at most {GPUS_A_HOST}: within one host")
+    if not advice:
+        return []
+    why = "It does not fit" if not plan.fits else "It sends for longer than it computes"
+    return ["", f"{why}. What would change that:", *(f"  - {each}" for each in advice)]
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours * 60:.3g} minutes" if hours < 1 else f"{hours:,.3g} hours"

@@ -1,0 +1,119 @@
+"""What a retrofit takes before it is paid for: memory, collectives, seconds. No accelerator needed.
+
+    python -m experiments.plan --model llama-3.2-1b --machine 8xh200
+    python -m experiments.plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
+    python -m experiments.plan --model path/to/model --machine v6e-256 --model-shards 4
+
+The step is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux), which takes a
+minute or two. For GPUs, whose compiler needs one, the figures are estimates, and are called so.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+from typing import Literal, cast
+
+import jax
+
+import dms_jax
+from dms_jax import ModelConfig
+from dms_jax.command_line.reports import make_place, read_file
+from dms_jax.command_line.running import command, run
+from dms_jax.training.planning import Plan, plan
+from experiments.configs import retrofit
+from experiments.configs.shapes import SHAPES, Shape
+
+# Without a TPU, libtpu is not to look for one.
+NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Print what a retrofit takes on some machine."""
+
+    model: str = "llama-3.2-1b"
+    """A shape by name (llama-3.2-1b, llama-2-7b, llama-3.1-8b, llama-3.1-70b, qwen-r1-1.5b,
+    qwen-r1-7b, qwen-r1-32b, qwen3-8b), or a directory with a config.json."""
+    machine: tuple[str, ...] = ("8xh200",)
+    """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan."""
+    model_shards: int = 1
+    """Devices along which heads and feed-forward are split; the others split sequences."""
+
+    recipe: Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"] = "paper"
+    """See experiments.retrofit; and so for all that follow."""
+    paper_model: str | None = None
+    compression_ratio: float | None = None
+    policy: Literal["DMS", "DMC", "FixedPooling"] | None = None
+    source: Literal["adapter", "query_neuron"] | None = None
+    trainable: Literal["recipe", "adapter", "low_rank", "all"] = "recipe"
+    rank: int = retrofit.UPDATES.rank
+    steps: int | None = None
+    tokens: int | None = None
+    sequence_length: int | None = None
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+
+    out: pathlib.Path | None = None
+    """A Markdown page to add the plans to, with the command and versions."""
+
+    def retrofit(self) -> retrofit.Config:
+        """The retrofit that is planned."""
+        shared = {field.name for field in dataclasses.fields(retrofit.Config)} - {"model", "out"}
+        told = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name in shared and field.name != "model_shards"
+        }
+        return retrofit.Config(model=self.model, data=(), out=pathlib.Path("runs/plan"), **told)
+
+
+def shape_of(model: str) -> ModelConfig:
+    """The shape of a name, or of a directory."""
+    if model in SHAPES:
+        return SHAPES[cast(Shape, model)]
+    path = pathlib.Path(model)
+    if not path.is_dir():
+        raise dms_jax.ConfigError(
+            f"--model {model}: no directory, and none of the shapes {', '.join(SHAPES)}."
+        )
+    content = read_file("--model", path / "config.json")
+    try:
+        return ModelConfig.from_hf(json.loads(content))
+    except ValueError as error:
+        raise dms_jax.ConfigError(f"--model {model}: config.json is not JSON: {error}") from error
+
+
+def main(config: Config) -> None:
+    """Prints the plans."""
+    jax.config.update("jax_platforms", "cpu")
+    for name, value in NO_TPU.items():
+        os.environ.setdefault(name, value)
+    shape, chosen = shape_of(config.model), config.retrofit()
+    if config.out is not None:
+        make_place("--out", config.out)
+    for machine in config.machine:
+        print(f"Compiling for {machine} ...", file=sys.stderr)
+        made = plan(
+            shape,
+            chosen.make_policy(),
+            recipe=chosen.make_recipe(),
+            machine=machine,
+            model_shards=config.model_shards,
+        )
+        print(f"{made}\n", flush=True)
+        if config.out is not None:
+            write(config.out, config.model, made)
+
+
+def write(path: pathlib.Path, model: str, made: Plan) -> None:
+    """Adds a plan to a page."""
+    title = f"## {model} on {made.machine.name}, {made.mesh[0]} x {made.mesh[1]}"
+    versions = f"jax {jax.__version__}, {command()}"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{title}\n\n```\n{made}\n```\n\n{versions}\n\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))

@@ -1,0 +1,58 @@
+"""The planning script: whose shape, which retrofit, and the page that it writes."""
+
+import dataclasses
+
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from experiments import plan
+from experiments.configs.shapes import SHAPES
+from tests.training.planning.test_plan import planned
+
+
+def test_published_numbers_of_parameters():
+    billions = {
+        "llama-3.2-1b": 1.24,
+        "llama-2-7b": 6.74,
+        "llama-3.1-8b": 8.03,
+        "llama-3.1-70b": 70.55,
+        "qwen-r1-1.5b": 1.78,
+        "qwen-r1-7b": 7.62,
+        "qwen-r1-32b": 32.76,
+        "qwen3-8b": 8.19,
+    }
+    for name, shape in SHAPES.items():
+        embedding = shape.vocab_size * shape.hidden_size * (1 if shape.tie_embeddings else 2)
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        attention = shape.hidden_size * shape.head_dim * (heads + shape.num_heads)
+        layer = attention + 3 * shape.hidden_size * shape.intermediate_size
+        count = (embedding + shape.num_layers * layer) / 1e9
+        assert count == pytest.approx(billions[name], rel=4e-3), name
+
+
+def test_the_retrofit_that_is_planned():
+    config = plan.Config(machine=("v5p-8",), paper_model="qwen-r1-7b", steps=110, trainable="all")
+    chosen = config.retrofit()
+    assert chosen.make_recipe().total_steps(chosen.make_policy()) == 110
+    assert chosen.make_policy() == dms_jax.DMS(window=16)
+    assert plan.Config(recipe="published").retrofit().make_policy().source == "adapter"
+
+
+def test_a_shape_is_that_of_a_directory(tmp_path):
+    shape = plan.shape_of(str(assets.path("stories260k")))
+    assert shape == dms_jax.load(assets.path("stories260k")).config
+    with pytest.raises(dms_jax.ConfigError, match=r"no directory, and none of the shapes llama"):
+        plan.shape_of("llama-9")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(dms_jax.ConfigError, match=r"config\.json is not JSON"):
+        plan.shape_of(str(tmp_path))
+
+
+def test_a_page_of_plans(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "plan", lambda *_, **options: planned())
+    config = plan.Config(machine=("8xh200", "8xh200"), out=tmp_path / "plans.md")
+    plan.main(dataclasses.replace(config))
+    assert capsys.readouterr().out.count("Memory a device, GB") == 2
+    page = (tmp_path / "plans.md").read_text()
+    assert page.count("## llama-3.2-1b on 8xh200, 8 x 1") == 2

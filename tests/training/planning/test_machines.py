@@ -1,0 +1,40 @@
+"""Machines by name, and the topologies that stand for them."""
+
+import pytest
+
+from dms_jax.errors import ConfigError
+from dms_jax.training.planning import find_machine
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count", "topology"),
+    [
+        ("v5p-128", "v5p", 64, "v5p:4x4x4"),  # the type counts cores, two a chip
+        ("v5p-8", "v5p", 4, "v5p:2x2x1"),
+        ("v6e-256", "v6e", 256, "v6e:16x16"),
+        ("v6e-8", "v6e", 8, "v6e:2x4"),
+        ("v5litepod-16", "v5e", 16, "v5e:4x4"),
+        ("v5e-1", "v5e", 1, "v5e:2x2"),
+        ("8xh200", "h200", 8, "v5p:2x2x2"),
+        ("32 x H200", "h200", 32, "v5p:2x4x4"),
+        ("h100", "h100", 1, "v5p:2x2x1"),
+        ("24xh100", "h100", 24, "v5p:2x4x4"),  # on the first 24 of 32
+    ],
+)
+def test_machines(name, kind, count, topology):
+    machine = find_machine(name)
+    assert (machine.kind, machine.count, machine.topology) == (kind, count, topology)
+    assert machine.compiled == kind.startswith("v")
+
+
+@pytest.mark.parametrize("name", ["h300", "0xh200", "9999999xh200", "v6e-0", "", "h200-x"])
+def test_there_is_no_such_machine(name):
+    with pytest.raises(ConfigError, match=r"There is no machine .* h200"):
+        find_machine(name)
+
+
+def test_gpus_of_several_hosts_send_through_the_network():
+    machine = find_machine("32xh200")
+    assert machine.bandwidth(8) == 450e9
+    assert machine.bandwidth(32) == 50e9
+    assert find_machine("v6e-256").bandwidth(256) == 448e9

@@ -1,0 +1,134 @@
+"""What a run shows before, during and after its steps."""
+
+import json
+import re
+
+import jax
+import pytest
+
+from dms_jax.policies import Vanilla
+from dms_jax.sharding import make_mesh
+from dms_jax.training import display as displays
+from dms_jax.training import recipes, retrofit
+from dms_jax.training.display import Display, opening_line
+from dms_jax.training.tensorboard import TensorBoard
+from dms_jax.training.trainer import Trainer
+from tests.training.tiny import ADAPTER, EAGER, documents, language_model, recipe
+
+
+def record(step=10, **changes):
+    return {
+        "step": step,
+        "loss": 0.5,
+        "compression_loss": 0.125,
+        "evicted": 0.6,
+        "compression_ratio": 2.5,
+        "target_ratio": 3.97,
+        "grad_norm": 0.4125,
+        "tokens": 4096,
+        "tokens_per_second": 12_345.6,
+        "model_flops_utilisation": 0.314,
+        "skipped_steps": 0,
+    } | changes
+
+
+def display(**changes):
+    options = dict(total=10, done=2, main="distillation", compressing=True, enabled=True)
+    return Display(**(options | changes))
+
+
+def test_the_figures_of_a_step(monkeypatch):
+    monkeypatch.setattr(displays, "peak_memory", lambda: 61_234_000_000)
+    assert display().figures(record()) == (
+        "KL 0.375 + CR 0.125 | ratio 2.50 of 3.97 | gradient 0.41 | 12,346 tok/s | 31% of peak | "
+        "61.2 GB"
+    )
+    monkeypatch.setattr(displays, "peak_memory", lambda: None)
+    plain = display(compressing=False, main="language modeling")
+    skipped = record(model_flops_utilisation=None, compression_loss=0.0, skipped_steps=2)
+    assert plain.figures(skipped) == "LM 0.500 | gradient 0.41 | 12,346 tok/s | 2 skipped"
+
+
+def test_the_last_line_says_what_was_reached_and_what_to_do(capsys):
+    with display() as shown:
+        for step in range(3, 11):
+            shown.update(record(step, evicted=0.5 + 0.1 * (step % 2)))
+    out = capsys.readouterr().out
+    # The mean share that stays is 0.45.
+    assert re.search(r"Reached ratio 2\.22 of 3\.97 in 8 steps, 32,768 tokens and ", out)
+    assert "Short of the target: train on at this ratio" in out
+    with display() as shown:
+        shown.update(record(evicted=0.749))
+    out = capsys.readouterr().out
+    assert "Reached ratio 3.98 of 3.97" in out
+    assert "Short" not in out
+    with display(compressing=False, main="language modeling") as shown:
+        shown.update(record(compression_loss=0.0))
+    assert re.search(
+        r"Trained for 8 steps, 4,096 tokens and .* seconds, LM 0\.5\.", capsys.readouterr().out
+    )
+
+
+def test_a_run_that_ends_early_says_nothing_of_what_was_reached(capsys):
+    def stopped():
+        with display() as shown:
+            shown.update(record())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    with display() as shown:
+        shown.update(record(5))
+    with display(enabled=False, opening="Training") as shown:
+        shown.update(record())
+    out = capsys.readouterr().out
+    assert "Reached" not in out
+    assert "Training" not in out
+
+
+def test_the_first_line_says_what_is_trained_on_what_for_how_long():
+    mesh = make_mesh(2, 1)
+    with jax.set_mesh(mesh):
+        trainer = Trainer(language_model(), ADAPTER, recipe(batch_size=2), 0, mesh)
+    paper = recipes.dms_paper(4, model="qwen-r1-32b")
+    line = opening_line(paper, ADAPTER, trainer.state.parameters, 7)
+    count = sum(x.size for x in trainer.state.parameters.values())
+    assert f"Training all weights, {count / 1e3:.3g}K parameters, for DMS(window=3" in line
+    assert "on 2 cpu: 12,000 steps to ratio 4 of 256 x 8,192 tokens, 25.2B tokens in all" in line
+    assert line.endswith("(dms_paper qwen-r1-32b), from step 7 on")
+    plain = opening_line(recipes.pretraining(3), Vanilla(), trainer.state.parameters, 0)
+    assert ": 3 steps of 64 x 2,048 tokens" in plain
+
+
+def test_a_run_shows_both_lines_and_writes_for_tensorboard(tmp_path, capsys):
+    pytest.importorskip("tensorboardX")
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    records = []
+    board = TensorBoard(tmp_path / "board")
+
+    def on_step(record):
+        records.append(record)
+        board(record)
+
+    retrofit(
+        language_model(adapter=True),
+        EAGER,
+        recipe=recipe(),
+        data=documents(),
+        on_step=on_step,
+        evaluate=lambda model: {"loss": 3.5},
+        evaluate_every=6,
+    )
+    board.close()
+    out = capsys.readouterr().out
+    assert "on 1 cpu: 6 steps to ratio 4 of 4 x 12 tokens, 288 tokens in all (tiny)" in out
+    assert re.search(r"Reached ratio \d\.\d\d of \d\.\d\d in 6 steps, 288 tokens", out)
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    for name in ("loss", "evicted", "grad_norm", "tokens_per_second"):
+        found = [(event.step, event.value) for event in events.Scalars(f"training/{name}")]
+        assert found == [(each["step"], pytest.approx(each[name], rel=1e-6)) for each in records]
+    assert [event.value for event in events.Scalars("evaluation/loss")] == [3.5]
+    assert json.dumps(records)
