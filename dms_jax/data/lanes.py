@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from dms_jax import processes
-from dms_jax.data.batches import Batch, Packing, _Tokens
+from dms_jax.data.batches import Batch, Packing
 from dms_jax.data.sources import as_source
+from dms_jax.data.tokens import Tokens
 from dms_jax.errors import DataError
 
 # Documents that are read ahead in all lanes together, by as many threads, and passes that are
@@ -141,7 +142,7 @@ def lane_batches(
     from dms_jax.data import packing as packings
     from dms_jax.data.lane_documents import LaneDocuments
 
-    documents = _Tokens(as_source(data), tokenizer, vocab_size)
+    documents = Tokens(as_source(data), tokenizer, vocab_size)
     dataset = grain.MapDataset.source(documents).seed(seed % 2**32).shuffle().repeat()
     readers = concurrent.futures.ThreadPoolExecutor(_READERS, "tokenize")
     bins = max(_FEWEST_OPEN_SEQUENCES, _OPEN_SEQUENCES // deal.lanes)
@@ -153,7 +154,13 @@ def lane_batches(
             LaneDocuments(dataset, lane, deal.lanes, readers, ahead), max_empty=most_empty
         )
         if packing == "first_fit":
-            return iter(packings.first_fit(stream, length=length, bins=bins, seed=seed + lane))
-        return iter(packings.Concatenate(stream, length=length, carry=packing == "concatenate"))
+            packed = packings.first_fit(
+                stream, documents, length=length, bins=bins, seed=seed + lane
+            )
+        else:
+            packed = packings.Concatenate(
+                stream, documents, length=length, carry=packing == "concatenate"
+            )
+        return iter(packed)
 
     return LaneBatches(make, deal)
