@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 import dms_jax
+from dms_jax.cache.accounting import Usage
 from dms_jax.command_line import chat
+from dms_jax.generation import Completion
 
 QUICK = chat.Config(temperature=0.0, max_new_tokens=8, page_size=16, chunk=4)
 
@@ -26,6 +28,7 @@ def test_turns_share_one_cache_and_are_streamed(stories, monkeypatch, capsys):
 
 def test_messages_go_through_the_template(stories, monkeypatch):
     said = []
+    nothing = Usage(**{field.name: field.type(0) for field in dataclasses.fields(Usage)})
 
     class Talk(dms_jax.Conversation):
         turns = ()
@@ -35,7 +38,7 @@ def test_messages_go_through_the_template(stories, monkeypatch):
 
         def say(self, prompt, *, sampling, on_tokens):
             said.append((prompt, sampling.seed))
-            self.turns.append(None)
+            self.turns.append(Completion("", [], None, "cancelled", nothing))
             raise KeyboardInterrupt
 
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
