@@ -1,6 +1,10 @@
 """Stores from registers in Mosaic GPU kernels, on every jax that is supported."""
 
+from typing import Any
+
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_store: Any = getattr(plgpu, "store", None)  # not in jax 0.11
 
 
 def store(ref, value) -> None:
@@ -10,7 +14,7 @@ def store(ref, value) -> None:
     conflicts, and fails, or searches for minutes, where the layout allows none. The results that
     are written this way, one row at a time, are small.
     """
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:  # jax 0.11
+    if _store is None:
         ref[...] = value
+    else:
+        _store(ref, value, optimized=False)

@@ -318,8 +318,9 @@ class Recipe(Options):
         require((steps is None) != (tokens is None), "Recipe: give the number of steps or tokens.")
         total = self.total_steps(policy)
         if tokens is not None:
-            tokens = check("Recipe: tokens", tokens, Count)
-            wanted = round(tokens * total / self.total_tokens(policy))
+            wanted = round(
+                int(check("Recipe: tokens", tokens, Count)) * total / self.total_tokens(policy)
+            )
         else:
             wanted = int(check("Recipe: steps", steps, Count))
         taken = self.stages_for(policy)

@@ -208,7 +208,7 @@ def answer(
     engine = Engine(model, **(options | how.options))
     if how.share is not None:
         pages = engine.runner.allocator.pages_per_shard
-        held = int(how.share * pages) * engine.runner._page_bytes
+        held = int(how.share * pages) * engine.runner.page_bytes
         engine = Engine(model, memory=held, **(options | how.options))
     answers = {}
     for kind, prompts in kinds.items():
