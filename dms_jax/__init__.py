@@ -38,6 +38,8 @@ from dms_jax.policies import (
     KCache,
     KeyDiff,
     Knorm,
+    KVpop,
+    KVzap,
     Policy,
     PyramidKV,
     Quest,
@@ -48,7 +50,7 @@ from dms_jax.policies import (
     Vanilla,
 )
 from dms_jax.sharding import make_mesh
-from dms_jax.training import Recipe, recipes, retrofit, train
+from dms_jax.training import Recipe, calibrate, recipes, retrofit, train
 
 try:
     __version__ = importlib.metadata.version("dms-jax")
@@ -73,6 +75,8 @@ __all__ = [
     "ExpectedAttention",
     "FixedPooling",
     "KCache",
+    "KVpop",
+    "KVzap",
     "KeyDiff",
     "Knorm",
     "LanguageModel",
@@ -89,6 +93,7 @@ __all__ = [
     "TrainingDivergedError",
     "Vanilla",
     "__version__",
+    "calibrate",
     "estimate",
     "evaluate",
     "generate",

@@ -32,6 +32,7 @@ from dms_jax.training.parameters import (
     zero_borrowed_neurons,
 )
 from dms_jax.training.recipe import Progress, Recipe
+from dms_jax.training.schedules import eviction_target
 from dms_jax.training.step import (
     Constants,
     Passes,
@@ -51,7 +52,7 @@ def _student(
     Updates that the model brings are trained further, or merged if all weights are trained.
     """
     if policy.retrofit.adapter:
-        transformer = add_adapter(transformer)
+        transformer = add_adapter(transformer, policy.retrofit.adapter)
     trained = recipe.trained_for(policy)
     if trained == "all":
         return low_rank.merge(transformer)
@@ -87,7 +88,7 @@ class Trainer:
         self._rebuild = rebuilder(transformer)
         self._transformer = transformer
         arrays = self._place(parameters(transformer))
-        parts = split(arrays, adapter=policy.retrofit.adapter, trainable=trained_parts)
+        parts = split(arrays, adapter=policy.retrofit.adapter is not None, trainable=trained_parts)
         self._frozen = parts.frozen
         self._dtypes = {name: x.dtype for name, x in parts.trained.items()}
         # Copies, because the step donates them.
@@ -164,6 +165,9 @@ class Trainer:
             learning_rate=number(progress.learning_rate),
             adapter_learning_rate=number(progress.adapter_learning_rate),
             key=self._key,
+            supervised=number(eviction_target(self._recipe.compression_ratio))
+            if progress.stage.kind == "supervise"
+            else None,
         )
         place = None
         if self._mesh is not None:
