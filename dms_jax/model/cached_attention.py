@@ -22,7 +22,7 @@ from dms_jax.model.cutting import cut_layer, gather_rows, split_heads
 from dms_jax.model.fetching import attend_to_fetched
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.policies.base import Policy
-from dms_jax.policies.values import Chunk, Decisions, Observation, Placement, Tokens
+from dms_jax.policies.values import Chunk, Observation, Placement, Tokens
 from dms_jax.sharding import axes, partition
 from pallas_kernels import decode_attention, prefill_attention
 

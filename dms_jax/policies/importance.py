@@ -1,6 +1,6 @@
 """What learned evictions are taught: how much later queries will make of a token.
 
-    c_hij = a_hij * ||W_o^h v_j|| / ||x_i||          what key j adds to the residual stream of query i
+    c_hij = a_hij * ||W_o^h v_j|| / ||x_i||     what key j adds to the residual stream of query i
     s_j   = max over i > j + window, h in the group, of c_hij              "max", KVzip+ and KVzap
     s_j   = mean over i > j + window, h in the group, of c_hij                             "mean"
 
@@ -76,9 +76,7 @@ def importance(
 
     def add(total, xs):
         queries, norms, ids, at = xs
-        scores = scale * jnp.einsum(
-            "BTKGD,BSKD->BKGTS", queries, k, preferred_element_type=wide
-        )
+        scores = scale * jnp.einsum("BTKGD,BSKD->BKGTS", queries, k, preferred_element_type=wide)
         seen = (ids[..., None] == segment_ids[:, None]) & (at[:, None] >= keys)  # [B, T, S]
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         # The queries that fill up the last block see nothing.

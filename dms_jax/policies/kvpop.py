@@ -94,7 +94,8 @@ class KVpop(VictimEviction):
 
     def decide(self, tokens: Tokens) -> Decisions:
         """Returns what each token says of itself, and of the one that it pushes out."""
-        assert tokens.adapter_logits is not None and tokens.late_logits is not None
+        assert tokens.adapter_logits is not None
+        assert tokens.late_logits is not None
         wide = jnp.promote_types(tokens.adapter_logits.dtype, jnp.float32)
         return Decisions(
             importance=tokens.adapter_logits.astype(wide) + LEVEL,
@@ -103,7 +104,8 @@ class KVpop(VictimEviction):
 
     def predictions(self, decisions: Decisions) -> Float[Array, "B K T"]:
         """Returns the score of each key as it leaves the window."""
-        assert decisions.importance is not None and decisions.late is not None
+        assert decisions.importance is not None
+        assert decisions.late is not None
         late = decisions.late
         moved = jnp.pad(late[..., self.window :], ((0, 0), (0, 0), (0, self.window)))
         return decisions.importance + moved[..., : late.shape[-1]]

@@ -11,8 +11,8 @@ with DMS, and one training serves every ratio. `dms_jax.calibrate` finds the thr
 share of the tokens of held-out text.
 
 What differs from the publication: KVzip+ takes the attention of a repetition of the text and from
-all of it, and here it is the text's own queries beyond the window (`importance.py`); the publication
-trains outside of the model, on sampled tokens.
+all of it, and here it is the text's own queries beyond the window (`importance.py`); and the
+publication trains outside of the model, on sampled tokens.
 
 In training under its own decisions, which the publication does not have, the relaxation is DMS's
 with the logit `threshold - log s_j`.

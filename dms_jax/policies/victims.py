@@ -101,9 +101,7 @@ class VictimEviction(BudgetedPolicy):
         """Selects the victim if a row holds more live tokens than the budget."""
         if seen.weights is None:  # a prompt in one pass, which is cut at its end
             return state
-        return self.select_victim(
-            state, chunk, placement, self.scores(state, chunk, seen.weights)
-        )
+        return self.select_victim(state, chunk, placement, self.scores(state, chunk, seen.weights))
 
     def select_victim(
         self,

@@ -60,7 +60,10 @@ def retrofit(
     """
     if not isinstance(policy, Policy) or not policy.retrofit.trainable:
         name = policy.name if isinstance(policy, Policy) else repr(policy)
-        raise ConfigError(f"{name} has nothing to learn; retrofit for DMS(...), DMC(...), KVzap(...) or KVpop(...).")
+        raise ConfigError(
+            f"{name} has nothing to learn; retrofit for DMS(...) or DMC(...), or for KVzap(...) or "
+            "KVpop(...)."
+        )
     if isinstance(recipe, Recipe) and recipe.compression_ratio == 1 and not recipe.supervises:
         raise ConfigError(
             f"The recipe {recipe.name} has no ramp to a compression ratio; add Stage('ramp', ...)."

@@ -1,4 +1,4 @@
-"""The threshold of a KVzap scorer that keeps a share of the tokens of held-out text."""
+"""The threshold of a learned eviction that keeps a share of the tokens of held-out text."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.attention import Relaxation
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import KVzap, Policy
+from dms_jax.policies import DMS, KVzap, Policy
 
 
 def calibrate(
@@ -23,12 +23,15 @@ def calibrate(
     batches: Iterable[Batch],
     *,
     compression_ratio: float | int,
-    policy: KVzap | None = None,
-) -> KVzap:
+    policy: Policy | None = None,
+) -> Policy:
     """Returns the policy with the threshold that keeps 1 / compression_ratio of held-out tokens.
 
     The share is over all layers and heads together, of the tokens that a query beyond the window
-    follows: with the window a sequence keeps more. Its scores are those under full attention.
+    follows: with the window a sequence keeps more. Decisions are those under full attention, from
+    which those of a model that evicts differ a little. KVzap is trained without a threshold and
+    needs this; the `alpha_offset` of DMS, which is trained for its ratio, is moved by it to other
+    ratios nearby.
 
     Args:
       model: a model with a scorer that was trained.
@@ -37,16 +40,16 @@ def calibrate(
       policy: the policy to calibrate; the model's own if None.
 
     Raises:
-      ConfigError: the policy is no KVzap, or the model cannot run it.
+      ConfigError: the policy is neither KVzap nor DMS with an adapter, or the model cannot run it.
       DataError: no document of the batches is longer than the window.
     """
     check_model(model)
     ratio = check("calibrate: compression_ratio", compression_ratio, Ratio)
     found = model.resolve_policy(policy)
-    if not isinstance(found, KVzap):
+    if not isinstance(found, KVzap | DMS) or found.retrofit.supervision is None:
         raise ConfigError(
-            f"calibrate sets the threshold of KVzap, and {found.name} has none. A budget is set by "
-            f"hand, and DMS is trained for its ratio."
+            f"calibrate sets the threshold of KVzap() or of DMS(source='adapter'), and {found} has "
+            "none that it could set."
         )
     scores = []
     with use_mesh(model.mesh):
@@ -69,11 +72,10 @@ def calibrate(
             f"No token of the held-out batches leaves the window of {found.window} tokens. Give "
             "longer documents."
         )
-    if ratio == 1:
-        threshold = everything.min()
-    else:
-        threshold = np.quantile(everything, 1 - 1 / ratio)
-    return dataclasses.replace(found, threshold=float(threshold))
+    if isinstance(found, DMS):  # what was predicted are logits of eviction
+        offset = found.alpha_offset + float(np.quantile(everything, 1 / ratio))
+        return dataclasses.replace(found, alpha_offset=offset)
+    return dataclasses.replace(found, threshold=float(np.quantile(everything, 1 - 1 / ratio)))
 
 
 @functools.partial(jax.jit, static_argnames="policy")

@@ -79,7 +79,8 @@ def decays(name: str) -> bool:
 
 
 def add_adapter(
-    transformer: Transformer, shape: AdapterShape = AdapterShape()  # noqa: B008
+    transformer: Transformer,
+    shape: AdapterShape = AdapterShape(),  # noqa: B008
 ) -> Transformer:
     """Returns the transformer with such decision adapters, added if needed.
 

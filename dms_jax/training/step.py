@@ -271,10 +271,10 @@ def make_step(
     """Returns the step as a pure function, to be jitted with the state donated.
 
     Its metrics are scalars: `loss` and its parts (`distillation_loss`, `compression_loss`,
-    `lm_loss`, and `supervised_loss` in a stage "supervise"), `evicted` (share of hard decisions to evict), `grad_norm` (before clipping),
-    `visible_keys` (mean number of keys that a token sees), `document_share` (share of the tokens
-    that are not padding) and `skipped` (the loss or the gradient is not finite, so that the step
-    changed neither parameters nor moments).
+    `lm_loss`, and `supervised_loss` in a stage "supervise"), `evicted` (share of hard decisions to
+    evict), `grad_norm` (before clipping), `visible_keys` (mean number of keys that a token sees),
+    `document_share` (share of the tokens that are not padding) and `skipped` (the loss or the
+    gradient is not finite, so that the step changed neither parameters nor moments).
     """
     optimizer = make_optimizer(recipe)
     gradients = make_gradients(rebuild, policy, recipe, rebuild_teacher=rebuild_teacher)

@@ -54,7 +54,7 @@ def simulate(
         for head, row in enumerate(slots):
             scores = [score(own[:, head], late[:, head], j, t, window) for j in row]
             if dense and t == prompt_length - 1 and len(row) > budget:
-                order = sorted(range(len(row)), key=lambda slot: (scores[slot], slot))  # noqa: B023
+                order = sorted(range(len(row)), key=lambda slot: (scores[slot], slot))
                 row[:] = [row[slot] for slot in sorted(order[-budget:])]
             elif not dense and len(row) > budget:
                 victims[head] = row[int(np.argmin(scores))]
