@@ -253,8 +253,8 @@ def check_adapter(policy: Policy, adapter: AdapterShape | None) -> None:
             "Retrofit the model first, or load a checkpoint with adapter tensors."
         )
     raise ConfigError(
-        f"{policy} reads its decisions from {needed}, and this model has {adapter}. Run the policy "
-        "that the model was retrofitted for."
+        f"{policy} reads its decisions from {needed}, and this model has {adapter}, which was made "
+        "for another policy. Run that, or retrofit the model for this one."
     )
 
 

@@ -84,7 +84,7 @@ def importance(
         logs = scores - normaliser - jnp.log(norms.astype(wide))[:, None, None, :, None]
         later = seen & (at[:, None] - keys > seen_as.window)
         logs = jnp.where(later[:, None, None], logs, -jnp.inf)
-        count = total[1] + later.sum(1)
+        count = total[1] + later.sum(1, dtype=jnp.int32)
         if seen_as.reduction == "max":
             return (jnp.maximum(total[0], logs.max(3)), count), None
         return (total[0] + jnp.exp(logs).sum(3), count), None

@@ -91,7 +91,7 @@ def test_an_adapter_must_be_there():
     for policy in (DMS(source="adapter"), KVzap(), KVpop()):
         with pytest.raises(ConfigError, match="which this model does not have"):
             LanguageModel(model_of(2, False)).resolve_policy(policy)
-    with pytest.raises(ConfigError, match=r"hidden=64, .* and this model has .*hidden=0"):
+    with pytest.raises(ConfigError, match=r"hidden=64, .* and this model has .*hidden=0.*made for"):
         LanguageModel(model_of(2, True)).resolve_policy(KVzap())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
