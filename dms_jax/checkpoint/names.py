@@ -183,8 +183,11 @@ EMBEDDING = "model.embed_tokens.weight"
 ADAPTER_MARK = ".self_attn.dms_proj_alpha"
 
 
-def adapter_shape(shapes: Mapping[str, tuple[int, ...]]) -> AdapterShape | None:
-    """Returns the shape of the adapter that a checkpoint's tensors make up; None for none."""
+def adapter_shape(shapes: Mapping[str, tuple[int, ...]], *, qkv_bias: bool) -> AdapterShape | None:
+    """Returns the shape of the adapter that a checkpoint's tensors make up; None for none.
+
+    The biases of a linear adapter are taken for those of a model whose projections have some.
+    """
     if not any(ADAPTER_MARK in name for name in shapes):
         return None
     hidden = (
@@ -193,7 +196,11 @@ def adapter_shape(shapes: Mapping[str, tuple[int, ...]]) -> AdapterShape | None:
         if name.endswith(f"{ADAPTER_MARK}_hidden.bias") and len(shape) == 1
     )
     late = any(name.endswith(f"{ADAPTER_MARK}_late.weight") for name in shapes)
-    return AdapterShape(hidden=next(hidden, 0), late=late)
+    bias = any(name.endswith(f"{ADAPTER_MARK}.bias") for name in shapes)
+    units = next(hidden, 0)
+    return AdapterShape(
+        hidden=units, bias=bias and (bool(units) or late or not qkv_bias), late=late
+    )
 
 
 def is_adapter(pieces: tuple[Piece, ...]) -> bool:

@@ -181,7 +181,7 @@ class Adapter(nnx.Module):
         units = {"adapter": shape.hidden} if shape.hidden else None
         self.hidden = None if units is None else Linear(inputs, units, bias=True, **options)
         inputs = inputs if units is None else units
-        bias = bool(shape.hidden) or config.qkv_bias
+        bias = shape.bias or config.qkv_bias
         self.proj = Linear(inputs, heads, bias=bias, gain=0.0, **options)
         self.late = Linear(inputs, heads, gain=0.0, **options) if shape.late else None
 

@@ -22,7 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.policies.values import FutureAttention
 
-LEVEL = -6.0  # what a scorer whose output is zero predicts
+# A scorer predicts SCALE * output + LEVEL: a tenth of the weights reaches the level of the scores.
+SCALE, LEVEL = 10.0, -6.0
 LEAST = -16.0
 BLOCK = 128  # queries whose weights exist at a time
 
@@ -34,6 +35,14 @@ class Importance:
 
     log: Float[Array, "B K T"]
     known: Bool[Array, "B T"]
+
+
+def predicted(output: Float[Array, "B K T"], level: float = LEVEL) -> Float[Array, "B K T"]:
+    """Returns what a scorer's output says of the logarithm of the importance, in float32 at least.
+
+    # In: [0.0, 0.2]  Out: [-6.0, -4.0]
+    """
+    return SCALE * output.astype(jnp.promote_types(output.dtype, jnp.float32)) + level
 
 
 def importance(

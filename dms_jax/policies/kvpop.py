@@ -1,6 +1,6 @@
 """KVpop (arXiv 2607.05061): a learned score as a token leaves the window, a fixed budget a head.
 
-    score_j = own(x_j) + late(x_{j + window})
+    score_j = 10 (own(x_j) + late(x_{j + window})) - 6
 
 A token is scored when it leaves the window of recent tokens, with what the model knows by then:
 `own` reads the residual stream at the token and `late` at the one that pushes it out. Both are
@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.checks import Whole, require
 from dms_jax.policies.budget import highest
-from dms_jax.policies.importance import LEVEL
+from dms_jax.policies.importance import predicted
 from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import (
     NOT_STORED,
@@ -88,7 +88,7 @@ class KVpop(VictimEviction):
         """The scorer. Budget, window and prefill may change after training."""
         return Retrofit(
             decisions=f"KVpop(hidden={self.hidden})",
-            adapter=AdapterShape(hidden=self.hidden, late=True),
+            adapter=AdapterShape(hidden=self.hidden, bias=True, late=True),
             supervision=FutureAttention(self.window, reduction="mean"),
         )
 
@@ -96,10 +96,9 @@ class KVpop(VictimEviction):
         """Returns what each token says of itself, and of the one that it pushes out."""
         assert tokens.adapter_logits is not None
         assert tokens.late_logits is not None
-        wide = jnp.promote_types(tokens.adapter_logits.dtype, jnp.float32)
         return Decisions(
-            importance=tokens.adapter_logits.astype(wide) + LEVEL,
-            late=tokens.late_logits.astype(wide),
+            importance=predicted(tokens.adapter_logits),
+            late=predicted(tokens.late_logits, level=0.0),
         )
 
     def predictions(self, decisions: Decisions) -> Float[Array, "B K T"]:

@@ -1,9 +1,10 @@
 """KVzap (Jegou and Jeblick, arXiv 2601.07891): a scorer predicts a token's importance.
 
-    log s_j = scorer(x_j)            d_j = 1[log s_j < threshold]
+    log s_j = 10 scorer(x_j) - 6     d_j = 1[log s_j < threshold]
     key j is visible to query i  iff  i - j <= window  or  d_j = 0
 
-The scorer reads the residual stream as DMS's adapter does: one linear map per layer, or two layers
+The factor and the constant are ours: Adam then reaches the level of the scores in a few steps. The
+scorer reads the residual stream as DMS's adapter does: one linear map per layer, or two layers
 with GELU between them. It is regressed (squared error) on the logarithm of the importance that
 attention gives (`importance.py`, "max"), while the model is frozen and nothing is evicted. The
 threshold decides how much is kept, in each head as much as its scores say: heads are uneven, as
@@ -20,12 +21,11 @@ with the logit `threshold - log s_j`.
 
 import dataclasses
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dms_jax.checks import Number, Positive, Whole
 from dms_jax.policies.delayed_eviction import DelayedEviction
-from dms_jax.policies.importance import LEVEL
+from dms_jax.policies.importance import LEVEL, predicted
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
 from dms_jax.policies.values import (
     AdapterShape,
@@ -60,7 +60,7 @@ class KVzap(DelayedEviction):
         return Retrofit(
             possible=True,
             decisions=f"KVzap(hidden={self.hidden})",
-            adapter=AdapterShape(hidden=self.hidden),
+            adapter=AdapterShape(hidden=self.hidden, bias=True),
             supervision=FutureAttention(self.window),
         )
 
@@ -72,9 +72,7 @@ class KVzap(DelayedEviction):
     def decide(self, tokens: Tokens) -> Decisions:
         """Returns the logits, threshold - log s, and the decisions (strictly above 0)."""
         assert tokens.adapter_logits is not None
-        raw = tokens.adapter_logits
-        scores = raw.astype(jnp.promote_types(raw.dtype, jnp.float32)) + LEVEL
-        logits = self.threshold - scores
+        logits = self.threshold - predicted(tokens.adapter_logits)
         return Decisions(logits=logits, marks=logits > 0)
 
     def predictions(self, decisions: Decisions) -> Float[Array, "B K T"]:

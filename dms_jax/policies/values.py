@@ -329,10 +329,12 @@ class AdapterShape:
 
     Attributes:
       hidden: hidden units between the residual stream and the logits; 0 for a linear adapter.
+      bias: whether the logits have a bias although the model's projections have none.
       late: whether each token has a second logit, for the token that leaves the window with it.
     """
 
     hidden: int = 0
+    bias: bool = False
     late: bool = False
 
 

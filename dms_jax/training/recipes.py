@@ -231,7 +231,7 @@ def dms_warm_up(compression_ratio: Number = 8.0, *, share: float = 0.2, **option
     rate = ramp.adapter_learning_rate
     assert rate is not None
     stages = (
-        Stage("supervise", steps, rate),
+        Stage("supervise", steps, rate, final_learning_rate=0.0),
         dataclasses.replace(ramp, steps=ramp.steps - steps),
     )
     return dataclasses.replace(recipe, name="dms_warm_up", stages=stages)

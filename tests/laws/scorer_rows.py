@@ -19,8 +19,10 @@ def outputs(layer: LayerInput) -> tuple[np.ndarray, np.ndarray]:
     x = importance.features(
         layer.residual, weights.adapter_norm, weights.adapter_hidden, layer.epsilon
     )
-    own = weights.adapter(x) + importance.LEVEL
-    return own, np.zeros_like(own) if weights.adapter_late is None else weights.adapter_late(x)
+    own = importance.SCALE * weights.adapter(x) + importance.LEVEL
+    if weights.adapter_late is None:
+        return own, np.zeros_like(own)
+    return own, importance.SCALE * weights.adapter_late(x)
 
 
 def simulate_kvzap(policy: KVzap, layer, prompt_length, page_size):

@@ -5,14 +5,14 @@
 
 a are the softmax weights of full causal attention, x_i the input of the layer's attention. The
 logarithm is bounded below by -16. The scorer: norm, a linear map, or two with GELU (tanh form)
-between them; a zero output means -6.
+between them; the output times 10 and minus 6 is the logarithm.
 """
 
 import numpy as np
 
 from tests.oracles.trace import as_float64, attention_weights, default_scale
 
-LEVEL, LEAST = -6.0, -16.0
+SCALE, LEVEL, LEAST = 10.0, -6.0, -16.0
 
 
 def log_importance(

@@ -10,6 +10,13 @@ from dms_jax.policies import importance
 from dms_jax.policies.values import FutureAttention
 from tests.oracles import importance as oracle
 
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
 LENGTH, KV_HEADS, GROUP, HEAD_DIM, EMBED = 13, 2, 3, 4, 6
 
 

@@ -17,8 +17,6 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from experiments.reproduction.curve.data import Sequences, read_documents, write_documents
 from experiments.reproduction.evictions.plan import (
-    LENGTHS,
-    NEW_TOKENS,
     Config,
     Job,
     Paths,
@@ -125,7 +123,7 @@ class Worker(Queue[Paths]):
             )
             kept = kept_shares(model, fitted, batches)
         answers: dict[str, Any] = {}
-        result = {
+        result: dict[str, Any] = {
             "system": job.system,
             "ratio": job.ratio,
             "kept": kept,
@@ -133,20 +131,21 @@ class Worker(Queue[Paths]):
             "device": jax.devices()[0].device_kind,
             **provenance(),
         }
-        for measure in LENGTHS:
+        policy = system.budgeted(job.ratio, "reasoning") or fitted
+        assert policy is not None
+        result |= {"policy": policy.to_dict(), "text": self.text(model, policy)}
+        for measure in self.config.measures:
             self.check_time()
             policy = system.budgeted(job.ratio, measure) or fitted
-            if measure == "reasoning":
-                result["policy"] = policy.to_dict()
-                result["text"] = self.text(model, policy)
-            answers[measure] = self.answers(model, policy, measure)
+            assert policy is not None
+            part = answers[measure] = self.answers(model, policy, measure)
+            print(f"  {job.name}: {part['accuracy']:.1%} at {part['peak']:.0f}", flush=True)
         write_json(self.paths.result(job.system, job.ratio), result)
-        part = answers["reasoning"]
-        print(f"  {job.name}: {part['accuracy']:.1%} at {part['peak']:.0f} tokens", flush=True)
 
     def _held_out(self) -> list[dict[str, np.ndarray]]:
         """Worked problems of the validation split, in batches of sequences that are packed."""
-        documents = [(np.asarray(ids, np.int32), start) for ids, start in self._worked(400)]
+        worked = self._worked(8 * self.config.problems)[self.config.texts :]
+        documents = [(np.asarray(ids, np.int32), start) for ids, start in worked]
         packed = Sequences(documents, batch_size=8, length=self.config.sequence_length, seed=0)
         return [next(packed) for _ in range(_CALIBRATION_BATCHES)]
 
@@ -191,7 +190,8 @@ class Worker(Queue[Paths]):
             problems=problems,
             chains=chains,
             sampling=dms_jax.Sampling(
-                temperature=config.temperature, max_new_tokens=NEW_TOKENS[measure]
+                temperature=config.temperature,
+                max_new_tokens=config.new_tokens if reasoning else 128,
             ),
             seed=0,
             serving=Serving(lanes=min(config.lanes, problems * chains), page_size=config.page_size),

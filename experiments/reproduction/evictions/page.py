@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from experiments.reproduction.evictions.plan import (
-    LENGTHS,
     RATIOS,
     SYSTEMS,
     VANILLA,
@@ -68,12 +67,12 @@ def compare(results: Results) -> list[dict[str, Any]]:
     for ratio in RATIOS:
         if ratio not in results.get(REFERENCE, {}):
             continue
-        for measure in ("text", *LENGTHS):
+        for measure in ("text", *results[REFERENCE][ratio]["answers"]):
             ((peak, reference),) = points({ratio: results[REFERENCE][ratio]}, measure)
             for name, known in results.items():
                 numbers = None
                 if name == VANILLA:
-                    ((_, numbers),) = points(known, measure)
+                    ((_, numbers),) = points(known, measure)  # at its own tokens
                 elif name != REFERENCE:
                     numbers = at(points(known, measure), peak)
                 if numbers is None:
@@ -162,19 +161,19 @@ def _page(config: Config, results: Results, comparison: list[dict[str, Any]]) ->
         "",
         "## What was measured",
         "",
-        "| system | kept | reasoning, % | peak | reads | retrieval, % | peak | loss, nats | peak |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"| system | kept | {' | '.join(f'{name}, % | peak | reads' for name in config.measures)} "
+        "| loss, nats | peak |",
+        f"|---|---:|{'---:|' * (3 * len(config.measures) + 2)}",
     ]
     for name, known in results.items():
         for ratio, one in known.items():
-            first, second = (one["answers"][measure] for measure in LENGTHS)
-            loss, text = float(np.mean(one["text"]["losses"])), one["text"]
-            lines.append(
-                f"| {SYSTEMS[name].label} | 1/{ratio:g} | {_percent(first)} | "
-                f"{first['peak']:.0f} | {first['reads']:,.0f} | "
-                f"{_percent(second)} | {second['peak']:.0f} | "
-                f"{loss:.4f} | {text['peak']:.0f} |"
-            )
+            parts = (one["answers"][measure] for measure in config.measures)
+            cells = [
+                f"{_percent(part)} | {part['peak']:.0f} | {part['reads']:,.0f}" for part in parts
+            ]
+            loss, peak = float(np.mean(one["text"]["losses"])), one["text"]["peak"]
+            cells.append(f"{loss:.4f} | {peak:.0f}")
+            lines.append(f"| {SYSTEMS[name].label} | 1/{ratio:g} | {' | '.join(cells)} |")
     lines += [
         "",
         "## Against DMS (all weights) at its live tokens",
@@ -182,17 +181,17 @@ def _page(config: Config, results: Results, comparison: list[dict[str, Any]]) ->
         "Points of accuracy, and nats of loss, by which a system is above DMS at DMS's measured "
         "peak, paired by problem; a blank where it was not measured near it.",
         "",
-        "| system | kept | reasoning | retrieval | loss |",
-        "|---|---:|---:|---:|---:|",
+        f"| system | kept | {' | '.join(config.measures)} | loss |",
+        f"|---|---:|{'---:|' * (len(config.measures) + 1)}",
     ]
     found = {(row["system"], row["ratio"], row["measure"]): row for row in comparison}
     for name in results:
         for ratio in RATIOS:
-            row = [found.get((name, ratio, measure)) for measure in (*LENGTHS, "text")]
+            row = [found.get((name, ratio, measure)) for measure in (*config.measures, "text")]
             if any(row):
-                cells = [*(_points(one) for one in row[:2]), _nats(row[2])]
+                cells = [*(_points(one) for one in row[:-1]), _nats(row[-1])]
                 lines.append(f"| {SYSTEMS[name].label} | 1/{ratio:g} | {' | '.join(cells)} |")
-    lines += ["", *_heads(results), *_trainings(config), *_verdicts(found)]
+    lines += ["", *_heads(results), *_trainings(config), *_verdicts(config, found)]
     return "\n".join(lines) + "\n"
 
 
@@ -242,11 +241,13 @@ def _trainings(config: Config) -> list[str]:
     ]
 
 
-def _verdicts(found: dict[tuple[str, float, str], dict[str, Any]]) -> list[str]:
+def _verdicts(config: Config, found: dict[tuple[str, float, str], dict[str, Any]]) -> list[str]:
     """What follows from the numbers alone: whether a system beats DMS at every setting."""
     lines = ["## Verdicts", ""]
     for name, system in SYSTEMS.items():
-        rows = [found.get((name, ratio, measure)) for ratio in RATIOS for measure in LENGTHS]
+        rows = [
+            found.get((name, ratio, measure)) for ratio in RATIOS for measure in config.measures
+        ]
         if name in (VANILLA, REFERENCE) or not all(rows):
             continue
         gaps = [(row["difference"], row["error"]) for row in rows if row is not None]

@@ -24,7 +24,6 @@ WINDOW = 16  # of the reasoner's DMS (the first curve); its sequences are short
 RATIOS = (4.0, 8.0)
 # Tokens of a usual sequence of vanilla's at its end, from which budgets are shares.
 LENGTHS = {"reasoning": 420, "retrieval": 960}
-NEW_TOKENS = {"reasoning": 700, "retrieval": 128}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +67,16 @@ class Config:
     """Of the scorers of KVzap and KVpop."""
     hidden: int = 64
     """Hidden units of these scorers."""
+    measures: tuple[Literal["reasoning", "retrieval"], ...] = ("reasoning", "retrieval")
+    """What is asked."""
     problems: int = 240
     """Reasoning problems, a third of each kind."""
     chains: int = 4
     """Answers to each."""
     retrieval_problems: int = 160
     """Needle and tracking problems, half of each."""
+    new_tokens: int = 700
+    """Longest answer to a reasoning problem."""
     texts: int = 192
     """Worked problems of the validation split whose loss is measured, one token at a time."""
     temperature: float = 0.7
