@@ -64,7 +64,7 @@ def calibrate(
             predicted = np.moveaxis(np.asarray(predicted), 1, 2)  # [L, K, B, T]
             known = np.asarray(known[0])
             if ids is not None:
-                known &= np.asarray(ids) > 0
+                known = known & (np.asarray(ids) > 0)
             scores.append(predicted[:, :, known].ravel())
     everything = np.concatenate(scores) if scores else np.zeros(0)
     if not everything.size:

@@ -177,6 +177,10 @@ def test_calibration_keeps_the_share_that_it_is_asked_for(trained):
     assert kept[1] == 1
     assert abs(kept[2] - 1 / 2) < 0.08
     assert abs(kept[4] - 1 / 4) < 0.08
+    # Documents are packed: what follows in another one, and padding, does not count.
+    ids = np.array([[1] * 20 + [2] * 15 + [0] * 5] * 4)
+    packed = calibrate(model, [batch(0) | {"segment_ids": ids}], compression_ratio=2)
+    assert packed.threshold != calibrate(model, [batch(0)], compression_ratio=2).threshold
     model = dataclasses.replace(model, policy=Vanilla())
     with pytest.raises(ConfigError, match=r"TOVA.*none that it could set"):
         calibrate(model, held_out, compression_ratio=2, policy=TOVA())
