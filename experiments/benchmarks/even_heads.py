@@ -46,7 +46,7 @@ class Config:
 
     out: pathlib.Path = pathlib.Path("runs/even_heads")
     """Folder for even_heads.json and even_heads.md."""
-    shapes: tuple[Shape, ...] = ("qwen3-8b", "llama-3.2-1b")
+    shapes: tuple[Shape, ...] = ("qwen3-8b",)
     """Model shapes, with random weights."""
     batch: int = 32
     """Sequences."""
