@@ -243,7 +243,7 @@ def read_config(root: pathlib.Path) -> Config:
     """The plan that is in a run directory."""
     data: dict[str, Any] = read_json(root / "config.json")
     data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in _FOLDERS}
-    data["systems"] = tuple(data["systems"])
+    data |= {name: tuple(data[name]) for name in ("systems", "measures")}
     return Config(**data)
 
 
