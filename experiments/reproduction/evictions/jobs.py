@@ -224,7 +224,8 @@ def kept_shares(model: LanguageModel, policy: Policy, batches: list[dict]) -> li
         shares(model.transformer, jnp.asarray(one["tokens"]), jnp.asarray(one["segment_ids"]))
         for one in batches
     ]
-    return np.round(1 - np.mean([np.asarray(one) for one in found], axis=0), 4).tolist()
+    kept = 1 - np.mean([np.asarray(one, np.float64) for one in found], axis=0)
+    return np.round(kept, 4).tolist()
 
 
 def worker(root: str, deadline: float) -> None:
