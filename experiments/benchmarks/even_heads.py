@@ -153,7 +153,7 @@ def main(config: Config) -> None:
         model = model_of(shape, jnp.dtype(config.dtype))
         for ratio in config.ratios:
             lengths = forms(config, model, ratio)
-            rows = [
+            rows: list[dict[str, Any]] = [
                 dict(
                     shape=shape,
                     ratio=ratio,

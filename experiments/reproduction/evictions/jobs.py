@@ -74,6 +74,7 @@ class Worker(Queue[Paths]):
 
     def _training(self, job: Job) -> None:
         system = self.systems[job.system]
+        assert system.policy is not None
         recipe = system.make_recipe(self.config)
         folder = self.paths.training(job.system)
         folder.parent.mkdir(parents=True, exist_ok=True)
