@@ -83,4 +83,5 @@ def _predictions(transformer: Transformer, tokens: Any, segment_ids: Any, policy
     result = transformer(
         tokens, policy, segment_ids=segment_ids, relaxation=Relaxation(supervised=True)
     )
+    assert result.supervision is not None
     return result.supervision.predicted, result.supervision.known

@@ -217,9 +217,7 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
         else dms_jax.RandomEviction(window=config.window, rate=evicted)
     )
     runner = filled_runner(config, model, policy, lengths, ratio)
-    start = time.perf_counter()
     seconds, live_reads = time_runner(config, runner, f"ratio{ratio}")
-    compiled = time.perf_counter() - start - seconds * config.chunk * (config.repeats + 1)
     entry = 2 * model.config.head_dim * jnp.dtype(model.dtype).itemsize
     figures = roofline(model, live_reads * entry, rate, seconds)
     pages = int(np.ceil(lengths / 64).sum())
@@ -230,18 +228,11 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
         live_tokens=float(lengths.mean()),
         cache_bytes=pages * 64 * entry,
         largest_batch=largest_batch(model, sequence_bytes),
-        compile_seconds=compiled,
     )
 
 
 def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple[float, float]:
-    """Returns the seconds of a step of a filled cache, and the entries that it reads.
-
-    Args:
-      config: how many steps there are in a program, and how many programs are timed.
-      runner: the cache.
-      profile: name of the trace of the last program, if there is to be one.
-    """
+    """Returns the seconds of a step of a filled cache, and the entries that it reads."""
     tokens = np.zeros(config.batch, np.int32)
     remaining = np.full(config.batch, 10**6, np.int32)
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), config.batch)))

@@ -61,7 +61,6 @@ def test_the_same_neurons_with_other_options_are_no_surprise():
         (DMS(source="adapter"), DMC()),
         (DMS(source="adapter"), Quest(budget=16, over=DMS(source="adapter", shift=0))),
         (DMC(), DMC(importance="uniform")),
-        (DMS(source="adapter"), KVzap(hidden=0)),
     ],
     ids=repr,
 )
