@@ -8,31 +8,37 @@ STAMP  := $(VENV)/installed
 WORKERS ?= 2
 
 # The locked jaxlib is the CPU build. Saying so keeps jax from probing for a TPU through the libtpu
-# that the ahead-of-time tests install. On a GPU: install the extra `cuda`, `make demo JAX_PLATFORMS=cuda`.
+# that the ahead-of-time tests install. On a GPU: `make install EXTRAS=cuda`, `make demo JAX_PLATFORMS=cuda`.
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo check test steady lint format lock install clean
+.PHONY: help demo docs notebooks check test newest steady lint format lock install clean
 
 help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
 	@echo "make check    lint, types and the quickest tests of every room (a minute or so)"
 	@echo "make test     the whole test suite"
+	@echo "make newest   lower the GPU kernels with the newest jax that is supported"
 	@echo "make steady   the suite under other seeds, compilers and threads (hours)"
 	@echo "make lint     formatting, lint and types"
 	@echo "make format   rewrite the sources in the house format"
+	@echo "make notebooks  write colab/*.ipynb from the scripts beside them"
 	@echo "make lock     resolve requirements.lock again (needs uv)"
-	@echo "make install  only make .venv"
+	@echo "make docs     the documentation, into runs/docs"
+	@echo "make install  only make .venv; EXTRAS=cuda adds extras of pyproject.toml"
 	@echo "make clean    remove .venv and the caches"
 
 demo: $(STAMP)
-	$(RUN) -m experiments.demo $(ARGS)
+	$(RUN) -m dms_jax.command_line demo $(ARGS)
 
 check: lint
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q @tests/daily.txt $(ARGS)
 
 test: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+newest: $(STAMP)
+	WORKERS=$(WORKERS) sh .ci/newest
 
 steady: $(STAMP)
 	$(RUN) -m tests.steadiness --workers $(WORKERS) $(ARGS)
@@ -51,10 +57,19 @@ lock:
 	  --generate-hashes --no-header --upgrade --output-file requirements.lock
 
 install: $(STAMP)
+ifneq ($(EXTRAS),)
+	@sh .ci/install $(VENV) $(EXTRAS)
+endif
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --config-file experiments/docs/mkdocs.yml
+
+notebooks: $(STAMP)
+	$(RUN) -m jupytext --sync colab/*.py
 
 $(STAMP): requirements.lock pyproject.toml
 	@sh .ci/install $(VENV)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .jax_cache .pytest_cache .ruff_cache .hypothesis

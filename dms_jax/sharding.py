@@ -6,10 +6,14 @@ shardings of parameters and batches, and everything ragged (caches, kernels) run
 `jax.shard_map`, where the mode makes no difference. The mesh comes from the context
 (`jax.set_mesh`), never from a config.
 
-There are two mesh axes: `data` (sequences; in training also a shard of every parameter, FSDP) and
+There are two mesh axes: `data` (sequences; in training also a shard of every matrix, FSDP) and
 `model` (heads, feed-forward, vocabulary). Attention is split by KV head: queries, keys and values
-are one matrix, grouped by KV head, so if the axis does not divide the KV heads, that matrix and the
-attention over it are replicated, query heads included.
+are one matrix, grouped by KV head. If the axis does not divide the KV heads, decoding replicates
+that matrix and the attention over it; training splits the matrix within the heads, and repeats each
+KV head for equal parts of its query heads.
+
+The gradients of training are computed inside `jax.shard_map` over `data`, where `gather` and
+`scatter` say which collectives there are, and in which type; `model` stays with the partitioner.
 
 Caches, and everything that attention over them takes and returns, are split as their fields
 declare: the class of a state declares the logical axes of each array at its field (`axes`), and
@@ -17,11 +21,13 @@ declare: the class of a state declares the logical axes of each array at its fie
 """
 
 import dataclasses
-import math
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dms_jax.checks import Count, check
@@ -30,16 +36,19 @@ from dms_jax.errors import ConfigError
 DATA = "data"
 MODEL = "model"
 
+# Name of what `gather` returns, for policies of `jax.checkpoint`.
+GATHERED = "gathered"
+
 Rules = Mapping[str, str | None]
 
-# Parameters are gathered layer by layer from their `data` shards (FSDP).
+# Matrices are gathered layer by layer from their `data` shards (FSDP).
 TRAINING_RULES: Rules = {
     "layers": None,
     "embed": DATA,
     "heads": MODEL,
     "kv_heads": MODEL,
     "group": None,
-    "head_dim": None,
+    "head_dim": MODEL,
     "gate_up": None,
     "mlp": MODEL,
     "vocab": MODEL,
@@ -47,7 +56,7 @@ TRAINING_RULES: Rules = {
     "adapter": None,
 }
 # A decode step must not gather parameters, so none is split over `data`.
-DECODING_RULES: Rules = TRAINING_RULES | {"embed": None}
+DECODING_RULES: Rules = TRAINING_RULES | {"embed": None, "head_dim": None}
 # Rows never cross devices, and each device holds the pages of its own rows.
 CACHE_RULES: Mapping[str, tuple[str, ...]] = {
     "layers": (),
@@ -91,33 +100,83 @@ def parameter_sharding(
     """Returns the sharding of a parameter with these logical axes.
 
     A dimension that its mesh axis does not divide is replicated, such as fewer KV heads than
-    devices or a vocabulary of odd size.
+    devices or a vocabulary of odd size. A mesh axis splits the first dimension that it can.
     """
     spec = []
     for name, size in zip(axes, shape, strict=True):
         axis = rules[name]
-        spec.append(axis if axis is not None and size % mesh.shape[axis] == 0 else None)
+        fits = axis is not None and axis not in spec and size % mesh.shape[axis] == 0
+        spec.append(axis if fits else None)
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
-    """Constrains the sharding of `x` on the mesh of the context; the identity without a mesh."""
+    """Constrains the sharding of `x` on the mesh of the context; the identity without a mesh.
+
+    Inside `shard_map` only the axes count that are left to the partitioner.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:
+    if mesh.empty or set(mesh.axis_names) == set(mesh.manual_axes):
         return x
     fitted = (
-        axis if axis is not None and size % mesh.shape[axis] == 0 else None
+        axis if axis not in (None, *mesh.manual_axes) and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(spec, x.shape, strict=True)
     )
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*fitted))
 
 
+def in_shards(name: str) -> bool:
+    """Whether the code is inside `shard_map` over a mesh axis, and sees one shard."""
+    return name in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def gather(shard: jax.Array, axis: int, dtype: Any) -> jax.Array:
+    """Returns a whole array from its shards over `data`, inside `shard_map`, in a type for a pass.
+
+    Its gradient is summed over the devices in at least float32.
+    """
+    return checkpoint_name(_gather(shard, axis, dtype), GATHERED)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(shard, axis, dtype):
+    return jax.lax.all_gather(shard.astype(dtype), DATA, axis=axis, tiled=True)
+
+
+def scatter(array: jax.Array, axis: int) -> jax.Array:
+    """Returns this device's shard of the sum over `data`, in at least float32."""
+    wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    return jax.lax.psum_scatter(wide, DATA, scatter_dimension=axis, tiled=True)
+
+
+def keeps_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """A policy of `jax.checkpoint`: the backward pass computes nothing again but gathers again."""
+    return (
+        primitive.name not in ("all_gather", "custom_vjp_call")
+        and parameters.get("name") != GATHERED
+    )
+
+
+def _gather_forward(shard, axis, dtype):
+    # The backward pass needs only the shard's dtype.
+    return _gather(shard, axis, dtype), jnp.zeros(0, shard.dtype)
+
+
+def _gather_backward(axis, dtype, like, gradient):
+    del dtype
+    return (scatter(gradient, axis).astype(like.dtype),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
 def row_axes(num_sequences: int, num_kv_heads: int) -> tuple[str | None, str | None]:
     """Returns the mesh axes over which rows are split: (for sequences, for KV heads).
 
-    None means that rows are replicated: there is no mesh, or the axis does not divide them.
+    None means that rows are replicated: there is no mesh, or the axis does not divide them, or the
+    code already sees one shard of them.
     """
-    data, model = axis_size(DATA), axis_size(MODEL)
+    data, model = (1 if in_shards(name) else axis_size(name) for name in (DATA, MODEL))
     return (
         DATA if data > 1 and num_sequences % data == 0 else None,
         MODEL if model > 1 and num_kv_heads % model == 0 else None,
@@ -131,7 +190,8 @@ def has_mesh() -> bool:
     must run inside `jax.shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and math.prod(mesh.shape.values()) > 1 and not mesh.manual_axes
+    left = set(mesh.axis_names) - set(mesh.manual_axes)
+    return any(mesh.shape[name] > 1 for name in left)
 
 
 def axes(*names: str) -> dict[str, tuple[str, ...]]:

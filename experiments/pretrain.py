@@ -35,12 +35,12 @@ import numpy as np
 import dms_jax
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import run
 from dms_jax.data.batches import Batch
 from dms_jax.data.mixture import Mixture, MixtureBatches, standard_parts
 from dms_jax.training import held_out_loss
 from experiments.configs.pretrain import Config
-from experiments.shared.command_line import run
-from experiments.shared.reports import make_folder
 
 # Steps that are timed: the first of them compiles, and the last ones count.
 TIMED_STEPS, COUNTED_STEPS = 80, 40

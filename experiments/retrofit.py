@@ -19,12 +19,12 @@ on after a stop.
 import sys
 
 import dms_jax
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import run
 from experiments.configs import self_taught as self_taught_configs
 from experiments.configs.retrofit import PRESETS, Config
 from experiments.configs.self_taught import SelfTaught
 from experiments.self_taught.running import self_taught
-from experiments.shared.command_line import run
-from experiments.shared.reports import make_folder
 
 
 def main(config: Config | SelfTaught) -> None:
@@ -44,7 +44,7 @@ def main(config: Config | SelfTaught) -> None:
         f"{recipe.compression_ratio:g}, {policy}"
     )
     dms_jax.retrofit(
-        dms_jax.load(config.model, mesh=mesh, adapter=config.adapter),
+        dms_jax.load(config.model, mesh=mesh, adapter=config.adapter, for_training=True),
         policy,
         recipe=recipe,
         data=config.make_data(),

@@ -4,16 +4,19 @@ from pallas_kernels.decode import DecodePlan, decode_attention, decode_plan
 from pallas_kernels.fetch import fetch_rows
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.select import select_largest
+from pallas_kernels.serving import Served, serving
 from pallas_kernels.training import retrofit_attention
 from pallas_kernels.update import write_pages
 
 __all__ = [
     "DecodePlan",
+    "Served",
     "decode_attention",
     "decode_plan",
     "fetch_rows",
     "prefill_attention",
     "retrofit_attention",
     "select_largest",
+    "serving",
     "write_pages",
 ]

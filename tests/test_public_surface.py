@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -108,19 +107,6 @@ print(dms_jax.__version__)
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.strip() == "0+checkout", done.stderr[-2000:]
-
-
-def test_the_wheel_holds_both_packages_and_says_that_they_are_typed(tmp_path):
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
-        "dms_jax",
-        "pallas_kernels",
-    }
-    for package in ("dms_jax", "pallas_kernels"):
-        assert f"{package}/py.typed" in names
 
 
 def test_warnings_blame_the_line_of_the_caller(tmp_path):

@@ -1,4 +1,4 @@
-"""What the wheel carries to work on at once: real small models, and text for them.
+"""Real small models, and text for them, to work on at once.
 
 - `path("stories260k")`: a Hugging Face directory of a Llama with 260,032 parameters (MIT).
 - `path("reasoner-11m")`: one with 10,818,880 that works problems out step by step (Apache-2.0).
@@ -7,48 +7,55 @@
   (CDLA-Sharing-1.0).
 - `books("train")`, ...: three disjoint parts of two public-domain novels.
 
-Each lies beside its licence and a README.
+Each lies beside its licence and a README. A checkout has all of them. The wheel carries the first
+model and the first two parts of its stories; `fetch()`, or `dms-jax assets` on a command line,
+gets the others (`fetching.py`).
 """
 
 import gzip
 import pathlib
 
+from dms_jax.assets.fetching import fetch, find, missing
 from dms_jax.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
 
+NAMES = {"books", "reasoner-11m", "reasoner-11m-dms", "stories260k", "tinystories"}
 _BOOKS = ("war_and_peace", "moby_dick")
 # Shares of each book by its paragraphs: fourteen sixteenths to train on, one each to hold out.
 _BOOK_PARTS = {"train": (0, 14), "validation": (14, 15), "test": (15, 16)}
 
 
 def path(name: str) -> pathlib.Path:
-    """Directory of a shipped asset.
+    """Directory of a model or a text.
 
     They are "stories260k", "reasoner-11m", "reasoner-11m-dms", "tinystories" and "books".
 
     Raises:
-        DataError: there is no asset of that name.
+        DataError: there is none of that name, or it did not come with the wheel and was not
+            fetched.
     """
-    root = pathlib.Path(__file__).parent
-    shipped = sorted(entry.name for entry in root.iterdir() if (entry / "README.md").is_file())
-    if name not in shipped:
-        raise DataError(f"no asset is called {name!r}; shipped: {', '.join(shipped)}")
-    return root / name
+    if name not in NAMES:
+        raise DataError(f"no asset is called {name!r}; there are {', '.join(sorted(NAMES))}")
+    place = find(name)
+    if place is None:
+        raise DataError(missing(name))
+    return place
 
 
 def stories(split: str) -> list[str]:
     """Stories of TinyStories: "train" (1 MB), "more" to train on (5.6 MB), "valid" to evaluate.
 
     Raises:
-        DataError: there is no such split.
+        DataError: there is no such split, or it was not fetched.
     """
     if split not in ("train", "more", "valid"):
-        raise DataError(
-            f"TinyStories is shipped in three parts, train, more and valid, not {split!r}"
-        )
+        raise DataError(f"TinyStories has three parts, train, more and valid, not {split!r}")
     if split == "more":
-        text = _unpacked(path("tinystories") / "more.txt.gz")
+        place = find("tinystories", holding="more.txt.gz")
+        if place is None:
+            raise DataError(missing("tinystories"))
+        text = _unpacked(place / "more.txt.gz")
     else:
         text = (path("tinystories") / f"{split}.txt").read_text(encoding="utf-8")
     return [story for part in text.split(SEPARATOR) if (story := part.strip())]
@@ -58,7 +65,7 @@ def books(split: str) -> list[str]:
     """A part of each novel, one paragraph a line: "train", "validation" or "test".
 
     Raises:
-        DataError: there is no such part.
+        DataError: there is no such part, or the books were not fetched.
     """
     if split not in _BOOK_PARTS:
         raise DataError(f"the books have the parts {', '.join(_BOOK_PARTS)}, not {split!r}")
@@ -72,3 +79,6 @@ def books(split: str) -> list[str]:
 
 def _unpacked(file: pathlib.Path) -> str:
     return gzip.decompress(file.read_bytes()).decode("utf-8")
+
+
+__all__ = ["NAMES", "books", "fetch", "path", "stories"]

@@ -135,14 +135,13 @@ class PageAllocator:
           source_of: sequence -> the sequence whose pages it copies; it has as many reserved.
         """
         targets, sources = list(source_of), list(source_of.values())
-        counts = np.zeros_like(self.reserved)
-        counts[:, targets] = self.reserved[:, targets]
-        source_row = np.arange(counts.size).reshape(counts.shape)
-        source_row[:, targets] = source_row[:, sources]
-        rows, columns = _cells(np.zeros_like(counts), counts)
-        table = self.table.reshape(-1, self.table.shape[-1])
-        pairs = np.stack([table[source_row.ravel()[rows], columns], table[rows, columns]])
-        shard = self._shard.ravel()[rows] % self._shards
+        reserved = self.reserved[:, targets]
+        width = int(reserved.max(initial=0))
+        taken = np.arange(width) < reserved[..., None]
+        pairs = np.stack([self.table[:, lanes, :, :width][taken] for lanes in (sources, targets)])
+        if self._shards == 1:
+            return [pairs]
+        shard = np.broadcast_to(self._shard[:, targets, :, None], taken.shape)[taken] % self._shards
         return [pairs[:, shard == number] for number in range(self._shards)]
 
     def table_of_width(self, width: int) -> Int[np.ndarray, "L B K M"]:
@@ -157,6 +156,28 @@ class PageAllocator:
     def _widen(self, width: int) -> None:
         if width > self.table.shape[-1]:
             self.table = np.array(self.table_of_width(max(width, 2 * self.table.shape[-1])))
+
+
+def few_widths(widest: int, most: int) -> int:
+    """Returns the narrowest of a few widths for rows of `widest` pages: 16, 64, 256, ..., `most`.
+
+    Rows of more pages than that, which were not planned, take powers of two.
+    """
+    if widest > most:
+        return 1 << (widest - 1).bit_length()
+    width = 16
+    while width < widest:
+        width *= 4
+    return most if 2 * width >= most else width
+
+
+def few_sizes(pages: int) -> int:
+    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ... to keep the number of compiled shapes small.
+
+    # In: 5, 7, 9, 100  Out: 6, 8, 12, 128
+    """
+    power = 1 << max(pages - 1, 0).bit_length()
+    return 3 * power // 4 if pages <= 3 * power // 4 else power
 
 
 def _cells(

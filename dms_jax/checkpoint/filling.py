@@ -34,6 +34,7 @@ def fill(
     dtype: Any,
     adapter_dtype: Any,
     mesh: jax.sharding.Mesh | None,
+    rules: sharding.Rules,
 ) -> Transformer:
     """Build the model of a config and read its parameters.
 
@@ -44,6 +45,7 @@ def fill(
         dtype: type of the parameters; None keeps what the files hold.
         adapter_dtype: type of the adapter's parameters; None keeps what the files hold.
         mesh: devices over which to place the parameters; None takes the default device.
+        rules: which mesh axes split them.
 
     Raises:
         CheckpointError: the tensors do not fit the config, or cannot be read.
@@ -62,7 +64,7 @@ def fill(
             place=None
             if mesh is None
             else sharding.parameter_sharding(
-                mesh, param.get_metadata("axes"), param.get_value().shape
+                mesh, param.get_metadata("axes"), param.get_value().shape, rules
             ),
         )
         filled.append((path, param.replace(value)))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dms_jax import sharding
 from dms_jax.checkpoint.adapter import attach, read_adapter
 from dms_jax.checkpoint.contents import find_checkpoint, read_checkpoint
 from dms_jax.checkpoint.filling import fill
@@ -28,6 +29,7 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     adapter: str | pathlib.Path | None = None,
     merge: bool = False,
+    for_training: bool = False,
 ) -> LanguageModel:
     """Load a checkpoint.
 
@@ -44,6 +46,8 @@ def load(
             beside the weights, as PEFT does: the model can then be trained further, and its adapter
             saved again. True does as PEFT's `merge_and_unload`, and spares eight small products a
             layer; without low-rank updates it changes nothing.
+        for_training: whether the mesh's `data` axis splits the parameters too, as training keeps
+            them, so that no device holds the whole model. `model.place()` places them for decoding.
 
     Returns:
         the model, with its tokenizer (None if there is none) and the policy that its config
@@ -56,6 +60,7 @@ def load(
     """
     dtype = _check_dtype(dtype)
     merge = check("load: merge", merge, bool)
+    for_training = check("load: for_training", for_training, bool)
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ConfigError(f"mesh must come from dms_jax.make_mesh, got {mesh!r:.80}")
     place = find_checkpoint(path)
@@ -73,6 +78,7 @@ def load(
         dtype=dtype,
         adapter_dtype=dtype if adapter is None else None,
         mesh=mesh,
+        rules=sharding.TRAINING_RULES if for_training else sharding.DECODING_RULES,
     )
     if found is not None and found.low_rank is not None:
         transformer = attach_factors(transformer, found.low_rank, found.weights, mesh)

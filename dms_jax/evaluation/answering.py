@@ -89,7 +89,7 @@ def answer(
             else:
                 wave.append(request)
         if wave:
-            engine.serve(wave, sampling, on_tokens)
+            engine.serve(wave, sampling, on_tokens, streaming=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.evaluating import SAMPLING
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point, Stopped
 from dms_jax.evaluation.journal import model_mark, write_files
-from dms_jax.evaluation.prompting import Chat
+from dms_jax.evaluation.prompting import Chat, answer_limit
 from dms_jax.evaluation.samples import Sample
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.traces import Answer, cut, depends_on_length
@@ -93,7 +93,8 @@ def hyperscale(
       progress: whether to show a progress bar for each run on standard error.
 
     Raises:
-      ConfigError: an argument or a policy does not fit.
+      ConfigError: an argument or a policy does not fit, or the longest answers do not fit into the
+        positions that a model has.
       DataError: a prompt leaves no room for an answer, there are too few problems, or `out` cannot
         be written or holds answers of other settings.
       CapacityError: the memory does not hold a single sequence.
@@ -120,6 +121,7 @@ def hyperscale(
         out=_folder(out),
         progress=check("hyperscale: progress", progress, bool),
     )
+    plan.check_lengths()
     points: list[Point] = []
     try:
         try:
@@ -163,6 +165,27 @@ class Plan:
     stop_decided: bool
     out: pathlib.Path | None
     progress: bool
+
+    def check_lengths(self) -> None:
+        """Makes sure that no answer is cut off by the end of a model's positions.
+
+        Raises:
+          ConfigError: the longest answers do not fit beside the longest prompt.
+        """
+        longest = self.lengths[-1]
+        sampling = dataclasses.replace(self.sampling, max_new_tokens=longest)
+        whole: list[int | None] = [None] * len(self.questions.tasks)
+        for model in {id(system.model): system.model for system in self.systems}.values():
+            requests = self.questions.requests(model, sampling, chains=1, seed=0, max_lengths=whole)
+            pairs = zip(requests, self.questions.problems, strict=True)
+            positions = model.config.max_position_embeddings
+            if any(each.max_new_tokens < answer_limit(own, longest) for each, own in pairs):
+                prompt = max(len(request.prompt) for request in requests)
+                raise ConfigError(
+                    f"hyperscale: answers of {longest} tokens do not fit beside a prompt of "
+                    f"{prompt} into a model's {positions} positions, and would be cut off. Give "
+                    f"lengths of at most {positions - prompt}."
+                )
 
     def points(self, system: Resolved) -> Iterator[Point]:
         """Runs a system, and yields its points as they are finished."""

@@ -38,7 +38,8 @@ class Journal:
       answers: the answers that the folder held already, by problem and chain.
 
     Raises:
-      DataError: the folder cannot be written, or holds the answers of other settings.
+      DataError: the folder cannot be written, another run is writing there, or it holds the answers
+        of other settings.
     """
 
     def __init__(self, folder: str | pathlib.Path, settings: Mapping[str, Any]):
@@ -46,22 +47,27 @@ class Journal:
         settings = json.loads(json.dumps(settings))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            lines = self._path.read_text("utf-8").split("\n") if self._path.exists() else []
-            whole = lines[:-1]  # an incomplete last line was interrupted
-            self.answers = self._read(whole, settings) if whole else {}
-            start = sum(len(line.encode()) + 1 for line in whole)
-            self._file: io.BufferedRandom = self._path.open("r+b" if lines else "w+b")
-            self._file.truncate(start)
-            self._file.seek(start)
+            self._file: io.BufferedRandom = self._path.open("a+b")
         except OSError as error:
             raise _not_written(self._path, error) from error
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self._path} is not the text of an evaluation ({error}). Name another folder, or "
-                "remove the file."
-            ) from error
-        if not whole:
-            self._write({"settings": settings})
+        try:
+            _lock(self._file, self._path)
+            self._file.seek(0)
+            whole = self._file.read().decode().split("\n")[:-1]  # a last line may be incomplete
+            self.answers = self._read(whole, settings) if whole else {}
+            self._file.truncate(sum(len(line.encode()) + 1 for line in whole))
+            if not whole:
+                self._write({"settings": settings})
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise _not_written(self._path, error) from error
+            if isinstance(error, UnicodeDecodeError):
+                raise DataError(
+                    f"{self._path} is not the text of an evaluation ({error}). Name another "
+                    "folder, or remove the file."
+                ) from error
+            raise
 
     def add(self, problem: int, chain: int, answer: Answer) -> None:
         """Writes an answer and flushes the file.
@@ -113,6 +119,24 @@ class Journal:
                     "another folder, or remove the file."
                 )
         return answers
+
+
+def _lock(file: io.BufferedRandom, path: pathlib.Path) -> None:
+    """Keeps a file for this run until it is closed, where the system can.
+
+    Raises:
+      DataError: another run has it.
+    """
+    try:
+        import fcntl  # not on Windows
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DataError(
+            f"Another run is writing {path}. Wait for its end, or name another `out`."
+        ) from error
+    except (ImportError, OSError):  # some file systems have no locks
+        pass
 
 
 def write_files(folder: pathlib.Path, contents: Mapping[str, str]) -> None:

@@ -93,10 +93,16 @@ def prompt_text(
     return text + prefix
 
 
+def answer_limit(problem: Problem, most: int) -> int:
+    """The longest answer that a problem allows, of at most so many tokens."""
+    limit = problem.answer_tokens if isinstance(problem, PrefilledProblem) else None
+    return most if limit is None else min(limit, most)
+
+
 def limit_answer(request: Request, problem: Problem) -> None:
     """Shortens the longest answer of a request to what its problem allows."""
-    limit = problem.answer_tokens if isinstance(problem, PrefilledProblem) else None
-    if limit is not None and limit < request.max_new_tokens:
+    limit = answer_limit(problem, request.max_new_tokens)
+    if limit < request.max_new_tokens:
         request.max_length -= request.max_new_tokens - limit
         request.max_new_tokens = limit
 

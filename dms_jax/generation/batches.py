@@ -1,16 +1,64 @@
 """The batch of one compiled chunk: which lanes take part, with which tokens, and the result.
 
-A batch has b entries: one for each lane if lanes are fixed (on a mesh), otherwise one for each lane
-that has tokens, rounded up to a power of two. The remaining entries belong to no lane.
+A batch has b entries: one for each lane if lanes are fixed (on a mesh), otherwise at least one for
+each lane that has tokens. The remaining entries belong to no lane.
+
+Every shape is a program to compile, so prompts of any number and length run in a few of them:
+
+    8192 tokens in a program, chunks of 512 tokens, 256 lanes
+    entries x width      16 x 512   2 x 512   64 x 128   8 x 128   256 x 32   32 x 32
 """
 
 import dataclasses
+import functools
 from collections.abc import Container, Mapping
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from dms_jax.generation.programs import bucket
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """The shapes in which an engine reads prompts.
+
+    Attributes:
+      widths: numbers of tokens of an entry, the largest first.
+      tokens: the most tokens of a program, unless a single entry has more.
+      num_lanes: number of lanes, and the most entries of a program.
+    """
+
+    widths: tuple[int, ...]
+    tokens: int
+    num_lanes: int
+
+    @classmethod
+    def of(cls, chunk: int, tokens: int, num_lanes: int) -> "Shapes":
+        """Returns the shapes for prompts in chunks of at most `chunk` tokens."""
+        narrow = tuple(width for width in (chunk // 4, chunk // 16) if width >= _NARROWEST)
+        return cls((chunk, *narrow), tokens, num_lanes)
+
+    def next_batch(self, left: Mapping[Any, int]) -> tuple[list[Any], int, int]:
+        """Returns the lanes that run next, and the width and the entries of their program.
+
+        Args:
+          left: lane -> number of its tokens that have not run.
+        """
+        width_of = {lane: self._width(count) for lane, count in left.items()}
+        width = max(width_of.values())
+        lanes = [lane for lane, own in width_of.items() if own == width]
+        most = min(max(1, self.tokens // width), self.num_lanes)
+        few = max(1, most // 8)
+        entries = most if len(lanes) > most // 2 else few
+        return lanes[:entries], width, entries
+
+    def _width(self, count: int) -> int:
+        """Returns the narrowest width of which two hold the tokens."""
+        return next((width for width in self.widths[::-1] if count <= 2 * width), self.widths[0])
+
+
+# Narrower programs would take as long: they read the weights.
+_NARROWEST = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +85,26 @@ class Extended:
     Attributes:
       hidden: [b, E] on the device, the hidden state of each entry's last token.
       lanes: Int[b], the lane of each entry; a number beyond the last lane means none.
-      live: lane -> live slots, summed over its L * K rows, after each of its tokens.
+      counts: Int[b], the number of tokens of each entry.
+      totals: Int[b, T] on the device, live slots after each token, summed over L * K rows.
       held: lane -> slots held at once, summed likewise, if the tokens ran in one pass; 0 if they
         ran one by one.
     """
 
     hidden: Array
     lanes: np.ndarray
-    live: dict[int, np.ndarray]
+    counts: np.ndarray
+    totals: Array
     held: dict[int, int]
+
+    @functools.cached_property
+    def live(self) -> dict[int, np.ndarray]:
+        """Live slots by lane, after each of its tokens; waits for the program."""
+        totals = np.asarray(self.totals)
+        return {
+            int(self.lanes[row]): totals[row, : self.counts[row]]
+            for row in np.flatnonzero(self.counts)
+        }
 
 
 def build_batch(
@@ -53,6 +112,7 @@ def build_batch(
     *,
     num_lanes: int,
     width: int,
+    entries: int,
     fixed_lanes: bool,
     ends_prompt: Container[int],
 ) -> ChunkBatch:
@@ -62,13 +122,14 @@ def build_batch(
       tokens: lane -> up to `width` token ids.
       num_lanes: number of lanes (B).
       width: number of tokens of the compiled chunk (T).
+      entries: number of entries (b) unless lanes are fixed.
       fixed_lanes: whether every lane has an entry of its own.
       ends_prompt: lanes whose prompt the tokens complete.
     """
     if fixed_lanes:
         lanes = np.arange(num_lanes, dtype=np.int32)
     else:
-        lanes = np.full(min(bucket(len(tokens)), num_lanes), num_lanes, np.int32)
+        lanes = np.full(entries, num_lanes, np.int32)
         lanes[: len(tokens)] = sorted(tokens)
     batch = np.zeros((len(lanes), width), np.int32)
     counts = np.zeros(len(lanes), np.int32)

@@ -1,12 +1,16 @@
 """The scheduler: which sequences are in the cache, and what runs next.
 
-A request waits, is admitted to a lane when the pool can hold the first chunk of its prompt, is
+A request waits, is admitted to a lane when the pool can hold what its prompt takes at least, is
 prefilled in chunks, and decodes in chunks until it ends. Of equal prompts that are admitted
 together one is prefilled, and copied to the lanes of the others as far as the pool holds them.
 
 The pages that a chunk may need are reserved before it runs. If they do not fit, the youngest
 running request is preempted: it returns to the queue with its tokens and is recomputed later, the
 prompt as a prompt and the answer as an answer, so that every policy decides as it did before.
+
+Programs are launched before the results of those before them are read, as far as nobody waits for
+these: prompts, the first tokens after them, and a chunk of steps. What is not needed to launch the
+next ones is done on the host meanwhile: texts of requests that ended, and records of prompts.
 """
 
 import collections
@@ -14,24 +18,25 @@ import threading
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Unpack
 
-import jax
 import numpy as np
 
+from dms_jax import compilation
 from dms_jax.checks import Whole, check, show_options
-from dms_jax.errors import CapacityError, ConfigError
+from dms_jax.errors import ConfigError
 from dms_jax.generation import sharing
+from dms_jax.generation.batches import Shapes
 from dms_jax.generation.calls import keep_finished, unless_busy
-from dms_jax.generation.memory import out_of_memory, pool_pages
+from dms_jax.generation.launched import Launched
+from dms_jax.generation.memory import fits_device, pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
-from dms_jax.generation.programs import Steps, bucket, request_keys
+from dms_jax.generation.programs import bucket, request_keys
 from dms_jax.generation.prompts import check_call, check_list, encode_prompt
-from dms_jax.generation.reporting import Reporter
+from dms_jax.generation.reporting import Reporter, record_steps
 from dms_jax.generation.requests import (
     Completion,
     OnTokens,
     Prompt,
     Request,
-    check_finite,
     completion_of,
     finished,
     make_requests,
@@ -40,6 +45,7 @@ from dms_jax.generation.room import Room
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
 from dms_jax.generation.text import TextTracker
+from dms_jax.generation.warming import compile_first
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
@@ -74,6 +80,7 @@ class Engine:
         **options: Unpack[EngineKeywords],
     ):
         check_model(model)
+        compilation.prepare()
         self.options = EngineOptions(num_lanes, max_tokens, memory, chunk, **options)
         num_lanes, page_size = self.options.num_lanes, self.options.page_size
         self.model, self.policy = model, model.resolve_policy(policy)
@@ -94,16 +101,20 @@ class Engine:
                 kv_dtype=self.options.kv_dtype,
             ),
             page_size=page_size,
+            max_tokens=max_tokens,
             table_width=self.options.table_width,
             kv_dtype=self.options.kv_dtype,
         )
         self._room = Room(self.runner, self.chunk, self.options.prefill_chunk)
+        longest = min(self.options.prefill_chunk, max(8, bucket(max_tokens)))
+        self._shapes = Shapes.of(longest, self.options.prefill_tokens, num_lanes)
         self._lock = threading.Lock()
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
         self._bases: set[int] = set()  # lanes whose sequences requests continue in copies
         self._cancelled: set[int] = set()  # indices of requests to end early
-        self._keys = np.zeros((num_lanes, *request_keys([0], [0]).shape[1:]), np.uint32)
-        self._last_tokens = np.zeros(num_lanes, np.int32)
+        self._keys = np.zeros_like(request_keys([0] * num_lanes, [0] * num_lanes))
+        self._launched = Launched(self.runner)
+        self._compiled: set[Hashable] = set()  # see `compile_first`
 
     # -- public -----------------------------------------------------------------------------------
 
@@ -132,8 +143,10 @@ class Engine:
         call, are ignored.
 
         Raises:
-          ConfigError: an index is not a whole number.
+          ConfigError: there is no sequence of indices, or one is not a whole number.
         """
+        if not isinstance(indices, Iterable):
+            check("cancel: indices", indices, Sequence[Whole])
         self._cancelled.update(check("cancel: index", index, Whole) for index in indices)
 
     # -- the loop ---------------------------------------------------------------------------------
@@ -145,8 +158,11 @@ class Engine:
         on_tokens: OnTokens | None = None,
         *,
         keep: bool = False,
+        streaming: bool = True,
     ) -> list[Completion]:
         """Runs requests to their end; with `keep` they stay in the cache (for a conversation).
+
+        Without `streaming` the updates have no text, which is made once, when a request has ended.
 
         Any exception that stops it, an interrupt included, leaves the engine usable and has the
         completions of the requests that had ended: `error.finished` is {index: Completion}.
@@ -162,9 +178,9 @@ class Engine:
                 "tokenizer. Leave them out, or end at a token (generation.eos_token_ids)."
             )
         done = keep_finished(lambda: finished(requests, sampling))
-        with done, unless_busy(self._lock, "The engine"):
+        with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests, sampling)
-            self._run(requests, sampling, on_tokens, keep=keep)
+            self._run(requests, sampling, on_tokens, keep=keep, streaming=streaming)
             completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
         return completions
 
@@ -186,34 +202,43 @@ class Engine:
         on_tokens: OnTokens | None,
         *,
         keep: bool,
+        streaming: bool,
     ) -> None:
         tracker = TextTracker(
             self.model.tokenizer,
             sampling.stop_strings,
             self.model.generation.eos_token_ids,
-            streaming=on_tokens is not None,
+            streaming=streaming and on_tokens is not None,
         )
         self._cancelled.clear()
+        self._launched = Launched(self.runner)
         reporter = Reporter(self.runner, tracker, on_tokens, keep, self._cancelled)
+        # Updates and stop strings are looked at before the next chunk, and so are first tokens.
+        awaited = on_tokens is not None or bool(sampling.stop_strings)
         # Stop strings are found between chunks; a conversation must not cache tokens after one.
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
         waiting, self._running = collections.deque(requests), {}
         self._bases = {request.base for request in requests if request.base is not None}
+        room = fits_device(
+            "The device ran out of memory while generating. Give the cache less (memory=), or use "
+            "fewer lanes or a smaller prefill_chunk."
+        )
+        rule, end_tokens = sampling.filter, self.model.generation.eos_token_ids
+        compiled = (rule, num_steps, end_tokens, self._compiled)
         try:
-            with self.runner.working():
+            with room, self.runner.working():
+                if not any(request.seen or request.before for request in requests):
+                    compile_first(self.runner, self._shapes, requests, *compiled)
                 while waiting or self._running:
                     self._admit(waiting, sampling)
-                    reporter.report(self._running, waiting)
-                    if self._running:
-                        self._decode_chunk(waiting, sampling, num_steps)
+                    if awaited:
+                        self._launched.read()
                         reporter.report(self._running, waiting)
-        except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            raise CapacityError(
-                "The device ran out of memory while generating. Give the cache less (memory=), or "
-                "use fewer lanes or a smaller prefill_chunk."
-            ) from error
+                    if self._running:
+                        self._decode_chunk(waiting, sampling, num_steps, tracker)
+                        reporter.report(self._running, waiting)
+        finally:
+            tracker.finish()
 
     def _admit(self, waiting: collections.deque[Request], sampling: Sampling) -> None:
         """Moves waiting requests into free lanes and prefills them."""
@@ -256,19 +281,19 @@ class Engine:
         keys = request_keys(
             [request.seed for request in started.values()],
             [request.copy for request in started.values()],
+            len(self._keys),
         )
         self._keys[list(started)] = keys
         self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
         if continued:
             sharing.fork(self.runner, continued)
-        self._prefill(prompts, waiting, sampling, source_of)
+        self._prefill(prompts, waiting, prompt=True)
         answers = {lane: tokens for lane, tokens in answers.items() if lane in self._running}
         if answers:
-            self._prefill(answers, waiting, sampling, None)
+            self._prefill(answers, waiting, prompt=False)
+        read_in = {lane: source_of.get(lane, lane) for lane in started if lane in self._running}
+        self._launched.draw_first(read_in, self._running, self._keys, sampling.filter)
         self._fork(source_of, waiting)
-        for lane in started:
-            if lane in self._running:
-                self._last_tokens[lane] = self._running[lane].generated[-1]
 
     def _fork(self, source_of: dict[int, int], waiting: collections.deque[Request]) -> None:
         """Copies prompts to the lanes that share them, as far as they fit beside the next chunk."""
@@ -292,61 +317,41 @@ class Engine:
         self,
         todo: dict[int, list[int]],
         waiting: collections.deque[Request],
-        sampling: Sampling,
-        source_of: dict[int, int] | None,
+        *,
+        prompt: bool,
     ) -> None:
-        """Runs tokens of several lanes through the cache and draws the tokens after prompts.
+        """Runs tokens of several lanes through the cache.
 
         Args:
           todo: lane -> its tokens.
           waiting: the queue to which preempted requests return.
-          sampling: how tokens are drawn.
-          source_of: lane -> the lane that reads its prompt for it; None if these are no prompts.
+          prompt: whether the tokens are those of prompts.
         """
-        runner, prompt = self.runner, source_of is not None
-        width = min(self.options.prefill_chunk, max(8, bucket(max(map(len, todo.values())))))
-        done = dict.fromkeys(todo, 0)
-        while True:
-            unfinished = [
-                lane
-                for lane, start in done.items()
-                if start < len(todo[lane]) and lane in self._running  # others were preempted
-            ]
-            if not unfinished:
-                break
+        runner, done = self.runner, dict.fromkeys(todo, 0)
+        while left := {
+            lane: len(todo[lane]) - start
+            for lane, start in done.items()
+            if start < len(todo[lane]) and lane in self._running  # others were preempted
+        }:
+            lanes, width, entries = self._shapes.next_batch(left)
             parts = {
                 lane: np.asarray(todo[lane][done[lane] : done[lane] + width], np.int32)
-                for lane in unfinished[: max(1, self.options.prefill_tokens // width)]
+                for lane in lanes
             }
             extra = np.zeros(len(runner.seen), np.int64)
             for lane, part in parts.items():
                 extra[lane] = len(part)
             if not self._reserve_or_preempt(extra, waiting, prompt=prompt):
                 continue
-            ends = [lane for lane in parts if prompt and done[lane] + width >= len(todo[lane])]
-            extended = runner.extend(parts, width=width, prompt=prompt, ends_prompt=ends)
+            ends = [lane for lane in parts if prompt and left[lane] <= width]
+            extended = runner.extend(
+                parts, width=width, entries=entries, prompt=prompt, ends_prompt=ends
+            )
             for lane, part in parts.items():
                 done[lane] += len(part)
-                meter = self._running[lane].meter
-                meter.add(extended.live[lane], held=extended.held[lane])
-                meter.prefilled += len(part)
             self._record_peak_bytes()
             runner.trim()
-            drawing = {lane: lane for lane in ends if not self._running[lane].generated}
-            drawing |= {
-                lane: source
-                for lane, source in (source_of or {}).items()
-                if source in ends and lane in self._running and not self._running[lane].generated
-            }
-            if drawing:
-                drawn = sharing.first_tokens(runner, extended, drawing, self._keys, sampling.filter)
-                for lane, (token, logprob) in drawn.items():
-                    request = self._running[lane]
-                    check_finite(request, logprob)
-                    request.generated.append(token)
-                    request.logprobs.append(logprob)
-                    if drawing[lane] != lane:
-                        request.meter.fork(self._running[drawing[lane]].meter)
+            self._launched.prompts(extended, {lane: self._running[lane] for lane in parts})
 
     def _reserve_or_preempt(
         self, extra: np.ndarray, waiting: collections.deque[Request], *, prompt: bool
@@ -357,6 +362,7 @@ class Engine:
             youngest = next(reversed(self._running))
             if len(self._running) == 1:
                 raise self._room.too_small(self._running[youngest], "the sequence to its end")
+            self._launched.read()
             request = self._running.pop(youngest)
             request.slots = self.runner.lengths[:, youngest].copy()
             waiting.appendleft(request)
@@ -366,39 +372,41 @@ class Engine:
         return len(self._running) == before
 
     def _decode_chunk(
-        self, waiting: collections.deque[Request], sampling: Sampling, num_steps: int
+        self,
+        waiting: collections.deque[Request],
+        sampling: Sampling,
+        num_steps: int,
+        tracker: TextTracker,
     ) -> None:
-        extra = np.zeros(len(self.runner.seen), np.int64)
-        for lane, request in self._running.items():
-            extra[lane] = min(num_steps, request.remaining)
-        self._reserve_or_preempt(extra, waiting, prompt=False)
+        """Runs a chunk of steps; unread results are read and texts are finished meanwhile."""
         remaining = np.zeros(len(self.runner.seen), np.int32)
         for lane, request in self._running.items():
-            remaining[lane] = request.remaining
+            remaining[lane] = request.remaining - (lane in self._launched.drawn)
+        self._reserve_or_preempt(
+            np.minimum(remaining, num_steps).astype(np.int64), waiting, prompt=False
+        )
+        idle = [lane for lane in range(len(remaining)) if lane not in self._running]
+        remaining[idle] = 0
         self._record_peak_bytes()
+
+        def meanwhile() -> None:
+            self._launched.read()
+            tracker.finish()
+
+        if not remaining.any():  # first tokens were all that was asked for
+            meanwhile()
+            return
         steps = self.runner.decode(
-            self._last_tokens,
+            self._launched.last_tokens,
             remaining,
             self._keys,
             sampling.filter,
             num_steps=num_steps,
             end_tokens=self.model.generation.eos_token_ids,
+            meanwhile=meanwhile,
         )
-        self._record_steps(steps)
-
-    def _record_steps(self, steps: Steps) -> None:
-        """Adds the steps of a chunk to the running requests; a lane ran the first few of them."""
-        counts = steps.ran.sum(0).tolist()
-        fields = (steps.tokens, steps.logprobs, steps.live, steps.reads)
-        tokens, logprobs, live, reads = (field.T.tolist() for field in fields)
-        for lane, request in self._running.items():
-            count = counts[lane]
-            check_finite(request, steps.logprobs[:count, lane])
-            request.generated += tokens[lane][:count]
-            request.logprobs += logprobs[lane][:count]
-            request.live += live[lane][:count]
-            request.reads += reads[lane][:count]
-            self._last_tokens[lane] = request.generated[-1]
+        self._launched.decoded(steps.tokens[-1])
+        record_steps(steps, self._running)
 
     def _record_peak_bytes(self) -> None:
         held = self.runner.cache_bytes()

@@ -5,11 +5,12 @@ live slots of T tokens = (w + 1) + (1 - f)(T - w - 1)     with a fraction f evic
 time of a step >= max(bytes read / bandwidth, operations / peak)        (DMS paper, eq. 6)
 """
 
+import contextlib
 import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dms_jax import sharding
+from dms_jax.cache.pages import few_sizes
 from dms_jax.checks import Count, CountOnDevice, Positive, Ratio, check, show
 from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES, Device
@@ -196,7 +198,7 @@ def pool_pages(
     # Prompts that are cut afterwards are in the pool in full until then.
     limit = policy.footprint(max_tokens, page_size=page_size).at_most
     slots = max_tokens if limit is None or policy.shrinks else min(limit, max_tokens)
-    needed = num_lanes * rows * _few_sizes(math.ceil(slots / page_size))
+    needed = num_lanes * rows * few_sizes(math.ceil(slots / page_size))
     free, total = (shards * size for size in _device_memory(model))
     beside = num_lanes * lane_bytes(config, max_tokens, page_size)
     if beside > free:
@@ -231,11 +233,22 @@ def pool_pages(
 def lane_bytes(config: ModelConfig, max_tokens: int, page_size: int) -> int:
     """Returns a lower bound on the bytes of a lane besides its pages and the policy's state.
 
-    These are three copies of the logits for sampling (computed, filtered, sorted) in float32, and
+    These are three copies of the logits for sampling (computed, scaled, filtered) in float32, and
     for each row its length, its reserved pages and its part of the page table on the host.
     """
     rows = config.num_layers * config.num_kv_heads
     return 3 * 4 * config.vocab_size + rows * (8 + 4 + 4 * math.ceil(max_tokens / page_size))
+
+
+@contextlib.contextmanager
+def fits_device(otherwise: str) -> Iterator[None]:
+    """A context whose errors of allocation on the device become CapacityError("otherwise")."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise CapacityError(otherwise) from error
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -245,15 +258,6 @@ def out_of_memory(error: BaseException) -> bool:
 
 def _gigabytes(size: float | int) -> str:
     return f"{size / 1e9:.4g} GB"
-
-
-def _few_sizes(pages: int) -> int:
-    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ... to keep the number of compiled shapes small.
-
-    # In: 5, 7, 9, 100  Out: 6, 8, 12, 128
-    """
-    power = 1 << max(pages - 1, 0).bit_length()
-    return 3 * power // 4 if pages <= 3 * power // 4 else power
 
 
 def _device_memory(model: LanguageModel) -> tuple[float, float]:

@@ -33,10 +33,12 @@ class EngineOptions(Options):
         within the free memory.
       chunk: decode steps per compiled program; no more than `max_tokens` make sense.
       page_size: slots per page.
-      prefill_chunk: prompt tokens of one sequence per compiled program.
-      prefill_tokens: prompt tokens of all sequences together per compiled program.
-      table_width: pages per row in the compiled page table. None lets it grow by powers of two,
-        which saves a CPU work and costs an accelerator one compilation for each width.
+      prefill_chunk: prompt tokens of one sequence per compiled program; shorter prompts have
+        programs of a quarter and a sixteenth.
+      prefill_tokens: prompt tokens of all sequences together per compiled program; a few prompts
+        have programs of an eighth.
+      table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...
+        pages, up to what `max_tokens` need, with one compilation for each width.
       kv_dtype: "float8_e4m3" stores keys and values in 8 bits; None uses the model's dtype.
     """
 

@@ -29,11 +29,13 @@ class Steps:
     """The results of C decode steps of B lanes.
 
     Device arrays inside a program, NumPy arrays outside. `ran` marks the steps that each lane
-    took; `live` and `reads` are totals over its L * K rows.
+    took; `live` and `reads` are totals over its L * K rows. Log-probabilities are None unless they
+    are asked for; `finite` says whether the logits were numbers.
     """
 
     tokens: Any  # Int[C, B]
-    logprobs: Any  # Float[C, B]
+    logprobs: Any  # Float[C, B] | None
+    finite: Any  # Bool[C, B]
     ran: Any  # Bool[C, B]
     live: Any  # Int[C, B]
     reads: Any  # Int[C, B]
@@ -102,10 +104,11 @@ def bucket(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def request_keys(seeds: Sequence[int], copies: Sequence[int]) -> UInt32[np.ndarray, "b n"]:
-    """Returns the random key of each request, as key data."""
-    size = bucket(len(seeds))
-    padded = np.zeros((2, size), np.uint32)
+def request_keys(
+    seeds: Sequence[int], copies: Sequence[int], size: int | None = None
+) -> UInt32[np.ndarray, "b n"]:
+    """Returns the random key of each request, as key data; `size` is the compiled length."""
+    padded = np.zeros((2, size or len(seeds)), np.uint32)
     padded[:, : len(seeds)] = seeds, copies
     return np.asarray(_request_keys(*padded))[: len(seeds)]
 
@@ -210,10 +213,14 @@ def extend(
     def put(x, new):
         return new if lanes is None else x.at[:, lanes].set(new, mode="drop")
 
+    # An entry that belongs to no lane is an empty sequence: it reads and writes no lane's pages.
+    lengths = take(cache.lengths)
+    if lanes is not None:
+        lengths = jnp.where((lanes < len(cache.seen))[:, None], lengths, 0)
     some = dataclasses.replace(
         cache,
         page_table=page_table,
-        lengths=take(cache.lengths),
+        lengths=lengths,
         seen=take(cache.seen[None])[0],
         max_lengths=take(cache.max_lengths[None])[0],
         row_state=jax.tree.map(take, cache.row_state),
@@ -236,18 +243,44 @@ def extend(
     return cache, hidden, passed.live, tail
 
 
-@jax.jit
-def sample_hidden(
+@functools.partial(jax.jit, donate_argnums=0)
+def keep_hidden(
+    kept: Float[Array, "B E"], hidden: Float[Array, "b E"], lanes: Int[Array, " b"]
+) -> Float[Array, "B E"]:
+    """Replaces the hidden states of some lanes; a number beyond the last lane means none."""
+    return kept.at[lanes].set(hidden, mode="drop")
+
+
+@Program
+def first_tokens(
     transformer: Transformer,
-    hidden: Float[Array, "b E"],
-    rows: Int[Array, " c"],
-    keys: UInt32[Array, "c n"],
-    positions: Int[Array, " c"],
+    hidden: Float[Array, "B E"],
+    sources: Int[Array, " B"],
+    keys: UInt32[Array, "B n"],
+    positions: Int[Array, " B"],
     rule: Filter,
-) -> tuple[Array, Array]:
-    """Samples c tokens, each from the hidden state of one of the rows, with random key data."""
-    logits = transformer.unembed(hidden)[rows]
-    return sample(logits, jax.random.wrap_key_data(keys), positions, rule)
+    fresh: Bool[Array, " B"],
+    tokens: Int[Array, " B"],
+) -> tuple[Int[Array, " B"], Float[Array, " B"] | None, Bool[Array, " B"]]:
+    """Draws the token after a prompt for the fresh lanes; the other lanes keep theirs.
+
+    Lane b draws from the hidden state of lane `sources[b]`. The other results are the tokens'
+    log-probabilities, if they are asked for, and whether the logits were numbers.
+    """
+    logits = transformer.unembed(hidden[sources])
+    drawn, chosen = sample(logits, jax.random.wrap_key_data(keys), positions, rule)
+    return jnp.where(fresh, drawn, tokens), chosen if rule.logprobs else None, are_numbers(logits)
+
+
+def are_numbers(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
+    """Returns whether the largest logit of each row is finite: NaN is larger than any number."""
+    return jnp.isfinite(logits.max(-1))
+
+
+def _ends(tokens: Int[Array, " B"], end_tokens: tuple[int, ...]) -> Bool[Array, " B"]:
+    return functools.reduce(
+        jnp.logical_or, [tokens == end for end in end_tokens], jnp.zeros(tokens.shape, bool)
+    )
 
 
 @functools.partial(
@@ -276,23 +309,22 @@ def decode(
             tokens[:, None], active.astype(jnp.int32), cache, policy, prompt=False, host=host
         )
         with jax.named_scope("sample"):
-            new, logprobs = sample(
-                transformer.unembed(passed.hidden[:, 0]), request_keys, passed.cache.seen, rule
-            )
+            logits = transformer.unembed(passed.hidden[:, 0])
+            new, chosen = sample(logits, request_keys, passed.cache.seen, rule)
         new = jnp.where(active, new, tokens)
-        ended = functools.reduce(
-            jnp.logical_or, [new == end for end in end_tokens], jnp.zeros_like(active)
-        )
-        remaining = jnp.where(ended, 0, remaining - active)
+        remaining = jnp.where(_ends(new, end_tokens), 0, remaining - active)
         out = Steps(
             tokens=new,
-            logprobs=logprobs,
+            logprobs=chosen if rule.logprobs else None,
+            finite=are_numbers(logits),
             ran=active,
             live=passed.live[:, 0],
             reads=passed.reads[:, 0],
         )
         return (passed.cache, new, remaining), out
 
+    # The token after a prompt may have ended its request, and the host does not know it yet.
+    remaining = jnp.where(_ends(tokens, end_tokens), 0, remaining)
     table_before = cache.page_table
     cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, num_steps)
     (cache, _, _), steps = jax.lax.scan(step, (cache, tokens, remaining), length=num_steps)
@@ -323,6 +355,7 @@ def teacher_forced_decode(
         out = Steps(
             tokens=following,
             logprobs=chosen - jax.nn.logsumexp(logits, axis=-1),
+            finite=are_numbers(logits),
             ran=active,
             live=passed.live[:, 0],
             reads=passed.reads[:, 0],

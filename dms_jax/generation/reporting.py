@@ -2,10 +2,33 @@
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 
-from dms_jax.generation.requests import OnTokens, Request, record_usage
+from dms_jax.generation.programs import Steps
+from dms_jax.generation.requests import OnTokens, Request, check_finite, record_usage
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.text import TextTracker
+
+
+def record_steps(steps: Steps, running: Mapping[int, Request]) -> None:
+    """Adds the steps of a chunk to the running requests; a lane ran the first few of them.
+
+    Raises:
+      CheckpointError: logits are not numbers.
+    """
+    counts = steps.ran.sum(0).tolist()
+    wrong = (steps.ran & ~steps.finite).any(0)
+    tokens, live, reads = (x.T.tolist() for x in (steps.tokens, steps.live, steps.reads))
+    logprobs = None if steps.logprobs is None else steps.logprobs.T.tolist()
+    for lane, request in running.items():
+        count = counts[lane]
+        if wrong[lane]:
+            check_finite(request, steps.finite[:count, lane])
+        request.generated += tokens[lane][:count]
+        request.live += live[lane][:count]
+        request.reads += reads[lane][:count]
+        if logprobs is not None:
+            request.logprobs += logprobs[lane][:count]
 
 
 @dataclasses.dataclass
@@ -70,5 +93,6 @@ class Reporter:
             if request.finish_reason is None:
                 waiting.append(request)
         if self.on_tokens is not None:  # last, so that a callback that raises loses no completion
+            self.tracker.finish()
             for update in updates:
                 self.on_tokens(update)

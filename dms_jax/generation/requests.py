@@ -71,7 +71,7 @@ class Request:
       seen: tokens of a conversation's earlier turns, which are in the cache.
       base: the lane that holds those turns, if it must stay as it is: the request continues a copy.
       generated: token ids generated so far; the last one is not in the cache yet.
-      logprobs: the log-probability of each of them.
+      logprobs: the log-probability of each of them, if that was asked for.
       live, reads: totals over the rows at each decode step; the steps ran generated[:-1].
       slots: slots in use per row when it was last preempted, or after a prompt that it shares and
         that did not fit; it needs as many to continue.
@@ -226,9 +226,9 @@ def finished(requests: Sequence[Request], sampling: Sampling) -> dict[int, Compl
     }
 
 
-def check_finite(request: Request, logprobs: float | np.ndarray) -> None:
-    """Raises CheckpointError if a log-probability is not finite."""
-    if not np.isfinite(logprobs).all():
+def check_finite(request: Request, finite: np.bool_ | np.ndarray) -> None:
+    """Raises CheckpointError if logits of the request were not finite."""
+    if not np.all(finite):
         position = len(request.before) + len(request.prompt) + len(request.generated)
         raise CheckpointError(
             f"The model's logits are not numbers (NaN) at token {position} of prompt "

@@ -65,7 +65,7 @@ class Room:
         The choice is that of `place` for one after the other, with one query of the pool. `extra`
         is updated as there.
         """
-        lanes = self.runner.free_lanes(taken)[: len(waiting)]
+        lanes = self._free_lanes(taken)[: len(waiting)]
         together = extra.copy()
         for lane, request in zip(lanes, waiting, strict=False):
             together[:, lane] = self._needed(request)
@@ -78,7 +78,7 @@ class Room:
         """Returns a free lane in which the next chunks of a request fit; sets `extra` to them."""
         needed = self._needed(request)
         shard_of = self.runner.allocator.shard_of
-        for lane in self.runner.open_lanes(taken):
+        for lane in self._open_lanes(taken):
             if request.base is not None and shard_of(lane) != shard_of(request.base):
                 continue
             extra[:, lane] = needed
@@ -100,9 +100,34 @@ class Room:
             "page_size, a shorter prompt, fewer max_new_tokens, or a policy that keeps less."
         )
 
+    def _free_lanes(self, taken: Container[int]) -> list[int]:
+        """Returns every free lane if one device holds them all, else none."""
+        if self.runner.data_shards > 1:
+            return []
+        return [lane for lane in range(len(self.runner.seen)) if lane not in taken]
+
+    def _open_lanes(self, taken: Container[int]) -> list[int]:
+        """Returns one free lane of each device that has one, the emptiest device first."""
+        num_lanes = len(self.runner.seen)
+        per_shard = num_lanes // self.runner.data_shards
+        lanes = []
+        for start in range(0, num_lanes, per_shard):
+            free = [lane for lane in range(start, start + per_shard) if lane not in taken]
+            if free:
+                lanes.append((-len(free), free[0]))
+        return [lane for _, lane in sorted(lanes)]
+
     def _needed(self, request: Request) -> np.ndarray:
-        """Returns the slots [L, K] that the first chunks of a request can take."""
-        needed = self._continued(request) + self._first_slots(request)
+        """Returns the slots [L, K] without which a request is not let in.
+
+        They are those of its first chunks and, because it would be preempted before its first token
+        otherwise, those that its prompt takes in any case, with a chunk of steps unless the prompt
+        is cut before.
+        """
+        prompt = self._prompt_slots(request)
+        if not self.runner.policy.shrinks:
+            prompt += min(self.chunk, request.remaining)
+        needed = self._continued(request) + max(self._first_slots(request), prompt)
         if request.slots is None:
             return needed
         resumed = request.slots + min(self.chunk, request.remaining)

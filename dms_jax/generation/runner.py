@@ -1,12 +1,12 @@
 """The device side of generation: a cache with its page table, and the compiled chunks over it.
 
 No work on the host scales with the number of tokens: pages are reserved before each chunk, a chunk
-of C decode steps is one compiled program with a fixed trip count, and only the chunk's tokens and
-the rows' lengths are copied back.
+of C decode steps is one compiled program, and only its tokens and the rows' lengths are copied
+back. Where a policy keeps every token the lengths are known without that, and nothing waits.
 """
 
 import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import jax
@@ -16,10 +16,11 @@ from jaxtyping import Int, UInt32
 from dms_jax import sharding
 from dms_jax.cache import PageAllocator
 from dms_jax.cache.host_values import HostRows, HostValues, Tail
+from dms_jax.cache.pages import few_sizes, few_widths
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
 from dms_jax.generation.batches import Extended, build_batch
-from dms_jax.generation.memory import out_of_memory
+from dms_jax.generation.memory import fits_device
 from dms_jax.generation.programs import Steps, bucket
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.cached_attention import in_one_pass
@@ -32,13 +33,12 @@ class Runner:
     """A cache of B lanes (one sequence each) and the programs that run over it.
 
     Attributes:
-      lengths: Int[L, B, K] on the host, the slots in use per row after the last call.
       seen: Int[B] on the host, the number of tokens that each lane has processed.
       num_shards: number of devices with pages of their own.
+      page_bytes: bytes of a page, keys, values and what a policy keeps with them.
+      data_shards: number of parts of the lanes, each with pages on devices of its own.
+      hidden: [B, E] on the device, the hidden state of the last token that each lane has read.
       dirty: whether failed work may have left the cache inconsistent; see `working`.
-
-    The width of the compiled page table grows in powers of two, or is fixed to `table_width`, which
-    compiles one program instead of a few; the kernels read only as far as the lengths in any case.
     """
 
     def __init__(
@@ -49,18 +49,23 @@ class Runner:
         num_lanes: int,
         num_pages: int,
         page_size: int,
+        max_tokens: int | None = None,
         table_width: int | None = None,
         kv_dtype: str | None = None,
     ):
         self.model, self.policy, self.page_size = model, policy, page_size
         self._kv_dtype = kv_dtype
         self._table_width = table_width
+        positions = model.config.max_position_embeddings
+        self._max_tokens = max_tokens or positions
+        whole = policy.footprint(positions, page_size=page_size)
+        self._keeps_all = whole.at_least >= positions
         self._max_length = 0  # tokens of the longest sequence so far
         self.raise_max_length(1)
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         config = model.config
-        self._page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
+        self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         self._layer_bytes = layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         groups = policy.groups(config.num_layers)
         self._value_layers = next(
@@ -121,11 +126,11 @@ class Runner:
         value_pages = num_pages * self._value_layers // config.num_layers
         with use_mesh(self.model.mesh):
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
-            self._data_shards = sharding.axis_size(data) if data else 1
+            self.data_shards = sharding.axis_size(data) if data else 1
             # A subset of the lanes could be sharded over other devices than those with its pages.
-            self._fixed_lanes = sharding.axis_size(sharding.DATA) > 1
+            self.fixed_lanes = sharding.axis_size(sharding.DATA) > 1
             head_shards = sharding.axis_size(heads) if heads else 1
-            self.num_shards = self._data_shards * head_shards
+            self.num_shards = self.data_shards * head_shards
             pages_per_shard = num_pages // self.num_shards
             make = programs.make_cache(
                 config,
@@ -138,22 +143,18 @@ class Runner:
                 value_pages if on_host else None,
                 self.model.mesh,
             )
-            try:
+            with fits_device(
+                f"The device has no room for a cache of {num_pages} pages "
+                f"({num_pages * self.page_bytes:,} bytes). Give it less (memory=)."
+            ):
                 self.cache = make()
-            except jax.errors.JaxRuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                raise CapacityError(
-                    f"The device has no room for a cache of {num_pages} pages "
-                    f"({num_pages * self._page_bytes:,} bytes). Give it less (memory=)."
-                ) from error
         self.allocator = PageAllocator(
             num_layers=config.num_layers,
             num_sequences=num_lanes,
             num_kv_heads=config.num_kv_heads,
             pages_per_shard=pages_per_shard,
             page_size=self.page_size,
-            sequence_shards=self._data_shards,
+            sequence_shards=self.data_shards,
             head_shards=head_shards,
             first=(self._value_layers, value_pages) if on_host else (0, 0),
         )
@@ -165,9 +166,25 @@ class Runner:
                 head_dim=config.head_dim,
                 dtype=self.cache.k_pages.dtype,
             )
+        self.hidden: Any = np.zeros((num_lanes, config.hidden_size), self.model.dtype)
         self.lengths = np.zeros((config.num_layers, num_lanes, config.num_kv_heads), np.int64)
         self.seen = np.zeros(num_lanes, np.int64)
+        self._max_lengths = np.zeros(num_lanes, np.int32)
         self.dirty = False
+
+    @property
+    def lengths(self) -> Int[np.ndarray, "L B K"]:
+        """The slots in use per row after the last program; waits for it if they depend on it."""
+        lengths = self._lengths
+        if lengths is None:
+            self.lengths = lengths = np.asarray(self.cache.lengths).astype(np.int64)
+            held = self.allocator.reserved * self.page_size
+            assert (lengths <= held).all(), "a row outgrew its reserve"
+        return lengths
+
+    @lengths.setter
+    def lengths(self, lengths: Int[np.ndarray, "L B K"]) -> None:
+        self._lengths: Int[np.ndarray, "L B K"] | None = lengths
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -194,22 +211,6 @@ class Runner:
         """Returns whether the pool can hold `extra` more tokens per lane, or per row."""
         return self.allocator.fits(self.slots_after(extra, prompt=prompt))
 
-    def free_lanes(self, taken: Container[int]) -> list[int]:
-        """Returns every free lane if one device holds them all, else none."""
-        if self._data_shards > 1:
-            return []
-        return [lane for lane in range(len(self.seen)) if lane not in taken]
-
-    def open_lanes(self, taken: Container[int]) -> list[int]:
-        """Returns one free lane of each device that has one, the emptiest device first."""
-        per_shard = len(self.seen) // self._data_shards
-        lanes = []
-        for start in range(0, len(self.seen), per_shard):
-            free = [lane for lane in range(start, start + per_shard) if lane not in taken]
-            if free:
-                lanes.append((-len(free), free[0]))
-        return [lane for _, lane in sorted(lanes)]
-
     def reserve(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> None:
         """Reserves pages for `extra` more tokens per lane, or per row, or raises CapacityError."""
         self.allocator.reserve(self.slots_after(extra, prompt=prompt))
@@ -219,17 +220,14 @@ class Runner:
         self.allocator.trim(self.lengths)
 
     def cache_bytes(self) -> list[int]:
-        """Returns the device bytes of each lane's reserved pages and of its policy state.
-
-        See `host_bytes` for the values in host memory.
-        """
+        """Returns the device bytes of each lane's reserved pages and of its policy state."""
         pages = self.allocator.reserved.sum(2, dtype=np.int64)
         return (self._layer_bytes @ pages + self._state_bytes).tolist()
 
     def host_bytes(self) -> list[int]:
         """Returns the bytes of the values in host memory of each lane's reserved pages."""
         pages = self.allocator.reserved.sum(2, dtype=np.int64)
-        return ((self._page_bytes - self._layer_bytes) @ pages).tolist()
+        return ((self.page_bytes - self._layer_bytes) @ pages).tolist()
 
     def clear(self, lanes: list[int]) -> None:
         """Empties lanes and releases their pages."""
@@ -254,10 +252,9 @@ class Runner:
         self.raise_max_length(max(tokens.values()))
         if self.policy.for_length(1) is self.policy:
             return
-        max_lengths = np.asarray(self.cache.max_lengths).copy()
-        max_lengths[list(tokens)] = list(tokens.values())
+        self._max_lengths[list(tokens)] = list(tokens.values())
         with use_mesh(self.model.mesh):
-            self.cache = programs.set_max_lengths(self.cache, max_lengths)
+            self.cache = programs.set_max_lengths(self.cache, self._max_lengths.copy())
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -267,14 +264,16 @@ class Runner:
         *,
         width: int,
         prompt: bool,
+        entries: int | None = None,
         ends_prompt: Container[int] = (),
     ) -> Extended:
-        """Runs the next tokens of some lanes through the cache (pages must be reserved).
+        """Launches the next tokens of some lanes through the cache (pages must be reserved).
 
         Args:
           tokens: lane -> up to `width` token ids.
           width: number of tokens of the compiled chunk (T).
           prompt: whether the tokens belong to a prompt.
+          entries: entries of the compiled chunk; None for a power of two.
           ends_prompt: lanes whose prompt the tokens complete.
         """
         num_lanes = len(self.seen)
@@ -282,7 +281,8 @@ class Runner:
             tokens,
             num_lanes=num_lanes,
             width=width,
-            fixed_lanes=self._fixed_lanes,
+            entries=entries or min(bucket(len(tokens)), num_lanes),
+            fixed_lanes=self.fixed_lanes,
             ends_prompt=ends_prompt,
         )
         held = dict.fromkeys(tokens, 0)
@@ -293,14 +293,15 @@ class Runner:
                 for lane, own in tokens.items()
             }
         table = self._table()
-        rows = None if self._fixed_lanes else batch.lanes
-        if rows is not None:
-            table = table[:, np.minimum(batch.lanes, num_lanes - 1)]
+        rows = None if self.fixed_lanes else batch.lanes
+        # A copy: the allocator changes its own while the program runs.
+        table = table[:, np.minimum(batch.lanes, num_lanes - 1)]
+        table[:, batch.lanes == num_lanes] = self.allocator.no_page
         with use_mesh(self.model.mesh):
             self.cache, hidden, live, tail = programs.extend(
                 self.model.transformer,
                 self.cache,
-                self._host_rows,
+                self.host_rows,
                 table,
                 rows,
                 batch.tokens,
@@ -309,47 +310,45 @@ class Runner:
                 self.policy,
                 prompt,
             )
-        self._sync(tail, table)
-        live = np.asarray(live)
+            own = np.where(batch.counts > 0, batch.lanes, num_lanes)
+            self.hidden = programs.keep_hidden(self.hidden, hidden, own)
+        counts = np.zeros(num_lanes, np.int64)
+        counts[batch.lanes[batch.counts > 0]] = batch.counts[batch.counts > 0]
+        self._advance(counts, tail, table)
         return Extended(
-            hidden=hidden,
-            lanes=batch.lanes,
-            live={
-                lane: live[row, : batch.counts[row]]
-                for row, lane in enumerate(batch.lanes.tolist())
-                if lane in tokens
-            },
-            held=held,
+            hidden=hidden, lanes=batch.lanes, counts=batch.counts, totals=live, held=held
         )
 
     def decode(
         self,
-        tokens: Int[np.ndarray, " B"],
+        tokens: Int[np.ndarray | jax.Array, " B"],
         remaining: Int[np.ndarray, " B"],
         keys: UInt32[np.ndarray, "B n"],
         rule: Filter,
         *,
         num_steps: int,
         end_tokens: tuple[int, ...],
+        meanwhile: Callable[[], None] | None = None,
     ) -> Steps:
         """Runs C decode steps in one program (pages must be reserved).
 
         Args:
-          tokens: each lane's newest token, not in the cache yet.
+          tokens: each lane's newest token (int32), not in the cache yet.
           remaining: number of tokens that each lane may still generate; 0 for an idle lane.
           keys: random key data of each lane.
           rule: sampling settings.
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
+          meanwhile: called while the program runs.
         """
         table = self._table()
         with use_mesh(self.model.mesh):
             self.cache, steps, tail = programs.decode(
                 self.model.transformer,
                 self.cache,
-                self._host_rows,
+                self.host_rows,
                 table,
-                tokens.astype(np.int32),
+                tokens,
                 remaining.astype(np.int32),
                 keys,
                 self.policy,
@@ -357,8 +356,11 @@ class Runner:
                 num_steps,
                 end_tokens,
             )
-        self._sync(tail, table)
-        return jax.tree.map(np.asarray, steps)
+        if meanwhile is not None:
+            meanwhile()
+        steps = jax.device_get(steps)
+        self._advance(steps.ran.sum(0), tail, table)
+        return steps
 
     def teacher_forced_decode(
         self, tokens: Int[np.ndarray, "n B"], counts: Int[np.ndarray, " B"]
@@ -373,36 +375,46 @@ class Runner:
             self.cache, steps, tail = programs.teacher_forced_decode(
                 self.model.transformer,
                 self.cache,
-                self._host_rows,
+                self.host_rows,
                 table,
                 tokens.astype(np.int32),
                 counts.astype(np.int32),
                 self.policy,
             )
-        self._sync(tail, table)
-        return jax.tree.map(np.asarray, steps)
+        steps = jax.device_get(steps)
+        self._advance(steps.ran.sum(0), tail, table)
+        return steps
+
+    def table_width(self, slots: int) -> int:
+        """Returns the pages of a row in the compiled page table if the longest row has `slots`."""
+        widest = -(-slots // self.page_size)
+        if self._table_width is not None:
+            return max(self._table_width, widest)
+        limit = None if self.policy.shrinks else self._slot_limit
+        most = self._max_tokens if limit is None else min(limit, self._max_tokens)
+        return few_widths(widest, few_sizes(-(-most // self.page_size)))
 
     def _table(self) -> np.ndarray:
-        """Returns the page table at one of a few widths, each of which is a compiled shape."""
         widest = int(self.allocator.reserved.max(initial=1))
-        positions = self.model.config.max_position_embeddings
-        limit = None if self.policy.shrinks else self._slot_limit
-        slots = positions if limit is None else min(limit, positions)
-        most = max(-(-slots // self.page_size), widest)
-        width = max(bucket(widest), 4)
-        if self._table_width is not None:
-            width = max(self._table_width, widest)
-        return self.allocator.table_of_width(min(width, most))
+        return self.allocator.table_of_width(self.table_width(widest * self.page_size))
 
     @property
-    def _host_rows(self) -> HostRows | None:
+    def host_rows(self) -> HostRows | None:
+        """The values in host memory as programs see them."""
         return None if self.host is None else self.host.rows
 
-    def _sync(self, tail: Tail | None, table: Int[np.ndarray, "L b K M"]) -> None:
+    def _advance(
+        self,
+        counts: Int[np.ndarray, " B"],
+        tail: Tail | None,
+        table: Int[np.ndarray, "L b K M"],
+    ) -> None:
+        """Keeps the host's records up to date with a program that runs so many tokens per lane."""
         if self.host is not None:
             assert tail is not None
             self.host.write(tail, table)
-        self.lengths = np.asarray(self.cache.lengths).astype(np.int64)
-        self.seen = np.asarray(self.cache.seen).astype(np.int64)
-        held = self.allocator.reserved * self.page_size
-        assert (self.lengths <= held).all(), "a row outgrew its reserve"
+        self.seen = self.seen + counts
+        if self._keeps_all:
+            self.lengths = self.lengths + counts[:, None]
+        else:
+            self._lengths = None

@@ -15,14 +15,14 @@ between batches of 4 or 24 and one prompt at a time (shipped models; answers to 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, UInt
 
 from dms_jax.checks import Count, Number, Options, Range, Seed, Share, Whole, show
 from dms_jax.errors import ConfigError
@@ -30,6 +30,8 @@ from dms_jax.errors import ConfigError
 # The smallest normal number. A device may flush smaller ones to zero, among them the inverse that
 # it multiplies by in place of a division.
 _SMALLEST = float(np.finfo(np.float32).tiny)
+# Tokens of a block; the vocabularies of common models are multiples of it.
+_BLOCK = 128
 
 
 class Switches(NamedTuple):
@@ -44,8 +46,8 @@ class Switches(NamedTuple):
 class Filter:
     """The part of `Sampling` that shapes the distribution, as numbers that fit float32.
 
-    Compiled code depends on `top_k` and on which filters are on; the other values are inputs, so
-    another temperature compiles nothing.
+    Compiled code depends on `top_k`, on which filters are on and on what is returned; the other
+    values are inputs, so another temperature compiles nothing.
 
     Attributes:
       temperature: clipped so that it and its inverse are normal float32 numbers.
@@ -53,6 +55,7 @@ class Filter:
       top_p: see `Sampling`; off if it rounds to 1 in float32.
       log_min_p: logarithm of `min_p`, which float32 can represent even where `min_p` underflows.
       switches: which filters are on.
+      logprobs: whether programs return log-probabilities.
     """
 
     temperature: Any
@@ -60,6 +63,7 @@ class Filter:
     log_min_p: Any
     top_k: int = struct.field(pytree_node=False)
     switches: Switches = struct.field(pytree_node=False)
+    logprobs: bool = struct.field(pytree_node=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +134,7 @@ class Sampling(Options):
                 top_p=bool(np.float32(top_p) < 1),
                 min_p=min_p > 0,
             ),
+            logprobs=self.logprobs,
         )
 
 
@@ -158,27 +163,99 @@ def sample(
         relative = logits - logits.max(-1, keepdims=True)
         filtered = filter_logits(relative / rule.temperature, rule)
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
-        tokens = jax.vmap(jax.random.categorical)(keys, filtered)
+        tokens = draw(filtered, keys)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
     return tokens.astype(jnp.int32), logprobs
 
 
+def draw(logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
+    """Draws one token per row, of a probability proportional to exp(logit).
+
+    First a block of tokens by its probability and then a token of the block: random numbers are
+    needed for the blocks and for one block, not for every token of the vocabulary.
+
+    Args:
+      logits: relative to the largest, so that none is above 0.
+      keys: one random key per row.
+    """
+    size = logits.shape[-1]
+    pad = [(0, 0), (0, -size % _BLOCK)]
+    blocks = jnp.pad(logits, pad, constant_values=-jnp.inf).reshape(len(logits), -1, _BLOCK)
+    keys = jax.vmap(lambda key: jax.random.split(key, 2))(keys)
+    block = jax.vmap(jax.random.categorical)(keys[:, 0], jnp.log(jnp.exp(blocks).sum(-1)))
+    within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * _BLOCK + jax.vmap(jax.random.categorical)(keys[:, 1], within)
+
+
 def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B V"]:
-    """Sets the logits of excluded tokens to -inf: top-k, then top-p, then min-p."""
+    """Sets the logits of excluded tokens to -inf: top-k, then top-p, then min-p.
+
+    Tokens of equal likelihood share a fate. Nothing is sorted: the least likely token that stays is
+    found by a search that reads the logits a few times.
+
+    Args:
+      logits: relative to the largest, so that none is far above 0.
+      rule: the filter.
+    """
     if 0 < rule.top_k < logits.shape[-1]:
-        smallest = jax.lax.top_k(logits, rule.top_k)[0][:, -1:]
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        least = least_kept(logits, lambda x: jnp.ones_like(x, jnp.int32), rule.top_k)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
     if rule.switches.top_p:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        probabilities = jax.nn.softmax(ordered, axis=-1)
-        # A token stays if those before it do not reach top_p yet. The first always does, even
+        # A token stays if the more likely ones do not reach top_p yet. The first always does, even
         # where the device treats a tiny top_p as zero.
-        before = jnp.cumsum(probabilities, -1) - probabilities
-        last = jnp.maximum(jnp.sum(before < rule.top_p, -1, keepdims=True), 1) - 1
-        smallest = jnp.take_along_axis(ordered, last, axis=-1)
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        budget = rule.top_p * jnp.exp(logits).sum(-1, keepdims=True)
+        least = least_kept(logits, jnp.exp, jnp.maximum(budget, _SMALLEST))
+        logits = jnp.where(logits < least, -jnp.inf, logits)
     if rule.switches.min_p:
         floor = logits.max(-1, keepdims=True) + rule.log_min_p
         logits = jnp.where(logits < floor, -jnp.inf, logits)
     return logits
+
+
+def least_kept(
+    x: Float[Array, "B V"], weigh: Callable[[Array], Array], budget: Any
+) -> Float[Array, "B 1"]:
+    """Returns the least number whose greater ones have weights that sum to less than the budget.
+
+    The search goes over the bits of numbers, in an integer form that has their order, four at a
+    time and the highest first: of the 16 values of a digit, the first beyond which less than the
+    budget remains. Each digit takes one pass over the numbers.
+
+    Args:
+      x: the numbers.
+      weigh: returns the weight of each, at least 0.
+      budget: the sum that the greater numbers must not reach, above 0; a number, or one per row.
+    """
+    size = jnp.finfo(x.dtype).bits
+    unsigned = jnp.dtype(f"uint{size}")
+    digits = jnp.arange(1, 16, dtype=unsigned)
+
+    def next_digit(index: Int[Array, ""], found: UInt[Array, "B 1"]) -> UInt[Array, "B 1"]:
+        shift = (size - 4 - 4 * index).astype(unsigned)
+        starts = _number(found + (digits << shift), x.dtype)
+        # Together with what changes: otherwise XLA would keep the weights in memory beside the
+        # numbers and read both, where they are quickly computed again.
+        own, starts = jax.lax.optimization_barrier((x, starts))
+        weights = weigh(own)
+        # Sums with equal inputs, which a GPU computes in one kernel.
+        above = [
+            jnp.sum(jnp.where(own >= starts[:, i : i + 1], weights, 0), -1, dtype=weights.dtype)
+            for i in range(len(digits))
+        ]
+        reached = jnp.stack(above, -1) >= budget
+        return found + (reached.sum(-1, keepdims=True, dtype=unsigned) << shift)
+
+    start = jnp.zeros((len(x), 1), unsigned)
+    return _number(jax.lax.fori_loop(0, size // 4, next_digit, start), x.dtype)
+
+
+def _number(ordered: UInt[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
+    """Returns the numbers of integers that have the order of the numbers; below all of them -inf.
+
+    # In (16 bits): 0x3fff, 0x8000, 0xc000  Out: -2, 0, 2
+    """
+    sign = ordered.dtype.type(1 << (8 * ordered.dtype.itemsize - 1))
+    bits = jnp.where(ordered >= sign, ordered ^ sign, ~ordered)
+    number = jax.lax.bitcast_convert_type(bits, dtype)
+    return jnp.where(jnp.isnan(number) & (ordered < sign), -jnp.inf, number)

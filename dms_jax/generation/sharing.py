@@ -25,16 +25,16 @@ from jaxtyping import Array, Int, UInt32
 from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.generation import programs
-from dms_jax.generation.batches import Extended
-from dms_jax.generation.programs import bucket
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.caching import cache_specs
 from dms_jax.model.language_model import use_mesh
 
-BLOCK = 512  # pages that are copied at a time, and held twice meanwhile
-BLOCKS = 32  # the most blocks of one program, whose shape does not depend on how many it copies
+# Bytes of pages that are copied at a time, and held twice meanwhile. The copies are a loop of a
+# traced length, whose every turn costs a GPU tens of microseconds: so blocks are large.
+BLOCK_BYTES = 2**27
+BLOCKS = 8  # the most blocks of one program, whose shape does not depend on how many it copies
 
 
 def prompt_of(runner: Runner, request: Request, lane: int) -> Hashable | None:
@@ -76,7 +76,7 @@ def fork(runner: Runner, source_of: Mapping[int, int]) -> None:
         runner.host.copy(pairs[0])
     lanes = np.arange(len(runner.seen), dtype=np.int32)
     lanes[targets] = sources
-    block = min(BLOCK, runner.allocator.pages_per_shard)
+    block = min(max(1, BLOCK_BYTES // runner.page_bytes), runner.allocator.pages_per_shard)
     size = block * min(BLOCKS, -(-runner.allocator.pages_per_shard // block))
     longest = max(each.shape[1] for each in pairs)
     for start in range(0, max(longest, 1), size):
@@ -165,29 +165,32 @@ def _copy_shard(
 
 def first_tokens(
     runner: Runner,
-    extended: Extended,
     source_of: Mapping[int, int],
+    tokens: Int[np.ndarray, " B"],
     keys: UInt32[np.ndarray, "B n"],
     rule: Filter,
-) -> dict[int, tuple[int, float]]:
-    """Samples the token after a prompt for some lanes; returns it and its log-probability by lane.
+) -> tuple[Array, Array | None, Array]:
+    """Draws the token after a prompt for some lanes; see `programs.first_tokens`.
 
     Args:
       runner: the runner that ran the prompts.
-      extended: the result of their last chunk.
       source_of: lane -> the lane that read its prompt, itself or another one.
+      tokens: the newest token of every lane; it stays that of the other lanes.
       keys: random key data of every lane.
       rule: sampling settings.
     """
-    entry = {lane: index for index, lane in enumerate(extended.lanes.tolist())}
-    size = max(len(entry), min(bucket(len(source_of)), len(runner.seen)))
-    lanes, rows = np.zeros((2, size), np.int32)
-    lanes[: len(source_of)] = list(source_of)
-    rows[: len(source_of)] = [entry[source] for source in source_of.values()]
-    positions = runner.seen[extended.lanes[rows]]
+    lanes, sources = list(source_of), np.arange(len(tokens), dtype=np.int32)
+    sources[lanes] = list(source_of.values())
+    fresh = np.zeros(len(tokens), bool)
+    fresh[lanes] = True
     with use_mesh(runner.model.mesh):
-        tokens, logprobs = programs.sample_hidden(
-            runner.model.transformer, extended.hidden, rows, keys[lanes], positions, rule
+        return programs.first_tokens(
+            runner.model.transformer,
+            runner.hidden,
+            sources,
+            keys.copy(),  # changed while the program may still run
+            runner.seen[sources].astype(np.int32),
+            rule,
+            fresh,
+            tokens,
         )
-    drawn = zip(np.asarray(tokens).tolist(), np.asarray(logprobs).tolist(), strict=True)
-    return dict(zip(source_of, drawn, strict=False))

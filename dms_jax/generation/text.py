@@ -52,7 +52,7 @@ class TextTracker:
       stop: strings that end a request.
       end_tokens: token ids that end a request.
       streaming: whether text is needed as it arrives. If not, and if there are no stop strings,
-        each request is decoded once, at its end.
+        each request is decoded once, by `finish`.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class TextTracker:
         self._only_at_end = not streaming and not stop
         self._longest_stop = max(map(len, stop), default=0)
         self._streams: dict[int, _Stream] = {}
+        self._unfinished: list[Request] = []
         self._open: dict[int, bool] = {}
 
     def news(self, request: Request) -> Update:
@@ -86,7 +87,9 @@ class TextTracker:
             request.finish_reason = "end"
         elif request.remaining == 0 and request.finish_reason is None:
             request.finish_reason = "length"
-        if self._tokenizer is None or (self._only_at_end and request.finish_reason is None):
+        if self._tokenizer is None or self._only_at_end:
+            if self._tokenizer is not None and request.finish_reason is not None:
+                self._unfinished.append(request)
             return ""
         stream = self._streams.setdefault(request.index, _Stream())
         # An end token is not text, whether or not the tokenizer calls it special.
@@ -110,6 +113,13 @@ class TextTracker:
         if request.finish_reason is not None:
             del self._streams[request.index]
         return shown
+
+    def finish(self) -> None:
+        """Makes the texts of requests that ended, if nobody waited for them."""
+        unfinished, self._unfinished = self._unfinished, []
+        for request in unfinished:
+            tokens = request.generated
+            request.text = self._decode(tokens[:-1] if request.finish_reason == "end" else tokens)
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

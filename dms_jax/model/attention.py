@@ -8,6 +8,7 @@ Both use `decide` and `rotate`.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -70,19 +71,20 @@ class Relaxation:
     """Settings of the soft decisions of training.
 
     Attributes:
-      noise_key: random key of the logistic noise of every layer; None for no noise.
+      noise_keys: random key of each sequence's logistic noise [B], from which every layer draws its
+        own; None for no noise.
       neuron_scale: factor on the borrowed neuron while it decays to zero before the retrofit, in
         which nothing is evicted; None after that, when decisions take effect.
       supervised: whether decisions learn from attention, in which nothing is evicted then.
     """
 
-    noise_key: Any = None
+    noise_keys: Any = None
     neuron_scale: Any = None
     supervised: bool = False
 
 
 jax.tree_util.register_dataclass(
-    Relaxation, data_fields=["noise_key", "neuron_scale"], meta_fields=["supervised"]
+    Relaxation, data_fields=["noise_keys", "neuron_scale"], meta_fields=["supervised"]
 )
 
 
@@ -124,6 +126,7 @@ def attend_sequences(
     Returns:
       (output, the decisions, the decisions as numbers: straight-through under a relaxation).
     """
+    tokens = _split_heads(tokens)
     batch, num_tokens, num_kv_heads, head_dim = tokens.k.shape
     decaying = relaxation is not None and relaxation.neuron_scale is not None
     scale_of_borrowed = relaxation.neuron_scale if relaxation is not None and decaying else 0.0
@@ -148,9 +151,11 @@ def attend_sequences(
         bias, numbers = jnp.zeros(shape, wide), _as_numbers(decisions, shape, wide)
     elif relaxation is not None:
         noise = jnp.zeros(shape, wide)
-        if relaxation.noise_key is not None:
-            key = jax.random.fold_in(relaxation.noise_key, tokens.layer)
-            noise = logistic_noise(key, shape, wide)
+        if relaxation.noise_keys is not None:
+            # A draw for each sequence: the noise does not depend on how they are split and passed.
+            noise = jax.vmap(
+                lambda key: logistic_noise(jax.random.fold_in(key, tokens.layer), shape[1:], wide)
+            )(relaxation.noise_keys)
         relaxed = policy.relax(chunk, noise)
         tokens = dataclasses.replace(tokens, k=relaxed.k, v=relaxed.v)
         chunk = dataclasses.replace(chunk, tokens=tokens)
@@ -178,20 +183,47 @@ def _as_numbers(decisions: Decisions, shape: tuple[int, ...], dtype: Any) -> Arr
 
 def _sharded_attention(q, k, v, bias, segment_ids, *, window: int, scale: float) -> Array:
     """Runs `retrofit_attention` per shard: sequences and KV heads are independent."""
-    if segment_ids is None:
-        segment_ids = jnp.zeros(q.shape[:2], jnp.int32) if sharding.has_mesh() else None
+
+    def attend(q, k, v, bias, ids):
+        return retrofit_attention(q, k, v, bias, window=window, scale=scale, segment_ids=ids)
+
     if not sharding.has_mesh():
-        return retrofit_attention(
-            q, k, v, bias, window=window, scale=scale, segment_ids=segment_ids
-        )
+        return attend(q, k, v, bias, segment_ids)
+    if segment_ids is None:
+        segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
+    repeats = _repeats(q.shape[2], k.shape[2])
+    k, v, bias = jnp.repeat(k, repeats, 2), jnp.repeat(v, repeats, 2), jnp.repeat(bias, repeats, 1)
     data, model = sharding.row_axes(q.shape[0], k.shape[2])
     heads = PartitionSpec(data, None, model)
     mapped = jax.shard_map(
-        lambda q, k, v, bias, ids: retrofit_attention(
-            q, k, v, bias, window=window, scale=scale, segment_ids=ids
-        ),
+        attend,
         in_specs=(heads, heads, heads, PartitionSpec(data, model), PartitionSpec(data)),
         out_specs=heads,
+        axis_names={
+            name for name in (sharding.DATA, sharding.MODEL) if not sharding.in_shards(name)
+        },
         check_vma=False,
     )
     return mapped(q, k, v, bias, segment_ids)
+
+
+def _split_heads(tokens: Tokens) -> Tokens:
+    """Returns the tokens with query heads over `model` where it does not divide the KV heads.
+
+    Their projection is then split within the heads (`sharding.TRAINING_RULES`).
+    """
+    if tokens.k.shape[2] % sharding.axis_size(sharding.MODEL) == 0:
+        return tokens
+    q = sharding.constrain(tokens.q, sharding.DATA, None, sharding.MODEL, None)
+    k, v = (sharding.constrain(x, sharding.DATA, None, None, None) for x in (tokens.k, tokens.v))
+    return dataclasses.replace(tokens, q=q, k=k, v=v)
+
+
+def _repeats(num_heads: int, num_kv_heads: int) -> int:
+    """Returns how often each KV head is repeated, each for a part of its query heads.
+
+    # 2 KV heads of 4 query heads, over 4 devices  Out: 2, so that each device has 2 query heads
+    """
+    devices = sharding.axis_size(sharding.MODEL)
+    repeats = devices // math.gcd(devices, num_kv_heads)
+    return repeats if (num_heads // num_kv_heads) % repeats == 0 else 1

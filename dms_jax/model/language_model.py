@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dms_jax import sharding
@@ -64,6 +65,24 @@ class LanguageModel:
     def dtype(self) -> jnp.dtype:
         """Floating-point type of the parameters and of the cache."""
         return self.transformer.embedding[...].dtype
+
+    def place(self) -> "LanguageModel":
+        """Returns the model with its parameters placed for decoding.
+
+        After training on a mesh they are split over `data`, and each use would gather them.
+        """
+        mesh = self.mesh
+        if mesh is None:
+            return self
+
+        def placed(param: nnx.Param) -> Any:
+            place = sharding.parameter_sharding(mesh, param.get_metadata("axes"), param.shape)
+            return param.replace(jax.device_put(param[...], place))
+
+        placed_transformer = jax.tree.map(
+            placed, self.transformer, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+        return dataclasses.replace(self, transformer=placed_transformer)
 
     def resolve_policy(self, policy: Policy | None) -> Policy:
         """Returns the policy to run: the checkpoint's own unless another is given.

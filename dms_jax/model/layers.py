@@ -6,6 +6,7 @@ call never sees the L axis. Each parameter has its logical axes as metadata (`ax
 `dms_jax.sharding` derives its sharding.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.policies.values import AdapterShape
 
@@ -64,26 +66,55 @@ def residual_gain(config: ModelConfig) -> float:
 _ONE_HOT_ELEMENTS = 2**28
 
 
-@jax.custom_vjp
-def look_up(table: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-    """Returns the rows of an embedding table.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def look_up(
+    table: Float[Array, "V columns"], tokens: Int[Array, "B T"], width: int
+) -> Float[Array, "B T E"]:
+    """Returns the rows of an embedding table, of which a device may hold some columns.
+
+    Inside `shard_map` over `data` with E / N columns, each of the N devices looks up the tokens of
+    all in its columns, and the parts are exchanged: this moves hidden states, and never the table.
 
     The gradient of the table is a product with a one-hot matrix, accumulated in at least float32.
     A scatter would add bfloat16 numbers one by one: this is slow where tokens repeat, has no fixed
     order, and loses terms that are small compared to the sum so far.
+
+    Args:
+      table: the table, or its columns on this device.
+      tokens: token ids.
+      width: E, the number of columns of the whole table.
     """
-    return table.at[tokens].get(mode="clip")
+    if table.shape[1] == width:
+        return table.at[tokens].get(mode="clip")
+    parts = table.at[_of_all(tokens)].get(mode="clip")
+    return jax.lax.all_to_all(parts, sharding.DATA, split_axis=0, concat_axis=2, tiled=True)
 
 
-def _look_up_forward(table, tokens):
+def _of_all(tokens: Int[Array, "B T"]) -> Int[Array, "all T"]:
+    return jax.lax.all_gather(tokens, sharding.DATA, axis=0, tiled=True)
+
+
+def _look_up_forward(table, tokens, width):
     # The backward pass needs only the table's shape and dtype.
-    return look_up(table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+    residuals = (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+    return look_up(table, tokens, width), (*residuals, jnp.zeros((0, table.shape[1])))
 
 
-def _look_up_backward(residuals, gradient):
-    tokens, shape = residuals
-    size, dtype = shape.shape[0], shape.dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+def _look_up_backward(width, residuals, gradient):
+    tokens, rows, columns = residuals
+    if columns.shape[1] != width:
+        gradient = jax.lax.all_to_all(
+            gradient, sharding.DATA, split_axis=2, concat_axis=0, tiled=True
+        )
+        tokens = _of_all(tokens)
+    return _sum_of_rows(tokens, gradient, rows.shape[0]).astype(rows.dtype), None
+
+
+def _sum_of_rows(
+    tokens: Int[Array, "B T"], gradient: Float[Array, "B T columns"], size: int
+) -> Float[Array, "V columns"]:
+    """Returns the sum of the rows of each token, in at least float32."""
+    wide = jnp.promote_types(gradient.dtype, jnp.float32)
 
     def part(tokens, gradient):
         chosen = jax.nn.one_hot(tokens, size, dtype=gradient.dtype)
@@ -98,7 +129,7 @@ def _look_up_backward(residuals, gradient):
     batch, length = tokens.shape
     pieces = math.ceil(batch * length * size / _ONE_HOT_ELEMENTS)
     if pieces == 1:
-        return part(tokens, gradient).astype(dtype), None
+        return part(tokens, gradient)
     chunk = math.ceil(length / pieces)
     # Padded with an invalid token, whose one-hot row is zero.
     extra = -length % chunk
@@ -112,7 +143,7 @@ def _look_up_backward(residuals, gradient):
         jnp.zeros((size, gradient.shape[-1]), wide),
         chunks,
     )
-    return total.astype(dtype), None
+    return total
 
 
 look_up.defvjp(_look_up_forward, _look_up_backward)

@@ -7,7 +7,7 @@ and never sliced by layer.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,17 @@ from dms_jax.model.rope import rope_frequencies, rope_tables
 from dms_jax.model.supervision import Supervision, supervise
 from dms_jax.policies.base import Policy, check_adapter
 from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState, Static, Tokens
+from pallas_kernels.training.api import KEPT as ATTENTION_OUTPUTS
+
+# What the backward pass recomputes of a layer: nothing; everything but the outputs of attention;
+# everything. The less it recomputes, the more memory each token takes.
+Remat = Literal["nothing", "all_but_attention", "everything"]
+
+_KEPT: dict[Remat, Any] = {
+    "nothing": sharding.keeps_all_but_gathered,
+    "all_but_attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUTS),
+    "everything": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 class Layer(nnx.Module):
@@ -171,9 +182,14 @@ class Transformer(nnx.Module):
             preferred_element_type=wide,
         )
 
+    @property
+    def output_matrix(self) -> Float[Array, "V E"]:
+        """The matrix whose products with hidden states are the logits."""
+        return self.embedding[...] if self.lm_head is None else self.lm_head[...].T
+
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """Returns the embeddings of tokens."""
-        x = look_up(self.embedding[...], tokens)
+        x: Any = look_up(self.embedding[...], tokens, self.config.hidden_size)
         return sharding.constrain(x, sharding.DATA, None, None)
 
     def __call__(
@@ -184,8 +200,9 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         relaxation: Relaxation | None = None,
         marks: Bool[Array, "L B K T"] | None = None,
-        remat: bool = False,
+        remat: Remat = "nothing",
         unroll: bool = False,
+        prepare: Callable[[Layer], Layer] | None = None,
     ) -> SequencePass:
         """Runs one pass over whole sequences, for policies that decide without attention.
 
@@ -196,9 +213,11 @@ class Transformer(nnx.Module):
             attends to another); padding is a segment of its own.
           relaxation: settings of the soft decisions of training; None for hard decisions.
           marks: recorded hard decisions to replay.
-          remat: whether each layer is recomputed in the backward pass.
+          remat: what of each layer is recomputed in the backward pass; see `Remat`.
           unroll: whether the loop over layers is unrolled, which avoids stacking the residuals of
             the backward pass: faster for small models, but compile time grows with depth.
+          prepare: makes the layer that computes from the layer that is kept, such as a whole one
+            from a shard; with `sharding.gather` the backward pass makes it again.
         """
         positions = segment_positions(tokens, segment_ids)
         x = self.embed(tokens)
@@ -206,6 +225,7 @@ class Transformer(nnx.Module):
         static = self._static()
 
         def layer_pass(x, layer, index, policy, marks):
+            layer = layer if prepare is None else prepare(layer)
             tokens = layer.projections(x, policy, positions, index)
             attended, decisions, numbers = attend_sequences(
                 policy,
@@ -232,7 +252,12 @@ class Transformer(nnx.Module):
 
         def body(x, layer, index, group, marks):
             run = lambda x, layer, index, marks: layer_pass(x, layer, index, group.policy, marks)  # noqa: E731
-            return (jax.checkpoint(run) if remat else run)(x, layer, index, marks)
+            if remat == "nothing" and prepare is None:
+                return run(x, layer, index, marks)
+            # The passes of a scan are two loops, which the compiler cannot merge.
+            return jax.checkpoint(run, policy=_KEPT[remat], prevent_cse=unroll)(
+                x, layer, index, marks
+            )
 
         x, outputs = self._scan_layers(body, x, policy, marks, unroll=unroll)
         decisions, supervision = outputs

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import jax
 
-from dms_jax import sharding
+from dms_jax import compilation, sharding
 from dms_jax.checkpoint import save
 from dms_jax.checks import check, show_options
 from dms_jax.data import AnswersOnly, as_source
@@ -107,6 +107,7 @@ def train(
       KeyboardInterrupt: on Ctrl-C or after `stop_after`, once a checkpoint is written; among
         skipped steps none is, and the run goes on from the last one.
     """
+    compilation.prepare()
     policy = Vanilla() if policy is None else policy
     _check(model, policy, recipe)
     run = RunOptions(**options)
@@ -141,7 +142,7 @@ def train(
             if directory is not None:
                 path = directory.path / "model"
                 save(result, policy, path, adapter_only=run.adapter_only)
-            return result
+            return result.place()
     finally:
         if directory is not None:
             directory.close()

@@ -113,7 +113,7 @@ def _sums(
     def run(transformer: Transformer, policy: Policy) -> Any:
         narrow: Any = rebuilder(transformer)(cast(parameters(transformer), compute_dtype))
         hidden = narrow(passes.tokens, policy, segment_ids=passes.segment_ids).hidden
-        return hidden, narrow.unembed
+        return losses.Head(hidden, narrow.output_matrix)
 
     sums = losses.token_losses(
         run(transformer, policy),

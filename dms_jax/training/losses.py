@@ -5,24 +5,54 @@
 
 NVIDIA's code computes the reverse direction.
 
-Logits are computed for a few positions at a time, in at least float32, and recomputed in the
-backward pass: the [B, T, V] log-probabilities of teacher and student never exist as a whole.
+Logits are computed for a few positions at a time: the [B, T, V] log-probabilities of teacher and
+student never exist as a whole. Their gradients follow from the logits in closed form, with z the
+logits of the student and KL that of the position,
+
+    reverse   dz = p_S (log p_S - log p_T - KL)
+    forward   dz = p_S - p_T
+    language modelling   dz = p_S - 1[v = target]
+
+so that the forward pass already multiplies them with the hidden states and the output matrix, and
+the backward pass only scales the results: no logit is computed twice. Products take operands of the
+hidden states' type and are summed in at least float32, as is the gradient of the output matrix over
+all chunks.
+
+Inside `shard_map` over `data` everything here is of one shard's sequences.
 """
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-Direction = Literal["reverse", "forward"]
-Unembed = Callable[[Float[Array, "*rows E"]], Float[Array, "*rows V"]]
+from dms_jax import sharding
 
-# Logits of the teacher, and of the student, that may exist at a time, in elements.
-CHUNK_ELEMENTS = 2**26
+Direction = Literal["reverse", "forward"]
+
+# Logits of the teacher, and of the student, that may exist on a device at a time, in elements.
+CHUNK_ELEMENTS = 2**27
+
+
+@struct.dataclass
+class Head:
+    """What the logits of a model are made from.
+
+    Attributes:
+      hidden: hidden states after the final norm.
+      matrix: the whole output matrix, in any type.
+      parameter: the parameter that the gradient of the matrix goes to, the matrix itself or its
+        columns on this device; None for a frozen one. The gradient has the parameter's type.
+    """
+
+    hidden: Float[Array, "B T E"]
+    matrix: Float[Array, "V E"]
+    parameter: Float[Array, "V columns"] | None = None
 
 
 @struct.dataclass
@@ -38,18 +68,24 @@ class TokenLosses:
     language_modeling: Float[Array, ""]
 
 
-def divergence(
-    student: Float[Array, "*rows V"], teacher: Float[Array, "*rows V"], direction: Direction
-) -> Float[Array, "*rows"]:
-    """Returns the KL divergence of log-probabilities, in nats; see the module docstring."""
-    if direction == "reverse":
-        return jnp.sum(jnp.exp(student) * (student - teacher), axis=-1)
-    return jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1)
+class _Positions(NamedTuple):
+    """What is compared at each position; with a leading axis of chunks in the loop over them."""
+
+    teacher_hidden: Float[Array, "*chunks B T E"] | None
+    targets: Int[Array, "*chunks B T"]
+    mask: Bool[Array, "*chunks B T"]
+    target_mask: Bool[Array, "*chunks B T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    direction: Direction
+    chunk: int
 
 
 def token_losses(
-    student: tuple[Float[Array, "B T E"], Unembed],
-    teacher: tuple[Float[Array, "B T E"], Unembed] | None,
+    student: Head,
+    teacher: Head | None,
     *,
     targets: Int[Array, "B T"],
     mask: Bool[Array, "B T"],
@@ -59,8 +95,11 @@ def token_losses(
 ) -> TokenLosses:
     """Returns the sums of the losses over the positions of a batch.
 
+    Only the main loss has gradients, for the student: the divergence if there is a teacher, and the
+    likelihood if there is none.
+
     Args:
-      student: hidden states after the final norm, and the function that turns them into logits.
+      student: hidden states and output matrix of the student.
       teacher: the same for the teacher; None for language modelling alone.
       targets: the token after each position.
       mask: positions where the distillation loss compares student and teacher.
@@ -68,40 +107,132 @@ def token_losses(
       direction: direction of the divergence.
       chunk: positions of a sequence that are unembedded at a time; None for a choice by size.
     """
-    hidden, unembed = student
-    batch, length, _ = hidden.shape
+    batch, length, _ = student.hidden.shape
     if chunk is None:
-        vocab_size = jax.eval_shape(unembed, hidden).shape[-1]
-        chunk = max(1, CHUNK_ELEMENTS // (batch * vocab_size))
-
-    def sums(hidden, teacher_hidden, targets, mask, target_mask) -> TokenLosses:
-        logits = jax.nn.log_softmax(unembed(hidden))
-        likelihood = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        distillation = jnp.zeros((), logits.dtype)
-        if teacher is not None:
-            wanted = jax.lax.stop_gradient(jax.nn.log_softmax(teacher[1](teacher_hidden)))
-            distances = divergence(logits, wanted, direction)
-            distillation = jnp.sum(jnp.where(mask, distances, 0))
-        return TokenLosses(
-            distillation=distillation,
-            language_modeling=-jnp.sum(jnp.where(target_mask, likelihood, 0)),
+        shards = 1 if sharding.in_shards(sharding.DATA) else sharding.axis_size(sharding.DATA)
+        rows = -(-batch // shards)
+        most = max(1, CHUNK_ELEMENTS // (rows * student.matrix.shape[0]))
+        chunk = math.ceil(length / math.ceil(length / most))
+    matrices = [student.matrix, student.matrix if teacher is None else teacher.matrix]
+    # Gathered once, not in every chunk.
+    matrices = [
+        sharding.constrain(jax.lax.stop_gradient(x), sharding.MODEL, None).astype(
+            student.hidden.dtype
         )
+        for x in matrices
+    ]
+    positions = _Positions(None if teacher is None else teacher.hidden, targets, mask, target_mask)
+    settings = _Settings(direction, min(chunk, length))
+    return _losses(settings, student.hidden, student.parameter, matrices, positions)
 
-    arrays = (hidden, hidden if teacher is None else teacher[0], targets, mask, target_mask)
-    if chunk >= length:
-        return sums(*arrays)
-    count = math.ceil(length / chunk)
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _losses(settings: _Settings, hidden, parameter, matrices, positions) -> TokenLosses:
+    del parameter
+    return _over_chunks(settings, hidden, matrices, positions, gradients=None)[0]
+
+
+def _losses_forward(settings: _Settings, hidden, parameter, matrices, positions):
+    wanted = "hidden" if parameter is None else "both"
+    sums, of_hidden, of_matrix = _over_chunks(
+        settings, hidden, matrices, positions, gradients=wanted
+    )
+    if parameter is not None:
+        if parameter.shape != of_matrix.shape:
+            of_matrix = sharding.scatter(of_matrix, 1)
+        of_matrix = of_matrix.astype(parameter.dtype)
+    return sums, (of_hidden, of_matrix, positions.teacher_hidden is not None)
+
+
+def _losses_backward(settings: _Settings, residuals, sums: TokenLosses):
+    del settings
+    of_hidden, of_matrix, distils = residuals
+    factor = jnp.where(distils, sums.distillation, sums.language_modeling)
+
+    def scaled(x: Array) -> Array:
+        return (x * factor).astype(x.dtype)
+
+    return scaled(of_hidden), None if of_matrix is None else scaled(of_matrix), None, None
+
+
+_losses.defvjp(_losses_forward, _losses_backward)
+
+
+def _over_chunks(
+    settings: _Settings,
+    hidden: Float[Array, "B T E"],
+    matrices: list[Float[Array, "V E"]],
+    positions: _Positions,
+    *,
+    gradients: Literal["hidden", "both"] | None,
+) -> tuple[TokenLosses, Any, Any]:
+    """Returns the sums, and their gradients of hidden states and output matrix if wanted."""
+    batch, length, _ = hidden.shape
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    count = math.ceil(length / settings.chunk)
 
     def chunks(x: Array) -> Array:
         """[B, T, ...] to [chunks, B, chunk, ...], with padding that the masks leave out."""
-        pad = ((0, 0), (0, count * chunk - length), *((0, 0),) * (x.ndim - 2))
-        x = jnp.pad(x, pad).reshape(batch, count, chunk, *x.shape[2:])
+        pad = ((0, 0), (0, count * settings.chunk - length), *((0, 0),) * (x.ndim - 2))
+        x = jnp.pad(x, pad).reshape(batch, count, settings.chunk, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)
 
-    def add(total: TokenLosses, xs: tuple[Array, ...]) -> tuple[TokenLosses, None]:
-        return jax.tree.map(jnp.add, total, jax.checkpoint(sums)(*xs)), None
+    def add(carry, xs):
+        total, of_matrix = carry
+        hidden, positions = xs
+        sums, of_logits = _of_chunk(settings.direction, hidden, matrices, positions)
+        total = jax.tree.map(jnp.add, total, sums)
+        if gradients is None:
+            return (total, None), None
+        of_logits = of_logits.astype(hidden.dtype)
+        dot = functools.partial(jnp.einsum, preferred_element_type=wide)
+        of_hidden = dot("BTV,VE->BTE", of_logits, matrices[0]).astype(hidden.dtype)
+        if gradients == "both":
+            of_matrix += dot("BTV,BTE->VE", of_logits, hidden)
+        return (total, of_matrix), of_hidden
 
+    zero = jnp.zeros((), wide)
+    start = jnp.zeros(matrices[0].shape, wide) if gradients == "both" else None
+    carry = (TokenLosses(distillation=zero, language_modeling=zero), start)
+    xs = jax.tree.map(chunks, (hidden, positions))
+    (total, of_matrix), of_hidden = jax.lax.scan(add, carry, xs)
+    if of_hidden is not None:
+        of_hidden = jnp.moveaxis(of_hidden, 0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
+    return total, of_hidden, of_matrix
+
+
+def _of_chunk(
+    direction: Direction,
+    hidden: Float[Array, "B T E"],
+    matrices: list[Float[Array, "V E"]],
+    positions: _Positions,
+) -> tuple[TokenLosses, Float[Array, "B T V"]]:
+    """Returns the sums over a chunk, and the gradient of the main one for the student's logits."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    zero = TokenLosses(distillation=jnp.zeros((), wide), language_modeling=jnp.zeros((), wide))
-    total, _ = jax.lax.scan(add, zero, tuple(chunks(x) for x in arrays))
-    return total
+
+    def unembed(hidden, matrix):
+        logits = jnp.einsum("BTE,VE->BTV", hidden, matrix, preferred_element_type=wide)
+        highest = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
+        total = jnp.sum(jnp.exp(logits - highest), -1, keepdims=True)
+        return logits, highest + jnp.log(total)
+
+    logits, normaliser = unembed(hidden, matrices[0])
+    chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == positions.targets[..., None]
+    likelihood = jnp.sum(jnp.where(chosen, logits, 0), -1) - normaliser[..., 0]
+    likelihood = -jnp.sum(jnp.where(positions.target_mask, likelihood, 0))
+    probabilities = jnp.exp(logits - normaliser)
+    if positions.teacher_hidden is None:
+        gradient = jnp.where(positions.target_mask[..., None], probabilities - chosen, 0)
+        return TokenLosses(jnp.zeros((), wide), likelihood), gradient
+    others, other_normaliser = unembed(positions.teacher_hidden, matrices[1])
+    difference = (logits - others) - (normaliser - other_normaliser)
+    if direction == "reverse":
+        divergence = jnp.sum(probabilities * difference, -1, keepdims=True)
+        gradient = probabilities * (difference - divergence)
+    else:
+        wanted = jnp.exp(others - other_normaliser)
+        divergence = -jnp.sum(wanted * difference, -1, keepdims=True)
+        gradient = probabilities - wanted
+    distillation = jnp.sum(jnp.where(positions.mask, divergence[..., 0], 0))
+    gradient = jnp.where(positions.mask[..., None], gradient, 0)
+    return TokenLosses(distillation, likelihood), gradient

@@ -44,7 +44,8 @@ class RunOptions(Options):
       stop_after: seconds after which the run ends as on Ctrl-C, to be resumed; None for never.
       on_step: called with the record of every step (what the log holds).
       on_snapshot: called with (compression ratio, model) at the recipe's snapshots.
-      evaluate: measures a model during training; its numbers go into the record of the step.
+      evaluate: measures a model during training; its numbers go into the record of the step. The
+        model is split over devices as for training; `model.place()` places it for decoding.
       evaluate_every: steps between evaluations; there is one at the end too.
       progress: whether to show a progress bar.
       adapter_only: whether the output directory's model and snapshots hold only what was trained

@@ -43,7 +43,7 @@ def _named(transformer: Transformer) -> list[tuple[str, nnx.Param]]:
 
 def parameters(transformer: Transformer) -> Parameters:
     """Returns the parameters by name."""
-    return {name: param[...] for name, param in _named(transformer)}
+    return {name: param.get_value() for name, param in _named(transformer)}
 
 
 def rebuilder(transformer: Transformer) -> Rebuild:
@@ -56,9 +56,19 @@ def rebuilder(transformer: Transformer) -> Rebuild:
 def shardings(
     transformer: Transformer, mesh: Mesh, rules: sharding.Rules
 ) -> dict[str, NamedSharding]:
-    """Returns the sharding of each parameter on a mesh."""
+    """Returns the sharding of each parameter on a mesh.
+
+    Only the model's matrices are split over `data`. Norms, biases, adapters and low-rank factors
+    are small: to gather each of them in every layer would take longer than one sum at the end.
+    """
+    small = dict(rules) | {"embed": None, "head_dim": None}
     return {
-        name: sharding.parameter_sharding(mesh, param.axes, param.shape, rules)
+        name: sharding.parameter_sharding(
+            mesh,
+            param.axes,
+            param.shape,
+            rules if decays(name) and not is_adapter(name) and not is_low_rank(name) else small,
+        )
         for name, param in _named(transformer)
     }
 

@@ -13,9 +13,11 @@ from dms_jax.checks import (
     Ratio,
     Share,
     Whole,
+    check,
     require,
 )
 from dms_jax.model.low_rank import LowRank
+from dms_jax.model.transformer import Remat
 from dms_jax.policies import Policy
 from dms_jax.training import schedules
 from dms_jax.training.compression import Prior, Regulariser
@@ -145,7 +147,8 @@ class Recipe(Options):
       clip: largest global norm of the gradient.
       compute_dtype: dtype of the passes; None for that of the parameters. Parameters, gradients
         and optimizer state are always in at least float32.
-      remat: whether to recompute each layer in the backward pass, to save memory.
+      remat: what the backward pass computes again of each layer: "nothing", which takes the most
+        memory; "all_but_attention", which keeps the outputs of attention; or "everything".
       unroll: whether to unroll the loop over layers: faster for small models, slower to compile.
       packing: how documents are packed into sequences (`dms_jax.data.batches`).
       ignore_end_token: whether the model's end tokens are left out of the loss, also where the
@@ -176,7 +179,7 @@ class Recipe(Options):
     weight_decay: NotNegative = 0.0
     clip: Positive = 1.0
     compute_dtype: Literal["bfloat16", "float32"] | None = "bfloat16"
-    remat: bool = True
+    remat: Remat = "all_but_attention"
     unroll: bool = False
     packing: Literal["concatenate", "concatenate_whole", "first_fit"] = "concatenate"
     ignore_end_token: bool = False
@@ -268,6 +271,29 @@ class Recipe(Options):
             layer_floor=0.0,
             snapshots=(),
         )
+
+    def settled(self, share: Number) -> "Recipe":
+        """Returns the recipe with a last ramp that ends earlier, and rates that then fall to zero.
+
+        Args:
+          share: share of the last stage's steps that keep the ratio that was reached.
+
+        Raises:
+          ConfigError: the share is not one, or the last stage is no ramp.
+        """
+        share = check("Recipe.settled: share", share, Decay)
+        *before, ramp = self.stages
+        require(ramp.kind == "ramp", f"Recipe.settled: the last stage is no ramp but {ramp.kind}.")
+        steps = min(round(share * ramp.steps), ramp.steps - 1)
+        if not steps:
+            return self
+        stages = (
+            dataclasses.replace(ramp, steps=ramp.steps - steps),
+            dataclasses.replace(
+                ramp, kind="train", steps=steps, compression_ratio=1.0, final_learning_rate=0
+            ),
+        )
+        return dataclasses.replace(self, stages=(*before, *stages))
 
     def total_steps(self, policy: Policy) -> int:
         """Returns the number of optimizer steps of a run."""

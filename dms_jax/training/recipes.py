@@ -131,7 +131,7 @@ def dms_quickstart(
         batch_size=4,
         trainable="all",
         compute_dtype=None,
-        remat=False,
+        remat="nothing",
         snapshots=snapshots,
     )
 
@@ -335,7 +335,7 @@ def dmc_quickstart(
         batch_size=4,
         trainable="all",
         compute_dtype=None,
-        remat=False,
+        remat="nothing",
         compression_weight=2.0,
         snapshots=snapshots,
     )
@@ -385,7 +385,7 @@ def pretraining(
         trainable="all",
         loss="language_modeling",
         weight_decay=0.1,
-        remat=False,
+        remat="nothing",
         unroll=True,
         packing="first_fit",
     )

@@ -2,14 +2,16 @@
 
 The teacher is the original model with the vanilla cache; language modelling has no teacher. The
 student runs the relaxed form of its policy's decisions on the same tokens, with logistic noise that
-depends on the seed, the step and the pass; with the vanilla cache there is nothing to relax.
-Gradients are summed over A passes of B sequences, and each loss is already divided by the counts of
-the whole batch, so that accumulation equals one large batch.
+depends on the seed, the step and the sequence's place in the batch, and on no split of the batch;
+with the vanilla cache there is nothing to relax. Gradients are summed over A passes of B sequences,
+and each loss is already divided by the counts of the whole batch, so that accumulation equals one
+large batch.
 
 Only trained parameters have gradients and optimizer state. Parameters are kept in at least float32
-and cast for the passes.
+and cast for the passes. On a mesh, `dms_jax.training.shards` says how the passes see them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +25,9 @@ from dms_jax.model.attention import Relaxation
 from dms_jax.model.transformer import segment_positions
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.training import compression, losses, supervision
-from dms_jax.training.parameters import Parameters, Rebuild, cast, decays, is_adapter
+from dms_jax.training.parameters import Parameters, Rebuild, decays, is_adapter
 from dms_jax.training.recipe import DistillationPositions, Recipe
+from dms_jax.training.shards import Shards
 
 Metrics = dict[str, Array]
 
@@ -132,26 +135,56 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def make_gradients(
-    rebuild: Rebuild, policy: Policy, recipe: Recipe, *, rebuild_teacher: Rebuild | None = None
+    rebuild: Rebuild,
+    policy: Policy,
+    recipe: Recipe,
+    *,
+    rebuild_teacher: Rebuild | None = None,
+    shards: Shards | None = None,
 ) -> Callable[[Parameters, Constants, Passes, ScheduleValues, Any], tuple[Parameters, Metrics]]:
     """Returns a pure function that computes the gradients and the losses of a batch.
 
     Its last argument is the random key of the noise; None for no noise. A teacher whose modules
     are not those of the student (it has no low-rank updates) has a `rebuild_teacher` of its own.
+    `shards` says how the parameters are split over the mesh of the context; None for one device.
     """
     rebuild_teacher = rebuild if rebuild_teacher is None else rebuild_teacher
+    shards = Shards({}) if shards is None else shards
 
-    def supervised_loss(trained, constants: Constants, sequences: Passes, schedule, weights):
-        """The loss of a stage "supervise", in which only the adapter learns."""
-        learned = policy.retrofit.supervision
-        assert learned is not None
-        trained = {x: y if is_adapter(x) else jax.lax.stop_gradient(y) for x, y in trained.items()}
-        result = rebuild(constants.frozen | cast(trained, recipe.compute_dtype))(
+    def pass_dtype(arrays: Parameters) -> Any:
+        return jnp.dtype(recipe.compute_dtype or arrays["embedding"].dtype)
+
+    def hidden_states(arrays: Parameters, rebuild, policy, sequences: Passes, **options: Any):
+        model = rebuild(arrays | {"embedding": arrays["embedding"].astype(pass_dtype(arrays))})
+        return model(
             sequences.tokens,
             policy,
             segment_ids=sequences.segment_ids,
-            relaxation=Relaxation(supervised=True),
             unroll=recipe.unroll,
+            **options,
+        )
+
+    def output_head(arrays: Parameters, hidden: Array, parameter: Parameters | None = None):
+        """Returns what logits are made from; their gradient goes to `parameter`, if it is there."""
+        name = "lm_head" if "lm_head" in arrays else "embedding"
+        matrix = shards.whole(arrays, name, hidden.dtype)
+        trained = (parameter or {}).get(name)
+        if name == "lm_head":
+            matrix, trained = matrix.T, None if trained is None else trained.T
+        return losses.Head(hidden, matrix, trained)
+
+    def supervised_loss(trained, frozen, sequences: Passes, schedule, rest):
+        """The loss of a stage "supervise", in which only the adapter learns."""
+        weights, together = rest
+        learned = policy.retrofit.supervision
+        assert learned is not None
+        trained = {x: y if is_adapter(x) else jax.lax.stop_gradient(y) for x, y in trained.items()}
+        current, prepare = frozen | trained, None
+        if shards.over_data and not together:
+            prepare = functools.partial(shards.gather_layer, dtype=pass_dtype(current))
+        relaxation = Relaxation(supervised=True)
+        result = hidden_states(
+            current, rebuild, policy, sequences, relaxation=relaxation, prepare=prepare
         )
         assert result.supervision is not None
         distance = supervision.supervised_loss(learned, result.supervision, schedule.supervised)
@@ -165,38 +198,45 @@ def make_gradients(
             "evicted": jnp.sum(jnp.mean(shares, axis=(0, 2))) * weights[2],
         }
 
-    def pass_loss(trained, constants: Constants, sequences: Passes, schedule, key, weights):
+    def pass_loss(trained, frozen, own_teacher, sequences: Passes, schedule, keys, rest):
         if schedule.supervised is not None:
-            return supervised_loss(trained, constants, sequences, schedule, weights)
-        tokens, segment_ids = sequences.tokens, sequences.segment_ids
-        current = constants.frozen | cast(trained, recipe.compute_dtype)
-        student = rebuild(current)
-        relaxation = None
+            return supervised_loss(trained, frozen, sequences, schedule, rest)
+        weights, together = rest
+        current = frozen | trained
+        relaxation, prepare = None, None
         if policy.retrofit.possible:
-            relaxation = Relaxation(noise_key=key, neuron_scale=schedule.neuron_scale)
-        result = student(
-            tokens,
+            relaxation = Relaxation(noise_keys=keys, neuron_scale=schedule.neuron_scale)
+        if shards.over_data and not together:
+            prepare = functools.partial(shards.gather_layer, dtype=pass_dtype(current))
+        result = hidden_states(
+            current,
+            rebuild,
             policy,
-            segment_ids=segment_ids,
+            sequences,
             relaxation=relaxation,
             remat=recipe.remat,
-            unroll=recipe.unroll,
+            prepare=prepare,
         )
+        head = output_head(current, result.hidden, parameter=trained)
         teacher = None
         if recipe.loss == "distillation":
-            original = rebuild_teacher(jax.lax.stop_gradient(current | constants.teacher))
-            hidden = original(
-                tokens, Vanilla(), segment_ids=segment_ids, unroll=recipe.unroll
+            original = jax.lax.stop_gradient(current | own_teacher)
+            taught = hidden_states(
+                original, rebuild_teacher, Vanilla(), sequences, prepare=prepare
             ).hidden
-            teacher = (jax.lax.stop_gradient(hidden), original.unembed)
+            taught = jax.lax.stop_gradient(taught)
+            teacher = losses.Head(taught, head.matrix)
+            if own_teacher:
+                teacher = output_head(original, taught)
         sums = losses.token_losses(
-            (result.hidden, student.unembed),
+            head,
             teacher,
-            targets=jnp.roll(tokens, -1, axis=-1),
+            targets=jnp.roll(sequences.tokens, -1, axis=-1),
             mask=sequences.distillation_mask(recipe.distillation_positions),
             target_mask=sequences.target_mask,
             direction=recipe.kl,
         )
+        segment_ids = sequences.segment_ids
         shares = compression.evicted_shares(
             result.decisions, None if segment_ids is None else segment_ids > 0
         )
@@ -220,16 +260,39 @@ def make_gradients(
         loss = parts[main] + parts["compression_loss"]
         return loss, {"loss": loss, **parts}
 
+    def of_shard(trained, frozen, teacher, passes: Passes, places, schedule, key, weights):
+        """Returns the sums over all passes of one shard's sequences."""
+        together = shards.whole_layers and len(places) > 1
+        dtype = pass_dtype(frozen | trained)
+        whole = [trained, frozen, teacher]
+        if together:
+            whole = [shards.gather_layers(arrays, dtype) for arrays in whole]
+
+        def one_pass(sequences, places):
+            fold = jax.vmap(functools.partial(jax.random.fold_in, key))
+            keys = None if key is None else fold(places)
+            (_, parts), gradient = jax.value_and_grad(pass_loss, has_aux=True)(
+                *whole, sequences, schedule, keys, (weights, together)
+            )
+            return jax.tree.map(lambda x, like: x.astype(like.dtype), gradient, trained), parts
+
+        def take(index) -> tuple[Passes, Array]:
+            return jax.tree.map(lambda x: x[index], (passes, places))
+
+        if len(places) == 1:
+            return one_pass(*take(0))
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one_pass, *take(0))
+        )
+
+        def add(total, index):
+            return jax.tree.map(jnp.add, total, one_pass(*take(index))), None
+
+        (gradient, parts), _ = jax.lax.scan(add, zeros, jnp.arange(len(places)))
+        return (shards.scatter_layers(gradient) if together else gradient), parts
+
     def gradients(trained, constants, passes: Passes, schedule, key):
         num_passes, num_sequences, _ = passes.tokens.shape
-
-        def one_pass(sequences, index):
-            own_key = None if key is None else jax.random.fold_in(key, index)
-            (_, parts), gradient = jax.value_and_grad(pass_loss, has_aux=True)(
-                trained, constants, sequences, schedule, own_key, weights
-            )
-            return gradient, parts
-
         wide = jnp.promote_types(jax.tree.leaves(trained)[0].dtype, jnp.float32)
         compared = passes.distillation_mask(recipe.distillation_positions)
         weights = (
@@ -237,17 +300,10 @@ def make_gradients(
             1 / jnp.maximum(passes.target_mask.sum(), 1).astype(wide),
             jnp.asarray(1 / (num_passes * num_sequences), wide),
         )
-        take = lambda index: jax.tree.map(lambda x: x[index], passes)  # noqa: E731
-        if num_passes == 1:
-            return one_pass(take(0), 0)
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one_pass, take(0), 0)
+        places = jnp.arange(num_passes * num_sequences).reshape(num_passes, num_sequences)
+        return shards.map(of_shard)(
+            trained, constants.frozen, constants.teacher, passes, places, schedule, key, weights
         )
-
-        def add(total, index):
-            return jax.tree.map(jnp.add, total, one_pass(take(index), index)), None
-
-        return jax.lax.scan(add, zeros, jnp.arange(num_passes))[0]
 
     return gradients
 
@@ -266,7 +322,12 @@ def visible_keys(passes: Passes) -> tuple[Float[Array, ""], Float[Array, ""]]:
 
 
 def make_step(
-    rebuild: Rebuild, policy: Policy, recipe: Recipe, *, rebuild_teacher: Rebuild | None = None
+    rebuild: Rebuild,
+    policy: Policy,
+    recipe: Recipe,
+    *,
+    rebuild_teacher: Rebuild | None = None,
+    shards: Shards | None = None,
 ) -> Callable[[TrainState, Constants, Passes, ScheduleValues], tuple[TrainState, Metrics]]:
     """Returns the step as a pure function, to be jitted with the state donated.
 
@@ -277,7 +338,9 @@ def make_step(
     gradient is not finite, so that the step changed neither parameters nor moments).
     """
     optimizer = make_optimizer(recipe)
-    gradients = make_gradients(rebuild, policy, recipe, rebuild_teacher=rebuild_teacher)
+    gradients = make_gradients(
+        rebuild, policy, recipe, rebuild_teacher=rebuild_teacher, shards=shards
+    )
 
     def step(
         state: TrainState, constants: Constants, passes: Passes, schedule: ScheduleValues

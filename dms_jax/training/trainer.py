@@ -1,8 +1,9 @@
 """The training state and its compiled step, on one device or sharded over a mesh.
 
-On a mesh, parameters and optimizer state are sharded by `sharding.TRAINING_RULES` (every parameter
-over `data`, heads and feed-forward over `model`) and sequences over `data`; the partitioner derives
-the collectives of FSDP and tensor parallelism from that.
+On a mesh, parameters and optimizer state are sharded by `sharding.TRAINING_RULES` (every matrix
+over `data`, heads and feed-forward over `model`) and sequences over `data`. What is frozen has the
+same places, the teacher shares the arrays of the student that are the same, and the trainer keeps
+no other copy of the model.
 """
 
 import dataclasses
@@ -11,20 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from dms_jax import sharding
 from dms_jax.data.batches import Batch
+from dms_jax.devices import data_sheet
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
+from dms_jax.training.compiling import compiler_options
 from dms_jax.training.parameters import (
     Parameters,
     add_adapter,
     cast,
     is_adapter,
-    is_low_rank,
     parameters,
     rebuilder,
     shardings,
@@ -33,6 +35,7 @@ from dms_jax.training.parameters import (
 )
 from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.schedules import eviction_target
+from dms_jax.training.shards import Shards
 from dms_jax.training.step import (
     Constants,
     Passes,
@@ -42,6 +45,7 @@ from dms_jax.training.step import (
     make_step,
 )
 from dms_jax.training.throughput import layer_parameters, peak_operations, token_operations
+from pallas_kernels.training.api import load_kernels
 
 
 def _student(
@@ -72,83 +76,141 @@ class Trainer:
       recipe: the recipe of the run.
       seed: seed of the noise.
       mesh: mesh of devices; None for one device.
-
-    Attributes:
-      state: trained parameters, optimizer state and step.
     """
 
     def __init__(
         self, model: LanguageModel, policy: Policy, recipe: Recipe, seed: int, mesh: Mesh | None
     ):
-        self._model, self._policy, self._recipe, self._mesh = model, policy, recipe, mesh
+        load_kernels()
+        self._policy, self._mesh = policy, mesh
+        self._device = next(iter(model.transformer.embedding[...].devices()))
         trained_parts = recipe.trained_for(policy)
-        self._key = jax.random.key(seed)
-        self._original = low_rank.drop_factors(model.transformer)
-        transformer = _student(model.transformer, policy, recipe, self._key)
-        self._rebuild = rebuilder(transformer)
-        self._transformer = transformer
-        arrays = self._place(parameters(transformer))
+        key = jax.random.key(seed)
+        original = low_rank.drop_factors(model.transformer)
+        transformer = _student(model.transformer, policy, recipe, key)
+        self._rebuild, rebuild_teacher = rebuilder(transformer), rebuilder(original)
+        self._places = self._places_of(transformer)
+        self._key = jax.device_put(key, self._everywhere)
+        given = parameters(transformer)
+        arrays = self._place(given)
         parts = split(arrays, adapter=policy.retrofit.adapter is not None, trainable=trained_parts)
-        self._frozen = parts.frozen
+        self._frozen, self._initial = parts.frozen, parts.trained
         self._dtypes = {name: x.dtype for name, x in parts.trained.items()}
-        # Copies, because the step donates them.
-        trained = {
-            name: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True)
-            for name, x in parts.trained.items()
-        }
-        self.wide = jnp.result_type(*(x.dtype for x in trained.values()))
+        wide = {name: jnp.promote_types(x, jnp.float32) for name, x in self._dtypes.items()}
+        self.wide = jnp.result_type(*wide.values())
         distilling = recipe.loss == "distillation"
-        needed = [name for name in trained if not is_adapter(name) and not is_low_rank(name)]
-        teacher = self._teacher(needed, arrays) if distilling else {}
+        teacher: Parameters = {}
+        if distilling:
+            taught = parameters(original)
+            needed = [name for name in parts.trained if name in taught and not is_adapter(name)]
+            own = self._place({n: taught[n] for n in needed if taught[n] is not given[n]})
+            teacher = {name: own.get(name, arrays[name]) for name in needed}
         if recipe.compute_dtype is None:
-            teacher = {name: x.astype(trained[name].dtype) for name, x in teacher.items()}
+            teacher = {name: x.astype(wide[name]) for name, x in teacher.items()}
         self._constants = Constants(
             frozen=cast(parts.frozen, recipe.compute_dtype),
             teacher=cast(teacher, recipe.compute_dtype),
+        )
+        # Structure alone: the arrays are those of this trainer.
+        self._skeleton = dataclasses.replace(
+            model, transformer=jax.eval_shape(lambda: transformer), policy=policy, mesh=mesh
         )
         self._layer_parameters = layer_parameters(transformer)
         self._peak = peak_operations(mesh)
         self._frozen_layers, self._has_teacher = trained_parts != "all", distilling
         self._optimizer = make_optimizer(recipe)
-        self.state = self._init_state(jnp.zeros((), jnp.int32), trained)
-        step = make_step(self._rebuild, policy, recipe, rebuild_teacher=rebuilder(self._original))
-        if mesh is None:
-            self._step = jax.jit(step, donate_argnums=0)
-        else:
-            kept = jax.tree.map(lambda x: x.sharding, self.state)
-            self._step = jax.jit(step, donate_argnums=0, out_shardings=(kept, self._replicated))
+        self._state: TrainState | None = None
+        step = make_step(
+            self._rebuild,
+            policy,
+            recipe,
+            rebuild_teacher=rebuild_teacher,
+            shards=None if mesh is None else self._shards(arrays),
+        )
+        kept = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        self._step = jax.jit(
+            step,
+            donate_argnums=0,
+            out_shardings=(kept, self._everywhere),
+            compiler_options=compiler_options(self._everywhere.device_set),
+        )
 
     @property
-    def _replicated(self) -> NamedSharding | None:
-        return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+    def _everywhere(self) -> Sharding:
+        """The place of what every device holds."""
+        if self._mesh is None:
+            return SingleDeviceSharding(self._device)
+        return NamedSharding(self._mesh, PartitionSpec())
 
-    def _teacher(self, names: list[str], placed: Parameters) -> Parameters:
-        """Returns parameters of the original, from those of the student where they are the same."""
-        original, student = parameters(self._original), parameters(self._transformer)
-        shared = {name: placed[name] for name in names if original[name] is student[name]}
-        own = {name: original[name] for name in names if name not in shared}
-        return shared | self._place(own)
+    def _places_of(self, transformer: Transformer) -> dict[str, Any]:
+        if self._mesh is None:
+            return dict.fromkeys(parameters(transformer), self._everywhere)
+        return shardings(transformer, self._mesh, sharding.TRAINING_RULES)
+
+    def _shards(self, arrays: Parameters) -> Shards:
+        """Returns the layout; devices hold all layers in a step where that takes little of them."""
+        assert self._mesh is not None
+        layers = sum(x.size for name, x in arrays.items() if name.startswith("layers."))
+        own = sum(x.size for name, x in self._initial.items() if name.startswith("layers."))
+        # In bfloat16, with a teacher beside what is trained, and its gradients in float32.
+        needed = (2 * layers + 6 * own) / self._mesh.shape[sharding.MODEL]
+        device = data_sheet(self._mesh.devices.flat[0].device_kind)
+        return Shards(self._places, device is not None and needed < device.memory / 8)
 
     def _place(self, arrays: Parameters) -> Parameters:
-        if self._mesh is None:
-            return arrays
-        places = shardings(self._transformer, self._mesh, sharding.TRAINING_RULES)
-        return {name: jax.device_put(x, places[name]) for name, x in arrays.items()}
-
-    def _init_state(self, step: Any, trained: Parameters) -> TrainState:
-        """Returns a state at `step` with fresh moments, sharded like their parameters."""
-        state = TrainState(step, trained, self._optimizer.init(trained))
-        if self._mesh is None:
-            return state
-        return jax.tree.map(
-            lambda x: jax.device_put(x, self._replicated) if x.ndim == 0 else x, state
-        )
+        return {name: jax.device_put(x, self._places[name]) for name, x in arrays.items()}
 
     @property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, to restore a checkpoint."""
+        trained = {
+            name: jax.ShapeDtypeStruct(
+                x.shape, jnp.promote_types(x.dtype, jnp.float32), sharding=self._places[name]
+            )
+            for name, x in self._initial.items()
+        }
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        state = TrainState(step, trained, jax.eval_shape(self._optimizer.init, trained))
+
+        def placed(path, x):
+            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+            place = self._places[names[-1]] if names else self._everywhere
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+        return jax.tree_util.tree_map_with_path(placed, state)
+
+    @property
+    def state(self) -> TrainState:
+        """Trained parameters, optimizer state and step.
+
+        They are allotted when they are first read, so that a restored state, which is assigned, is
+        the only one there is.
+        """
+        if self._state is None:
+            # Copies, because the step donates them.
+            trained = {
+                name: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True)
+                for name, x in self._initial.items()
+            }
+            self.state = self._init_state(jnp.zeros((), jnp.int32), trained)
+        assert self._state is not None
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = state
+        # Shapes are all that is asked of them from now on.
+        self._initial = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self._initial.items()
+        }
+
+    def _init_state(self, step: Any, trained: Parameters) -> TrainState:
+        """Returns a state at `step` with fresh moments, in the places of `abstract_state`."""
+        state = TrainState(step, trained, self._optimizer.init(trained))
+        # Every array is committed to its place from the start: a step that is given arrays of
+        # another kind than it returns is compiled again.
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
+            lambda x, like: jax.device_put(x, like.sharding), state, self.abstract_state
         )
 
     def zero_borrowed_neurons(self) -> None:
@@ -158,7 +220,7 @@ class Trainer:
 
     def step(self, batches: list[Batch], progress: Progress) -> dict[str, jax.Array]:
         """Runs one optimizer step and returns its metrics, which may still be computing."""
-        number = lambda value: jnp.asarray(value, self.wide)  # noqa: E731
+        number = lambda value: jax.device_put(np.asarray(value, self.wide), self._everywhere)  # noqa: E731
         schedule = ScheduleValues(
             target=number(progress.target),
             neuron_scale=None if progress.neuron_scale is None else number(progress.neuron_scale),
@@ -169,7 +231,7 @@ class Trainer:
             if progress.stage.kind == "supervise"
             else None,
         )
-        place = None
+        place = self._everywhere
         if self._mesh is not None:
             place = NamedSharding(self._mesh, PartitionSpec(None, sharding.DATA))
         stacked = {
@@ -189,7 +251,7 @@ class Trainer:
         if self._peak is None:
             return None
         operations = token_operations(
-            self._model.config,
+            self._skeleton.config,
             self._layer_parameters,
             keys,
             frozen=self._frozen_layers,
@@ -198,15 +260,15 @@ class Trainer:
         return operations * tokens_per_second / self._peak
 
     def model(self) -> LanguageModel:
-        """Returns the current student, in the dtypes of the original model."""
+        """Returns the current student, in the dtypes of the original model.
+
+        Its parameters are split as they are for training, and frozen ones are those of the trainer.
+        `LanguageModel.place` places them for decoding.
+        """
         trained = {
             name: jnp.array(x, self._dtypes[name], copy=True)
             for name, x in self.state.parameters.items()
         }
-        arrays = self._frozen | trained
-        if self._mesh is not None:
-            places = shardings(self._transformer, self._mesh, sharding.DECODING_RULES)
-            arrays = {name: jax.device_put(x, places[name]) for name, x in arrays.items()}
         return dataclasses.replace(
-            self._model, transformer=self._rebuild(arrays), policy=self._policy, mesh=self._mesh
+            self._skeleton, transformer=self._rebuild(self._frozen | trained)
         )

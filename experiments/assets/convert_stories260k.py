@@ -23,9 +23,9 @@ from safetensors.numpy import save_file
 
 import dms_jax
 from dms_jax.checkpoint import Tokenizer
+from dms_jax.command_line.reports import make_folder, read_file
+from dms_jax.command_line.running import run
 from dms_jax.config import ModelConfig
-from experiments.shared.command_line import run
-from experiments.shared.reports import make_folder, read_file
 
 CARD = """# stories260K
 

@@ -18,9 +18,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import run
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, VariableTracking, WordChain
-from experiments.shared.command_line import run
-from experiments.shared.reports import make_folder
 
 
 @dataclasses.dataclass(frozen=True)

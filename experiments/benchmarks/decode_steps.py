@@ -29,6 +29,8 @@ from flax import nnx
 
 import dms_jax
 from dms_jax.cache import Pool
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import command, run
 from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
@@ -36,8 +38,6 @@ from dms_jax.model.caching import tree_bytes
 from dms_jax.model.rope import apply_rope, rope_tables
 from dms_jax.model.transformer import Transformer
 from experiments.benchmarks.kernel_timing import environment
-from experiments.shared.command_line import command, run
-from experiments.shared.reports import make_place
 
 Shape = Literal["llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "tiny"]
 SHAPES: dict[Shape, dict[str, Any]] = {

@@ -7,10 +7,11 @@ import dataclasses
 import json
 import pathlib
 import sys
+from typing import Any
 
 import dms_jax
-from experiments.shared.command_line import run
-from experiments.shared.reports import make_place
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import run
 
 FILES = ("decode_steps.json", "decode_steps_other_shapes.json")
 # transformers takes many times as long: its bar ends at the edge, its number says how long it is.
@@ -62,6 +63,8 @@ def main(config: Config) -> None:
                 axis.barh(place, row["roofline_ms"], height=0.35, color=color)
                 text += f", {row['share_of_roofline']:.0%} of its roofline"
             beyond = step > WIDEST_MS
+            if beyond:
+                break_bar(axis, place)
             axis.text(
                 WIDEST_MS - 0.15 if beyond else step + 0.15,
                 place,
@@ -84,6 +87,16 @@ def main(config: Config) -> None:
         fontsize=10,
     )
     figure.savefig(config.out, dpi=110)
+
+
+def break_bar(axis: Any, place: int) -> None:
+    """Cuts a bar that goes on beyond the axis: two slanted lines, and white between them."""
+    at, slant = 0.72 * WIDEST_MS, 0.12
+    left, right = (([at + dx - slant, at + dx + slant]) for dx in (0, 0.35))
+    edges = [place + 0.45, place - 0.45]
+    axis.fill([*left, *right[::-1]], [*edges, *edges[::-1]], color="white", zorder=3)
+    for line in (left, right):
+        axis.plot(line, edges, color="#222222", linewidth=1, zorder=4)
 
 
 if __name__ == "__main__":

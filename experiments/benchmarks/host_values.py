@@ -33,6 +33,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from dms_jax.command_line.options import check_names
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import run
 from experiments.benchmarks.host_value_parts import (
     CONTEXT,
     DEVICE,
@@ -47,9 +50,6 @@ from experiments.benchmarks.host_value_parts import (
     seconds,
 )
 from experiments.benchmarks.kernel_timing import require_gpu
-from experiments.shared.command_line import run
-from experiments.shared.options import check_names
-from experiments.shared.reports import make_folder
 
 
 def pinned() -> jax.sharding.Sharding:

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from experiments.shared.command_line import command
-from experiments.shared.reports import make_folder
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import command
 from pallas_kernels import tuned
 from pallas_kernels.decode.cases import DecodeCase
 

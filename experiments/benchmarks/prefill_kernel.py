@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import run
 from experiments.benchmarks.kernel_timing import command_line, environment, require_gpu
-from experiments.shared.command_line import run
-from experiments.shared.reports import make_folder
 from pallas_kernels import prefill_attention
 
 CHUNK, PAST, HEADS, KV_HEADS, DIM, PAGE, WINDOW = 2048, 30720, 32, 8, 128, 64, 512

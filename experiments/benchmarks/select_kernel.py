@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from dms_jax.command_line.running import run
 from experiments.benchmarks.kernel_timing import CALLS, measure_all, time_program
-from experiments.shared.command_line import run
 from pallas_kernels import select_largest
 from pallas_kernels.select import cases
 

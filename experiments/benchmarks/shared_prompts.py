@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import command, run
 from dms_jax.generation import Engine, Sampling, Update
 from experiments.benchmarks.decode_steps import SHAPES, Shape, random_model
 from experiments.benchmarks.kernel_timing import environment
-from experiments.shared.command_line import command, run
-from experiments.shared.reports import make_place
 
 POLICIES = {
     "Vanilla": dms_jax.Vanilla(),

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dms_jax.cache import pool
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import command, run
 from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
 from experiments.benchmarks import decode_steps
 from experiments.benchmarks.kernel_timing import environment
-from experiments.shared.command_line import command, run
-from experiments.shared.reports import make_place
 
 NO_ASYNC = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}

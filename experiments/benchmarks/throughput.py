@@ -28,12 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import command, run
 from dms_jax.model.caching import tree_bytes
 from dms_jax.policies import Policy
 from experiments.benchmarks import decode_steps
 from experiments.benchmarks.kernel_timing import environment
-from experiments.shared.command_line import command, run
-from experiments.shared.reports import make_place
 
 Part = Literal["batch", "prompt", "kcache"]
 LLAMA_2_7B: dict[str, Any] = dict(

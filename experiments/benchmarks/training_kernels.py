@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
+from dms_jax.command_line.options import check_names
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import run
 from experiments.benchmarks.kernel_timing import command_line, require_gpu, versions
-from experiments.shared.command_line import run
-from experiments.shared.options import check_names
-from experiments.shared.reports import make_folder
 from pallas_kernels.training import cases, reference, retrofit_attention
 from pallas_kernels.training.inputs import Inputs
 
@@ -222,6 +222,13 @@ def memory_of(length: int) -> dict:
     }
 
 
+CONTENDERS = {
+    "dms": ("this kernel, DMS's mask", "#c0392b"),
+    "cudnn_causal": ("cuDNN, plain causal", "#2471a3"),
+    "flex_dms": ("FlexAttention", "#7d8c2f"),
+}
+
+
 def draw_picture(report: dict, path: pathlib.Path) -> None:
     """Speed of each contender at the shapes of the bars, and memory against length."""
     import matplotlib
@@ -235,14 +242,19 @@ def draw_picture(report: dict, path: pathlib.Path) -> None:
     for index, name in enumerate(names):
         rates = [x["times"].get(name, {}).get("tflops", math.nan) for x in timed]
         at = np.arange(len(timed)) + 0.25 * index
-        left.bar(at, rates, 0.23, label=name.split(".")[0])
-    left.set_xticks(np.arange(len(timed)) + 0.25, [f"T = {x['case']['T']}" for x in timed])
-    left.set_ylabel("forward + backward, TFLOP/s")
-    left.legend(loc="upper center", ncols=len(names))
-    left.set_ylim(top=1.15 * left.get_ylim()[1])
+        label, colour = CONTENDERS[name.split(".")[0]]
+        bars = left.bar(at, rates, 0.23, color=colour)
+        left.bar_label(bars, [f"{rate:.0f}" for rate in rates], fontsize=8)
+        left.bar_label(bars, [label] * len(rates), label_type="center", rotation=90, color="white")
+    left.set_xticks(np.arange(len(timed)) + 0.25, [f"{x['case']['T']:,} tokens" for x in timed])
+    left.set_ylabel("forward and backward, TFLOP/s")
+    left.set_ylim(top=1.05 * left.get_ylim()[1])
     lengths = [x["T"] for x in report["memory"]]
     right.plot(lengths, [x["temporary_bytes"] / 2**20 for x in report["memory"]], "o-")
-    right.set(xscale="log", yscale="log", xlabel="T", ylabel="temporary memory, MiB")
+    right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="memory beside operands, MiB")
+    right.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+    right.set_yticks([1, 3, 10, 30], ["1", "3", "10", "30"])
+    right.minorticks_off()
     figure.suptitle(f"Training attention with the DMS mask, {report['device']}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -15,6 +15,8 @@ import sys
 import jax
 import jax.numpy as jnp
 
+from dms_jax.command_line.options import check_names
+from dms_jax.command_line.running import run
 from experiments.benchmarks.kernel_timing import (
     chain_of,
     draw_pools,
@@ -23,8 +25,6 @@ from experiments.benchmarks.kernel_timing import (
     save_settings,
     time_chain,
 )
-from experiments.shared.command_line import run
-from experiments.shared.options import check_names
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.decode.plan import make_plan
 from pallas_kernels.decode.rows import Rows

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
+from dms_jax.command_line.options import check_names
+from dms_jax.command_line.running import run
 from experiments.benchmarks.kernel_timing import require_gpu, save_settings
-from experiments.shared.command_line import run
-from experiments.shared.options import check_names
 from pallas_kernels.prefill import gpu as prompt
 from pallas_kernels.prefill.chunk import Chunk, Past
 from pallas_kernels.training import gpu_forward, gpu_key_gradient, gpu_query_gradient

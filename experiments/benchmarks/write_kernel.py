@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dms_jax.command_line.running import run
 from experiments.benchmarks.kernel_timing import CALLS, measure_all, time_program
-from experiments.shared.command_line import run
 from pallas_kernels import write_pages
 from pallas_kernels.update import cases
 

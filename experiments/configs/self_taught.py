@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import dms_jax
 from dms_jax import DMS, assets, recipes
+from dms_jax.command_line.options import SHIPPED, read_options
 from dms_jax.evaluation import Chat
 from dms_jax.model.low_rank import LowRank
 from dms_jax.training import Recipe
 from dms_jax.training.parameters import Trained
-from experiments.shared.options import SHIPPED, read_options
 
 EVICTING, UPDATES = DMS(), LowRank()
 RECIPE = recipes.dms_self_taught()
@@ -37,6 +37,9 @@ class SelfTaught:
     judge: Literal["auto", "none", "gsm8k", "mathematics", "math500"] = "auto"
     """The task whose prompt is asked and whose judge finds final answers; by itself gsm8k for
     questions whose answers end in "#### ", else none."""
+    style: Literal["auto", "instruct", "boxed", "plain"] = "auto"
+    """How a problem is asked for that judge: in its own words, for an answer in \\boxed{} as Qwen's
+    model cards do, or as it is; by itself "instruct" in a chat and "plain" without."""
     chat: Literal["auto", "yes", "no"] = "auto"
     """Whether to ask through the chat template; by itself if the model has one."""
     system: str | None = None
@@ -74,6 +77,8 @@ class SelfTaught:
     """Of everything but the adapter; the recipe's unless given."""
     adapter_learning_rate: float = float(STAGE.adapter_learning_rate or 0)
     """Of the adapter."""
+    settle: float = 0.0
+    """Share of the steps, at the end, that keep the last ratio while the rates fall to zero."""
     answers_only: bool = False
     """Leave the prompts out of the loss."""
     packing: Literal["first_fit", "concatenate", "concatenate_whole"] = "first_fit"
@@ -140,7 +145,7 @@ class SelfTaught:
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
             snapshots=tuple(sorted(self.ratios)),
-        )
+        ).settled(self.settle)
         changes: dict[str, Any] = dict(
             low_rank=LowRank(self.rank, self.alpha),
             packing=self.packing,

@@ -26,13 +26,13 @@ import numpy as np
 
 import dms_jax
 from dms_jax import assets
+from dms_jax.command_line.options import SHIPPED, check_names
+from dms_jax.command_line.reports import make_place, provenance, write_json
+from dms_jax.command_line.running import run
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Task, WordChain
 from dms_jax.generation import Engine, programs
 from dms_jax.generation.programs import Program
 from dms_jax.model.language_model import LanguageModel
-from experiments.shared.command_line import run
-from experiments.shared.options import SHIPPED, check_names
-from experiments.shared.reports import make_place, provenance, write_json
 from pallas_kernels import decode_attention
 
 Dtype = Literal["bfloat16", "float32"]

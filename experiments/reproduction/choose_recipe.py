@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
+from dms_jax.command_line.running import FAILED, run, status_of
 from dms_jax.evaluation import Serving, difference, evaluate, percent
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
@@ -31,7 +32,6 @@ from experiments.reproduction.curve.plan import Config as Plan
 from experiments.reproduction.curve.plan import Job, Paths, Variant
 from experiments.reproduction.files import provenance, read_json, write_json
 from experiments.reproduction.processes import environment, gpu_of, stop, visible_gpus
-from experiments.shared.command_line import FAILED, run, status_of
 
 VARIANT = Variant("adapter", 0, 16)
 BASE = "base"  # the model that no trial has touched, measured like them

@@ -19,10 +19,10 @@ from rich.table import Table
 
 import dms_jax
 from dms_jax import assets
+from dms_jax.command_line.demos.quickstart import LENGTH, Bench, Row, held_out
+from dms_jax.command_line.reports import make_folder, provenance
+from dms_jax.command_line.running import run
 from dms_jax.training import recipes
-from experiments.demos.quickstart import LENGTH, Bench, Row, held_out
-from experiments.shared.command_line import run
-from experiments.shared.reports import make_folder, provenance
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,11 +4,16 @@ import datetime
 import json
 import os
 import pathlib
-from collections.abc import Set
+import textwrap
+from collections.abc import Sequence, Set
 from importlib import metadata
 from typing import Any
 
+import numpy as np
+
 import dms_jax
+
+_WIDTH = 100  # of a line of a page
 
 
 def provenance() -> dict[str, Any]:
@@ -29,6 +34,41 @@ def write_text(path: pathlib.Path, text: str) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+def write_arrays(path: pathlib.Path, **arrays: Any) -> None:
+    """Writes an .npz file beside its place and renames it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")  # no .npz if it is cut off here
+    with part.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+    part.replace(path)
+
+
+def wrap(page: str) -> str:
+    """Fills the paragraphs and list items of a Markdown page in which a line is too long."""
+    blocks: list[list[str]] = []
+    for line in page.split("\n"):
+        kept = not line or line.startswith(("|", "#", "!", "    "))
+        if kept or line.startswith("- ") or not blocks or not blocks[-1]:
+            blocks.append([line])
+        else:
+            blocks[-1].append(line)
+        if kept:
+            blocks.append([])  # the next line begins a block
+    return "\n".join("\n".join(_filled(block)) for block in blocks if block)
+
+
+def _filled(block: Sequence[str]) -> Sequence[str]:
+    if block[0].startswith(("|", "#", "!", "    ")) or max(map(len, block)) <= _WIDTH:
+        return block
+    return textwrap.wrap(
+        " ".join(line.strip() for line in block),
+        _WIDTH,
+        subsequent_indent="  " if block[0].startswith("- ") else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def read_json(path: pathlib.Path) -> Any:

@@ -32,14 +32,14 @@ from dms_jax.analysis import (
     token_texts,
 )
 from dms_jax.analysis.head_pictures import Axes, Scale, draw_lines, draw_maps
+from dms_jax.command_line.demos.quickstart import held_out
+from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.command_line.running import run
 from dms_jax.data.tasks import Needle, Task, WordChain
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe, Stage, recipes
-from experiments.demos.quickstart import held_out
 from experiments.reproduction.heads_verdicts import report
 from experiments.reproduction.heads_verdicts import write_page as write_readme
-from experiments.shared.command_line import run
-from experiments.shared.reports import make_folder, provenance, write_json
 
 DISTANCE = 64  # tokens later, for what is kept by kind and for agreement of heads
 DMC = dms_jax.DMC(neuron="first", offset=2.0, temperature=0.3)

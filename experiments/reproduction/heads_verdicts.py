@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dms_jax.analysis import OverTraining, Retention, summaries
+from experiments.reproduction.files import wrap, write_text
 
 LEAST_RATIO = 1.1  # a model that compresses less says nothing of where it compresses
 
@@ -322,4 +323,4 @@ def write_page(
     lines += ["", "## Merged words", ""]
     for each in (verdict for verdict in verdicts if verdict.picture.endswith(".html")):
         lines += [f"- *{each.claim}* ({each.source}) **{each.verdict}.** {each.numbers}."]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(path, wrap("\n".join(lines)) + "\n")

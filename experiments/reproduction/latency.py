@@ -18,14 +18,16 @@ from typing import Any
 import numpy as np
 
 from dms_jax.analysis.latency import cache_bytes, step, weight_bytes
+from dms_jax.command_line.reports import make_place, write_json
+from dms_jax.command_line.running import command, run
 from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES
-from experiments.shared.command_line import command, run
-from experiments.shared.reports import make_place, write_json
 
 NAMES = {"h100": "H100", "h200": "H200", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e"}
 RATIOS = {1: "tab:gray", 4: "tab:orange", 8: "tab:blue"}
 BATCHES: dict[int, Any] = {1: ":", 16: "--", 256: "-"}
+PICTURED = ("Llama 3.1 8B", "Qwen2.5 32B")
+DEVICES_PICTURED = ("h200", "v5p", "v6e")
 _SHAPES = {  # V, E, F, L, H, K, D
     "Llama 3.2 1B": (128_256, 2048, 8192, 16, 32, 8, 64),
     "Llama 3.1 8B": (128_256, 4096, 14_336, 32, 32, 8, 128),
@@ -149,40 +151,45 @@ def measured(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def draw(path: pathlib.Path, tokens: np.ndarray) -> None:
-    """Writes the figure: a row for each model, a column for each device."""
+    """Writes the figure: a row for each of two models, a column for each of three devices.
+
+    latency.json has the other models, devices and batches.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    models = shapes()
-    figure = Figure(figsize=(15, 2.4 * len(models) + 0.6), layout="constrained")
-    axes = figure.subplots(len(models), len(NAMES), sharex=True, sharey=True)
+    models = {name: shapes()[name] for name in PICTURED}
+    figure = Figure(figsize=(12, 3.4 * len(models) + 0.6), layout="constrained")
+    axes = figure.subplots(len(models), len(DEVICES_PICTURED), sharex=True, sharey=True)
     for line, (model, shape) in zip(axes, models.items(), strict=True):
-        for axis, device in zip(line, NAMES, strict=True):
+        for axis, device in zip(line, DEVICES_PICTURED, strict=True):
             for ratio, color in RATIOS.items():
                 for batch, style in BATCHES.items():
-                    _draw_line(axis, shape, device, tokens, batch, ratio, color, style)
+                    if batch > 1:
+                        _draw_line(axis, shape, device, tokens, batch, ratio, color, style)
             axis.set_xscale("log", base=2)
             axis.set_ylim(0, 100)
             axis.set_xlim(tokens[0], tokens[-1])
             ticks = [2**power for power in range(8, 18, 3)]
             axis.set_xticks(ticks, [f"{t // 1024}K" if t >= 1024 else str(t) for t in ticks])
             axis.grid(alpha=0.3)
-        line[0].set_ylabel(f"{model}\n% of the step")
-    for axis, name in zip(axes[0], NAMES.values(), strict=True):
-        axis.set_title(name, fontsize=11)
+        line[0].set_ylabel(f"{model}\nreading the cache, % of the step")
+    for axis, device in zip(axes[0], DEVICES_PICTURED, strict=True):
+        axis.set_title(NAMES[device], fontsize=11)
     for axis in axes[-1]:
         axis.set_xlabel("tokens a sequence")
     handles = [
-        Line2D([], [], color=color, label="cache as it is" if ratio == 1 else f"CR {ratio}")
+        Line2D([], [], color=color, label="whole cache" if ratio == 1 else f"{ratio}x fewer tokens")
         for ratio, color in RATIOS.items()
     ]
     handles += [
         Line2D([], [], color="black", linestyle=style, label=f"batch {batch}")
         for batch, style in BATCHES.items()
+        if batch > 1
     ]
     handles.append(Line2D([], [], color="black", alpha=0.2, label="beyond one device's memory"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
-    figure.savefig(path, dpi=75)
+    figure.savefig(path, dpi=110)
 
 
 def _draw_line(

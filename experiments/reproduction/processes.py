@@ -32,7 +32,8 @@ def run_workers(module: str, out: pathlib.Path, processes: int, deadline: float)
             workers.append(
                 subprocess.Popen(
                     [sys.executable, "-c", program],
-                    env=environment(out, gpu_of(index, processes, gpus)),
+                    env=environment(out, gpu_of(index, processes, gpus))
+                    | place_of(index, processes, gpus),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
@@ -86,6 +87,22 @@ def gpu_of(index: int, processes: int, gpus: list[str]) -> dict[str, str]:
     sharing = -(-processes // len(gpus))
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / sharing:.2f}"} if sharing > 1 else {}
     return {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)], **memory}
+
+
+def place_of(index: int, processes: int, gpus: list[str]) -> dict[str, str]:
+    """Environment that tells a worker its place among those of its GPU, and how many they are.
+
+    # index: 4, processes: 7, gpus: 4  Out: {"GPU_PLACE": "1/2"}     index: 3  {"GPU_PLACE": "0/1"}
+    """
+    count = max(1, len(gpus))
+    place, own = index // count, len(range(index % count, processes, count))
+    return {"GPU_PLACE": f"{place}/{own}"} if gpus else {}
+
+
+def own_place() -> tuple[int, int]:
+    """Place of this worker among those of its GPU, and how many they are; (0, 1) if it is alone."""
+    place, _, own = os.environ.get("GPU_PLACE", "0/1").partition("/")
+    return int(place), int(own)
 
 
 def _follow(out: pathlib.Path, workers: list[subprocess.Popen], end: float) -> None:

@@ -12,22 +12,18 @@ same command is given again; what is there is not done twice, and a training goe
 checkpoint.
 """
 
-import dataclasses
 import pathlib
-import shutil
 import sys
 import tarfile
 import time
 
-import dms_jax
-from experiments.reproduction.claims.jobs import check_settings, read_config, write_config
+from dms_jax.command_line.running import run
+from experiments.reproduction.claims.jobs import check_settings
 from experiments.reproduction.claims.page import write_pages
-from experiments.reproduction.claims.plan import Paths, jobs
+from experiments.reproduction.claims.plan import left
 from experiments.reproduction.claims.settings import Config
 from experiments.reproduction.first_curve import split
-from experiments.reproduction.processes import run_workers
-from experiments.shared.command_line import FAILED, run
-from experiments.shared.reports import make_folder
+from experiments.reproduction.runs import carry_out, require_results, status
 
 JOBS = "experiments.reproduction.claims.jobs"
 _PART_BYTES = 15_000_000
@@ -36,31 +32,16 @@ _PART_BYTES = 15_000_000
 def main(config: Config) -> int:
     """Does what is left of the plan and writes the page; 1 if a job failed."""
     start = time.time()
-    if config.only != "report":
-        check_settings(config)
-        make_folder("--out", config.out)
-        for leftover in ("locks", "failed"):  # of a run that was cut off
-            shutil.rmtree(config.out / leftover, ignore_errors=True)
-        write_config(config)
-        run_workers(JOBS, config.out, config.processes, start + 60 * config.deadline_minutes)
-    elif (config.out / "config.json").exists():  # the plan that was carried out
-        own = dict(out=config.out, pages=config.pages, pack=config.pack, only=config.only)
-        config = dataclasses.replace(read_config(config.out), **own)
+    config = carry_out(config, JOBS, check_settings)
     if config.pack is not None:
         pack(config, config.pack)
-    paths = Paths(config)
-    failures = sorted((config.out / "failed").glob("*.txt"))
-    for failure in failures:
-        print(f"failed: {failure}\n{failure.read_text().strip().splitlines()[-1]}")
-    if not any(paths.root.glob("results/vanilla/*")):
-        raise dms_jax.ConfigError(
-            f"{config.out} holds no results yet; the same command without --only makes them."
-        )
+    failed = status(config)
+    require_results(config)
     pages = config.pages or config.out
     write_pages(config, pages)
-    left = sum(not paths.done(job) for job in jobs(config))
-    print(f"{left} jobs are left; the page is {pages / 'REPORT.md'}; {time.time() - start:.0f} s")
-    return FAILED if failures else 0
+    seconds = time.time() - start
+    print(f"{len(left(config))} jobs are left; the page is {pages / 'REPORT.md'}; {seconds:.0f} s")
+    return failed
 
 
 def pack(config: Config, folder: pathlib.Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 import dms_jax
 from dms_jax import LanguageModel, Sampling, Vanilla
+from dms_jax.command_line.reports import write_json
 from dms_jax.data import Exchange
 from dms_jax.evaluation import Serving
 from dms_jax.evaluation.answering import answer
@@ -20,7 +21,6 @@ from dms_jax.generation import Completion
 from dms_jax.generation.requests import make_requests
 from experiments.configs.self_taught import SelfTaught
 from experiments.self_taught.questions import Questions
-from experiments.shared.reports import write_json
 
 Place = tuple[int, int]  # number of the prompt, number of its answer
 

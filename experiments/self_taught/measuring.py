@@ -8,12 +8,12 @@ import numpy as np
 
 import dms_jax
 from dms_jax import LanguageModel, Sampling
+from dms_jax.command_line.reports import write_json
 from dms_jax.evaluation import Serving, evaluate
 from dms_jax.training import held_out_distillation, held_out_loss
 from experiments.configs.self_taught import SelfTaught
 from experiments.self_taught.answering import Lessons
 from experiments.self_taught.questions import Questions
-from experiments.shared.reports import write_json
 
 
 class HeldOut:

@@ -3,9 +3,9 @@
 import shlex
 from typing import Any
 
+from dms_jax.command_line.options import SHIPPED
 from dms_jax.evaluation import percent
 from experiments.configs.self_taught import SelfTaught
-from experiments.shared.options import SHIPPED
 
 
 def write_page(config: SelfTaught, results: dict[str, Any]) -> None:
@@ -33,14 +33,14 @@ def commands(config: SelfTaught, results: dict[str, Any]) -> list[tuple[str, str
     if not config.adapter_only:
         of_model = ["--model", result]
     chat = [] if results["judge"] is None or config.chat == "no" else ["--chat"]
-    try_it = ["python", "-m", "experiments.generate", "Once upon a time", *of_model]
+    try_it = ["dms-jax", "generate", "Once upon a time", *of_model]
     found = [
         ("The same run, or the rest of it", results["provenance"]["command"]),
         ("An answer from the small cache", shlex.join(try_it)),
     ]
     if results["judge"] is not None:
         given = ["--task", results["judge"], "--task-options", "path=test.jsonl", *chat]
-        measured = ["python", "-m", "experiments.evaluate", *of_model, *given]
+        measured = ["dms-jax", "evaluate", *of_model, *given]
         found.append(("Accuracy on a file of problems of its own", shlex.join(measured)))
     elif config.adapter_only:
         base = f"dms_jax.assets.path({config.model!r})" if config.model in SHIPPED else None
@@ -128,6 +128,9 @@ def _account(config: SelfTaught, results: dict[str, Any]) -> str:
         "all": "all weights and an adapter",
     }[config.trainable]
     stage = config.make_recipe().stages[0]
+    settled = ""
+    if config.settle:
+        settled = f", which the last {config.settle:.0%} of the steps keep while the rates fall"
     temperatures = " and ".join(f"{temperature:g}" for temperature in config.temperatures)
     seconds = ", ".join(f"{name} {taken:.0f}" for name, taken in results["seconds"].items())
     return "\n".join(
@@ -140,7 +143,7 @@ def _account(config: SelfTaught, results: dict[str, Any]) -> str:
             f"{config.batch_size * config.sequence_length:,} tokens, by distillation from the "
             f"original; rates {stage.adapter_learning_rate:g} for the adapter and "
             f"{stage.learning_rate:g} for the rest; window {config.window}, shift "
-            f"{config.shift}, to ratio {max(config.ratios):g}.",
+            f"{config.shift}, to ratio {max(config.ratios):g}{settled}.",
             f"- Seconds: {seconds}. {source['device']}, jax {source['versions']['jax']}, "
             f"{source['date']}.",
             f"- SHA-256 of the prompts: {results['prompts']}.",

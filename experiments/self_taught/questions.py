@@ -15,6 +15,7 @@ from typing import Any
 
 import dms_jax
 from dms_jax import LanguageModel
+from dms_jax.command_line.reports import read_file
 from dms_jax.data.sources import TextFiles
 from dms_jax.evaluation import Chat
 from dms_jax.evaluation.prompting import encode_problem
@@ -22,7 +23,6 @@ from dms_jax.evaluation.records import Record, read_records
 from dms_jax.evaluation.tasks import GSM8K, MATH500, FileTask, Mathematics
 from dms_jax.generation.prompts import encode_prompt
 from experiments.configs.self_taught import SelfTaught
-from experiments.shared.reports import read_file
 
 JUDGES: dict[str, type[Mathematics]] = {task.name: task for task in (GSM8K, Mathematics, MATH500)}
 
@@ -112,7 +112,9 @@ def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> FileT
             )
         return None
     assert config.prompts is not None
-    style: Any = "plain" if chat is None else "instruct"
+    style: Any = config.style
+    if style == "auto":
+        style = "plain" if chat is None else "instruct"
     return JUDGES[name](path=config.prompts, style=style)
 
 

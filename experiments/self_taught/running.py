@@ -17,13 +17,13 @@ from typing import Any
 
 import dms_jax
 from dms_jax import LanguageModel
+from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.data import Documents
 from experiments.configs.self_taught import SelfTaught
 from experiments.self_taught.answering import Lessons, choose, sample
 from experiments.self_taught.measuring import HeldOut, measure
 from experiments.self_taught.page import write_page
 from experiments.self_taught.questions import read_questions
-from experiments.shared.reports import make_folder, provenance, write_json
 
 BASE = "vanilla"
 
@@ -103,8 +103,10 @@ def train(config: SelfTaught, base: LanguageModel, lessons: Lessons, held_out: H
 
 
 def exported(config: SelfTaught, ratio: str) -> LanguageModel:
-    """The model as it was exported at a ratio."""
+    """The model as it was exported at a ratio; at the last one, after it has settled."""
     path = config.out / "training" / "snapshots" / ratio
+    if float(ratio) == max(config.ratios):
+        path = config.out / "training" / "model"
     return config.load(adapter=path) if config.adapter_only else dms_jax.load(path)
 
 

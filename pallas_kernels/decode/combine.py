@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode.operands import per_column
 from pallas_kernels.decode.plan import owner, stretch_start
 from pallas_kernels.decode.spec import LOWEST, Spec
+from pallas_kernels.stores import store
 
 # Partial results loaded together: enough to hide their latency, few enough for the registers.
 _AT_ONCE = 8
@@ -95,10 +96,10 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
             peak, weight, merged = sums
             merged = merged * per_column(1 / weight, merged.shape)
             if spec.transposed:
-                result_ref[row, pl.ds(part * _BLOCK, _BLOCK)] = merged.astype(spec.dtype)
+                store(result_ref.at[row, pl.ds(part * _BLOCK, _BLOCK)], merged.astype(spec.dtype))
             else:
                 staged = memory["staged"]
-                staged.transpose((1, 0))[...] = merged.astype(spec.dtype)
+                store(staged.transpose((1, 0)), merged.astype(spec.dtype))
                 plgpu.commit_smem()
                 columns = pl.ds(part * _BLOCK, _BLOCK)
                 plgpu.copy_smem_to_gmem(
@@ -109,7 +110,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
 
                 @pl.when(part == 0)
                 def _lse():
-                    lse_ref[row] = peak + jnp.log2(weight)
+                    store(lse_ref.at[row], peak + jnp.log2(weight))
 
         @pl.when(first_cut)
         def _merge():
@@ -148,8 +149,9 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
             @pl.when(thread > 0)
             def _leave_sums():
                 vectors, blocks = memory["vectors"], memory["blocks"]
-                vectors[thread - 1, 0], vectors[thread - 1, 1] = sums[:2]
-                blocks[thread - 1] = sums[2]
+                store(vectors.at[thread - 1, 0], sums[0])
+                store(vectors.at[thread - 1, 1], sums[1])
+                store(blocks.at[thread - 1], sums[2])
                 plgpu.barrier_arrive(memory["left"])
 
             @pl.when(thread == 0)

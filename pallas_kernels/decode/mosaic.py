@@ -33,6 +33,7 @@ from pallas_kernels.decode.operands import (
 from pallas_kernels.decode.plan import stretch_start
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOG2_E, LOWEST, Spec
+from pallas_kernels.stores import store
 
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 _PER_SLOT = plgpu.Layout.WGMMA.reduce(1)
@@ -44,11 +45,11 @@ def write_result(spec: Spec, out_ref, out_smem, row, blocks) -> None:
     if spec.transposed:
         offset = 0
         for (_, size), block in zip(spec.blocks, blocks, strict=True):
-            out_ref[row, pl.ds(offset, size)] = block.astype(spec.dtype)
+            store(out_ref.at[row, pl.ds(offset, size)], block.astype(spec.dtype))
             offset += size
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    out_smem.transpose((1, 0))[...] = blocks[0].astype(spec.dtype)
+    store(out_smem.transpose((1, 0)), blocks[0].astype(spec.dtype))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, spec.group)], out_ref.at[row])
 
@@ -207,7 +208,7 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
             read = position < live
             scores = jnp.where(read, scores, jnp.full_like(scores, -jnp.inf))
             if spec.return_scores:
-                scores_ref[row, pl.ds(i * spec.tile, spec.tile)] = scores
+                store(scores_ref.at[row, pl.ds(i * spec.tile, spec.tile)], scores)
 
             new_peak = jnp.maximum(peak, scores.max(axis=0))
             weights = jnp.exp2(scores - per_column(new_peak, tile_shape))
@@ -265,16 +266,16 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
         def _finish():
             write_result(spec, out_ref, out_smem, row, blocks)
             if spec.return_lse:
-                lse_ref[row] = lse
+                store(lse_ref.at[row], lse)
 
         @pl.when(jnp.logical_not(whole))
         def _leave_partial():
             slot = row + program
             offset = 0
             for (_, size), block in zip(spec.blocks, blocks, strict=True):
-                partial_ref[slot, pl.ds(offset, size)] = block
+                store(partial_ref.at[slot, pl.ds(offset, size)], block)
                 offset += size
-            partial_lse_ref[slot] = lse
+            store(partial_lse_ref.at[slot], lse)
 
         return count, segment + 1
 

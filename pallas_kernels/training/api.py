@@ -6,28 +6,35 @@ bias, and uses memory linear in T.
 """
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
 from pallas_kernels.training import reference
 from pallas_kernels.training.inputs import Inputs
 
+GPU, TPU = "pallas_kernels.training.gpu", "pallas_kernels.training.tpu"
+
+# Name of the outputs and log-sum-exps, for policies of `jax.checkpoint` that keep them.
+KEPT = "retrofit_attention"
+
 FORWARD = Operation(
     "retrofit_attention",
     (
-        deferred("mosaic_gpu", "cuda", "pallas_kernels.training.gpu", "forward"),
-        deferred("mosaic_tpu", "tpu", "pallas_kernels.training.tpu", "forward"),
+        deferred("mosaic_gpu", "cuda", GPU, "forward"),
+        deferred("mosaic_tpu", "tpu", TPU, "forward"),
         Implementation("xla", None, reference.forward),
     ),
 )
 BACKWARD = Operation(
     "retrofit_attention (backward)",
     (
-        deferred("mosaic_gpu", "cuda", "pallas_kernels.training.gpu", "backward"),
-        deferred("mosaic_tpu", "tpu", "pallas_kernels.training.tpu", "backward"),
+        deferred("mosaic_gpu", "cuda", GPU, "backward"),
+        deferred("mosaic_tpu", "tpu", TPU, "backward"),
         Implementation("xla", None, reference.backward),
     ),
 )
@@ -41,6 +48,7 @@ def _attend(inputs, window, scale, implementation):
 
 def _attend_forward(inputs, window, scale, implementation):
     output, lse2 = FORWARD(implementation, inputs, window=window, scale=scale)
+    output, lse2 = checkpoint_name(output, KEPT), checkpoint_name(lse2, KEPT)
     return output, (inputs, output, lse2)
 
 
@@ -50,6 +58,16 @@ def _attend_backward(window, scale, implementation, residuals, output_gradient):
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def load_kernels() -> None:
+    """Imports the kernels of every platform, which their first call would do.
+
+    The import changes jax's tracing context, so that a program whose trace has caused it is traced
+    and compiled once more at its next call.
+    """
+    for module in (GPU, TPU):
+        importlib.import_module(module)
 
 
 def check_arguments(inputs: Inputs, window) -> None:

@@ -394,3 +394,16 @@ def test_figures_of_other_settings_are_not_mixed(tmp_path):
     run(**small)
     with pytest.raises(DataError, match=r"settings \(sampling\)"):
         run(**small, sampling=dms_jax.Sampling(temperature=0.5))
+
+
+def test_lengths_that_the_model_has_no_positions_for_are_refused(tmp_path):
+    """Answers cut off by the end of the positions would stand there as of the length."""
+    with pytest.raises(ConfigError, match=r"512 positions.*lengths of at most (\d+)") as refused:
+        run(lengths=(5, 600), out=tmp_path)
+    assert not list(tmp_path.iterdir())
+    most = int(str(refused.value).rstrip(".").split()[-1])
+    small = dict(chains=(1,), problems=4, seeds=(0,), systems=SYSTEMS[:1])
+    with pytest.raises(ConfigError, match=f"lengths of at most {most}"):
+        run(lengths=(most + 1,), **small)
+    assert 480 < most < 512
+    assert len(run(lengths=(most,), **small).points) == 1

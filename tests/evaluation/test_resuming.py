@@ -204,3 +204,19 @@ class Long(Continue):
     def problem(self, split, index):
         problem = super().problem(split, 0)
         return dataclasses.replace(problem, prompt=" ".join([problem.prompt] * (1 + 2 * index)))
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch):
+    small = dict(problems=1, chains=1, out=tmp_path)
+    serve, second = Engine.serve, []
+
+    def meanwhile(self, *requests, **options):
+        monkeypatch.setattr(Engine, "serve", serve)
+        with pytest.raises(DataError, match=r"Another run is writing .*answers\.jsonl"):
+            second.append(run(**small))
+        return serve(self, *requests, **options)
+
+    monkeypatch.setattr(Engine, "serve", meanwhile)
+    first = run(**small)
+    assert second == []
+    same(run(**small), first)

@@ -6,7 +6,8 @@ import pathlib
 import pytest
 
 import dms_jax
-from experiments import chat, compare, evaluate, generate, retrofit
+from dms_jax.command_line import chat, compare, evaluate, generate
+from experiments import retrofit
 from experiments.configs.retrofit import PRESETS
 
 

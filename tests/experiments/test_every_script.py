@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import dms_jax
-from experiments.shared import command_line
+from dms_jax.command_line import COMMANDS, running
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SOURCES = {
@@ -53,10 +53,10 @@ def settings(name):
         return [], module.Config
 
 
-def test_eight_scripts_stand_in_front():
-    in_front = [name.split(".")[1] for name in SCRIPTS if name.count(".") == 1]
-    generating = ["chat", "compare", "demo", "evaluate", "generate", "hyperscale"]
-    assert in_front == [*generating, "pretrain", "retrofit"]
+def test_what_is_in_the_wheel_has_no_second_version_here():
+    in_front = {name.split(".")[1] for name in SCRIPTS if name.count(".") == 1}
+    assert in_front >= {"pretrain", "retrofit"}
+    assert not in_front & COMMANDS.keys()
     assert len(SCRIPTS) > 20
 
 
@@ -72,13 +72,13 @@ def test_there_is_one_way_of_options_and_no_path_is_changed():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_names_every_option_and_the_command(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(command_line, "program", lambda: f"python -m {name}")
+    monkeypatch.setattr(running, "running_program", lambda: f"python -m {name}")
     assert ended(name, monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: python -m {name}")
     _, config = settings(name)
     for field in dataclasses.fields(config):
-        if not any(mark in str(field.type) for mark in ("Positional", "quickstart", "solve")):
+        if "Positional" not in str(field.type):
             assert f"-{field.name.replace('_', '-')}" in shown
 
 
@@ -120,41 +120,6 @@ def test_committed_results_are_written_over_only_if_told(name):
         for field in ("out", "pages", "save", "pack"):
             path = getattr(config, field, None)
             assert path is None or path.parts[0] == "runs", f"{name} writes to {path}"
-
-
-def test_errors_and_interrupts_end_with_a_line(capsys):
-    def wrong(_):
-        raise dms_jax.ConfigError("there is no such thing")
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    @dataclasses.dataclass
-    class Config:
-        """Settings."""
-
-    def status(main) -> int:
-        return command_line.run(
-            main, Config, description="", arguments=[], interrupted="Come again."
-        )
-
-    assert status(wrong) == 2
-    assert capsys.readouterr().err == "ConfigError: there is no such thing\n"
-    assert status(interrupt) == 130
-    assert capsys.readouterr().err == "Come again.\n"
-    assert [status(lambda _, result=result: result) for result in (None, 0, 3, ["rows"])] == [
-        *(0, 0, 3, 0)
-    ]
-    with pytest.raises(ZeroDivisionError):  # an error of ours is no wrong call
-        status(lambda _: 1 / 0)
-
-
-def test_a_report_tells_the_command_without_its_folder(monkeypatch):
-    monkeypatch.setattr(command_line, "program", lambda: "python -m experiments.compare")
-    arguments = ["--out", "/home/me/runs", "--only", "TOVA", "DMS (drawn)", "--save=/home/me/x"]
-    monkeypatch.setattr(sys, "argv", ["/home/me/experiments/compare.py", *arguments])
-    told = command_line.command(without=("--out", "--save"))
-    assert told == "python -m experiments.compare --only TOVA 'DMS (drawn)'"
 
 
 def test_readme_has_a_line_for_every_script():

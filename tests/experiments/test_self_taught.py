@@ -12,6 +12,7 @@ import pytest
 
 import dms_jax
 from dms_jax.cache.accounting import Usage
+from dms_jax.command_line.running import run
 from dms_jax.evaluation.journal import Journal
 from dms_jax.generation import Completion
 from dms_jax.model.low_rank import LowRank, low_rank_of
@@ -20,7 +21,6 @@ from experiments.configs.self_taught import PRESETS, SelfTaught
 from experiments.self_taught import questions as reading
 from experiments.self_taught import running
 from experiments.self_taught.answering import choose
-from experiments.shared.command_line import run
 
 _, STORIES = PRESETS["self-taught-stories260k"]
 TINY = dataclasses.replace(
@@ -140,7 +140,8 @@ def test_the_page_tells_all_of_it(stopped_and_run):
     assert "| DMS, ratio 2 |" in page
     assert "Sampled 6 answers" in page
     assert "rank 2, alpha 32" in page
-    assert page.count("\n    python ") == 3
+    assert page.count("\n    python ") == 2
+    assert page.count("\n    dms-jax generate ") == 1
     assert f"--adapter {stopped_and_run.out / 'training' / 'model'}" in page
 
 
@@ -319,6 +320,8 @@ def test_the_defaults_are_the_recipe():
     assert recipe.batch_size * recipe.sequence_length == 65536
     assert recipe.trainable == "all"
     assert dataclasses.replace(custom, answers_only=True).make_recipe().answers_only
+    settled = dataclasses.replace(custom, settle=0.25).make_recipe()
+    assert [stage.kind for stage in settled.stages] == ["ramp", "train"]
     low = dataclasses.replace(custom, trainable="low_rank", rank=4, alpha=2.0).make_recipe()
     assert low.low_rank == LowRank(4, 2.0)
     assert low.stages[0].learning_rate == 3e-4

@@ -10,6 +10,7 @@ import pytest
 import dms_jax
 from dms_jax.cache import PageAllocator
 from dms_jax.generation.programs import request_keys
+from dms_jax.generation.requests import make_requests
 from tests.generation.support import model_for, prompts
 
 
@@ -41,8 +42,9 @@ def test_a_repeated_call_compiles_nothing():
         )
 
     first = compilations.of(call([11, 14]))
-    # The empty cache, keys, clearing; a chunk of prompts, the first tokens, a chunk of steps.
-    assert 0 < first <= 8
+    # The empty cache, keys, clearing; a chunk of prompts, its hidden states, the first tokens, a
+    # chunk of steps.
+    assert 0 < first <= 7
     assert compilations.of(call([11, 14])) == 0
     # Shorter and longer prompts compile nothing either, up to the next power of two.
     assert compilations.of(call([9, 16])) == 0
@@ -77,6 +79,36 @@ def test_growing_sequences_compile_few_programs():
         model, prompts([5]), sampling=sampling, chunk=50, page_size=32
     )
     assert compilations.of(call) <= 5 + 3
+
+
+def test_traffic_of_any_kind_compiles_a_handful_of_programs():
+    """Prompts of all lengths, together and one by one, answers of all lengths, refilled lanes."""
+    compilations = Compilations()
+    sampling = dms_jax.Sampling(top_p=0.9, max_new_tokens=12)
+    engine = dms_jax.Engine(
+        model_for("vanilla", ends=False),
+        num_lanes=16,
+        max_tokens=160,
+        page_size=4,
+        chunk=4,
+        prefill_chunk=64,
+        prefill_tokens=256,
+    )
+    random = np.random.default_rng(0)
+
+    def traffic(count: int, longest: int) -> None:
+        tokens = [
+            random.integers(0, 512, size).tolist() for size in random.integers(1, longest, count)
+        ]
+        requests = make_requests(engine.model.config, tokens, sampling)
+        for request, new in zip(requests, random.integers(1, 12, count), strict=True):
+            request.max_new_tokens = int(new)
+        engine.serve(requests, sampling)
+
+    # Prompts take two widths, each for many entries and for few, and two widths of the page table;
+    # one chunk of steps for each of these; keys, first tokens, clearing, and hidden states.
+    assert compilations.of(lambda: [traffic(*each) for each in ((40, 140), (1, 9), (3, 60))]) <= 18
+    assert compilations.of(lambda: [traffic(*each) for each in ((23, 120), (2, 30), (9, 5))]) <= 1
 
 
 def test_keys_do_not_depend_on_how_many_are_made():

@@ -10,7 +10,7 @@ import dms_jax
 from dms_jax.errors import CapacityError
 from dms_jax.generation import Engine
 from dms_jax.generation.runner import Runner
-from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.language_model import GenerationDefaults, LanguageModel
 from tests.generation.support import (
     GREEDY,
     LENGTHS,
@@ -167,6 +167,23 @@ def test_ends_at_an_end_token_and_at_the_last_position():
     long = dataclasses.replace(GREEDY, max_new_tokens=100)
     (completion,) = dms_jax.generate(model, prompts([505]), sampling=long).completions
     assert (len(completion.tokens), completion.finish_reason) == (7, "length")
+
+
+def test_a_first_token_can_end_a_request():
+    """It is read when the steps after it have been launched, and they must not run."""
+    free = engine_for("vanilla").generate(prompts(), sampling=GREEDY)
+    end = free[1].tokens[0]
+    model = dataclasses.replace(
+        model_for("vanilla"), generation=GenerationDefaults(eos_token_ids=(end,))
+    )
+    found = Engine(model, max_tokens=64, **SHAPE).generate(prompts(), sampling=GREEDY)
+    for one, whole in zip(found, free, strict=True):
+        stop = whole.tokens.index(end) + 1 if end in whole.tokens else NEW_TOKENS
+        assert one.tokens == whole.tokens[:stop]
+        assert one.finish_reason == ("end" if end in whole.tokens else "length")
+    assert (found[1].tokens, found[1].text) == ([end], "")
+    assert found[1].usage.kv_reads == 0
+    assert found[1].usage.live_tokens == LENGTHS[1]
 
 
 def test_a_single_sequence_that_cannot_fit():

@@ -161,10 +161,10 @@ def test_the_pool_holds_what_the_accounting_says():
     bounds = cache.page_state.low.nbytes + cache.page_state.high.nbytes
     pages = 3 * 20 * 4
     assert runner.allocator.pages_per_shard == pages
-    assert pool + bounds == pages * runner._page_bytes
+    assert pool + bounds == pages * runner.page_bytes
     assert runner.cache_bytes()[1] == 0
     runner.reserve(np.array([0, 17, 0]))
-    assert runner.cache_bytes()[1] == 2 * 20 * runner._page_bytes
+    assert runner.cache_bytes()[1] == 2 * 20 * runner.page_bytes
 
 
 def test_pools_come_in_few_sizes():

@@ -161,6 +161,32 @@ def test_half_precision_logits_are_sampled_in_float32():
     assert (wide[np.asarray(tokens)] >= least - 1e-9).all()
 
 
+def test_nothing_is_sorted():
+    """Sorting a vocabulary of 152K took more than half of a step of a small model on a GPU."""
+    rule = Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01).filter
+    arguments = (jnp.zeros((2, 300)), jax.random.split(jax.random.key(0), 2), jnp.zeros(2, int))
+    text = str(jax.make_jaxpr(lambda *given: sample(*given, rule))(*arguments))
+    assert "argmax" in text
+    assert "sort[" not in text
+    assert "top_k[" not in text
+
+
+def test_a_vocabulary_of_many_blocks_is_drawn_from_as_a_whole():
+    """1000 tokens are eight blocks, the last one not full; the likely tokens are in several."""
+    draws, size = 20_000, 1000
+    logits = np.full(size, -30.0, np.float32)
+    likely = np.array([0, 127, 128, 500, 501, 640, 900, 999])
+    logits[likely] = np.linspace(-1, 1, len(likely))
+    keys = jnp.broadcast_to(jax.random.key(11), (draws,))
+    tokens, _ = sample(
+        jnp.broadcast_to(logits, (draws, size)), keys, jnp.arange(draws), Sampling().filter
+    )
+    counts = np.bincount(np.asarray(tokens), minlength=size)
+    assert counts.sum() == counts[likely].sum() == draws
+    expected = draws * oracle(logits, Sampling())[likely]
+    assert ((counts[likely] - expected) ** 2 / expected).sum() < CHI_SQUARE
+
+
 SAMPLED = dms_jax.Sampling(temperature=1.2, top_p=0.95, max_new_tokens=12, seed=5, logprobs=True)
 
 

@@ -60,6 +60,7 @@ SCORERS = (ExpectedAttention, KeyDiff, Knorm, RandomSelection, SnapKV)
 SMALL_OPTIONS |= {kind: dict(budget=128, interval=64) for kind in SCORERS}
 BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
 COPIED_AT_A_TIME = 64  # pages
+COPIES: dict = {}  # reports of programs that were compiled, by the cache
 
 
 def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
@@ -123,8 +124,20 @@ def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
 
 
 def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:
-    """Returns the same for the program that copies sequences to other lanes."""
+    """Returns the same for the program that copies sequences to other lanes.
+
+    It depends on the cache alone, so policies whose caches have the same leaves share a program.
+    """
     shapes = arguments(policy, num_layers=3, pool_factor=pool_factor, place=place)
+    leaves, structure = jax.tree.flatten(shapes[1])
+    known = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+    if known not in COPIES:
+        COPIES[known] = compile_copies(shapes, place)
+    return COPIES[known]
+
+
+def compile_copies(shapes, place: NamedSharding) -> dict:
+    """Returns the report of the program that copies sequences of a cache of these shapes."""
     pages, blocks, lanes = (
         jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
         for shape in ((1, 2, 32 * COPIED_AT_A_TIME), (), (BATCH,))

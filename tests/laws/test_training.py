@@ -109,11 +109,11 @@ def soft_kvzap(policy, layer, noise):
 def test_the_soft_form_is_that_of_the_paper(policy, noisy, record_property):
     policy = dataclasses.replace(policy, temperature=0.7)
     model = model_for(policy)
-    key = jax.random.key(3) if noisy else None
-    got = soft(model, policy, TOKENS, Relaxation(noise_key=key))
+    keys = jax.random.split(jax.random.key(3), len(TOKENS)) if noisy else None
+    got = soft(model, policy, TOKENS, Relaxation(noise_keys=keys))
     logits = np.asarray(model.unembed(got.hidden))
     kv_heads = model.config.num_kv_heads
-    shape = (len(TOKENS), kv_heads, TOKENS.shape[1])
+    shape = (kv_heads, TOKENS.shape[1])
     largest = 0.0
     for row, tokens in enumerate(TOKENS):
         decisions = []
@@ -121,8 +121,9 @@ def test_the_soft_form_is_that_of_the_paper(policy, noisy, record_property):
         def attend(layer, row=row, decisions=decisions):
             noise = np.zeros(shape)
             if noisy:
-                noise = logistic_noise(jax.random.fold_in(key, layer.index), shape, np.dtype(float))
-            outputs, made = simulate_soft(policy, layer, np.asarray(noise)[row].T)
+                key = jax.random.fold_in(keys[row], layer.index)
+                noise = logistic_noise(key, shape, np.dtype(float))
+            outputs, made = simulate_soft(policy, layer, np.asarray(noise).T)
             decisions.append(made.T)
             return Trace(outputs, [], [], [])
 
@@ -207,7 +208,8 @@ def test_fixed_pooling_trains_in_the_form_of_inference():
     """Noise changes nothing, and gradients pass through means and masks."""
     policy, model = FixedPooling(every=3), model_of(2, False)
     want = hard(model, policy, TOKENS)
-    got = soft(model, policy, TOKENS, Relaxation(noise_key=jax.random.key(1)))
+    keys = jax.random.split(jax.random.key(1), len(TOKENS))
+    got = soft(model, policy, TOKENS, Relaxation(noise_keys=keys))
     chex.assert_trees_all_equal(got.decisions, want.decisions)
     assert float(jnp.abs(got.hidden - want.hidden).max()) < 1e-12
     merge, _ = fixed_decisions(policy, transformer_input(model))

@@ -85,7 +85,9 @@ def test_what_cannot_be_drawn_is_refused(options, message):
 
 def gradient_of_table(table, tokens, weights):
     def total(table):
-        return jnp.sum((layers.look_up(table, tokens) * weights).astype(jnp.float32))
+        return jnp.sum(
+            (layers.look_up(table, tokens, table.shape[1]) * weights).astype(jnp.float32)
+        )
 
     return jax.grad(total)(table)
 

@@ -1,6 +1,7 @@
 """The transformer over whole sequences: against NumPy, packed, recomputed, replayed."""
 
 import functools
+from typing import get_args
 
 import chex
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.model.transformer import segment_positions
+from dms_jax.model.transformer import Remat, segment_positions
 from dms_jax.policies import (
     DMC,
     DMS,
@@ -114,11 +115,12 @@ def test_recomputing_layers_changes_no_gradient():
             run(model, tokens, DMS(window=2, source="adapter"), remat=remat).hidden
         ).mean()
 
-    plain, again = (
+    plain, *others = (
         jax.jit(jax.grad(loss, allow_int=True), static_argnums=1)(model(), remat)
-        for remat in (False, True)
+        for remat in get_args(Remat)
     )
-    chex.assert_trees_all_close(plain, again, rtol=1e-7, atol=1e-12)
+    for again in others:
+        chex.assert_trees_all_close(plain, again, rtol=1e-7, atol=1e-12)
     assert float(jnp.abs(plain.embedding[...]).max()) > 1e-6
 
 

@@ -24,9 +24,12 @@ DECAY, HOLD = Stage("neuron_decay", 1, 1e-3), Stage("train", 1, 1e-3, final_lear
     ids=["DMS", "DMC"],
 )
 def test_a_mesh_changes_nothing(policy, stages):
-    options = recipe(*stages, batch_size=8, micro_batch_size=2)
+    # At the first step of the decay the student is the teacher, and its gradient what rounding left
+    # of zero, which Adam must not blow up to steps of the size of others.
+    common_options = dict(batch_size=8, epsilon=1e-4)
+    options = recipe(*stages, micro_batch_size=2, **common_options)
     # The same passes of 4 sequences: 2 on each of 2 shards, or 4 on one.
-    alone = recipe(*stages, batch_size=8, micro_batch_size=4)
+    alone = recipe(*stages, micro_batch_size=4, **common_options)
     records = {"one": [], "mesh": []}
     with jax.enable_x64(True):
         model = language_model(adapter=True, dtype=jnp.float64, num_heads=8, num_kv_heads=4)

@@ -327,6 +327,25 @@ def test_the_self_taught_recipe_is_that_of_the_trial():
     assert low.low_rank == LowRank(4, 8)
 
 
+def test_a_self_taught_recipe_settles_at_the_ratio_it_reached():
+    recipe = recipes.dms_self_taught(4, tokens=100 * 65536, snapshots=(2, 4)).settled(0.3)
+    assert [(stage.kind, stage.steps) for stage in recipe.stages] == [("ramp", 70), ("train", 30)]
+    halfway, end = recipe.progress(85, ADAPTER), recipe.progress(99, ADAPTER)
+    assert halfway.compression_ratio == end.compression_ratio == 4
+    assert halfway.learning_rate == pytest.approx(1.5e-5)  # half a cosine from 3e-5 to 0
+    assert halfway.adapter_learning_rate == pytest.approx(1.5e-4)
+    assert end.learning_rate < 3e-7
+    control = recipe.control(ADAPTER)
+    assert [stage.final_learning_rate for stage in control.stages] == [None, 0]
+    short = recipes.dms_self_taught(4, tokens=65536)
+    assert short.settled(0.9) == short  # a ramp there always is
+    assert short.settled(0) == short
+    with pytest.raises(ConfigError, match="the last stage is no ramp but train"):
+        recipe.settled(0.3)
+    with pytest.raises(ConfigError, match="share"):
+        short.settled(1.0)
+
+
 @pytest.mark.parametrize(
     "options",
     [dict(tokens=0), dict(batch_size=0), dict(sequence_length=0), dict(compression_ratio=1)],

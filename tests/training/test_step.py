@@ -50,7 +50,7 @@ def test_neither_accumulation_nor_rematerialisation_nor_unrolling_changes_gradie
         model = language_model(adapter=True, dtype=jnp.float64)
         whole, parts = gradients(model, EAGER, recipe(), ragged_passes((1, 4)))
         assert 0 < parts["evicted"] < 0.9
-        other = recipe(remat=True, unroll=True)
+        other = recipe(remat="everything", unroll=True)
         pieces, same = gradients(model, EAGER, other, ragged_passes((4, 1)))
         chex.assert_trees_all_close(same, parts, rtol=1e-10)
         chex.assert_trees_all_close(pieces, whole, rtol=1e-8, atol=1e-12)

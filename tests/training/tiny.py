@@ -30,7 +30,7 @@ def recipe(*stages: Stage, **changes: Any) -> Recipe:
         batch_size=4,
         trainable="all",
         compute_dtype=None,
-        remat=False,
+        remat="nothing",
     )
     return Recipe(**(options | changes))
 

@@ -176,6 +176,11 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "engine memory": engine("ConfigError", "memory must be", memory=-1),
         "engine memory too little": engine("CapacityError", "at least", memory=1),
         "engine policy": engine("ConfigError", "Not a cache policy", policy=7),
+        "engine cancel of one": Case(
+            lambda: dms_jax.Engine(model, max_tokens=64).cancel(3),  # pyright: ignore[reportArgumentType]
+            "ConfigError",
+            ("cancel: indices must be a sequence", "got 3"),
+        ),
         "engine prompts": Case(
             lambda: dms_jax.Engine(model, max_tokens=64).generate("Once"),
             "DataError",

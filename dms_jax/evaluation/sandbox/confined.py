@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,15 @@ from typing import Any
 from dms_jax.checks import Count, Options, Positive, Whole, require
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.evaluation.sandbox.inside import values
-from dms_jax.evaluation.sandbox.supervising import Confined, Stopped, Stream, confined, starting
+from dms_jax.evaluation.sandbox.supervising import (
+    Confined,
+    Stopped,
+    Stream,
+    confined,
+    patience,
+    starting,
+    until,
+)
 
 # Attempts that change nothing where they succeed.
 _PROBE = """
@@ -207,10 +216,9 @@ class Sandbox(Options):
 
 def _wait(process: Confined, deadline: float) -> int:
     """The status of a process that has closed its output."""
-    try:
-        return process.process.wait(max(deadline - time.monotonic(), 0))
-    except subprocess.TimeoutExpired as error:
-        raise Stopped("time") from error
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.process.wait(patience(deadline))
 
 
 @functools.cache
@@ -236,9 +244,14 @@ def cores() -> int:
 
 
 def side_by_side(judgements: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Makes judgements in as many threads as there are processors; each waits for its processes."""
-    pool = ThreadPoolExecutor(max_workers=cores())
+    """Makes judgements in as many threads as there are processors; each waits for its processes.
+
+    What interrupts one of them, or all, ends those that are under way without a verdict.
+    """
+    given_up = threading.Event()
+    pool = ThreadPoolExecutor(cores(), initializer=until, initargs=(given_up,))
     try:
         return list(pool.map(lambda judge: judge(), judgements))
     finally:
+        given_up.set()
         pool.shutdown(cancel_futures=True)

@@ -1,6 +1,7 @@
 """The judging side of one confined process: starts it, reads what it says, counts its threads."""
 
 import contextlib
+import contextvars
 import dataclasses
 import json
 import os
@@ -11,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,8 +27,39 @@ _CONTINUE = 1
 _EAGAIN = 11
 
 
+_PATIENCE = 0.2  # seconds until a judgement that is not wanted any more notices
+_GIVEN_UP: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar(
+    "given_up", default=None
+)
+
+
 class Stopped(Exception):
     """A confined process went beyond a limit; the text says which."""
+
+
+class GivenUpError(Exception):
+    """Nobody waits for this judgement any more; it has no verdict."""
+
+
+def until(given_up: threading.Event) -> None:
+    """Makes the judgements of this thread end with `GivenUpError` from an event on."""
+    _GIVEN_UP.set(given_up)
+
+
+def patience(deadline: float) -> float:
+    """Seconds to wait at a time until a deadline by `time.monotonic`.
+
+    Raises:
+      GivenUpError: nobody waits for this judgement.
+      Stopped: the time has run out.
+    """
+    given_up = _GIVEN_UP.get()
+    if given_up is not None and given_up.is_set():
+        raise GivenUpError
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise Stopped("time")
+    return left if given_up is None else min(left, _PATIENCE)
 
 
 @dataclasses.dataclass
@@ -109,6 +142,7 @@ def confined(
     Raises:
       CapacityError: it could not be started.
     """
+    patience(deadline)
     with starting():
         ours, theirs = socket.socketpair()
     descriptors = [theirs.fileno(), -1 if calls is None else calls.fileno()]
@@ -190,14 +224,12 @@ class Stream:
 
         Raises:
           Stopped: the time or the number of bytes ran out.
+          GivenUpError: nobody waits for it.
         """
         parts: list[bytes] = []
         size = 0
         while True:
-            left = self.deadline - time.monotonic()
-            if left <= 0:
-                raise Stopped("time")
-            for descriptor, event in self._poll.poll(1000 * left + 1):
+            for descriptor, event in self._poll.poll(1000 * patience(self.deadline) + 1):
                 if descriptor in self._listeners:
                     if event & select.POLLIN:
                         self._listeners[descriptor].answer()

@@ -20,6 +20,7 @@ META_PROMPT = (
     'Your response should end with "The final answer is [answer]" where [answer] is the response '
     "to the problem."
 )
+QWEN_PROMPT = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 OPEN_R1_PROMPT = (
     "Solve the following math problem efficiently and clearly. The last line of your response "
     "should be of the following format: 'Therefore, the final answer is: $\\boxed{{ANSWER}}$. I "
@@ -37,17 +38,19 @@ class Mathematics(FileTask):
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
-      style: "instruct" says in which format to answer; "plain" gives the problem alone.
+      style: "instruct" says in which format to answer, "boxed" asks for it as Qwen's model cards
+        do; "plain" gives the problem alone.
     """
 
     name: ClassVar[str] = "mathematics"
     prompts: ClassVar[dict[str, str]] = {
         "instruct": META_PROMPT,
+        "boxed": QWEN_PROMPT,
         "plain": "Question: {problem}\nAnswer:",
     }
     next_problem: ClassVar[str] = "\nQuestion:"  # where a model goes on with one of its own
 
-    style: Literal["instruct", "plain"] = "instruct"
+    style: Literal["instruct", "boxed", "plain"] = "instruct"
 
     def __post_init__(self):
         super().__post_init__()
@@ -69,12 +72,16 @@ class Mathematics(FileTask):
 
     def finish(self, working: str, answer: str) -> str:
         """A worked solution that ends in the format that the prompt requests."""
+        if self.style == "boxed":
+            return f"{working}\n\\boxed{{{answer}}}"
         return f"{working}\nThe final answer is {answer}"
 
     def answer(self, completion: str) -> str | None:
         text = completion.partition(self.next_problem)[0] if self.style == "plain" else completion
         ends = [match.end() for match in _FINAL.finditer(text)]
         text = text[ends[-1] :] if ends else text
+        if self.style == "boxed":  # of several boxes the last one is the answer
+            text = text[max(text.rfind("\\boxed"), 0) :]
         bracketed = _BRACKETED.match(text)  # some models keep the brackets of the prompt
         return find_answer(bracketed[1] if bracketed else text)
 
@@ -125,6 +132,7 @@ class MATH500(Mathematics):
     name: ClassVar[str] = "math500"
     prompts: ClassVar[dict[str, str]] = {
         "instruct": OPEN_R1_PROMPT,
+        "boxed": QWEN_PROMPT,
         "plain": "Problem:\n{problem}\n\nSolution:",
     }
     next_problem: ClassVar[str] = "\nProblem:"

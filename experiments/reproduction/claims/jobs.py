@@ -1,6 +1,5 @@
 """The jobs of the reproduction: write data, train, ask."""
 
-import dataclasses
 import json
 import pathlib
 import time
@@ -10,27 +9,29 @@ import jax
 import numpy as np
 
 import dms_jax
-from dms_jax import assets
 from dms_jax.evaluation import Serving, evaluate, percent
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training import train
-from experiments.reproduction.claims.plan import Job, Paths, asked, jobs
+from experiments.reproduction import runs
+from experiments.reproduction.claims.plan import Job, Paths, asked, jobs, left
 from experiments.reproduction.claims.settings import Config
 from experiments.reproduction.claims.systems import FREE, TRAININGS, measures
 from experiments.reproduction.curve.data import Sequences, read_documents, write_documents
-from experiments.reproduction.files import provenance, read_json, refuse_other_settings, write_json
-from experiments.reproduction.queue import Queue
+from experiments.reproduction.files import (
+    provenance,
+    refuse_other_settings,
+    write_arrays,
+    write_json,
+)
 
-BASE = "reasoner-11m"
 QUEST_PAGE = 16
 _LOGGED_EVERY = 20
-_FOLDERS = ("out", "pages", "pack")
 # What may change from one command to the next of a run.
-_FREE = (*_FOLDERS, "processes", "deadline_minutes", "only", "trainings", "seeds", "lanes")
+_FREE = (*runs.FOLDERS, "processes", "deadline_minutes", "only", "trainings", "seeds", "lanes")
 
 
-class Worker(Queue[Paths]):
+class Worker(runs.Worker[Paths, Config]):
     """One process of the plan.
 
     Args:
@@ -39,23 +40,10 @@ class Worker(Queue[Paths]):
     """
 
     def __init__(self, config: Config, deadline: float):
-        super().__init__(Paths(config), deadline)
-        self.config = config
-        self._base: LanguageModel | None = None
-
-    @property
-    def base(self) -> LanguageModel:
-        """The base model."""
-        if self._base is None:
-            self._base = dms_jax.load(self.config.model or assets.path(BASE))
-        return self._base
+        super().__init__(config, Paths(config), deadline)
 
     def wanted(self) -> list[Job]:
-        """What is not done yet; data only where something is to be trained on it."""
-        wanted = [job for job in jobs(self.config) if not self.paths.done(job)]
-        if not any(job.kind == "training" for job in wanted):
-            wanted = [job for job in wanted if job.kind != "data"]
-        return wanted
+        return left(self.config)
 
     def _data(self, job: Job) -> None:
         write_documents(self.base, self.config, self.paths.data(job.seed), seed=job.seed)
@@ -154,21 +142,17 @@ class Worker(Queue[Paths]):
             "device": jax.devices()[0].device_kind,
             **provenance(),
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.part")  # which is no result if it is cut off here
-        with part.open("wb") as file:
-            np.savez_compressed(
-                file,
-                described=np.asarray(json.dumps(described)),
-                scores=result.scores.astype(np.float16),
-                answers=answer_numbers(result.answers),
-                answer_scores=result.answer_scores.astype(np.float16),
-                reads=np.round(result.reads).astype(np.int32),
-                peak=result.peak.astype(np.float32),
-                new_tokens=result.new_tokens.astype(np.int16),
-                ended=result.ended,
-            )
-        part.replace(path)
+        write_arrays(
+            path,
+            described=np.asarray(json.dumps(described)),
+            scores=result.scores.astype(np.float16),
+            answers=answer_numbers(result.answers),
+            answer_scores=result.answer_scores.astype(np.float16),
+            reads=np.round(result.reads).astype(np.int32),
+            peak=result.peak.astype(np.float32),
+            new_tokens=result.new_tokens.astype(np.int16),
+            ended=result.ended,
+        )
         shown = f"peak {result.peak_per_problem:.0f}, {result.seconds:.1f} s"
         accuracy = percent(result.accuracy.to_list())
         print(f"  {job.system} {path.stem}: {accuracy}, {shown}", flush=True)
@@ -190,22 +174,7 @@ def answer_numbers(answers: tuple[tuple[str | None, ...], ...]) -> np.ndarray:
 
 def worker(root: str, deadline: float) -> None:
     """Entry of a process: the plan is in the run directory."""
-    Worker(read_config(pathlib.Path(root)), deadline).work()
-
-
-def write_config(config: Config) -> None:
-    """Leaves the plan in the run directory for the workers."""
-    data = dataclasses.asdict(config)
-    data |= {name: None if data[name] is None else str(data[name]) for name in _FOLDERS}
-    write_json(config.out / "config.json", data)
-
-
-def read_config(root: pathlib.Path) -> Config:
-    """The plan that is in a run directory."""
-    data: dict[str, Any] = read_json(root / "config.json")
-    data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in _FOLDERS}
-    data["trainings"] = tuple(data["trainings"])
-    return Config(**data)
+    Worker(runs.read_plan(Config, pathlib.Path(root)), deadline).work()
 
 
 def check_settings(config: Config) -> None:
@@ -217,7 +186,7 @@ def check_settings(config: Config) -> None:
     jobs(config)
     if not (config.out / "config.json").exists():
         return
-    before = read_config(config.out)
+    before = runs.read_plan(Config, config.out)
     refuse_other_settings(before, config, set(vars(config)) - set(_FREE))
 
 

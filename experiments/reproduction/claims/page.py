@@ -26,7 +26,7 @@ from experiments.reproduction.claims.other_sections import (
 from experiments.reproduction.claims.results import Results, last_figure
 from experiments.reproduction.claims.settings import Config
 from experiments.reproduction.claims.systems import TRAININGS, VANILLA
-from experiments.reproduction.files import provenance, write_text
+from experiments.reproduction.files import provenance, wrap, write_text
 
 NOTES = "notes.md"
 THROUGHPUT = "throughput.json"
@@ -54,7 +54,7 @@ def write_pages(config: Config, folder: pathlib.Path) -> None:
         trainings(results),
         _end(folder),
     ]
-    write_text(page, "\n\n".join(part for part in parts if part) + "\n")
+    write_text(page, wrap("\n\n".join(part for part in parts if part)) + "\n")
     write_text(folder / "figures.json", json.dumps(_figures(results, frontier)) + "\n")
 
 

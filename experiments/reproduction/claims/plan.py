@@ -71,6 +71,15 @@ def jobs(config: Config) -> list[Job]:
     return order
 
 
+def left(config: Config) -> list[Job]:
+    """What is not done yet; data only where something is to be trained on it."""
+    paths = Paths(config)
+    wanted = [job for job in jobs(config) if not paths.done(job)]
+    if not any(job.kind == "training" for job in wanted):
+        wanted = [job for job in wanted if job.kind != "data"]
+    return wanted
+
+
 def asked(job: Job) -> tuple[str, ...]:
     """The measures of a job that asks."""
     return (TRAININGS.get(job.system) or FREE[job.system]).measures

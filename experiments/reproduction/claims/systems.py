@@ -136,7 +136,7 @@ class Training:
             sequence_length=length,
             batch_size=max(1, config.batch_tokens // length),
             weight_decay=0.1,
-            remat=False,
+            remat="nothing",
             unroll=True,
             packing="first_fit",
             snapshots=self.snapshots,

@@ -20,6 +20,7 @@ from dms_jax.data.mixture import Part, standard_parts
 from dms_jax.generation import Engine
 from dms_jax.generation.requests import make_requests
 from dms_jax.model.language_model import LanguageModel
+from experiments.reproduction.files import write_arrays
 
 Prompts = list[list[int]]
 
@@ -136,15 +137,12 @@ def write_documents(
             for request, completion in zip(wave, done, strict=True)
         ]
     ids = [np.asarray(prompt + answer, np.uint16) for prompt, answer in documents]
-    part = path.with_name(f"{path.stem}.part.npz")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(
-        part,
+    write_arrays(
+        path,
         tokens=np.concatenate(ids),
         lengths=np.asarray([len(document) for document in ids], np.int32),
         prompts=np.asarray([len(prompt) for prompt, _ in documents], np.int32),
     )
-    part.replace(path)
 
 
 def read_documents(paths: list[pathlib.Path]) -> list[tuple[np.ndarray, int]]:

@@ -1,6 +1,5 @@
 """The jobs of the first curve: write data, train, evaluate; and the queue they are taken from."""
 
-import dataclasses
 import pathlib
 import time
 from typing import Any
@@ -8,11 +7,12 @@ from typing import Any
 import numpy as np
 
 import dms_jax
-from dms_jax import assets
+from dms_jax.command_line.comparison.systems import limit_for
 from dms_jax.evaluation import Serving, evaluate, percent
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe, Stage, train
+from experiments.reproduction import runs
 from experiments.reproduction.curve.data import Sequences, read_documents, write_documents
 from experiments.reproduction.curve.plan import (
     CHOICE_RATIO,
@@ -23,16 +23,14 @@ from experiments.reproduction.curve.plan import (
     Job,
     Paths,
     Variant,
-    jobs,
+    left,
 )
 from experiments.reproduction.files import read_json, refuse_other_settings, write_json
-from experiments.reproduction.queue import Queue
 
-BASE = "reasoner-11m"
 _LOGGED_EVERY = 10
 
 
-class Worker(Queue[Paths]):
+class Worker(runs.Worker[Paths, Config]):
     """One process of the plan.
 
     Args:
@@ -41,26 +39,10 @@ class Worker(Queue[Paths]):
     """
 
     def __init__(self, config: Config, deadline: float):
-        super().__init__(Paths(config), deadline)
-        self.config = config
-        self._base: LanguageModel | None = None
-
-    @property
-    def base(self) -> LanguageModel:
-        """The base model."""
-        if self._base is None:
-            path = self.config.model or assets.path(BASE)
-            self._base = dms_jax.load(path)
-        return self._base
+        super().__init__(config, Paths(config), deadline)
 
     def wanted(self) -> list[Job]:
-        """What is not done yet; data only where something is to be trained on it."""
-        wanted = [job for job in jobs(self.config) if not self.paths.done(job)]
-        if self.config.only == "data":
-            return [job for job in wanted if job.kind == "data"]
-        if not any(job.kind in ("further", "retrofit") for job in wanted):
-            wanted = [job for job in wanted if job.kind != "data"]
-        return wanted
+        return left(self.config)
 
     # -- the jobs ---------------------------------------------------------------------------------
 
@@ -130,7 +112,7 @@ class Worker(Queue[Paths]):
             batch_size=config.batch_size,
             micro_batch_size=config.micro_batch_size,
             weight_decay=0.1,
-            remat=False,
+            remat="nothing",
             unroll=True,
             packing="first_fit",
             **changes,
@@ -232,41 +214,15 @@ def policy_at(system: str, lengths: np.ndarray, peak: float) -> Policy:
     return dms_jax.StreamingLLM(budget=max(limit, 5))
 
 
-def limit_for(lengths: np.ndarray, peak: float) -> int:
-    """The limit whose mean of min(length, limit) comes closest to `peak`.
-
-    # In: [10, 20, 30], 15   Out: 17, for (10 + 17 + 17) / 3 = 14.7; 18 gives 15.3, no closer
-    """
-    limits = np.arange(1, int(lengths.max()) + 1)
-    means = np.minimum(lengths[:, None], limits).mean(0)
-    return int(limits[np.abs(means - peak).argmin()])
-
-
 def worker(root: str, deadline: float) -> None:
     """Entry of a process: the plan is in the run directory."""
-    Worker(read_config(pathlib.Path(root)), deadline).work()
+    Worker(runs.read_plan(Config, pathlib.Path(root)), deadline).work()
 
 
-def write_config(config: Config) -> None:
-    """Leaves the plan in the run directory for the workers."""
-    data = dataclasses.asdict(config)
-    data |= {name: None if data[name] is None else str(data[name]) for name in _FOLDERS}
-    write_json(config.out / "config.json", data)
-
-
-def read_config(root: pathlib.Path) -> Config:
-    """The plan that is in a run directory."""
-    data: dict[str, Any] = read_json(root / "config.json")
-    data |= {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-    data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in _FOLDERS}
-    return Config(**data)
-
-
-_FOLDERS = ("out", "pages", "pack")
 # What documents come of, and what may change from one command to the next of a run.
 _OF_DOCUMENTS = ("model", "shards", "documents", "document_tokens", "document_temperature")
 _FREE = (
-    *(*_FOLDERS, "processes", "deadline_minutes", "only"),
+    *(*runs.FOLDERS, "processes", "deadline_minutes", "only"),
     *("variants", "seeds", "ladder", "asked", "lanes"),
 )
 
@@ -281,7 +237,7 @@ def check_settings(config: Config) -> None:
         return
     made = {name for name in ("data", "results") if any((config.out / name).glob("*"))}
     names = set(_OF_DOCUMENTS) if made == {"data"} else set(vars(config)) - set(_FREE)
-    before = read_config(config.out)
+    before = runs.read_plan(Config, config.out)
     refuse_other_settings(before, config, names if made else set())
 
 

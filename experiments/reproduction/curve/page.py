@@ -9,7 +9,6 @@ from typing import Any
 from dms_jax.evaluation import Measured, percent
 from experiments.reproduction.curve import figure
 from experiments.reproduction.curve.analysis import Axis, Results
-from experiments.reproduction.curve.jobs import BASE
 from experiments.reproduction.curve.plan import (
     FURTHER,
     LONGEST,
@@ -19,7 +18,8 @@ from experiments.reproduction.curve.plan import (
     Paths,
     jobs,
 )
-from experiments.reproduction.files import provenance, read_json, write_text
+from experiments.reproduction.files import provenance, read_json, wrap, write_text
+from experiments.reproduction.runs import BASE
 
 RIVALS = ("TOVA", "StreamingLLM")
 MARGIN = 0.02  # of the control, within which DMS at ratio 4 is to stay
@@ -45,7 +45,7 @@ def write_pages(config: Config, folder: pathlib.Path) -> None:
         _time(config, data),
         notes.read_text(encoding="utf-8").strip() if notes.exists() else "",
     ]
-    write_text(folder / "README.md", "\n\n".join(filter(None, parts)) + "\n")
+    write_text(folder / "README.md", wrap("\n\n".join(filter(None, parts))) + "\n")
 
 
 def summary(config: Config, results: Results) -> dict[str, Any]:

@@ -17,15 +17,8 @@ import pathlib
 from typing import Literal
 
 import dms_jax
-from dms_jax.data.tasks import (
-    Arithmetic,
-    LinearEquation,
-    Needle,
-    Split,
-    Task,
-    VariableTracking,
-    WordChain,
-)
+from dms_jax.command_line.comparison import texts
+from dms_jax.data.tasks import Needle, Split, Task, VariableTracking
 
 TASKS = ("reasoning", "needle", "tracking")
 CHOICE_RATIO = 4.0  # at which the DMS variants stand for election
@@ -147,11 +140,7 @@ class Config:
     def tasks(self) -> dict[str, tuple[Task, ...]]:
         """What is asked, by name."""
         known = {
-            "reasoning": (
-                LinearEquation(coefficient=9999, constant=999_999, solution=999),
-                Arithmetic(operations=(6, 12)),
-                WordChain(steps=(8, 24), distractors=(0, 12)),
-            ),
+            "reasoning": texts.TASKS["reasoning"],
             "needle": (Needle(size=self.needle_size),),
             "tracking": (VariableTracking(size=self.tracking_size),),
         }
@@ -260,6 +249,17 @@ def jobs(config: Config) -> list[Job]:
         order += [Job("vanilla", "vanilla", seed), *trained(seed)]
     order += retrofits(ABLATIONS, 0)
     return order + free("RandomEviction")
+
+
+def left(config: Config) -> list[Job]:
+    """What is not done yet; data only where something is to be trained on it."""
+    paths = Paths(config)
+    wanted = [job for job in jobs(config) if not paths.done(job)]
+    if config.only == "data":
+        return [job for job in wanted if job.kind == "data"]
+    if not any(job.kind in ("further", "retrofit") for job in wanted):
+        wanted = [job for job in wanted if job.kind != "data"]
+    return wanted
 
 
 class Paths:

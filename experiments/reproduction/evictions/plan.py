@@ -150,7 +150,7 @@ class System:
                 snapshots=RATIOS[:-1],
                 **sizes,
             )
-        return dataclasses.replace(recipe, micro_batch_size=None, remat=False, unroll=True)
+        return dataclasses.replace(recipe, micro_batch_size=None, remat="nothing", unroll=True)
 
     def budgeted(self, ratio: float, measure: str) -> Policy | None:
         """Returns the policy with the budget of a setting; None if it has no budget."""

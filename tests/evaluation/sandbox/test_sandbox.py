@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -312,6 +314,25 @@ def test_judgements_run_side_by_side_and_in_order():
     runs = side_by_side([lambda i=i: SANDBOX.run(f"print({i})").output for i in range(6)])
     assert runs == [f"{i}\n" for i in range(6)]
     assert side_by_side([]) == []
+
+
+def test_an_interrupt_does_not_wait_for_judgements_under_way():
+    began, verdicts = threading.Event(), []
+
+    def judge():
+        began.set()
+        verdicts.append(Sandbox(seconds=20, wall_seconds=20).run("while True: pass"))
+
+    def interrupted():
+        began.wait()
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side([interrupted, judge])
+    assert time.monotonic() - start < 10
+    assert verdicts == []  # an answer that was not judged to the end has not failed
 
 
 def test_other_systems_are_named(monkeypatch):

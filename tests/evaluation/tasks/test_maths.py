@@ -52,6 +52,23 @@ def test_gsm8k_answers(gsm8k, completion, score):
     assert task.score(problem, completion) == score
 
 
+def test_gsm8k_is_asked_for_a_box_as_qwens_cards_do(gsm8k):
+    task = GSM8K(gsm8k, style="boxed")
+    problem = task.problem("test", 0)
+    assert problem.prompt == (
+        "Ann has 3 boxes of 4 pears and eats 2. How many pears are left?\n"
+        "Please reason step by step, and put your final answer within \\boxed{}."
+    )
+    assert problem.solution.endswith("left.\n\\boxed{10}")
+    for completion, score in (
+        ("12 less 2 are $\\boxed{10}$ pears.", 1),
+        ("\\boxed{12}. No: \\boxed{10}", 1),
+        ("\\boxed{12}", 0),
+        (problem.solution, 1),
+    ):
+        assert task.score(problem, completion) == score
+
+
 def test_gsm8k_plain_after_worked_examples(tmp_path, gsm8k):
     shots = lines(tmp_path / "train.jsonl", published.GSM8K[1:])
     task = GSM8K(gsm8k, style="plain", few_shot=1, examples=shots)

@@ -308,6 +308,10 @@ def test_mistakes_are_named(files, tmp_path):
         RULER("vt").problem("test", 0)
     with pytest.raises(ConfigError, match="does not fit 150 tokens of this model"):
         RULER("niah_single_2", 150).fitted(characters).problem("test", 0)
+    with pytest.raises(ConfigError, match="smallest problem takes 215 tokens: give a"):
+        RULER("niah_single_2", 150).fitted(characters).problem("test", 0)
+    with pytest.raises(ConfigError, match=r"at least that, or one below 4096, where its lists"):
+        RULER("cwe", 4096).fitted(lambda problem: 3 * characters(problem)).problem("test", 0)
     with pytest.raises(ConfigError, match="fwe needs a length of at least 250 tokens, got 100"):
         RULER("fwe", 100).fitted(characters).problem("test", 0)
     questions = RULER("qa_1", 800, questions=files["squad"]).fitted(characters)

@@ -24,11 +24,10 @@ from experiments.reproduction.curve.jobs import (
     check_settings,
     limit_for,
     policy_at,
-    read_config,
-    write_config,
 )
 from experiments.reproduction.curve.plan import Config, Job, Paths
 from experiments.reproduction.files import write_json
+from experiments.reproduction.runs import read_plan, write_plan
 
 MODEL = str(assets.path("stories260k"))
 
@@ -65,14 +64,14 @@ def test_budgets_give_the_peak_they_are_asked_for():
 
 def test_a_plan_survives_being_written(tmp_path):
     config = Config(out=tmp_path, pages=tmp_path / "pages", ratios=(2.0, 4.0))
-    write_config(config)
-    assert read_config(tmp_path) == config
+    write_plan(config)
+    assert read_plan(type(config), tmp_path) == config
 
 
 def test_a_run_does_not_go_on_with_other_settings(tmp_path):
     config = small(tmp_path)
     check_settings(config)  # nothing is there yet
-    write_config(config)
+    write_plan(config)
     check_settings(dataclasses.replace(config, learning_rate=1.0))  # nothing was made
     write_json(Paths(config).data(0), {})
     check_settings(dataclasses.replace(config, learning_rate=1.0))  # the documents know of none

@@ -13,9 +13,9 @@ import dms_jax
 from experiments.reproduction import first_curve
 from experiments.reproduction.curve import page, plan
 from experiments.reproduction.curve.analysis import Results
-from experiments.reproduction.curve.jobs import write_config
 from experiments.reproduction.curve.plan import Config, Job, Paths
 from experiments.reproduction.files import write_json
+from experiments.reproduction.runs import write_plan
 
 
 def write_results(
@@ -50,6 +50,11 @@ def write_results(
                 write_json(Paths(config).result(system, f"{setting:g}", seed, task), data)
 
 
+def unwrapped(page):
+    """A page with the lines of a paragraph or an item as one."""
+    return re.sub(r"(?<=\S)\n(?=  \S|[\w`(])", " ", page.read_text()).replace("   ", " ")
+
+
 def test_verdicts_are_tests_on_the_numbers(tmp_path):
     config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
     write_results(
@@ -76,7 +81,7 @@ def test_verdicts_are_tests_on_the_numbers(tmp_path):
     gain = results.against("dms-neuron-shift1-w16", 4.0, "StreamingLLM", "needle", "peak")
     assert gain.value == pytest.approx(0.5)
     page.write_pages(config, tmp_path / "pages")
-    text = (tmp_path / "pages" / "README.md").read_text()
+    text = unwrapped(tmp_path / "pages" / "README.md")
     assert "DMS at ratio 4 within 2 points of further on reasoning: **holds** (+0.0 ± 0.0)" in text
     assert "within 2 points of vanilla on needle: **does not hold** (-10.0 ± 3.0)" in text
     assert "Device: an accelerator; jax 0.1.2; 1999-12-31." in text
@@ -93,7 +98,7 @@ def test_verdicts_are_tests_on_the_numbers(tmp_path):
 
 def test_a_page_is_written_of_a_run_whose_last_command_wanted_data_alone(tmp_path, capsys):
     config = dataclasses.replace(Config(), out=tmp_path, model="/a/place/of/mine", only="data")
-    write_config(config)
+    write_plan(config)
     write_results(config, {("vanilla", 1): (0.90, 100)})
     assert first_curve.main(Config(out=tmp_path, only="report")) == 0
     assert "# The first curve" in (tmp_path / "README.md").read_text()
@@ -123,7 +128,7 @@ def test_the_variant_is_chosen_on_other_problems_than_it_is_judged_on(tmp_path):
     )
     assert Results(config).best == "dms-neuron-shift1-w16"
     page.write_pages(config, tmp_path / "pages")
-    text = (tmp_path / "pages" / "README.md").read_text()
+    text = unwrapped(tmp_path / "pages" / "README.md")
     assert "DMS is `dms-neuron-shift1-w16`; the control is `vanilla`." in text
     assert "100 reasoning problems of the validation split" in text
     assert "`dms-neuron-shift1-w16` 70.0 ± 4.6, `dms-adapter-shift0-w16` 65.0 ± 4.8" in text
@@ -137,7 +142,7 @@ def test_nothing_is_chosen_where_only_the_problems_of_the_page_were_answered(tmp
     write_results(config, {("vanilla", 1): (0.9, 100), ("dms-neuron-shift1-w16", 4): (0.6, 25)})
     assert Results(config).best is None
     page.write_pages(config, tmp_path / "pages")
-    assert "No DMS variant has been chosen" in (tmp_path / "pages" / "README.md").read_text()
+    assert "No DMS variant has been chosen" in unwrapped(tmp_path / "pages" / "README.md")
 
 
 def test_the_best_variant_is_one_of_those_with_the_most_seeds(tmp_path):

@@ -24,6 +24,7 @@ from experiments.reproduction.claims.results import Results, majority
 from experiments.reproduction.claims.settings import Config
 from experiments.reproduction.claims.systems import Training
 from experiments.reproduction.files import write_json
+from experiments.reproduction.runs import write_plan
 
 MODEL = str(assets.path("stories260k"))
 
@@ -97,7 +98,7 @@ def test_a_model_is_asked_when_it_is_there(tmp_path):
 
 def test_other_settings_than_those_of_the_run_are_refused(tmp_path):
     config = Config(out=tmp_path)
-    claims_jobs.write_config(config)
+    write_plan(config)
     check_settings(dataclasses.replace(config, processes=3, trainings=("dms",)))
     with pytest.raises(dms_jax.ConfigError, match="problems=480, not 3"):
         check_settings(dataclasses.replace(config, problems=3))
@@ -210,7 +211,7 @@ def test_the_page_says_what_holds_and_leaves_out_what_is_missing(tmp_path):
                     shares(share * length / 1024),
                     *(peak, reads),
                 )
-    claims_jobs.write_config(config)
+    write_plan(config)
     own = Config(out=tmp_path / "run", only="report", pages=tmp_path / "pages")
     assert report.main(own) == 0
     text = (tmp_path / "pages" / "REPORT.md").read_text()
@@ -354,7 +355,7 @@ def test_a_tiny_run_trains_asks_and_goes_on(tmp_path, monkeypatch):
         seeds=1,
         lanes=4,
     )
-    claims_jobs.write_config(config)
+    write_plan(config)
     Worker(config, deadline=np.inf).work()
     paths = Paths(config)
     left = [job.name for job in plan.jobs(config) if not paths.done(job)]

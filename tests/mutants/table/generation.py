@@ -26,8 +26,8 @@ MUTANTS = [
     Mutant(
         "generation: the nucleus leaves out the token that reaches the mass",
         FOLDER + "sampling.py",
-        "before = jnp.cumsum(probabilities, -1) - probabilities",
-        "before = jnp.cumsum(probabilities, -1)",
+        "reached.sum(-1, keepdims=True, dtype=unsigned)",
+        "(reached.sum(-1, keepdims=True, dtype=unsigned) + (shift == 0))",
         (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
     ),
     Mutant(
@@ -50,6 +50,13 @@ MUTANTS = [
         "logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))",
         "pass",
         (f"{SAMPLING}::test_half_precision_logits_are_sampled_in_float32",),
+    ),
+    Mutant(
+        "generation: a request goes on after a first token that ends it",
+        FOLDER + "programs.py",
+        "    remaining = jnp.where(_ends(tokens, end_tokens), 0, remaining)\n",
+        "",
+        (f"{GENERATE}::test_a_first_token_can_end_a_request",),
     ),
     Mutant(
         "generation: copies of a prompt draw alike",
@@ -135,8 +142,8 @@ MUTANTS = [
     Mutant(
         "generation: chains of one prompt share their first token",
         FOLDER + "sharing.py",
-        "lanes[: len(source_of)] = list(source_of)\n",
-        "lanes[: len(source_of)] = list(source_of.values())\n",
+        "keys.copy(),",
+        "keys[sources],",
         (f"{SHARED}::test_other_prompts_between_equal_ones",),
     ),
     Mutant(

@@ -33,7 +33,7 @@ from dms_jax.checks import Count, Number, Range, Whole, check, require
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError
 from dms_jax.evaluation.tasks.prefilled import PrefilledProblem
-from dms_jax.evaluation.tasks.ruler.counting import COMMON, CommonWords, FrequentWords
+from dms_jax.evaluation.tasks.ruler.counting import COMMON, SHORT, CommonWords, FrequentWords
 from dms_jax.evaluation.tasks.ruler.family import Family
 from dms_jax.evaluation.tasks.ruler.filling import Path, read_essay, read_words
 from dms_jax.evaluation.tasks.ruler.formats import NEEDLE_TASKS, RULER_TASKS, RulerName
@@ -190,9 +190,13 @@ class RULER(Task):
 
         size = largest_size(count, self._bounds, start)
         if size is None:
+            needed = self._tokens(made[self.family.least])
+            shorter = self.task == "cwe" and self.length >= SHORT
             raise ConfigError(
                 f"RULER: {self.task} with {self.family.format.answer_tokens} tokens for the answer "
-                f"does not fit {self.length} tokens of this model, however small its context."
+                f"does not fit {self.length} tokens of this model: its smallest problem takes "
+                f"{needed} tokens: give a length of at least that"
+                + (f", or one below {SHORT}, where its lists are shorter." if shorter else ".")
             )
         return size, made[size]
 

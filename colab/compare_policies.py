@@ -1,0 +1,145 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Which policy for which budget?
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/compare_policies.ipynb)
+#
+# Policies that need no training, and one that was trained, on one checkpoint and one text: the
+# loss that each adds against the tokens that it keeps, both measured in true decoding from the
+# paged cache. Then what a smaller cache is worth on your card.
+
+# %%
+# @title Install: finds out where this runs { display-mode: "form" }
+# Nothing is installed where dms_jax is there already (a checkout after `make install`).
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+SOURCE = "https://github.com/dms-jax/dms_jax"
+
+if shutil.which("nvidia-smi"):
+    runtime = "cuda"
+elif os.environ.get("TPU_ACCELERATOR_TYPE") or any(pathlib.Path("/dev").glob("accel*")):
+    runtime = "tpu"
+else:
+    runtime = "cpu"
+if importlib.util.find_spec("dms_jax") is None:
+    extras = ",".join(["plots", *([] if runtime == "cpu" else [runtime])])
+    checkout = pathlib.Path.cwd().resolve().parent
+    is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
+    what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
+    print(f"Installing {what} for {runtime}: two minutes on Colab")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", what], check=True)
+
+import jax
+
+import dms_jax
+from pallas_kernels import serving
+
+print(f"dms_jax {dms_jax.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
+for served in serving():  # which kernels will serve, for a model with heads of 128
+    print(served)
+
+# %%
+# @title Settings { run: "auto" }
+MODEL = ""  # @param {type:"string"}
+# A hub id or a directory; stories260K unless given.
+SEQUENCES = 8  # @param {type:"integer"}
+LENGTH = 384  # @param {type:"integer"}
+RATIOS = (2, 4, 8)
+
+# %%
+import numpy as np
+
+from dms_jax import assets
+
+model = dms_jax.load(MODEL or assets.path("stories260k"))
+stream = [token for story in assets.stories("valid") for token in model.tokenizer.encode(story)]
+held_out = np.reshape(stream[: SEQUENCES * LENGTH], (SEQUENCES, LENGTH)).tolist()
+
+
+def measure(policy):
+    """Nats a token of each sequence, and the tokens in the cache at the peak."""
+    scores = dms_jax.score(model, held_out, policy=policy, page_size=16)
+    losses = np.array([-score.logprobs.mean() for score in scores])
+    return losses, np.mean([score.usage.peak_tokens for score in scores])
+
+
+dense, dense_peak = measure(dms_jax.Vanilla())
+families = {
+    "StreamingLLM": lambda budget: dms_jax.StreamingLLM(budget=budget),
+    "TOVA": lambda budget: dms_jax.TOVA(budget=budget),
+    "H2O": lambda budget: dms_jax.H2O(budget=budget),
+    "SnapKV": lambda budget: dms_jax.SnapKV(budget=budget, window=16, interval=16),
+}
+curves = {name: [] for name in families}
+for name, make in families.items():
+    for ratio in RATIOS:
+        losses, peak = measure(make(LENGTH // ratio))
+        gap = losses - dense
+        error = gap.std(ddof=1) / np.sqrt(len(gap))
+        curves[name].append((dense_peak / peak, gap.mean(), error))
+        print(f"{name:13} {peak:4.0f} of {dense_peak:.0f} tokens: {gap.mean():+.4f} ± {error:.4f}")
+
+# %%
+import matplotlib.pyplot as plt
+
+figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
+for name, points in curves.items():
+    fewer, gaps, errors = zip(*sorted(points), strict=True)
+    line = axis.errorbar(fewer, gaps, errors, marker="o", capsize=2)
+    axis.annotate(f" {name}", (fewer[-1], gaps[-1]), color=line[0].get_color(), va="center")
+axis.set(xlabel="times fewer tokens at the peak", ylabel="nats a token above the whole cache")
+axis.margins(x=0.15)
+plt.show()
+
+# %% [markdown]
+# ## What that is worth on this card
+# How long a decode step of Llama-3.1-8B's shape takes at least, by the data sheet: weights and live
+# cache read once. A card that is not in the list is taken for an L4.
+
+# %%
+from dms_jax.analysis import latency
+from dms_jax.devices import DEVICES, data_sheet
+
+kind = jax.devices()[0].device_kind
+device = data_sheet(kind) or DEVICES["l4"]
+llama = dms_jax.ModelConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+)
+lengths = [1024 * 2**power for power in range(6)]
+figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
+for ratio in (1, 2, 4, 8):
+    steps = [
+        1e3 * latency.step(llama, device, tokens=each, batch=8, compression_ratio=ratio).seconds
+        for each in lengths
+    ]
+    (line,) = axis.plot(lengths, steps, marker="o")
+    axis.annotate(f" {ratio}x fewer", (lengths[-1], steps[-1]), color=line.get_color(), va="center")
+axis.set(xlabel="tokens of each of 8 sequences", ylabel=f"ms a step at least, {kind}")
+axis.set_xscale("log", base=2)
+axis.set_xticks(lengths, [f"{each:,}" for each in lengths])
+axis.margins(x=0.15)
+plt.show()

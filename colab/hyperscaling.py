@@ -1,0 +1,106 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What to do with the memory that was saved
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/hyperscaling.ipynb)
+#
+# A smaller cache pays for more: longer answers, or more chains of thought that vote. Here the
+# shipped reasoning model (11 million parameters) and its DMS retrofit answer the same problems at
+# several lengths and numbers of chains, and are compared at equal reads and at equal peak memory.
+
+# %%
+# @title Install: finds out where this runs { display-mode: "form" }
+# Nothing is installed where dms_jax is there already (a checkout after `make install`).
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+SOURCE = "https://github.com/dms-jax/dms_jax"
+
+if shutil.which("nvidia-smi"):
+    runtime = "cuda"
+elif os.environ.get("TPU_ACCELERATOR_TYPE") or any(pathlib.Path("/dev").glob("accel*")):
+    runtime = "tpu"
+else:
+    runtime = "cpu"
+if importlib.util.find_spec("dms_jax") is None:
+    extras = ",".join(["plots", *([] if runtime == "cpu" else [runtime])])
+    checkout = pathlib.Path.cwd().resolve().parent
+    is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
+    what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
+    print(f"Installing {what} for {runtime}: two minutes on Colab")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", what], check=True)
+
+import jax
+
+import dms_jax
+from pallas_kernels import serving
+
+print(f"dms_jax {dms_jax.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
+for served in serving():  # which kernels will serve, for a model with heads of 128
+    print(served)
+
+# %%
+# @title Settings { run: "auto" }
+PROBLEMS = 16  # @param {type:"integer"}
+LENGTHS = (64, 128)  # most new tokens of an answer
+CHAINS = (1, 4)  # answers to each problem, which vote
+
+# %%
+from dms_jax import assets
+from dms_jax.data.tasks import LinearEquation
+from dms_jax.evaluation import System
+
+assets.fetch("reasoner-11m", "reasoner-11m-dms")  # 43 MB, once
+result = dms_jax.hyperscale(
+    dms_jax.load(assets.path("reasoner-11m")),
+    LinearEquation(),
+    [
+        System("whole cache", dms_jax.Vanilla()),
+        System("DMS", model=dms_jax.load(assets.path("reasoner-11m-dms")), compression_ratio=8),
+    ],
+    lengths=LENGTHS,
+    chains=CHAINS,
+    problems=PROBLEMS,
+    out="runs/hyperscaling",  # the same call goes on after a stop
+)
+print(result.table())
+
+# %% [markdown]
+# ## Frontiers
+# Each point is a length and a number of chains. Further up is better, further left is cheaper.
+
+# %%
+import pathlib
+
+import matplotlib.pyplot as plt
+
+from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
+
+path = pathlib.Path("hyperscaling.png")
+hyperscaling_figure(path, result, title="equations, a vote of the chains")
+figure, axis = plt.subplots(figsize=(12, 4.8), layout="constrained")
+axis.imshow(plt.imread(path))
+axis.axis("off")
+plt.show()
+print(result.gains_table())
+
+# %% [markdown]
+# Gains are averaged over the budgets that both cover, in points of accuracy, with one standard
+# error. With few problems the errors are large: raise PROBLEMS. `experiments/results/REPORT.md` in
+# the repository has larger grids.

@@ -1,0 +1,156 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A small KV cache in two minutes
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/quickstart.ipynb)
+#
+# A language model remembers every token it has read: its key-value cache. Here the same model
+# answers the same problems with its whole cache and with one that it was taught to keep small
+# (Dynamic Memory Sparsification), side by side: tokens per second, tokens in the cache, and what
+# each head kept.
+#
+# The model is ours, of 11 million parameters, and works small problems out step by step.
+# Everything runs on a CPU too.
+
+# %%
+# @title Install: finds out where this runs { display-mode: "form" }
+# Nothing is installed where dms_jax is there already (a checkout after `make install`).
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+SOURCE = "https://github.com/dms-jax/dms_jax"
+
+if shutil.which("nvidia-smi"):
+    runtime = "cuda"
+elif os.environ.get("TPU_ACCELERATOR_TYPE") or any(pathlib.Path("/dev").glob("accel*")):
+    runtime = "tpu"
+else:
+    runtime = "cpu"
+if importlib.util.find_spec("dms_jax") is None:
+    extras = ",".join(["plots", *([] if runtime == "cpu" else [runtime])])
+    checkout = pathlib.Path.cwd().resolve().parent
+    is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
+    what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
+    print(f"Installing {what} for {runtime}: two minutes on Colab")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", what], check=True)
+
+import jax
+
+import dms_jax
+from pallas_kernels import serving
+
+print(f"dms_jax {dms_jax.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
+for served in serving():  # which kernels will serve, for a model with heads of 128
+    print(served)
+
+# %%
+# @title Settings { run: "auto" }
+PROBLEMS = 8  # @param {type:"integer"}
+LONGEST_ANSWER = 300  # @param {type:"integer"}
+TEMPERATURE = 0.7  # @param {type:"number"}
+
+# %% [markdown]
+# ## Load
+# Any Hugging Face directory or hub id of the Llama, Qwen or Mistral families works here. The second
+# checkpoint declares its policy in `config.json`, so it needs no other option.
+
+# %%
+from dms_jax import assets
+
+assets.fetch("reasoner-11m", "reasoner-11m-dms")  # 43 MB, once
+models = {
+    "whole cache": dms_jax.load(assets.path("reasoner-11m")),
+    "DMS": dms_jax.load(assets.path("reasoner-11m-dms")),
+}
+print(models["DMS"].policy)
+
+# %% [markdown]
+# ## Generate with both
+# The first call compiles; the second one is timed.
+
+# %%
+import time
+
+from dms_jax.data.tasks import WordChain
+
+task = WordChain()
+problems = [task.problem("test", index) for index in range(PROBLEMS)]
+prompts = [problem.prompt for problem in problems]
+sampling = dms_jax.Sampling(temperature=TEMPERATURE, max_new_tokens=LONGEST_ANSWER)
+results = {}
+for name, model in models.items():
+    dms_jax.generate(model, prompts, sampling=sampling)
+    start = time.perf_counter()
+    results[name] = dms_jax.generate(model, prompts, sampling=sampling)
+    seconds = time.perf_counter() - start
+    usage = results[name].usage
+    right = sum(
+        task.score(problem, text)
+        for problem, text in zip(problems, results[name].texts, strict=True)
+    )
+    print(
+        f"{name:12} {usage.new_tokens / seconds:7,.0f} tokens/s  "
+        f"{usage.peak_tokens / PROBLEMS:5.0f} tokens in the cache at the peak  "
+        f"{right:.0f} of {PROBLEMS} right"
+    )
+print(f"\n{prompts[0]}\n\n{results['DMS'].texts[0]}")
+
+# %% [markdown]
+# ## What the cache holds while an answer grows
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+from dms_jax.analysis import retention
+
+tokens = models["DMS"].tokenizer.encode(prompts[0] + results["DMS"].texts[0])
+found = retention(models["DMS"], np.array([tokens]))
+live = found.live()[:, 0]  # layers, heads, tokens so far
+
+figure, (growth, heads) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+growth.plot(range(1, len(tokens) + 1), color="#222222")
+growth.annotate("whole cache", (len(tokens) * 0.6, len(tokens) * 0.66), rotation=30)
+growth.plot(live.mean((0, 1)), color="#c0392b")
+growth.annotate("DMS", (len(tokens) * 0.8, live.mean((0, 1))[-1] + 8), color="#c0392b")
+growth.set(xlabel="tokens so far", ylabel="tokens in the cache, mean of heads")
+shown = heads.imshow(live[:, :, -1], cmap="viridis")
+heads.set(xlabel="KV head", ylabel="layer", title="tokens that each head holds at the end")
+figure.colorbar(shown, ax=heads)
+plt.show()
+
+# %% [markdown]
+# ## Which tokens did which heads keep?
+# Move the slider to see the cache at an earlier token; click a cell for one head.
+
+# %%
+from IPython.display import HTML, display
+
+from dms_jax.analysis import View, eviction_page, token_texts
+
+page = eviction_page(
+    token_texts(models["DMS"].tokenizer, tokens),
+    [View.of(found)],
+    title="Which tokens which heads evicted",
+    note="reasoner-11m after its DMS retrofit, on the problem above.",
+)
+with open("evictions.html", "w", encoding="utf-8") as file:
+    file.write(page)
+source = page.replace("&", "&amp;").replace('"', "&quot;")
+display(HTML(f'<iframe srcdoc="{source}" width="100%" height="600"></iframe>'))

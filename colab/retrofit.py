@@ -1,0 +1,129 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Teach a model to forget
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/retrofit.ipynb)
+#
+# A retrofit trains a pretrained model, with itself as the teacher, to decide which tokens it can
+# do without. Here stories260K, a Llama of 260,032 parameters, learns Dynamic Memory
+# Sparsification on children's stories in about two minutes on a CPU; give your own checkpoint and
+# text instead.
+
+# %%
+# @title Install: finds out where this runs { display-mode: "form" }
+# Nothing is installed where dms_jax is there already (a checkout after `make install`).
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+SOURCE = "https://github.com/dms-jax/dms_jax"
+
+if shutil.which("nvidia-smi"):
+    runtime = "cuda"
+elif os.environ.get("TPU_ACCELERATOR_TYPE") or any(pathlib.Path("/dev").glob("accel*")):
+    runtime = "tpu"
+else:
+    runtime = "cpu"
+if importlib.util.find_spec("dms_jax") is None:
+    extras = ",".join(["plots", *([] if runtime == "cpu" else [runtime])])
+    checkout = pathlib.Path.cwd().resolve().parent
+    is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
+    what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
+    print(f"Installing {what} for {runtime}: two minutes on Colab")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", what], check=True)
+
+import jax
+
+import dms_jax
+from pallas_kernels import serving
+
+print(f"dms_jax {dms_jax.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
+for served in serving():  # which kernels will serve, for a model with heads of 128
+    print(served)
+
+# %%
+# @title Settings { run: "auto" }
+MODEL = ""  # @param {type:"string"}
+# A hub id or a directory; stories260K unless given.
+DATA = ""  # @param {type:"string"}
+# JSON lines or text; stories unless given.
+RATIO = 8.0  # @param {type:"number"}
+WINDOW = 32  # @param {type:"integer"}
+STEPS_PER_RATIO = 12  # @param {type:"integer"}
+
+# %% [markdown]
+# ## Load
+# On every device that is there: sequences and parameters are spread over a mesh.
+
+# %%
+from dms_jax import assets
+
+mesh = dms_jax.make_mesh(jax.device_count(), 1) if jax.device_count() in (2, 4) else None
+base = dms_jax.load(MODEL or assets.path("stories260k"), mesh=mesh)
+policy = dms_jax.DMS(window=WINDOW, source="adapter")
+recipe = dms_jax.recipes.dms_quickstart(RATIO, steps_per_ratio=STEPS_PER_RATIO)
+print(f"{recipe.total_steps(policy)} steps on {jax.device_count()} device(s)")
+
+# %% [markdown]
+# ## Train
+# The bar shows the loss and the ratio while they move; the curve below is drawn from the log.
+
+# %%
+model = dms_jax.retrofit(
+    base,
+    policy,
+    recipe=recipe,
+    data=DATA or assets.stories("train"),
+    out="runs/retrofit",
+    mesh=mesh,
+)
+
+# %%
+import json
+
+import matplotlib.pyplot as plt
+
+with open("runs/retrofit/log.jsonl", encoding="utf-8") as file:
+    steps = [line for line in map(json.loads, file) if "compression_ratio" in line]
+figure, (loss, ratio) = plt.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
+number = [line["step"] for line in steps]
+loss.plot(number, [line["loss"] - line["compression_loss"] for line in steps], color="#c0392b")
+loss.set(xlabel="step", ylabel="distance from the teacher, nats a token")
+ratio.plot(number, [line["target_ratio"] for line in steps], color="#909497")
+ratio.annotate("aimed at", (number[-1] * 0.5, steps[len(steps) // 2]["target_ratio"] + 0.2))
+ratio.plot(number, [line["compression_ratio"] for line in steps], color="#c0392b")
+ratio.annotate("reached", (number[-1] * 0.75, steps[-1]["compression_ratio"]), color="#c0392b")
+ratio.set(xlabel="step", ylabel="compression ratio past the window")
+plt.show()
+
+# %% [markdown]
+# ## Keep it, load it, generate
+# A Hugging Face directory again; the policy travels in `config.json`.
+
+# %%
+dms_jax.save(model, policy, "model-dms")
+again = dms_jax.load("model-dms")
+assert again.policy == policy
+out = dms_jax.generate(
+    again,
+    ["Once upon a time, there was a little dog who"],
+    sampling=dms_jax.Sampling(temperature=0.7, top_p=0.9, max_new_tokens=200, seed=3),
+    page_size=16,
+    on_tokens=lambda update: print(update.text, end="", flush=True),
+)
+print(f"\n\n{out.usage.live_tokens:.0f} live tokens: {out.usage.compression_ratio:.1f} times fewer")

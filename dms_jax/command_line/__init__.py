@@ -1,0 +1,91 @@
+"""The command line: `dms-jax COMMAND`, or `python -m dms_jax.command_line COMMAND`.
+
+Each command is a module of this package with a dataclass of settings, `Config`, that tyro fills
+from what was typed, and a function `main` that takes one. All are called, and end, as
+`running.run` says. The table of commands is read without importing them, so that the list of
+them comes at once.
+"""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from dms_jax.errors import ConfigError
+
+COMMANDS = {
+    "generate": "complete prompts from a small cache, as they are written",
+    "chat": "talk with a model whose turns share one small cache",
+    "evaluate": "let a model answer the problems of a task, and score the answers",
+    "hyperscale": "longer answers and more chains at equal reads and equal peak memory",
+    "compare": "every cache policy on one checkpoint and one text",
+    "demo": "retrofit a small model, then watch a larger one reason from a small cache",
+    "policies": "every cache policy with its options and their defaults",
+    "assets": "fetch the models and texts that do not come with the wheel",
+}
+WRONG_CALL = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status (see `running.run`).
+
+    Args:
+      arguments: those of the command line unless given.
+
+    Raises:
+      SystemExit: of `--help` (0), and of options that there are none of (2).
+    """
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("--help", "-h"):
+        print(overview())
+        return 0
+    if name == "--version":
+        import dms_jax
+
+        print(dms_jax.__version__)
+        return 0
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        message = f"{name!r} is no command; there are {known}."
+        print(f"{ConfigError.__name__}: {message}", file=sys.stderr)
+        return WRONG_CALL
+    # What parses settings is not needed for the list above.
+    from dms_jax.command_line import running
+
+    module = importlib.import_module(f"{__name__}.{name}")
+    return running.run(
+        module.main,
+        module.Config,
+        description=described(module),
+        program=f"dms-jax {name}",
+        arguments=rest,
+        interrupted=getattr(module, "INTERRUPTED", "Interrupted."),
+    )
+
+
+def described(module: ModuleType) -> str:
+    """The docstring of a command, with the policies where it takes one."""
+    text = (module.__doc__ or "").strip()
+    if not any(field.name in ("policy", "systems") for field in dataclasses.fields(module.Config)):
+        return text
+    from dms_jax.command_line import policy_options
+
+    return f"{text}\n\n{policy_options.brief()}"
+
+
+def overview() -> str:
+    """What `dms-jax --help` says."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: dms-jax COMMAND [options]",
+            "",
+            "Generate with a small KV cache.",
+            "",
+            *lines,
+            "",
+            "dms-jax COMMAND --help shows the options of a command.",
+        ]
+    )

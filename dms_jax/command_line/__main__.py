@@ -1,0 +1,8 @@
+"""`python -m dms_jax.command_line` is `dms-jax`, where that is not on the path."""
+
+import sys
+
+from dms_jax.command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())

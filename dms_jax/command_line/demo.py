@@ -1,0 +1,36 @@
+"""The demo: retrofit a small model on the spot, then watch a larger one reason from a small cache.
+
+    dms-jax demo
+    dms-jax demo --only solve --solve.problems 12
+    dms-jax demo --only quickstart --quickstart.sequences 20
+
+The first part (`demos/quickstart.py`) retrofits stories260K and decodes held-out stories under
+every cache; the second (`demos/solve.py`) lets the shipped reasoning model and its DMS retrofit
+work on the same problems, side by side. Both need no accelerator.
+"""
+
+import dataclasses
+from typing import Literal
+
+from dms_jax.command_line.demos import quickstart as stories
+from dms_jax.command_line.demos import solve as problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Run both parts, or one of them."""
+
+    only: Literal["both", "quickstart", "solve"] = "both"
+    """Which part."""
+    quickstart: stories.Config = dataclasses.field(default_factory=stories.Config)
+    """Of the first part."""
+    solve: problems.Config = dataclasses.field(default_factory=problems.Config)
+    """Of the second part."""
+
+
+def main(config: Config) -> None:
+    """Runs the demo."""
+    if config.only != "solve":
+        stories.main(config.quickstart)
+    if config.only != "quickstart":
+        problems.main(config.solve)

@@ -1,0 +1,389 @@
+"""The main job on real input: retrofit a small pretrained Llama, then decode from a small cache.
+
+Takes two to three minutes on two CPU cores. stories260K (a Llama of 260,032 parameters that ships
+with the library) first decodes held-out stories with its whole cache, then learns Dynamic Memory
+Sparsification on a megabyte of others. Then the held-out text goes token by token through the paged
+cache: under DMS at two ratios, and beside it what needs no training, at equal live tokens
+(StreamingLLM, TOVA, random eviction) and at equal reads (StreamingLLM). Everything in the table is
+measured.
+
+    dms-jax demo --only quickstart
+"""
+
+import dataclasses
+import itertools
+import pathlib
+import textwrap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.analysis import View, eviction_page, memory_trace, retention, token_texts
+from dms_jax.analysis.plots import Point, compression_figure
+from dms_jax.analysis.summaries import ratios
+from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.data import Documents
+from dms_jax.generation import Update
+from dms_jax.training import recipes
+
+LENGTH = 512  # tokens a sequence: the model's positions
+ROWS = 9  # of the table
+SHOWN = 8  # sequences that the pictures are of
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Retrofit stories260K with DMS and decode from a small cache."""
+
+    out: pathlib.Path = pathlib.Path("runs/quickstart")
+    """Folder for results.json, figure.png and evictions.html."""
+    sequences: int = 64
+    """Held-out sequences of 512 tokens to decode; 64 make 32,704 predicted tokens."""
+    window: int = 32
+    """Window of the retrofit: every token stays this long."""
+    steps_per_ratio: int = 12
+    """Training steps per unit of compression ratio."""
+    ratio: float = 10.5
+    """Compression ratio that the retrofit aims at; what it reaches is measured."""
+    early_ratio: float = 4.0
+    """Compression ratio on the way at which the model is measured too."""
+    page_size: int = 16
+    """Tokens a page of the cache."""
+    seed: int = 0
+    """Order of the training text and the training noise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way to keep a cache, measured over all sequences.
+
+    `increase` is against dense on the same tokens, so its error is that of the difference.
+    """
+
+    label: str
+    method: str
+    policy: dict[str, Any]
+    nats: float
+    error: float
+    increase: float
+    increase_error: float
+    peak_tokens: float
+    reads: float
+    peak_ratio: float
+    reads_ratio: float
+    cache_bytes: int
+    seconds: float
+
+
+class Bench:
+    """Decodes the held-out sequences under one policy after another."""
+
+    def __init__(self, sequences: np.ndarray, page_size: int, report: Callable[[Row], None]):
+        self.sequences, self.page_size, self.report = sequences, page_size, report
+        self.rows: list[Row] = []
+        self._dense_losses = np.zeros(len(sequences))
+
+    def run(
+        self, label: str, method: str, model: dms_jax.LanguageModel, policy: dms_jax.policies.Policy
+    ) -> Row:
+        """Scores every sequence token by token through the cache."""
+        start = time.perf_counter()
+        scores = dms_jax.score(
+            model, self.sequences.tolist(), policy=policy, page_size=self.page_size
+        )
+        seconds = time.perf_counter() - start
+        losses = np.array([-score.logprobs.mean() for score in scores])
+        if not self.rows:
+            self._dense_losses = losses
+        increases = losses - self._dense_losses
+        peak = float(np.mean([score.usage.peak_tokens for score in scores]))
+        reads = float(np.mean([score.usage.kv_reads for score in scores]))
+        dense = self.rows[0] if self.rows else None
+        row = Row(
+            label=label,
+            method=method,
+            policy=policy.to_dict(),
+            nats=float(losses.mean()),
+            error=standard_error(losses),
+            increase=float(increases.mean()),
+            increase_error=standard_error(increases),
+            peak_tokens=peak,
+            reads=reads,
+            peak_ratio=dense.peak_tokens / peak if dense else 1.0,
+            reads_ratio=dense.reads / reads if dense else 1.0,
+            cache_bytes=sum(score.usage.cache_bytes for score in scores),
+            seconds=seconds,
+        )
+        self.rows.append(row)
+        self.report(row)
+        return row
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Standard error of the mean."""
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def held_out(model: dms_jax.LanguageModel, count: int) -> np.ndarray:
+    """Returns [count, 512] tokens of stories that training never sees, packed end to end."""
+    stream = [token for story in assets.stories("valid") for token in model.tokenizer.encode(story)]
+    available = len(stream) // LENGTH
+    if not 1 <= count <= available:
+        raise dms_jax.ConfigError(
+            f"--sequences: the held-out text makes 1 to {available} sequences, not {count}."
+        )
+    return np.asarray(stream[: count * LENGTH], np.int32).reshape(count, LENGTH)
+
+
+def random_rate(peak: float, window: int, tokens: int) -> float:
+    """Returns the eviction rate past the window that leaves `peak` of `tokens` tokens live."""
+    far = max(tokens - window - 1, 1)
+    return float(np.clip(1 - (peak - window - 1) / far, 0, 1))
+
+
+def streaming_budget_for_reads(reads: float, tokens: int) -> int:
+    """Returns the budget whose reads, sum over t of min(t, budget), come closest."""
+    budgets = np.arange(5, tokens + 1)
+    totals = budgets * (budgets + 1) / 2 + (tokens - budgets) * budgets
+    return int(budgets[np.abs(totals - reads).argmin()])
+
+
+def compare_windows(bench: Bench, base: dms_jax.LanguageModel, row: Row) -> None:
+    """Runs a plain window beside a DMS row: with as many live tokens, and with as many reads."""
+    peak = max(round(row.peak_tokens), 6)
+    budget = streaming_budget_for_reads(row.reads, LENGTH - 1)
+    for label, tokens in (("equal peak", peak), ("equal reads", budget)):
+        policy = dms_jax.StreamingLLM(budget=tokens)
+        bench.run(f"  StreamingLLM, {label}", "StreamingLLM", base, policy)
+
+
+def compare_choices(bench: Bench, base: dms_jax.LanguageModel, row: Row, window: int) -> None:
+    """Runs two other ways to choose beside a DMS row: by attention, and at random."""
+    peak = max(round(row.peak_tokens), 6)
+    bench.run("  TOVA, equal peak", "TOVA", base, dms_jax.TOVA(budget=peak - 1))
+    rate = random_rate(row.peak_tokens, window, LENGTH - 1)
+    bench.run(
+        "  random, equal peak",
+        "random",
+        base,
+        dms_jax.RandomEviction(window=window, rate=rate),
+    )
+
+
+def retrofit(
+    config: Config, base: dms_jax.LanguageModel, tell: Callable[[str], None]
+) -> tuple[dms_jax.LanguageModel, dms_jax.LanguageModel, float]:
+    """Trains a DMS model; returns it, the one on the way to it, and the seconds that it took."""
+    on_the_way: dict[float, dms_jax.LanguageModel] = {}
+    start = time.perf_counter()
+
+    def keep(ratio: float, model: dms_jax.LanguageModel) -> None:
+        on_the_way[ratio] = model
+        tell(f"  ratio {ratio:g} after {time.perf_counter() - start:.0f} s")
+
+    stops = {config.early_ratio, *map(float, range(2, int(np.ceil(config.ratio)), 2))}
+    model = dms_jax.retrofit(
+        base,
+        dms_jax.DMS(window=config.window, source="adapter"),
+        recipe=recipes.dms_quickstart(
+            config.ratio, steps_per_ratio=config.steps_per_ratio, snapshots=tuple(sorted(stops))
+        ),
+        data=Documents(assets.stories("train")),
+        seed=config.seed,
+        on_snapshot=keep,
+    )
+    return model, on_the_way[config.early_ratio], time.perf_counter() - start
+
+
+def show(console: Console, rows: list[Row]) -> None:
+    """Prints the table, which fits 80 columns, and, from it, what it says."""
+    title = "Held-out text, decoded token by token from the paged cache"
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("cache", no_wrap=True)
+    for name in ("above dense", "peak", "fewer", "reads", "fewer"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for index, row in enumerate(rows):
+        dense = row.method == "dense"
+        increase = f"{row.increase:.4f} ±{row.increase_error:.4f}"
+        table.add_row(
+            row.label,
+            f"(loss {row.nats:.4f})" if dense else increase,
+            f"{row.peak_tokens:.0f}",
+            "" if dense else f"{row.peak_ratio:.1f}x",
+            f"{row.reads:,.0f}",
+            "" if dense else f"{row.reads_ratio:.1f}x",
+            style="bold" if row.method in ("DMS", "dense") else "",
+            end_section=index + 1 < len(rows) and rows[index + 1].method == "DMS",
+        )
+    console.print(table)
+    console.print(
+        "above dense: loss in nats a token, ± one standard error of the difference over\n"
+        "sequences. peak: most live tokens of a sequence; reads: cache entries read for\n"
+        "one; both averaged over layers and heads, and how many times fewer than dense.\n",
+        highlight=False,
+    )
+    window_wins = False
+    for index, row in enumerate(rows):
+        rivals = list(itertools.takewhile(lambda rival: rival.method != "DMS", rows[index + 1 :]))
+        if row.method != "DMS" or not rivals:
+            continue
+        console.print(f"{row.label} ({row.increase:+.4f}), against", highlight=False)
+        for rival in rivals:
+            console.print(f"  {rival.label}: {verdict(row, rival)}", highlight=False)
+            window_wins |= rival.method == "StreamingLLM" and "worse" in verdict(row, rival)
+    if window_wins:
+        console.print(
+            "\nWhere a plain window (StreamingLLM) does better: this model is tiny and makes\n"
+            "little use of what lies further back than such a window.",
+            highlight=False,
+        )
+
+
+def verdict(row: Row, rival: Row) -> str:
+    """Says which of two rows loses less, if the difference is more than two standard errors."""
+    gap = rival.increase - row.increase
+    error = float(np.hypot(row.increase_error, rival.increase_error))
+    if abs(gap) <= 2 * error:
+        return f"{rival.increase:+.4f}, no difference beyond the error"
+    return (
+        f"{rival.increase:+.4f}, {'DMS is better' if gap > 0 else 'DMS is worse'} by {abs(gap):.4f}"
+    )
+
+
+def figures(
+    config: Config,
+    rows: list[Row],
+    base: dms_jax.LanguageModel,
+    model: dms_jax.LanguageModel,
+    sequences: np.ndarray,
+) -> None:
+    """Writes figure.png and evictions.html."""
+    found = retention(model, sequences[:SHOWN])
+    peak = max(round(found.live()[:, 0, :, -1].mean()), 6)
+    traces = {}
+    for label, traced in (("dense", base), ("DMS", model)):
+        seen, held, live = memory_trace(traced, sequences[:SHOWN], page_size=config.page_size)
+        traces[f"{label}, pages held"] = (seen, held)
+        traces[f"{label}, live tokens alone"] = (seen, live)
+    compression_figure(
+        config.out / "figure.png",
+        [
+            Point(row.method, row.peak_ratio, row.reads_ratio, row.increase, row.increase_error)
+            for row in rows
+        ],
+        traces,
+        ratios(found),
+        title="stories260K: loss against measured compression; memory; what the heads keep",
+    )
+    rivals = [
+        retention(base, sequences[:1], policy=policy)
+        for policy in (dms_jax.StreamingLLM(budget=peak), dms_jax.TOVA(budget=peak - 1))
+    ]
+    page = eviction_page(
+        token_texts(model.tokenizer, sequences[0].tolist()),
+        [View.of(found), *map(View.of, rivals)],
+        title="Which tokens which heads evicted",
+        note="stories260K after the DMS retrofit, and beside it two policies that need no training "
+        "with as many tokens in the cache at the end.",
+    )
+    (config.out / "evictions.html").write_text(page, encoding="utf-8")
+
+
+def tell_a_story(console: Console, model: dms_jax.LanguageModel, page_size: int) -> None:
+    """Generates a new story from the compressed cache, as it is written."""
+    prompt = "Once upon a time, there was a little dog who"
+    console.print(f"\n[bold]A new story from the compressed cache[/bold]\n{prompt} ...")
+
+    def write(update: Update) -> None:
+        console.print(update.text, end="", markup=False, soft_wrap=True)
+
+    out = dms_jax.generate(
+        model,
+        [prompt],
+        sampling=dms_jax.Sampling(temperature=0.7, top_p=0.9, max_new_tokens=300, seed=3),
+        page_size=page_size,
+        on_tokens=write if console.is_terminal else None,
+    )
+    if not console.is_terminal:
+        console.print(textwrap.fill(out.texts[0], 78), markup=False)
+    usage = out.usage
+    console.print(
+        f"\n\n{usage.prompt_tokens + usage.new_tokens} tokens, {usage.live_tokens:.0f} live at the "
+        f"end: {usage.compression_ratio:.1f} times fewer; {usage.cache_bytes / 1e3:.0f} kB."
+    )
+
+
+def main(config: Config) -> list[Row]:
+    """Runs the whole demonstration and returns the table."""
+    start = time.perf_counter()
+    console = Console(highlight=False)
+    make_folder("--out", config.out)
+    base = dms_jax.load(str(assets.path("stories260k")))
+    sequences = held_out(base, config.sequences)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    rows = progress.add_task("decoding", total=ROWS)
+
+    def report(row: Row) -> None:
+        said = f"{row.nats:.4f} nats a token, {row.peak_tokens:.0f} live tokens"
+        console.print(f"  {row.label.strip()}: {said}, {row.seconds:.0f} s")
+        progress.advance(rows)
+
+    bench = Bench(sequences, config.page_size, report)
+    count = sequences.shape[0] * (LENGTH - 1)
+    console.print(
+        f"[bold]1. Decode[/bold] {count:,} held-out tokens, each from the whole cache so far\n"
+        "  (every new kind of step is compiled first, a few seconds each)"
+    )
+    bench.run("dense", "dense", base, dms_jax.Vanilla())
+    console.print(
+        f"[bold]2. Retrofit[/bold] to compression ratio {config.ratio:g}, window {config.window}: "
+        "about a minute"
+    )
+    model, early, seconds = retrofit(config, base, console.print)
+    console.print("[bold]3. Decode[/bold] the same tokens from small caches")
+    with progress:
+        row = bench.run(f"DMS, trained to ratio {config.early_ratio:g}", "DMS", early, early.policy)
+        compare_windows(bench, base, row)
+        row = bench.run(f"DMS, trained to ratio {config.ratio:g}", "DMS", model, model.policy)
+        compare_windows(bench, base, row)
+        compare_choices(bench, base, row, config.window)
+
+    show(console, bench.rows)
+    tell_a_story(console, model, config.page_size)
+    console.print("Drawing the figure and the page ...")
+    figures(config, bench.rows, base, model, sequences)
+    results = provenance(config) | {
+        "held_out_tokens": count,
+        "training_seconds": seconds,
+        "total_seconds": time.perf_counter() - start,
+        "rows": [dataclasses.asdict(row) for row in bench.rows],
+    }
+    write_json(config.out / "results.json", results)
+    console.print(
+        f"Training {seconds:.0f} s, this part {results['total_seconds']:.0f} s. Look at\n"
+        f"  {config.out / 'evictions.html'}  in a browser: which head keeps what\n"
+        f"  {config.out / 'figure.png'}\n  {config.out / 'results.json'}\n"
+    )
+    return bench.rows

@@ -1,0 +1,117 @@
+"""A small reasoning model works out problems, dense and with a learned small cache, side by side.
+
+    dms-jax demo --only solve
+
+The shipped model of 11 million parameters and the one retrofitted from it with DMS (by
+`experiments/reproduction/first_curve.py`) get the same problems: equations, nested arithmetic,
+chains of comparisons, and a number hidden in a page of prose. Each draws its answers at
+temperature 0.7 from the paged cache. One problem of each kind is shown with both workings; the
+table counts what was right and what the cache held and read.
+"""
+
+import dataclasses
+import pathlib
+import textwrap
+
+from rich.box import SIMPLE
+from rich.columns import Columns
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Problem, Task, WordChain
+from dms_jax.evaluation import Result, evaluate
+
+TASKS: tuple[Task, ...] = (
+    LinearEquation(),
+    Arithmetic(operations=(4, 8)),
+    WordChain(steps=(4, 10)),
+    Needle(size=300),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Solve problems with the shipped model, dense and with DMS."""
+
+    compressed: pathlib.Path | None = None
+    """Hugging Face directory of a retrofitted model; the shipped one unless given."""
+    dense: pathlib.Path | None = None
+    """The model that it came from; the shipped one unless given."""
+    problems: int = 6
+    """Problems of each kind."""
+    temperature: float = 0.7
+    """Of the draws."""
+    seed: int = 0
+    """Of the draws."""
+    lines: int = 14
+    """Lines of each working that are shown."""
+
+
+def main(config: Config) -> dict[str, Result]:
+    """Solves the problems with both models and shows them; returns what was measured."""
+    console = Console(highlight=False)
+    models = {
+        "dense": dms_jax.load(config.dense or assets.path("reasoner-11m"), dtype="float32"),
+        "DMS": dms_jax.load(config.compressed or assets.path("reasoner-11m-dms"), dtype="float32"),
+    }
+    count = config.problems * len(TASKS)
+    console.print(
+        f"[bold]{count} problems[/bold] for reasoner-11m, with its whole cache (dense), then "
+        "with DMS;\nthe first steps of each compile"
+    )
+    results = {
+        name: evaluate(
+            model,
+            TASKS,
+            problems=count,
+            sampling=dms_jax.Sampling(temperature=config.temperature, max_new_tokens=500),
+            seed=config.seed,
+            progress=console.is_terminal,
+        )
+        for name, model in models.items()
+    }
+    for index, task in enumerate(TASKS):
+        console.rule(task.name)
+        _show(console, task.problem("test", 0), index, results, config)
+    console.print(_table(results))
+    return results
+
+
+def _show(
+    console: Console, problem: Problem, index: int, results: dict[str, Result], config: Config
+) -> None:
+    """Prints a problem and both workings beside each other."""
+    console.print(Text(textwrap.shorten(problem.prompt, 420, placeholder=" ...")))
+    width = max(30, console.width // 2 - 1)
+    panels = []
+    for name, result in results.items():
+        lines = result.completions[index][0].strip().splitlines()
+        hidden = len(lines) - config.lines
+        if hidden > 0:
+            lines = [*lines[: config.lines - 1], f"... {hidden} lines ...", *lines[-1:]]
+        right = result.scores[index, 0] == 1
+        title = f"{name}: {'right' if right else f'wrong, it is {problem.answers[0]}'}"
+        style = "green" if right else "red"
+        panels.append(Panel(Text("\n".join(lines)), title=title, border_style=style, width=width))
+    console.print(Columns(panels, padding=0))
+
+
+def _table(results: dict[str, Result]) -> Table:
+    table = Table(box=SIMPLE, title="Right answers; tokens in the cache and read, a sequence")
+    for heading in ("", *(task.name for task in TASKS), "peak tokens", "tokens read", "fewer"):
+        table.add_column(heading, justify="right" if heading else "left")
+    dense = results["dense"]
+    for name, result in results.items():
+        right = (result.of_task(task.name).scores for task in TASKS)
+        table.add_row(
+            name,
+            *(f"{int(scores.sum())}/{scores.size}" for scores in right),
+            f"{result.peak_per_problem:.0f}",
+            f"{result.reads_per_problem:,.0f}",
+            f"{dense.peak_per_problem / result.peak_per_problem:.1f}x",
+        )
+    return table

@@ -1,0 +1,197 @@
+"""Complete prompts from a small cache, as they are written, with what each of them used.
+
+dms-jax generate "Once upon a time"
+dms-jax generate --policy TOVA --options budget=64 --temperature 0 "Lily and Tom"
+dms-jax generate --model path/to/checkpoint --chat --samples 4 "Prove that ..."
+dms-jax generate --model nvidia/Qwen3-8B-DMS-8x --chat --template enable_thinking=true "Prove ..."
+dms-jax generate --file prompts.txt --options '{"budget": 64}' --policy TOVA
+"""
+
+import collections
+import dataclasses
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import dms_jax
+from dms_jax.command_line.generating import Generating
+from dms_jax.command_line.options import read_options
+from dms_jax.evaluation import Chat
+from dms_jax.generation import Generation, Update
+from dms_jax.generation.requests import Prompt
+from dms_jax.policies import Policy, Vanilla
+from dms_jax.policies.periodic_eviction import PeriodicEviction
+from dms_jax.policies.selective import SelectiveReading
+from pallas_kernels import serving
+
+INTERRUPTED = "\ninterrupted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Generating):
+    """Complete prompts from a small cache, as they are written, and show what each of them used.
+
+    For example: dms-jax generate "Once upon a time" --policy TOVA --options budget=64
+    """
+
+    prompts: tyro.conf.Positional[tuple[str, ...]] = ()
+    """What to complete; each is a sequence of its own."""
+    file: pathlib.Path | None = None
+    """More prompts, one a line; empty lines are left out."""
+    chat: bool = False
+    """Write each prompt as a user's message, with the checkpoint's chat template."""
+    template: tuple[str, ...] = ()
+    """Variables of the chat template, as name=value (enable_thinking=false for Qwen3)."""
+    samples: int = 1
+    """Answers to each prompt; they differ unless the temperature is 0."""
+
+
+def read_prompts(config: Config) -> list[str]:
+    """The prompts of the command line and of the file."""
+    prompts = list(config.prompts)
+    if config.file is not None:
+        try:
+            text = config.file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise dms_jax.DataError(f"--file {config.file} cannot be read: {error}") from error
+        prompts += [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise dms_jax.DataError(
+            'There is no prompt; give one: dms-jax generate "Once upon a time".'
+        )
+    return prompts
+
+
+def as_prompts(config: Config, model: dms_jax.LanguageModel, texts: list[str]) -> list[Prompt]:
+    """The texts as the model is to read them."""
+    if not config.chat:
+        if config.template:
+            raise dms_jax.ConfigError("--template is for a chat template: give --chat too.")
+        return list(texts)
+    messages = [[{"role": "user", "content": text}] for text in texts]
+    if not config.template:
+        return list(messages)
+    variables = Chat(variables=read_options(config.template)).variables
+    written = [
+        model.tokenizer.apply_chat_template(each, add_generation_prompt=True, **variables)
+        for each in messages
+    ]
+    return [model.tokenizer.encode(text, add_special_tokens=False) for text in written]
+
+
+class Screen:
+    """Shows answers: a single one as it is written, several as each is done."""
+
+    def __init__(self, console: Console, prompts: Sequence[str]):
+        self._console, self._prompts = console, prompts
+        self._texts: dict[int, str] = collections.defaultdict(str)
+        self._alone = len(prompts) == 1
+        if self._alone:
+            self._console.print(prompts[0], style="bold", markup=False, highlight=False)
+
+    def __call__(self, update: Update) -> None:
+        if self._alone:
+            self._console.print(update.text, end="", markup=False, highlight=False)
+            return
+        self._texts[update.index] += update.text
+        if update.finished:
+            self._console.rule(f"{update.index}", align="left")
+            self._console.print(
+                self._prompts[update.index], style="bold", markup=False, highlight=False
+            )
+            self._console.print(self._texts[update.index], markup=False, highlight=False)
+
+
+def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
+    """What each answer used of the cache."""
+    table = Table(
+        title=f"{policy}: {generation.usage.new_tokens / seconds:,.0f} tokens a second, "
+        f"{seconds:.1f} s with compilation"
+    )
+    for name in ("#", "ended by"):
+        table.add_column(name)
+    for name in ("prompt", "new", "KV reads", "peak", "held", "live", "ratio", "cache kB"):
+        table.add_column(name, justify="right")
+
+    def row(label: str, reason: str, usage: Any) -> None:
+        table.add_row(
+            label,
+            reason,
+            f"{usage.prompt_tokens:,}",
+            f"{usage.new_tokens:,}",
+            f"{usage.kv_reads:,.0f}",
+            f"{usage.peak_tokens:,.0f}",
+            f"{usage.peak_held_tokens:,.0f}",
+            f"{usage.live_tokens:,.0f}",
+            f"{usage.compression_ratio:.2f}",
+            f"{usage.cache_bytes / 1e3:,.0f}",
+        )
+
+    for index, completion in enumerate(generation.completions):
+        row(str(index), completion.finish_reason, completion.usage)
+    if len(generation.completions) > 1:
+        table.add_section()
+        row("all", "", generation.usage)
+    return table
+
+
+def nothing_left(policy: Policy, generation: Generation) -> str | None:
+    """What to do where a policy that is to drop tokens dropped none; None where it did."""
+    usage = generation.usage
+    if isinstance(policy, Vanilla | SelectiveReading) or usage.compression_ratio > 1:
+        return None
+    if isinstance(policy, PeriodicEviction):
+        when = f"rows are cut after the prompt and every {policy.cut_interval} tokens of an answer"
+        if policy.cut_interval is None:
+            when = "rows are cut once, after the prompt"
+        return (
+            f"{policy.name} dropped nothing: {when}, and no row was above its budget then. Give a "
+            "smaller interval, or a smaller budget."
+        )
+    return f"{policy.name} dropped nothing: no row came to hold more than it keeps."
+
+
+def main(config: Config) -> Generation:
+    """Loads the model, completes the prompts and shows them."""
+    console = Console()
+    texts = read_prompts(config)
+    policy = config.make_policy()
+    sampling = config.make_sampling()
+    if config.samples < 1:
+        raise dms_jax.ConfigError(f"--samples must be at least 1, got {config.samples}.")
+    model = config.load()
+    texts = [text for text in texts for _ in range(config.samples)]
+    prompts = as_prompts(config, model, texts)
+    start = time.perf_counter()
+    generation = dms_jax.generate(
+        model,
+        prompts,
+        policy=policy,
+        sampling=sampling,
+        **config.cache(),
+        on_tokens=Screen(console, texts),
+    )
+    seconds = time.perf_counter() - start
+    name = (policy or model.policy).name
+    console.print("\n")
+    console.print(usage_table(generation, name, seconds))
+    config_of = model.config
+    if hint := nothing_left(policy or model.policy, generation):
+        console.print(hint, highlight=False)
+    decoding, _ = serving(
+        head_dim=config_of.head_dim,
+        group=config_of.num_heads // config_of.num_kv_heads,
+        page_size=config.page_size,
+        dtype=model.dtype,
+    )
+    console.print(
+        "KV reads: entries read by the decode steps. peak, live: entries in the cache, at most and "
+        "at the end.\nAll are averages over layers and heads. ratio: tokens seen over live ones.\n"
+        f"Attention in {decoding}."
+    )
+    return generation

@@ -1,0 +1,77 @@
+"""What `experiments/generate.py` and `experiments/chat.py` can both be told."""
+
+import dataclasses
+import inspect
+from typing import Any, Literal
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.command_line.options import SHIPPED, read_policy
+from dms_jax.policies import Policy
+
+SAMPLING = dms_jax.Sampling()
+CALL = {
+    name: parameter.default
+    for name, parameter in inspect.signature(dms_jax.generate).parameters.items()
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Generating:
+    """A model, its cache, and how tokens are drawn."""
+
+    model: str = SHIPPED[0]
+    """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
+    stories260k, reasoner-11m, reasoner-11m-dms."""
+    adapter: str | None = None
+    """Directory of an adapter that was trained on the model."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights and the cache; that of the files unless given."""
+    policy: str | None = None
+    """Cache policy by name, of those listed above; the one that the checkpoint declares unless
+    given."""
+    options: tuple[str, ...] = ()
+    """Options of the policy, as name=value (window=256) or as one JSON object."""
+    temperature: float = SAMPLING.temperature
+    """0 takes the most likely token; below 1 is bolder about likely ones."""
+    top_k: int = SAMPLING.top_k
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = SAMPLING.top_p
+    """Keep the most likely tokens until their probability reaches this."""
+    min_p: float = SAMPLING.min_p
+    """Keep tokens at least this many times as likely as the most likely one."""
+    max_new_tokens: int = SAMPLING.max_new_tokens
+    """Longest answer; the model's positions may end it earlier."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer; they are cut off."""
+    seed: int = 0
+    """Of the draws."""
+    memory_gb: float | None = None
+    """Gigabytes for the cache; what the prompts can need, within the free memory, unless given."""
+    page_size: int = CALL["page_size"]
+    """Tokens a page of the cache; 16 for Quest as published."""
+    chunk: int = CALL["chunk"]
+    """Decode steps per compiled program: text arrives this often."""
+    kv_dtype: str | None = CALL["kv_dtype"]
+    """Type of the cache where it is not that of the weights: float8_e4m3."""
+
+    def load(self) -> dms_jax.LanguageModel:
+        """The model."""
+        path = assets.path(self.model) if self.model in SHIPPED else self.model
+        return dms_jax.load(path, dtype=self.dtype, adapter=self.adapter)
+
+    def make_policy(self) -> Policy | None:
+        """The policy that is named."""
+        return read_policy(self.policy, self.options)
+
+    def make_sampling(self, **more: Any) -> dms_jax.Sampling:
+        """How tokens are drawn."""
+        names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop", "seed")
+        return dms_jax.Sampling(**{name: getattr(self, name) for name in names} | more)
+
+    def cache(self) -> dict[str, Any]:
+        """The cache's keyword arguments of `generate` and `Conversation`."""
+        memory = None if self.memory_gb is None else self.memory_gb * 1e9
+        return dict(
+            memory=memory, page_size=self.page_size, chunk=self.chunk, kv_dtype=self.kv_dtype
+        )

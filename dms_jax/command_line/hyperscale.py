@@ -1,0 +1,143 @@
+"""Compare systems over lengths of answers and numbers of chains, at equal reads and equal peak.
+
+    dms-jax hyperscale --lengths 128 256 512 --chains 1 4 16 --out runs/hyperscale
+    dms-jax hyperscale --systems Vanilla TOVA,compression_ratio=4 \
+        TOVA,compression_ratio=8 DMS,model=runs/dms4,ratio=4 DMS,model=runs/dms8,ratio=8
+
+A small setting that takes under a minute on two CPU cores:
+
+    dms-jax hyperscale --task linear --problems 8 --lengths 64 128 --chains 1 4 \
+        --systems Vanilla DMS,model=reasoner-11m-dms,ratio=8
+
+Problems are made from seeds, or read from a file, as by `dms-jax evaluate`. With `--out` every
+answer is written as it ends, and the same call goes on after them.
+"""
+
+import dataclasses
+import functools
+import inspect
+import pathlib
+import sys
+from typing import Literal
+
+from rich.console import Console
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.analysis.hyperscaling_plot import MOST_SYSTEMS, hyperscaling_figure
+from dms_jax.command_line.options import SHIPPED, read_options, read_tasks
+from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.data.tasks import Split
+from dms_jax.evaluation import SAMPLING, Hyperscaling, Method, Serving, System
+
+SERVING = Serving()
+CALL = inspect.signature(dms_jax.hyperscale).parameters
+
+INTERRUPTED = "Stopped. The same call with --out goes on after the answers that are there."
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Compare systems over lengths of answers and numbers of chains."""
+
+    model: str = "reasoner-11m"
+    """Hugging Face directory, GGUF file, hub id ("owner/name"), or the name of a shipped model."""
+    systems: tuple[str, ...] = (
+        "Vanilla",
+        "DMS,model=reasoner-11m-dms,ratio=8",
+        "TOVA,compression_ratio=4",
+    )
+    """Each POLICY,option=value,...; beside the policy's own options name= (of the line; systems of
+    one name share a frontier), model= (another checkpoint) and ratio= (its nominal ratio). A
+    checkpoint that declares the policy itself is taken at its word."""
+    task: str = "reasoning"
+    """As in dms-jax evaluate, of those that are answered in words."""
+    task_options: tuple[str, ...] = ()
+    """Difficulty and length of the task, as name=value or as one JSON object."""
+    allow_code: bool = False
+    """Judge programs by running them, in a sandbox."""
+    lengths: tuple[int, ...] = (128, 256, 512)
+    """L, the most new tokens of an answer."""
+    chains: tuple[int, ...] = (1, 4, 16)
+    """W, answers to each problem."""
+    problems: int | None = CALL["problems"].default
+    """How many; all of a file, and 200 of those made from seeds, unless given."""
+    seeds: tuple[int, ...] = CALL["seeds"].default
+    """Each draws new chains for the same problems."""
+    split: Split = CALL["split"].default
+    """Which problems."""
+    method: Method = "vote"
+    """What the frontiers and gains are of."""
+    stop_decided: bool = CALL["stop_decided"].default
+    """Also stop chains whose vote is decided, in runs of their own."""
+    temperature: float = SAMPLING.temperature
+    """0 takes the most likely token."""
+    lanes: int = SERVING.lanes
+    """Sequences in the cache at a time."""
+    page_size: int = SERVING.page_size
+    """Tokens a page of the cache; 16 for Quest as published."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights and the cache; that of the files unless given."""
+    out: pathlib.Path | None = None
+    """Folder for the answers, results.json, table.md and figure.png."""
+
+
+def main(config: Config) -> Hyperscaling:
+    """Compares, prints the tables, writes the files."""
+    if config.out is not None:
+        make_folder("--out", config.out)
+    load = functools.cache(functools.partial(load_model, dtype=config.dtype))
+    result = dms_jax.hyperscale(
+        load(config.model),
+        read_tasks(config.task, config.task_options, allow_code=config.allow_code),
+        [read_system(text, config.model, load) for text in config.systems],
+        lengths=config.lengths,
+        chains=config.chains,
+        problems=config.problems,
+        split=config.split,
+        seeds=config.seeds,
+        sampling=dms_jax.Sampling(temperature=config.temperature),
+        serving=Serving(lanes=config.lanes, page_size=config.page_size),
+        stop_decided=config.stop_decided,
+        out=config.out,
+        progress=sys.stderr.isatty(),
+    )
+    Console(width=None if sys.stdout.isatty() else 200).print(result.rich_table(config.method))
+    print(
+        f"\nGains between frontiers by {config.method}, averaged over the budgets that both cover:"
+        f"\n\n{result.gains_table(config.method)}\n"
+        "\nIn percent, ± one standard error. reads, peak: tokens of all chains of a problem,"
+        "\naverages over layers and heads. L-W-CR: longest answer, chains, nominal ratio."
+    )
+    if config.out is not None:
+        data = {**provenance(config), **result.to_dict(config.method)}
+        write_json(config.out / "results.json", data)
+        table = f"{result.table(config.method)}\n\n{result.gains_table(config.method)}\n"
+        (config.out / "table.md").write_text(table, encoding="utf-8")
+        if len(result.systems) <= MOST_SYSTEMS:
+            figure = config.out / "figure.png"
+            hyperscaling_figure(figure, result, title=config.task, method=config.method)
+    return result
+
+
+def load_model(name: str, dtype: str | None) -> dms_jax.LanguageModel:
+    """A model by its path, its id or its shipped name."""
+    return dms_jax.load(assets.path(name) if name in SHIPPED else name, dtype=dtype)
+
+
+def read_system(text: str, default: str, load) -> System:
+    """A system as it is written on the command line.
+
+    # "DMS,model=reasoner-11m-dms,ratio=8" is the checkpoint's own DMS, named "DMS"
+    """
+    policy, *options = text.split(",")
+    fields = read_options(options)
+    model = load(str(fields.pop("model", default)))
+    name, ratio = fields.pop("name", policy), fields.pop("ratio", None)
+    own = not fields and model.policy is not None and model.policy.name == policy
+    return System(
+        name=str(name),
+        policy=None if own else dms_jax.policies.from_dict({**fields, "name": policy}),
+        model=model,
+        compression_ratio=ratio,
+    )

@@ -1,0 +1,27 @@
+"""Every cache policy with its options and their defaults.
+
+dms-jax policies
+dms-jax policies DMS Quest
+"""
+
+import dataclasses
+
+import tyro
+
+from dms_jax.command_line import policy_options
+from dms_jax.command_line.options import check_names
+from dms_jax.policies import POLICIES
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Show cache policies with their options and defaults."""
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Which; all unless given."""
+
+
+def main(config: Config) -> None:
+    """Shows them."""
+    check_names("policies", config.names, POLICIES)
+    print(policy_options.text(config.names))

@@ -1,0 +1,166 @@
+"""Every cache policy with its options, from the dataclasses themselves: for --help and the pages.
+
+What an option means stands in the docstring of its class, below "Attributes:"; "see `Scorer`"
+there points to another class of the same family, whose words are then taken.
+"""
+
+import dataclasses
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dms_jax.policies import POLICIES, Policy
+
+_PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
+_ENTRY = re.compile(r"^ {2}((?:\w+, )*\w+): ", re.MULTILINE)
+_ELSEWHERE = re.compile(r"^see `(\w+)`")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A field of a policy.
+
+    Attributes:
+      name: as it is written on a command line and in a config.
+      kind: what it may be.
+      default: as it is written on a command line.
+      meaning: a sentence or two.
+    """
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A policy.
+
+    Attributes:
+      name: as it is written on a command line.
+      does: a sentence.
+      paper: its number at arXiv; empty for controls.
+      options: in the order of the dataclass.
+    """
+
+    name: str
+    does: str
+    paper: str
+    options: tuple[Option, ...]
+
+
+def described() -> Iterator[Described]:
+    """Every policy that has a name."""
+    for name, policy in POLICIES.items():
+        module = sys.modules[policy.__module__].__doc__ or ""
+        paper = _PAPER.search(policy.__doc__ or "") or _PAPER.search(module)
+        options = tuple(
+            Option(
+                field.name,
+                kind_of(field.type),
+                _written(_default(field)),
+                meaning(policy, field.name),
+            )
+            for field in dataclasses.fields(policy)
+        )
+        does = (policy.__doc__ or name).strip().splitlines()[0]
+        yield Described(name, does, paper[1] if paper else "", options)
+
+
+def meaning(policy: type[Policy], option: str) -> str:
+    """What the docstring of a policy, or of the class that it points to, says of an option."""
+    for kind in policy.__mro__:
+        entries = _entries(kind.__doc__ or "")
+        if option in entries and not _ELSEWHERE.match(entries[option]):
+            return entries[option]
+    return ""
+
+
+def kind_of(annotation: Any) -> str:
+    """What values a field takes, in words."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return kind_of(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is typing.Literal:
+        return " or ".join(map(str, typing.get_args(annotation)))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        parts = dict.fromkeys(kind_of(part) for part in typing.get_args(annotation))
+        return " or ".join(part for part in parts if not (part == "integer" and "number" in parts))
+    names = {int: "integer", float: "number", bool: "true or false", type(None): "null"}
+    return names.get(annotation, "a policy")
+
+
+def text(names: Sequence[str] = ()) -> str:
+    """The list for a terminal: of these policies, or of all."""
+    lines = []
+    for policy in described():
+        if names and policy.name not in names:
+            continue
+        lines.append(f"{policy.name}: {policy.does}")
+        for option in policy.options:
+            head = f"    {option.name}={option.default}  ({option.kind})"
+            body = textwrap.wrap(option.meaning, 72)
+            lines += [head, *(f"        {line}" for line in body)]
+    return "\n".join(lines)
+
+
+def brief() -> str:
+    """The list for the --help of a command: a line or two for each policy."""
+    lines = [
+        "Policies, with the options that --options takes (dms-jax policies explains them):",
+        "",
+    ]
+    for policy in described():
+        given = " ".join(f"{option.name}={option.default}" for option in policy.options)
+        lines += textwrap.wrap(
+            f"{policy.name}: {given or 'none'}", 88, initial_indent="  ", subsequent_indent="      "
+        )
+    return "\n".join(lines)
+
+
+def markdown() -> str:
+    """The tables of the documentation."""
+    parts = []
+    for policy in described():
+        paper = f" ([{policy.paper}](https://arxiv.org/abs/{policy.paper}))" if policy.paper else ""
+        parts.append(f"### {policy.name}\n\n{policy.does}{paper}\n")
+        if policy.options:
+            rows = [
+                f"| `{option.name}` | {option.kind} | `{option.default}` | {option.meaning} |"
+                for option in policy.options
+            ]
+            parts.append(
+                "| option | takes | default | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+            )
+    return "\n".join(parts)
+
+
+def _default(field: Any) -> Any:
+    return field.default_factory() if field.default is dataclasses.MISSING else field.default
+
+
+def _written(value: Any) -> str:
+    """A default as JSON and name=value have it."""
+    if isinstance(value, Policy):
+        return value.name
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _entries(docstring: str) -> dict[str, str]:
+    """What a docstring says below "Attributes:", by name."""
+    _, found, section = docstring.partition("Attributes:\n")
+    if not found:
+        return {}
+    section = textwrap.indent(textwrap.dedent(section), "  ")
+    parts = _ENTRY.split(section)[1:]
+    entries = {}
+    for names, said in zip(parts[::2], parts[1::2], strict=True):
+        for name in names.split(", "):
+            entries[name] = " ".join(said.split())
+    return entries

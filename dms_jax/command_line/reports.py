@@ -1,0 +1,69 @@
+"""What a report says of the run that it is of, and the folder that it goes into."""
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+
+import dms_jax
+from dms_jax.command_line.running import command
+
+
+def provenance(config: Any) -> dict[str, Any]:
+    """How, where, when and with what settings figures were measured."""
+    return {
+        "command": command(),
+        "date": datetime.date.today().isoformat(),
+        "device": f"{jax.devices()[0].device_kind} ({platform.machine()})",
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "config": {
+            field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)
+        },
+    }
+
+
+def make_folder(option: str, path: pathlib.Path) -> None:
+    """Makes a folder that will be written to.
+
+    Raises:
+      ConfigError: that cannot be done.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
+
+
+def make_place(option: str, path: pathlib.Path) -> None:
+    """Makes the folder of a file that will be written.
+
+    Raises:
+      ConfigError: that cannot be done, or a folder has the name.
+    """
+    make_folder(option, path.parent)
+    if path.is_dir():
+        raise dms_jax.ConfigError(f"{option} {path}: a folder has this name; name a file.")
+
+
+def read_file(option: str, path: pathlib.Path) -> bytes:
+    """What a file holds that the caller named.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
+
+
+def write_json(path: pathlib.Path, data: Any) -> None:
+    """Writes a file beside its place and renames it."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)

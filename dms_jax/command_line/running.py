@@ -1,0 +1,105 @@
+"""How every command and script is called, and what it ends with.
+
+Each has a dataclass of settings and a function that takes one; `run` reads the settings from
+the command line, calls the function, and returns the exit status:
+
+    0    done
+    1    it ran, and something in it failed
+    2    a wrong call: one line on standard error says what was wrong
+    130  interrupted
+"""
+
+import pathlib
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tyro
+
+import dms_jax
+
+FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
+
+
+def run(
+    main: Callable[[Any], Any],
+    settings: type | Mapping[str, tuple[str, Any]],
+    *,
+    description: str | None,
+    program: str | None = None,
+    arguments: Sequence[str] | None = None,
+    interrupted: str = "Interrupted.",
+) -> int:
+    """Reads the settings and calls the command with them.
+
+    Args:
+      main: takes the settings; an int that it returns is the exit status.
+      settings: their dataclass, or starting points by name, (what it is, an instance) each.
+      description: for --help, the docstring of the module.
+      program: how it is called, for --help; the running script unless given.
+      arguments: those of the command line unless given.
+      interrupted: what Ctrl-C is answered with, such as how to go on.
+
+    Returns:
+      The exit status.
+
+    Raises:
+      SystemExit: of `--help` (0), and of options that there are none of (2).
+    """
+    called = running_program() if program is None else program
+    told: dict[str, Any] = dict(prog=called, description=description, args=arguments)
+
+    def call() -> Any:
+        if isinstance(settings, Mapping):
+            return main(tyro.extras.overridable_config_cli(settings, **told))
+        return main(tyro.cli(settings, **told))
+
+    return status_of(call, interrupted)
+
+
+def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int:
+    """Calls, and says errors and warnings on standard error in a line; returns the status."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _say
+            status = call()
+    except dms_jax.DmsJaxError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return WRONG_CALL
+    except KeyboardInterrupt as stopped:
+        print(". ".join(filter(None, (str(stopped), interrupted))), file=sys.stderr)
+        return INTERRUPTED
+    return status if isinstance(status, int) else 0
+
+
+def _say(message: Warning | str, *where: Any) -> None:
+    """Shows a warning as a line: the line of code that it is of is not the user's."""
+    print(f"Warning: {message}", file=sys.stderr)
+
+
+def running_program() -> str:
+    """What runs, as it is called: `dms-jax`, or `python -m experiments.pretrain`."""
+    name = pathlib.Path(sys.argv[0]).name
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if name == "dms-jax" or (spec is not None and spec.name == "dms_jax.command_line.__main__"):
+        return "dms-jax"
+    if spec is None:
+        return f"python {name}"
+    return f"python -m {spec.name.removesuffix('.__main__')}"
+
+
+def command(*, without: Sequence[str] = ()) -> str:
+    """The command that runs, for a report.
+
+    Args:
+      without: options to leave out with their values, such as where the report goes.
+    """
+    kept, skip = [], False
+    for argument in sys.argv[1:]:
+        name, _, value = argument.partition("=")
+        if not skip and name not in without:
+            kept.append(argument)
+        skip = not skip and name in without and not value
+    return " ".join([running_program(), shlex.join(kept)]).strip()

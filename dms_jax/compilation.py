@@ -1,0 +1,95 @@
+"""Compiled programs: kept on disk between processes, and reported with the seconds that they took.
+
+A model's programs compile for seconds each, once per shape. They are kept in `~/.cache/dms_jax`
+(or `$XDG_CACHE_HOME/dms_jax`), up to 8 GB, the least recently used ones leaving first:
+
+    DMS_JAX_COMPILATION_CACHE=/a/directory     keeps them there
+    DMS_JAX_COMPILATION_CACHE=off              keeps nothing
+    JAX_COMPILATION_CACHE_DIR=/a/directory     jax's own switch goes before ours, and so does
+                                               jax.config.update("jax_compilation_cache_dir", ...)
+
+Nobody whom you do not trust may be able to write there: what is found is run.
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import pathlib
+import platform
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import jax
+
+SWITCH = "DMS_JAX_COMPILATION_CACHE"
+MOST_BYTES = 8 * 10**9
+# Programs that compile faster than this are not kept.
+LEAST_SECONDS = 0.2
+# Calls that compile for less time say nothing.
+REPORTED_SECONDS = 3.0
+
+_logger = logging.getLogger("dms_jax")
+_compiled: list[float] = []  # seconds of every program of this process
+_listening = threading.Event()
+
+
+def prepare() -> None:
+    """Call this before the first program is traced."""
+    # It adds a setting to jax on which every program depends: what was traced before this import,
+    # which tracing the kernels of a model would cause, is compiled once more when it is next used.
+    importlib.import_module("jax.experimental.pallas.tpu")
+    _keep_compiled()
+
+
+def _keep_compiled() -> None:
+    """Has jax keep compiled programs on disk, unless the user decided about it; see the module."""
+    asked = os.environ.get(SWITCH, "")
+    if asked.lower() in ("off", "no", "false", "0") or jax.config.jax_compilation_cache_dir:
+        return
+    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    directory = pathlib.Path(asked or pathlib.Path(caches) / "dms_jax")
+    if jax.default_backend() == "cpu":  # compiled for this very processor
+        directory = directory / f"cpu-{platform.node()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        _logger.info("Compiled programs are not kept: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
+
+
+@contextlib.contextmanager
+def reported(what: str) -> Iterator[None]:
+    """Says in one line how long programs compiled inside the context, if that took long.
+
+    The line is logged ("dms_jax", INFO), and written to standard error where that is a terminal.
+    Seconds of programs that compiled at the same time are those of all of them together.
+    """
+    if not _listening.is_set():
+        _listening.set()
+        jax.monitoring.register_event_duration_secs_listener(_listen)
+    before, start = len(_compiled), time.monotonic()
+    try:
+        yield
+    finally:
+        seconds = _compiled[before:]
+        if sum(seconds) >= REPORTED_SECONDS:
+            directory = jax.config.jax_compilation_cache_dir
+            line = (
+                f"{what}: {len(seconds)} programs compiled in {sum(seconds):.0f} s, of "
+                f"{time.monotonic() - start:.0f} s in all"
+                + (f"; they are kept in {directory}." if directory else ".")
+            )
+            _logger.info(line)
+            if sys.stderr.isatty():
+                print(line, file=sys.stderr)
+
+
+def _listen(event: str, duration_secs: float, **_: object) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.append(duration_secs)

@@ -1,0 +1,35 @@
+"""Options of the compiler for training programs.
+
+XLA's defaults suit programs of one device. For GPUs of which several share a step:
+
+    latency hiding scheduler   starts a collective as early as its operands are there, and waits for
+                               it as late as its result is needed, with compute in between
+    double-buffered loops      unroll the loop over layers by two, so that the weights of the next
+                               layer arrive while this one computes
+    combining thresholds       gather and reduce the matrices of one layer together, and never those
+                               of several layers, which would hold more of the model at once
+    high-priority stream       communication is not queued behind compute
+
+TPUs do all of this by default.
+"""
+
+from collections.abc import Iterable
+
+import jax
+
+_COMBINED_BYTES = 2**28
+GPU_OPTIONS: dict[str, bool | int | str] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_while_loop_double_buffering": True,
+    "xla_gpu_enable_highest_priority_async_stream": True,
+    "xla_gpu_all_gather_combine_threshold_bytes": _COMBINED_BYTES,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINED_BYTES,
+    "xla_gpu_all_reduce_combine_threshold_bytes": _COMBINED_BYTES,
+}
+
+
+def compiler_options(devices: Iterable[jax.Device]) -> dict[str, bool | int | str]:
+    """Returns the options for a training program over these devices."""
+    devices = list(devices)
+    several_gpus = len(devices) > 1 and devices[0].platform in ("gpu", "cuda")
+    return dict(GPU_OPTIONS) if several_gpus else {}

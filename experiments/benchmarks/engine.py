@@ -1,0 +1,247 @@
+"""Times the engine as users call it: many prompts of mixed lengths, sampled, in one call.
+
+Real model shapes, random weights, random prompts. Answers have lengths of their own (log-normal),
+so that lanes are refilled one by one. Reported for each policy:
+
+- **first call**: seconds of the first call of the process, which compiles: one short answer for
+  each lane; how many programs, and the seconds that they took. With the cache of compiled programs
+  filled (a second process) these are loaded.
+- **runs**: tokens per second of whole calls after it, and what they still compiled.
+- **limit**: the same work at the rates of the data sheet: the weights once per step and each key
+  and value that was read over the bandwidth, and the products of prompts over the matrix rate,
+  with as many sequences at a time as lanes and memory hold.
+
+    python -m experiments.benchmarks.engine --out experiments/results/engine/qwen2.5-0.5b.json
+    python -m experiments.benchmarks.engine --shape llama-3.1-8b --lanes 96 --memory 12e9 \
+        --prompts 512 4096 --requests 192 --policies dense live
+"""
+
+import dataclasses
+import gc
+import json
+import pathlib
+import sys
+import time
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dms_jax
+from dms_jax.cache.accounting import Usage
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import command, run
+from dms_jax.devices import DEVICES
+from dms_jax.generation import Engine
+from dms_jax.generation.requests import Request, make_requests
+from dms_jax.model.caching import tree_bytes
+from experiments.benchmarks.decode_steps import SHAPES, random_model
+from experiments.benchmarks.kernel_timing import environment
+
+QWEN: dict[str, Any] = dict(
+    model_type="qwen2",
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time the engine."""
+
+    shape: Literal["qwen2.5-0.5b", "llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "tiny"] = (
+        "qwen2.5-0.5b"
+    )
+    """Model shape."""
+    policies: tuple[Literal["dense", "live"], ...] = ("dense",)
+    """The plain cache, and one that keeps `live` tokens of each row."""
+    live: int = 512
+    """Tokens that each row keeps."""
+    lanes: int = 256
+    """Sequences at a time."""
+    requests: int = 1500
+    """Prompts of a call."""
+    prompts: tuple[int, int] = (20, 190)
+    """Tokens of the shortest and the longest prompt; uniform between them."""
+    new_tokens: int = 275
+    """Tokens of an answer in the mean, and half of the longest."""
+    memory: float | None = None
+    """Bytes of the cache; what the sequences can need if none are given."""
+    chunk: int = 32
+    """Decode steps per compiled program."""
+    temperature: float = 0.7
+    """Of sampling."""
+    top_p: float = 0.95
+    """Of sampling."""
+    runs: int = 2
+    """Timed calls."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of weights and cache."""
+    device: str = "h200"
+    """The data sheet for the limit."""
+    out: pathlib.Path = pathlib.Path("runs/engine.json")
+    """Where the figures go."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 1:
+                raise dms_jax.ConfigError(f"{field.name} must be positive, got {value}")
+
+
+class Compilations:
+    """Counts the programs that are compiled or loaded, and their seconds."""
+
+    def __init__(self):
+        self.seconds: dict[str, list[float]] = {}
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        self.seconds.setdefault(event.rsplit("/", 1)[-1], []).append(duration_secs)
+
+    def take(self) -> dict[str, Any]:
+        """Returns programs and seconds by kind since the last call."""
+        kinds = {
+            "trace_seconds": "jaxpr_trace_duration",
+            "lower_seconds": "jaxpr_to_mlir_module_duration",
+            "compile_seconds": "backend_compile_duration",
+            "of_it_load_seconds": "cache_retrieval_time_sec",
+        }
+        taken, self.seconds = self.seconds, {}
+        figures: dict[str, Any] = {
+            "programs": len(taken.get("backend_compile_duration", [])),
+            "loaded": len(taken.get("cache_retrieval_time_sec", [])),
+        }
+        return figures | {name: round(sum(taken.get(kind, [])), 3) for name, kind in kinds.items()}
+
+
+def requests_of(config: Config, model: dms_jax.LanguageModel, seed: int) -> list[Request]:
+    """Draws prompts, each with an answer of its own length."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(config.prompts[0], config.prompts[1] + 1, config.requests)
+    prompts = [random.integers(0, model.config.vocab_size, size).tolist() for size in lengths]
+    requests = make_requests(model.config, prompts, sampling_of(config))
+    new = random.lognormal(np.log(config.new_tokens) - 0.1, 0.45, config.requests)
+    for request, count in zip(requests, new, strict=True):
+        request.max_new_tokens = int(np.clip(count, 1, 2 * config.new_tokens))
+        request.max_length = len(request.prompt) + request.max_new_tokens
+    return requests
+
+
+def sampling_of(config: Config) -> dms_jax.Sampling:
+    """Returns how tokens are drawn."""
+    return dms_jax.Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_new_tokens=2 * config.new_tokens,
+    )
+
+
+def limit_of(
+    config: Config, model: dms_jax.LanguageModel, usages: list[Usage], page_size: int
+) -> dict[str, float]:
+    """Returns the seconds of the same work at the rates of the data sheet; see the module."""
+    device, shape = DEVICES[config.device], model.config
+    weights = tree_bytes(model.transformer)
+    if not shape.tie_embeddings:
+        weights -= tree_bytes(model.transformer.embedding)
+    rows = shape.num_layers * shape.num_kv_heads
+    entry = 2 * shape.head_dim * jnp.dtype(model.dtype).itemsize
+    at_once = float(config.lanes)
+    if config.memory is not None:
+        held = [use.live_tokens + page_size / 2 for use in usages]
+        at_once = min(at_once, config.memory / (rows * entry * float(np.mean(held))))
+    new = sum(use.new_tokens for use in usages)
+    prompt = sum(use.prompt_tokens for use in usages)
+    parameters = (tree_bytes(model.transformer) - tree_bytes(model.transformer.embedding)) / (
+        jnp.dtype(model.dtype).itemsize
+    )
+    steps = new / at_once * weights / device.bandwidth
+    reads = sum(use.kv_reads for use in usages) * rows * entry / device.bandwidth
+    prefill = 2 * parameters * prompt / device.peak
+    return dict(
+        sequences_at_once=at_once,
+        weights_seconds=steps,
+        cache_seconds=reads,
+        prefill_seconds=prefill,
+        seconds=steps + reads + prefill,
+        tokens_per_second=new / (steps + reads + prefill),
+    )
+
+
+def measure(
+    config: Config, model: dms_jax.LanguageModel, name: str, counts: Compilations
+) -> dict[str, Any]:
+    """Times the first call and whole calls of one policy."""
+    policy = dms_jax.Vanilla() if name == "dense" else dms_jax.StreamingLLM(budget=config.live)
+    sampling = sampling_of(config)
+    counts.take()
+
+    def serve(requests: list[Request]) -> tuple[dict[str, Any], list[Usage], Engine]:
+        start = time.perf_counter()
+        engine = Engine(
+            model,
+            policy,
+            num_lanes=config.lanes,
+            max_tokens=config.prompts[1] + 2 * config.new_tokens,
+            memory=config.memory,
+            chunk=config.chunk,
+        )
+        done = engine.serve(requests, sampling)
+        seconds = time.perf_counter() - start
+        new = sum(len(each.tokens) for each in done)
+        figures = dict(
+            seconds=seconds,
+            requests=len(done),
+            prompt_tokens=sum(each.usage.prompt_tokens for each in done),
+            new_tokens=new,
+            prefilled_tokens=sum(each.usage.prefilled_tokens for each in done),
+            tokens_per_second=new / seconds,
+        )
+        return figures | counts.take(), [each.usage for each in done], engine
+
+    first = requests_of(config, model, 0)[: config.lanes]
+    for request in first:
+        request.max_new_tokens = min(request.max_new_tokens, config.chunk)
+    figures, _, engine = serve(first)
+    print(name, "first call", figures, flush=True)
+    results: dict[str, Any] = dict(policy=str(policy), first_call=figures, runs=[])
+    for seed in range(1, config.runs + 1):
+        del engine
+        gc.collect()  # two caches may not fit
+        figures, usages, engine = serve(requests_of(config, model, seed))
+        figures["limit"] = limit_of(config, model, usages, engine.options.page_size)
+        figures["share_of_limit"] = figures["limit"]["seconds"] / figures["seconds"]
+        results["runs"].append(figures)
+        print(name, figures, flush=True)
+    return results
+
+
+def main(config: Config) -> None:
+    """Measures every policy and writes the figures as they come."""
+    make_place("--out", config.out)
+    counts, start = Compilations(), time.perf_counter()
+    shape = QWEN if config.shape == "qwen2.5-0.5b" else SHAPES[config.shape]
+    model = random_model(shape, jnp.dtype(config.dtype))
+    jax.block_until_ready(jax.tree.leaves(model.transformer))
+    results: dict[str, Any] = environment() | dict(
+        command=command(),
+        config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
+        compiled_in=jax.config.jax_compilation_cache_dir,
+        model_seconds=time.perf_counter() - start,
+        policies=[],
+    )
+    for name in config.policies:
+        results["policies"].append(measure(config, model, name, counts))
+        config.out.write_text(json.dumps(results, indent=1) + "\n")
+        gc.collect()
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))

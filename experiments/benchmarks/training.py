@@ -1,0 +1,279 @@
+"""Times whole training steps: real model shapes, random weights and tokens, one to several GPUs.
+
+Each case is a retrofit by distillation (an adapter of DMS, passes in bfloat16) with a shape, a
+length, the weights that are trained, and a mesh of (data, model) devices. Cases that differ in the
+mesh alone have the same tokens a device. Reports tokens a second, the share of the devices' peak
+(model operations: neither recomputation nor padding counts), the memory that the device held at
+most so far in the process, and the kernels of one step by family.
+
+    python -m experiments.benchmarks.training --cases 1b 1b-fsdp2 1b-tp2 --out runs/training.json
+"""
+
+import collections
+import dataclasses
+import gc
+import json
+import pathlib
+import re
+import statistics
+import sys
+import time
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+import dms_jax
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import command, run
+from dms_jax.config import ModelConfig
+from dms_jax.model.language_model import use_mesh
+from dms_jax.policies import DMS
+from dms_jax.training import trainer as library
+from dms_jax.training.recipe import Recipe, Stage
+from experiments.benchmarks.kernel_timing import device_events, environment
+
+
+def llama(hidden: int, mlp: int, layers: int, head: int, **fields: Any) -> ModelConfig:
+    """Returns a shape of the Llama family, with 32 heads."""
+    defaults: dict[str, Any] = dict(
+        vocab_size=128256,
+        num_heads=32,
+        num_kv_heads=8,
+        max_position_embeddings=131072,
+        model_type="llama",
+    )
+    return ModelConfig(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_layers=layers,
+        head_dim=head,
+        **(defaults | fields),
+    )
+
+
+SHAPES = {
+    "llama-3.2-1b": llama(2048, 8192, 16, 64, tie_embeddings=True),
+    "llama-3.1-8b": llama(4096, 14336, 32, 128),
+    "qwen2.5-0.5b": llama(
+        896,
+        4864,
+        24,
+        64,
+        vocab_size=151936,
+        num_heads=14,
+        num_kv_heads=2,
+        qkv_bias=True,
+        tie_embeddings=True,
+        model_type="qwen2",
+    ),
+    "tiny": llama(32, 64, 2, 8, vocab_size=64, num_heads=4, num_kv_heads=2, tie_embeddings=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One job: `sequences` are those of a shard of `data`, in one pass."""
+
+    shape: str = "llama-3.2-1b"
+    length: int = 4096
+    sequences: int = 4
+    trainable: Literal["all", "adapter"] = "all"
+    data: int = 1
+    model: int = 1
+    remat: str = "all_but_attention"
+    packed: bool = False
+    passes: int = 1
+
+
+BASE, SMALL = Case(), Case("qwen2.5-0.5b", 2048, 8, packed=True)
+LARGE = Case("llama-3.1-8b", 8192, 1, trainable="adapter")
+CASES: dict[str, Case] = {
+    "1b": BASE,
+    "1b-nothing": dataclasses.replace(BASE, remat="nothing"),
+    "1b-everything": dataclasses.replace(BASE, remat="everything"),
+    "1b-fsdp2": dataclasses.replace(BASE, data=2),
+    "1b-fsdp4": dataclasses.replace(BASE, data=4),
+    "1b-tp2": dataclasses.replace(BASE, model=2),
+    "1b-passes": dataclasses.replace(BASE, passes=4),
+    "1b-fsdp2-passes": dataclasses.replace(BASE, data=2, passes=4),
+    "1b-32k": dataclasses.replace(BASE, length=32768, sequences=1),
+    "0.5b": SMALL,
+    "0.5b-nothing": dataclasses.replace(SMALL, remat="nothing"),
+    "8b": LARGE,
+    "8b-nothing": dataclasses.replace(LARGE, remat="nothing"),
+    "8b-fsdp2": dataclasses.replace(LARGE, data=2),
+    "8b-fsdp4": dataclasses.replace(LARGE, data=4),
+    "8b-32k": dataclasses.replace(LARGE, length=32768),
+    "8b-all-fsdp2": dataclasses.replace(LARGE, length=4096, trainable="all", data=2),
+    "tiny": Case("tiny", 64, 2),
+    "tiny-fsdp2": Case("tiny", 64, 2, data=2, packed=True),
+}
+
+# Kernels by what their names say, the first that fits.
+FAMILIES = (
+    ("collectives", r"nccl|all_reduce|all_gather|reduce_scatter"),
+    ("attention", r"retrofit"),
+    ("products", r"gemm|nvjet|cutlass|cublas|xmma|sm90|wgmma|dot"),
+    ("copies", r"memcpy|memset|copy|transpose"),
+    ("reductions", r"reduce"),
+    ("elementwise", r"fusion|loop|input|wrapped"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time training steps."""
+
+    cases: tuple[str, ...] = ("1b", "0.5b", "8b")
+    """Names of `CASES`, in order; those that need more devices than there are, are left out."""
+    steps: int = 5
+    """Timed steps of a case; the median counts."""
+    seconds: float = 240
+    """After which no further case is begun."""
+    compiler: Literal["library", "defaults"] = "library"
+    """Whether XLA has the library's options for training programs or its own."""
+    profile: bool = True
+    """Whether one more step is profiled."""
+    out: pathlib.Path = pathlib.Path("runs/training.json")
+    """Where the figures go, as they come."""
+
+
+def recipe_of(case: Case) -> Recipe:
+    """Returns the recipe of a case."""
+    options: dict[str, Any] = dict(
+        name="benchmark",
+        stages=(Stage("ramp", 1000, 1e-5, 8.0),),
+        sequence_length=case.length,
+        batch_size=case.sequences * case.data * case.passes,
+        micro_batch_size=case.sequences,
+        trainable=case.trainable,
+    )
+    (remat,) = (field for field in dataclasses.fields(Recipe) if field.name == "remat")
+    # Versions before the choice knew yes and no.
+    options["remat"] = case.remat != "nothing" if remat.type is bool else case.remat
+    return Recipe(**options)
+
+
+def batch_of(case: Case, vocab_size: int) -> dict[str, np.ndarray]:
+    """Returns the random sequences of a pass, or packed documents of 100 to 1,000 tokens."""
+    random = np.random.default_rng(0)
+    shape = (case.sequences * case.data, case.length)
+    batch = {
+        "tokens": random.integers(0, vocab_size, shape).astype(np.int32),
+        "loss_mask": np.ones(shape, bool),
+    }
+    if case.packed:
+        starts = np.zeros(shape, np.int32)
+        for row in starts:
+            at = 0
+            while at < case.length:
+                row[at] = 1
+                at += random.integers(100, 1000)
+        batch["segment_ids"] = starts.cumsum(1, dtype=np.int32)
+    return batch
+
+
+def time_case(case: Case, config: Config) -> dict[str, Any]:
+    """Times one case."""
+    mesh = None
+    if case.data * case.model > 1:
+        mesh = dms_jax.make_mesh(case.data, case.model)
+    shape = SHAPES[case.shape]
+    recipe, policy = recipe_of(case), DMS(window=256, source="adapter")
+    dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    began = time.perf_counter()
+    with use_mesh(mesh):
+        model = dms_jax.initialize(shape, dtype=dtype)
+        trainer = library.Trainer(model, policy, recipe, 0, mesh)
+        del model
+        batches = [batch_of(case, shape.vocab_size)] * case.passes
+
+        def step(index: int) -> dict[str, float]:
+            metrics = trainer.step(batches, recipe.progress(index, policy))
+            return {name: float(x) for name, x in jax.device_get(metrics).items()}
+
+        metrics = step(0)
+        first = time.perf_counter() - began
+        step(1)
+        times = []
+        for index in range(config.steps):
+            start = time.perf_counter()
+            metrics = step(2 + index)
+            times.append(time.perf_counter() - start)
+        tokens = case.passes * case.sequences * case.data * case.length
+        rate = tokens / statistics.median(times)
+        share = trainer.utilisation(rate * metrics["document_share"], metrics["visible_keys"])
+        stats = jax.local_devices()[0].memory_stats() or {}
+        row = dict(
+            tokens_per_second=round(rate),
+            tokens_per_second_and_device=round(rate / (case.data * case.model)),
+            share_of_peak=None if share is None else round(share, 4),
+            step_ms=[round(1e3 * each, 2) for each in times],
+            first_step_s=round(first, 1),
+            peak_bytes_so_far=stats.get("peak_bytes_in_use"),
+            metrics=metrics,
+        )
+        if config.profile and jax.default_backend() == "gpu":
+            row["kernels"] = kernels_of(lambda: step(2 + config.steps))
+    return row
+
+
+def kernels_of(run_step: Any) -> dict[str, Any]:
+    """Returns the milliseconds and launches of a step, by family and for the longest kernels."""
+    events = device_events(run_step)
+    total: dict[str, float] = collections.defaultdict(float)
+    names: dict[str, float] = collections.defaultdict(float)
+    count: dict[str, int] = collections.defaultdict(int)
+    for _, duration, name in events:
+        family = next((f for f, sign in FAMILIES if re.search(sign, name.lower())), "other")
+        total[family] += duration
+        count[family] += 1
+        names[name[:100]] += duration
+    longest = sorted(names.items(), key=lambda item: -item[1])[:25]
+    return {
+        "families": {
+            name: {"ms": round(total[name] / 1e3, 2), "launches": count[name]} for name in total
+        },
+        "longest_ms": {name: round(us / 1e3, 2) for name, us in longest},
+    }
+
+
+def main(config: Config) -> list[dict[str, Any]]:
+    """Times the cases, writes the figures as they come, and returns them.
+
+    Raises:
+      ConfigError: there is no such case.
+    """
+    make_place("--out", config.out)
+    if unknown := [name for name in config.cases if name not in CASES]:
+        raise dms_jax.ConfigError(f"There is no case {unknown[0]!r}; {', '.join(CASES)} are known.")
+    if config.compiler == "defaults" and hasattr(library, "compiler_options"):
+        library.compiler_options = lambda devices: {}
+    rows: list[dict[str, Any]] = []
+    report = environment() | dict(
+        command=command(), compiler=config.compiler, devices=jax.device_count(), rows=rows
+    )
+    began = time.perf_counter()
+    for name in config.cases:
+        case = CASES[name]
+        row: dict[str, Any] = dict(case=name, **dataclasses.asdict(case))
+        rows.append(row)
+        if case.data * case.model > jax.device_count():
+            row["left_out"] = "too few devices"
+        elif time.perf_counter() - began > config.seconds:
+            row["left_out"] = "no time left"
+        else:
+            try:
+                row |= time_case(case, config)
+            except jax.errors.JaxRuntimeError as error:  # mostly memory: the others still count
+                row["failed"] = str(error)[:500]
+            gc.collect()
+        shown = {key: row.get(key) for key in ("tokens_per_second", "share_of_peak")}
+        print(name, shown, row.get("left_out", row.get("failed", "")), flush=True)
+        config.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))

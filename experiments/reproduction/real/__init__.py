@@ -1,0 +1,1 @@
+"""Two real language models: own answers, retrofits, and what every method keeps of them."""

@@ -1,0 +1,44 @@
+"""Budgets at which a method holds as much as the reference retrofit was measured to hold."""
+
+import numpy as np
+
+from dms_jax.policies import Policy
+from experiments.reproduction.files import read_json
+from experiments.reproduction.real.plan import Job, Paths, free
+from experiments.reproduction.real.systems import VANILLA, Free
+
+SHARES = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # questions of very different lengths
+
+
+def calibrated(paths: Paths, job: Job, method: Free) -> Policy:
+    """The policy of a method at the budget for a measure.
+
+    Questions that are answered by likelihood get a share of their length each, so that peaks are
+    equal on average; all else has one budget in tokens.
+    """
+    assert method.make is not None
+    vanilla = read_json(paths.result(free(job.model, VANILLA, job.measure)))
+    reference = read_json(paths.reference(job.model, job.measure))
+    if job.measure in SHARES:
+        ratio = vanilla["peak"] / reference["peak"] / method.times
+        return method.make(compression_ratio=max(ratio, 1.0))
+    budget = reference["peak"]
+    if method.equal == "mean":
+        lengths = vanilla["per_problem"]
+        prompts, answers = (np.asarray(lengths[n]) for n in ("prompt_tokens", "new_tokens"))
+        budget = budget_of_mean(prompts, answers, reference["mean_live"])
+    return method.make(budget=max(round(method.times * budget), 16))
+
+
+def budget_of_mean(prompts: np.ndarray, answers: np.ndarray, live: float) -> int:
+    """The budget at which rows of these lengths hold so many tokens in the mean of all steps.
+
+    # prompts: [2], answers: [5] (steps at 3, 4, 5, 6 tokens), live: 3.75  Out: 4
+    """
+    steps = np.maximum(answers - 1, 0)
+    within = np.arange(1, steps.max() + 1)
+    rows = np.where(within <= steps[:, None], prompts[:, None] + within, 0)
+    for budget in range(1, int(rows.max()) + 1):
+        if np.minimum(rows, budget).sum() / steps.sum() >= live:
+            return budget
+    return int(rows.max())

@@ -1,0 +1,234 @@
+"""The jobs of the measurement: sample and judge, train, ask, time."""
+
+import dataclasses
+import gc
+import json
+import pathlib
+import shutil
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.command_line.options import SHIPPED
+from dms_jax.data import Documents
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+from dms_jax.training import train
+from experiments.reproduction.files import (
+    provenance,
+    read_json,
+    refuse_other_settings,
+    write_json,
+    write_text,
+)
+from experiments.reproduction.processes import own_place
+from experiments.reproduction.queue import Queue
+from experiments.reproduction.real.budgets import calibrated
+from experiments.reproduction.real.lessons import (
+    held_out_sequences,
+    self_taught,
+    training_documents,
+    write_lessons,
+)
+from experiments.reproduction.real.measures import measure
+from experiments.reproduction.real.plan import Job, Paths, jobs
+from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.speed import time_methods
+from experiments.reproduction.real.systems import FREE, TRAININGS, Training
+from experiments.self_taught.measuring import HeldOut
+
+_LOGGED_EVERY = 10
+_PATHS = ("out", "data", "pages", "pack")
+# What may change from one command to the next of a run.
+_FREE = (*_PATHS, "processes", "deadline_minutes", "only", "trainings", "lanes", "qwen", "smollm2")
+
+
+class Worker(Queue[Paths]):
+    """One process of the plan.
+
+    Args:
+      config: the plan.
+      deadline: seconds since the epoch after which nothing new is begun.
+    """
+
+    def __init__(self, config: Config, deadline: float):
+        super().__init__(Paths(config), deadline)
+        self.config = config
+        self._bases: dict[str, LanguageModel] = {}
+
+    def base(self, name: str) -> LanguageModel:
+        """A model as it is published."""
+        if name not in self._bases:
+            self._bases[name] = self._load(self.config.models[name])
+        return self._bases[name]
+
+    def _load(self, path: str | pathlib.Path, **options: Any) -> LanguageModel:
+        known = assets.path(str(path)) if str(path) in SHIPPED else path
+        return dms_jax.load(known, dtype=jnp.bfloat16, **options)
+
+    def wanted(self) -> list[Job]:
+        """What is not done yet and is for this process.
+
+        Where several share a GPU one of them trains; steps are timed where a process is alone.
+        """
+        place, sharing = own_place()
+        others = {"training"} if place else set()
+        others |= {"speed"} if sharing > 1 else set()
+        own = [job for job in jobs(self.config) if job.kind not in others]
+        return [job for job in own if not self.paths.done(job)]
+
+    def _lessons(self, job: Job) -> None:
+        write_lessons(self.config, self.base(job.model), job.model, int(job.system))
+
+    def _training(self, job: Job) -> None:
+        config, training = self.config, TRAININGS[job.system]
+        base = self.base(job.model)
+        documents = training_documents(config, job.model, base, training.keep)
+        held_out = HeldOut(
+            self_taught(config, job.model), base, held_out_sequences(config, job.model)
+        )
+        folder = self.paths.training(training.name)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = dict(
+            policy=training.policy,
+            data=Documents(documents),
+            out=folder,
+            adapter_only=training.adapter_only,
+            checkpoint_every=10**6,  # at its end, and where the time is over
+            evaluate=held_out,
+            evaluate_every=10**6,
+            progress=False,
+        )
+        if not self._train(base, training, options):
+            shutil.rmtree(folder)
+            write_text(self._remat, "Activations did not fit the memory: layers are recomputed.\n")
+            self._train(base, training, options)
+        steps = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        record = {
+            "training": training.name,
+            "model": job.model,
+            "documents": len(documents),
+            "tokens": sum(step["tokens"] for step in steps),
+            "seconds": sum(step["seconds"] for step in steps),
+            "recipe": json.loads(json.dumps(vars(training), default=str)),
+            "bytes": sum(f.stat().st_size for f in (folder / "model").glob("*.safetensors")),
+            "held_out": steps[-1]["evaluation"],
+            "steps": [
+                {key: _rounded(value) for key, value in step.items()}
+                for step in steps
+                if step["step"] % _LOGGED_EVERY == 0 or step["step"] == len(steps)
+            ],
+        }
+        write_json(self.paths.summary(training.name), record)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # nothing is left to resume
+
+    def _train(self, base: LanguageModel, training: Training, options: dict[str, Any]) -> bool:
+        """Trains; False if the first pass did not fit the memory."""
+        recipe, remat = training.recipe(self.config), self._remat.exists()
+        if remat:
+            recipe = dataclasses.replace(recipe, remat="everything")
+        left = min(max(self.deadline - time.time(), 1.0), 1e6)
+        try:
+            train(base, recipe=recipe, stop_after=left, **options)
+        except KeyboardInterrupt:
+            self.check_time()  # it has stopped at a checkpoint, and goes on from there
+            raise
+        except jax.errors.JaxRuntimeError as error:
+            if remat or "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return False
+        finally:
+            gc.collect()
+        return True
+
+    @property
+    def _remat(self) -> pathlib.Path:
+        """A file that says that trainings of this run recompute their layers."""
+        return self.paths.root / "remat"
+
+    def _asking(self, job: Job) -> None:
+        self.check_time()
+        model, policy, kv_dtype = self._system(job)
+        start = time.time()
+        folder = self.paths.result(job).with_suffix("")
+        found = measure(self.config, model, policy, job.measure, folder, kv_dtype=kv_dtype)
+        record = {
+            "model": job.model,
+            "system": job.system,
+            "setting": job.setting,
+            "measure": job.measure,
+            "policy": policy.to_dict(),
+            "kv_dtype": kv_dtype,
+            "wall_seconds": time.time() - start,
+            "device": jax.devices()[0].device_kind,
+            **found,
+            **provenance(),
+        }
+        write_json(self.paths.result(job), record)
+        print(f"  {job.label} {job.measure}: {record['score']}, peak {record['peak']:.1f}")
+
+    def _system(self, job: Job) -> tuple[LanguageModel, Policy, str | None]:
+        """The model, the policy and the type of the cache of a job that asks."""
+        if job.system in TRAININGS:
+            return *self._trained(job.system, job.setting), None
+        method = FREE[job.system]
+        if method.trained is not None:
+            setting = f"{TRAININGS[method.trained].ratio:g}"
+            return *self._trained(method.trained, setting), method.kv_dtype
+        policy: Policy = dms_jax.Vanilla()
+        if method.make is not None:
+            policy = calibrated(self.paths, job, method)
+        return self.base(job.model), policy, method.kv_dtype
+
+    def _trained(self, name: str, setting: str) -> tuple[LanguageModel, Policy]:
+        training, path = TRAININGS[name], self.paths.model(name, setting)
+        if training.adapter_only:
+            model = self._load(self.config.models[training.model], adapter=path, merge=True)
+        else:
+            model = dms_jax.load(path)
+        return model, training.policy or dms_jax.Vanilla()
+
+    def _speed(self, job: Job) -> None:
+        rows = time_methods(self.config, self.base(job.model), self.check_time)
+        record = {"rows": rows, "device": jax.devices()[0].device_kind, **provenance()}
+        write_json(self.paths.result(job), record)
+
+
+def worker(root: str, deadline: float) -> None:
+    """Entry of a process: the plan is in the run directory."""
+    Worker(read_config(pathlib.Path(root)), deadline).work()
+
+
+def write_config(config: Config) -> None:
+    """Leaves the plan in the run directory for the workers."""
+    data = {name: str(v) if isinstance(v, pathlib.Path) else v for name, v in vars(config).items()}
+    write_json(config.out / "config.json", data)
+
+
+def read_config(root: pathlib.Path) -> Config:
+    """The plan that is in a run directory."""
+    data: dict[str, Any] = read_json(root / "config.json")
+    data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in _PATHS}
+    data |= {name: tuple(data[name]) for name in ("trainings", "temperatures")}
+    return Config(**data)
+
+
+def check_settings(config: Config) -> None:
+    """Refuses to go on with other settings than those that made what is in the run directory.
+
+    Raises:
+      ConfigError: some setting differs, or nothing is given to measure.
+    """
+    jobs(config)
+    if not (config.out / "config.json").exists():
+        return
+    before = read_config(config.out)
+    refuse_other_settings(before, config, set(vars(config)) - set(_FREE))
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -1,0 +1,146 @@
+"""What the models learn from: their own judged answers; for SmolLM2 also texts and retrieval."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+import dms_jax
+from dms_jax import LanguageModel
+from dms_jax.data import Exchange
+from dms_jax.data.tasks import Needle, VariableTracking
+from experiments.configs.self_taught import SelfTaught
+from experiments.reproduction.files import write_text
+from experiments.reproduction.real.plan import Paths, shards
+from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.systems import QWEN
+from experiments.self_taught.answering import sample
+from experiments.self_taught.questions import Questions, read_questions
+
+TEXTS = (
+    "war_and_peace.txt",
+    "moby_dick.txt",
+    "tinyshakespeare.txt",
+)  # not the one that is held out
+
+
+def self_taught(config: Config, model: str) -> SelfTaught:
+    """How a model is asked: GSM8K's training questions, in its chat if it has one."""
+    assert config.data is not None
+    small = model != QWEN
+    return SelfTaught(
+        model=config.models[model],
+        prompts=config.data / "gsm8k" / "train.jsonl",
+        out=config.out,
+        style="boxed",  # of models with a chat
+        questions=max(1, config.questions // 4) if small else config.questions,
+        held_out=config.held_out,
+        temperatures=config.temperatures,
+        max_new_tokens=config.max_new_tokens,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size,
+        lanes=config.lanes,
+    )
+
+
+def write_lessons(config: Config, model: LanguageModel, name: str, shard: int) -> None:
+    """Samples and judges answers to a share of the questions; the first has those held out."""
+    paths, own = Paths(config), self_taught(config, name)
+    whole = read_questions(own, model)
+    share = _share(whole.training, shard, len(shards(config, name)))
+    held_out = whole.held_out if shard == 0 else range(0)
+    questions = dataclasses.replace(whole, training=share, held_out=held_out)
+    place = paths.lessons(name, shard)
+    answers = sample(own, model, questions, place.with_suffix(""))
+    rows = []
+    for (number, k), completion in sorted(answers.items()):
+        rows.append(
+            {
+                "question": number,
+                "answer": k,
+                "held_out": number in held_out,
+                "prompt": questions.tokens[number],
+                "response": completion.tokens,
+                "ended": completion.finish_reason == "end",
+                "correct": _correct(questions, number, completion.text),
+            }
+        )
+    write_text(place, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _correct(questions: Questions, number: int, text: str) -> bool:
+    return questions.score(number, text) == 1
+
+
+def _share(numbers: range, shard: int, count: int) -> range:
+    """The numbers of one of so many shares.
+
+    # range(10), 1 of 4  Out: range(2, 5)
+    """
+    ends = [len(numbers) * n // count for n in range(count + 1)]
+    return numbers[ends[shard] : ends[shard + 1]]
+
+
+def read_rows(config: Config, name: str) -> list[dict[str, Any]]:
+    """All answers of a model."""
+    places = [Paths(config).lessons(name, shard) for shard in shards(config, name)]
+    return [json.loads(line) for place in places for line in place.read_text().splitlines()]
+
+
+def training_documents(config: Config, name: str, model: LanguageModel, keep: str) -> list[Any]:
+    """What a training of a model reads.
+
+    Raises:
+      DataError: no answer is kept.
+    """
+    rows = [row for row in read_rows(config, name) if not row["held_out"]]
+    ended = [row for row in rows if row["ended"] or config.unended]
+    kept = [row for row in ended if keep == "ended" or row["correct"]]
+    if not kept:
+        raise dms_jax.DataError(f"None of {len(rows)} answers of {name} is {keep}.")
+    documents: list[Any] = [
+        Exchange(np.asarray(row["prompt"], np.int32), np.asarray(row["response"], np.int32))
+        for row in kept
+    ]
+    if name != QWEN:
+        documents += _texts(config, model) + _needles(config, model)
+    return documents
+
+
+def held_out_sequences(config: Config, name: str) -> list[np.ndarray]:
+    """Answers to questions that nothing is trained on, with their prompts."""
+    return [
+        np.asarray(row["prompt"] + row["response"], np.int32)
+        for row in read_rows(config, name)
+        if row["held_out"]
+    ]
+
+
+def _texts(config: Config, model: LanguageModel) -> list[np.ndarray]:
+    """Windows of the texts, as long as a training sequence."""
+    assert config.data is not None
+    found = []
+    for name in TEXTS:
+        file: pathlib.Path = config.data / "text" / name
+        text = file.read_text(encoding="utf-8", errors="replace")
+        tokens = np.asarray(model.tokenizer.encode(text, add_special_tokens=False), np.int32)
+        length = config.sequence_length
+        found += [tokens[at : at + length] for at in range(0, len(tokens) - length, length)]
+    return found
+
+
+def _needles(config: Config, model: LanguageModel) -> list[np.ndarray]:
+    """Problems of retrieval with their solutions, of lengths up to a training sequence."""
+    random = np.random.default_rng(0)
+    found: list[np.ndarray] = []
+    for number in range(config.needles):
+        part = random.uniform(0.2, 1) * config.sequence_length
+        task = Needle(size=max(round(part / 2), 30))
+        if number % 2:
+            task = VariableTracking(size=max(round(part / 35), 2))
+        problem = task.problem("train", number)
+        tokens = model.tokenizer.encode(problem.prompt + problem.solution, add_special_tokens=False)
+        found.append(np.asarray(tokens[: config.sequence_length], np.int32))
+    return found

@@ -1,0 +1,114 @@
+"""What is asked of a model under a policy: accuracy, loss, and what its cache held."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from dms_jax import LanguageModel, Sampling
+from dms_jax.evaluation import (
+    Chat,
+    ChoiceResult,
+    Result,
+    Serving,
+    evaluate,
+    evaluate_choices,
+    perplexity,
+)
+from dms_jax.evaluation.tasks import ARC, GSM8K, PIQA, RULER, HellaSwag
+from dms_jax.policies import Policy
+from experiments.reproduction.claims.jobs import answer_numbers
+from experiments.reproduction.real.plan import FRONTIER
+from experiments.reproduction.real.settings import Config
+
+PAGE_SIZE = 16  # as Quest is published
+CHOICES = {
+    "hellaswag": (HellaSwag, "commonsense/hellaswag_sample.jsonl"),
+    "arc_easy": (ARC, "arc/arc_easy.jsonl"),
+    "arc_challenge": (ARC, "arc/ARC-Challenge-Test.jsonl"),
+    "piqa": (PIQA, "commonsense/piqa.jsonl"),
+}
+NEEDLES = ("niah_single_1", "niah_single_2")
+
+
+def measure(
+    config: Config,
+    model: LanguageModel,
+    policy: Policy,
+    name: str,
+    folder: pathlib.Path,
+    *,
+    kv_dtype: str | None,
+) -> dict[str, Any]:
+    """Figures of a model under a policy: `score` with its error, `peak`, and those of the measure.
+
+    Answers go into the folder as they end; what is there is not asked again.
+    """
+    assert config.data is not None
+    serving = Serving(lanes=config.lanes, page_size=PAGE_SIZE, kv_dtype=kv_dtype)
+    told: dict[str, Any] = dict(policy=policy, serving=serving)
+    if name in CHOICES:
+        kind, file = CHOICES[name]
+        task = kind(path=config.data / file)
+        count = min(config.choices, len(task.records))
+        return _of_choices(evaluate_choices(model, task, problems=count, **told))
+    if name == "text":
+        path = config.data / "text" / "wikitext-2" / "test.txt"
+        sizes = dict(window=config.window, max_tokens=config.text_tokens)
+        found = perplexity(model, path, **sizes, **told)
+        per_window = {"loss": np.round(found.window_nats, 5).tolist()}
+        return {**found.to_dict(), "score": found.loss.to_list(), "per_problem": per_window}
+    if name == "needle":
+        tasks = [RULER(task, length=config.ruler_length) for task in NEEDLES]
+        count = len(tasks) * config.needle_problems
+        greedy = Sampling(temperature=0)
+        return _of_answers(evaluate(model, tasks, problems=count, sampling=greedy, **told))
+    chat = Chat() if getattr(model.tokenizer, "chat_template", None) else None
+    task = GSM8K(
+        path=config.data / "gsm8k" / "test.jsonl", style="plain" if chat is None else "boxed"
+    )
+    asked: dict[str, Any] = dict(chat=chat, out=folder, **told)
+    if name == FRONTIER:
+        sampling = Sampling(
+            temperature=config.frontier_temperature, max_new_tokens=config.max_new_tokens
+        )
+        sizes = dict(problems=config.frontier_problems, chains=config.frontier_chains)
+        found = evaluate(model, task, sampling=sampling, **sizes, **asked)
+        return _of_answers(found) | _of_chains(found)
+    sampling = Sampling(temperature=0, max_new_tokens=config.max_new_tokens)
+    return _of_answers(evaluate(model, task, problems=config.problems, sampling=sampling, **asked))
+
+
+def _of_answers(result: Result) -> dict[str, Any]:
+    steps = np.maximum(result.new_tokens - 1, 1)
+    found = result.to_dict(problems=True)
+    del found["policy"], found["kv_dtype"]
+    found["per_problem"] |= {
+        "prompt_tokens": result.prompt_tokens.tolist(),
+        "new_tokens": result.new_tokens[:, 0].tolist(),
+    }
+    return {
+        **found,
+        "score": result.accuracy.to_list(),
+        "mean_live": float(result.reads.sum() / steps.sum()),
+    }
+
+
+def _of_chains(result: Result) -> dict[str, Any]:
+    chains = {
+        "scores": result.scores.tolist(),
+        "answer_scores": result.answer_scores.tolist(),
+        "answers": answer_numbers(result.answers).tolist(),
+        "reads": np.round(result.reads).tolist(),
+        "peak": np.round(result.peak, 1).tolist(),
+        "new_tokens": result.new_tokens.tolist(),
+        "ended": result.ended.tolist(),
+    }
+    return {"chains_of_problems": chains}
+
+
+def _of_choices(result: ChoiceResult) -> dict[str, Any]:
+    found = result.to_dict()
+    del found["policy"]
+    right = (result.chosen_norm == result.gold).astype(int).tolist()
+    return {**found, "score": result.accuracy_norm.to_list(), "per_problem": {"scores": right}}

@@ -1,0 +1,312 @@
+"""The page: a verdict on each bar, then every table."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from dms_jax import DMS
+from dms_jax.evaluation import Measured
+from experiments.reproduction.claims.cells import percent, table, within
+from experiments.reproduction.files import write_json, write_text
+from experiments.reproduction.real import figures, legends
+from experiments.reproduction.real.plan import Job
+from experiments.reproduction.real.results import CHAINS, TASKS, Results, score, vote_of
+from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.systems import (
+    FREE,
+    MAIN,
+    QWEN,
+    SHIPPED,
+    SMOLLM2,
+    TRAININGS,
+    VANILLA,
+)
+
+POINTS, FEWER, BELOW, SMALL_POINTS = 2.0, 3.0, 10.0, 1.0  # the bars
+_KINDS = {"all": "all weights", "low_rank": "low rank", "adapter": "adapter"}
+_FREE_LABELS = {
+    VANILLA: "vanilla",
+    "tova": "TOVA",
+    "expected": "ExpectedAttention",
+    "snapkv": "SnapKV",
+    "streaming": "StreamingLLM",
+    "h2o": "H2O",
+    "quest": "Quest",
+    "kcache": "KCache",
+    "vanilla-float8": "vanilla, float8",
+    "dms-float8": "DMS of the verdict, float8",
+    "tova-mean": "TOVA, equal mean",
+    "expected-mean": "ExpectedAttention, equal mean",
+    "streaming-mean": "StreamingLLM, equal mean",
+    "tova-half-more": "TOVA, 1.5 times the budget",
+    "expected-half-more": "ExpectedAttention, 1.5 times the budget",
+}
+_TASK_LABELS = {
+    "hellaswag": "HellaSwag",
+    "arc_easy": "ARC easy",
+    "arc_challenge": "ARC challenge",
+    "piqa": "PIQA",
+    "needle": "needles",
+    "text": "text, nats",
+}
+# What leaves the memory as it is: it reads fewer entries, or holds them in fewer bytes.
+_WHOLE = (VANILLA, "quest", "kcache", "vanilla-float8")
+
+
+def write_pages(config: Config, folder: pathlib.Path) -> None:
+    """Writes README.md, results.json and the pictures."""
+    results = Results.read(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = figures.draw(results, folder)
+    write_json(folder / "results.json", results.to_dict())
+    write_text(folder / "README.md", page(config, results, pictures, _notes(folder)))
+
+
+def _notes(folder: pathlib.Path) -> str:
+    """What a reader of the figures wrote, if he did."""
+    file = folder / "notes.md"
+    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
+
+
+def page(config: Config, results: Results, pictures: set[str], notes: str) -> str:
+    """The text of README.md."""
+    parts = ["# Two real language models with a small cache", _opening(results)]
+    if results.labels(QWEN, "gsm8k"):
+        parts += ["## Verdicts", verdicts(results)]
+    parts += [notes] if notes else []
+    if results.labels(QWEN, "gsm8k"):
+        parts += ["## Qwen2.5-Coder-0.5B-Instruct on GSM8K"]
+        parts += ["![Accuracy against peak tokens](gsm8k.png)"] if "gsm8k.png" in pictures else []
+        parts += [gsm8k(results), legends.GSM8K]
+    if results.trainings:
+        parts += ["## What was trained", trainings(results), legends.TRAINING]
+    if results.labels(QWEN, "frontier"):
+        parts += ["## Votes of more chains", frontier(results), legends.FRONTIER]
+    if results.labels(SMOLLM2, "piqa"):
+        parts += ["## SmolLM2-135M-Instruct"]
+        drawn = "smollm2.png" in pictures
+        parts += ["![Differences from the model itself](smollm2.png)"] if drawn else []
+        parts += [smollm2(results), legends.SMOLLM2]
+    if results.speed is not None:
+        parts += ["## Milliseconds a step", speed(config, results.speed), legends.SPEED]
+    parts += ["## Again", legends.AGAIN]
+    return "\n\n".join(parts) + "\n"
+
+
+def _opening(results: Results) -> str:
+    record = next(iter(results.records.values()))
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return (
+        "Qwen2.5-Coder-0.5B-Instruct (Apache-2.0; a 4-bit GGUF of 491,400,064 bytes, SHA-256 "
+        "begins 1d961463) and SmolLM2-135M-Instruct (Apache-2.0; GGUF), read into bfloat16. "
+        "Neither is part of this repository. Each learned from its own sampled answers; whatever "
+        "is compared was measured in one run, from the paged cache with the policy's own "
+        "eviction. Errors are "
+        f"one standard error, of differences paired by problem. {record['device']}, {versions}, "
+        f"{record['date']}."
+    )
+
+
+def name_of(label: str) -> str:
+    """A system in words.
+
+    # In: "all-w16-at3.5"  Out: "DMS, all weights, window 16, to 3.5"     "tova"  "TOVA"
+    """
+    system, _, setting = label.partition("-at")
+    if system not in TRAININGS:
+        return _FREE_LABELS[system]
+    training = TRAININGS[system]
+    if training.policy is None:
+        return "trained further (the control)"
+    words = [training.policy.name, _KINDS[training.trainable]]
+    words += [f"window {training.policy.window}"] if isinstance(training.policy, DMS) else []
+    at = f"at {setting}" if float(setting) in training.snapshots else f"to {setting}"
+    words += [at]
+    words += ["correct answers alone"] if training.keep == "correct" else []
+    words += ["a third of the rate"] if training.rate == 1e-5 else []
+    plain = training.model == QWEN and not training.answers_only
+    words += ["prompts in the loss"] if plain else []
+    words += [f"{training.share:g} times the tokens"] if training.share != 1 else []
+    return ", ".join(words)
+
+
+def end_of(name: str) -> str:
+    """The label of a training at its end."""
+    training = TRAININGS[name]
+    return Job("asking", training.model, name, f"{training.ratio:g}").label
+
+
+# -- verdicts -------------------------------------------------------------------------------------
+
+
+def best_free(results: Results, peak: float) -> str | None:
+    """The method without training that solves most with at most 5% more than a peak."""
+    candidates = [
+        label
+        for label in results.labels(QWEN, "gsm8k")
+        if label in FREE
+        and label not in _WHOLE
+        and FREE[label].trained is None
+        and results.records[QWEN, label, "gsm8k"]["peak"] <= 1.05 * peak
+    ]
+    of = lambda label: score(results.records[QWEN, label, "gsm8k"]).value  # noqa: E731
+    return max(candidates, key=of, default=None)
+
+
+def verdicts(results: Results) -> str:
+    """A line for each bar."""
+    main, control = end_of(MAIN), end_of("control")
+    record = results.get(QWEN, main, "gsm8k")
+    lines = []
+    if record is None:
+        lines += ["- The retrofit that was to be judged was not measured."]
+    else:
+        fewer = results.fewer(QWEN, main, "gsm8k") or 0.0
+        held = "**holds**" if fewer >= FEWER else "**does not hold**"
+        lines += [
+            f"- Qwen2.5-Coder-0.5B, {name_of(main)} (chosen before anything was measured): peak "
+            f"{record['peak']:.0f}, {fewer:.2f} times smaller; at least {FEWER:g} times: {held}."
+        ]
+        for other, what in ((VANILLA, "itself"), (control, "the control")):
+            gap = results.gap(QWEN, main, other, "gsm8k")
+            lines += [f"- GSM8K within {POINTS:g} points of {what}: {within(gap, POINTS)}."]
+        lines += [_against_free(results, main, record["peak"])]
+    for training, what in ((SHIPPED, "adapter"), ("smollm2-all-w16", "all weights")):
+        gap = results.mean_gap(end_of(training), VANILLA)
+        lines += [
+            f"- SmolLM2, {what}, nominal ratio 4: mean of its tasks within {SMALL_POINTS:g} point "
+            f"of itself: {within(gap, SMALL_POINTS)}."
+        ]
+    return "\n".join(lines)
+
+
+def _against_free(results: Results, main: str, peak: float) -> str:
+    best = best_free(results, peak)
+    line = f"- The best method without training at that peak at least {BELOW:g} points lower: "
+    if best is None:
+        return line + "**not measured**."
+    gap = results.gap(QWEN, main, best, "gsm8k")
+    assert gap is not None
+    holds = gap.value >= BELOW / 100
+    beyond = "" if gap.beyond(BELOW / 100) or not holds else " on the mean"
+    word = f"**holds{beyond}**" if holds else "**does not hold**"
+    return f"{line}{word} ({percent(gap, sign=True)} above {name_of(best)})."
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def gsm8k(results: Results) -> str:
+    """Everything that was asked GSM8K, by kind and then by accuracy."""
+    labels = results.labels(QWEN, "gsm8k")
+    of = lambda label: -score(results.records[QWEN, label, "gsm8k"]).value  # noqa: E731
+    learned = sorted((each for each in labels if each.partition("-at")[0] in TRAININGS), key=of)
+    order = [VANILLA, *learned, *sorted((e for e in labels if e in FREE and e != VANILLA), key=of)]
+    rows = []
+    for label in order:
+        record = results.get(QWEN, label, "gsm8k")
+        if record is None:
+            continue
+        gaps = [results.gap(QWEN, label, each, "gsm8k") for each in (VANILLA, end_of("control"))]
+        fewer = results.fewer(QWEN, label, "gsm8k")
+        name = name_of(label)
+        rows.append(
+            [
+                f"**{name}**" if label == end_of(MAIN) else name,
+                percent(score(record)),
+                *("" if gap is None or gap == Measured(0, 0) else _sign(gap) for gap in gaps),
+                f"{record['peak']:.0f}",
+                "" if fewer is None else f"{fewer:.2f}",
+                f"{record['mean_live']:.0f}",
+                f"{record['reads']:,.0f}",
+                f"{record['cache_bytes'] / 1e6:.2f}",
+                f"{record['ended']:.0%}",
+                f"{record['new_tokens']:.0f}",
+            ]
+        )
+    heads = ["", "GSM8K, %", "to vanilla", "to the control", "peak", "times fewer", "read a step"]
+    return table([*heads, "reads", "MB", "ended", "tokens"], rows)
+
+
+def _sign(gap: Measured) -> str:
+    return percent(gap, sign=True)
+
+
+def trainings(results: Results) -> str:
+    """Each training: what it took, and how far its end is from the model."""
+    rows = []
+    for name, log in results.trainings.items():
+        training = TRAININGS[name]
+        measure = "gsm8k" if training.model == QWEN else "piqa"
+        record = results.get(training.model, end_of(name), measure)
+        rows.append(
+            [
+                f"{training.model}: {name_of(end_of(name))}",
+                f"{log['documents']:,}",
+                f"{log['tokens'] / 1e6:.1f}",
+                f"{log['seconds']:.0f}",
+                f"{log['bytes'] / 1e6:.2f}",
+                f"{log['held_out']['distillation']:.4f}",
+                f"{1 / (1 - min(log['steps'][-1]['evicted'], 0.999)):.2f}",
+                percent(score(record)) if record else "-",
+            ]
+        )
+    heads = ["", "documents", "M tokens", "seconds", "MB", "divergence", "reached", "score, %"]
+    return table(heads, rows)
+
+
+def frontier(results: Results) -> str:
+    """Votes of 1 to 8 chains, with what they read and held."""
+    rows = []
+    for label in results.labels(QWEN, "frontier"):
+        for chains in CHAINS:
+            found = results.votes(label, chains)
+            if found is not None:
+                votes, reads, peak = found
+                cells = [percent(vote_of(votes)), f"{reads:,.0f}", f"{peak:,.0f}"]
+                rows.append([name_of(label), str(chains), *cells])
+    return table(["", "chains", "vote, %", "reads", "peak"], rows)
+
+
+def smollm2(results: Results) -> str:
+    """Each task of SmolLM2, with the peak beside it."""
+    order = [VANILLA]
+    order += [end_of(each.name) for each in TRAININGS.values() if each.model == SMOLLM2]
+    order += [f"{SHIPPED}-at2", "smollm2-all-w16-at2", *(name for name in FREE if name != VANILLA)]
+    rows = []
+    for label in order:
+        found = [results.get(SMOLLM2, label, task) for task in (*TASKS, "text")]
+        if not any(found):
+            continue
+        gap = results.mean_gap(label, VANILLA) if label != VANILLA else None
+        cells = [_with_peak(record, task) for record, task in zip(found, _TASK_LABELS, strict=True)]
+        mean = "" if label == VANILLA else percent(gap, sign=True)
+        rows.append([name_of(label), *cells, mean])
+    return table(["", *_TASK_LABELS.values(), "mean to vanilla"], rows)
+
+
+def _with_peak(record: dict[str, Any] | None, task: str) -> str:
+    if record is None:
+        return "-"
+    own = score(record)
+    shown = f"{own.value:.3f}" if task == "text" else f"{100 * own.value:.1f}"
+    return f"{shown} ({record['peak']:.0f})"
+
+
+def speed(config: Config, record: dict[str, Any]) -> str:
+    """Milliseconds and bytes of each method."""
+    rows: list[Sequence[str]] = []
+    for row in record["rows"]:
+        if "failed" in row:
+            rows.append([row["method"], "failed", "-", "-", "-"])
+            continue
+        cut = f"{row['cut_ms']:.1f}" if "cut_ms" in row else ""
+        held = f"{row['cache_bytes'] / 1e6:,.0f}"
+        rows.append(
+            [row["method"], f"{row['step_ms']:.3f}", cut, held, f"{row['reads_a_step']:,.0f}"]
+        )
+    text = (
+        f"Qwen2.5-Coder-0.5B, {config.speed_batch} sequences of {config.speed_context:,} tokens, "
+        f"budgets of a quarter, {record['device']}."
+    )
+    return text + "\n\n" + table(["", "ms a step", "ms a cut", "MB", "reads a row"], rows)

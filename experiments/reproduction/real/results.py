@@ -1,0 +1,128 @@
+"""What a run directory holds: figures of each system, paired with each other."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from dms_jax.evaluation import Measured, difference, majority, mean_over_problems
+from experiments.reproduction.files import read_json
+from experiments.reproduction.real.plan import Paths
+from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.systems import (
+    MEASURES,
+    SMOLLM2,
+    TRAININGS,
+    VANILLA,
+)
+
+TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "needle")  # accuracies of SmolLM2
+CHAINS = (1, 2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Every figure of a run.
+
+    Attributes:
+      records: (model, label of the system, measure) -> its figures.
+      trainings: name -> thinned log.
+      speed: rows of the timed steps, with the device; None if there are none.
+    """
+
+    records: dict[tuple[str, str, str], dict[str, Any]]
+    trainings: dict[str, dict[str, Any]]
+    speed: dict[str, Any] | None
+
+    @classmethod
+    def read(cls, config: Config) -> "Results":
+        """All files of a run directory."""
+        root, records = config.out, {}
+        for path in sorted(root.glob("results/*/*/*.json")):
+            model, label, measure = (*path.parts[-3:-1], path.stem)
+            records[model, label, measure] = read_json(path)
+        speed = next((records.pop(key) for key in list(records) if key[2] == "speed"), None)
+        logs = {name: read_json(Paths(config).summary(name)) for name in TRAININGS}
+        return cls(records, {name: log for name, log in logs.items() if log}, speed)
+
+    def get(self, model: str, label: str, measure: str) -> dict[str, Any] | None:
+        """The figures of a system; None if there are none."""
+        return self.records.get((model, label, measure))
+
+    def labels(self, model: str, measure: str) -> list[str]:
+        """The systems that a measure was taken of."""
+        return [label for name, label, on in self.records if (name, on) == (model, measure)]
+
+    def gap(self, model: str, one: str, other: str, measure: str) -> Measured | None:
+        """The score of one system less that of another, paired by problem."""
+        left, right = (self.get(model, label, measure) for label in (one, other))
+        if left is None or right is None:
+            return None
+        key = "loss" if measure == "text" else "scores"
+        return difference(*(np.asarray(each["per_problem"][key])[None] for each in (left, right)))
+
+    def mean_gap(self, one: str, other: str) -> Measured | None:
+        """The mean over SmolLM2's tasks of paired differences; None unless all were measured."""
+        gaps = [self.gap(SMOLLM2, one, other, task) for task in TASKS]
+        if None in gaps:
+            return None
+        known = [gap for gap in gaps if gap is not None]
+        error = math.sqrt(sum(gap.error**2 for gap in known)) / len(known)
+        return Measured(float(np.mean([gap.value for gap in known])), error)
+
+    def fewer(self, model: str, label: str, measure: str) -> float | None:
+        """How many times smaller the peak is than the vanilla one."""
+        own, vanilla = (self.get(model, each, measure) for each in (label, VANILLA))
+        return vanilla["peak"] / own["peak"] if own and vanilla else None
+
+    def votes(self, label: str, chains: int) -> tuple[np.ndarray, float, float] | None:
+        """Scores of the vote of so many chains by problem, with reads and peak of all of them.
+
+        The mean over the disjoint groups of so many chains.
+        """
+        record = self.get("qwen", label, "frontier")
+        if record is None:
+            return None
+        own = {name: np.asarray(each) for name, each in record["chains_of_problems"].items()}
+        count = own["scores"].shape[1] // chains
+        if not count:
+            return None
+        groups = [slice(n * chains, (n + 1) * chains) for n in range(count)]
+        votes = np.zeros((len(own["scores"]), count))
+        for place, group in enumerate(groups):
+            for problem, answers in enumerate(own["answers"][:, group].tolist()):
+                winner = majority([None if answer < 0 else str(answer) for answer in answers])
+                if winner is not None:
+                    votes[problem, place] = own["answer_scores"][problem, group][winner]
+        reads, peak = (float(own[name].mean() * chains) for name in ("reads", "peak"))
+        return votes.mean(1), reads, peak
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as JSON data, of each problem its score alone."""
+        kept = []
+        for record in self.records.values():
+            own = {
+                k: v for k, v in record.items() if k not in ("per_problem", "chains_of_problems")
+            }
+            own["task"] = None  # has paths
+            problems = record.get("per_problem", {})
+            own["per_problem"] = problems.get("scores") or problems.get("loss")
+            kept.append(own)
+        return {"systems": kept, "trainings": list(self.trainings.values()), "speed": self.speed}
+
+
+def score(record: dict[str, Any]) -> Measured:
+    """The score of a system with its error."""
+    value, error = record["score"]
+    return Measured(value, math.nan if error is None else error)
+
+
+def vote_of(votes: np.ndarray) -> Measured:
+    """The mean of votes with its error."""
+    return mean_over_problems(votes[:, None])
+
+
+def measures_of(model: str) -> tuple[str, ...]:
+    """What is asked of a model."""
+    return MEASURES[model]

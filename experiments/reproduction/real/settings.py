@@ -1,0 +1,100 @@
+"""Settings of the measurement of real models."""
+
+import dataclasses
+import pathlib
+from typing import Literal
+
+import dms_jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Retrofit real language models with DMS on their own answers, and measure every method."""
+
+    out: pathlib.Path = pathlib.Path("runs/real-models")
+    """Run directory. What is there already is not done again."""
+    qwen: str = ""
+    """Qwen2.5-Coder-0.5B-Instruct: GGUF file, Hugging Face directory or hub id. Left out if not
+    given."""
+    smollm2: str = ""
+    """SmolLM2-135M-Instruct, likewise."""
+    data: pathlib.Path | None = None
+    """Folder with gsm8k/train.jsonl and test.jsonl; for SmolLM2 also text/*.txt (trained on),
+    text/wikitext-2/test.txt, arc/arc_easy.jsonl, arc/ARC-Challenge-Test.jsonl,
+    commonsense/hellaswag_sample.jsonl and commonsense/piqa.jsonl."""
+    pages: pathlib.Path | None = None
+    """Folder for README.md, results.json and the pictures; the run directory unless given."""
+    pack: pathlib.Path | None = None
+    """Folder for an archive of results and adapters; nowhere unless given."""
+    processes: int = 1
+    """Workers, which take turns on the GPUs."""
+    deadline_minutes: float = 1e6
+    """Nothing starts later than this after the beginning, and trainings stop at a checkpoint."""
+    only: Literal["all", "jobs", "report"] = "all"
+    """"jobs" writes no page; "report" does no job and writes the page from what is there."""
+    trainings: tuple[str, ...] = ()
+    """Only these trainings; all unless given."""
+
+    shards: int = 14
+    """Jobs that the sampling of Qwen's answers is split into; SmolLM2's are a quarter of them."""
+    questions: int = 7345
+    """Training questions of GSM8K that are answered; the last ones of the file are held out."""
+    held_out: int = 64
+    """Training questions that nothing is trained on, for the divergence of each training."""
+    temperatures: tuple[float, ...] = (0.7, 1.0)
+    """At which answers are sampled, one of each."""
+    max_new_tokens: int = 400
+    """Longest answer."""
+    unended: bool = False
+    """Train on answers that were cut off too."""
+    needles: int = 400
+    """Documents of retrieval that SmolLM2 reads beside texts and its own answers."""
+
+    sequence_length: int = 2048
+    """Tokens a training sequence."""
+    batch_size: int = 16
+    """Sequences an optimizer step."""
+    micro_batch_size: int = 8
+    """Sequences in one pass."""
+    tokens: int = 10_000_000
+    """Of a training of Qwen whose plan says 1."""
+    small_tokens: int = 10_000_000
+    """Of a training of SmolLM2 whose plan says 1."""
+
+    problems: int | None = None
+    """Test problems of GSM8K; all unless given."""
+    choices: int = 1000
+    """Questions of each multiple-choice task."""
+    text_tokens: int = 131_072
+    """Tokens of the held-out text."""
+    window: int = 2048
+    """Tokens of it that are predicted together."""
+    needle_problems: int = 100
+    """Problems of each retrieval task of RULER."""
+    ruler_length: int = 2048
+    """Tokens of each of them."""
+    frontier_problems: int = 200
+    """Test problems of GSM8K of the frontier."""
+    frontier_chains: int = 8
+    """W, chains of each."""
+    frontier_temperature: float = 0.7
+    """Of their draws."""
+    speed_context: int = 4096
+    """Tokens that each sequence has seen whose steps are timed."""
+    speed_batch: int = 64
+    """Sequences whose steps are timed."""
+    lanes: int = 672
+    """Sequences in the cache at a time."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and not value > 0:
+                raise dms_jax.ConfigError(f"{field.name} must be positive, got {value}")
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Name -> where it is, of the models that are measured."""
+        given = {"qwen": self.qwen, "smollm2": self.smollm2}
+        return {name: path for name, path in given.items() if path}

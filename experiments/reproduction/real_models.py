@@ -1,0 +1,91 @@
+r"""Two real language models with a small cache: retrofits on own answers, beside every method.
+
+Qwen2.5-Coder-0.5B-Instruct answers GSM8K; SmolLM2-135M-Instruct chooses endings, reads text and
+looks for needles. Each samples its own answers, is retrofitted with DMS in several ways, and is
+compared with itself, with itself trained further on the same tokens, and with what needs no
+training at as many measured live tokens.
+
+    python -m experiments.reproduction.real_models --qwen qwen.gguf --smollm2 smollm2.gguf \
+        --data data --processes 4 --deadline-minutes 9
+    python -m experiments.reproduction.real_models --only report
+
+Work is split into jobs that write files. A run that was cut off goes on where it stopped when the
+same command is given again; what is there is not done twice, a training goes on from its
+checkpoint, and an evaluation after the answers that it has.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+import sys
+import tarfile
+import time
+
+import dms_jax
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import FAILED, run
+from experiments.reproduction.first_curve import split
+from experiments.reproduction.processes import run_workers
+from experiments.reproduction.real.jobs import check_settings, read_config, write_config
+from experiments.reproduction.real.page import write_pages
+from experiments.reproduction.real.plan import Paths, jobs
+from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.systems import TRAININGS
+
+JOBS = "experiments.reproduction.real.jobs"
+_PART_BYTES = 15_000_000
+
+
+def main(config: Config) -> int:
+    """Does what is left of the plan and writes the page; 1 if a job failed."""
+    start = time.time()
+    if config.only != "report":
+        make_folder("--out", config.out)
+        check_settings(config)
+        for leftover in ("locks", "failed"):  # of a run that was cut off
+            shutil.rmtree(config.out / leftover, ignore_errors=True)
+        write_config(config)
+        run_workers(JOBS, config.out, config.processes, start + 60 * config.deadline_minutes)
+    elif (config.out / "config.json").exists():  # the plan that was carried out
+        own = dict(out=config.out, pages=config.pages, pack=config.pack, only=config.only)
+        config = dataclasses.replace(read_config(config.out), **own)
+    if config.pack is not None:
+        pack(config, config.pack)
+    paths = Paths(config)
+    failures = sorted((config.out / "failed").glob("*.txt"))
+    for failure in failures:
+        print(f"failed: {failure}\n{failure.read_text().strip().splitlines()[-1]}")
+    left = sum(not paths.done(job) for job in jobs(config))
+    print(f"{left} jobs are left; {time.time() - start:.0f} s")
+    if config.only == "jobs":
+        return FAILED if failures else 0
+    if not any(paths.root.glob("results/*/vanilla/*.json")):
+        raise dms_jax.ConfigError(
+            f"{config.out} holds no results yet; the same command without --only makes them."
+        )
+    pages = config.pages or config.out
+    write_pages(config, pages)
+    print(f"The page is {pages / 'README.md'}")
+    return FAILED if failures else 0
+
+
+def pack(config: Config, folder: pathlib.Path) -> None:
+    """Puts results, logs and adapters into an archive, cut into parts; no weights of a model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = folder / "real-models.tar.gz"
+    names = ["summaries", "jobs", "failed", "config.json"]
+    names += [path.name for path in config.out.glob("worker-*.log")]
+    names += [str(f.relative_to(config.out)) for f in config.out.glob("results/*/*/*.json")]
+    adapters = [each.name for each in TRAININGS.values() if each.adapter_only]
+    names += [f"trainings/{name}/model" for name in adapters]
+    names += [f"trainings/{name}/log.jsonl" for name in TRAININGS]
+    with tarfile.open(whole, "w:gz") as archive:
+        for name in names:
+            if (config.out / name).exists():
+                archive.add(config.out / name, name)
+    split(whole, _PART_BYTES)
+
+
+if __name__ == "__main__":
+    stopped = "Stopped; the same command goes on from here."
+    sys.exit(run(main, Config, description=__doc__, interrupted=stopped))

@@ -1,0 +1,73 @@
+"""Models and texts that the wheel leaves out: found, fetched, checked, or asked for in words."""
+
+import importlib.metadata
+import tomllib
+
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.assets import fetching
+from tests.test_architecture import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SOURCE = PROJECT["urls"]["Source"]
+
+
+def test_what_is_fetched_is_what_lies_here():
+    for file, one in fetching.listed().items():
+        assert fetching._is_that(fetching.OWN / file, one), f"write {file} to fetched.json anew"
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """As if dms_jax had come from a wheel: without what it leaves out."""
+    monkeypatch.setattr(fetching, "OWN", tmp_path / "wheel")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(fetching.VARIABLE, raising=False)
+    fetching.listed()  # was read before the files went
+
+
+def test_an_asset_that_is_not_here_says_how_to_get_it(installed, monkeypatch):
+    here = ROOT / "dms_jax" / "assets"
+    with pytest.raises(dms_jax.DataError, match=r"22 MB\): dms-jax assets reasoner-11m"):
+        assets.path("reasoner-11m")
+    for part in (assets.stories, assets.books):
+        with pytest.raises(dms_jax.DataError, match=r"dms_jax\.assets\.fetch"):
+            part("more" if part is assets.stories else "test")
+    with pytest.raises(dms_jax.DataError, match="no asset is called 'gpt5'"):
+        assets.path("gpt5")
+    monkeypatch.setenv(fetching.VARIABLE, str(here))
+    assert assets.path("reasoner-11m") == here / "reasoner-11m"
+
+
+def test_assets_are_fetched_checked_and_found(installed, tmp_path):
+    here = ROOT / "dms_jax" / "assets"
+    told = []
+    assets.fetch("books", source=str(here), tell=told.append)
+    assert assets.path("books") == tmp_path / "cache" / "dms_jax" / "assets" / "books"
+    assert len(assets.books("test")) == 2
+    assert told[0].startswith("books/")
+    assets.fetch("books", source="/nowhere")  # is there already
+    with pytest.raises(dms_jax.DataError, match="cannot be fetched"):
+        assets.fetch("reasoner-11m", source=str(tmp_path / "nowhere"))
+    with pytest.raises(dms_jax.ConfigError, match=r"gpt5: there are books, .*tinystories"):
+        assets.fetch("gpt5")
+
+
+def test_another_file_than_the_one_of_this_version_is_refused(installed, tmp_path):
+    wrong = tmp_path / "there" / "books"
+    wrong.mkdir(parents=True)
+    for file in fetching.listed():
+        (tmp_path / "there" / file).parent.mkdir(exist_ok=True)
+        (tmp_path / "there" / file).write_bytes(b"something else")
+    with pytest.raises(dms_jax.DataError, match="not the file that this version"):
+        assets.fetch("books", source=str(tmp_path / "there"))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_files_are_fetched_from_this_version_of_the_project():
+    host = SOURCE.replace("//github.com", "//raw.githubusercontent.com")
+    if "Project-URL" not in importlib.metadata.metadata("dms-jax"):
+        pytest.skip("installed before the project had addresses: run make install again")
+    assert fetching.address() == f"{host}/v{PROJECT['version']}/dms_jax/assets"

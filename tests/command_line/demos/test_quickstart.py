@@ -1,0 +1,77 @@
+"""The quickstart, with hardly any training: every row, file and figure that it promises."""
+
+import json
+
+import pytest
+
+import dms_jax
+from dms_jax.command_line.demos import quickstart
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    config = quickstart.Config(
+        out=tmp_path,
+        sequences=2,
+        steps_per_ratio=1,
+        window=4,
+        ratio=5.0,
+    )
+    rows = quickstart.main(config)
+
+    windows = ["DMS", "StreamingLLM", "StreamingLLM"]
+    assert [row.method for row in rows] == ["dense", *windows, *windows, "TOVA", "random"]
+    dense = rows[0]
+    assert dense.peak_tokens == 511
+    assert dense.reads == 511 * 512 / 2
+    assert 1.0 < dense.nats < 1.7  # a trained model, not noise: uniform would be 6.24
+    for row in rows[1:]:
+        assert row.peak_ratio == pytest.approx(dense.peak_tokens / row.peak_tokens)
+        assert row.reads_ratio == pytest.approx(dense.reads / row.reads)
+        assert row.increase == pytest.approx(row.nats - dense.nats, abs=1e-5)  # float32
+    for dms, same_peak, same_reads in (rows[1:4], rows[4:7]):
+        assert same_peak.peak_tokens == pytest.approx(dms.peak_tokens, abs=0.51)
+        assert same_reads.reads == pytest.approx(dms.reads, rel=0.01)
+    dms, same_peak, _, tova, random = rows[4:]
+    assert tova.peak_tokens == same_peak.peak_tokens
+    assert random.peak_tokens == pytest.approx(dms.peak_tokens, rel=0.05)
+    assert len(rows) == quickstart.ROWS
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [row["label"] for row in results["rows"]] == [row.label for row in rows]
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "evictions.html").read_text()
+    assert all(f'"name":"{name}"' in page for name in ("DMS", "StreamingLLM", "TOVA"))
+    printed = capsys.readouterr().out
+    assert "A new story from the compressed cache" in printed
+    assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
+
+
+def test_budgets_for_equal_reads_and_equal_peak():
+    # sum over t = 1 ... 10 of min(t, 7) = 1 + ... + 6 + 4 * 7 = 49
+    assert quickstart.streaming_budget_for_reads(49.0, 10) == 7
+    # 4 + 1 tokens in the window and half of the other 10
+    assert quickstart.random_rate(10.0, window=4, tokens=15) == pytest.approx(0.5)
+
+
+def test_verdict_needs_two_standard_errors():
+    def row(increase, error):
+        numbers = dict.fromkeys(
+            ("nats", "error", "peak_tokens", "reads", "peak_ratio", "reads_ratio", "seconds"), 1.0
+        )
+        return quickstart.Row(
+            label="", method="", policy={}, cache_bytes=0, increase=increase,
+            increase_error=error, **numbers,
+        )  # fmt: skip
+
+    dms = row(0.010, 0.001)
+    assert "DMS is better by 0.0100" in quickstart.verdict(dms, row(0.020, 0.001))
+    assert "DMS is worse by 0.0100" in quickstart.verdict(dms, row(0.000, 0.001))
+    assert "no difference" in quickstart.verdict(dms, row(0.012, 0.001))
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(dms_jax.ConfigError, match=r"--out .*file: "):
+        quickstart.main(quickstart.Config(out=tmp_path / "file"))

@@ -1,0 +1,32 @@
+"""The demonstration of the reasoning models: what it shows is what was decoded."""
+
+import chex
+import pytest
+
+import dms_jax
+from dms_jax.command_line.demos import solve
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_the_shipped_models_solve_the_same_problems_side_by_side(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    results = solve.main(solve.Config(problems=1, lines=4))
+    shown = capsys.readouterr().out
+    dense, compressed = results.values()
+    policy = dms_jax.DMS(window=16, source="adapter", shift=0)
+    assert compressed.settings["policy"] == policy.to_dict()
+    assert dense.settings["policy"] == dms_jax.Vanilla().to_dict()
+    chex.assert_trees_all_equal(dense.prompt_tokens, compressed.prompt_tokens)
+    for index, task in enumerate(solve.TASKS):
+        problem = task.problem("test", 0)
+        assert problem.prompt.splitlines()[0][:60] in shown
+        for result in results.values():
+            chex.assert_shape(result.scores, (4, 1))
+            assert result.completions[index][0].strip().splitlines()[-1] in shown
+    for result in results.values():
+        assert result.scores[3, 0] == 1  # the needle
+        assert f"{result.reads_per_problem:,.0f}" in shown
+    fewer = dense.peak_per_problem / compressed.peak_per_problem
+    assert fewer > 4
+    assert f"{fewer:.1f}x" in shown

@@ -1,0 +1,148 @@
+"""What holds for every command of `dms-jax`: how it is called, how it ends, where it writes."""
+
+import dataclasses
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import dms_jax
+from dms_jax.command_line import COMMANDS, main, policy_options, running
+from dms_jax.policies import POLICIES
+from tests.test_architecture import ROOT
+
+
+def module_of(name):
+    return importlib.import_module(f"dms_jax.command_line.{name}")
+
+
+def test_the_list_of_commands(capsys):
+    for arguments in ([], ["--help"]):
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert all(
+            re.search(f"^  {name} .*{what}$", shown, re.M) for name, what in COMMANDS.items()
+        )
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{dms_jax.__version__}\n"
+    assert main(["generat"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ConfigError: 'generat' is no command; there are generate, ")
+
+
+def test_it_runs_as_a_module_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "dms_jax.command_line", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, dms_jax.__version__), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_every_option_and_policy(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: dms-jax {name}")
+    fields = {field.name: field for field in dataclasses.fields(module_of(name).Config)}
+    for field in fields.values():
+        nested = dataclasses.is_dataclass(field.default_factory)
+        if not nested and "Positional" not in str(field.type):
+            assert f"-{field.name.replace('_', '-')}" in shown
+    if "policy" in fields:
+        for policy, kind in POLICIES.items():
+            assert f"  {policy}: " in shown
+            assert all(f"{field.name}=" in shown for field in dataclasses.fields(kind))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_that_there_is_none_of_ends_with_2(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--no-such-option", "1"])
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert "no-such-option" in said.err
+    assert "Traceback" not in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_cannot_be_written_ends_with_2(name, capsys, tmp_path):
+    """A folder below a file is none."""
+    fields = {field.name: field for field in dataclasses.fields(module_of(name).Config)}
+    if "out" not in fields:
+        return
+    (tmp_path / "file").touch()
+    assert main([name, "--out", str(tmp_path / "file" / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ConfigError: --out")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_nothing_is_written_but_to_runs(name):
+    for field in dataclasses.fields(module_of(name).Config):
+        if field.name in ("out", "save", "answers") and field.default is not None:
+            assert field.default.parts[0] == "runs"
+
+
+def test_every_option_of_every_policy_is_explained():
+    for policy in policy_options.described():
+        for option in policy.options:
+            assert option.meaning, f"{policy.name}.{option.name} has no line below Attributes:"
+            assert option.kind
+    assert [policy.name for policy in policy_options.described()] == list(POLICIES)
+
+
+def test_policies_are_shown_with_defaults(capsys):
+    assert main(["policies", "SnapKV"]) == 0
+    shown = capsys.readouterr().out
+    assert "    window=64  (integer)\n        number of recent queries that vote" in shown
+    assert "interval=512  (integer or null)\n        number of generated tokens" in shown
+    assert "DMS" not in shown
+    assert main(["policies", "SnapKw"]) == 2
+
+
+def test_assets_are_fetched_by_command(capsys, tmp_path):
+    source = str(ROOT / "dms_jax" / "assets")
+    assert main(["assets", "books", "--source", source, "--to", str(tmp_path)]) == 0
+    assert (tmp_path / "books" / "moby_dick.txt.gz").is_file()
+    assert f"The assets are in {tmp_path}." in capsys.readouterr().out
+
+
+def test_errors_and_interrupts_end_with_a_line(capsys):
+    def wrong(_):
+        raise dms_jax.ConfigError("there is no such thing")
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    @dataclasses.dataclass
+    class Config:
+        """Settings."""
+
+    def status(main) -> int:
+        return running.run(main, Config, description="", arguments=[], interrupted="Come again.")
+
+    assert status(wrong) == 2
+    assert capsys.readouterr().err == "ConfigError: there is no such thing\n"
+    assert status(interrupt) == 130
+    assert capsys.readouterr().err == "Come again.\n"
+    assert [status(lambda _, result=result: result) for result in (None, 0, 3, ["rows"])] == [
+        *(0, 0, 3, 0)
+    ]
+    with pytest.raises(ZeroDivisionError):  # an error of ours is no wrong call
+        status(lambda _: 1 / 0)
+
+
+def test_a_report_tells_the_command_without_its_folder(monkeypatch):
+    arguments = ["--out", "/home/me/runs", "--only", "TOVA", "DMS (drawn)", "--save=/home/me/x"]
+    monkeypatch.setattr(sys, "argv", ["/home/me/bin/dms-jax", "compare", *arguments])
+    told = running.command(without=("--out", "--save"))
+    assert told == "dms-jax compare --only TOVA 'DMS (drawn)'"

@@ -1,0 +1,137 @@
+"""The evaluation script: what it prints and writes, and what it says to mistakes."""
+
+import dataclasses
+import inspect
+import json
+
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.command_line import evaluate, hyperscale, options
+from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, WordChain
+from dms_jax.evaluation import Chat
+from dms_jax.evaluation.sandbox import Sandbox
+from dms_jax.evaluation.tasks import RULER
+from dms_jax.evaluation.tasks.ruler import RULER_TASKS
+from tests.evaluation.tasks.published import GPQA_CSV, PIQA, lines, text
+from tests.evaluation.tasks.published_code import HUMANEVAL, LIVECODEBENCH
+from tests.support.containment import needs_containment
+
+MODEL = str(assets.path("stories260k"))
+
+
+def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
+    config = evaluate.Config(
+        model=MODEL,
+        task="reasoning",
+        policy="StreamingLLM",
+        options=("budget=20",),
+        problems=3,
+        chains=2,
+        max_new_tokens=6,
+        page_size=16,
+        out=tmp_path / "results.json",
+        samples=1,
+    )
+    result = evaluate.main(config)
+    data = json.loads(config.out.read_text())
+    assert data["policy"] == dms_jax.StreamingLLM(budget=20).to_dict()
+    assert data["accuracy"] == [result.accuracy.value, result.accuracy.error]
+    assert data["peak"] == result.peak_per_problem == 40  # two chains of prompts beyond 20 tokens
+    assert set(data["tasks"]) == {"linear", "arithmetic", "words"}
+    assert data["versions"]["jax"]
+    assert len(data["samples"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:6]] == [
+        "reasoning",
+        "linear",
+        "arithmetic",
+        "words",
+    ]
+
+
+def test_tasks_on_files(tmp_path, capsys):
+    gpqa, piqa = text(tmp_path / "q.csv", GPQA_CSV), lines(tmp_path / "p.jsonl", PIQA)
+    small = dict(model=MODEL, max_new_tokens=2, page_size=16, lanes=4)
+    config = evaluate.Config(
+        task="gpqa", task_options=(f"path={gpqa}",), answers=tmp_path / "answers", **small
+    )
+    assert len(evaluate.main(config).scores) == 2
+    assert "| gpqa |" in (tmp_path / "answers/table.md").read_text()
+    out = tmp_path / "piqa.json"
+    config = evaluate.Config(task="piqa", task_options=(f"path={piqa}",), out=out, **small)
+    result = evaluate.main(config)
+    assert json.loads(out.read_text())["acc"][0] == result.accuracy.value
+    assert "piqa, 1 questions: acc" in capsys.readouterr().out
+    for name in ("gpqa", "piqa"):
+        with pytest.raises(dms_jax.ConfigError, match=f"--task {name} reads a file"):
+            evaluate.main(evaluate.Config(task=name, **small))
+    chat = evaluate.Config(chat=True, system="Be brief.", template=("enable_thinking=false",))
+    assert chat.make_chat() == Chat(system="Be brief.", variables={"enable_thinking": False})
+
+
+def test_tasks_by_name():
+    assert options.read_tasks("needle", ["size=40", "haystack=noise"]) == [
+        Needle(size=40, haystack="noise")
+    ]
+    tasks = options.read_tasks("reasoning", ['{"steps": [2, 3], "seed": 5}'])
+    assert tasks == [LinearEquation(seed=5), Arithmetic(seed=5), WordChain(steps=(2, 3), seed=5)]
+    with pytest.raises(dms_jax.ConfigError, match="no option sice"):
+        options.read_tasks("needle", ["sice=40"])
+    with pytest.raises(dms_jax.ConfigError, match="none of linear"):
+        options.read_tasks("poetry", [])
+
+
+@pytest.mark.parametrize("name", ["humaneval", "livecodebench"])
+def test_code_is_run_only_where_it_is_allowed(name, tmp_path):
+    records = {"humaneval": HUMANEVAL, "livecodebench": LIVECODEBENCH}[name]
+    path = f"path={lines(tmp_path / 'a.jsonl', records)}"
+    with pytest.raises(dms_jax.ConfigError, match=rf"--task {name} .*with --allow-code"):
+        options.read_tasks(name, [path])
+    with pytest.raises(dms_jax.ConfigError, match=f"--task {name} reads a file"):
+        options.read_tasks(name, [], allow_code=True)
+    with pytest.raises(dms_jax.ConfigError, match="sandbox= takes limits as a JSON object"):
+        options.read_tasks(name, [path, "sandbox=yes"], allow_code=True)
+    with pytest.raises(dms_jax.ConfigError, match="second"):
+        options.read_tasks(name, [path, 'sandbox={"second": 3}'], allow_code=True)
+    for script in (evaluate, hyperscale):
+        assert script.Config().allow_code is False
+
+
+@needs_containment
+def test_programming_tasks_by_name(tmp_path, capsys):
+    path = f"path={lines(tmp_path / 'a.jsonl', HUMANEVAL)}"
+    given = (path, 'sandbox={"seconds": 3}', "style=plain")
+    (task,) = options.read_tasks("humaneval", given, allow_code=True)
+    assert (task.name, task.sandbox, task.style) == ("humaneval", Sandbox(seconds=3), "plain")
+    config = evaluate.Config(
+        model=MODEL, task="humaneval", task_options=given, max_new_tokens=2, page_size=16, lanes=4
+    )
+    with pytest.raises(dms_jax.ConfigError, match="--allow-code"):
+        evaluate.main(config)
+    result = evaluate.main(dataclasses.replace(config, allow_code=True))
+    assert len(result.scores) == len(HUMANEVAL)
+    assert "| humaneval |" in capsys.readouterr().out
+
+
+def test_rulers_tasks_by_name(tmp_path):
+    squad = text(tmp_path / "dev.json", "{}")
+    names = [task.name for task in options.read_tasks("ruler", ["length=900", f"squad={squad}"])]
+    assert names == list(RULER_TASKS[:12])
+    assert options.read_tasks("ruler", ["task=vt", "length=900", "chains=40", "hops=0"]) == [
+        RULER("vt", 900, chains=40, hops=0)
+    ]
+    with pytest.raises(dms_jax.ConfigError, match="--task-options size: there are length, squad"):
+        options.read_tasks("ruler", ["size=3"])
+    with pytest.raises(dms_jax.ConfigError, match="RULER has no option size"):
+        options.read_tasks("ruler", ["task=vt", "size=3"])
+
+
+def test_what_is_not_said_is_as_the_library_has_it():
+    config = evaluate.Config()
+    library = inspect.signature(dms_jax.evaluation.evaluate).parameters
+    for name in ("problems", "chains", "split", "seed"):
+        assert getattr(config, name) == library[name].default
+    assert config.make_serving() == dms_jax.evaluation.Serving()
+    assert config.make_sampling() == dms_jax.evaluation.SAMPLING

@@ -1,0 +1,122 @@
+"""`dms-jax generate`: what it shows, and what it says to mistakes."""
+
+import inspect
+
+import pytest
+
+import dms_jax
+from dms_jax.command_line import generate
+from dms_jax.command_line.options import read_policy
+from dms_jax.command_line.running import run
+
+QUICK = ["--max-new-tokens", "12", "--temperature", "0", "--page-size", "16", "--chunk", "8"]
+
+
+def call(arguments: list[str]) -> int:
+    """What the command does with a command line; its exit status."""
+    return run(generate.main, generate.Config, description=generate.__doc__, arguments=arguments)
+
+
+def test_one_answer_and_its_usage(capsys):
+    assert call(["Once upon a time", *QUICK]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Once upon a time\n, there was a")
+    assert "Vanilla" in shown
+    assert "length" in shown
+
+
+def test_several_answers_under_another_policy(capsys, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("Lily and Tom\n\nOne [bold]day\n")
+    arguments = ["Once", "--file", str(file), "--policy", "TOVA", "--options", "budget=8"]
+    assert call([*arguments, "--samples", "2", *QUICK]) == 0
+    shown = capsys.readouterr().out
+    assert "TOVA" in shown
+    assert shown.count("Lily and Tom") == 2
+    assert "One [bold]day" in shown
+    assert "all" in shown
+
+
+def test_options_of_a_policy():
+    def read(*options: str):
+        return read_policy("DMS", options)
+
+    assert read() == dms_jax.DMS()
+    assert read("window=16", "source=adapter", "alpha_offset=2.5") == dms_jax.DMS(
+        window=16, source="adapter", alpha_offset=2.5
+    )
+    assert read('{"window": 16, "shift": 0}') == dms_jax.DMS(window=16, shift=0)
+    assert read_policy(None, ()) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "There is no prompt"),
+        (["a", "--model", "not/a/path/at/all"], "it is not a hub id"),
+        (["a", "--policy", "DSM"], "Unknown cache policy 'DSM'"),
+        (["a", "--policy", "TOVA", "--options", "budget"], "name=value or a JSON object"),
+        (["a", "--policy", "TOVA", "--options", "bugdet=8"], "no option bugdet"),
+        (["a", "--policy", "TOVA", "--options", "{budget: 8}"], "not a JSON object"),
+        (["a", "--policy", "TOVA", "--options", "budget=0"], "whole number of at least 1"),
+        (["a", "--options", "budget=8"], "name it with --policy"),
+        (["a", "--policy", "DMS", "--options", "source=adapter"], "adapter"),
+        (["a", "--file", "absent.txt"], "absent.txt cannot be read"),
+        (["a", "--temperature", "-1"], "temperature must be"),
+        (["a", "--samples", "0"], "--samples must be at least 1"),
+        (["a", "--memory-gb", "0.000001"], "Give it more memory"),
+        (["a", "--page-size", "0"], "page_size must be"),
+        (["a", "--chat"], "no chat template"),
+        ([""], "empty string"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(arguments, says, capsys):
+    assert call(arguments) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert says in error
+    assert "Traceback" not in error
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate.dms_jax, "generate", interrupt)
+    assert call(["Once", *QUICK]) == 130
+    assert "Interrupted" in capsys.readouterr().err
+
+
+def test_what_is_not_said_is_as_the_library_has_it():
+    config = generate.Config()
+    assert config.make_sampling() == dms_jax.Sampling()
+    call = inspect.signature(dms_jax.generate).parameters
+    assert config.cache() == {name: call[name].default for name in config.cache()}
+    assert config.make_policy() is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "says"),
+    [
+        ("SnapKV", ["compression_ratio=2"], "SnapKV dropped nothing: rows are cut after the prompt "
+         "and every 512 tokens of an answer"),
+        ("TOVA", ["budget=500"], "TOVA dropped nothing: no row came to hold more"),
+        ("TOVA", ["budget=8"], None),
+        ("Vanilla", [], None),
+    ],
+)  # fmt: skip
+def test_what_drops_nothing_says_so_and_what_serves_is_said_once(policy, options, says, capsys):
+    given = ["--options", *options] if options else []
+    assert call(["Once upon a time", "--policy", policy, *given, *QUICK]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("dropped nothing" in shown) == (says is not None)
+    assert says is None or says in shown
+    assert says is None or says in shown
+    assert shown.count("Attention in decoding: xla (no kernel is for cpu).") == 1
+
+
+def test_a_warning_is_a_line_and_names_no_code(capsys):
+    """DMS on a checkpoint that was not made for it."""
+    assert call(["Once", "--policy", "DMS", *QUICK]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("Warning: This checkpoint was not retrofitted for DMS")
+    assert ".py" not in said

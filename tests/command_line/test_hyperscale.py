@@ -1,0 +1,72 @@
+"""The script of hyper-scaling: systems as they are written, tables, files, and going on."""
+
+import dataclasses
+import functools
+import inspect
+import json
+
+import pytest
+
+import dms_jax
+from dms_jax.command_line import hyperscale
+from dms_jax.evaluation import System
+
+
+@pytest.fixture
+def declared(stories):
+    """A checkpoint that declares DMS."""
+    return dataclasses.replace(stories, policy=dms_jax.DMS(window=10, alpha_offset=0.0))
+
+
+def test_systems_as_they_are_written(stories, declared):
+    def load(name):
+        return {"plain": stories, "mine": declared}[name]
+
+    read = functools.partial(hyperscale.read_system, default="plain", load=load)
+    assert read("Vanilla") == System("Vanilla", None, stories)  # as the checkpoint declares
+    assert read("TOVA,compression_ratio=4,name=cut") == System(
+        "cut", dms_jax.TOVA(compression_ratio=4), stories
+    )
+    # A checkpoint's own policy, unless another or other options are asked for.
+    assert read("DMS,model=mine,ratio=8") == System("DMS", None, declared, 8)
+    assert read("TOVA,model=mine") == System("TOVA", dms_jax.TOVA(), declared)
+    assert read("DMS,model=mine,window=5").policy == dms_jax.DMS(window=5)
+    with pytest.raises(dms_jax.ConfigError, match="TOWA"):
+        read("TOWA")
+    with pytest.raises(dms_jax.ConfigError, match="name=value"):
+        read("TOVA,4")
+
+
+def test_tables_files_and_going_on(tmp_path, capsys):
+    config = hyperscale.Config(
+        model="stories260k",
+        systems=("Vanilla", "TOVA,budget=20,ratio=3"),
+        task="linear",
+        lengths=(2, 4),
+        chains=(1, 2),
+        problems=2,
+        page_size=16,
+        method="pass",
+        out=tmp_path / "run",
+    )
+    result = hyperscale.main(config)
+    shown = capsys.readouterr().out
+    assert "4-2-3" in shown
+    assert result.gains_table("pass") in shown
+    data = json.loads((tmp_path / "run/results.json").read_text())
+    assert data["points"] == json.loads(json.dumps(result.to_dict("pass")["points"]))
+    assert data["method"] == "pass"
+    assert result.table("pass") in (tmp_path / "run/table.md").read_text()
+    assert data["versions"]["jax"]
+    assert (tmp_path / "run/figure.png").stat().st_size > 10_000
+    sizes = {path: path.stat().st_size for path in tmp_path.rglob("answers.jsonl")}
+    assert len(sizes) == 2
+    assert hyperscale.main(config).table() == result.table()
+    assert {path: path.stat().st_size for path in tmp_path.rglob("answers.jsonl")} == sizes
+
+
+def test_what_is_not_said_is_as_the_library_has_it():
+    config, library = hyperscale.Config(), inspect.signature(dms_jax.hyperscale).parameters
+    for name in ("problems", "split", "seeds", "stop_decided"):
+        assert getattr(config, name) == library[name].default
+    assert config.temperature == dms_jax.evaluation.SAMPLING.temperature

@@ -1,0 +1,47 @@
+"""Times of whole calls: what is served, what is counted, and the limit beside it."""
+
+import json
+
+import pytest
+
+import dms_jax
+from experiments.benchmarks import engine as script
+
+
+def test_a_first_call_and_whole_calls_are_timed(tmp_path):
+    out = tmp_path / "engine.json"
+    config = script.Config(
+        shape="tiny",
+        policies=("live",),
+        live=12,
+        lanes=2,
+        requests=3,
+        prompts=(5, 9),
+        new_tokens=4,
+        memory=1e6,
+        chunk=4,
+        runs=1,
+        dtype="float32",
+        out=out,
+    )
+    script.main(config)
+    (policy,) = json.loads(out.read_text())["policies"]
+    first, (run,) = policy["first_call"], policy["runs"]
+    assert first["requests"] == 2
+    assert first["new_tokens"] <= 2 * config.chunk
+    assert first["programs"] > 3
+    assert run["requests"] == 3
+    assert 15 <= run["prompt_tokens"] <= 27
+    assert run["tokens_per_second"] == run["new_tokens"] / run["seconds"]
+    limit = run["limit"]
+    parts = ("weights_seconds", "cache_seconds", "prefill_seconds")
+    assert limit["seconds"] == pytest.approx(sum(limit[part] for part in parts))
+    weights = 4 * (2 * (4 * 64 * 64 - 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64 + 512 * 64)
+    # The output matrix is as large as the embedding, of which a step reads only a few rows.
+    steps = run["new_tokens"] / 2
+    assert limit["weights_seconds"] == pytest.approx(steps * weights / 4.8e12, rel=1e-3)
+
+
+def test_every_size_is_at_least_one():
+    with pytest.raises(dms_jax.ConfigError, match="lanes must be positive, got 0"):
+        script.Config(lanes=0)

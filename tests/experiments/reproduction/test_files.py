@@ -1,0 +1,37 @@
+"""Files of run directories and pages: whole or not there; lines of a page that fit."""
+
+import numpy as np
+import pytest
+
+from experiments.reproduction.files import wrap, write_arrays
+
+
+def test_arrays_that_were_cut_off_while_they_were_written_are_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "data" / "0.npz"
+    write_arrays(path, a=np.arange(3))
+    with np.load(path) as stored:
+        assert stored["a"].tolist() == [0, 1, 2]
+
+    def stop(file, **arrays):
+        file.write(b"PK")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez_compressed", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write_arrays(tmp_path / "data" / "1.npz", a=np.arange(3))
+    assert [each.name for each in (tmp_path / "data").glob("*.npz")] == ["0.npz"]
+
+
+def test_text_of_a_page_is_wrapped_and_nothing_else():
+    words = " ".join(["word"] * 30)
+    kept = [f"| {words} |", f"# {words}", f"![{words}](picture.png)", f"    {words}", "", "short"]
+    assert wrap("\n".join(kept)) == "\n".join(kept)
+    lines = wrap(f"{words}\nlast\n- {words}\n  last\n- short\n  item").split("\n")
+    assert max(map(len, lines)) <= 100
+    assert [line[:6] for line in lines] == [
+        *("word w", "word w", "- word", "  word"),
+        *("- shor", "  item"),  # as it was
+    ]
+    assert lines[1].endswith("word last")
+    link = "[" + "x" * 120 + "](there)"
+    assert wrap(f"see {link}") == f"see\n{link}"

@@ -1,0 +1,214 @@
+"""The measurement of real models: its plan, its budgets, its lessons; and one job of each kind."""
+
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+import dms_jax
+from experiments.reproduction import real_models
+from experiments.reproduction.files import write_json
+from experiments.reproduction.processes import own_place, place_of
+from experiments.reproduction.real import jobs as real_jobs
+from experiments.reproduction.real import lessons, plan, systems
+from experiments.reproduction.real.budgets import budget_of_mean, calibrated
+from experiments.reproduction.real.jobs import Worker, check_settings, read_config, write_config
+from experiments.reproduction.real.plan import Job, Paths, free
+from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.systems import FREE, MAIN, TRAININGS
+
+GIVEN = Config(qwen="reasoner-11m", smollm2="reasoner-11m", data=pathlib.Path("data"))
+
+
+# -- the plan -------------------------------------------------------------------------------------
+
+
+def test_every_training_has_a_recipe_of_the_plans_tokens_that_settles():
+    for training in TRAININGS.values():
+        recipe = training.recipe(GIVEN)
+        steps = recipe.total_steps(training.policy or dms_jax.Vanilla())
+        tokens = training.share * 10_000_000
+        assert steps * recipe.batch_size * recipe.sequence_length == pytest.approx(tokens, rel=0.01)
+        last = recipe.progress(steps, training.policy or dms_jax.Vanilla())
+        assert last.compression_ratio == (training.ratio if training.policy else 1)
+        assert recipe.stages[-1].final_learning_rate in (0, 1e-5)
+
+
+def test_the_verdict_comes_before_what_the_recipe_could_be_otherwise():
+    names = [job.name for job in plan.jobs(GIVEN)]
+    assert len(set(names)) == len(names)
+    order = [
+        "lessons-qwen-0",
+        f"training-qwen-{MAIN}",
+        f"asking-qwen-{MAIN}-at3.5-gsm8k",
+        "asking-qwen-vanilla-gsm8k",
+        "asking-qwen-h2o-gsm8k",
+        "speed-qwen-speed",
+        "training-smollm2-smollm2-adapter-w16",
+        "training-qwen-ramp-to-8",
+        "asking-smollm2-smollm2-adapter-w16-at4-needle",
+        "asking-qwen-vanilla-frontier",
+        "training-qwen-slow-w16",
+        "asking-smollm2-smollm2-all-w16-at2-text",
+    ]
+    places = [names.index(name) for name in order]
+    assert places == sorted(places)
+
+
+def test_only_the_models_that_are_given_are_measured(tmp_path):
+    for config in (dataclasses.replace(GIVEN, qwen=""), dataclasses.replace(GIVEN, smollm2="")):
+        assert {job.model for job in plan.jobs(config)} == set(config.models)
+    for config in (Config(), Config(qwen="m.gguf"), Config(data=tmp_path)):
+        with pytest.raises(dms_jax.ConfigError, match="give --data, and --qwen or --smollm2"):
+            real_models.main(dataclasses.replace(config, out=tmp_path))
+    with pytest.raises(dms_jax.ConfigError, match="no training 'al'; there are all-w16, control"):
+        plan.jobs(dataclasses.replace(GIVEN, trainings=("al",)))
+    with pytest.raises(dms_jax.ConfigError, match="lanes must be positive, got 0"):
+        Config(lanes=0)
+
+
+def test_a_method_waits_for_what_its_budget_comes_from(tmp_path):
+    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
+    tova = free("qwen", "tova")
+    assert paths.ready(free("qwen", "vanilla"))
+    assert not paths.ready(tova)
+    write_json(paths.result(free("qwen", "vanilla")), {})
+    assert not paths.ready(tova)
+    write_json(paths.result(Job("asking", "qwen", MAIN, "3.5", "gsm8k")), {})
+    assert paths.ready(tova)
+    training = Job("training", "qwen", MAIN)
+    assert not paths.ready(training)
+    for shard in plan.shards(paths.config, "qwen"):
+        write_json(paths.lessons("qwen", shard), {})
+    assert paths.ready(training)
+    end = Job("asking", "qwen", "ramp-to-8", "8", "gsm8k")
+    on_the_way = dataclasses.replace(end, setting="2")
+    (paths.training("ramp-to-8") / "snapshots" / "2").mkdir(parents=True)
+    assert [paths.ready(each) for each in (on_the_way, end)] == [True, False]
+    float8 = free("qwen", "dms-float8")
+    assert not paths.ready(float8)
+    write_json(paths.summary(MAIN), {})
+    assert paths.ready(float8)
+
+
+def test_where_workers_share_a_gpu_one_trains_and_only_who_is_alone_times_steps(monkeypatch):
+    gpus = ["0", "1", "2", "3"]
+    places = [place_of(index, 7, gpus) for index in range(7)]
+    assert [each["GPU_PLACE"] for each in places] == ["0/2"] * 3 + ["0/1"] + ["1/2"] * 3
+    assert place_of(1, 2, []) == {}
+    monkeypatch.delenv("GPU_PLACE", raising=False)
+    assert own_place() == (0, 1)
+    kinds = {}
+    for place in ("0/2", "1/2", "0/1"):
+        monkeypatch.setenv("GPU_PLACE", place)
+        kinds[place] = {job.kind for job in Worker(GIVEN, 0).wanted()}
+    assert kinds["0/1"] == {"lessons", "training", "asking", "speed"}
+    assert kinds["0/2"] == {"lessons", "training", "asking"}
+    assert kinds["1/2"] == {"lessons", "asking"}
+
+
+def test_other_settings_than_those_of_the_run_are_refused(tmp_path):
+    config = dataclasses.replace(GIVEN, out=tmp_path, temperatures=(1.0,))
+    write_config(config)
+    assert read_config(tmp_path) == config
+    check_settings(dataclasses.replace(config, processes=3, lanes=8, trainings=("control",)))
+    with pytest.raises(dms_jax.ConfigError, match="shards=14, not 3"):
+        check_settings(dataclasses.replace(config, shards=3))
+
+
+# -- budgets --------------------------------------------------------------------------------------
+
+
+def test_the_budget_of_a_mean_is_the_smallest_that_holds_as_many():
+    prompts, answers = np.asarray([2]), np.asarray([5])  # steps at 3, 4, 5 and 6 tokens
+    assert budget_of_mean(prompts, answers, 3.0) == 3
+    assert budget_of_mean(prompts, answers, 3.75) == 4
+    assert budget_of_mean(prompts, answers, 4.5) == 6
+    assert budget_of_mean(prompts, answers, 9.0) == 6  # as many as there are
+    random = np.random.default_rng(0)
+    prompts, answers = random.integers(1, 9, 20), random.integers(1, 30, 20)
+    live = [min(p + s, 7) for p, a in zip(prompts, answers, strict=True) for s in range(1, a)]
+    assert budget_of_mean(prompts, answers, float(np.mean(live))) == 7
+
+
+def test_methods_hold_as_much_as_the_reference_did(tmp_path):
+    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
+    lengths = {"prompt_tokens": [100, 50], "new_tokens": [200, 20]}
+    write_json(paths.result(free("qwen", "vanilla")), {"peak": 384.0, "per_problem": lengths})
+    write_json(paths.reference("qwen", "gsm8k"), {"peak": 120.4, "mean_live": 99.0})
+
+    def budget(name: str) -> int:
+        policy = calibrated(paths, free("qwen", name), FREE[name])
+        return policy.top if isinstance(policy, dms_jax.KCache) else policy.budget
+
+    assert budget("tova") == budget("streaming") == budget("h2o") == budget("kcache") == 120
+    assert budget("expected") == budget("snapkv") == 120 - systems.INTERVAL
+    assert budget("tova-half-more") == 181
+    # 199 steps over more than 100 tokens and 19 of 60 in the mean: (199 b + 19 * 60) / 218 >= 99
+    assert budget("tova-mean") == 103
+    write_json(paths.result(free("smollm2", "vanilla", "piqa")), {"peak": 90.0})
+    write_json(paths.reference("smollm2", "piqa"), {"peak": 40.0})
+    policy = calibrated(paths, free("smollm2", "tova", "piqa"), FREE["tova"])
+    assert policy == dms_jax.TOVA(compression_ratio=2.25)
+
+
+# -- lessons --------------------------------------------------------------------------------------
+
+
+def test_shares_are_all_questions_and_none_twice():
+    shares = [lessons._share(range(10), shard, 4) for shard in range(4)]
+    assert [list(share) for share in shares] == [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]
+
+
+def test_trainings_read_what_their_filter_keeps(tmp_path):
+    config = dataclasses.replace(GIVEN, out=tmp_path, shards=1)
+    row = {"question": 0, "answer": 0, "held_out": False, "prompt": [1], "response": [2, 3]}
+    kept = row | {"ended": True, "correct": True}
+    rows = [
+        kept,
+        kept | {"correct": False, "response": [4]},
+        kept | {"ended": False},
+        kept | {"held_out": True, "response": [5]},
+    ]
+    place = Paths(config).lessons("qwen", 0)
+    place.parent.mkdir(parents=True)
+    place.write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+    def responses(config, keep):
+        read = lessons.training_documents(config, "qwen", None, keep)
+        return [each.response.tolist() for each in read]
+
+    assert responses(config, "ended") == [[2, 3], [4]]
+    assert responses(config, "correct") == [[2, 3]]
+    unended = dataclasses.replace(config, unended=True)
+    assert responses(unended, "correct") == [[2, 3], [2, 3]]
+    assert [each.tolist() for each in lessons.held_out_sequences(config, "qwen")] == [[1, 5]]
+    place.write_text(json.dumps(kept | {"ended": False}) + "\n")
+    with pytest.raises(dms_jax.DataError, match="None of 1 answers of qwen is ended"):
+        lessons.training_documents(config, "qwen", None, "ended")
+
+
+# -- a training that does not fit -----------------------------------------------------------------
+
+
+def test_layers_are_recomputed_where_their_activations_do_not_fit(tmp_path, monkeypatch):
+    config = dataclasses.replace(GIVEN, out=tmp_path)
+    worker, tried = Worker(config, 1e18), []
+
+    def train(base, *, recipe, **options):
+        tried.append(recipe.remat)
+        if recipe.remat != "everything":
+            raise real_jobs.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        raise ZeroDivisionError  # as far as this test goes
+
+    monkeypatch.setattr(real_jobs, "train", train)
+    monkeypatch.setattr(real_jobs, "training_documents", lambda *_: [])
+    monkeypatch.setattr(real_jobs, "held_out_sequences", lambda *_: [np.asarray([1, 2])])
+    monkeypatch.setattr(Worker, "base", lambda *_: None)
+    (tmp_path / "trainings" / MAIN).mkdir(parents=True)
+    for _ in range(2):  # the next training knows
+        with pytest.raises(ZeroDivisionError):
+            worker._training(Job("training", "qwen", MAIN))
+    assert tried == ["all_but_attention", "everything", "everything"]

@@ -1,0 +1,79 @@
+"""Compiled programs are kept where the user wants them, and their seconds are said."""
+
+import logging
+import pathlib
+
+import jax
+import pytest
+
+from dms_jax import compilation
+
+NAMES = (
+    "jax_compilation_cache_dir",
+    "jax_compilation_cache_max_size",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+
+
+@pytest.fixture
+def settings(monkeypatch, tmp_path):
+    """Has jax keep nothing, and the home directory elsewhere; restores both."""
+    before = {name: getattr(jax.config, name) for name in NAMES}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv(compilation.SWITCH, raising=False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield monkeypatch
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def kept_in() -> str | None:
+    compilation.prepare()
+    return jax.config.jax_compilation_cache_dir
+
+
+def test_programs_are_kept_in_the_home_directory(settings, tmp_path):
+    del settings
+    found = pathlib.Path(kept_in() or "")
+    assert found.parent == tmp_path / ".cache" / "dms_jax"  # each processor has its own programs
+    assert found.is_dir()
+    assert found.stat().st_mode & 0o077 == 0
+    assert jax.config.jax_compilation_cache_max_size == compilation.MOST_BYTES
+
+
+@pytest.mark.parametrize("off", ["off", "OFF", "0", "no"])
+def test_one_switch_turns_it_off(settings, off):
+    settings.setenv(compilation.SWITCH, off)
+    assert kept_in() is None
+
+
+def test_the_switch_names_another_place(settings, tmp_path):
+    settings.setenv(compilation.SWITCH, str(tmp_path / "elsewhere"))
+    assert pathlib.Path(kept_in() or "").parent == tmp_path / "elsewhere"
+
+
+def test_what_the_user_told_jax_stays(settings, tmp_path):
+    before = jax.config.jax_compilation_cache_max_size
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    settings.setenv(compilation.SWITCH, str(tmp_path / "elsewhere"))
+    assert kept_in() == str(tmp_path / "own")
+    assert jax.config.jax_compilation_cache_max_size == before
+
+
+def test_a_home_that_cannot_be_written_is_no_error(settings, tmp_path):
+    (tmp_path / "file").write_text("")
+    settings.setenv(compilation.SWITCH, str(tmp_path / "file"))
+    assert kept_in() is None
+
+
+def test_long_compilations_are_said_in_one_line(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, logger="dms_jax")
+    with compilation.reported("Nothing"):
+        pass
+    monkeypatch.setattr(compilation, "REPORTED_SECONDS", 1e-9)
+    with compilation.reported("Generation"):
+        jax.jit(lambda x: x * 3 + 41)(1)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("Generation: ")
+    assert "programs compiled in" in record.getMessage()

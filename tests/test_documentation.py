@@ -1,0 +1,107 @@
+"""The documentation: it builds without a warning, and what it tells readers to type works."""
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from dms_jax.command_line import COMMANDS, main, policy_options
+from dms_jax.policies import POLICIES
+from tests.test_architecture import ROOT
+
+DOCS = ROOT / "experiments" / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> dict[str, str]:
+    """The code blocks of a language, by page and number."""
+    return {
+        f"{path.relative_to(ROOT)}:{number}": text
+        for path in PAGES
+        for number, (kind, text) in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")))
+        if kind == language
+    }
+
+
+PYTHON, SHELL = blocks("python"), blocks("sh")
+LINES = [
+    (name, line.partition("#")[0].strip())
+    for name, text in SHELL.items()
+    for line in text.replace("\\\n", " ").splitlines()
+    if line.partition("#")[0].strip()
+]
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_every_block_of_python_runs(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "block.py"
+    path.write_text(PYTHON[name], encoding="utf-8")
+    runpy.run_path(str(path))
+
+
+@pytest.mark.parametrize(("name", "line"), LINES)
+def test_every_command_is_understood(name, line, tmp_path, monkeypatch, capsys):
+    """It runs where it takes seconds; else its options are parsed, or its target is there."""
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line)
+    match words:
+        case ["dms-jax", "generate" | "policies" | "evaluate", *_]:
+            assert main(words[1:]) == 0
+        case ["dms-jax", command, *_]:
+            assert command in COMMANDS
+            assert_options(f"dms_jax.command_line.{command}", words[2:])
+        case [("python" | ".venv/bin/python"), "-m", module, *options]:
+            assert module.startswith("experiments.")
+            monkeypatch.setattr(sys, "argv", [module, *options])
+            with pytest.raises(SystemExit) as end:
+                runpy.run_module(module, run_name="__main__")
+            assert end.value.code == 0
+            assert options[-1] == "--help"
+        case ["make", target, *variables]:
+            call = ["make", "-n", target, *variables]
+            subprocess.run(call, cwd=ROOT, check=True, capture_output=True, timeout=60)
+        case ["pip", "install", what]:
+            assert re.fullmatch(r"\.(\[[\w,]+\])?", what)  # extras: tests/test_packaging.py
+        case _:
+            pytest.fail(f"{name}: no test knows {line!r}")
+
+
+def assert_options(module: str, options: list[str]) -> None:
+    """Parses the options of a command, and runs nothing."""
+    import importlib
+
+    import tyro
+
+    tyro.cli(importlib.import_module(module).Config, args=options)
+
+
+def test_pages_have_every_policy():
+    told = policy_options.markdown()
+    assert (DOCS / "pages" / "policies.md").read_text().count("<!-- policies -->") == 1
+    for policy in policy_options.described():
+        assert f"### {policy.name}\n" in told
+
+
+@pytest.mark.slow
+def test_it_builds_without_a_warning(tmp_path):
+    config = ["--config-file", str(DOCS / "mkdocs.yml"), "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", *config],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "site" / "policies" / "index.html").read_text()
+    assert "number of recent queries that vote" in page
+    reference = (tmp_path / "site" / "reference" / "policies" / "index.html").read_text()
+    assert all(f'id="dms_jax.policies.{name}"' in reference for name in POLICIES)
+    assert (tmp_path / "site" / "reference" / "generation" / "index.html").is_file()

@@ -1,0 +1,168 @@
+"""Compiles training steps over meshes ahead of time and prints their collectives as JSON.
+
+    python -m tests.training.collectives (cpu | TPU TOPOLOGY) SHARDS...
+
+Run by `test_collectives.py` in a process of its own: one process loads libtpu at a time, and arrays
+can be abstract where types are not checked at run time. Nothing is executed.
+"""
+
+import collections
+import json
+import math
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dms_jax import sharding
+from dms_jax.config import ModelConfig
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import DMS
+from dms_jax.training.parameters import rebuilder, shardings
+from dms_jax.training.recipe import Recipe, Stage
+from dms_jax.training.shards import Shards
+from dms_jax.training.step import (
+    Constants,
+    Passes,
+    ScheduleValues,
+    TrainState,
+    make_optimizer,
+    make_step,
+)
+
+LAYERS, LENGTH, SEQUENCES, PASSES = 3, 256, 2, 2
+CONFIG = ModelConfig(
+    vocab_size=1024,
+    hidden_size=128,
+    intermediate_size=384,
+    num_layers=LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    max_position_embeddings=4096,
+    tie_embeddings=True,
+    model_type="llama",
+)
+_SIZES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1}
+_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_COLLECTIVE = re.compile(rf"= (.*?) ({_KINDS})(?:-start)?\(")
+_ARRAY = re.compile(r"(bf16|f32|s32|u32|pred)\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:body|to_apply|calls|called_computations)=\{?%([\w.-]+)")
+
+
+def compiled_step(mesh: Mesh, *, trainable: str = "all", dtype=jnp.bfloat16):
+    """Compiles a step with the same sequences a shard on any mesh."""
+    policy = DMS(window=16, source="adapter")
+    batch = SEQUENCES * mesh.shape["data"]
+    recipe = Recipe(
+        name="collectives",
+        stages=(Stage("ramp", 10, 1e-3, 4.0),),
+        sequence_length=LENGTH,
+        batch_size=batch * PASSES,
+        micro_batch_size=SEQUENCES,
+        trainable=trainable,
+    )
+    transformer = jax.eval_shape(
+        lambda: Transformer(CONFIG, adapter=True, dtype=dtype, rngs=nnx.Rngs(0))
+    )
+    places = shardings(transformer, mesh, sharding.TRAINING_RULES)
+
+    def placed(x, place, dtype=None):
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place)
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    arrays = {
+        jax.tree_util.keystr(path, simple=True, separator="."): param.get_value()
+        for path, param in jax.tree_util.tree_leaves_with_path(
+            transformer, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+    }
+    own = trainable == "all"
+    trained = {
+        name: placed(x, places[name], jnp.float32)
+        for name, x in arrays.items()
+        if own or ".adapter." in name
+    }
+    others = {name: placed(x, places[name]) for name, x in arrays.items() if "adapter" not in name}
+    optimizer = jax.eval_shape(make_optimizer(recipe).init, trained)
+
+    def of_optimizer(path, x):
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        return placed(x, places[names[-1]] if names else everywhere)
+
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
+    state = TrainState(
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
+        trained,
+        jax.tree_util.tree_map_with_path(of_optimizer, optimizer),
+    )
+    shape = (PASSES, batch, LENGTH)
+    split = NamedSharding(mesh, PartitionSpec(None, "data"))
+    passes = Passes(
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split),
+        jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=split),
+    )
+    key = placed(jax.eval_shape(lambda: jax.random.key(0)), everywhere)
+    schedule = ScheduleValues(number, None, number, number, key)
+    step = make_step(rebuilder(transformer), policy, recipe, shards=Shards(places))
+    kept = jax.tree.map(lambda x: x.sharding, state)
+    constants = Constants({}, others) if own else Constants(others, {})
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(step, donate_argnums=0, out_shardings=(kept, everywhere)).lower(
+            state, constants, passes, schedule
+        )
+        return lowered.compile()
+
+
+def collectives(text: str) -> list[tuple[str, str, int]]:
+    """Returns (kind, arrays, times a step) of every collective of a compiled program."""
+    computations, name = collections.defaultdict(list), ""
+    entry = ""
+    for line in text.splitlines():
+        if found := re.match(r"(ENTRY )?%([\w.-]+) \(.*\{$", line):
+            name = found[2]
+            entry = name if found[1] else entry
+        computations[name].append(line)
+    results: list[tuple[str, str, int]] = []
+
+    def walk(name: str, times: int) -> None:
+        for line in computations[name]:
+            if found := _COLLECTIVE.search(line):
+                results.append((found[2], found[1], times))
+            trips = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', line)
+            for called in _CALLED.findall(line):
+                if called in computations and called != name:
+                    walk(called, times * (int(trips[1]) if trips else 1))
+
+    walk(entry, 1)
+    return results
+
+
+def bytes_of(arrays: str) -> int:
+    """Returns the bytes of arrays in the compiler's text."""
+    return sum(
+        _SIZES[kind] * math.prod(int(n) for n in shape.split(",") if n)
+        for kind, shape in _ARRAY.findall(arrays)
+    )
+
+
+def mesh_of(devices, data: int, model: int) -> Mesh:
+    devices = np.array(devices[: data * model]).reshape(data, model)
+    return Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "cpu":
+        devices = jax.devices()
+    else:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1])
+        devices = topology.devices
+    for data in map(int, sys.argv[2:]):
+        compiled = compiled_step(mesh_of(devices, data, 1))
+        for each in collectives(compiled.as_text()):
+            print(json.dumps((data, *each)))
