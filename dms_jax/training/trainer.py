@@ -83,6 +83,7 @@ class Trainer:
     ):
         load_kernels()
         self._policy, self._mesh = policy, mesh
+        self._target = eviction_target(recipe.compression_ratio)
         self._device = next(iter(model.transformer.embedding[...].devices()))
         trained_parts = recipe.trained_for(policy)
         key = jax.random.key(seed)
@@ -227,9 +228,7 @@ class Trainer:
             learning_rate=number(progress.learning_rate),
             adapter_learning_rate=number(progress.adapter_learning_rate),
             key=self._key,
-            supervised=number(eviction_target(self._recipe.compression_ratio))
-            if progress.stage.kind == "supervise"
-            else None,
+            supervised=number(self._target) if progress.stage.kind == "supervise" else None,
         )
         place = self._everywhere
         if self._mesh is not None:

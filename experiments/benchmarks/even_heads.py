@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import command, run
 from dms_jax.policies import Policy
 from dms_jax.training.parameters import add_adapter
 from experiments.benchmarks.decode_steps import (
@@ -34,8 +36,6 @@ from experiments.benchmarks.decode_steps import (
     time_runner,
 )
 from experiments.benchmarks.kernel_timing import environment
-from experiments.shared.command_line import command, run
-from experiments.shared.reports import make_folder
 
 NEAR_DENSE = 0.95
 

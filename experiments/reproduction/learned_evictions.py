@@ -18,12 +18,12 @@ import sys
 import time
 
 import dms_jax
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.running import FAILED, run
 from experiments.reproduction.evictions.jobs import check_settings, read_config, write_config
 from experiments.reproduction.evictions.page import show, write_pages
 from experiments.reproduction.evictions.plan import Config, Paths, jobs
 from experiments.reproduction.processes import run_workers
-from experiments.shared.command_line import FAILED, run
-from experiments.shared.reports import make_folder
 
 JOBS = "experiments.reproduction.evictions.jobs"
 

@@ -95,7 +95,8 @@ def test_jobs_wait_for_what_they_need(tmp_path):
     assert paths.model("dms", 8.0).name == "model"
 
 
-def test_shares_are_counted_over_documents(stories):
+def test_shares_are_counted_over_documents():
+    stories = dms_jax.load(dms_jax.assets.path("stories260k"))
     policy = dms_jax.RandomEviction(window=2, rate=0.25)
     batch = next(
         data_batches(["Once upon a time."] * 4, stories.tokenizer, batch_size=2, length=64)
