@@ -39,6 +39,8 @@ from dms_jax.policies import (
     KCache,
     KeyDiff,
     Knorm,
+    KVpop,
+    KVzap,
     Policy,
     PyramidKV,
     Quest,
@@ -49,7 +51,7 @@ from dms_jax.policies import (
     Vanilla,
 )
 from dms_jax.sharding import make_mesh
-from dms_jax.training import Recipe, plan, recipes, retrofit, train
+from dms_jax.training import Recipe, calibrate, plan, recipes, retrofit, train
 
 try:
     __version__ = importlib.metadata.version("dms-jax")
@@ -74,6 +76,8 @@ __all__ = [
     "ExpectedAttention",
     "FixedPooling",
     "KCache",
+    "KVpop",
+    "KVzap",
     "KeyDiff",
     "Knorm",
     "LanguageModel",
@@ -91,6 +95,7 @@ __all__ = [
     "TrainingDivergedError",
     "Vanilla",
     "__version__",
+    "calibrate",
     "estimate",
     "evaluate",
     "generate",

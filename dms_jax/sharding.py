@@ -56,6 +56,7 @@ TRAINING_RULES: Rules = {
     "mlp": MODEL,
     "vocab": MODEL,
     "rank": None,
+    "adapter": None,
 }
 # A decode step must not gather parameters, so none is split over `data`.
 DECODING_RULES: Rules = TRAINING_RULES | {"embed": None, "head_dim": None}

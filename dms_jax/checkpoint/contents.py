@@ -19,6 +19,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, plain
 from dms_jax.model.language_model import GenerationDefaults
 from dms_jax.policies import Policy, Vanilla
+from dms_jax.policies.values import AdapterShape
 
 # Published checkpoints have at most ten; every step of generation compares with each.
 MAX_END_TOKENS = 64
@@ -34,7 +35,7 @@ class Contents:
 
     config: ModelConfig
     weights: Tensors
-    has_adapter: bool
+    adapter: AdapterShape | None
     policy: Policy
     tokenizer: Tokenizer | None
     generation: GenerationDefaults
@@ -62,14 +63,14 @@ def _read_directory(directory: pathlib.Path) -> Contents:
         raise CheckpointError(f"{directory / 'config.json'} does not exist{hint}")
     config = ModelConfig.from_hf(hf_config)
     weights = Weights(tensor_files(directory))
-    has_adapter = any(names.ADAPTER_MARK in name for name in weights.shapes)
-    policy = policy_from_hf(hf_config, has_adapter=has_adapter)
+    found = names.adapter_shape(weights.shapes, qkv_bias=config.qkv_bias)
+    policy = policy_from_hf(hf_config, has_adapter=found is not None)
     tokenizer = Tokenizer.from_directory(directory)
     return Contents(
         config=config,
         weights=weights,
         # Adapter tensors that no policy accounts for are reported as unexpected.
-        has_adapter=policy is not None and (policy.retrofit.adapter or has_adapter),
+        adapter=None if policy is None else policy.retrofit.adapter or found,
         policy=Vanilla() if policy is None else policy,
         tokenizer=tokenizer,
         generation=_generation_defaults(directory, hf_config, tokenizer),
@@ -80,7 +81,7 @@ def _read_gguf(path: pathlib.Path) -> Contents:
     files = gguf.GgufFiles(path)
     config, weights = gguf.read_model(files)
     tokenizer, generation = gguf.read_tokenizer(files, config.vocab_size)
-    return Contents(config, weights, False, Vanilla(), tokenizer, generation)
+    return Contents(config, weights, None, Vanilla(), tokenizer, generation)
 
 
 def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:

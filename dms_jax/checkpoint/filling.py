@@ -20,6 +20,7 @@ from dms_jax.checkpoint.weights import Tensors
 from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, plain
 from dms_jax.model.transformer import Transformer
+from dms_jax.policies.values import AdapterShape
 
 # The most tensors that a message lists: two for each layer of a model of 80 layers.
 _MOST_PROBLEMS = 160
@@ -29,7 +30,7 @@ def fill(
     config: ModelConfig,
     weights: Tensors,
     *,
-    adapter: bool,
+    adapter: AdapterShape | None,
     dtype: Any,
     adapter_dtype: Any,
     mesh: jax.sharding.Mesh | None,
@@ -40,7 +41,7 @@ def fill(
     Args:
         config: the model's shape.
         weights: the tensors of the checkpoint.
-        adapter: whether the model has the head that makes DMS decisions.
+        adapter: the shape of the head that makes decisions; None for no such head.
         dtype: type of the parameters; None keeps what the files hold.
         adapter_dtype: type of the adapter's parameters; None keeps what the files hold.
         mesh: devices over which to place the parameters; None takes the default device.

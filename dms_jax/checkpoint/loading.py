@@ -66,15 +66,15 @@ def load(
     place = find_checkpoint(path)
     contents = read_checkpoint(place)
     policy = contents.policy
-    weights, has_adapter = contents.weights, contents.has_adapter
+    weights, shape = contents.weights, contents.adapter
     found = None if adapter is None else read_adapter(adapter)
     if found is not None:
         policy, weights = attach(found, contents.config, weights, policy)
-        has_adapter = policy.retrofit.adapter
+        shape = policy.retrofit.adapter
     transformer = fill(
         contents.config,
         weights,
-        adapter=has_adapter,
+        adapter=shape,
         dtype=dtype,
         adapter_dtype=dtype if adapter is None else None,
         mesh=mesh,

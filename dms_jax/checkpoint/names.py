@@ -14,9 +14,12 @@ A parameter may concatenate several tensors along one axis; a `Piece` is one of 
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from dms_jax.policies.values import AdapterShape
 
 Path = tuple[Any, ...]
 
@@ -153,6 +156,10 @@ _DMS = _ATTENTION + "dms_proj_alpha"
 _tensor(("layers", "adapter", "norm", "scale"), _DMS + "_norm.weight", _VECTOR)
 _tensor(("layers", "adapter", "proj", "kernel"), _DMS + ".weight", _TRANSPOSED)
 _tensor(("layers", "adapter", "proj", "bias"), _DMS + ".bias", _VECTOR)
+# Ours: the hidden units of an adapter of two layers, and its second output.
+_tensor(("layers", "adapter", "hidden", "kernel"), _DMS + "_hidden.weight", _TRANSPOSED)
+_tensor(("layers", "adapter", "hidden", "bias"), _DMS + "_hidden.bias", _VECTOR)
+_tensor(("layers", "adapter", "late", "kernel"), _DMS + "_late.weight", _TRANSPOSED)
 
 # Kernel [E, K, G + 2, D] and bias [K, G + 2, D]: the query heads of each group, its key, its value.
 _QKV = (("q_proj", slice(0, -2)), ("k_proj", slice(-2, -1)), ("v_proj", slice(-1, None)))
@@ -174,6 +181,26 @@ PIECES["layers", "mlp", "gate_up_proj", "bias"] = tuple(
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 ADAPTER_MARK = ".self_attn.dms_proj_alpha"
+
+
+def adapter_shape(shapes: Mapping[str, tuple[int, ...]], *, qkv_bias: bool) -> AdapterShape | None:
+    """Returns the shape of the adapter that a checkpoint's tensors make up; None for none.
+
+    The biases of a linear adapter are taken for those of a model whose projections have some.
+    """
+    if not any(ADAPTER_MARK in name for name in shapes):
+        return None
+    hidden = (
+        shape[0]
+        for name, shape in shapes.items()
+        if name.endswith(f"{ADAPTER_MARK}_hidden.bias") and len(shape) == 1
+    )
+    late = any(name.endswith(f"{ADAPTER_MARK}_late.weight") for name in shapes)
+    bias = any(name.endswith(f"{ADAPTER_MARK}.bias") for name in shapes)
+    units = next(hidden, 0)
+    return AdapterShape(
+        hidden=units, bias=bias and (bool(units) or late or not qkv_bias), late=late
+    )
 
 
 def is_adapter(pieces: tuple[Piece, ...]) -> bool:

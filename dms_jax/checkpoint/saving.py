@@ -89,7 +89,7 @@ def save(
             f"the path to write a checkpoint to must be a directory: {plain(repr(path))}"
         )
     target = pathlib.Path(os.path.realpath(expanded(path)))
-    check_adapter(policy, has_adapter=model.transformer.has_adapter)
+    check_adapter(policy, model.transformer.adapter_shape)
     if model.policy.retrofit.borrowed_neurons not in (None, policy.retrofit.borrowed_neurons):
         raise ConfigError(
             f"this model was made for {model.policy}, whose decisions live in neurons that must "

@@ -75,14 +75,16 @@ class Relaxation:
         own; None for no noise.
       neuron_scale: factor on the borrowed neuron while it decays to zero before the retrofit, in
         which nothing is evicted; None after that, when decisions take effect.
+      supervised: whether decisions learn from attention, in which nothing is evicted then.
     """
 
     noise_keys: Any = None
     neuron_scale: Any = None
+    supervised: bool = False
 
 
 jax.tree_util.register_dataclass(
-    Relaxation, data_fields=["noise_keys", "neuron_scale"], meta_fields=[]
+    Relaxation, data_fields=["noise_keys", "neuron_scale"], meta_fields=["supervised"]
 )
 
 
@@ -142,8 +144,11 @@ def attend_sequences(
     )
     shape = (batch, num_kv_heads, num_tokens)
     wide = jnp.promote_types(tokens.k.dtype, jnp.float32)
+    supervised = relaxation is not None and relaxation.supervised
     if decaying:
         bias = numbers = jnp.zeros(shape, wide)
+    elif supervised:
+        bias, numbers = jnp.zeros(shape, wide), _as_numbers(decisions, shape, wide)
     elif relaxation is not None:
         noise = jnp.zeros(shape, wide)
         if relaxation.noise_keys is not None:
@@ -159,17 +164,21 @@ def attend_sequences(
         empty = CacheShape(batch, num_kv_heads, head_dim, tokens.k.dtype)
         _, chunk = policy.merge(policy.init_state(empty), chunk)
         bias = jnp.where(policy.evicted(chunk), -jnp.inf, jnp.zeros((), wide))
-        made = decisions.marks if decisions.marks is not None else jnp.zeros(shape, bool)
-        numbers = made.astype(wide)
+        numbers = _as_numbers(decisions, shape, wide)
     q, k = rotate(policy, chunk, scale_of_borrowed)
     # Where nothing is decided the window covers every key, so that no tile reads the bias.
-    decided = decisions.marks is not None and not decaying
+    decided = decisions.marks is not None and not decaying and not supervised
     window = policy.visible_window if decided else num_tokens
     with jax.named_scope("attention"):
         out = _sharded_attention(
             q, k, chunk.tokens.v, bias, segment_ids, window=window, scale=static.scale
         )
     return out, decisions, numbers
+
+
+def _as_numbers(decisions: Decisions, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Returns the hard decisions as numbers; zeros for a policy that makes none from a token."""
+    return jnp.zeros(shape, dtype) if decisions.marks is None else decisions.marks.astype(dtype)
 
 
 def _sharded_attention(q, k, v, bias, segment_ids, *, window: int, scale: float) -> Array:

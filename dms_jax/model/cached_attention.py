@@ -22,7 +22,7 @@ from dms_jax.model.cutting import cut_layer, gather_rows, split_heads
 from dms_jax.model.fetching import attend_to_fetched
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.policies.base import Policy
-from dms_jax.policies.values import Chunk, Decisions, Observation, Placement, Tokens
+from dms_jax.policies.values import Chunk, Observation, Placement, Tokens
 from dms_jax.sharding import axes, partition
 from pallas_kernels import decode_attention, prefill_attention
 
@@ -75,8 +75,8 @@ def attend_cached(
     tokens, decisions = decide(policy, tokens)
     chunk = dataclasses.replace(
         chunk,
-        tokens=dataclasses.replace(tokens, adapter_logits=None),
-        decisions=Decisions(marks=decisions.marks, importance=decisions.importance),
+        tokens=dataclasses.replace(tokens, adapter_logits=None, late_logits=None),
+        decisions=dataclasses.replace(decisions, logits=None),
     )
     attend = functools.partial(_attend, policy, prompt=prompt, host=host)
     if not sharding.has_mesh():
@@ -139,12 +139,17 @@ def _write(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | Non
 
 
 def _observe(
-    policy: Policy, written: _Written, chunk: Chunk, weights: Array | None = None
+    policy: Policy,
+    written: _Written,
+    chunk: Chunk,
+    weights: Array | None = None,
+    *,
+    one_query: bool,
 ) -> LayerCache:
     """Updates the policy's state from the results of attention."""
     cache, placement, q = written.cache, written.placement, written.q
     rows = functools.partial(gather_rows, cache.pool, chunk.page_table, placement.lengths, q.dtype)
-    seen = Observation(q=q, weights=weights, rows=rows)
+    seen = Observation(q=q, weights=weights, rows=rows, one_query=one_query)
     state = policy.observe(cache.state, chunk, placement, seen)
     return dataclasses.replace(cache, state=state)
 
@@ -172,7 +177,7 @@ def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | 
         )
     live = jnp.where(chunk.valid, placement.live, 0).sum(1, dtype=jnp.int32)
     lengths = placement.lengths
-    cache = _observe(policy, written, chunk)
+    cache = _observe(policy, written, chunk, one_query=False)
     if policy.shrinks:
         assert chunk.ends_prompt is not None
         cache, lengths = cut_layer(
@@ -219,7 +224,7 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
                 reads = reading.lengths.sum(-1, dtype=jnp.int32)
     return Attended(
         out=out.reshape(q.shape),
-        cache=_observe(policy, written, chunk, weights),
+        cache=_observe(policy, written, chunk, weights, one_query=True),
         lengths=placement.lengths,
         live=jnp.where(active, placement.lengths.sum(-1, dtype=jnp.int32), 0)[:, None],
         reads=jnp.where(active, reads, 0)[:, None],

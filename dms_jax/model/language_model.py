@@ -92,7 +92,7 @@ class LanguageModel:
         """
         policy = self.policy if policy is None else policy
         check_policy(policy)
-        check_adapter(policy, has_adapter=self.transformer.has_adapter)
+        check_adapter(policy, self.transformer.adapter_shape)
         trained, asked = self.policy.retrofit.decisions, policy.retrofit.decisions
         if trained is not None and asked is not None and trained != asked:
             raise ConfigError(

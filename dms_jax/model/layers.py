@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from dms_jax import sharding
 from dms_jax.config import ModelConfig
+from dms_jax.policies.values import AdapterShape
 
 Stack = tuple[int, ...]  # (L,) for parameters of the layers, () for other parameters
 
@@ -188,22 +189,39 @@ class Adapter(nnx.Module):
     This is the separate head that NVIDIA's recipe trains (`dms_proj_alpha_norm`, `dms_proj_alpha`).
     It is initialized to zero, so that an untrained adapter decides nothing. It is computed in at
     least float32, because decisions are thresholds on its output.
+
+    With hidden units there are two layers, `proj(gelu(hidden(norm(x))))`; `late` is a second
+    projection to a logit per KV head.
     """
 
-    def __init__(self, config: ModelConfig, *, stack: Stack, dtype: Any, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        shape: AdapterShape = AdapterShape(),  # noqa: B008 (it is immutable)
+        *,
+        stack: Stack,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        self.shape = shape
         self.norm = RMSNorm(
             "embed", config.hidden_size, config.rms_norm_eps, stack=stack, dtype=dtype
         )
-        self.proj = Linear(
-            {"embed": config.hidden_size},
-            {"kv_heads": config.num_kv_heads},
-            stack=stack,
-            bias=config.qkv_bias,
-            gain=0.0,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        inputs, heads = {"embed": config.hidden_size}, {"kv_heads": config.num_kv_heads}
+        options: dict[str, Any] = dict(stack=stack, dtype=dtype, rngs=rngs)
+        units = {"adapter": shape.hidden} if shape.hidden else None
+        self.hidden = None if units is None else Linear(inputs, units, bias=True, **options)
+        inputs = inputs if units is None else units
+        bias = shape.bias or config.qkv_bias
+        self.proj = Linear(inputs, heads, bias=bias, gain=0.0, **options)
+        self.late = Linear(inputs, heads, gain=0.0, **options) if shape.late else None
 
-    def __call__(self, residual: Float[Array, "B T E"]) -> Float[Array, "B K T"]:
-        wide = residual.astype(jnp.promote_types(residual.dtype, jnp.float32))
-        return jnp.swapaxes(self.proj(self.norm(wide)), 1, 2)
+    def __call__(
+        self, residual: Float[Array, "B T E"]
+    ) -> tuple[Float[Array, "B K T"], Float[Array, "B K T"] | None]:
+        """Returns the logits, and the late ones if there are any."""
+        x = self.norm(residual.astype(jnp.promote_types(residual.dtype, jnp.float32)))
+        if self.hidden is not None:
+            x = jax.nn.gelu(self.hidden(x))
+        late = None if self.late is None else jnp.swapaxes(self.late(x), 1, 2)
+        return jnp.swapaxes(self.proj(x), 1, 2), late

@@ -26,6 +26,7 @@ from dms_jax.checks import Count, Options, Positive
 from dms_jax.config import ModelConfig
 from dms_jax.model.layers import Linear, Stack
 from dms_jax.model.transformer import Transformer
+from dms_jax.policies.values import AdapterShape
 
 Path = tuple[Any, ...]
 
@@ -140,7 +141,11 @@ def low_rank_of(transformer: Transformer) -> LowRank | None:
 
 
 def skeleton(
-    config: ModelConfig, *, adapter: bool, low_rank: LowRank | None, dtype: Any = jnp.float32
+    config: ModelConfig,
+    *,
+    adapter: AdapterShape | None,
+    low_rank: LowRank | None,
+    dtype: Any = jnp.float32,
 ) -> Transformer:
     """Returns an abstract transformer with such updates."""
 
@@ -169,7 +174,7 @@ def factor_parameters(transformer: Transformer, low_rank: LowRank) -> dict[Path,
     """Returns the factors of such updates as abstract parameters, with shapes and axes."""
     wide = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)
     abstract = skeleton(
-        transformer.config, adapter=transformer.has_adapter, low_rank=low_rank, dtype=wide
+        transformer.config, adapter=transformer.adapter_shape, low_rank=low_rank, dtype=wide
     )
     return {path: param for path, param in _flat(abstract).items() if is_factor(path)}
 
@@ -239,7 +244,7 @@ def _filled(
     transformer: Transformer, low_rank: LowRank | None, arrays: Mapping[Path, jax.Array]
 ) -> Transformer:
     """Returns a transformer of the same shape with such updates and these arrays."""
-    abstract = skeleton(transformer.config, adapter=transformer.has_adapter, low_rank=low_rank)
+    abstract = skeleton(transformer.config, adapter=transformer.adapter_shape, low_rank=low_rank)
     graph, state = nnx.split(abstract)
     filled = [(path, param.replace(arrays[path])) for path, param in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(filled))

@@ -24,8 +24,9 @@ from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
 from dms_jax.model.rope import rope_frequencies, rope_tables
+from dms_jax.model.supervision import Supervision, supervise
 from dms_jax.policies.base import Policy, check_adapter
-from dms_jax.policies.values import Chunk, Decisions, PolicyState, Static, Tokens
+from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState, Static, Tokens
 from pallas_kernels.training.api import KEPT as ATTENTION_OUTPUTS
 
 # What the backward pass recomputes of a layer: nothing; everything but the outputs of attention;
@@ -43,13 +44,19 @@ class Layer(nnx.Module):
     """One pre-norm layer: attention, feed-forward, and an adapter if the policy needs one."""
 
     def __init__(
-        self, config: ModelConfig, *, adapter: bool, stack: Stack, dtype: Any, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        *,
+        adapter: AdapterShape | None,
+        stack: Stack,
+        dtype: Any,
+        rngs: nnx.Rngs,
     ):
         norm = ("embed", config.hidden_size, config.rms_norm_eps)
         options: dict[str, Any] = dict(stack=stack, dtype=dtype)
         self.attention_norm = RMSNorm(*norm, **options)
         self.attention = Attention(config, rngs=rngs, **options)
-        self.adapter = Adapter(config, rngs=rngs, **options) if adapter else None
+        self.adapter = None if adapter is None else Adapter(config, adapter, rngs=rngs, **options)
         self.mlp_norm = RMSNorm(*norm, **options)
         self.mlp = MLP(config, rngs=rngs, **options)
 
@@ -57,13 +64,21 @@ class Layer(nnx.Module):
         self, x: Float[Array, "B T E"], policy: Policy, positions: Array, index: Array
     ) -> Tokens:
         """Returns the layer's tokens as a policy sees them: projections and adapter logits."""
-        logits = None
+        logits = late = None
         if policy.retrofit.adapter:
-            check_adapter(policy, has_adapter=self.adapter is not None)
+            check_adapter(policy, None if self.adapter is None else self.adapter.shape)
             assert self.adapter is not None
-            logits = self.adapter(x)
+            logits, late = self.adapter(x)
         q, k, v = self.attention.project(self.attention_norm(x))
-        return Tokens(q=q, k=k, v=v, adapter_logits=logits, positions=positions, layer=index)
+        return Tokens(
+            q=q,
+            k=k,
+            v=v,
+            adapter_logits=logits,
+            late_logits=late,
+            positions=positions,
+            layer=index,
+        )
 
     def finish(self, x: Float[Array, "B T E"], attended: Float[Array, "B T H D"]) -> Array:
         """Applies the output projection, the feed-forward and both residual connections."""
@@ -79,10 +94,12 @@ class SequencePass:
     Attributes:
       hidden: hidden states after the final norm.
       decisions: hard decisions of every layer (straight-through under a relaxation).
+      supervision: what every layer learns from attention, under a supervised relaxation.
     """
 
     hidden: Float[Array, "B T E"]
     decisions: Float[Array, "L B K T"]
+    supervision: Supervision | None = None
 
 
 @struct.dataclass
@@ -103,7 +120,7 @@ class Transformer(nnx.Module):
 
     Args:
       config: the model's configuration.
-      adapter: whether each layer has a decision adapter.
+      adapter: the shape of each layer's decision adapter; True for the one that DMS reads.
       dtype: floating-point type of the parameters.
       rngs: random streams for initialization.
     """
@@ -112,11 +129,13 @@ class Transformer(nnx.Module):
         self,
         config: ModelConfig,
         *,
-        adapter: bool = False,
+        adapter: AdapterShape | bool | None = None,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.config = config
+        if isinstance(adapter, bool):
+            adapter = AdapterShape() if adapter else None
         self.embedding = nnx.Param(
             0.02 * jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype),
             axes=("vocab", "embed"),
@@ -139,6 +158,12 @@ class Transformer(nnx.Module):
     def has_adapter(self) -> bool:
         """Whether the layers have decision adapters."""
         return self.layers.adapter is not None
+
+    @property
+    def adapter_shape(self) -> AdapterShape | None:
+        """Shape of the layers' decision adapters; None if they have none."""
+        adapter = self.layers.adapter
+        return None if adapter is None else adapter.shape
 
     def unembed(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
         """Returns the logits, accumulated in at least float32."""
@@ -201,16 +226,29 @@ class Transformer(nnx.Module):
 
         def layer_pass(x, layer, index, policy, marks):
             layer = layer if prepare is None else prepare(layer)
-            attended, _, numbers = attend_sequences(
+            tokens = layer.projections(x, policy, positions, index)
+            attended, decisions, numbers = attend_sequences(
                 policy,
-                layer.projections(x, policy, positions, index),
+                tokens,
                 rotation,
                 static,
                 segment_ids=segment_ids,
                 relaxation=relaxation,
                 marks=marks,
             )
-            return layer.finish(x, attended), numbers
+            supervision = None
+            if relaxation is not None and relaxation.supervised:
+                supervision = supervise(
+                    policy,
+                    decisions,
+                    tokens,
+                    rotation,
+                    layer.attention_norm(x),
+                    layer.attention.o_proj.kernel[...],
+                    scale=static.scale,
+                    segment_ids=segment_ids,
+                )
+            return layer.finish(x, attended), (numbers, supervision)
 
         def body(x, layer, index, group, marks):
             run = lambda x, layer, index, marks: layer_pass(x, layer, index, group.policy, marks)  # noqa: E731
@@ -221,8 +259,9 @@ class Transformer(nnx.Module):
                 x, layer, index, marks
             )
 
-        x, decisions = self._scan_layers(body, x, policy, marks, unroll=unroll)
-        return SequencePass(hidden=self.final_norm(x), decisions=decisions)
+        x, outputs = self._scan_layers(body, x, policy, marks, unroll=unroll)
+        decisions, supervision = outputs
+        return SequencePass(self.final_norm(x), decisions, supervision)
 
     def cached(
         self,

@@ -15,6 +15,8 @@ from dms_jax.policies.h2o import H2O
 from dms_jax.policies.kcache import KCache
 from dms_jax.policies.keydiff import KeyDiff
 from dms_jax.policies.knorm import Knorm
+from dms_jax.policies.kvpop import KVpop
+from dms_jax.policies.kvzap import KVzap
 from dms_jax.policies.quest import Quest
 from dms_jax.policies.random_eviction import RandomEviction
 from dms_jax.policies.random_selection import RandomSelection
@@ -29,6 +31,8 @@ POLICIES: dict[str, type[Policy]] = {
         Vanilla,
         DMS,
         DMC,
+        KVzap,
+        KVpop,
         FixedPooling,
         TOVA,
         H2O,
@@ -81,6 +85,8 @@ __all__ = [
     "ExpectedAttention",
     "FixedPooling",
     "KCache",
+    "KVpop",
+    "KVzap",
     "KeyDiff",
     "Knorm",
     "Policy",

@@ -44,6 +44,7 @@ from dms_jax.cache import Pool
 from dms_jax.checks import Options, show
 from dms_jax.errors import ConfigError
 from dms_jax.policies.values import (
+    AdapterShape,
     CacheShape,
     Chunk,
     Decisions,
@@ -217,6 +218,13 @@ class Policy(Options):
         """Returns the differentiable form of the decisions, given logistic noise."""
         raise ConfigError(f"{self.name} has no trainable form; retrofit with DMS.")
 
+    def predictions(self, decisions: Decisions) -> Float[Array, "B K T"]:
+        """Returns what the policy says of each key, to be compared with its importance.
+
+        See `Retrofit.supervision`: the logarithm of its importance, or the logit of its eviction.
+        """
+        raise ConfigError(f"{self.name} learns nothing from attention; use DMS, KVzap or KVpop.")
+
     # -- as data ----------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
@@ -234,13 +242,20 @@ def check_policy(policy: Any) -> None:
         raise ConfigError(f"Not a cache policy: {show(policy)}. Use e.g. dms_jax.DMS(window=256).")
 
 
-def check_adapter(policy: Policy, *, has_adapter: bool) -> None:
-    """Raises ConfigError for a policy that reads an adapter on a model without one."""
-    if policy.retrofit.adapter and not has_adapter:
+def check_adapter(policy: Policy, adapter: AdapterShape | None) -> None:
+    """Raises ConfigError for a policy that reads an adapter on a model without such a one."""
+    needed = policy.retrofit.adapter
+    if needed is None or needed == adapter:
+        return
+    if adapter is None:
         raise ConfigError(
             f"{policy.name} reads its decisions from an adapter, which this model does not have. "
             "Retrofit the model first, or load a checkpoint with adapter tensors."
         )
+    raise ConfigError(
+        f"{policy} reads its decisions from {needed}, and this model has {adapter}, which was made "
+        "for another policy. Run that, or retrofit the model for this one."
+    )
 
 
 def hard_marks(decisions: Decisions) -> Bool[Array, "B K T"]:

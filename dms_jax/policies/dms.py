@@ -30,7 +30,15 @@ from dms_jax.checks import Positive, Seed, Whole, require
 from dms_jax.policies import draws
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
-from dms_jax.policies.values import Chunk, Decisions, Relaxed, Retrofit, Tokens
+from dms_jax.policies.values import (
+    AdapterShape,
+    Chunk,
+    Decisions,
+    FutureAttention,
+    Relaxed,
+    Retrofit,
+    Tokens,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +86,10 @@ class DMS(DelayedEviction):
             possible=True,
             decisions=f"DMS(source={self.source!r}, shift={self.shift}, per={self.per!r})",
             borrowed_neurons=None if self.source == "adapter" else neuron,
-            adapter=self.source == "adapter",
+            adapter=AdapterShape() if self.source == "adapter" else None,
+            supervision=FutureAttention(self.window, "least_important")
+            if self.source == "adapter"
+            else None,
         )
 
     @property
@@ -111,6 +122,11 @@ class DMS(DelayedEviction):
             drawn = drawn[:, :1]
         return Decisions(logits=logits, marks=drawn < jax.nn.sigmoid(logits))
 
+    def predictions(self, decisions: Decisions) -> Float[Array, "B K T"]:
+        """Returns the logit of each key's eviction, which a later token may decide."""
+        assert decisions.logits is not None
+        return self._of_keys(decisions.logits)
+
     def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], scale=0.0):
         """Scales the borrowed neuron: the last dimension of the first query head of each group.
 
@@ -128,9 +144,12 @@ class DMS(DelayedEviction):
         if self.per == "layer":  # one decision, so one noise sample
             noise = jnp.broadcast_to(noise[:, :1], noise.shape)
         noisy = noisy_logits(chunk.decisions.logits, noise, self.temperature)
-        bias = log_keep(noisy)
-        bias = jnp.pad(bias[..., self.shift :], ((0, 0), (0, 0), (0, self.shift)))
-        bias = bias[..., : noisy.shape[-1]]  # a shift beyond the sequence leaves all undecided
+        bias = self._of_keys(log_keep(noisy))
         return Relaxed(
             k=chunk.tokens.k, v=chunk.tokens.v, bias=bias, decisions=straight_through(noisy)
         )
+
+    def _of_keys(self, x: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        """Moves what token j + shift says to key j; a shift beyond the sequence leaves zeros."""
+        moved = jnp.pad(x[..., self.shift :], ((0, 0), (0, 0), (0, self.shift)))
+        return moved[..., : x.shape[-1]]

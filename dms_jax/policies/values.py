@@ -6,7 +6,7 @@ P slots per page, S = M * P slots, N pages of the pool.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, no_type_check
+from typing import Any, Literal, no_type_check
 
 import jax.numpy as jnp
 from flax import struct
@@ -35,6 +35,7 @@ class Tokens:
       positions: token positions, from 0 at the start of each sequence (or packed document).
       layer: index of the layer.
       adapter_logits: decision logits of the layer's adapter, for a policy that reads one.
+      late_logits: what the adapter's `late` output says of the token that leaves the window.
     """
 
     q: Float[Array, "B T H D"] = struct.field(metadata=HEADS)
@@ -43,6 +44,7 @@ class Tokens:
     positions: Int[Array, "B T"] = struct.field(metadata=SEQUENCES)
     layer: Int[Array, ""] = struct.field(metadata=axes())
     adapter_logits: Float[Array, "B K T"] | None = struct.field(default=None, metadata=ROWS)
+    late_logits: Float[Array, "B K T"] | None = struct.field(default=None, metadata=ROWS)
 
 
 @no_type_check  # jax also builds it from shapes and from partitions
@@ -54,11 +56,13 @@ class Decisions:
       logits: decision logits, positive for yes; None if the policy learns no decisions.
       marks: hard decisions (to evict or merge); None if the policy decides nothing from a token.
       importance: importance weight of each token (DMC's omega), or None.
+      late: what a token adds to the score of the token that leaves the window with it (KVpop).
     """
 
     logits: Float[Array, "B K T"] | None = struct.field(default=None, metadata=ROWS)
     marks: Bool[Array, "B K T"] | None = struct.field(default=None, metadata=ROWS)
     importance: Float[Array, "B K T"] | None = struct.field(default=None, metadata=ROWS)
+    late: Float[Array, "B K T"] | None = struct.field(default=None, metadata=ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,11 +231,13 @@ class Observation:
       weights: attention weights of one query over the slots, for policies that ask for them
         (`observes_weights`); None for a chunk of a prompt that was attended in one pass.
       rows: function that gathers the contents of the rows, including the chunk.
+      one_query: whether one query attended; False for a chunk of a prompt in one pass.
     """
 
     q: Float[Array, "B T H D"]
     weights: Float[Array, "B K G S"] | None
     rows: Callable[[], Rows]
+    one_query: bool = False
 
 
 @struct.dataclass
@@ -318,6 +324,36 @@ class Footprint:
 
 
 @dataclasses.dataclass(frozen=True)
+class AdapterShape:
+    """The size of the adapter that a policy reads its decisions from.
+
+    Attributes:
+      hidden: hidden units between the residual stream and the logits; 0 for a linear adapter.
+      bias: whether the logits have a bias although the model's projections have none.
+      late: whether each token has a second logit, for the token that leaves the window with it.
+    """
+
+    hidden: int = 0
+    bias: bool = False
+    late: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FutureAttention:
+    """What a policy's logits learn from attention (`policies/importance.py`).
+
+    Attributes:
+      window: distance up to which queries do not count, because they see the key in any case.
+      learns: the importance of each key, or which keys are the least important.
+      reduction: whether the largest weight of a key counts, or the mean.
+    """
+
+    window: int
+    learns: Literal["importance", "least_important"] = "importance"
+    reduction: Literal["max", "mean"] = "max"
+
+
+@dataclasses.dataclass(frozen=True)
 class Retrofit:
     """The training that a model needs before it can run a policy.
 
@@ -327,15 +363,22 @@ class Retrofit:
         Budgets, windows and thresholds may change after training; this description may not.
       borrowed_neurons: description of the neurons that carry decisions instead of taking part in
         attention; None for none. It must be the same at inference as in training.
-      adapter: whether decisions are read from an adapter.
+      adapter: the adapter that decisions are read from; None if from none.
+      supervision: what the logits learn in a stage "supervise"; None if they cannot.
     """
 
     possible: bool = False
     decisions: str | None = None
     borrowed_neurons: str | None = None
-    adapter: bool = False
+    adapter: AdapterShape | None = None
+    supervision: FutureAttention | None = None
 
     @property
     def needed(self) -> bool:
         """Whether the policy requires a model that was trained for it."""
         return self.decisions is not None
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a model can be trained for the policy, in one way or the other."""
+        return self.possible or self.supervision is not None

@@ -101,7 +101,16 @@ class VictimEviction(BudgetedPolicy):
         """Selects the victim if a row holds more live tokens than the budget."""
         if seen.weights is None:  # a prompt in one pass, which is cut at its end
             return state
-        scores = self.scores(state, chunk, seen.weights)
+        return self.select_victim(state, chunk, placement, self.scores(state, chunk, seen.weights))
+
+    def select_victim(
+        self,
+        state: PolicyState,
+        chunk: Chunk,
+        placement: Placement,
+        scores: Float[Array, "B K S"],
+    ) -> PolicyState:
+        """Selects the slot with the lowest score in rows that hold more than the budget."""
         live = jnp.arange(scores.shape[-1]) < placement.lengths[..., None]
         victim = jnp.argmin(jnp.where(live, scores, jnp.inf), -1).astype(jnp.int32)
         victim = jnp.where(placement.lengths > self.budget_of(chunk), victim, NOT_STORED)

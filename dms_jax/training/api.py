@@ -51,19 +51,24 @@ def retrofit(
         (`dms_jax.load(..., merge=True)`).
       policy: a policy with a trainable form, e.g. `DMS(window=256, source="adapter")`. An adapter
         is added where the policy reads one and the model has none.
-      recipe: stages that include a ramp, sizes and learning rates (`dms_jax.recipes`).
+      recipe: stages that include a ramp or supervise, sizes and learning rates
+        (`dms_jax.recipes`).
       data, out, **options: as for `train`.
 
     Returns:
       The retrofitted model, whose `policy` is the given one.
 
     Raises:
-      ConfigError: the policy has nothing to learn, the recipe has no ramp, or what `train` refuses.
+      ConfigError: the policy has nothing to learn, the recipe has no such stage, or what `train`
+        refuses.
     """
-    if not isinstance(policy, Policy) or not policy.retrofit.possible:
+    if not isinstance(policy, Policy) or not policy.retrofit.trainable:
         name = policy.name if isinstance(policy, Policy) else repr(policy)
-        raise ConfigError(f"{name} has nothing to learn; retrofit for DMS(...) or DMC(...).")
-    if isinstance(recipe, Recipe) and recipe.compression_ratio == 1:
+        raise ConfigError(
+            f"{name} has nothing to learn; retrofit for DMS(...) or DMC(...), or for KVzap(...) or "
+            "KVpop(...)."
+        )
+    if isinstance(recipe, Recipe) and recipe.compression_ratio == 1 and not recipe.supervises:
         raise ConfigError(
             f"The recipe {recipe.name} has no ramp to a compression ratio; add Stage('ramp', ...)."
         )
@@ -176,16 +181,13 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
     check_model(model)
     check_policy(policy)
     check("recipe", recipe, Recipe)
-    if not policy.retrofit.possible and policy != Vanilla():
+    if recipe.supervises and policy.retrofit.supervision is None:
         raise ConfigError(
-            f"{policy.name} has no trainable form. Train with the vanilla cache (policy=None) and "
-            f"run the result with {policy.name}."
+            f"The recipe {recipe.name} teaches an adapter what attention makes of each token, and "
+            f"{policy} reads none. Use KVzap(), KVpop() or DMS(source='adapter')."
         )
-    if not policy.retrofit.possible and recipe.loss == "distillation":
-        raise ConfigError(
-            "With the vanilla cache the model is its own teacher, and distillation has nothing to "
-            "teach. Set loss='language_modeling' in the recipe."
-        )
+    if not policy.retrofit.possible and any(stage.kind != "supervise" for stage in recipe.stages):
+        _check_untrainable(policy, recipe)
     config = model.config
     if model.policy.retrofit.borrowed_neurons is not None:
         raise ConfigError(
@@ -203,6 +205,25 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
         raise ConfigError(
             f"Sequences of {recipe.sequence_length} tokens do not fit the model's "
             f"{config.max_position_embeddings} positions. Set sequence_length in the recipe."
+        )
+
+
+def _check_untrainable(policy: Policy, recipe: Recipe) -> None:
+    """Raises ConfigError if a policy without a differentiable form cannot go through a recipe."""
+    if policy.retrofit.supervision is not None:
+        raise ConfigError(
+            f"{policy.name} learns from attention alone, and the recipe {recipe.name} has other "
+            "stages. Use recipes.kvpop(...)."
+        )
+    if policy != Vanilla():
+        raise ConfigError(
+            f"{policy.name} has no trainable form. Train with the vanilla cache (policy=None) and "
+            f"run the result with {policy.name}."
+        )
+    if recipe.loss == "distillation":
+        raise ConfigError(
+            "With the vanilla cache the model is its own teacher, and distillation has nothing to "
+            "teach. Set loss='language_modeling' in the recipe."
         )
 
 

@@ -10,6 +10,7 @@ minus its offset; rows that are merely unused would saturate the decisions at ra
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from dms_jax import sharding
 from dms_jax.model import low_rank
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
+from dms_jax.policies.values import AdapterShape
 
 Parameters = dict[str, jax.Array]
 Trained = Literal["adapter", "low_rank", "all"]
@@ -86,22 +88,29 @@ def decays(name: str) -> bool:
     return not name.endswith((".scale", ".bias"))
 
 
-def add_adapter(transformer: Transformer) -> Transformer:
-    """Returns the transformer with decision adapters, added if needed with an output of zero.
+def add_adapter(
+    transformer: Transformer,
+    shape: AdapterShape = AdapterShape(),  # noqa: B008
+) -> Transformer:
+    """Returns the transformer with such decision adapters, added if needed.
 
-    The other parameters are shared with the original.
+    Their output is zero: only hidden units are drawn. The other parameters are shared with the
+    original.
     """
-    if transformer.has_adapter:
+    if transformer.adapter_shape == shape:
         return transformer
     config = transformer.config
     dtype = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)
     # Only the adapters get arrays; the rest of the skeleton is abstract.
     skeleton = low_rank.skeleton(
-        config, adapter=True, low_rank=low_rank.low_rank_of(transformer), dtype=dtype
+        config, adapter=shape, low_rank=low_rank.low_rank_of(transformer), dtype=dtype
     )
-    arrays = parameters(transformer)
+    arrays = {name: x for name, x in parameters(transformer).items() if not is_adapter(name)}
     for name, param in _named(skeleton):
-        if is_adapter(name):
+        if name.endswith("adapter.hidden.kernel"):
+            drawn = jax.random.normal(jax.random.key(0), param.shape, dtype)
+            arrays[name] = drawn / math.sqrt(config.hidden_size)
+        elif is_adapter(name):
             make = jnp.ones if name.endswith("norm.scale") else jnp.zeros
             arrays[name] = make(param.shape, dtype)
     return rebuilder(skeleton)(arrays)

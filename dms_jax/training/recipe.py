@@ -11,6 +11,7 @@ from dms_jax.checks import (
     Positive,
     Range,
     Ratio,
+    Share,
     Whole,
     check,
     require,
@@ -35,7 +36,8 @@ class Stage(Options):
     Attributes:
       kind: "neuron_decay" fades the borrowed neuron out and evicts nothing (skipped for policies
         that borrow none); "ramp" changes the compression ratio linearly from its current value;
-        "train" keeps the current value, which is 1 before any ramp.
+        "train" keeps the current value, which is 1 before any ramp; "supervise" evicts nothing and
+        teaches the adapter alone what attention makes of each token (`Retrofit.supervision`).
       steps: optimizer steps.
       learning_rate: learning rate, constant over the stage except for warm-up and decay.
       compression_ratio: compression ratio at the end of a ramp.
@@ -46,7 +48,7 @@ class Stage(Options):
         parameter; None for no decay.
     """
 
-    kind: Literal["neuron_decay", "ramp", "train"]
+    kind: Literal["neuron_decay", "ramp", "train", "supervise"]
     steps: Count
     learning_rate: NotNegative
     compression_ratio: Ratio = 1.0
@@ -140,6 +142,8 @@ class Recipe(Options):
         not penalise compression beyond the target, "kl" penalises deviations on both sides.
       compression_weight: weight of the compression loss; the main loss has weight 1.
       prior: whether the target applies to all layers together ("global") or to each ("layer").
+      layer_floor: share of what the layers keep on average at the target that every layer is to
+        keep at least (`dms_jax.training.compression`); 0 for no such loss.
       head_balance: weight of a loss that keeps the heads of a layer similar (DMC-C); 0 for none.
       beta1, beta2, epsilon, weight_decay: settings of AdamW; norms and biases do not decay.
       clip: largest global norm of the gradient.
@@ -170,6 +174,7 @@ class Recipe(Options):
     regulariser: Regulariser = "one_sided"
     compression_weight: NotNegative = 1.0
     prior: Prior = "global"
+    layer_floor: Share = 0.0
     head_balance: NotNegative = 0.0
     beta1: Decay = 0.9
     beta2: Decay = 0.95
@@ -224,6 +229,11 @@ class Recipe(Options):
         return size
 
     @property
+    def supervises(self) -> bool:
+        """Whether a stage teaches the decisions from attention."""
+        return any(stage.kind == "supervise" for stage in self.stages)
+
+    @property
     def compression_ratio(self) -> Number:
         """The compression ratio at the end; 1 without a ramp."""
         return max(stage.compression_ratio for stage in self.stages)
@@ -266,6 +276,7 @@ class Recipe(Options):
             ),
             trainable="low_rank" if self.trainable == "low_rank" else "all",
             loss="language_modeling",
+            layer_floor=0.0,
             snapshots=(),
         )
 

@@ -11,11 +11,13 @@ tables 2 to 4 (all weights, a borrowed neuron); the DMC paper; and our measureme
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from dms_jax.checks import Count, Number, Range, Whole, check, require
 from dms_jax.training.parameters import Trained
 from dms_jax.training.recipe import Loss, Recipe, Stage
+from dms_jax.training.scorer_recipes import kvpop as kvpop
+from dms_jax.training.scorer_recipes import kvzap as kvzap
 
 
 def _ramp_steps(compression_ratio: Number, steps_per_ratio: int) -> int:
@@ -190,6 +192,49 @@ def dms_self_taught(
         packing="first_fit",
         snapshots=snapshots,
     )
+
+
+def dms_layer_floor(
+    compression_ratio: Number = 8.0, *, floor: float = 0.5, **options: Any
+) -> Recipe:
+    """`dms_self_taught` in which every layer keeps at least a share of what layers keep on average.
+
+    Args:
+      compression_ratio: compression ratio to reach.
+      floor: that share; at ratio 8 and 0.5 no layer is to keep less than a sixteenth.
+      **options: as for `dms_self_taught`.
+
+    Raises:
+      ConfigError: a number is out of range.
+    """
+    recipe = dms_self_taught(compression_ratio, **options)
+    return dataclasses.replace(recipe, name="dms_layer_floor", layer_floor=floor)
+
+
+def dms_warm_up(compression_ratio: Number = 8.0, *, share: float = 0.2, **options: Any) -> Recipe:
+    """`dms_self_taught` whose adapter first learns from attention which tokens matter least.
+
+    Args:
+      compression_ratio: compression ratio to reach.
+      share: share of the steps in which the adapter alone learns from future attention; in the
+        others the model is distilled from logits while the compression ratio rises.
+      **options: as for `dms_self_taught`, of which `tokens` are those of both parts.
+
+    Raises:
+      ConfigError: a number is out of range, or there is only one step.
+    """
+    recipe = dms_self_taught(compression_ratio, **options)
+    share = check("dms_warm_up: share", share, Annotated[float, Range(0, 1, above=True)])
+    (ramp,) = recipe.stages
+    steps = min(max(1, round(share * ramp.steps)), ramp.steps - 1)
+    require(steps > 0, "dms_warm_up: there is one step; raise tokens.")
+    rate = ramp.adapter_learning_rate
+    assert rate is not None
+    stages = (
+        Stage("supervise", steps, rate, final_learning_rate=0.0),
+        dataclasses.replace(ramp, steps=ramp.steps - steps),
+    )
+    return dataclasses.replace(recipe, name="dms_warm_up", stages=stages)
 
 
 @dataclasses.dataclass(frozen=True)

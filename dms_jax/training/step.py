@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from dms_jax.model.attention import Relaxation
 from dms_jax.model.transformer import segment_positions
 from dms_jax.policies import Policy, Vanilla
-from dms_jax.training import compression, losses
+from dms_jax.training import compression, losses, supervision
 from dms_jax.training.parameters import Parameters, Rebuild, decays, is_adapter
 from dms_jax.training.recipe import DistillationPositions, Recipe
 from dms_jax.training.shards import Shards
@@ -109,6 +109,8 @@ class ScheduleValues:
       learning_rate: learning rate of all parameters except the adapter.
       adapter_learning_rate: learning rate of the adapter.
       key: key from which the noise of every step is drawn.
+      supervised: in a stage "supervise", the share of keys that count as the least important; None
+        outside of one.
     """
 
     target: Float[Array, ""]
@@ -116,6 +118,7 @@ class ScheduleValues:
     learning_rate: Float[Array, ""]
     adapter_learning_rate: Float[Array, ""]
     key: PRNGKeyArray
+    supervised: Float[Array, ""] | None = None
 
 
 def _decay_mask(arrays: Any) -> Any:
@@ -170,7 +173,34 @@ def make_gradients(
             matrix, trained = matrix.T, None if trained is None else trained.T
         return losses.Head(hidden, matrix, trained)
 
+    def supervised_loss(trained, frozen, sequences: Passes, schedule, rest):
+        """The loss of a stage "supervise", in which only the adapter learns."""
+        weights, together = rest
+        learned = policy.retrofit.supervision
+        assert learned is not None
+        trained = {x: y if is_adapter(x) else jax.lax.stop_gradient(y) for x, y in trained.items()}
+        current, prepare = frozen | trained, None
+        if shards.over_data and not together:
+            prepare = functools.partial(shards.gather_layer, dtype=pass_dtype(current))
+        relaxation = Relaxation(supervised=True)
+        result = hidden_states(
+            current, rebuild, policy, sequences, relaxation=relaxation, prepare=prepare
+        )
+        assert result.supervision is not None
+        distance = supervision.supervised_loss(learned, result.supervision, schedule.supervised)
+        ids = sequences.segment_ids
+        shares = compression.evicted_shares(result.decisions, None if ids is None else ids > 0)
+        loss, zero = jnp.sum(distance) * weights[2], jnp.zeros_like(distance[0])
+        return loss, {
+            "loss": loss,
+            "supervised_loss": loss,
+            **dict.fromkeys(("distillation_loss", "lm_loss", "compression_loss"), zero),
+            "evicted": jnp.sum(jnp.mean(shares, axis=(0, 2))) * weights[2],
+        }
+
     def pass_loss(trained, frozen, own_teacher, sequences: Passes, schedule, keys, rest):
+        if schedule.supervised is not None:
+            return supervised_loss(trained, frozen, sequences, schedule, rest)
         weights, together = rest
         current = frozen | trained
         relaxation, prepare = None, None
@@ -214,6 +244,10 @@ def make_gradients(
         distance = recipe.compression_weight * compression.compression_loss(
             shares, schedule.target, regulariser=recipe.regulariser, prior=recipe.prior
         )
+        if recipe.layer_floor:
+            distance += recipe.compression_weight * compression.floor_loss(
+                shares, schedule.target, recipe.layer_floor
+            )
         if recipe.head_balance:
             distance += recipe.head_balance * compression.head_spread(shares)
         per_position, per_target, per_sequence = weights
@@ -299,10 +333,10 @@ def make_step(
     """Returns the step as a pure function, to be jitted with the state donated.
 
     Its metrics are scalars: `loss` and its parts (`distillation_loss`, `compression_loss`,
-    `lm_loss`), `evicted` (share of hard decisions to evict), `grad_norm` (before clipping),
-    `visible_keys` (mean number of keys that a token sees), `document_share` (share of the tokens
-    that are not padding) and `skipped` (the loss or the gradient is not finite, so that the step
-    changed neither parameters nor moments).
+    `lm_loss`, and `supervised_loss` in a stage "supervise"), `evicted` (share of hard decisions to
+    evict), `grad_norm` (before clipping), `visible_keys` (mean number of keys that a token sees),
+    `document_share` (share of the tokens that are not padding) and `skipped` (the loss or the
+    gradient is not finite, so that the step changed neither parameters nor moments).
     """
     optimizer = make_optimizer(recipe)
     gradients = make_gradients(

@@ -34,6 +34,7 @@ from dms_jax.training.parameters import (
     zero_borrowed_neurons,
 )
 from dms_jax.training.recipe import Progress, Recipe
+from dms_jax.training.schedules import eviction_target
 from dms_jax.training.shards import Shards, holds_whole_layers
 from dms_jax.training.step import (
     Constants,
@@ -55,7 +56,7 @@ def _student(
     Updates that the model brings are trained further, or merged if all weights are trained.
     """
     if policy.retrofit.adapter:
-        transformer = add_adapter(transformer)
+        transformer = add_adapter(transformer, policy.retrofit.adapter)
     trained = recipe.trained_for(policy)
     if trained == "all":
         return low_rank.merge(transformer)
@@ -100,6 +101,7 @@ class Trainer:
     ):
         load_kernels()
         self._policy, self._mesh = policy, mesh
+        self._target = eviction_target(recipe.compression_ratio)
         self._device = next(iter(model.transformer.embedding[...].devices()))
         trained_parts = recipe.trained_for(policy)
         key = jax.random.key(seed)
@@ -110,7 +112,7 @@ class Trainer:
         self._key = jax.device_put(key, self._everywhere)
         given = parameters(transformer)
         arrays = self._place(given)
-        parts = split(arrays, adapter=policy.retrofit.adapter, trainable=trained_parts)
+        parts = split(arrays, adapter=policy.retrofit.adapter is not None, trainable=trained_parts)
         self._frozen, self._initial = parts.frozen, parts.trained
         self._dtypes = {name: x.dtype for name, x in parts.trained.items()}
         wide = {name: jnp.promote_types(x, jnp.float32) for name, x in self._dtypes.items()}
@@ -251,6 +253,7 @@ class Trainer:
             learning_rate=number(progress.learning_rate),
             adapter_learning_rate=number(progress.adapter_learning_rate),
             key=self._key,
+            supervised=number(self._target) if progress.stage.kind == "supervise" else None,
         )
         place = self._everywhere
         if self._mesh is not None:

@@ -217,6 +217,22 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
         else dms_jax.RandomEviction(window=config.window, rate=evicted)
     )
     runner = filled_runner(config, model, policy, lengths, ratio)
+    seconds, live_reads = time_runner(config, runner, f"ratio{ratio}")
+    entry = 2 * model.config.head_dim * jnp.dtype(model.dtype).itemsize
+    figures = roofline(model, live_reads * entry, rate, seconds)
+    pages = int(np.ceil(lengths / 64).sum())
+    sequence_bytes = pages * 64 * entry / config.batch
+    return figures | dict(
+        ratio=ratio,
+        tokens_per_second=config.batch / seconds,
+        live_tokens=float(lengths.mean()),
+        cache_bytes=pages * 64 * entry,
+        largest_batch=largest_batch(model, sequence_bytes),
+    )
+
+
+def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple[float, float]:
+    """Returns the seconds of a step of a filled cache, and the entries that it reads."""
     tokens = np.zeros(config.batch, np.int32)
     remaining = np.full(config.batch, 10**6, np.int32)
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), config.batch)))
@@ -235,26 +251,12 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
         reads.append(steps.reads.sum(1).mean())
         return steps.tokens
 
-    start = time.perf_counter()
     run()
-    compiled = time.perf_counter() - start
     seconds = median_seconds(run, config.repeats, warmup=1) / config.chunk
     if config.profile is not None:
-        with jax.profiler.trace(str(config.profile / f"ratio{ratio}")):
+        with jax.profiler.trace(str(config.profile / profile)):
             run()
-    live_reads = float(np.mean(reads[1:]))
-    entry = 2 * model.config.head_dim * jnp.dtype(model.dtype).itemsize
-    figures = roofline(model, live_reads * entry, rate, seconds)
-    pages = int(np.ceil(lengths / 64).sum())
-    sequence_bytes = pages * 64 * entry / config.batch
-    return figures | dict(
-        ratio=ratio,
-        tokens_per_second=config.batch / seconds,
-        live_tokens=float(lengths.mean()),
-        cache_bytes=pages * 64 * entry,
-        largest_batch=largest_batch(model, sequence_bytes),
-        compile_seconds=compiled,
-    )
+    return seconds, float(np.mean(reads[1:]))
 
 
 def roofline(model: dms_jax.LanguageModel, cache_bytes: float, rate: float, seconds: float) -> dict:

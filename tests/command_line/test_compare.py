@@ -135,7 +135,9 @@ def test_every_system_takes_part_with_the_same_share(stories):
         for one in systems.training_free(stories, 4.0)
     }
     # A subclass may say by a property whether it is learned, so instances are asked.
-    learned = {name for name in ("DMS", "DMC") if POLICIES[name]().retrofit.needed}
+    learned = {
+        name for name in ("DMS", "DMC", "KVzap", "KVpop") if POLICIES[name]().retrofit.needed
+    }
     assert set(free) | learned | {"Vanilla"} == set(POLICIES)
     for name, policy in free.items():
         own = getattr(policy, "scorer", policy)

@@ -12,6 +12,7 @@ import numpy as np
 
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
+from dms_jax.policies.values import AdapterShape
 from tests.oracles.trace import Trace
 from tests.oracles.transformer import LayerInput
 from tests.support.models import random_model, tiny_config
@@ -84,7 +85,7 @@ class Row:
 
 
 @functools.cache
-def model_of(group: int, adapter: bool) -> Transformer:
+def model_of(group: int, adapter: AdapterShape | bool | None) -> Transformer:
     """Returns a model of two layers, whose switches vary with the group size."""
     kv_heads = 2 if group < 8 else 1
     config = tiny_config(

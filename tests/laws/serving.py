@@ -9,7 +9,7 @@ import numpy as np
 
 from dms_jax.cache.accounting import Usage
 from dms_jax.config import ModelConfig
-from dms_jax.policies import H2O, ExpectedAttention, KCache, Policy, Quest, SnapKV
+from dms_jax.policies import H2O, ExpectedAttention, KCache, KVpop, Policy, Quest, SnapKV
 from dms_jax.policies.allocation import Allocation
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.merging import Merging
@@ -25,14 +25,17 @@ FLOAT64, FLOAT32, INT32 = 8, 4, 4
 
 
 def bytes_per_page(config: ModelConfig, row: Row) -> int:
-    """Returns the bytes of keys, values and page state (Quest: bounds; H2O: sums and positions)."""
+    """Returns the bytes of keys, values and page state.
+
+    Quest has bounds, H2O sums and positions, KVpop scores and positions.
+    """
     numbers = config.head_dim * (FLOAT64 if row.kv_dtype is None else 1)
     entry = numbers + (0 if row.kv_dtype is None else FLOAT32)
     away = isinstance(row.policy, KCache) and row.policy.values == "host"
     if away:  # of rows whose every layer is fetched from
         assert row.policy.first_layers == 0
     bounds = 2 * isinstance(row.policy, Quest) * config.head_dim * FLOAT64
-    slots = isinstance(row.policy, H2O) * row.page_size * (FLOAT64 + INT32)
+    slots = isinstance(row.policy, H2O | KVpop) * row.page_size * (FLOAT64 + INT32)
     return row.page_size * (2 * entry - away * numbers) + bounds + slots
 
 

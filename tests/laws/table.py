@@ -19,7 +19,7 @@ from dms_jax.policies import (
     StreamingLLM,
     Vanilla,
 )
-from tests.laws import combined_rows, scored_rows
+from tests.laws import combined_rows, scored_rows, scorer_rows
 from tests.laws.dms_simulations import simulate_dms, simulate_dms_identity
 from tests.laws.row import Row
 from tests.oracles import dmc, dms, h2o, quest, rope, streaming, tova, vanilla
@@ -272,6 +272,7 @@ ROWS = [
     *fixed_rows(),
     *training_free_rows(),
     *scored_rows.rows(),
+    *scorer_rows.rows(),
     *combined_rows.rows(),
 ]
 # Policies that agree with one pass over the whole sequence, wherever the prompt ends.
@@ -284,4 +285,6 @@ SPLIT_INVARIANT = {
     "RandomEviction",
     "TOVA",
     "H2O",
+    "KVzap",
+    "KVpop",
 }

@@ -12,7 +12,7 @@ import pytest
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Sampling, generate, score
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import DMC, DMS, POLICIES, TOVA, Quest, Vanilla
+from dms_jax.policies import DMC, DMS, POLICIES, TOVA, KVpop, KVzap, Quest, Vanilla
 from tests.laws.row import model_of
 
 TOKENS = np.arange(5)[None]
@@ -82,17 +82,19 @@ def test_policies_that_add_nothing_run_on_any_untouched_model():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for policy in POLICIES.values():
-            if policy().retrofit.borrowed_neurons is None:
+            if policy().retrofit.borrowed_neurons is None and policy().retrofit.adapter is None:
                 assert model.resolve_policy(policy()) == policy()
 
 
 def test_an_adapter_must_be_there():
-    policy = DMS(source="adapter")
-    with pytest.raises(ConfigError, match="adapter"):
-        LanguageModel(model_of(2, False)).resolve_policy(policy)
+    for policy in (DMS(source="adapter"), KVzap(), KVpop()):
+        with pytest.raises(ConfigError, match="which this model does not have"):
+            LanguageModel(model_of(2, False)).resolve_policy(policy)
+    with pytest.raises(ConfigError, match=r"hidden=64, .* and this model has .*hidden=0.*made for"):
+        LanguageModel(model_of(2, True)).resolve_policy(KVzap())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        LanguageModel(model_of(2, True)).resolve_policy(policy)
+        LanguageModel(model_of(2, True)).resolve_policy(DMS(source="adapter"))
 
 
 def test_what_is_no_policy_is_refused():

@@ -15,10 +15,11 @@ import pytest
 
 from dms_jax.errors import ConfigError
 from dms_jax.model.attention import Relaxation
-from dms_jax.policies import DMC, DMS, POLICIES, FixedPooling
+from dms_jax.policies import DMC, DMS, POLICIES, FixedPooling, KVzap
 from dms_jax.policies.relaxation import logistic_noise
 from tests.laws.dms_simulations import dms_decisions
 from tests.laws.row import model_of
+from tests.laws.scorer_rows import outputs as scorer_outputs
 from tests.laws.table import dmc_decisions, dmc_neuron, fixed_decisions
 from tests.oracles import dmc, dms, transformer, vanilla
 from tests.oracles.trace import Trace
@@ -32,6 +33,7 @@ POLICIES_UNDER_TEST = [
     DMC(offset=0.1),
     DMC(offset=-0.3, neuron="first", per="layer", window=3),
     DMC(offset=0.1, importance="uniform", window=None),
+    KVzap(window=3, hidden=6),
 ]
 every_form = pytest.mark.parametrize("policy", POLICIES_UNDER_TEST, ids=repr)
 
@@ -52,7 +54,8 @@ def hard(model, policy, tokens):
 
 def simulate_soft(policy, layer, noise):
     """Noise [T, K] of one sequence and layer -> the outputs of training's attention."""
-    return (soft_dmc if isinstance(policy, DMC) else soft_dms)(policy, layer, noise)
+    forms = {DMC: soft_dmc, DMS: soft_dms, KVzap: soft_kvzap}
+    return forms[type(policy)](policy, layer, noise)
 
 
 def soft_dmc(policy, layer, noise):
@@ -94,6 +97,13 @@ def soft_dms(policy, layer, noise):
     return outputs, decisions
 
 
+def soft_kvzap(policy, layer, noise):
+    scores, _ = scorer_outputs(layer)
+    _, _, decisions, bias = dms.gate(policy.threshold - scores, noise, policy.temperature)
+    outputs = dms.soft_attention(*layer.rotated, bias, window=policy.window, shift=0)
+    return outputs, decisions
+
+
 @every_form
 @pytest.mark.parametrize("noisy", [False, True])
 def test_the_soft_form_is_that_of_the_paper(policy, noisy, record_property):
@@ -122,7 +132,7 @@ def test_the_soft_form_is_that_of_the_paper(policy, noisy, record_property):
         # Straight-through: hard numbers forward.
         chex.assert_trees_all_equal(np.asarray(got.decisions)[:, row], np.stack(decisions))
     assert largest < 1e-10
-    if policy.per == "layer":  # one decision for all heads, whatever was drawn
+    if getattr(policy, "per", "head") == "layer":  # one decision for all heads, whatever was drawn
         of_first = np.asarray(got.decisions)[:, :, :1]
         chex.assert_trees_all_equal(got.decisions, of_first.repeat(kv_heads, axis=2))
         assert 0 < of_first.mean() < 1
@@ -146,7 +156,7 @@ def test_the_soft_form_tends_to_the_hard_one(policy, record_property):
 
 @every_form
 def test_saturated_decisions_are_hard(policy, record_property):
-    scale = dict(temperature=1e-9) if isinstance(policy, DMC) else dict(alpha_scale=1e6)
+    scale = dict(alpha_scale=1e6) if isinstance(policy, DMS) else dict(temperature=1e-9)
     saturated = dataclasses.replace(policy, **scale)
     model = model_for(policy)
     got = soft(model, saturated, TOKENS, Relaxation())

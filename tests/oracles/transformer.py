@@ -46,6 +46,8 @@ class Layer:
     down: Linear
     adapter_norm: np.ndarray | None
     adapter: Linear | None
+    adapter_hidden: Linear | None = None
+    adapter_late: Linear | None = None
 
 
 @dataclasses.dataclass

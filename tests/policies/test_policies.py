@@ -19,6 +19,8 @@ from dms_jax.policies import (
     KCache,
     KeyDiff,
     Knorm,
+    KVpop,
+    KVzap,
     PyramidKV,
     Quest,
     RandomEviction,
@@ -65,6 +67,8 @@ CHANGED = [
     AdaKV(PyramidKV(Knorm(budget=7), beta=3), alpha=0.5),
     PyramidKV(SnapKV(window=3), beta=2),
     StreamingLLM(budget=9, sinks=1),
+    KVzap(window=3, threshold=-4.5, hidden=0, temperature=0.5),
+    KVpop(budget=9, window=4, hidden=8, prefill="dense_then_evict"),
     RandomEviction(window=2, rate=0.1, spread=0.05, seed=3),
 ]
 
@@ -103,7 +107,7 @@ def test_unknown_names_and_options_are_refused_by_name():
 
 def test_what_can_be_trained():
     trainable = [name for name, policy in POLICIES.items() if policy().retrofit.possible]
-    assert trainable == ["DMS", "DMC", "FixedPooling"]
+    assert trainable == ["DMS", "DMC", "KVzap", "FixedPooling"]
 
 
 def test_the_base_policy_is_vanilla():
@@ -164,6 +168,13 @@ def test_the_base_policy_is_vanilla():
         (ExpectedAttention(), "epsilon", -1.0),
         (ExpectedAttention(), "covariance", 1),
         (RandomSelection(), "seed", -1),
+        (KVzap(), "window", -1),
+        (KVzap(), "hidden", -1),
+        (KVzap(), "threshold", float("nan")),
+        (KVzap(), "temperature", 0.0),
+        (KVpop(), "budget", 128),
+        (KVpop(), "window", 1024),
+        (KVpop(), "prefill", "dense"),
         (AdaKV(), "alpha", 1.5),
         (AdaKV(), "scorer", Vanilla()),
         (PyramidKV(), "beta", 0),

@@ -9,6 +9,7 @@ from flax import nnx
 
 from dms_jax.config import ModelConfig, Rope
 from dms_jax.model.transformer import Transformer
+from dms_jax.policies.values import AdapterShape
 from tests.oracles import transformer as oracle
 
 VOCABULARY = 31
@@ -46,7 +47,11 @@ def tiny_config(
 
 
 def random_model(
-    config: ModelConfig, *, adapter: bool = False, seed: int = 0, dtype: Any = jnp.float64
+    config: ModelConfig,
+    *,
+    adapter: AdapterShape | bool | None = None,
+    seed: int = 0,
+    dtype: Any = jnp.float64,
 ) -> Transformer:
     """Returns a model with weights so large that attention is uneven and decisions vary."""
     shapes = jax.eval_shape(
@@ -82,6 +87,8 @@ def oracle_weights(model: Transformer) -> oracle.Weights:
         return None if param is None else np.asarray(param[...], np.float64)
 
     def linear(module, layer):
+        if module is None:
+            return None
         kernel, bias = read(module.kernel), read(module.bias)
         return oracle.Linear(kernel[layer], None if bias is None else bias[layer])
 
@@ -121,6 +128,8 @@ def oracle_weights(model: Transformer) -> oracle.Weights:
                 down=linear(mlp.down_proj, layer),
                 adapter_norm=None if adapter is None else norm(adapter.norm, layer),
                 adapter=None if adapter is None else linear(adapter.proj, layer),
+                adapter_hidden=None if adapter is None else linear(adapter.hidden, layer),
+                adapter_late=None if adapter is None else linear(adapter.late, layer),
             )
             for layer in range(model.config.num_layers)
         ],

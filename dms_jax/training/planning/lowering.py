@@ -115,7 +115,9 @@ class AbstractStep:
 
         def make(arrays: Parameters) -> list[dict[str, jax.Array]]:
             parts = split(
-                arrays, adapter=policy.retrofit.adapter, trainable=recipe.trained_for(policy)
+                arrays,
+                adapter=policy.retrofit.adapter is not None,
+                trainable=recipe.trained_for(policy),
             )
             trained = {
                 name: x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -177,7 +179,10 @@ class AbstractStep:
 
     def _shards(self) -> Shards:
         """Returns the layout that a trainer chooses."""
-        adapter, trainable = self.policy.retrofit.adapter, self._recipe.trained_for(self.policy)
+        adapter, trainable = (
+            self.policy.retrofit.adapter is not None,
+            self._recipe.trained_for(self.policy),
+        )
         trained = jax.eval_shape(
             lambda arrays: split(arrays, adapter=adapter, trainable=trainable).trained,
             self.parameters,

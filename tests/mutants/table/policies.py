@@ -226,4 +226,25 @@ MUTANTS = [
         "first_layer = found.at_most",
         (f"{ALLOCATION}::test_a_pyramid_by_hand",),
     ),
+    Mutant(
+        "policies: KVpop without what is said as a token leaves the window",
+        FOLDER + "kvpop.py",
+        "new = jnp.take_along_axis(rows, slot, axis=-1) + late",
+        "new = jnp.take_along_axis(rows, slot, axis=-1)",
+        (f"{STEPS}[KVpop-budget=8-window=3-hidden=6-G=2-page=5]",),
+    ),
+    Mutant(
+        "policies: KVpop gives up a token that the next query is to see",
+        FOLDER + "kvpop.py",
+        "is_recent = positions > (chunk.newest[:, None] - self.window)[..., None]",
+        "is_recent = positions > (chunk.newest[:, None] - self.window + 1)[..., None]",
+        (f"{STEPS}[KVpop-budget=8-window=3-hidden=6-G=2-page=5]",),
+    ),
+    Mutant(
+        "policies: importance counts queries that see the key in any case",
+        FOLDER + "importance.py",
+        "later = seen & (at[:, None] - keys > seen_as.window)",
+        "later = seen & (at[:, None] - keys >= seen_as.window)",
+        ("tests/policies/test_importance.py",),
+    ),
 ]

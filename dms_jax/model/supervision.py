@@ -1,0 +1,78 @@
+"""What one layer predicts of its keys' importance, and what attention says of it.
+
+The values behind the output projection have the norms of `policies/importance.py`: with the Gram
+matrix of the rows of W_o that read a head, |v W_o|^2 = v (W_o W_o^T) v^T, so that no value of the
+model's width exists for every head.
+"""
+
+from typing import Any, no_type_check
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dms_jax.model.rope import apply_rope
+from dms_jax.policies.base import Policy
+from dms_jax.policies.importance import importance
+from dms_jax.policies.values import Decisions, Tokens
+
+
+@no_type_check  # jax also builds it from shapes
+@struct.dataclass
+class Supervision:
+    """Predictions of every layer and what they learn from.
+
+    Attributes:
+      predicted: what the policy says of each key (`Policy.predictions`).
+      importance: logarithm of the importance of each key to queries beyond the window.
+      known: keys that such a query follows.
+    """
+
+    predicted: Float[Array, "*L B K T"]
+    importance: Float[Array, "*L B K T"]
+    known: Bool[Array, "*L B T"]
+
+
+def supervise(
+    policy: Policy,
+    decisions: Decisions,
+    tokens: Tokens,
+    rotation: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
+    inputs: Float[Array, "B T E"],
+    output_kernel: Float[Array, "H D E"],
+    *,
+    scale: float,
+    segment_ids: Int[Array, "B T"] | None,
+) -> Supervision:
+    """Returns a layer's predictions and the importance of its keys under full attention.
+
+    Args:
+      policy: a policy that borrows no neuron; its window and reduction apply.
+      decisions: the tokens' decisions.
+      tokens: the layer's tokens before rotation.
+      rotation: cos and sin of their positions.
+      inputs: the input of the layer's attention, after its norm.
+      output_kernel: kernel of the output projection.
+      scale, segment_ids: see `importance`.
+    """
+    seen_as = policy.retrofit.supervision
+    assert seen_as is not None
+    q, k = (apply_rope(x, *rotation) for x in (tokens.q, tokens.k))
+    wide: Any = jnp.promote_types(inputs.dtype, jnp.float32)
+    kernel, values = output_kernel.astype(wide), tokens.v.astype(wide)
+    gram = jnp.einsum("HDE,HFE->HDF", kernel, kernel)
+    gram = gram.reshape(tokens.k.shape[2], -1, *gram.shape[1:])
+    squares = jnp.einsum("BTKD,KGDF,BTKF->BTKG", values, gram, values)
+    tiny = jnp.finfo(wide).tiny
+    found = importance(
+        q,
+        k,
+        jnp.sqrt(jnp.maximum(squares, tiny)).reshape(q.shape[:3]),
+        jnp.linalg.norm(inputs.astype(wide), axis=-1) + tiny,
+        seen_as=seen_as,
+        scale=scale,
+        segment_ids=segment_ids,
+    )
+    return Supervision(
+        predicted=policy.predictions(decisions), importance=found.log, known=found.known
+    )

@@ -1,0 +1,92 @@
+"""KVzap (Jegou and Jeblick, arXiv 2601.07891): a scorer predicts a token's importance.
+
+    log s_j = 10 scorer(x_j) - 6     d_j = 1[log s_j < threshold]
+    key j is visible to query i  iff  i - j <= window  or  d_j = 0
+
+The factor and the constant are ours: Adam then reaches the level of the scores in a few steps. The
+scorer reads the residual stream as DMS's adapter does: one linear map per layer, or two layers
+with GELU between them. It is regressed (squared error) on the logarithm of the importance that
+attention gives (`importance.py`, "max"), while the model is frozen and nothing is evicted. The
+threshold decides how much is kept, in each head as much as its scores say: heads are uneven, as
+with DMS, and one training serves every ratio. `dms_jax.calibrate` finds the threshold that keeps a
+share of the tokens of held-out text.
+
+What differs from the publication: KVzip+ takes the attention of a repetition of the text and from
+all of it, and here it is the text's own queries beyond the window (`importance.py`); and the
+publication trains outside of the model, on sampled tokens.
+
+In training under its own decisions, which the publication does not have, the relaxation is DMS's
+with the logit `threshold - log s_j`.
+"""
+
+import dataclasses
+
+from jaxtyping import Array, Float
+
+from dms_jax.checks import Number, Positive, Whole
+from dms_jax.policies.delayed_eviction import DelayedEviction
+from dms_jax.policies.importance import LEVEL, predicted
+from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
+from dms_jax.policies.values import (
+    AdapterShape,
+    Chunk,
+    Decisions,
+    FutureAttention,
+    Relaxed,
+    Retrofit,
+    Tokens,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVzap(DelayedEviction):
+    """Evicts the tokens beyond the window whose predicted importance is below a threshold.
+
+    Attributes:
+      window: distance up to which every key stays visible to queries.
+      threshold: least logarithm of the importance of a token that is kept.
+      hidden: hidden units of the scorer; 0 for a linear one.
+      temperature: tau of the relaxation.
+    """
+
+    window: Whole = 128
+    threshold: Number = LEVEL
+    hidden: Whole = 64
+    temperature: Positive = 0.1
+
+    @property
+    def retrofit(self) -> Retrofit:
+        """The scorer. Window and threshold may change after training."""
+        return Retrofit(
+            possible=True,
+            decisions=f"KVzap(hidden={self.hidden})",
+            adapter=AdapterShape(hidden=self.hidden, bias=True),
+            supervision=FutureAttention(self.window),
+        )
+
+    @property
+    def visible_window(self) -> int:
+        """See `Policy.visible_window`: the policy's window."""
+        return self.window
+
+    def decide(self, tokens: Tokens) -> Decisions:
+        """Returns the logits, threshold - log s, and the decisions (strictly above 0)."""
+        assert tokens.adapter_logits is not None
+        logits = self.threshold - predicted(tokens.adapter_logits)
+        return Decisions(logits=logits, marks=logits > 0)
+
+    def predictions(self, decisions: Decisions) -> Float[Array, "B K T"]:
+        """Returns the predicted logarithm of the importance of each key."""
+        assert decisions.logits is not None
+        return self.threshold - decisions.logits
+
+    def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
+        """Returns each key's bias, log(1 - alpha)."""
+        assert chunk.decisions.logits is not None
+        noisy = noisy_logits(chunk.decisions.logits, noise, self.temperature)
+        return Relaxed(
+            k=chunk.tokens.k,
+            v=chunk.tokens.v,
+            bias=log_keep(noisy),
+            decisions=straight_through(noisy),
+        )

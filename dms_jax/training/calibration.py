@@ -1,0 +1,87 @@
+"""The threshold of a learned eviction that keeps a share of the tokens of held-out text."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dms_jax.checks import Ratio, check
+from dms_jax.data.batches import Batch
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.model.attention import Relaxation
+from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import DMS, KVzap, Policy
+
+
+def calibrate(
+    model: LanguageModel,
+    batches: Iterable[Batch],
+    *,
+    compression_ratio: float | int,
+    policy: Policy | None = None,
+) -> Policy:
+    """Returns the policy with the threshold that keeps 1 / compression_ratio of held-out tokens.
+
+    The share is over all layers and heads together, of the tokens that a query beyond the window
+    follows: with the window a sequence keeps more. Decisions are those under full attention, from
+    which those of a model that evicts differ a little. KVzap is trained without a threshold and
+    needs this; the `alpha_offset` of DMS, which is trained for its ratio, is moved by it to other
+    ratios nearby.
+
+    Args:
+      model: a model with a scorer that was trained.
+      batches: held-out batches, as for `train`; a hundred thousand tokens are plenty.
+      compression_ratio: tokens for each one that is kept beyond the window.
+      policy: the policy to calibrate; the model's own if None.
+
+    Raises:
+      ConfigError: the policy is neither KVzap nor DMS with an adapter, or the model cannot run it.
+      DataError: no document of the batches is longer than the window.
+    """
+    check_model(model)
+    ratio = check("calibrate: compression_ratio", compression_ratio, Ratio)
+    found = model.resolve_policy(policy)
+    if not isinstance(found, KVzap | DMS) or found.retrofit.supervision is None:
+        raise ConfigError(
+            f"calibrate sets the threshold of KVzap() or of DMS(source='adapter'), and {found} has "
+            "none that it could set."
+        )
+    scores = []
+    with use_mesh(model.mesh):
+        for batch in batches:
+            ids = batch.get("segment_ids")
+            predicted, known = _predictions(
+                model.transformer,
+                jnp.asarray(batch["tokens"], jnp.int32),
+                None if ids is None else jnp.asarray(ids, jnp.int32),
+                found,
+            )
+            predicted = np.moveaxis(np.asarray(predicted), 1, 2)  # [L, K, B, T]
+            known = np.asarray(known[0])
+            if ids is not None:
+                known = known & (np.asarray(ids) > 0)
+            scores.append(predicted[:, :, known].ravel())
+    everything = np.concatenate(scores) if scores else np.zeros(0)
+    if not everything.size:
+        raise DataError(
+            f"No token of the held-out batches leaves the window of {found.window} tokens. Give "
+            "longer documents."
+        )
+    if isinstance(found, DMS):  # what was predicted are logits of eviction
+        offset = found.alpha_offset + float(np.quantile(everything, 1 / ratio))
+        return dataclasses.replace(found, alpha_offset=offset)
+    return dataclasses.replace(found, threshold=float(np.quantile(everything, 1 - 1 / ratio)))
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def _predictions(transformer: Transformer, tokens: Any, segment_ids: Any, policy: Policy) -> Any:
+    result = transformer(
+        tokens, policy, segment_ids=segment_ids, relaxation=Relaxation(supervised=True)
+    )
+    assert result.supervision is not None
+    return result.supervision.predicted, result.supervision.known

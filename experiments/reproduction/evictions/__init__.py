@@ -1,0 +1,1 @@
+"""Learned evictions beside each other: the plan, its jobs and its page."""
