@@ -1,4 +1,4 @@
-"""NVIDIA's released form from end to end: the README's two commands on a tiny random checkpoint."""
+"""NVIDIA's released form from end to end: two documented commands on a tiny random checkpoint."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from dms_jax.command_line import evaluate, generate
 from dms_jax.command_line.running import run
 from dms_jax.config import ModelConfig
 
-README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "experiments/docs/pages/index.md"
 # As Qwen3's: thinking is the default, and without it the answer begins after empty thoughts.
 TEMPLATE = """{%- for message in messages -%}
 <{{ message.role }}>{{ message.content }}</{{ message.role }}>
@@ -53,9 +53,9 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def of_readme(script: str, checkpoint, **other: str) -> list[str]:
-    """The arguments of a command of the README that names NVIDIA's model, with some of our own."""
-    text = README.read_text().replace("\\\n", " ")
+def of_page(script: str, checkpoint, **other: str) -> list[str]:
+    """The arguments of a command of the page that names NVIDIA's model, with some of our own."""
+    text = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
     line = re.search(rf"dms-jax {script} (--model nvidia/.*)", text)[1]
     arguments = shlex.split(line)
     other = {"--model": str(checkpoint), "--dtype": "float32", **other}
@@ -77,7 +77,7 @@ def test_a_prompt_is_written_with_the_variable_and_answered(
 
     monkeypatch.setattr(dms_jax, "generate", generate_few)
     own = {"--template": f"enable_thinking={thinks}", "--max-new-tokens": "12"}
-    arguments = of_readme("generate", checkpoint, **own)
+    arguments = of_page("generate", checkpoint, **own)
     assert run(generate.main, generate.Config, description=None, arguments=arguments) == 0
     (prompt,) = read
     assert prompt.strip().startswith("<user>Prove that ...</user>")
@@ -89,7 +89,7 @@ def test_problems_are_asked_with_the_variable(checkpoint, tmp_path, monkeypatch)
     problems = tmp_path / "test.jsonl"
     problems.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
     own = {"--task-options": f"path={problems}", "--max-new-tokens": "12"}
-    arguments = [*of_readme("evaluate", checkpoint, **own), "--out", str(tmp_path / "out.json")]
+    arguments = [*of_page("evaluate", checkpoint, **own), "--out", str(tmp_path / "out.json")]
     seen = []
     monkeypatch.setattr(
         evaluate, "evaluate", lambda *a, **o: seen.append(o["chat"]) or _evaluate(*a, **o)
