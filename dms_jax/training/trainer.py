@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from dms_jax import processes, sharding
+from dms_jax import compilation, processes, sharding
 from dms_jax.data.batches import Batch
 from dms_jax.devices import data_sheet
 from dms_jax.model import low_rank
@@ -45,7 +45,6 @@ from dms_jax.training.step import (
     make_step,
 )
 from dms_jax.training.throughput import layer_parameters, peak_operations, token_operations
-from pallas_kernels.training.api import load_kernels
 
 
 def _student(
@@ -99,7 +98,7 @@ class Trainer:
     def __init__(
         self, model: LanguageModel, policy: Policy, recipe: Recipe, seed: int, mesh: Mesh | None
     ):
-        load_kernels()
+        compilation.prepare()
         self._policy, self._mesh = policy, mesh
         self._target = eviction_target(recipe.compression_ratio)
         self._device = next(iter(model.transformer.embedding[...].devices()))

@@ -6,7 +6,6 @@ bias, and uses memory linear in T.
 """
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -58,16 +57,6 @@ def _attend_backward(window, scale, implementation, residuals, output_gradient):
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
-
-
-def load_kernels() -> None:
-    """Imports the kernels of every platform, which their first call would do.
-
-    The import changes jax's tracing context, so that a program whose trace has caused it is traced
-    and compiled once more at its next call.
-    """
-    for module in (GPU, TPU):
-        importlib.import_module(module)
 
 
 def check_arguments(inputs: Inputs, window) -> None:
