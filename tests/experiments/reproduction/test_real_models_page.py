@@ -1,0 +1,139 @@
+"""The page of the real models, from figures made by hand."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import pytest
+
+from experiments.reproduction import real_models
+from experiments.reproduction.files import read_json, write_json
+from experiments.reproduction.real import page
+from experiments.reproduction.real.jobs import write_config
+from experiments.reproduction.real.plan import Job, Paths, free
+from experiments.reproduction.real.results import TASKS, Results
+from experiments.reproduction.real.settings import Config
+
+PROBLEMS = 400
+MAIN = Job("asking", "qwen", "all-w16", "3.5", "gsm8k")
+CONTROL = Job("asking", "qwen", "control", "3.5", "gsm8k")
+VERSIONS = {"versions": {"jax": "0"}, "date": "2026-01-01", "device": "a card"}
+
+
+def figures(right: int, peak: float, **more) -> dict:
+    """A record of so many right answers, the first ones."""
+    scores = (np.arange(PROBLEMS) < right).astype(float)
+    share = right / PROBLEMS
+    return {
+        "score": [share, (share * (1 - share) / (PROBLEMS - 1)) ** 0.5],
+        "peak": peak,
+        "mean_live": 0.7 * peak,
+        "reads": 200 * peak,
+        "cache_bytes": 1e4 * peak,
+        "ended": 1.0,
+        "new_tokens": 200.0,
+        "per_problem": {"scores": scores.tolist()},
+        **VERSIONS,
+        **more,
+    }
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A run with a retrofit, its control, and what needs no training."""
+    config = Config(out=tmp_path, qwen="q.gguf", smollm2="s.gguf", data=pathlib.Path("data"))
+    paths = Paths(config)
+    for job, right, peak in (
+        (free("qwen", "vanilla"), 120, 360.0),
+        (MAIN, 116, 118.0),
+        (CONTROL, 118, 362.0),
+        (free("qwen", "tova"), 40, 118.0),
+        (free("qwen", "expected"), 60, 119.0),
+        (free("qwen", "streaming"), 90, 200.0),  # is not at that peak
+        (free("qwen", "quest"), 119, 360.0),  # holds everything
+    ):
+        write_json(paths.result(job), figures(right, peak))
+    for task in TASKS:
+        write_json(paths.result(free("smollm2", "vanilla", task)), figures(200, 80.0))
+        adapter = Job("asking", "smollm2", "smollm2-adapter-w16", "4", task)
+        write_json(paths.result(adapter), figures(180, 40.0))
+    chains = {
+        "scores": [[1, 0], [0, 0]],
+        "answer_scores": [[1, 0], [0, 0]],
+        "answers": [[0, 1], [-1, -1]],
+        "reads": [[10, 20], [30, 40]],
+        "peak": [[1, 2], [3, 4]],
+    }
+    job = free("qwen", "vanilla", "frontier")
+    write_json(paths.result(job), {**figures(1, 2.0), "chains_of_problems": chains})
+    return config
+
+
+def test_gaps_are_paired_and_the_mean_of_tasks_has_their_error(config):
+    results = Results.read(config)
+    gap = results.gap("qwen", MAIN.label, "vanilla", "gsm8k")
+    lost = np.zeros(PROBLEMS)
+    lost[116:120] = -1
+    assert gap.to_list() == pytest.approx([-0.01, lost.std(ddof=1) / 20])
+    assert results.gap("qwen", "h2o", "vanilla", "gsm8k") is None
+    one = results.gap("smollm2", "smollm2-adapter-w16-at4", "vanilla", "piqa")
+    mean = results.mean_gap("smollm2-adapter-w16-at4", "vanilla")
+    assert mean.to_list() == pytest.approx([-0.05, one.error / 5**0.5])
+    assert results.mean_gap("tova", "vanilla") is None
+    assert results.fewer("qwen", MAIN.label, "gsm8k") == pytest.approx(360 / 118)
+    votes, reads, peak = results.votes("vanilla", 2)
+    assert (votes.tolist(), reads, peak) == ([1, 0], 50, 5)
+    assert results.votes("vanilla", 4) is None
+
+
+def test_each_bar_has_its_verdict(config):
+    said = page.verdicts(Results.read(config))
+    assert "peak 118, 3.05 times smaller; at least 3 times: **holds**" in said
+    assert "within 2 points of itself: **holds** (-1.0 ± 0.5)" in said
+    assert "within 2 points of the control: **holds** (-0.5 ± 0.4)" in said
+    assert "10 points lower: **holds** (+14.0 ± 1.7 above ExpectedAttention)" in said
+    assert (
+        "adapter, nominal ratio 4: mean of its tasks within 1 point of itself: **does not" in said
+    )
+    assert "all weights, nominal ratio 4: mean of its tasks within 1 point of itself: **not" in said
+
+
+def test_a_miss_is_said(config):
+    paths = Paths(config)
+    write_json(paths.result(MAIN), figures(100, 150.0))
+    said = page.verdicts(Results.read(config))
+    assert "2.40 times smaller; at least 3 times: **does not hold**" in said
+    assert "within 2 points of itself: **does not hold** (-5.0" in said
+    assert "10 points lower: **holds on the mean** (+10.0" in said
+    for system in ("tova", "expected"):
+        write_json(paths.result(free("qwen", system)), figures(99, 150.0))
+    assert "10 points lower: **does not hold**" in page.verdicts(Results.read(config))
+    paths.result(MAIN).unlink()
+    assert "was not measured" in page.verdicts(Results.read(config))
+
+
+def test_the_report_is_written_again_from_the_files(config):
+    write_config(config)
+    folder = config.out / "pages"
+    told = dataclasses.replace(config, only="report", pages=folder, qwen="", data=None)
+    assert real_models.main(told) == 0
+    text = (folder / "README.md").read_text()
+    assert "| **DMS, all weights, window 16, to 3.5** | 29.0 ± 2.3 | -1.0 ± 0.5 |" in text
+    assert "| vanilla | 2 | 50.0 ± 50.0 | 50 | 5 |" in text
+    assert "| DMS, adapter, window 16, to 4 | 45.0 (40) |" in text
+    assert (folder / "gsm8k.png").exists()
+    assert (folder / "smollm2.png").exists()
+    kept = read_json(folder / "results.json")["systems"]
+    assert len(kept[0]["per_problem"]) == PROBLEMS
+
+
+def test_systems_have_names():
+    for label, name in (
+        ("ramp-to-8-at4", "DMS, all weights, window 16, at 4"),
+        ("slow-w16-at3.5", "DMS, all weights, window 16, to 3.5, a third of the rate"),
+        ("correct-w16-at3.5", "DMS, all weights, window 16, to 3.5, correct answers alone"),
+        ("dmc-at4", "DMC, all weights, to 4"),
+        ("control-at3.5", "trained further (the control)"),
+        ("tova-mean", "TOVA, equal mean"),
+    ):
+        assert page.name_of(label) == name
