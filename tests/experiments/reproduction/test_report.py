@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 
 import chex
 import numpy as np
@@ -320,6 +321,15 @@ def test_a_file_that_was_cut_off_while_it_was_written_is_no_result(tmp_path, mon
         )
     assert any((tmp_path / "results" / "vanilla").iterdir())
     assert Results(config).keys() == []
+
+
+def test_the_readme_tells_the_gain_of_the_page():
+    root = pathlib.Path(__file__).parents[3]
+    readme = " ".join((root / "README.md").read_text().split())
+    told = re.findall(r"on average ([\d.]+ ± [\d.]+) points above one from the plain cache", readme)
+    table = (root / "experiments/results/REPORT.md").read_text()
+    (measured,) = re.findall(r"^\| equal reads \| \+([\d.]+ ± [\d.]+) \|", table, re.MULTILINE)
+    assert told == [measured]
 
 
 def test_an_empty_run_has_no_page(tmp_path):
