@@ -93,12 +93,16 @@ def make_mesh(data: int = 1, model: int = 1, *, devices: Any = None) -> jax.shar
     if len(near) > 1:
         if data % len(near) == 0 and len(set(near.values())) == 1:
             within, between = (data // len(near), model), (len(near), 1)
-            arranged = mesh_utils.create_hybrid_device_mesh(within, between, devices)
+            arranged = mesh_utils.create_hybrid_device_mesh(
+                within, between, devices, allow_split_physical_axes=True
+            )
         else:
             together = sorted(devices, key=lambda device: device.slice_index)
             arranged = np.asarray(together).reshape(data, model)
         return jax.sharding.Mesh(arranged, (DATA, MODEL), axis_types=types)
-    return jax.make_mesh((data, model), (DATA, MODEL), axis_types=types, devices=devices)
+    # Both axes may lie along one of a torus; jax splits it only where it is told that it may.
+    arranged = mesh_utils.create_device_mesh((data, model), devices, allow_split_physical_axes=True)
+    return jax.sharding.Mesh(arranged, (DATA, MODEL), axis_types=types)
 
 
 def axis_size(name: str) -> int:

@@ -1,13 +1,16 @@
 """The fields of a state declare their axes, and a field without declared axes is refused."""
 
 import dataclasses
+import importlib.util
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import struct
+from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
 from dms_jax import sharding
@@ -68,6 +71,19 @@ def test_slow_links_lie_along_data(monkeypatch, data, model, expected):
     monkeypatch.setattr(type(jax.devices()[0]), "slice_index", property(hosts.get), raising=False)
     mesh = sharding.make_mesh(data, model)
     assert [[device.id for device in row] for row in mesh.devices] == expected
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize(("data", "model"), [(64, 4), (16, 16), (1, 256)])
+def test_a_torus_is_split_where_it_must_be(data, model):
+    """16 x 16 chips: `model` is neither of their axes, but a part of one."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:16x16").devices
+    mesh = sharding.make_mesh(data, model, devices=devices)
+    assert mesh.devices.shape == (data, model)
+    assert len(set(mesh.devices.flat)) == 256
+    near = np.array([[device.coords for device in row] for row in mesh.devices])
+    steps = np.abs(np.diff(near, axis=1)).sum(-1)
+    assert (steps == 1).mean() > 0.9  # neighbours along `model` are linked
 
 
 @pytest.mark.parametrize("per_row", [True, False])

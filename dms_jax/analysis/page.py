@@ -27,6 +27,8 @@ from dms_jax.policies import (
     TOVA,
     FixedPooling,
     KCache,
+    KVpop,
+    KVzap,
     Policy,
     Quest,
     RandomEviction,
@@ -85,6 +87,18 @@ def explain(policy: Policy) -> str:
                 f"Each head learned which tokens it can do without. The last {policy.window + 1} "
                 "tokens are its window, which it always holds; a token that it gave up leaves "
                 "when it falls out of the window."
+            )
+        case KVzap():
+            return (
+                "A scorer learned how much later text attends to each token. The last "
+                f"{policy.window + 1} tokens are the window, which is always held; behind it every "
+                "token is gone whose score is below the threshold."
+            )
+        case KVpop():
+            return (
+                "A scorer learned how much later text attends to each token. The last "
+                f"{policy.window} tokens are safe; above its budget, each step evicts the token "
+                "with the lowest score behind them."
             )
         case DMC():
             return (

@@ -354,10 +354,11 @@ def make_step(
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.parameters)
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         metrics["skipped"] = ~finite
+        # Weight decay would move what has no gradient.
+        rest = schedule.learning_rate if schedule.supervised is None else 0.0
         arrays = {
             name: array
-            - (schedule.adapter_learning_rate if is_adapter(name) else schedule.learning_rate)
-            * updates[name]
+            - (schedule.adapter_learning_rate if is_adapter(name) else rest) * updates[name]
             for name, array in state.parameters.items()
         }
         kept = jax.tree.map(

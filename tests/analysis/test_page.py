@@ -119,6 +119,16 @@ def test_every_policy_is_explained(name):
 
 
 @pytest.mark.parametrize(
+    ("policy", "safe"),
+    [(dms_jax.KVzap(window=7), "last 8 tokens"), (dms_jax.KVpop(budget=9, window=7), "last 7 tok")],
+)
+def test_scorers_are_explained_with_what_they_always_hold(policy, safe):
+    sentence = explain(policy)
+    assert safe in sentence
+    assert "A scorer learned" in sentence
+
+
+@pytest.mark.parametrize(
     "policy",
     [
         dms_jax.KCache(top=4, over=dms_jax.DMS(window=7)),

@@ -226,7 +226,7 @@ def test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything():
     halfway = train(
         base,
         policy=WARM,
-        recipe=recipe(stages[0], sequence_length=LENGTH),
+        recipe=recipe(stages[0], sequence_length=LENGTH, weight_decay=0.5),
         data=iter([batch(seed) for seed in range(30)]),
         progress=False,
     )

@@ -143,6 +143,7 @@ class AbstractStep:
                     learning_rate=number,
                     adapter_learning_rate=number,
                     key=jax.random.key(0),
+                    supervised=number if stage.kind == "supervise" else None,
                 ),
             )
             structures.extend(map(jax.tree.structure, made))

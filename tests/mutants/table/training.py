@@ -20,15 +20,15 @@ MUTANTS = [
     Mutant(
         "training: low-rank updates are part of the teacher",
         FOLDER + "trainer.py",
-        "self._original = low_rank.drop_factors(model.transformer)",
-        "self._original = low_rank.merge(model.transformer)",
+        "            rebuild_teacher=rebuild_teacher,\n",
+        "            rebuild_teacher=None,\n",
         ("tests/training/test_low_rank.py::test_trained_further_and_merged",),
     ),
     Mutant(
         "training: the teacher is the moving student",
         FOLDER + "step.py",
-        "original = rebuild_teacher(jax.lax.stop_gradient(current | constants.teacher))",
-        "original = rebuild_teacher(jax.lax.stop_gradient(current))",
+        "original = jax.lax.stop_gradient(current | own_teacher)",
+        "original = jax.lax.stop_gradient(current)",
         (f"{COUNTS}::test_the_teacher_stays_and_the_mean_is_over_what_counts",),
     ),
     Mutant(
@@ -62,8 +62,8 @@ MUTANTS = [
     Mutant(
         "training: every pass of a step has the same noise",
         FOLDER + "step.py",
-        "own_key = None if key is None else jax.random.fold_in(key, index)",
-        "own_key = key",
+        "keys = None if key is None else fold(places)",
+        "keys = None if key is None else fold(jnp.arange(len(places)))",
         (f"{STEP}::test_passes_of_a_step_have_noise_of_their_own",),
     ),
     Mutant(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dms_jax.model.low_rank import LowRank
-from dms_jax.policies import DMC
+from dms_jax.policies import DMC, KVpop, KVzap
 from dms_jax.sharding import make_mesh
 from dms_jax.training.planning.lowering import AbstractStep, bytes_a_device
 from dms_jax.training.recipe import Stage
@@ -64,6 +64,15 @@ def test_it_takes_what_the_trainer_takes(policy, changes, monkeypatch):
     assert inputs.structures == tuple(map(jax.tree.structure, taken[0]))
     for planned, own in zip(inputs.arguments[:3], taken[0], strict=False):
         assert described(planned) == described(own)
+
+
+@pytest.mark.parametrize("policy", [KVpop(budget=8, window=2), KVzap(window=2)], ids=repr)
+def test_a_stage_that_supervises_is_planned_as_one(policy):
+    """It has a loss of its own, in whose step only the scorer has gradients."""
+    made = recipe(Stage("supervise", 2, 1e-3), trainable="adapter", loss="language_modeling")
+    step = AbstractStep(language_model().config, policy, made, make_mesh(2, 1), "float32")
+    text = step.lower(step.inputs(made.stages[0]), "cpu").as_text()
+    assert "supervised_loss" in text
 
 
 def test_bytes_of_a_device_are_those_of_its_shards():
