@@ -18,6 +18,7 @@ import os
 import pathlib
 import platform
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -49,13 +50,15 @@ def _keep_compiled() -> None:
     asked = os.environ.get(SWITCH, "")
     if asked.lower() in ("off", "no", "false", "0") or jax.config.jax_compilation_cache_dir:
         return
-    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    directory = pathlib.Path(asked or pathlib.Path(caches) / "dms_jax")
-    if jax.default_backend() == "cpu":  # compiled for this very processor
-        directory = directory / f"cpu-{platform.node()}"
     try:
+        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        directory = pathlib.Path(asked or f"{caches}/dms_jax").expanduser()
+        if jax.default_backend() == "cpu":  # compiled for this very processor
+            directory = directory / f"cpu-{platform.node()}"
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
+        with tempfile.TemporaryFile(dir=directory):  # or jax would warn about every program
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         _logger.info("Compiled programs are not kept: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))

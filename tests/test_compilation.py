@@ -2,6 +2,7 @@
 
 import logging
 import pathlib
+import pwd
 
 import jax
 import pytest
@@ -65,6 +66,25 @@ def test_a_home_that_cannot_be_written_is_no_error(settings, tmp_path):
     (tmp_path / "file").write_text("")
     settings.setenv(compilation.SWITCH, str(tmp_path / "file"))
     assert kept_in() is None
+
+
+def test_a_place_that_exists_and_cannot_be_written_is_not_used(settings):
+    """Otherwise jax would warn about every program that it reads or writes."""
+    settings.setattr(jax, "default_backend", lambda: "gpu")
+    settings.setenv(compilation.SWITCH, "/proc/self")  # nobody writes there, not even root
+    assert kept_in() is None
+
+
+def test_a_user_without_a_home_directory_is_no_error(settings):
+    """Containers run as users whom the system does not know."""
+    settings.delenv("HOME")
+    settings.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert kept_in() is None
+
+
+def test_a_tilde_is_the_home_directory(settings, tmp_path):
+    settings.setenv(compilation.SWITCH, "~/kept")
+    assert pathlib.Path(kept_in() or "").parent == tmp_path / "kept"
 
 
 def test_long_compilations_are_said_in_one_line(caplog, monkeypatch):

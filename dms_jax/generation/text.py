@@ -115,11 +115,15 @@ class TextTracker:
         return shown
 
     def finish(self) -> None:
-        """Makes the texts of requests that ended, if nobody waited for them."""
-        unfinished, self._unfinished = self._unfinished, []
-        for request in unfinished:
+        """Makes the texts of requests that ended, if nobody waited for them.
+
+        What an interrupt leaves is made by the next call.
+        """
+        while self._unfinished:
+            request = self._unfinished[-1]
             tokens = request.generated
             request.text = self._decode(tokens[:-1] if request.finish_reason == "end" else tokens)
+            self._unfinished.pop()
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

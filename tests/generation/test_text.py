@@ -165,3 +165,29 @@ def test_the_time_of_a_token_does_not_grow_with_the_text():
         seconds.append(time.perf_counter() - before)
     early, late = np.median(seconds[10:200]), np.median(seconds[-190:])
     assert late < 20 * early  # the text itself is copied, which is quick
+
+
+def test_an_interrupt_while_texts_are_made_loses_none(monkeypatch):
+    """Several requests end in a chunk, and Ctrl-C comes while their texts are made."""
+    kind, words = tokenizer("qwen2"), ["one", "two", "three"]
+    tracker = TextTracker(kind, (), (), streaming=False)
+    ended = []
+    for word in words:
+        tokens = kind.encode(word, False)
+        ended.append(request(len(tokens)))
+        ended[-1].generated += tokens
+        tracker.news(ended[-1])
+    decode, calls = Tokenizer.decode, []
+
+    def interrupted(self, *given, **options):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return decode(self, *given, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tracker.finish()
+    tracker.finish()  # as the engine does when it stops
+    assert [each.text for each in ended] == words
+    assert len(calls) == len(words) + 1
