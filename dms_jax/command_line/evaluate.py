@@ -1,4 +1,4 @@
-"""Let a model answer the problems of a task from a small cache, and score the answers.
+r"""Let a model answer the problems of a task from a small cache, and score the answers.
 
     dms-jax evaluate --task reasoning --chains 16
     dms-jax evaluate --model path/to/model --task needle --task-options size=600 \

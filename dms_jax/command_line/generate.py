@@ -1,10 +1,12 @@
 """Complete prompts from a small cache, as they are written, with what each of them used.
 
-dms-jax generate "Once upon a time"
-dms-jax generate --policy TOVA --options budget=64 --temperature 0 "Lily and Tom"
-dms-jax generate --model path/to/checkpoint --chat --samples 4 "Prove that ..."
-dms-jax generate --model nvidia/Qwen3-8B-DMS-8x --chat --template enable_thinking=true "Prove ..."
-dms-jax generate --file prompts.txt --options '{"budget": 64}' --policy TOVA
+    dms-jax generate "Once upon a time"
+    dms-jax generate "Lily and Tom" --policy TOVA --options budget=64 --temperature 0
+    dms-jax generate "Prove that ..." --model path/to/checkpoint --chat --samples 4
+    dms-jax generate "Prove ..." --model nvidia/Qwen3-8B-DMS-8x --chat --template enable_thinking=true
+    dms-jax generate --file prompts.txt --policy TOVA --options '{"budget": 64}'
+
+Prompts come first: --options, --template and --stop take every word up to the next option.
 """
 
 import collections
@@ -34,10 +36,7 @@ INTERRUPTED = "\ninterrupted"
 
 @dataclasses.dataclass(frozen=True)
 class Config(Generating):
-    """Complete prompts from a small cache, as they are written, and show what each of them used.
-
-    For example: dms-jax generate "Once upon a time" --policy TOVA --options budget=64
-    """
+    """Complete prompts from a small cache, as they are written, and show what each of them used."""
 
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
     """What to complete; each is a sequence of its own."""
@@ -62,7 +61,8 @@ def read_prompts(config: Config) -> list[str]:
         prompts += [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise dms_jax.DataError(
-            'There is no prompt; give one: dms-jax generate "Once upon a time".'
+            'There is no prompt; give one: dms-jax generate "Once upon a time". It comes before '
+            "--options, --template and --stop, which take every word up to the next option."
         )
     return prompts
 

@@ -1,4 +1,4 @@
-"""What `experiments/generate.py` and `experiments/chat.py` can both be told."""
+"""What `dms-jax generate` and `dms-jax chat` can both be told."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Compare systems over lengths of answers and numbers of chains, at equal reads and equal peak.
+r"""Compare systems over lengths of answers and numbers of chains, at equal reads and equal peak.
 
     dms-jax hyperscale --lengths 128 256 512 --chains 1 4 16 --out runs/hyperscale
     dms-jax hyperscale --systems Vanilla TOVA,compression_ratio=4 \

@@ -77,7 +77,7 @@ class Display:
     def __enter__(self) -> "Display":
         self._began = time.perf_counter()
         if self._enabled and self._opening:
-            self._bar.console.print(self._opening, soft_wrap=True, highlight=False, markup=False)
+            self._bar.console.print(self._opening, highlight=False, markup=False)
         self._bar.start()
         return self
 
@@ -85,7 +85,7 @@ class Display:
         self._bar.stop()
         finished = bool(self._last) and self._last[-1]["step"] == self._total
         if self._enabled and finished and error[:1] in ((), (None,)):
-            self._bar.console.print(self.closing(), soft_wrap=True, highlight=False, markup=False)
+            self._bar.console.print(self.closing(), highlight=False, markup=False)
 
     def update(self, record: dict[str, Any]) -> None:
         """Shows the record of a step."""

@@ -51,6 +51,7 @@ def test_help_names_every_option_and_policy(name, monkeypatch, capsys):
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: dms-jax {name}")
+    assert not re.search(r"dms-jax \w+ .*dms-jax|\S {4,}--\w+ .*--", shown.split("─")[0])
     fields = {field.name: field for field in dataclasses.fields(module_of(name).Config)}
     for field in fields.values():
         nested = dataclasses.is_dataclass(field.default_factory)

@@ -53,6 +53,7 @@ def test_options_of_a_policy():
     ("arguments", "says"),
     [
         ([], "There is no prompt"),
+        (["--policy", "TOVA", "--options", "budget=8", "a"], "comes before --options"),
         (["a", "--model", "not/a/path/at/all"], "it is not a hub id"),
         (["a", "--policy", "DSM"], "Unknown cache policy 'DSM'"),
         (["a", "--policy", "TOVA", "--options", "budget"], "name=value or a JSON object"),

@@ -53,7 +53,7 @@ def test_the_last_line_says_what_was_reached_and_what_to_do(capsys):
     with display() as shown:
         for step in range(3, 11):
             shown.update(record(step, evicted=0.5 + 0.1 * (step % 2)))
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     # The mean share that stays is 0.45.
     assert re.search(r"Reached ratio 2\.22 of 3\.97 in 8 steps, 32,768 tokens and ", out)
     assert "Short of the target: train on at this ratio" in out
@@ -100,7 +100,8 @@ def test_the_first_line_says_what_is_trained_on_what_for_how_long():
     assert ": 3 steps of 64 x 2,048 tokens" in plain
 
 
-def test_a_run_shows_both_lines_and_writes_for_tensorboard(tmp_path, capsys):
+def test_a_run_shows_both_lines_and_writes_for_tensorboard(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     pytest.importorskip("tensorboardX")
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -123,6 +124,8 @@ def test_a_run_shows_both_lines_and_writes_for_tensorboard(tmp_path, capsys):
     )
     board.close()
     out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    out = " ".join(out.split())
     assert "on 1 cpu: 6 steps to ratio 4 of 4 x 12 tokens, 288 tokens in all (tiny)" in out
     assert re.search(r"Reached ratio \d\.\d\d of \d\.\d\d in 6 steps, 288 tokens", out)
     events = EventAccumulator(str(tmp_path / "board"))
