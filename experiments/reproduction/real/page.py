@@ -181,7 +181,7 @@ def verdicts(results: Results) -> str:
             gap = results.gap(QWEN, main, other, "gsm8k")
             lines += [f"- GSM8K within {POINTS:g} points of {what}: {within(gap, POINTS)}."]
         lines += [_against_free(results, main, record["peak"])]
-    if not results.labels(SMOLLM2, "piqa"):
+    if results.get(SMOLLM2, VANILLA, "piqa") is None:
         return "\n".join([*lines, "- SmolLM2-135M-Instruct: **not measured**."])
     for training, what in ((SHIPPED, "adapter"), ("smollm2-all-w16", "all weights")):
         gap = results.mean_gap(end_of(training), VANILLA)
