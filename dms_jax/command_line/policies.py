@@ -1,7 +1,7 @@
 """Every cache policy with its options and their defaults.
 
-    dms-jax policies
-    dms-jax policies DMS Quest
+dms-jax policies
+dms-jax policies DMS Quest
 """
 
 import dataclasses

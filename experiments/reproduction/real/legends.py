@@ -9,17 +9,19 @@ GSM8K = (
     "its peak equals that of the line in bold, unless it says otherwise (SnapKV and "
     "ExpectedAttention "
     "cut every 16 tokens, and the budget leaves room for them). Quest, KCache and float8 hold "
-    "every token."
+    "every token; the first two choose for each query head, and their reads add up over the seven "
+    "of a group."
 )
 TRAINING = (
     "Sampled answers to GSM8K's training questions, one at temperature 0.7 and one at 1.0, that"
-    " the model ended itself; SmolLM2 read texts and retrieval problems beside them. Packed by "
+    " the model ended itself. Packed by "
     "first fit into 2,048 tokens, 16 sequences a step; 3e-4 for the adapter and for low-rank "
     "updates, 3e-5 for all weights; a linear ramp of the ratio over 70% of the steps, then 30% "
     "at the ratio while the rates fall to zero. divergence: nats a token from the model itself,"
     " on its answers to questions that were held out; reached: tokens over tokens that were not"
     " marked, at the last step; score: GSM8K for Qwen, PIQA for SmolLM2; seconds: of the steps."
 )
+SMOLLM2_TRAINING = "SmolLM2 read texts and retrieval problems beside its answers."
 FRONTIER = (
     "The first test problems, temperature 0.7; the vote of the first chains, as the mean over "
     "the disjoint groups of so many. reads and peak are of all chains of a problem."

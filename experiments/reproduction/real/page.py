@@ -70,18 +70,23 @@ def _notes(folder: pathlib.Path) -> str:
 
 def page(config: Config, results: Results, pictures: set[str], notes: str) -> str:
     """The text of README.md."""
-    parts = ["# Two real language models with a small cache", _opening(results)]
+    parts = ["# Real language models with a small cache", _opening(results)]
     if results.labels(QWEN, "gsm8k"):
         parts += ["## Verdicts", verdicts(results)]
     parts += [notes] if notes else []
     if results.labels(QWEN, "gsm8k"):
         parts += ["## Qwen2.5-Coder-0.5B-Instruct on GSM8K"]
-        parts += ["![Accuracy against peak tokens](gsm8k.png)"] if "gsm8k.png" in pictures else []
+        parts += ["![Accuracy of each method](gsm8k.png)"] if "gsm8k.png" in pictures else []
         parts += [gsm8k(results), legends.GSM8K]
     if results.trainings:
-        parts += ["## What was trained", trainings(results), legends.TRAINING]
+        small = any(TRAININGS[name].model == SMOLLM2 for name in results.trainings)
+        told = legends.TRAINING + (f" {legends.SMOLLM2_TRAINING}" if small else "")
+        parts += ["## What was trained", trainings(results), told]
     if results.labels(QWEN, "frontier"):
-        parts += ["## Votes of more chains", frontier(results), legends.FRONTIER]
+        parts += ["## Votes of more chains"]
+        drawn = "frontier.png" in pictures
+        parts += ["![Votes against reads and peak](frontier.png)"] if drawn else []
+        parts += [gains(results), frontier(results), legends.FRONTIER]
     if results.labels(SMOLLM2, "piqa"):
         parts += ["## SmolLM2-135M-Instruct"]
         drawn = "smollm2.png" in pictures
@@ -95,13 +100,18 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
 
 def _opening(results: Results) -> str:
     record = next(iter(results.records.values()))
+    both = {
+        QWEN: "Qwen2.5-Coder-0.5B-Instruct (Apache-2.0; a 4-bit GGUF of 491,400,064 bytes, SHA-256 "
+        "begins 1d961463)",
+        SMOLLM2: "SmolLM2-135M-Instruct (Apache-2.0; a GGUF)",
+    }
+    measured = {model for model, _, _ in results.records}
+    models = " and ".join(words for model, words in both.items() if model in measured)
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return (
-        "Qwen2.5-Coder-0.5B-Instruct (Apache-2.0; a 4-bit GGUF of 491,400,064 bytes, SHA-256 "
-        "begins 1d961463) and SmolLM2-135M-Instruct (Apache-2.0; GGUF), read into bfloat16. "
-        "Neither is part of this repository. Each learned from its own sampled answers; whatever "
-        "is compared was measured in one run, from the paged cache with the policy's own "
-        "eviction. Errors are "
+        f"{models}, read into bfloat16; no part of this repository. Retrofits learned from answers "
+        "that the model sampled itself; whatever is compared was measured in one run, from the "
+        "paged cache with the policy's own eviction. Errors are "
         f"one standard error, of differences paired by problem. {record['device']}, {versions}, "
         f"{record['date']}."
     )
@@ -171,6 +181,8 @@ def verdicts(results: Results) -> str:
             gap = results.gap(QWEN, main, other, "gsm8k")
             lines += [f"- GSM8K within {POINTS:g} points of {what}: {within(gap, POINTS)}."]
         lines += [_against_free(results, main, record["peak"])]
+    if results.get(SMOLLM2, VANILLA, "piqa") is None:
+        return "\n".join([*lines, "- SmolLM2-135M-Instruct: **not measured**."])
     for training, what in ((SHIPPED, "adapter"), ("smollm2-all-w16", "all weights")):
         gap = results.mean_gap(end_of(training), VANILLA)
         lines += [
@@ -266,6 +278,19 @@ def frontier(results: Results) -> str:
                 cells = [percent(vote_of(votes)), f"{reads:,.0f}", f"{peak:,.0f}"]
                 rows.append([name_of(label), str(chains), *cells])
     return table(["", "chains", "vote, %", "reads", "peak"], rows)
+
+
+def gains(results: Results) -> str:
+    """What DMS's cache gains on the frontier."""
+    points = results.frontier({VANILLA: "vanilla", end_of(MAIN): "DMS"})
+    if points is None:
+        return ""
+    found = {axis: points.average_gain("DMS", "vanilla", axis) for axis in ("reads", "peak")}
+    shown = [f"{percent(gain, sign=True)} at equal {axis}" for axis, gain in found.items()]
+    return (
+        f"Average gain of the vote from DMS's cache over the plain one: {' and '.join(shown)}, "
+        "over the budgets that both cover."
+    )
 
 
 def smollm2(results: Results) -> str:

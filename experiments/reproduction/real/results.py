@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from dms_jax.evaluation import Measured, difference, majority, mean_over_problems
+from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
 from experiments.reproduction.files import read_json
 from experiments.reproduction.real.plan import Paths
 from experiments.reproduction.real.settings import Config
@@ -97,6 +99,39 @@ class Results:
                     votes[problem, place] = own["answer_scores"][problem, group][winner]
         reads, peak = (float(own[name].mean() * chains) for name in ("reads", "peak"))
         return votes.mean(1), reads, peak
+
+    def frontier(self, names: Mapping[str, str]) -> Hyperscaling | None:
+        """The votes of 1 to 8 chains as points of systems; None unless all were asked.
+
+        Args:
+          names: label of a system -> its name in the result, the one to compare with first.
+        """
+        points = []
+        for label, name in names.items():
+            record = self.get("qwen", label, "frontier")
+            if record is None:
+                return None
+            own = {key: np.asarray(each) for key, each in record["chains_of_problems"].items()}
+            for chains in CHAINS:
+                found = self.votes(label, chains)
+                if found is None:
+                    continue
+                reads, peak = (chains * own[axis].mean(1)[None] for axis in ("reads", "peak"))
+                points.append(
+                    Point(
+                        system=name,
+                        compression_ratio=None,
+                        length=int(record["sampling"]["max_new_tokens"]),
+                        chains=chains,
+                        policy=record["policy"],
+                        scores={"vote": found[0][None]},
+                        reads=reads.astype(np.float64),
+                        peak=peak.astype(np.float64),
+                        new_tokens=float(own["new_tokens"].mean()),
+                        ended=float(own["ended"].mean()),
+                    )
+                )
+        return Hyperscaling({"chains": list(CHAINS)}, tuple(points))
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as JSON data, of each problem its score alone."""

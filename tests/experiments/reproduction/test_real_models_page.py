@@ -63,9 +63,12 @@ def config(tmp_path):
         "answers": [[0, 1], [-1, -1]],
         "reads": [[10, 20], [30, 40]],
         "peak": [[1, 2], [3, 4]],
+        "new_tokens": [[5, 6], [7, 8]],
+        "ended": [[True, True], [True, True]],
     }
     job = free("qwen", "vanilla", "frontier")
-    write_json(paths.result(job), {**figures(1, 2.0), "chains_of_problems": chains})
+    more = {"sampling": {"max_new_tokens": 400}, "policy": {}, "chains_of_problems": chains}
+    write_json(paths.result(job), figures(1, 2.0, **more))
     return config
 
 
@@ -84,6 +87,9 @@ def test_gaps_are_paired_and_the_mean_of_tasks_has_their_error(config):
     votes, reads, peak = results.votes("vanilla", 2)
     assert (votes.tolist(), reads, peak) == ([1, 0], 50, 5)
     assert results.votes("vanilla", 4) is None
+    points = results.frontier({"vanilla": "plain"})
+    assert [(point.chains, point.budget("reads")) for point in points.points] == [(1, 25), (2, 50)]
+    assert results.frontier({"vanilla": "plain", MAIN.label: "DMS"}) is None
 
 
 def test_each_bar_has_its_verdict(config):
@@ -108,6 +114,9 @@ def test_a_miss_is_said(config):
     for system in ("tova", "expected"):
         write_json(paths.result(free("qwen", system)), figures(99, 150.0))
     assert "10 points lower: **does not hold**" in page.verdicts(Results.read(config))
+    for task in TASKS:
+        paths.result(free("smollm2", "vanilla", task)).unlink()
+    assert "SmolLM2-135M-Instruct: **not measured**" in page.verdicts(Results.read(config))
     paths.result(MAIN).unlink()
     assert "was not measured" in page.verdicts(Results.read(config))
 
