@@ -154,6 +154,7 @@ def train(
             trainer = Trainer(model, policy, recipe, run.seed, mesh)
             if directory is not None:
                 _resume(trainer, source, directory)
+                directory.remove_later()
             ignored = _ignored_tokens(model, recipe)
             Loop(trainer, policy, recipe, source, deal, ignored, directory, run).run()
             result = trainer.model()

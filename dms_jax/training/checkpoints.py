@@ -152,6 +152,8 @@ class Checkpoints:
         self,
         abstract_state: Any,
         check_settings: Callable[[Meta], None],
+        *,
+        only: int | None = None,
     ) -> tuple[Any, Meta]:
         """Reads the newest checkpoint that is whole; returns the state and what is beside it.
 
@@ -160,13 +162,14 @@ class Checkpoints:
         Args:
           abstract_state: shapes, dtypes and shardings of the state.
           check_settings: raises ConfigError if what is beside it is of another run.
+          only: step of the checkpoint to read in place of the newest; no other will do.
 
         Raises:
           ConfigError: it is of another run.
           CheckpointError: none can be read.
         """
         wrong: list[str] = []
-        tried = self.steps[::-1]
+        tried = self.steps[::-1] if only is None else [only]
         for each in tried:
             try:
                 meta, state = self._read(each, abstract_state, check_settings)
@@ -183,6 +186,11 @@ class Checkpoints:
                     stacklevel=2,
                 )
             return state, meta
+        if only is not None:
+            others = ", ".join(str(each) for each in self.steps if each != only) or "no other"
+            raise CheckpointError(
+                f"{wrong[0]}. Give another step to restart from; {self._run} has {others}."
+            )
         raise CheckpointError(
             f"{self._run} holds no checkpoint that can be read. {'. '.join(wrong)}. Give another "
             "`out`, or remove its checkpoints to start again."

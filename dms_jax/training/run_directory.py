@@ -32,8 +32,8 @@ class RunDirectory:
       path: path of the directory, which is created if needed.
       settings: JSON data that must be the same when the run is resumed.
       resume: whether to continue a run that the directory holds; otherwise it must hold none.
-      restart_from: step of the checkpoint to go on from with another recipe; later ones are
-        removed. None to go on with the same.
+      restart_from: step of the checkpoint to go on from with another recipe; `remove_later`
+        removes later ones, once it is restored. None to go on with the same.
       keep: how many checkpoints are kept.
 
     Raises:
@@ -55,6 +55,7 @@ class RunDirectory:
         self._settings = json.loads(json.dumps(settings))
         self._restart_from, self._log, self._lock = restart_from, None, None
         self._checkpoints: Any = None
+        self._back_to: int | None = None  # the step of a restart, until later ones are removed
         self._opening()
         try:
             self._checkpoints = Checkpoints(self.path, keep=keep)
@@ -90,14 +91,12 @@ class RunDirectory:
             raise CheckpointError(
                 f"{self.path} holds no checkpoint of step {step} to restart from; it has {held}."
             )
-        if step:
-            self._check_settings(self._checkpoints.meta(step))
-        self._checkpoints.discard(step + 1)
+        self._back_to = step
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint; None if there is none."""
-        return self._checkpoints.latest
+        """The step of the checkpoint to go on from, the newest; None if there is none."""
+        return self._checkpoints.latest if self._back_to is None else self._back_to or None
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the platform has told any process that the run must end now."""
@@ -113,18 +112,27 @@ class RunDirectory:
           ConfigError: the run had other settings.
           CheckpointError: no checkpoint can be read.
         """
-        state, meta = self._checkpoints.restore(abstract_state, self._check_settings)
+        state, meta = self._checkpoints.restore(
+            abstract_state, self._check_settings, only=self._back_to
+        )
         return state, meta["data"]
+
+    def remove_later(self) -> None:
+        """Removes the checkpoints after the one that a restart goes on from."""
+        if self._back_to is not None:
+            self._checkpoints.discard(self._back_to + 1)
+            self._back_to = None
 
     def _has_restarted(self) -> bool:
         """Whether the newest checkpoint was written after this very restart."""
-        if self.latest_step is None:
-            return False
-        try:
-            meta = self._checkpoints.meta(self.latest_step)
-        except Exception:  # damaged; it is found again when it is restored
-            return False
-        return meta["restarted_from"] == self._restart_from and meta["settings"] == self._settings
+        for step in reversed(self._checkpoints.steps):
+            try:
+                meta = self._checkpoints.meta(step)
+            except Exception:  # damaged; it is found again when it is restored
+                continue
+            again = meta["restarted_from"] == self._restart_from
+            return again and meta["settings"] == self._settings
+        return False
 
     def _check_settings(self, meta: Meta) -> None:
         saved = meta["settings"]
