@@ -377,13 +377,15 @@ def test_a_run_that_diverged_goes_on_with_other_rates(model, tmp_path):
 
 
 def test_a_restart_that_fails_has_removed_nothing(model, tmp_path):
-    """From a checkpoint that is damaged, or with a recipe that takes another state or other data."""
+    """From a damaged checkpoint, or with a recipe that takes another state or other data."""
     with saved(tmp_path / "arrays", 2, 4, 6, keep=3):
         pass
     flip(tmp_path / "arrays")
-    with saved(tmp_path / "arrays", restart_from=6, keep=3) as directory:
-        with pytest.raises(CheckpointError, match=r"step 6.*another step to restart.*has 2, 4"):
-            directory.restore(ABSTRACT)
+    with (
+        saved(tmp_path / "arrays", restart_from=6, keep=3) as directory,
+        pytest.raises(CheckpointError, match=r"step 6.*another step to restart.*has 2, 4"),
+    ):
+        directory.restore(ABSTRACT)
     with saved(tmp_path / "arrays", restart_from=2, keep=3) as directory:
         assert directory.latest_step == 2
     with saved(tmp_path / "arrays", restart_from=4, keep=3) as directory:
@@ -400,8 +402,8 @@ def test_a_restart_that_fails_has_removed_nothing(model, tmp_path):
     with pytest.raises(TrainingDivergedError):
         run(model, recipe=STEEP, out=out, checkpoint_every=1, keep_checkpoints=9)
     for changes in (dict(batch_size=8), dict(trainable="adapter")):
+        other = dataclasses.replace(STEEP, **changes)
         with pytest.raises((DataError, CheckpointError)):
-            other = dataclasses.replace(STEEP, **changes)
             run(model, recipe=other, out=out, restart_from=1, keep_checkpoints=9)
         assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [1, 2]
 
