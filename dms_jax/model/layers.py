@@ -56,6 +56,11 @@ class Linear(nnx.Module):
         y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_inputs)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
+    @property
+    def matrix(self) -> Float[Array, "..."]:
+        """What a layer's inputs are multiplied by, all in all."""
+        return self.kernel[...]
+
 
 def residual_gain(config: ModelConfig) -> float:
     """Returns the gain of a layer's residual outputs: 2 L of them sum to variance 1."""

@@ -129,6 +129,12 @@ class LowRankOutput(Linear):
     def __call__(self, x: Float[Array, "B T H D"]) -> Float[Array, "B T E"]:
         return super().__call__(x) + self.low_rank.scale * self.o(x)
 
+    @property
+    def matrix(self) -> Float[Array, "H D E"]:
+        """See `Linear.matrix`: with the update."""
+        a, b = (x.astype(self.kernel[...].dtype) for x in (self.o.lora_a[...], self.o.lora_b[...]))
+        return self.kernel[...] + self.low_rank.scale * jnp.tensordot(a, b, axes=1)
+
     def product(self) -> Float[Array, "L H D E"]:
         """Returns the update of the matrix."""
         return self.low_rank.scale * self.o.product()

@@ -52,7 +52,7 @@ def supervise(
       tokens: the layer's tokens before rotation.
       rotation: cos and sin of their positions.
       inputs: the input of the layer's attention, after its norm.
-      output_kernel: kernel of the output projection.
+      output_kernel: matrix of the output projection, with its low-rank update.
       scale, segment_ids: see `importance`.
     """
     seen_as = policy.retrofit.supervision

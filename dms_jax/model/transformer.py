@@ -244,7 +244,7 @@ class Transformer(nnx.Module):
                     tokens,
                     rotation,
                     layer.attention_norm(x),
-                    layer.attention.o_proj.kernel[...],
+                    layer.attention.o_proj.matrix,
                     scale=static.scale,
                     segment_ids=segment_ids,
                 )

@@ -11,6 +11,7 @@ import pytest
 
 from dms_jax.checkpoint import load, save
 from dms_jax.errors import ConfigError, DataError
+from dms_jax.model import low_rank
 from dms_jax.model.attention import Relaxation
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.supervision import Supervision
@@ -108,6 +109,19 @@ def test_what_is_learned_is_the_importance_in_the_models_own_attention(policy):
                 own = np.roll(raw, -1, 0) * policy.alpha_scale - policy.alpha_offset
             predicted = np.asarray(seen.predicted[layer.index, row]).T
             chex.assert_trees_all_close(predicted[known], own[known], rtol=1e-9)
+
+
+def test_low_rank_updates_count_in_what_is_learned():
+    """As they do once they are merged into the weights."""
+    model = random_model(tiny_config(), adapter=ZAP.retrofit.adapter, seed=2)
+    size = low_rank.LowRank(2, 4.0)
+    factors = low_rank.initial_factors(model, size, jax.random.key(0))
+    factors = jax.tree.map(lambda x: x + 0.3, factors)
+    model = low_rank.add_factors(model, size, factors)
+    tokens = jnp.asarray(batch(5)["tokens"])
+    see = jax.jit(lambda m, t: m(t, ZAP, relaxation=Relaxation(supervised=True)).supervision)
+    found, wanted = (see(each, tokens).importance for each in (model, low_rank.merge(model)))
+    chex.assert_trees_all_close(found, wanted, rtol=1e-3)
 
 
 @pytest.mark.usefixtures("float64")
