@@ -359,6 +359,9 @@ class Engine:
         """Reserves pages, preempting the youngest requests until they fit; False if any was."""
         before = len(self._running)
         while not self.runner.fits(extra, prompt=prompt):
+            if ended := self._launched.ended(self._running, self.model.generation.eos_token_ids):
+                extra[ended] = 0
+                continue
             youngest = next(reversed(self._running))
             if len(self._running) == 1:
                 raise self._room.too_small(self._running[youngest], "the sequence to its end")

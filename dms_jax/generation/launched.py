@@ -47,6 +47,16 @@ class Launched:
             record()
         self.drawn = frozenset()
 
+    def ended(self, running: Mapping[int, Request], end_tokens: tuple[int, ...]) -> list[int]:
+        """Reads, and returns the lanes that need no room because their first token ended them."""
+        drawn = self.drawn
+        self.read()
+        return [
+            lane
+            for lane, request in running.items()
+            if lane in drawn and request.generated[-1] in end_tokens
+        ]
+
     def decoded(self, tokens: Int[np.ndarray, " B"]) -> None:
         """Sets the newest tokens after a chunk of steps.
 

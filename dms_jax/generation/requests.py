@@ -227,9 +227,10 @@ def finished(requests: Sequence[Request], sampling: Sampling) -> dict[int, Compl
 
 
 def check_finite(request: Request, finite: np.bool_ | np.ndarray) -> None:
-    """Raises CheckpointError if logits of the request were not finite."""
+    """Raises CheckpointError if logits of the request's next tokens were not finite."""
     if not np.all(finite):
         position = len(request.before) + len(request.prompt) + len(request.generated)
+        position += int(np.argmin(finite))  # the first of the tokens that follow
         raise CheckpointError(
             f"The model's logits are not numbers (NaN) at token {position} of prompt "
             f"{request.index}. Check the weights, or load the model with dtype=float32 if they "

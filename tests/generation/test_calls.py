@@ -13,6 +13,7 @@ from dms_jax.evaluation import Serving, evaluate
 from dms_jax.generation import Engine, Generation
 from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.runner import Runner
+from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
 
@@ -328,3 +329,18 @@ def test_threads_are_refused_or_answered_rightly():
     assert results.right >= 1
     assert results.busy >= 1
     assert engine.generate(given[0], sampling=SHORT) == expected[0]
+
+
+def test_an_answer_that_its_first_token_ends_needs_no_room():
+    """The pool holds the prompt and not a chunk of steps, of which none is taken."""
+    policy = dms_jax.RandomEviction(window=10, rate=0.0)
+    given = prompts((16 * (PAGES - 1),))
+    once = dataclasses.replace(SHORT, max_new_tokens=1)
+    (first,) = small_engine(policy).generate(given, sampling=once)
+    engine = small_engine(policy)
+    with pytest.raises(CapacityError, match="the sequence to its end"):
+        engine.generate(given, sampling=SHORT)
+    generation = GenerationDefaults(eos_token_ids=tuple(first.tokens))
+    engine.model = dataclasses.replace(engine.model, generation=generation)
+    (ended,) = engine.generate(given, sampling=SHORT)
+    assert (ended.tokens, ended.finish_reason) == (first.tokens, "end")

@@ -10,6 +10,7 @@ from flax import nnx
 import dms_jax
 from dms_jax.errors import CheckpointError
 from dms_jax.generation import Engine, Update
+from dms_jax.generation.requests import check_finite, make_requests
 from tests.generation.support import (
     GREEDY,
     NEW_TOKENS,
@@ -154,3 +155,14 @@ def test_weights_that_are_not_numbers():
         dms_jax.generate(model, prompts(), sampling=hot, chunk=8, page_size=16, prefill_chunk=8)
     with pytest.raises(CheckpointError, match="logits are not numbers"):
         dms_jax.score(model, prompts([20]), chunk=8, page_size=16)
+
+
+def test_the_first_token_whose_logits_are_not_numbers_is_named():
+    """It is one of a chunk, behind a prompt of three tokens and two new ones."""
+    (request,) = make_requests(model_for("vanilla").config, [[1, 5, 7]], GREEDY)
+    request.generated = [4, 9]
+    check_finite(request, np.array([True, True]))
+    with pytest.raises(CheckpointError, match="at token 7 of prompt 0"):
+        check_finite(request, np.array([True, True, False, True]))
+    with pytest.raises(CheckpointError, match="at token 5 of prompt 0"):
+        check_finite(request, np.bool_(False))
