@@ -1,7 +1,9 @@
 """Every cache policy with its options and their defaults.
 
-dms-jax policies
-dms-jax policies DMS Quest
+    dms-jax policies
+    dms-jax policies DMS Quest
+
+What stands there is what --options of the other commands takes.
 """
 
 import dataclasses
