@@ -3,7 +3,7 @@
     dms-jax policies
     dms-jax policies DMS Quest
 
-What stands there is what --options of the other commands takes.
+The other commands take these options after --options.
 """
 
 import dataclasses
