@@ -42,7 +42,8 @@ class Config:
     """Devices along which heads and feed-forward are split; the others split sequences."""
 
     recipe: Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"] = "paper"
-    """See experiments.retrofit; and so for all that follow."""
+    """This and the options that follow are those of experiments.retrofit, where --help explains
+    them."""
     paper_model: str | None = None
     compression_ratio: float | None = None
     policy: Literal["DMS", "DMC", "FixedPooling"] | None = None

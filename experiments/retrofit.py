@@ -21,6 +21,7 @@ import sys
 
 import dms_jax
 from dms_jax import processes
+from dms_jax.command_line.options import find_model
 from dms_jax.command_line.ratio_pictures import RatioPictures
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
@@ -51,7 +52,9 @@ def main(config: Config | SelfTaught) -> None:
     if config.pictures:
         pictures = RatioPictures(config.out / "ratios", data, recipe.sequence_length)
     model = dms_jax.retrofit(
-        dms_jax.load(config.model, mesh=mesh, adapter=config.adapter, for_training=True),
+        dms_jax.load(
+            find_model(config.model), mesh=mesh, adapter=config.adapter, for_training=True
+        ),
         policy,
         recipe=recipe,
         data=data,

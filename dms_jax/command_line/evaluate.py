@@ -31,9 +31,9 @@ from typing import Any, Literal
 import jax
 
 import dms_jax
-from dms_jax import assets
 from dms_jax.command_line.options import (
     CHOICES,
+    find_model,
     read_choices,
     read_options,
     read_policy,
@@ -62,9 +62,9 @@ CALL = {name: each.default for name, each in inspect.signature(evaluate).paramet
 class Config:
     """Let a model answer the problems of a task from a small cache, and score the answers."""
 
-    model: str = ""
-    """Hugging Face directory, GGUF file or hub id ("owner/name"); the shipped reasoning model
-    unless given."""
+    model: str = "reasoner-11m"
+    """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
+    stories260k, reasoner-11m, reasoner-11m-dms."""
     adapter: str | None = None
     """Directory of an adapter that was trained on the model."""
     task: str = "reasoning"
@@ -133,8 +133,7 @@ def main(config: Config) -> Result | ChoiceResult:
     """Evaluates, prints the table, writes the file."""
     if config.out is not None:
         make_place("--out", config.out)
-    path = config.model or assets.path("reasoner-11m")
-    model = dms_jax.load(path, dtype=config.dtype, adapter=config.adapter)
+    model = dms_jax.load(find_model(config.model), dtype=config.dtype, adapter=config.adapter)
     if config.task in CHOICES:
         return choose(config, model)
     result = evaluate(
@@ -163,7 +162,7 @@ def main(config: Config) -> Result | ChoiceResult:
         "\nof a problem, averages over layers and heads. ratio: tokens seen over live ones."
     )
     if config.out is not None:
-        write_json(config.out, {**provenance(), "model": config.model or "reasoner-11m", **data})
+        write_json(config.out, {**provenance(), "model": config.model, **data})
     return result
 
 
@@ -184,7 +183,7 @@ def choose(config: Config, model: dms_jax.LanguageModel) -> ChoiceResult:
         "± one standard error."
     )
     if config.out is not None:
-        write_json(config.out, {**provenance(), "model": config.model or "reasoner-11m", **data})
+        write_json(config.out, {**provenance(), "model": config.model, **data})
     return result
 
 

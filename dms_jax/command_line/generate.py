@@ -3,7 +3,7 @@
     dms-jax generate "Once upon a time"
     dms-jax generate "Lily and Tom" --policy TOVA --options budget=64 --temperature 0
     dms-jax generate "Prove that ..." --model path/to/checkpoint --chat --samples 4
-    dms-jax generate --model nvidia/Qwen3-8B-DMS-8x --chat --template enable_thinking=true "Why?"
+    dms-jax generate "Hi" --model nvidia/Qwen3-8B-DMS-8x --chat --template enable_thinking=true
     dms-jax generate --file prompts.txt --policy TOVA --options '{"budget": 64}'
 
 Prompts come first: --options, --template and --stop take every word up to the next option.

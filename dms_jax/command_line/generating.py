@@ -5,8 +5,7 @@ import inspect
 from typing import Any, Literal
 
 import dms_jax
-from dms_jax import assets
-from dms_jax.command_line.options import SHIPPED, read_policy
+from dms_jax.command_line.options import SHIPPED, find_model, read_policy
 from dms_jax.policies import Policy
 
 SAMPLING = dms_jax.Sampling()
@@ -57,8 +56,7 @@ class Generating:
 
     def load(self) -> dms_jax.LanguageModel:
         """The model."""
-        path = assets.path(self.model) if self.model in SHIPPED else self.model
-        return dms_jax.load(path, dtype=self.dtype, adapter=self.adapter)
+        return dms_jax.load(find_model(self.model), dtype=self.dtype, adapter=self.adapter)
 
     def make_policy(self) -> Policy | None:
         """The policy that is named."""

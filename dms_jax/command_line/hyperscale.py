@@ -23,9 +23,8 @@ from typing import Literal
 from rich.console import Console
 
 import dms_jax
-from dms_jax import assets
 from dms_jax.analysis.hyperscaling_plot import MOST_SYSTEMS, hyperscaling_figure
-from dms_jax.command_line.options import SHIPPED, read_options, read_tasks
+from dms_jax.command_line.options import find_model, read_options, read_tasks
 from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.data.tasks import Split
 from dms_jax.evaluation import SAMPLING, Hyperscaling, Method, Serving, System
@@ -122,7 +121,7 @@ def main(config: Config) -> Hyperscaling:
 
 def load_model(name: str, dtype: str | None) -> dms_jax.LanguageModel:
     """A model by its path, its id or its shipped name."""
-    return dms_jax.load(assets.path(name) if name in SHIPPED else name, dtype=dtype)
+    return dms_jax.load(find_model(name), dtype=dtype)
 
 
 def read_system(text: str, default: str, load) -> System:

@@ -3,10 +3,12 @@
 import dataclasses
 import inspect
 import json
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import dms_jax
+from dms_jax import assets
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import (
@@ -40,6 +42,11 @@ TASKS |= {task.name: (task,) for task in (HumanEval, LiveCodeBench)}
 CHOICES: dict[str, type[ChoiceTask]] = {
     task.name: task for task in (MMLU, ARC, HellaSwag, PIQA, WinoGrande, BoolQ)
 }
+
+
+def find_model(name: str) -> str | pathlib.Path:
+    """What `dms_jax.load` takes for a model: a model that ships is called by its name."""
+    return assets.path(name) if name in SHIPPED else name
 
 
 def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Policy | None:

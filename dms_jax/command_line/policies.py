@@ -1,7 +1,9 @@
 """Every cache policy with its options and their defaults.
 
-dms-jax policies
-dms-jax policies DMS Quest
+    dms-jax policies
+    dms-jax policies DMS Quest
+
+The other commands take these options after --options.
 """
 
 import dataclasses

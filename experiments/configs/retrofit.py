@@ -33,7 +33,7 @@ class Config:
     """Train a checkpoint to run with a small cache."""
 
     model: str
-    """Hugging Face directory, a GGUF file, or a hub id ("owner/name")."""
+    """Hugging Face directory, a GGUF file, a hub id ("owner/name"), or a model that ships."""
     data: tuple[pathlib.Path, ...]
     """JSON lines, Parquet files or folders of saved Hugging Face datasets, with "messages",
     "prompt" and "response", OpenR1's columns, "problem" and "solution", or "text"; or texts with

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import dms_jax
 from dms_jax import DMS, assets, recipes
-from dms_jax.command_line.options import SHIPPED, read_options
+from dms_jax.command_line.options import find_model, read_options
 from dms_jax.evaluation import Chat
 from dms_jax.model.low_rank import LowRank
 from dms_jax.training import Recipe
@@ -127,7 +127,7 @@ class SelfTaught:
 
     def load(self, adapter: pathlib.Path | None = None) -> dms_jax.LanguageModel:
         """The base, alone or with an adapter."""
-        path = assets.path(self.model) if self.model in SHIPPED else self.model
+        path = find_model(self.model)
         return dms_jax.load(path, dtype=self.dtype, adapter=adapter)
 
     def make_policy(self) -> DMS:

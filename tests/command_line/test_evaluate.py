@@ -23,7 +23,7 @@ MODEL = str(assets.path("stories260k"))
 
 def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
     config = evaluate.Config(
-        model=MODEL,
+        model="stories260k",
         task="reasoning",
         policy="StreamingLLM",
         options=("budget=20",),
@@ -40,6 +40,7 @@ def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
     assert data["accuracy"] == [result.accuracy.value, result.accuracy.error]
     assert data["peak"] == result.peak_per_problem == 40  # two chains of prompts beyond 20 tokens
     assert set(data["tasks"]) == {"linear", "arithmetic", "words"}
+    assert data["model"] == "stories260k"
     assert data["versions"]["jax"]
     assert len(data["samples"]) == 1
     lines = capsys.readouterr().out.splitlines()
