@@ -32,6 +32,22 @@ MUTANTS = [
         (f"{COUNTS}::test_the_teacher_stays_and_the_mean_is_over_what_counts",),
     ),
     Mutant(
+        "training: a supervised stage decays the weights that it does not train",
+        FOLDER + "step.py",
+        "rest = schedule.learning_rate if schedule.supervised is None else 0.0",
+        "rest = schedule.learning_rate",
+        (
+            "tests/training/test_scorers.py::test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything",
+        ),
+    ),
+    Mutant(
+        "training: importance leaves out low-rank updates",
+        "dms_jax/model/transformer.py",
+        "layer.attention.o_proj.matrix,",
+        "layer.attention.o_proj.kernel[...],",
+        ("tests/training/test_scorers.py::test_low_rank_updates_count_in_what_is_learned",),
+    ),
+    Mutant(
         "training: distillation is divided by all tokens",
         FOLDER + "step.py",
         "1 / jnp.maximum(compared.sum(), 1).astype(wide),",
