@@ -29,6 +29,10 @@ MORE = {
 }
 
 
+# It might evict, as far as admission knows, and keeps every token.
+KEEPS_ALL = dms_jax.RandomEviction(window=10, rate=0.0)
+
+
 def engine_with(policy, **options) -> Engine:
     shape = SHAPE | dict(num_lanes=4, max_tokens=64) | options
     return Engine(model_for("vanilla", ends=False), policy, **shape)
@@ -151,12 +155,12 @@ def test_too_little_memory_for_all_chains(policy, alone):
 def test_chains_wait_for_the_memory_that_they_need(ran):
     """Four chains of three pages a row, in a pool of seven: two at a time, and none is preempted.
 
-    Admission sees the first chunk of a prompt, so all four are let in; when it is read, those that
-    do not fit wait, and then not for a chunk but for the whole of it.
+    Admission sees what the policy keeps in any case, so all four are let in; when the prompt is
+    read, those that do not fit wait, and then for the whole of it.
     """
     (prompt,) = prompts([30])
     memory = 7 * 20 * 2 * 16 * 8 * 4
-    engine = engine_with(dms_jax.Vanilla(), memory=memory)
+    engine = engine_with(KEEPS_ALL, memory=memory)
     preempted, fits = [], engine._reserve_or_preempt
 
     def watched(*arguments, **options):
@@ -175,7 +179,7 @@ def test_chains_wait_for_the_memory_that_they_need(ran):
 def test_a_chain_that_is_cancelled_while_it_waits_has_read_its_prompt():
     """It has drawn its first token, though there was no memory for its copy of the prompt."""
     (prompt,) = prompts([30])
-    engine = engine_with(dms_jax.Vanilla(), memory=7 * 20 * 2 * 16 * 8 * 4)
+    engine = engine_with(KEEPS_ALL, memory=7 * 20 * 2 * 16 * 8 * 4)
     found = engine.generate(
         [prompt] * 4, sampling=SAMPLED, on_tokens=lambda update: engine.cancel([2])
     )
