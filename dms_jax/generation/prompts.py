@@ -133,6 +133,9 @@ def _ids(prompt: Any, name: str) -> list[int]:
         raise DataError(
             f"{name} must be a string, chat messages or a list of token ids, got {show(prompt)}."
         )
+    # Quickly for what nearly every prompt is: to look at 32,768 numbers in turn took 32 ms.
+    if set(map(type, prompt)) == {int} and -(2**63) <= min(prompt) <= max(prompt) < 2**63:
+        return list(prompt)
     for place, token in enumerate(prompt):
         if not is_whole(token):
             raise DataError(
