@@ -1,6 +1,8 @@
 """Generate with a small KV cache: DMS and its peers in JAX, Flax and Pallas."""
 
+import importlib
 import importlib.metadata
+from typing import TYPE_CHECKING, Any
 
 from dms_jax import policies
 from dms_jax.checkpoint import load, save
@@ -16,7 +18,6 @@ from dms_jax.errors import (
     OtherProcessError,
     TrainingDivergedError,
 )
-from dms_jax.evaluation import evaluate, hyperscale
 from dms_jax.generation import (
     Conversation,
     Engine,
@@ -53,10 +54,22 @@ from dms_jax.policies import (
 from dms_jax.sharding import make_mesh
 from dms_jax.training import Recipe, calibrate, plan, recipes, retrofit, train
 
+if TYPE_CHECKING:
+    from dms_jax.evaluation import evaluate, hyperscale
+
 try:
     __version__ = importlib.metadata.version("dms-jax")
 except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+checkout"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the evaluations when they are first asked for: they are a fifth of the library."""
+    if name in ("evaluation", "evaluate", "hyperscale"):
+        evaluation = importlib.import_module("dms_jax.evaluation")
+        return evaluation if name == "evaluation" else getattr(evaluation, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "DMC",

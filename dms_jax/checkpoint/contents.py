@@ -9,7 +9,7 @@ import pathlib
 import re
 from typing import Any
 
-from dms_jax.checkpoint import gguf, names
+from dms_jax.checkpoint import names
 from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, describe_adapter
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
 from dms_jax.checkpoint.policy_fields import policy_from_hf
@@ -78,6 +78,8 @@ def _read_directory(directory: pathlib.Path) -> Contents:
 
 
 def _read_gguf(path: pathlib.Path) -> Contents:
+    from dms_jax.checkpoint import gguf  # not at the top: few models are files of this kind
+
     files = gguf.GgufFiles(path)
     config, weights = gguf.read_model(files)
     tokenizer, generation = gguf.read_tokenizer(files, config.vocab_size)
@@ -92,7 +94,11 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
             f"{plain(repr(path))}"
         )
     directory = expanded(path)
-    if directory.is_dir() or gguf.is_gguf(directory):
+    if directory.is_dir():
+        return directory
+    from dms_jax.checkpoint import gguf
+
+    if gguf.is_gguf(directory):
         return directory
     if directory.exists():
         raise CheckpointError(

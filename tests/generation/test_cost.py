@@ -161,7 +161,7 @@ def test_pages_of_a_large_batch_are_handed_out_quickly(large):
 
 
 def test_prompts_of_plain_numbers_are_checked_quickly():
-    """As many numbers as 16 chains of 2,048 tokens: a fraction of what one of them takes to read."""
+    """As many as 16 chains of 2,048 tokens have: a fraction of what reading one of them takes."""
     prompt = list(range(2048))
 
     def seconds() -> float:
