@@ -219,7 +219,7 @@ def test_a_first_chunk_that_cannot_fit_is_refused_before_anything_runs(ran):
     engine = small_engine(POLICIES["dms"], ends=True)
     engine = Engine(
         model,
-        memory=PAGES * engine.runner.lengths[:, 0].size * engine.runner._page_bytes,
+        memory=PAGES * engine.runner.lengths[:, 0].size * engine.runner.page_bytes,
         max_tokens=64,
         **(SHAPE | {"num_lanes": 1, "prefill_chunk": 64}),
     )

@@ -68,7 +68,7 @@ def test_under_pressure_nothing_changes(name):
     longest = max(
         completion.usage.peak_cache_bytes - runner._state_bytes for completion in expected
     )
-    pages = longest // runner._page_bytes + rows // 2
+    pages = longest // runner.page_bytes + rows // 2
     fed = []
     extend = Runner.extend
 
