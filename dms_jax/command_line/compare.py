@@ -101,33 +101,33 @@ class Config:
     steps: int = 280
     """Optimizer steps of each learned system."""
     batch_size: int = 4
-    """Sequences a step."""
+    """Sequences of an optimizer step."""
     sequence_length: int = 512
-    """Tokens of each."""
+    """Tokens of a sequence."""
     learning_rate: float = 1e-4
-    """Of DMS, all weights."""
+    """Rate of all weights under DMS."""
     adapter_learning_rate: float = 3e-4
-    """Of its adapter."""
+    """Rate of the adapter of DMS."""
     dmc_learning_rate: float = 7e-4
-    """Of DMC."""
+    """Rate of all weights under DMC."""
     dmc_neuron: Literal["first", "last"] = "first"
     """Which neuron of a head DMC borrows."""
     dmc_offset: float = 2.0
     """What the neuron must exceed; 5 in the paper. That and the next: `recipes.dmc_quickstart`."""
     dmc_temperature: float = 0.3
-    """Of DMC's relaxation; 0.1 in the paper."""
+    """Temperature of the relaxation of DMC; 0.1 in the paper."""
     dmc_weight: float = 2.0
-    """Of the loss that makes DMC merge, beside distillation; where merging costs much, more."""
+    """Weight of the loss that makes DMC merge; where merging costs much, more."""
     gqa_learning_rate: float = 1e-3
-    """Of uptraining, falling to nothing."""
+    """Rate of the uptraining to fewer KV heads; it falls to zero."""
     weight_decay: float = 0.0
-    """Of all three."""
+    """Weight decay of the trainings of DMS, DMC and GQA."""
     window: int = 32
-    """Of DMS."""
+    """Tokens that DMS keeps before it evicts any (its window)."""
     shift: int = 1
-    """Of DMS."""
+    """Token t + shift decides on key t under DMS; 0 is the paper's text."""
     dmc_ratios: tuple[float, ...] = (2.0, 4.0)
-    """Of DMC, each a run of its own."""
+    """Ratios of DMC, each a training of its own."""
     workers: int = 2
     """Processes that make a mixture."""
     save: pathlib.Path | None = None
