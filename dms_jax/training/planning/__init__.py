@@ -1,6 +1,6 @@
 """Planning: what a training run takes in memory, collectives and time, without an accelerator."""
 
-from dms_jax.training.planning.api import Memory, Plan, plan
+from dms_jax.training.planning.api import Memory, Plan, StagePlan, plan
 from dms_jax.training.planning.machines import Machine, find_machine
 
-__all__ = ["Machine", "Memory", "Plan", "find_machine", "plan"]
+__all__ = ["Machine", "Memory", "Plan", "StagePlan", "find_machine", "plan"]

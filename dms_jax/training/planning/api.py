@@ -1,7 +1,8 @@
 """`plan`: what a run takes, before it is paid for. Nothing is allotted and no accelerator needed.
 
-The step is compiled ahead of time for a TPU topology; the compiler says what memory it takes, and
-its program which collectives it runs. Operations are counted from the shapes. Seconds are
+The step of every stage is compiled ahead of time for a TPU topology; the compiler says what memory
+it takes, and its program which collectives it runs. Stages whose steps are one program, such as a
+ramp and the steps after it, are compiled once. Operations are counted from the shapes. Seconds are
 estimates:
 
     computing    operations that are executed / (devices * peak * 0.5)
@@ -68,6 +69,34 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """What an optimizer step of one stage takes.
+
+    Attributes:
+      kind: the kind of the stage (`Stage`).
+      steps: optimizer steps.
+      passes: passes of an optimizer step.
+      memory: bytes on each device.
+      collectives: those of an optimizer step, those that send most first; empty if the program does
+        not fit the topology that it was compiled for.
+      operations: operations that all devices execute in an optimizer step, recomputation included.
+      model_operations: those that the model needs, by which utilisation is counted.
+    """
+
+    kind: str
+    steps: int
+    passes: int
+    memory: Memory
+    collectives: list[Collective]
+    operations: float
+    model_operations: float
+
+    def same_step(self, other: "StagePlan") -> bool:
+        """Whether a step takes what one of another stage takes."""
+        return dataclasses.replace(self, kind=other.kind, steps=other.steps) == other
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What a run takes.
 
@@ -77,12 +106,7 @@ class Plan:
       recipe: the recipe.
       policy: the policy.
       parameters: parameters of the model.
-      memory: bytes on each device.
-      collectives: those of an optimizer step, those that send most first; empty if the program does
-        not fit the topology that it was compiled for.
-      operations: operations that all devices execute in an optimizer step, recomputation included.
-      model_operations: those that the model needs, by which utilisation is counted.
-      stages: (kind, optimizer steps, passes a step) of each stage.
+      stages: what each stage takes, in their order.
     """
 
     machine: Machine
@@ -90,34 +114,42 @@ class Plan:
     recipe: Recipe
     policy: Policy
     parameters: int
-    memory: Memory
-    collectives: list[Collective]
-    operations: float
-    model_operations: float
-    stages: tuple[tuple[str, int, int], ...]
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def largest(self) -> StagePlan:
+        """The stage that takes the most memory."""
+        return max(self.stages, key=lambda stage: stage.memory.total)
+
+    @property
+    def longest(self) -> StagePlan:
+        """The stage that takes the most time."""
+        return max(self.stages, key=lambda stage: stage.steps * self.step_seconds(stage)[1])
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes on each device, in the stage that takes the most."""
+        return self.largest.memory
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits a device."""
+        """Whether the steps of every stage fit a device."""
         return self.memory.total <= USABLE * self.machine.device.memory
 
-    @property
-    def compute_seconds(self) -> float:
-        """Seconds of an optimizer step if nothing is sent."""
-        return self.operations / (self.machine.count * self.machine.device.peak * SHARE_OF_PEAK)
+    def compute_seconds(self, stage: StagePlan) -> float:
+        """Returns the seconds of an optimizer step of a stage if nothing is sent."""
+        return stage.operations / (self.machine.count * self.machine.device.peak * SHARE_OF_PEAK)
 
-    @property
-    def communication_seconds(self) -> float:
-        """Seconds of an optimizer step that a device sends for."""
+    def communication_seconds(self, stage: StagePlan) -> float:
+        """Returns the seconds of an optimizer step of a stage that a device sends for."""
         seconds = (
-            each.total_bytes / self.machine.bandwidth(each.group) for each in self.collectives
+            each.total_bytes / self.machine.bandwidth(each.group) for each in stage.collectives
         )
         return float(sum(seconds))
 
-    @property
-    def step_seconds(self) -> tuple[float, float]:
-        """Seconds of a step: sending hidden behind computing, and one after the other."""
-        compute, send = self.compute_seconds, self.communication_seconds
+    def step_seconds(self, stage: StagePlan) -> tuple[float, float]:
+        """Returns the seconds of a step: sending behind computing, and one after the other."""
+        compute, send = self.compute_seconds(stage), self.communication_seconds(stage)
         return max(compute, send), compute + send
 
     @property
@@ -127,11 +159,11 @@ class Plan:
 
     @property
     def run_seconds(self) -> tuple[float, float]:
-        """Seconds of the whole run, of which each pass takes as long as one of the planned step."""
-        passes = self.stages[-1][2]
-        steps = sum(steps * count / passes for _, steps, count in self.stages)
-        low, high = self.step_seconds
-        return low * steps, high * steps
+        """Seconds of the whole run: every stage's steps."""
+        each = [(stage.steps, *self.step_seconds(stage)) for stage in self.stages]
+        return sum(steps * low for steps, low, _ in each), sum(
+            steps * high for steps, _, high in each
+        )
 
     def __str__(self) -> str:
         from dms_jax.training.planning.report import report
@@ -180,26 +212,34 @@ def plan(
     axes = (sharding.DATA, sharding.MODEL)
     mesh = jax.sharding.Mesh(devices, axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
     step = AbstractStep(config, policy, recipe, mesh, dtype, memory=float(target.device.memory))
-    stages = recipe.stages_for(policy)
-    inputs = step.inputs(stages[-1])
-    memory, found = _compile(step, inputs, config, recipe, data)
-    own, model_own = _operations(config, step, recipe, policy, stages[-1])
-    size = recipe.pass_size(data)
     return Plan(
         machine=target,
         mesh=(data, shards),
         recipe=recipe,
         policy=policy,
         parameters=sum(x.size for x in jax.tree.leaves(step.parameters)),
-        memory=memory,
-        collectives=found,
-        operations=own,
-        model_operations=model_own,
-        stages=tuple(
-            (stage.kind, stage.steps, (stage.batch_size or recipe.batch_size) // size)
-            for stage in stages
-        ),
+        stages=_stages(step, config, recipe, policy, data),
     )
+
+
+def _stages(
+    step: AbstractStep, config: ModelConfig, recipe: Recipe, policy: Policy, data: int
+) -> tuple[StagePlan, ...]:
+    """Returns what each stage takes; steps that take the same arguments are one program."""
+    size = recipe.pass_size(data)
+    programs: list[tuple[StepInputs, tuple[Memory, list[Collective]]]] = []
+    planned = []
+    for stage in recipe.stages_for(policy):
+        inputs = step.inputs(stage)
+        done = [result for known, result in programs if known == inputs]
+        if not done:
+            done = [_compile(step, inputs, config, recipe, data)]
+            programs.append((inputs, done[0]))
+        memory, found = done[0]
+        executed, needed = _operations(config, step, recipe, policy, stage)
+        passes = (stage.batch_size or recipe.batch_size) // size
+        planned.append(StagePlan(stage.kind, stage.steps, passes, memory, found, executed, needed))
+    return tuple(planned)
 
 
 def _compile(
@@ -253,6 +293,10 @@ def _operations(
     tokens = (stage.batch_size or recipe.batch_size) * recipe.sequence_length
     matrices = matrix_parameters({name: x.shape for name, x in step.parameters.items()})
     keys = (recipe.sequence_length + 1) / 2
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * keys
+    if stage.kind == "supervise":  # only adapters learn, each from the layer's own input
+        needed = 2.0 * matrices + attention
+        return tokens * needed, tokens * needed
     options = dict(
         frozen=recipe.trained_for(policy) != "all", teacher=recipe.loss == "distillation"
     )
@@ -260,7 +304,6 @@ def _operations(
     again = {
         "nothing": 0.0,
         "all_but_attention": 2.0 * matrices,
-        "everything": 2.0 * matrices
-        + 4 * config.num_layers * config.num_heads * config.head_dim * keys,
+        "everything": 2.0 * matrices + attention,
     }
     return tokens * (needed + again[recipe.remat]), tokens * needed

@@ -6,7 +6,7 @@ from dms_jax.training.display import short
 from dms_jax.training.planning.machines import GPUS_A_HOST
 
 if typing.TYPE_CHECKING:
-    from dms_jax.training.planning.api import Plan
+    from dms_jax.training.planning.api import Plan, StagePlan
 
 _MOST_COLLECTIVES = 8
 
@@ -26,15 +26,16 @@ def _head(plan: "Plan") -> list[str]:
         "adapter": "the adapter beside frozen weights",
         "low_rank": "low-rank updates and the adapter beside frozen weights",
     }[recipe.trained_for(plan.policy)]
-    stages = ", ".join(f"{steps:,} of {kind}" for kind, steps, _ in plan.stages)
-    passes = plan.stages[-1][2]
+    stages = ", ".join(f"{stage.steps:,} of {stage.kind}" for stage in plan.stages)
+    counts = sorted({stage.passes for stage in plan.stages})
+    passes = " or ".join(f"{count:,}" for count in counts)
     lines = [
         f"{plan.parameters / 1e9:.1f}B parameters, {short(plan.policy)}, {recipe.name}: {trained}, "
         f"{recipe.loss.replace('_', ' ')}",
         f"On {machine.count} {machine.kind} ({machine.name}): data {data}, model {model}",
-        f"{sum(steps for _, steps, _ in plan.stages):,} optimizer steps ({stages}), "
+        f"{sum(stage.steps for stage in plan.stages):,} optimizer steps ({stages}), "
         f"{plan.tokens / 1e9:.3g}B tokens",
-        f"A step: {passes} pass{'es' * (passes > 1)} of {recipe.pass_size(data)} sequences of "
+        f"A step: {passes} pass{'es' * (counts[-1] > 1)} of {recipe.pass_size(data)} sequences of "
         f"{recipe.sequence_length:,} tokens",
     ]
     if not machine.compiled:
@@ -58,7 +59,9 @@ def _memory(plan: "Plan") -> list[str]:
     ]
     has = plan.machine.device.memory
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    lines = ["Memory a device, GB"]
+    several = any(stage.memory != memory for stage in plan.stages)
+    which = f" (in {plan.largest.kind}, which takes the most)" if several else ""
+    lines = [f"Memory a device, GB{which}"]
     lines += [f"  {name:<44} {size / 1e9:9.2f}" for name, size in rows]
     lines.append(f"  {f'of {plan.machine.kind}: {verdict}':<44} {has / 1e9:9.2f}")
     if not memory.exact:
@@ -69,16 +72,18 @@ def _memory(plan: "Plan") -> list[str]:
 def _sending(plan: "Plan") -> list[str]:
     if plan.machine.count == 1:
         return ["Collectives: none, on one device"]
-    if not plan.collectives:
+    stage = plan.longest
+    if not stage.collectives:
         return ["Collectives: unknown, because the program was refused"]
-    total = sum(each.total_bytes for each in plan.collectives)
-    lines = [f"Collectives a device and optimizer step: {_bytes(total)} sent"]
-    for each in plan.collectives[:_MOST_COLLECTIVES]:
+    total = sum(each.total_bytes for each in stage.collectives)
+    which = f" of {stage.kind}" if len(_groups(plan)) > 1 else ""
+    lines = [f"Collectives a device and optimizer step{which}: {_bytes(total)} sent"]
+    for each in stage.collectives[:_MOST_COLLECTIVES]:
         lines.append(
             f"  {_bytes(each.total_bytes):>10}  {each.count:>7,} x {each.kind} {each.shape} "
             f"over {each.group}"
         )
-    if rest := plan.collectives[_MOST_COLLECTIVES:]:
+    if rest := stage.collectives[_MOST_COLLECTIVES:]:
         lines.append(
             f"  {_bytes(sum(x.total_bytes for x in rest)):>10}  in {len(rest)} other kinds"
         )
@@ -86,21 +91,45 @@ def _sending(plan: "Plan") -> list[str]:
 
 
 def _time(plan: "Plan") -> list[str]:
-    low, high = plan.step_seconds
+    groups = _groups(plan)
     least, most = (seconds / 3600 for seconds in plan.run_seconds)
-    count, peak = plan.machine.count, plan.machine.device.peak
-    tokens = plan.recipe.sequence_length * plan.recipe.pass_size(plan.mesh[0]) * plan.stages[-1][2]
-    shares = sorted(plan.model_operations / (seconds * count * peak) for seconds in (low, high))
+    count = plan.machine.count
+    lines = []
+    for stages in groups:
+        which = f" of {' and '.join(stage.kind for stage in stages)}" if len(groups) > 1 else ""
+        lines += _step(plan, stages[0], which)
     return [
-        f"Operations a step: {plan.operations:.3g} executed, {plan.model_operations:.3g} of the "
-        "model",
-        f"A step (estimated): computing {_seconds(plan.compute_seconds)}, sending "
-        f"{_seconds(plan.communication_seconds)}: {_seconds(low)} to {_seconds(high)}, "
-        f"{tokens / high:,.0f} to {tokens / low:,.0f} tokens/s, {shares[0]:.0%} to "
-        f"{shares[1]:.0%} of the peak",
+        *lines,
         f"The run (estimated): {_hours(least)} to {_hours(most)}, {least * count:,.0f} to "
         f"{most * count:,.0f} device-hours",
     ]
+
+
+def _step(plan: "Plan", stage: "StagePlan", which: str) -> list[str]:
+    low, high = plan.step_seconds(stage)
+    count, peak = plan.machine.count, plan.machine.device.peak
+    tokens = plan.recipe.sequence_length * plan.recipe.pass_size(plan.mesh[0]) * stage.passes
+    shares = sorted(stage.model_operations / (seconds * count * peak) for seconds in (low, high))
+    return [
+        f"Operations a step{which}: {stage.operations:.3g} executed, {stage.model_operations:.3g} "
+        "of the model",
+        f"A step{which} (estimated): computing {_seconds(plan.compute_seconds(stage))}, sending "
+        f"{_seconds(plan.communication_seconds(stage))}: {_seconds(low)} to {_seconds(high)}, "
+        f"{tokens / high:,.0f} to {tokens / low:,.0f} tokens/s, {shares[0]:.0%} to "
+        f"{shares[1]:.0%} of the peak",
+    ]
+
+
+def _groups(plan: "Plan") -> "list[list[StagePlan]]":
+    """Returns the stages, those whose steps take the same together."""
+    groups: list[list[StagePlan]] = []
+    for stage in plan.stages:
+        same = next((group for group in groups if group[0].same_step(stage)), None)
+        if same is None:
+            groups.append([stage])
+        else:
+            same.append(stage)
+    return groups
 
 
 def _advice(plan: "Plan") -> list[str]:
@@ -127,7 +156,7 @@ def _advice(plan: "Plan") -> list[str]:
                 f"model_shards={2 * model}: heads, feed-forward and logits are split further"
             )
             advice.append(f"a sequence_length of {recipe.sequence_length // 2:,} or less")
-    elif plan.communication_seconds > plan.compute_seconds:
+    elif plan.communication_seconds(plan.longest) > plan.compute_seconds(plan.longest):
         if recipe.micro_batch_size and data * recipe.micro_batch_size < recipe.batch_size:
             advice.append(
                 f"micro_batch_size={2 * recipe.micro_batch_size}, if memory allows: parameters are "

@@ -3,51 +3,73 @@
 import dataclasses
 import importlib.util
 
+import jax
 import pytest
 
 import dms_jax
 from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES
 from dms_jax.errors import ConfigError
+from dms_jax.policies import DMC
 from dms_jax.training import recipes
-from dms_jax.training.planning import Memory, Plan, find_machine
+from dms_jax.training.planning import Machine, Memory, Plan, StagePlan, api, find_machine
 from dms_jax.training.planning.collectives import Collective
-from tests.training.tiny import ADAPTER, NEURON
+from dms_jax.training.recipe import Stage
+from tests.training.tiny import ADAPTER, NEURON, language_model, recipe
 
 RECIPE = recipes.dms_paper(4)
 MEMORY = Memory(10e9, 20e9, 5e9, 10e9, 3e9, 7e9)
 GATHERED = Collective("all-gather", "bf16[4096,4096]", 8, 1000, 45e6)
 
 
-def planned(**changes) -> Plan:
+def staged(kind="ramp", steps=300, passes=128, **changes) -> StagePlan:
     options = dict(
-        machine=find_machine("8xh200"),
-        mesh=(8, 1),
-        recipe=RECIPE,
-        policy=NEURON,
-        parameters=8_000_000_000,
         memory=MEMORY,
         collectives=[GATHERED],
         operations=8 * 989e12,
         model_operations=0.8 * 8 * 989e12,
-        stages=(("neuron_decay", 2000, 128), ("ramp", 300, 128)),
     )
-    return Plan(**(options | changes))
+    return StagePlan(kind, steps, passes, **(options | changes))
+
+
+def planned(machine="8xh200", recipe=RECIPE, stages=None, **of_all) -> Plan:
+    """A plan of two stages, with some figures of both of them changed."""
+    if stages is None:
+        stages = (staged("neuron_decay", 2000, **of_all), staged(**of_all))
+    return Plan(find_machine(machine), (8, 1), recipe, NEURON, 8_000_000_000, stages)
 
 
 def test_seconds():
     plan = planned()
-    assert plan.compute_seconds == pytest.approx(2)  # at half of the peak
-    assert plan.communication_seconds == pytest.approx(0.1)  # 45 GB through NVLink
-    assert plan.step_seconds == pytest.approx((2, 2.1))
+    stage = plan.stages[0]
+    assert plan.compute_seconds(stage) == pytest.approx(2)  # at half of the peak
+    assert plan.communication_seconds(stage) == pytest.approx(0.1)  # 45 GB through NVLink
+    assert plan.step_seconds(stage) == pytest.approx((2, 2.1))
     assert plan.run_seconds == pytest.approx((2 * 2300, 2.1 * 2300))
-    hosts = planned(
-        machine=find_machine("32xh200"), collectives=[dataclasses.replace(GATHERED, group=32)]
-    )
-    assert hosts.communication_seconds == pytest.approx(0.9)  # 45 GB through the network
-    # A stage of fewer passes takes less time a step.
-    small = planned(stages=(("neuron_decay", 2000, 128), ("ramp", 300, 32)))
-    assert small.run_seconds[0] == pytest.approx(2 * (300 + 2000 * 4))
+    hosts = planned("32xh200", collectives=[dataclasses.replace(GATHERED, group=32)])
+    assert hosts.communication_seconds(stage) == pytest.approx(0.1)
+    assert hosts.communication_seconds(hosts.stages[0]) == pytest.approx(0.9)  # the network
+
+
+def test_every_stage_counts_by_itself():
+    """The first takes the most memory, the second the most time, a third is like the second."""
+    wide = dataclasses.replace(MEMORY, temporaries=100e9)
+    small = staged("neuron_decay", 2000, 32, memory=wide, operations=2 * 989e12)
+    plan = planned(stages=(small, staged(steps=1000), staged("train", 100)))
+    assert plan.memory == wide
+    assert not plan.fits
+    # 0.5 s and 2 s of computing, 0.1 s of sending.
+    assert plan.run_seconds == pytest.approx((2000 * 0.5 + 1100 * 2, 2000 * 0.6 + 1100 * 2.1))
+    text = str(plan)
+    for line in (
+        "A step: 32 or 128 passes of 8",
+        "Memory a device, GB (in neuron_decay, which takes the most)",
+        "together                                        148.00",
+        "Collectives a device and optimizer step of ramp: 45 GB",
+        "A step of neuron_decay (estimated): computing 0.5 s, sending 0.1 s",
+        "A step of ramp and train (estimated): computing 2 s",
+    ):
+        assert line in text
 
 
 def test_a_plan_that_fits_is_told_without_advice():
@@ -70,7 +92,7 @@ def test_a_plan_that_fits_is_told_without_advice():
     ):
         assert line in text
     assert "What would change that" not in text
-    assert "Estimated" not in str(planned(machine=find_machine("v5p-16"))).splitlines()[4]
+    assert "Estimated" not in str(planned("v5p-16")).splitlines()[4]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +140,42 @@ def test_what_cannot_be_planned_is_refused():
         dms_jax.plan(config, ADAPTER, recipe=RECIPE, machine="8xh200", model_shards=3)
 
 
+def test_a_program_is_compiled_for_each_stage_that_has_its_own(monkeypatch):
+    """The decay of the neuron, ramps of two batch sizes, and the steps after them."""
+    stages = (
+        Stage("neuron_decay", 2, 1e-3),
+        Stage("ramp", 3, 1e-3, 2.0),
+        Stage("ramp", 4, 1e-3, 4.0, batch_size=16),
+        Stage("train", 5, 1e-3),
+    )
+    made = recipe(*stages, batch_size=8, micro_batch_size=2)
+    compiled = []
+
+    def compile_one(step, inputs, *_):
+        compiled.append(inputs)
+        return dataclasses.replace(MEMORY, temporaries=1e9 * len(compiled)), [GATHERED]
+
+    monkeypatch.setattr(api, "_compile", compile_one)
+    monkeypatch.setattr(Machine, "devices", lambda self: jax.devices()[: self.count])
+    plan = dms_jax.plan(language_model().config, DMC(window=4), recipe=made, machine="4xh200")
+    assert [stage.memory.temporaries for stage in plan.stages] == [1e9, 2e9, 3e9, 2e9]
+    assert [stage.passes for stage in plan.stages] == [1, 1, 2, 1]
+    assert len({stage.operations for stage in plan.stages}) == 2
+    assert plan.memory.temporaries == 3e9
+
+
+def test_a_stage_that_supervises_runs_no_backward_pass_through_layers(monkeypatch):
+    monkeypatch.setattr(api, "_compile", lambda *_: (MEMORY, []))
+    monkeypatch.setattr(Machine, "devices", lambda self: jax.devices()[: self.count])
+    stages = (Stage("supervise", 2, 1e-3), Stage("ramp", 2, 1e-3, 2.0))
+    made = recipe(*stages, trainable="adapter")
+    plan = dms_jax.plan(language_model().config, ADAPTER, recipe=made, machine="h200")
+    # Forward against forward, backward through frozen layers, and the teacher's forward; with
+    # the output matrix.
+    supervised, ramp = (stage.model_operations for stage in plan.stages)
+    assert supervised < ramp / 3
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_a_step_is_compiled_for_a_slice():
@@ -132,13 +190,14 @@ def test_a_step_is_compiled_for_a_slice():
     )
     plan = dms_jax.plan(config, recipe=recipe, machine="v5p-8", model_shards=2)
     assert plan.mesh == (2, 2)
-    assert plan.stages == (("train", 10, 4),)
+    (stage,) = plan.stages
+    assert (stage.kind, stage.steps, stage.passes) == ("train", 10, 4)
     # Every matrix is split over all four; norms over two.
     split = 12 * plan.parameters / 4
     assert split < plan.memory.parameters + plan.memory.optimizer < 1.01 * split
     assert plan.memory.temporaries > 0
     assert plan.fits
-    gathered = {each.shape: each.count for each in plan.collectives if each.kind == "all-gather"}
+    gathered = {each.shape: each.count for each in stage.collectives if each.kind == "all-gather"}
     assert (
         gathered["bf16[2,256,2,512]"] == 1
     )  # there is memory for both layers: once for all passes
