@@ -9,6 +9,7 @@ memory of its index. Files that end in .gz are unpacked beside the other tempora
 import abc
 import array
 import bisect
+import codecs
 import gzip
 import json
 import mmap
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 SEPARATOR = "<|endoftext|>"
+_MARK = codecs.BOM_UTF8
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 
@@ -110,8 +112,11 @@ def _mapped(path: pathlib.Path) -> mmap.mmap:
 
 
 def _split(content: mmap.mmap, separator: bytes) -> Iterator[tuple[int, int]]:
-    """Yields the spans between separators, without surrounding white space and empty ones."""
-    start, size = 0, len(content)
+    """Yields the spans between separators, without surrounding white space and empty ones.
+
+    A byte-order mark, with which editors and PowerShell begin UTF-8 files, is no part of the first.
+    """
+    start, size = len(_MARK) if content[: len(_MARK)] == _MARK else 0, len(content)
     while start < size:
         end = content.find(separator, start)
         end = size if end < 0 else end

@@ -23,6 +23,7 @@ from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.model.low_rank import low_rank_of
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.policies.base import check_policy
+from dms_jax.training.base_weights import base_digest
 from dms_jax.training.loop import Loop
 from dms_jax.training.options import RunKeywords, RunOptions
 from dms_jax.training.recipe import Recipe
@@ -138,6 +139,7 @@ def train(
             "policy": policy.to_dict(),
             "seed": run.seed,
             "data": _fingerprint(data),
+            "weights": base_digest(model, policy, recipe),
         }
         directory = RunDirectory(
             out,

@@ -26,6 +26,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from dms_jax.checks import Number
 from dms_jax.policies import Policy
 from dms_jax.training.recipe import Recipe
 
@@ -46,7 +47,7 @@ class Display:
     Args:
       total, done: optimizer steps in total, and those already done.
       main: name of the main loss, which the compression loss is added to.
-      compressing: whether the run compresses the cache.
+      target: the compression ratio that the recipe ends at; None if nothing is compressed.
       enabled: whether to show anything.
       opening: what is said before the first step.
     """
@@ -57,12 +58,12 @@ class Display:
         total: int,
         done: int,
         main: str,
-        compressing: bool,
+        target: Number | None,
         enabled: bool,
         opening: str = "",
     ):
         self._total, self._done, self._main = total, done, _SHORT.get(main, main)
-        self._compressing, self._enabled, self._opening = compressing, enabled, opening
+        self._target, self._enabled, self._opening = target, enabled, opening
         self._bar = _Bar(
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
@@ -98,7 +99,7 @@ class Display:
         """Returns the figures of a step, in a line."""
         main = record["loss"] - record["compression_loss"]
         parts = [f"{self._main} {main:.3f}"]
-        if self._compressing:
+        if self._target is not None:
             parts[0] += f" + CR {record['compression_loss']:.3f}"
             parts.append(f"ratio {record['compression_ratio']:.2f} of {record['target_ratio']:.2f}")
         parts.append(f"gradient {record['grad_norm']:.2g}")
@@ -113,18 +114,21 @@ class Display:
 
     def closing(self) -> str:
         """Returns what was reached, and what to do if that is short of the target."""
-        last = self._last[-1]
+        target = self._target
         main = _mean(record["loss"] - record["compression_loss"] for record in self._last)
         passed = _duration(time.perf_counter() - self._began)
         run = (
             f"{self._total - self._done:,} steps, {self._tokens:,} tokens and {passed}, "
             f"{self._main} {main:.3g}"
         )
-        if not self._compressing:
+        if target is None:
             return f"Trained for {run}."
-        target = last["target_ratio"]
-        # As a share of tokens that stay: ratios of several steps have no mean of their own.
-        reached = 1 / max(1 - _mean(record["evicted"] for record in self._last), 1e-6)
+        # The last step of a ramp, and those before it that aimed at about as much; as a share of
+        # tokens that stay, because ratios of several steps have no mean of their own.
+        last = self._last[-1]
+        final = min(target, last["target_ratio"]) * _REACHED
+        evicted = [each["evicted"] for each in self._last if each["target_ratio"] >= final]
+        reached = 1 / max(1 - _mean(evicted), 1e-6)
         line = f"Reached ratio {reached:.2f} of {target:.2f} in {run}."
         if reached >= _REACHED * target:
             return line

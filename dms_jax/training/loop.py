@@ -99,7 +99,7 @@ class Loop:
             total=total,
             done=start,
             main=self._recipe.loss.replace("_", " "),
-            compressing=self._policy.retrofit.possible,
+            target=self._recipe.compression_ratio if self._policy.retrofit.possible else None,
             enabled=options.progress and processes.is_first(),
         )
         agree = processes.Agreement()

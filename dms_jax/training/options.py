@@ -40,7 +40,8 @@ class RunOptions(Options):
 
     Attributes:
       resume: whether to continue the run that the output directory holds. It continues bit for bit
-        as if it had never been interrupted.
+        as if it had never been interrupted. Model, recipe, policy, seed and data must be the same;
+        a model of the same shape whose frozen weights are others is refused.
       restart_from: step of the checkpoint from which the run goes on with another recipe, such as
         lower rates after a divergence; later checkpoints are removed, and the log is cut. 0 starts
         again. Given again after a stop, it goes on from the newest checkpoint since.

@@ -143,6 +143,11 @@ class RunDirectory:
         }
         if self._restart_from is not None:
             differing -= {"recipe"}
+        if differing == {"weights"}:
+            raise ConfigError(
+                f"{self.path} holds a run of a model of the same shape with other weights. Give "
+                "the model that it began with to resume it, or another directory."
+            )
         if differing:
             only = differing == {"recipe"} and self.latest_step is not None
             restart = f", restart_from={self.latest_step} to go on with this one" if only else ""

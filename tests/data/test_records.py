@@ -145,6 +145,19 @@ def test_every_source_leaves_malformed_records_out_up_to_a_share(tmp_path):
         assert len(as_source(path)) == 2
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_document(tmp_path):
+    """UTF-8 as Excel, PowerShell and some editors write it."""
+    lines, text = tmp_path / "a.jsonl", tmp_path / "a.txt"
+    lines.write_text('{"text": "one"}\r\n{"text": "two \ufeff"}\r\n', encoding="utf-8-sig")
+    text.write_text("one<|endoftext|>two", encoding="utf-8-sig")
+    assert list(as_source(lines)) == ["one", "two \ufeff"]
+    assert as_source(lines).where(1).endswith("a.jsonl, line 2")
+    assert list(as_source(text)) == ["one", "two"]
+    text.write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(DataError, match="holds no document"):
+        as_source(text)
+
+
 def test_packed_files_are_unpacked(tmp_path):
     lines = tmp_path / "a.jsonl.gz"
     lines.write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))

@@ -22,11 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dms_jax.data.fingerprint import fingerprint
 from dms_jax.data.sources import as_source
 from dms_jax.errors import CheckpointError, ConfigError, TrainingDivergedError
+from dms_jax.model.language_model import LanguageModel
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
 from dms_jax.training.run_directory import RunDirectory
+from tests.support.models import random_model
 from tests.training.tiny import EAGER, documents, language_model, recipe
 
 RECIPE = recipe(Stage("ramp", 6, 1e-3, 4.0, adapter_learning_rate=1e-2), batch_size=4)
@@ -307,13 +309,16 @@ def test_a_log_that_cannot_be_written_is_a_warning(tmp_path):
     directory.close()
 
 
-def test_other_data_are_refused_and_moved_files_are_not(model, tmp_path):
+def test_other_data_and_weights_are_refused_and_moved_files_are_not(model, tmp_path):
     lines = [json.dumps({"text": ""}), *(json.dumps({"text": str(i)}) for i in range(9))]
     one = dict(data=documents(), out=tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         run(model, **one, stop_after=1e-9)
     with pytest.raises(ConfigError, match="another data"):
         run(model, data=documents(seed=1), out=tmp_path / "run")
+    other = LanguageModel(random_model(model.config, seed=1, dtype=jnp.float32))
+    with pytest.raises(ConfigError, match=r"the same shape with other weights.* to resume it"):
+        run(other, **one)
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     (tmp_path / "c.jsonl").write_text("\n".join(lines[:-1]))

@@ -33,7 +33,7 @@ def record(step=10, **changes):
 
 
 def display(**changes):
-    options = dict(total=10, done=2, main="distillation", compressing=True, enabled=True)
+    options = dict(total=10, done=2, main="distillation", target=4.0, enabled=True)
     return Display(**(options | changes))
 
 
@@ -44,7 +44,7 @@ def test_the_figures_of_a_step(monkeypatch):
         "61.2 GB"
     )
     monkeypatch.setattr(displays, "peak_memory", lambda: None)
-    plain = display(compressing=False, main="language modeling")
+    plain = display(target=None, main="language modeling")
     skipped = record(model_flops_utilisation=None, compression_loss=0.0, skipped_steps=2)
     assert plain.figures(skipped) == "LM 0.500 | gradient 0.41 | 12,346 tok/s | 2 skipped"
 
@@ -55,14 +55,21 @@ def test_the_last_line_says_what_was_reached_and_what_to_do(capsys):
             shown.update(record(step, evicted=0.5 + 0.1 * (step % 2)))
     out = " ".join(capsys.readouterr().out.split())
     # The mean share that stays is 0.45.
-    assert re.search(r"Reached ratio 2\.22 of 3\.97 in 8 steps, 32,768 tokens and ", out)
+    assert re.search(r"Reached ratio 2\.22 of 4\.00 in 8 steps, 32,768 tokens and ", out)
     assert "Short of the target: train on at this ratio" in out
     with display() as shown:
         shown.update(record(evicted=0.749))
     out = capsys.readouterr().out
-    assert "Reached ratio 3.98 of 3.97" in out
+    assert "Reached ratio 3.98 of 4.00" in out
     assert "Short" not in out
-    with display(compressing=False, main="language modeling") as shown:
+    with display(total=60) as shown:  # a ramp: steps far below the end do not say what it reached
+        for step in range(3, 61):
+            target = 1 + 3 * (step - 1) / 60
+            shown.update(record(step, target_ratio=target, evicted=1 - 1 / target))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Reached ratio 3.90 of 4.00" in out  # of the last three, at 3.85, 3.90 and 3.95
+    assert "Short" not in out
+    with display(target=None, main="language modeling") as shown:
         shown.update(record(compression_loss=0.0))
     assert re.search(
         r"Trained for 8 steps, 4,096 tokens and .* seconds, LM 0\.5\.", capsys.readouterr().out
