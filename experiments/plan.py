@@ -25,8 +25,12 @@ from dms_jax.training.planning import Plan, plan
 from experiments.configs import retrofit
 from experiments.configs.shapes import SHAPES, Shape
 
-# Without a TPU, libtpu is not to look for one.
-NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+# Without a TPU, libtpu is not to look for one, nor to lock it against other processes that compile.
+NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
     python -m tests.training.killing --processes 2 --kills 5 --steps 40 --seed 0
 
-Kills one process of the run, then the others as a launcher would, starts the same command again,
-and prints a line of figures for each kill, and what the end is.
+Draws the moments over all steps of the run: a step, and up to half a second after it, in which
+later steps are computed and checkpoints written. Kills one process of the run, then the others as a
+launcher would, starts the same command again, and prints a line of figures for each kill, and what
+the end is.
 """
 
 import argparse
@@ -67,20 +69,34 @@ def finish(started: list[subprocess.Popen[str]]) -> str:
     return printed
 
 
-def kill_at(started: list[subprocess.Popen[str]], steps: int, seconds: float, victim: int) -> str:
-    """Kills a process some seconds after its steps were printed; returns the last line of it."""
+def kill_at(started: list[subprocess.Popen[str]], step: int, seconds: float, victim: int) -> str:
+    """Kills a process some seconds after it printed a step; returns the last one that it printed.
+
+    0 is the start. A run that goes on from a later step is killed after its first.
+    """
     stream = started[victim].stdout
     assert stream is not None
-    line = seen = ""
-    while steps and (line := stream.readline()):
+    seen = ""
+    while step and (line := stream.readline()):
         if line.startswith("step"):
-            steps, seen = steps - 1, line.strip()
+            seen = line.strip()
+            if int(seen.split()[1]) >= step:
+                break
     time.sleep(seconds)
     started[victim].kill()
     for each in started:
         each.kill()
-        each.communicate()
+        rest = each.communicate()[0]
+        if each is started[victim]:
+            seen = next((x for x in reversed(rest.splitlines()) if x.startswith("step")), seen)
     return seen
+
+
+def moments(steps: int, kills: int, seed: int) -> list[tuple[int, float]]:
+    """Steps of the whole run after which it is killed, in order, and the seconds after each."""
+    random_moments = random.Random(seed)
+    drawn = sorted(random_moments.sample(range(steps), kills))
+    return [(step, 0.5 * random_moments.random()) for step in drawn]
 
 
 def losses(out: pathlib.Path) -> list[tuple[int, float]]:
@@ -94,14 +110,20 @@ def compare(folder: pathlib.Path, *, processes: int, kills: int, steps: int, see
     whole, killed = folder / "whole", folder / "killed"
     common: dict[str, Any] = dict(mesh=[4, 2], steps=steps, every=2)
     finish(start({"out": str(whole)} | common, processes))
-    moments = random.Random(seed)
-    for number in range(kills):
+    victims, after_one = random.Random(seed), 0
+    for number, (step, delay) in enumerate(moments(steps, kills, seed), 1):
         started = start({"out": str(killed)} | common, processes)
-        after, delay = moments.randrange(steps // (kills + 1) + 1), moments.random() * 0.5
-        seen = kill_at(started, after, delay, moments.randrange(processes))
+        victim = victims.randrange(processes)
+        seen = kill_at(started, step, delay, victim)
         place = killed / "checkpoints"
-        left = sorted(path.name for path in place.iterdir()) if place.exists() else []
-        print(f"kill {number + 1}: {delay:.2f} s after {seen or 'the start'}; left {left}")
+        left = sorted((path.name for path in place.iterdir()), key=len) if place.exists() else []
+        after_one += any(name.isdigit() for name in left)
+        print(
+            f"kill {number} of process {victim}: {delay:.2f} s after step {step}, at "
+            f"{seen or 'the start'}; left {left}",
+            flush=True,
+        )
+    print(f"{after_one} of {kills} kills came after a checkpoint", flush=True)
     finish(start({"out": str(killed)} | common, processes))
     same = (killed / EXPORT).read_bytes() == (whole / EXPORT).read_bytes()
     return same and losses(killed) == losses(whole)

@@ -2,7 +2,7 @@
 
     {"out": directory of the run, "mesh": [data, model], "float64": true, "steps": 6, ...}
 
-Writes the losses, the order of the data and the exit to `out`-<process>.json.
+Writes the losses, the norms of the gradients and the exit to `out`-<process>.json.
 """
 
 import json

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from dms_jax import processes
 from dms_jax.errors import ConfigError
 from dms_jax.processes import Agreement, arguments, connect, gather, slices
-from tests.training.killing import EXPORT, compare, finish, start
+from tests.training.killing import EXPORT, compare, finish, moments, start
 
 
 def run(count: int, out: pathlib.Path, **told: Any) -> list[dict[str, Any]]:
@@ -30,8 +30,10 @@ def export(out: pathlib.Path) -> bytes:
 
 @pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path):
-    (alone,) = run(1, tmp_path / "alone", float64=True, mesh=[4, 2])
-    both = run(2, tmp_path / "both", float64=True, mesh=[4, 2])
+    """Losses and gradients of 20 steps in float64, and the export."""
+    told = dict(float64=True, mesh=[4, 2], steps=20)
+    (alone,) = run(1, tmp_path / "alone", **told)
+    both = run(2, tmp_path / "both", **told)
     assert [each["ended"] for each in both] == ["done", "done"]
     assert both[0] == both[1]
     for name in ("losses", "norms"):
@@ -43,7 +45,7 @@ def test_two_processes_are_one_run(tmp_path):
     ]
     chex.assert_trees_all_equal(*narrow)
     logged = (tmp_path / "both" / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in logged] == [1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in logged] == list(range(1, 21))
 
 
 @pytest.mark.slow
@@ -62,6 +64,14 @@ def test_sigterm_to_one_stops_all_and_the_run_goes_on_to_the_same_bits(tmp_path)
 def test_a_killed_run_ends_in_the_same_bits(tmp_path):
     """Of one process; `tests/training/killing.py` does it to two, five times."""
     assert compare(tmp_path, processes=1, kills=1, steps=6, seed=0)
+
+
+def test_kills_are_drawn_over_the_whole_run():
+    """The last of five comes in the last quarter for most seeds."""
+    drawn = [moments(200, 5, seed) for seed in range(20)]
+    assert all(steps == sorted(steps) for steps in ([step for step, _ in each] for each in drawn))
+    assert sum(each[-1][0] >= 150 for each in drawn) >= 10
+    assert all(0 <= step < 200 and 0 <= wait < 0.5 for each in drawn for step, wait in each)
 
 
 @pytest.mark.slow

@@ -255,14 +255,13 @@ def _compile(
     try:
         compiled = step.lower(inputs, "tpu").compile()
     except jax.errors.JaxRuntimeError as error:
-        found = re.search(r"Used ([\d.]+)([KMG]) of", str(error))
-        if found is None:
+        asked = _asked_for(str(error), arguments)
+        if asked is None:
             raise
-        total = float(found[1]) * 1024 ** (" KMG".index(found[2]))
-        temporary, program = max(0.0, total - arguments), []
+        temporary, program, exact = asked, [], False
     else:
         analysis: Any = compiled.memory_analysis()
-        total, temporary = None, float(analysis.temp_size_in_bytes)
+        temporary, exact = float(analysis.temp_size_in_bytes), True
         program = collectives(compiled.as_text(), step.devices)
     width = 4 if recipe.compute_dtype == "float32" else 2
     passes, sequences, _ = next(iter(inputs.passes.values())).shape
@@ -282,8 +281,22 @@ def _compile(
         gradients=gradients,
         activations=kept,
         temporaries=temporary - gradients - kept,
-        exact=total is None,
+        exact=exact,
     ), program
+
+
+def _asked_for(message: str, arguments: float) -> float | None:
+    """Returns the bytes of temporaries that a compiler names when memory does not suffice.
+
+    It names either everything or temporaries alone; None if it refuses for another reason.
+    """
+    size = r"([\d.]+)([KMG])"
+    everything = re.search(rf"Used {size} of", message)
+    found = everything or re.search(rf"required for HLO temporaries \({size}\)", message)
+    if found is None:
+        return None
+    named = float(found[1]) * 1024 ** (" KMG".index(found[2]))
+    return max(0.0, named - arguments) if everything else named
 
 
 def _operations(

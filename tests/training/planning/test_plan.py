@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+from typing import Any
 
 import jax
 import pytest
@@ -23,7 +24,7 @@ GATHERED = Collective("all-gather", "bf16[4096,4096]", 8, 1000, 45e6)
 
 
 def staged(kind="ramp", steps=300, passes=128, **changes) -> StagePlan:
-    options = dict(
+    options: dict[str, Any] = dict(
         memory=MEMORY,
         collectives=[GATHERED],
         operations=8 * 989e12,
@@ -130,6 +131,22 @@ def test_a_program_that_was_refused_is_told():
     text = str(planned(memory=memory, collectives=[]))
     assert "DOES NOT FIT" in text
     assert "refused the program" in text
+
+
+@pytest.mark.parametrize(
+    ("message", "temporaries"),
+    [
+        ("Ran out of memory in memory space hbm. Used 120.50G of 95.74G hbm.", 20.5 * 2**30),
+        (
+            "Ran out of memory on HBM, the total memory required for HLO temporaries (109.82G) "
+            "exceeds available HBM (95.73G). HLO module: jit_by_path.",
+            109.82 * 2**30,
+        ),
+        ("Internal error", None),
+    ],
+)
+def test_what_a_compiler_asks_for_when_it_refuses(message, temporaries):
+    assert api._asked_for(message, 100.0 * 2**30) == temporaries
 
 
 def test_what_cannot_be_planned_is_refused():
