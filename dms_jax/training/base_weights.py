@@ -34,16 +34,14 @@ def base_digest(model: LanguageModel, policy: Policy, recipe: Recipe) -> str | N
         if not is_adapter(name) and not is_low_rank(name)
     }
     place = arrays["embedding"].sharding
-    everywhere = NamedSharding(place.mesh, PartitionSpec()) if _is_named(place) else None
+    everywhere = None
+    if isinstance(place, NamedSharding):
+        everywhere = NamedSharding(place.mesh, PartitionSpec())
     digest = hashlib.sha256()
     for name, sums in sorted(_summing(everywhere)(arrays).items()):
         digest.update(f"{name} {arrays[name].shape} {arrays[name].dtype}\n".encode())
         digest.update(np.asarray(sums.addressable_data(0)).tobytes())
     return digest.hexdigest()
-
-
-def _is_named(place: Any) -> bool:
-    return isinstance(place, NamedSharding)
 
 
 @functools.cache
