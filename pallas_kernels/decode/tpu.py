@@ -1,16 +1,20 @@
 """Paged decode attention for TPUs.
 
 The grid walks the rows in order, split over the cores of a chip. A row's pages are copied from
-device memory in blocks of some hundred slots into one of two buffers, while the block in the other
+device memory in blocks of about a thousand slots into one of two buffers, while that in the other
 is computed; the last block of a row is computed while the first one of the next row arrives. The
 page table stays in device memory, and only two rows of it are in scalar memory at a time, because
 the whole table of hundreds of rows of hundreds of pages would not fit.
+
+A core starts copies and computes from one stream of instructions, so what it takes to start the
+copy of a page comes out of the time of the block (`experiments/results/tpu_schedule`).
 
 Within a row this is the online softmax of FlashAttention. Slots beyond the row's length are masked
 in the scores and in the values, which may be NaN there.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import jax
@@ -22,9 +26,12 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOWEST
 
-# Number of slots in a block: enough to hide the copy of one behind the computation of another.
-_BLOCK_SLOTS = 512
+# Number of slots in a block: the more, the longer the copy of one hides the latency of the next;
+# the last block of a row is computed as a whole, so it is a quarter of the longest row or less.
+_LEAST_SLOTS, _MOST_SLOTS = 512, 2048
 _LANES = 128
+# Number of pages whose copies are started side by side.
+_RUN = 8
 # The rows are split in two for chips with two cores; a chip with one core walks both halves.
 _CORES = 2
 # Bytes of both buffers of keys and of values.
@@ -38,6 +45,7 @@ class _Sizes:
     rows_a_core: int
     page_size: int
     pages_a_block: int
+    columns: int
     scale: float
     precision: lax.Precision | None
     return_lse: bool
@@ -66,52 +74,93 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
     next_length = jnp.where(has_next, lengths_ref[row + has_next.astype(jnp.int32)], 0)
     blocks = _ceil_divide(length, sizes.block)
 
-    def table_copy(of_step):
-        of_row = row - step + of_step
-        return pltpu.make_async_copy(
-            table_hbm.at[of_row], table.at[lax.rem(of_step, 2)], table_arrived
-        )
+    def table_copy(of_step, act):
+        """Calls `act` on the copies of a row of the page table, one for each plane of lanes."""
+        entries = (of_step & 1) * sizes.columns
+        for plane in range(sizes.columns // _LANES):
+            source = table_hbm.at[row - step + of_step, plane]
+            start = pl.multiple_of(entries + plane * _LANES, _LANES)
+            act(pltpu.make_async_copy(source, table.at[pl.ds(start, _LANES)], table_arrived))
 
-    def each_page(of_step, of_length, block, buffer, act):
-        """Calls `act` on the copy of each live page of a block."""
+    def fetch(of_step, of_length, block, buffer):
+        """Starts the copies of the live pages of a block."""
         first = block * sizes.pages_a_block
-        live = _ceil_divide(of_length, sizes.page_size)
+        entry = (of_step & 1) * sizes.columns + first
+        live = _ceil_divide(of_length, sizes.page_size) - first
 
-        def page_step(j, _):
-            index = first + j
-            page = table[lax.rem(of_step, 2), lax.div(index, _LANES), lax.rem(index, _LANES)]
+        def start(j):
+            page = table[entry + j]
             for source, target in ((k_hbm, k_buffer), (v_hbm, v_buffer)):
-                act(
-                    pltpu.make_async_copy(source.at[page], target.at[buffer, j], arrived.at[buffer])
-                )
-            return _
+                pltpu.make_async_copy(
+                    source.at[page], target.at[buffer, j], arrived.at[buffer]
+                ).start()
 
-        lax.fori_loop(0, jnp.minimum(sizes.pages_a_block, live - first), page_step, 0)
+        # Most blocks are whole. Their pages are unrolled, so that the addresses of several are
+        # computed side by side.
+        run = math.gcd(sizes.pages_a_block, _RUN)
+
+        @pl.when(live >= sizes.pages_a_block)
+        def _whole():
+            def run_step(number, _):
+                for j in range(run):
+                    start(number * run + j)
+                return _
+
+            lax.fori_loop(0, sizes.pages_a_block // run, run_step, 0)
+
+        @pl.when(live < sizes.pages_a_block)
+        def _part():
+            def page_step(j, _):
+                start(j)
+                return _
+
+            lax.fori_loop(0, live, page_step, 0)
+
+    def wait(block, buffer):
+        """Waits for the copies of the live pages of a block."""
+        live = _ceil_divide(length, sizes.page_size) - block * sizes.pages_a_block
+
+        def arrive(target):
+            # Waits for as many bytes as the target has, wherever they come from.
+            pltpu.make_async_copy(target, target, arrived.at[buffer]).wait()
+
+        @pl.when(live >= sizes.pages_a_block)
+        def _whole():
+            arrive(k_buffer.at[buffer])
+            arrive(v_buffer.at[buffer])
+
+        @pl.when(live < sizes.pages_a_block)
+        def _part():
+            def page_step(j, _):
+                arrive(k_buffer.at[buffer, j])
+                arrive(v_buffer.at[buffer, j])
+                return _
+
+            lax.fori_loop(0, live, page_step, 0)
 
     @pl.when(step == 0)
     def _begin():
-        first = table_copy(0)
-        first.start()
-        first.wait()
+        table_copy(0, lambda copy: copy.start())
+        table_copy(0, lambda copy: copy.wait())
         # The number of the next buffer, and whether the copy of its first block has started.
         state[0] = 0
         state[1] = 0
 
     @pl.when(has_next)
     def _fetch_next_table():
-        table_copy(step + 1).start()
+        table_copy(step + 1, lambda copy: copy.start())
 
     buffer_now = state[0]
 
     @pl.when((blocks > 0) & (state[1] == 0))
     def _fetch_first():
-        each_page(step, length, 0, buffer_now, lambda copy: copy.start())
+        fetch(step, length, 0, buffer_now)
 
     def fetch_of_next_row(buffer):
         @pl.when(has_next)
         def _():
-            table_copy(step + 1).wait()
-            each_page(step + 1, next_length, 0, buffer, lambda copy: copy.start())
+            table_copy(step + 1, lambda copy: copy.wait())
+            fetch(step + 1, next_length, 0, buffer)
 
     q = q_ref[...]
     heads, head_dim = q.shape
@@ -121,20 +170,28 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
 
     def block_step(block, carry):
         peak, total, out = carry
-        buffer = lax.rem(buffer_now + block, 2)
+        buffer = (buffer_now + block) & 1
 
         @pl.when(block + 1 < blocks)
         def _fetch_next():
-            each_page(step, length, block + 1, 1 - buffer, lambda copy: copy.start())
+            fetch(step, length, block + 1, 1 - buffer)
 
         @pl.when(block + 1 == blocks)
         def _fetch_next_row():
             fetch_of_next_row(1 - buffer)
 
-        each_page(step, length, block, buffer, lambda copy: copy.wait())
+        wait(block, buffer)
         k = k_buffer[buffer].reshape(sizes.block, head_dim)
-        v = v_buffer[buffer].reshape(sizes.block, head_dim)
         live = length - block * sizes.block
+
+        @pl.when(live < sizes.block)
+        def _clear_dead_values():
+            v = v_buffer[buffer].reshape(sizes.block, head_dim)
+            slot = lax.broadcasted_iota(jnp.int32, v.shape, 0)
+            v_buffer[buffer] = jnp.where(slot < live, v, jnp.zeros_like(v)).reshape(
+                v_buffer.shape[1:]
+            )
+
         scores = dot(q, k, (((1,), (1,)), ((), ()))) * sizes.scale
         slot = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         scores = jnp.where(slot < live, scores, -jnp.inf)
@@ -149,8 +206,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1, keepdims=True))
         weights = jnp.exp(scores - new_peak)
         shrink = jnp.exp(peak - new_peak)
-        slot = lax.broadcasted_iota(jnp.int32, v.shape, 0)
-        v = jnp.where(slot < live, v, jnp.zeros_like(v))
+        v = v_buffer[buffer].reshape(sizes.block, head_dim)
         new_out = out * shrink + dot(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
         return new_peak, total * shrink + jnp.sum(weights, axis=1, keepdims=True), new_out
 
@@ -169,7 +225,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
     def _pass_over():
         fetch_of_next_row(buffer_now)
 
-    state[0] = lax.rem(buffer_now + blocks, 2)
+    state[0] = (buffer_now + blocks) & 1
     state[1] = (has_next & (next_length > 0)).astype(jnp.int32)
     some = total > 0
     out_ref[...] = (out * jnp.where(some, 1 / total, 0)).astype(out_ref.dtype)
@@ -215,7 +271,8 @@ def decode_attention_tpu(
     page_size, columns, dtype = rows.page_size, rows.page_table.shape[1], rows.k_pages.dtype
     padded_dim = -(-head_dim // _LANES) * _LANES
     slot_bytes = 4 * padded_dim * dtype.itemsize
-    wanted = min(_BLOCK_SLOTS, max(_LANES, rows.slots), _VMEM_BYTES // slot_bytes)
+    wanted = min(max(rows.slots // 4, _LEAST_SLOTS), _MOST_SLOTS)
+    wanted = min(wanted, max(_LANES, rows.slots), _VMEM_BYTES // slot_bytes)
     # Scores are written in whole lanes.
     unit = max(1, _LANES // page_size)
     pages_a_block = max(1, wanted // (page_size * unit)) * unit
@@ -227,6 +284,8 @@ def decode_attention_tpu(
         rows_a_core=rows_a_core,
         page_size=page_size,
         pages_a_block=pages_a_block,
+        # Copies to scalar memory take whole planes of lanes.
+        columns=-(-columns // _LANES) * _LANES,
         scale=scale,
         precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
         return_lse=return_lse,
@@ -235,10 +294,8 @@ def decode_attention_tpu(
     padding = (0, all_rows - row_count)
     q = jnp.pad(q, (padding, (0, heads - group), (0, 0)))
     lengths = jnp.pad(rows.lengths, padding)
-    # Copies to scalar memory take whole planes of lanes.
-    planes = -(-columns // _LANES)
-    table = jnp.pad(rows.page_table, (padding, (0, planes * _LANES - columns)))
-    table = table.reshape(all_rows, planes, _LANES)
+    table = jnp.pad(rows.page_table, (padding, (0, sizes.columns - columns)))
+    table = table.reshape(all_rows, -1, _LANES)
 
     def of_row(core, step, *_):
         return core * rows_a_core + step, 0, 0
@@ -248,7 +305,7 @@ def decode_attention_tpu(
     out_specs = [pl.BlockSpec((None, heads, head_dim), of_row)]
     page_buffer = pltpu.VMEM((2, pages_a_block, page_size, head_dim), dtype)
     scratch = [
-        pltpu.SMEM((2, planes, _LANES), jnp.int32),
+        pltpu.SMEM((2 * sizes.columns,), jnp.int32),
         page_buffer,
         page_buffer,
         pltpu.SMEM((2,), jnp.int32),
@@ -278,7 +335,11 @@ def decode_attention_tpu(
             scratch_shapes=scratch,
         ),
         out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        # Bounds checks of the copies would double what it takes to start them; the tables of a pool
+        # are checked where they are made (`debug=True`).
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
+        ),
         interpret=interpret,
         name="decode_attention",
     )(lengths, table, q, rows.k_pages, rows.v_pages)

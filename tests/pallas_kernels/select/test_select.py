@@ -13,6 +13,7 @@ from pallas_kernels import select_largest
 from pallas_kernels.dispatch import DEFAULT_GPU, GPU
 from pallas_kernels.select import cases
 from pallas_kernels.select import gpu as select_gpu
+from pallas_kernels.select import tpu as select_tpu
 from pallas_kernels.select.gpu import select_largest_triton, why_not
 from tests.pallas_kernels.support import lower_for_cuda
 
@@ -64,6 +65,23 @@ def test_the_interpreted_kernel_agrees_with_the_oracle(case, kind):
     scores = draw(case, kind)
     got = interpreted(case.count)(scores)
     chex.assert_trees_all_equal(got, oracle(scores, case.count))
+
+
+# Many places of many chunks take long to interpret: a case for each.
+TPU_CASES = [case for case in cases.CONTRACT if case.width * case.count < 1 << 25]
+
+
+@pytest.mark.parametrize("case", TPU_CASES, ids=lambda case: case.name)
+def test_the_interpreted_tpu_kernel_agrees_with_the_oracle(case):
+    """Rows of all kinds at once: they share the rounds of the bisection."""
+    scores = np.concatenate([draw(case, kind) for kind in KINDS])
+    reason = select_tpu.why_not(scores, count=case.count)
+    if case.dtype == "float16":
+        assert reason is not None
+        return
+    assert reason is None
+    run = functools.partial(select_tpu.select_largest_tpu, count=case.count, interpret=True)
+    chex.assert_trees_all_equal(jax.jit(run)(scores), oracle(scores, case.count))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,6 +142,15 @@ def test_why_it_is_not_served_is_said():
         select_largest(jnp.zeros((1, 40000)), 3000, implementation="triton")
     with pytest.raises(NotImplementedError, match="runs on cpu"):
         select_largest(jnp.zeros((1, 4)), 2, implementation="triton")
+
+
+def test_what_the_tpu_kernel_does_not_serve_is_said():
+    scores = jnp.zeros((1, 40000))
+    with pytest.raises(NotImplementedError, match=r"at most 2048 .*not 3000"):
+        select_largest(scores, 3000, implementation="mosaic_tpu")
+    with pytest.raises(NotImplementedError, match="not float16"):
+        select_largest(scores.astype(jnp.float16), 3, implementation="mosaic_tpu")
+    assert "at most 131072" in str(select_tpu.why_not(jnp.zeros((1, 131073)), count=3))
 
 
 def test_float64_stays_what_it_is():

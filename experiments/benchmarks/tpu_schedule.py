@@ -1,0 +1,269 @@
+"""Model the TPU kernels from their compiled form. This is a model: no TPU was at hand.
+
+Each kernel is compiled ahead of time for v5e, v5p and v6e, and its instruction bundles are read
+(`tpu_bundles`). A TensorCore issues at most one bundle a cycle, and copies go on beside it. So a
+block of the decode kernel, one of two buffers, takes
+
+    max(D, C, (D + C + latency) / 2)
+
+where D is the time of its bytes at the bandwidth of the data sheet and C that of its bundles: with
+two buffers the copy of a block starts when the one before the last has been computed. The latency
+of a copy is not in any data sheet: the model is shown for several. Bundles count every branch as
+executed, so C is an upper bound; stalls of the pipeline are not in it.
+
+    python -m experiments.benchmarks.tpu_schedule --out experiments/results/tpu_schedule
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import dms_jax
+from dms_jax.command_line.reports import make_folder, provenance
+from dms_jax.command_line.running import run
+from dms_jax.devices import DEVICES
+from experiments.benchmarks import tpu_bundles
+from experiments.benchmarks.tpu_bundles import Loop
+
+LATENCIES = (0.0, 0.5e-6, 1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What the model knows of a chip, beside its data sheet in `dms_jax.devices`.
+
+    Attributes:
+      kind: what libtpu calls the slice.
+      topology: the slice of which one chip is compiled for.
+      cores: number of TensorCores.
+      clock: cycles a second of a TensorCore.
+    """
+
+    kind: str
+    topology: str
+    cores: int
+    clock: float
+
+
+CHIPS = {
+    "v5e": Chip("v5litepod-4", "v5e:2x2", 1, 1.5e9),
+    "v5p": Chip("v5p-8", "v5p:2x2x1", 2, 1.75e9),
+    "v6e": Chip("v6e-4", "v6e:2x2", 1, 1.75e9),
+}
+
+# (rows, slots of a row, page size): 32 sequences of 8 KV heads.
+DECODE = ((256, 4096, 64), (256, 4096, 16), (256, 32768, 64), (256, 512, 64))
+# (rows, scores of a row, how many): pages for Quest and slots for KCache, 8 sequences of 32 heads.
+SELECT = ((256, 1024, 64), (256, 32768, 128))
+# (fetched rows, rows of the store, unused): 128 values of 32 heads of one sequence.
+FETCH = ((4096, 1 << 20, 1),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Model the TPU kernels from their compiled form."""
+
+    out: pathlib.Path = pathlib.Path("runs/tpu_schedule")
+    """Folder for schedule.json and README.md."""
+    chips: tuple[str, ...] = tuple(CHIPS)
+    """Which chips."""
+
+
+def compiled(chip: Chip, operation: str, implementation: str, shape) -> dict[str, Loop]:
+    """Returns the loops of every operation of a compiled program, by name.
+
+    Raises:
+      DmsJaxError: it could not be compiled.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_ACCELERATOR_TYPE": chip.kind,
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "LIBTPU_INIT_ARGS": tpu_bundles.dump_options(pathlib.Path(folder)),
+        }
+        options = {"topology": chip.topology, "operation": operation}
+        options |= {"implementation": implementation}
+        options |= dict(zip(("rows", "width", "part"), map(str, shape), strict=True))
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        done = subprocess.run(
+            [sys.executable, "-m", "experiments.benchmarks.tpu_programs", *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        if done.returncode:
+            raise dms_jax.DmsJaxError(f"{' '.join(words)}: {done.stderr[-2000:]}")
+        return tpu_bundles.read(pathlib.Path(folder))
+
+
+def decode_parts(kernel: Loop, slots: int, page_size: int) -> dict[str, int]:
+    """Finds the loops of the decode kernel: bundles of a row and of a block, and its copies."""
+    row = kernel.loops[0]
+    block = next(loop for loop in row.loops if loop.waits and loop.loops)
+    # A loop starts the copies of a whole block in runs of pages; where one run is all, it is part
+    # of the block, once for the next block and once for that of the next row.
+    runs = next((loop for loop in block.loops if loop.copies and loop.rounds), None)
+    if runs is None:
+        copies, starting = [size for _, size in block.copies[: len(block.copies) // 2]], 0
+    else:
+        rounds = runs.rounds or 1
+        copies, starting = [size for _, size in runs.copies] * rounds, rounds * runs.bundles
+    block_slots = len(copies) // 2 * page_size
+    return {
+        "row_bundles": row.bundles,
+        "block_bundles": block.bundles + starting,
+        "starting_bundles": starting,
+        "copies_a_block": len(copies),
+        "bytes_a_copy": copies[0],
+        "bytes_a_block": sum(copies),
+        "slots_a_block": block_slots,
+        "blocks_a_row": -(-slots // block_slots),
+    }
+
+
+def decode_share(parts: dict[str, int], slots: int, chip: Chip, bandwidth: float) -> dict[str, Any]:
+    """Returns what the model says: the share of the bandwidth, for each latency."""
+    own = bandwidth / chip.cores
+    bundles = parts["block_bundles"] + parts["row_bundles"] / parts["blocks_a_row"]
+    live = parts["bytes_a_block"] * slots / (parts["slots_a_block"] * parts["blocks_a_row"])
+    copying, computing = live / own, bundles / chip.clock
+    share = {
+        f"share_at_{latency * 1e6:g}_us": round(
+            copying / max(copying, computing, (copying + computing + latency) / 2), 3
+        )
+        for latency in LATENCIES
+    }
+    return {"copy_cycles": round(copying * chip.clock), "cycles": round(bundles), **share}
+
+
+def decode_records(name: str, chip: Chip) -> list[dict[str, Any]]:
+    """Models the decode kernel on a chip."""
+    records = []
+    for shape in DECODE:
+        rows, slots, page_size = shape
+        found = compiled(chip, "decode", "mosaic_tpu", shape)
+        kernel = next(loop for key, loop in found.items() if key.startswith("decode_attention"))
+        parts = decode_parts(kernel, slots, page_size)
+        share = decode_share(parts, slots, chip, DEVICES[name].bandwidth)
+        sizes = {"rows": rows, "slots": slots, "page_size": page_size}
+        records.append({"chip": name, "operation": "decode", **sizes, **parts, **share})
+    return records
+
+
+def selection_cycles(kernel: Loop) -> int:
+    """Returns the bundles of the selection kernel where every bisection takes its 32 rounds."""
+    (block,) = kernel.loops
+    bisection, search = block.loops
+    per_block = block.bundles + 32 * bisection.bundles + search.total()
+    assert block.rounds is not None
+    return (block.rounds - 2) * per_block  # the rounds of the pipeline include filling and draining
+
+
+def other_records(name: str, chip: Chip) -> list[dict[str, Any]]:
+    """Counts the bundles of selecting and fetching, by kernel and by XLA."""
+    records = []
+    wanted = [("select", shape, which) for shape in SELECT for which in ("mosaic_tpu", "xla")]
+    wanted += [("fetch", shape, "xla") for shape in FETCH]
+    for operation, shape, which in wanted:
+        rows, width, _ = shape
+        found = compiled(chip, operation, which, shape)
+        if which == "mosaic_tpu":
+            key = next(key for key in found if key.startswith("select_largest"))
+            cycles = selection_cycles(found[key])
+        else:
+            cycles = sum(loop.total() for loop in found.values())
+        started = [copy for loop in found.values() for one in loop.nested for copy in one.copies]
+        record = {"chip": name, "operation": operation, "implementation": which}
+        record |= dict(zip(("rows", "width", "count"), shape, strict=True))
+        record |= {"cycles": cycles, "us": round(cycles / chip.clock * 1e6, 1)}
+        moved = rows * width * 4 if operation == "select" else rows * 256
+        record["bandwidth_us"] = round(moved / DEVICES[name].bandwidth * 1e6, 1)
+        if operation == "fetch":
+            del record["count"]
+            record["cycles_a_row"] = round(cycles / rows, 1)
+            record["bytes_a_copy"] = min(size for way, size in started if way == "hbm_to_vmem")
+        records.append(record)
+    return records
+
+
+def page(records: list[dict[str, Any]]) -> str:
+    """Returns the page of a report."""
+    lines = [
+        "# The TPU kernels, modelled from their compiled form",
+        "",
+        "**A model, not a measurement: no TPU was at hand.** Made by",
+        "`python -m experiments.benchmarks.tpu_schedule --out experiments/results/tpu_schedule`;",
+        "what is counted and what is left out is in the script's docstring. bfloat16, 4 query",
+        "heads a KV head, 128 numbers a head, 256 rows (32 sequences of 8 KV heads), whole rows.",
+        "",
+        "## Decode attention",
+        "",
+        "A block is copied while another is computed. Cycles of a block: of its bytes at the",
+        "bandwidth of the data sheet, and of its bundles (with its part of what a row takes). The",
+        "share of that bandwidth follows for a latency of a copy that no data sheet tells. Beside",
+        "it: tpu-inference says 86% of its ragged paged attention, measured, with one page table",
+        "for all heads of a sequence; here each KV head has rows of its own length.",
+        "",
+        "| chip | slots | page | copies a block | bytes each | cycles: bytes | cycles: bundles "
+        "| share at 0 | 0.5 | 1 us |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in records:
+        if one["operation"] == "decode":
+            shares = [f"{one[f'share_at_{latency * 1e6:g}_us']:.0%}" for latency in LATENCIES]
+            cells = [one[key] for key in ("chip", "slots", "page_size", "copies_a_block")]
+            cells += [one[key] for key in ("bytes_a_copy", "copy_cycles", "cycles")]
+            lines.append(f"| {' | '.join(map(str, [*cells, *shares]))} |")
+    lines += [
+        "",
+        "## Selecting and fetching",
+        "",
+        "Cycles are bundles, and us those at the clock of one core (v5p has two). Selection by the",
+        "kernel counts all 32 rounds of its bisection, which ends earlier on most rows; XLA sorts,",
+        "and its loops whose number of rounds the compiler does not know are counted once.",
+        "The last column is the time of the bytes alone. Fetching has no kernel: XLA starts one",
+        "copy a row (two rows of 16-bit numbers share their words), so it is bound by starting",
+        "copies, and a copy takes 4 to 5 bundles to start in the decode kernel too.",
+        "",
+        "| chip | operation | by | rows | of | count | cycles | us | bytes alone, us |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in records:
+        if one["operation"] != "decode":
+            cells = [one[key] for key in ("chip", "operation", "implementation", "rows", "width")]
+            cells += [one.get("count", ""), one["cycles"], one["us"], one["bandwidth_us"]]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(config: Config) -> None:
+    """Compile, model, print, and write the report and its page."""
+    unknown = [name for name in config.chips if name not in CHIPS]
+    if unknown:
+        raise dms_jax.ConfigError(f"--chips {unknown}: known are {', '.join(CHIPS)}.")
+    make_folder("--out", config.out)
+    report = provenance(config) | {
+        "model": "from compiled bundles; nothing was measured, no TPU was at hand",
+        "chips": {name: dataclasses.asdict(chip) for name, chip in CHIPS.items()},
+        "records": [],
+    }
+    for name in config.chips:
+        for kind in (decode_records, other_records):
+            for record in kind(name, CHIPS[name]):
+                print(json.dumps(record), flush=True)
+                report["records"].append(record)
+        (config.out / "schedule.json").write_text(json.dumps(report, indent=1) + "\n")
+        (config.out / "README.md").write_text(page(report["records"]))
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))
