@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests of a file that have a row in common one after another.
+    """Puts the tests that have a row in common one after another, those of other files too.
 
     They share programs and simulations, which workers and emptied caches would otherwise make anew.
     """
@@ -20,12 +20,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         row = item.callspec.params.get("row") if hasattr(item, "callspec") else None
         if row is not None and item.path.parent == HERE:
             places.append(place)
-            own.append((item.path, row.name, item))
+            own.append((row.name, item))
     first = {}
-    for path, name, _ in own:
-        first.setdefault((path, name), len(first))
-    own.sort(key=lambda one: first[one[:2]])
-    for place, (_, _, item) in zip(places, own, strict=True):
+    for name, _ in own:
+        first.setdefault(name, len(first))
+    own.sort(key=lambda one: first[one[0]])
+    for place, (_, item) in zip(places, own, strict=True):
         items[place] = item
 
 

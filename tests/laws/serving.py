@@ -9,6 +9,8 @@ import numpy as np
 
 from dms_jax.cache.accounting import Usage
 from dms_jax.config import ModelConfig
+from dms_jax.generation import Engine, Sampling
+from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import H2O, ExpectedAttention, KCache, KVpop, Policy, Quest, SnapKV
 from dms_jax.policies.allocation import Allocation
 from dms_jax.policies.delayed_eviction import DelayedEviction
@@ -22,6 +24,21 @@ from tests.oracles import transformer
 
 TOLERANCE = 1e-10
 FLOAT64, FLOAT32, INT32 = 8, 4, 4
+LANES, MAX_TOKENS, CHUNK, PREFILL_CHUNK = 4, 32, 4, 8
+# Takes the most likely token, by the compiled programs that sample at other temperatures.
+ALMOST_GREEDY = Sampling(temperature=1e-30, logprobs=True)
+
+
+def engine_of(model: LanguageModel, row: Row, **options: Any) -> Engine:
+    """Returns an engine of the one shape that all laws serve a row with: they share programs."""
+    shape = dict(num_lanes=LANES, max_tokens=MAX_TOKENS, chunk=CHUNK, prefill_chunk=PREFILL_CHUNK)
+    return Engine(
+        model,
+        page_size=row.page_size,
+        kv_dtype=row.kv_dtype,
+        table_width=MAX_TOKENS // row.page_size,
+        **(shape | options),
+    )
 
 
 def bytes_per_page(config: ModelConfig, row: Row) -> int:

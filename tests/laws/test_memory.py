@@ -4,6 +4,8 @@ Before every compiled chunk a row holds ceil((slots in use + tokens of the chunk
 more and no fewer; afterwards those that its slots need; at the end none.
 """
 
+import dataclasses
+
 import chex
 import jax
 import numpy as np
@@ -15,10 +17,14 @@ from dms_jax.generation.runner import Runner
 from dms_jax.model.language_model import LanguageModel
 from tests.laws.row import model_for
 from tests.laws.serving import (
+    ALMOST_GREEDY,
+    CHUNK,
+    PREFILL_CHUNK,
     bytes_per_page,
     bytes_per_row,
     check_completion,
     check_score,
+    engine_of,
 )
 from tests.laws.simulations import LENGTHS, TOKENS, simulated, weights_of
 from tests.laws.table import ROWS
@@ -26,7 +32,6 @@ from tests.support.models import random_tokens
 
 SERVED = [row for row in ROWS if row.group == 2 and (not row.identity or row.name.startswith("V"))]
 every_policy = pytest.mark.parametrize("row", SERVED, ids=lambda row: row.name)
-CHUNK, PREFILL_CHUNK = 4, 8
 GREEDY = Sampling(temperature=0, max_new_tokens=8, logprobs=True)
 PROMPTS = [random_tokens(40 + index, length).tolist() for index, length in enumerate((11, 8, 6))]
 
@@ -118,19 +123,12 @@ def test_requests_that_are_put_back_are_answered_as_if_they_were_not(
     """Checks answers, usage and memory when the pool is full between and within prompts."""
     watch = Watch(monkeypatch)
     model = LanguageModel(model_for(row), policy=row.policy)
-    engine = Engine(
-        model,
-        num_lanes=len(PROMPTS),
-        max_tokens=24,
-        page_size=row.page_size,
-        chunk=CHUNK,
-        prefill_chunk=PREFILL_CHUNK,
-        kv_dtype=row.kv_dtype,
-    )
+    engine = engine_of(model, row)
+    sampling = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=8)
     largest = 0.0
     for refusals in (set(), {1, 2}):  # the same engine twice: the first call leaves nothing behind
         watch.chunks, watch.cleared, watch.refusals = 0, 0, set(refusals)
-        completions = engine.generate(PROMPTS, sampling=GREEDY)
+        completions = engine.generate(PROMPTS, sampling=sampling)
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             difference = check_completion(
                 row, weights_of(row), model.config, prompt, completion, row.page_size

@@ -45,7 +45,7 @@ from tests.laws.combined_rows import (
     simulate_quest_over_dms,
 )
 from tests.laws.row import Row
-from tests.laws.serving import check_completion, check_score
+from tests.laws.serving import ALMOST_GREEDY, check_completion, check_score, engine_of
 from tests.laws.table import (
     DENSE,
     dmc_keys,
@@ -185,16 +185,8 @@ def test_generate(row, record_property):
     """Checks four lanes, two on each half of the mesh, which has its own page numbers."""
     model = on_mesh(row, 4)
     weights = oracle_weights(transformer_of(4))
-    engine = Engine(
-        model,
-        num_lanes=4,
-        max_tokens=16,
-        page_size=row.page_size,
-        chunk=8,
-        prefill_chunk=8,
-        kv_dtype=row.kv_dtype,
-    )
-    sampling = Sampling(temperature=0, max_new_tokens=8, logprobs=True)
+    engine = engine_of(model, row)
+    sampling = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=8)
     completions = engine.generate(PROMPTS, sampling=sampling)
     differences = [
         check_completion(row, weights, model.config, prompt, completion, row.page_size)
