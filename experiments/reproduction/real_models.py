@@ -14,23 +14,19 @@ same command is given again; what is there is not done twice, a training goes on
 checkpoint, and an evaluation after the answers that it has.
 """
 
-import dataclasses
 import pathlib
-import shutil
 import sys
 import tarfile
 import time
 
-import dms_jax
-from dms_jax.command_line.reports import make_folder
-from dms_jax.command_line.running import FAILED, run
+from dms_jax.command_line.running import run
 from experiments.reproduction.first_curve import split
-from experiments.reproduction.processes import run_workers
-from experiments.reproduction.real.jobs import check_settings, read_config, write_config
+from experiments.reproduction.real.jobs import check_settings
 from experiments.reproduction.real.page import write_pages
 from experiments.reproduction.real.plan import Paths, jobs
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import TRAININGS
+from experiments.reproduction.runs import carry_out, require_results, status
 
 JOBS = "experiments.reproduction.real.jobs"
 _PART_BYTES = 15_000_000
@@ -39,34 +35,20 @@ _PART_BYTES = 15_000_000
 def main(config: Config) -> int:
     """Does what is left of the plan and writes the page; 1 if a job failed."""
     start = time.time()
-    if config.only != "report":
-        make_folder("--out", config.out)
-        check_settings(config)
-        for leftover in ("locks", "failed"):  # of a run that was cut off
-            shutil.rmtree(config.out / leftover, ignore_errors=True)
-        write_config(config)
-        run_workers(JOBS, config.out, config.processes, start + 60 * config.deadline_minutes)
-    elif (config.out / "config.json").exists():  # the plan that was carried out
-        own = dict(out=config.out, pages=config.pages, pack=config.pack, only=config.only)
-        config = dataclasses.replace(read_config(config.out), **own)
+    config = carry_out(config, JOBS, check_settings)
     if config.pack is not None:
         pack(config, config.pack)
     paths = Paths(config)
-    failures = sorted((config.out / "failed").glob("*.txt"))
-    for failure in failures:
-        print(f"failed: {failure}\n{failure.read_text().strip().splitlines()[-1]}")
+    failed = status(config)
     left = sum(not paths.done(job) for job in jobs(config))
     print(f"{left} jobs are left; {time.time() - start:.0f} s")
     if config.only == "jobs":
-        return FAILED if failures else 0
-    if not any(paths.root.glob("results/*/vanilla/*.json")):
-        raise dms_jax.ConfigError(
-            f"{config.out} holds no results yet; the same command without --only makes them."
-        )
+        return failed
+    require_results(config, "results/*/vanilla/*.json")
     pages = config.pages or config.out
     write_pages(config, pages)
     print(f"The page is {pages / 'README.md'}")
-    return FAILED if failures else 0
+    return failed
 
 
 def pack(config: Config, folder: pathlib.Path) -> None:

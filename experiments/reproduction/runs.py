@@ -5,20 +5,21 @@ import functools
 import pathlib
 import shutil
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol, get_args, get_type_hints
 
 import dms_jax
 from dms_jax import assets
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import FAILED
 from dms_jax.model.language_model import LanguageModel
-from experiments.reproduction.files import read_json, write_json
+from experiments.reproduction.files import read_json, refuse_other_settings, write_json
 from experiments.reproduction.processes import run_workers
 from experiments.reproduction.queue import Places, Queue
 
 BASE = "reasoner-11m"
-FOLDERS = ("out", "pages", "pack")  # of a plan
+_OF_A_CALL = ("out", "pages", "pack", "only")
+FREE = {*_OF_A_CALL, "processes", "deadline_minutes"}  # may change from call to call of a plan
 
 
 class Plan(Protocol):
@@ -28,13 +29,7 @@ class Plan(Protocol):
     def out(self) -> pathlib.Path: ...
 
     @property
-    def model(self) -> str: ...
-
-    @property
     def pages(self) -> pathlib.Path | None: ...
-
-    @property
-    def pack(self) -> pathlib.Path | None: ...
 
     @property
     def processes(self) -> int: ...
@@ -46,7 +41,14 @@ class Plan(Protocol):
     def only(self) -> str: ...
 
 
-class Worker[P: Places, C: Plan](Queue[P]):
+class PlanOfOneModel(Plan, Protocol):
+    """A plan whose jobs begin with one base model."""
+
+    @property
+    def model(self) -> str: ...
+
+
+class Worker[P: Places, C: PlanOfOneModel](Queue[P]):
     """One process of a plan whose jobs begin with one base model.
 
     Args:
@@ -67,8 +69,7 @@ class Worker[P: Places, C: Plan](Queue[P]):
 
 def write_plan(config: Any) -> None:
     """Leaves the plan in the run directory for the workers."""
-    data = dataclasses.asdict(config)
-    data |= {name: None if data[name] is None else str(data[name]) for name in FOLDERS}
+    data = {name: str(v) if isinstance(v, pathlib.Path) else v for name, v in vars(config).items()}
     write_json(config.out / "config.json", data)
 
 
@@ -76,8 +77,25 @@ def read_plan[C](kind: type[C], root: pathlib.Path) -> C:
     """The plan that is in a run directory, as settings of a kind."""
     data: dict[str, Any] = read_json(root / "config.json")
     data |= {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-    data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in FOLDERS}
+    hints = get_type_hints(kind)
+    places = [name for name, hint in hints.items() if pathlib.Path in (hint, *get_args(hint))]
+    data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in places}
     return kind(**data)
+
+
+def check_plan(config: Plan, free: Collection[str]) -> None:
+    """Refuses to go on with other settings than those that made what is in the run directory.
+
+    Args:
+      config: the plan of this call.
+      free: settings, beside `FREE`, that may change from one call to the next.
+
+    Raises:
+      ConfigError: another setting differs.
+    """
+    if (config.out / "config.json").exists():
+        before = read_plan(type(config), config.out)
+        refuse_other_settings(before, config, set(vars(config)) - FREE - set(free))
 
 
 def carry_out[C: Plan](config: C, module: str, check: Callable[[C], None]) -> C:
@@ -97,7 +115,7 @@ def carry_out[C: Plan](config: C, module: str, check: Callable[[C], None]) -> C:
         write_plan(config)
         run_workers(module, config.out, config.processes, end)
     elif (config.out / "config.json").exists():  # with the folders of this call
-        own = {name: getattr(config, name) for name in (*FOLDERS, "only")}
+        own = {name: value for name, value in vars(config).items() if name in _OF_A_CALL}
         config = dataclasses.replace(read_plan(type(config), config.out), **own)  # pyright: ignore
     return config
 
@@ -110,13 +128,32 @@ def status(config: Plan) -> int:
     return FAILED if failures else 0
 
 
-def require_results(config: Plan) -> None:
+def require_results(config: Plan, needed: str = "results/vanilla/*") -> None:
     """Refuses to write a page of nothing.
 
+    Args:
+      config: the plan.
+      needed: the files without which there is no page; of the plain cache, with which all others
+        are compared.
+
     Raises:
-      ConfigError: there are no results of the plain cache, which all others are compared with.
+      ConfigError: there are none.
     """
-    if not any(config.out.glob("results/vanilla/*")):
+    if not any(config.out.glob(needed)):
         raise dms_jax.ConfigError(
             f"{config.out} holds no results yet; the same command without --only makes them."
         )
+
+
+def thinned(steps: Sequence[dict[str, Any]], every: int) -> list[dict[str, Any]]:
+    """The log of a training for its record: every so many steps, and the last."""
+    last = steps[-1]["step"]
+    return [rounded(step) for step in steps if step["step"] % every == 0 or step["step"] == last]
+
+
+def rounded(step: dict[str, Any]) -> dict[str, Any]:
+    """A step's figures to five digits."""
+    return {
+        key: float(f"{value:.5g}") if isinstance(value, float) else value
+        for key, value in step.items()
+    }

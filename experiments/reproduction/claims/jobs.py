@@ -3,7 +3,6 @@
 import json
 import pathlib
 import time
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +19,6 @@ from experiments.reproduction.claims.systems import FREE, TRAININGS, measures
 from experiments.reproduction.curve.data import Sequences, read_documents, write_documents
 from experiments.reproduction.files import (
     provenance,
-    refuse_other_settings,
     write_arrays,
     write_json,
 )
@@ -28,7 +26,7 @@ from experiments.reproduction.files import (
 QUEST_PAGE = 16
 _LOGGED_EVERY = 20
 # What may change from one command to the next of a run.
-_FREE = (*runs.FOLDERS, "processes", "deadline_minutes", "only", "trainings", "seeds", "lanes")
+_FREE = ("trainings", "seeds", "lanes")
 
 
 class Worker(runs.Worker[Paths, Config]):
@@ -87,11 +85,7 @@ class Worker(runs.Worker[Paths, Config]):
             "seconds": sum(step["seconds"] for step in steps),
             "sequences": sequences.rows,
             "document_tokens": sequences.tokens,
-            "steps": [
-                {key: _rounded(value) for key, value in step.items()}
-                for step in steps
-                if step["step"] % _LOGGED_EVERY == 0 or step["step"] == len(steps)
-            ],
+            "steps": runs.thinned(steps, _LOGGED_EVERY),
         }
         write_json(self.paths.summary(training.name, job.seed), record)
 
@@ -184,11 +178,4 @@ def check_settings(config: Config) -> None:
       ConfigError: some setting differs, or a training is not known.
     """
     jobs(config)
-    if not (config.out / "config.json").exists():
-        return
-    before = runs.read_plan(Config, config.out)
-    refuse_other_settings(before, config, set(vars(config)) - set(_FREE))
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    runs.check_plan(config, _FREE)

@@ -135,7 +135,7 @@ class Worker(runs.Worker[Paths, Config]):
         def on_step(record: dict[str, Any]) -> None:
             self.check_time()
             if record["step"] % _LOGGED_EVERY == 0 or record["step"] == last:
-                log.append({key: _rounded(value) for key, value in record.items()})
+                log.append(runs.rounded(record))
 
         start = time.time()
         model = train(
@@ -221,10 +221,7 @@ def worker(root: str, deadline: float) -> None:
 
 # What documents come of, and what may change from one command to the next of a run.
 _OF_DOCUMENTS = ("model", "shards", "documents", "document_tokens", "document_temperature")
-_FREE = (
-    *(*runs.FOLDERS, "processes", "deadline_minutes", "only"),
-    *("variants", "seeds", "ladder", "asked", "lanes"),
-)
+_FREE = runs.FREE | {"variants", "seeds", "ladder", "asked", "lanes"}
 
 
 def check_settings(config: Config) -> None:
@@ -236,10 +233,6 @@ def check_settings(config: Config) -> None:
     if not (config.out / "config.json").exists():
         return
     made = {name for name in ("data", "results") if any((config.out / name).glob("*"))}
-    names = set(_OF_DOCUMENTS) if made == {"data"} else set(vars(config)) - set(_FREE)
+    names = set(_OF_DOCUMENTS) if made == {"data"} else set(vars(config)) - _FREE
     before = runs.read_plan(Config, config.out)
     refuse_other_settings(before, config, names if made else set())
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.5g}") if isinstance(value, float) else value

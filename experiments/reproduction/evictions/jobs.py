@@ -1,6 +1,5 @@
 """The jobs: write data, train, ask."""
 
-import dataclasses
 import json
 import pathlib
 import time
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from dms_jax import assets
 from dms_jax.evaluation import Serving, evaluate, mean_over_problems
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
+from experiments.reproduction import runs
 from experiments.reproduction.curve.data import Sequences, read_documents, write_documents
 from experiments.reproduction.evictions.plan import (
     Config,
@@ -23,17 +22,14 @@ from experiments.reproduction.evictions.plan import (
     jobs,
     systems,
 )
-from experiments.reproduction.files import provenance, read_json, refuse_other_settings, write_json
-from experiments.reproduction.queue import Queue
+from experiments.reproduction.files import provenance, write_json
 
-BASE = "reasoner-11m"
 _LOGGED_EVERY = 20
-_FOLDERS = ("out", "pages")
-_FREE = (*_FOLDERS, "processes", "deadline_minutes", "only", "systems", "lanes")
+_FREE = ("systems", "lanes")
 _CALIBRATION_BATCHES = 4
 
 
-class Worker(Queue[Paths]):
+class Worker(runs.Worker[Paths, Config]):
     """One process of the plan.
 
     Args:
@@ -42,16 +38,8 @@ class Worker(Queue[Paths]):
     """
 
     def __init__(self, config: Config, deadline: float):
-        super().__init__(Paths(config), deadline)
-        self.config, self.systems = config, systems(config.hidden)
-        self._base: LanguageModel | None = None
-
-    @property
-    def base(self) -> LanguageModel:
-        """The base model."""
-        if self._base is None:
-            self._base = dms_jax.load(self.config.model or assets.path(BASE))
-        return self._base
+        super().__init__(config, Paths(config), deadline)
+        self.systems = systems(config.hidden)
 
     def wanted(self) -> list[Job]:
         """What is not done yet; data only where something is to be trained on it."""
@@ -100,11 +88,7 @@ class Worker(Queue[Paths]):
             "tokens": sum(step["tokens"] for step in steps),
             "step_seconds": float(np.median([step["seconds"] for step in steps])),
             "seconds": time.time() - start,
-            "steps": [
-                {key: _rounded(value) for key, value in step.items()}
-                for step in steps
-                if step["step"] % _LOGGED_EVERY == 0 or step["step"] == len(steps)
-            ],
+            "steps": runs.thinned(steps, _LOGGED_EVERY),
         }
         write_json(self.paths.summary(job.system), record)
 
@@ -231,22 +215,7 @@ def kept_shares(model: LanguageModel, policy: Policy, batches: list[dict]) -> li
 
 def worker(root: str, deadline: float) -> None:
     """Entry of a process: the plan is in the run directory."""
-    Worker(read_config(pathlib.Path(root)), deadline).work()
-
-
-def write_config(config: Config) -> None:
-    """Leaves the plan in the run directory for the workers."""
-    data = dataclasses.asdict(config)
-    data |= {name: None if data[name] is None else str(data[name]) for name in _FOLDERS}
-    write_json(config.out / "config.json", data)
-
-
-def read_config(root: pathlib.Path) -> Config:
-    """The plan that is in a run directory."""
-    data: dict[str, Any] = read_json(root / "config.json")
-    data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in _FOLDERS}
-    data |= {name: tuple(data[name]) for name in ("systems", "measures")}
-    return Config(**data)
+    Worker(runs.read_plan(Config, pathlib.Path(root)), deadline).work()
 
 
 def check_settings(config: Config) -> None:
@@ -255,10 +224,4 @@ def check_settings(config: Config) -> None:
     Raises:
       ConfigError: some setting differs.
     """
-    if (config.out / "config.json").exists():
-        names = set(vars(config)) - set(_FREE)
-        refuse_other_settings(read_config(config.out), config, names)
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    runs.check_plan(config, _FREE)

@@ -18,13 +18,8 @@ from dms_jax.data import Documents
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training import train
-from experiments.reproduction.files import (
-    provenance,
-    read_json,
-    refuse_other_settings,
-    write_json,
-    write_text,
-)
+from experiments.reproduction import runs
+from experiments.reproduction.files import provenance, write_json, write_text
 from experiments.reproduction.processes import own_place
 from experiments.reproduction.queue import Queue
 from experiments.reproduction.real.budgets import calibrated
@@ -42,9 +37,8 @@ from experiments.reproduction.real.systems import FREE, TRAININGS, Training
 from experiments.self_taught.measuring import HeldOut
 
 _LOGGED_EVERY = 10
-_PATHS = ("out", "data", "pages", "pack")
 # What may change from one command to the next of a run.
-_FREE = (*_PATHS, "processes", "deadline_minutes", "only", "trainings", "lanes", "qwen", "smollm2")
+_FREE = ("data", "trainings", "lanes", "qwen", "smollm2")
 
 
 class Worker(Queue[Paths]):
@@ -117,11 +111,7 @@ class Worker(Queue[Paths]):
             "recipe": json.loads(json.dumps(vars(training), default=str)),
             "bytes": sum(f.stat().st_size for f in (folder / "model").glob("*.safetensors")),
             "held_out": steps[-1]["evaluation"],
-            "steps": [
-                {key: _rounded(value) for key, value in step.items()}
-                for step in steps
-                if step["step"] % _LOGGED_EVERY == 0 or step["step"] == len(steps)
-            ],
+            "steps": runs.thinned(steps, _LOGGED_EVERY),
         }
         write_json(self.paths.summary(training.name), record)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # nothing is left to resume
@@ -200,21 +190,7 @@ class Worker(Queue[Paths]):
 
 def worker(root: str, deadline: float) -> None:
     """Entry of a process: the plan is in the run directory."""
-    Worker(read_config(pathlib.Path(root)), deadline).work()
-
-
-def write_config(config: Config) -> None:
-    """Leaves the plan in the run directory for the workers."""
-    data = {name: str(v) if isinstance(v, pathlib.Path) else v for name, v in vars(config).items()}
-    write_json(config.out / "config.json", data)
-
-
-def read_config(root: pathlib.Path) -> Config:
-    """The plan that is in a run directory."""
-    data: dict[str, Any] = read_json(root / "config.json")
-    data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in _PATHS}
-    data |= {name: tuple(data[name]) for name in ("trainings", "temperatures")}
-    return Config(**data)
+    Worker(runs.read_plan(Config, pathlib.Path(root)), deadline).work()
 
 
 def check_settings(config: Config) -> None:
@@ -224,11 +200,4 @@ def check_settings(config: Config) -> None:
       ConfigError: some setting differs, or nothing is given to measure.
     """
     jobs(config)
-    if not (config.out / "config.json").exists():
-        return
-    before = read_config(config.out)
-    refuse_other_settings(before, config, set(vars(config)) - set(_FREE))
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    runs.check_plan(config, _FREE)

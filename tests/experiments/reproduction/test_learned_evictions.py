@@ -15,8 +15,6 @@ from experiments.reproduction.evictions.jobs import (
     Worker,
     check_settings,
     kept_shares,
-    read_config,
-    write_config,
 )
 from experiments.reproduction.evictions.plan import (
     RATIOS,
@@ -29,6 +27,7 @@ from experiments.reproduction.evictions.plan import (
     jobs,
 )
 from experiments.reproduction.files import write_json
+from experiments.reproduction.runs import read_plan, write_plan
 
 
 def test_what_the_others_need_comes_first():
@@ -71,8 +70,8 @@ def test_every_system_sees_the_same_tokens_and_is_fitted_to_the_same_share():
 
 def test_jobs_wait_for_what_they_need(tmp_path):
     config = Config(out=tmp_path, shards=1)
-    write_config(config)
-    assert read_config(tmp_path) == config
+    write_plan(config)
+    assert read_plan(Config, tmp_path) == config
     check_settings(dataclasses.replace(config, processes=3))
     with pytest.raises(dms_jax.ConfigError, match="steps=800, not 7"):
         check_settings(dataclasses.replace(config, steps=7))

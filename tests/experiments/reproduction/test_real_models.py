@@ -14,10 +14,11 @@ from experiments.reproduction.processes import own_place, place_of
 from experiments.reproduction.real import jobs as real_jobs
 from experiments.reproduction.real import lessons, plan, systems
 from experiments.reproduction.real.budgets import budget_of_mean, calibrated
-from experiments.reproduction.real.jobs import Worker, check_settings, read_config, write_config
+from experiments.reproduction.real.jobs import Worker, check_settings
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import FREE, MAIN, TRAININGS
+from experiments.reproduction.runs import read_plan, write_plan
 
 GIVEN = Config(qwen="reasoner-11m", smollm2="reasoner-11m", data=pathlib.Path("data"))
 
@@ -111,8 +112,8 @@ def test_where_workers_share_a_gpu_one_trains_and_only_who_is_alone_times_steps(
 
 def test_other_settings_than_those_of_the_run_are_refused(tmp_path):
     config = dataclasses.replace(GIVEN, out=tmp_path, temperatures=(1.0,))
-    write_config(config)
-    assert read_config(tmp_path) == config
+    write_plan(config)
+    assert read_plan(Config, tmp_path) == config
     check_settings(dataclasses.replace(config, processes=3, lanes=8, trainings=("control",)))
     with pytest.raises(dms_jax.ConfigError, match="shards=14, not 3"):
         check_settings(dataclasses.replace(config, shards=3))

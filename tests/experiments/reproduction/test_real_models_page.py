@@ -9,10 +9,10 @@ import pytest
 from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
 from experiments.reproduction.real import page
-from experiments.reproduction.real.jobs import write_config
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.results import TASKS, Results
 from experiments.reproduction.real.settings import Config
+from experiments.reproduction.runs import write_plan
 
 PROBLEMS = 400
 MAIN = Job("asking", "qwen", "all-w16", "3.5", "gsm8k")
@@ -122,7 +122,7 @@ def test_a_miss_is_said(config):
 
 
 def test_the_report_is_written_again_from_the_files(config):
-    write_config(config)
+    write_plan(config)
     folder = config.out / "pages"
     told = dataclasses.replace(config, only="report", pages=folder, qwen="", data=None)
     assert real_models.main(told) == 0
