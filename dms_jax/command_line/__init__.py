@@ -1,7 +1,8 @@
 """The command line: `dms-jax COMMAND`, or `python -m dms_jax.command_line COMMAND`.
 
 Each command is a module of this package with a dataclass of settings, `Config`, that tyro fills
-from what was typed, and a function `main` that takes one. All are called, and end, as
+from what was typed, and a function `main` that takes one. `PRESETS` of a module are starting points
+by name: the command then takes such a name before its options. All are called, and end, as
 `running.run` says. The table of commands is read without importing them, so that the list of
 them comes at once.
 """
@@ -17,6 +18,8 @@ from dms_jax.errors import ConfigError
 COMMANDS = {
     "generate": "complete prompts from a small cache, as they are written",
     "chat": "talk with a model whose turns share one small cache",
+    "retrofit": "train a checkpoint to run with a small cache",
+    "plan": "what a retrofit takes on a machine, before it is paid for",
     "evaluate": "let a model answer the problems of a task, and score the answers",
     "hyperscale": "longer answers and more chains at equal reads and equal peak memory",
     "compare": "every cache policy on one checkpoint and one text",
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"{__name__}.{name}")
     return running.run(
         module.main,
-        module.Config,
+        getattr(module, "PRESETS", module.Config),
         description=described(module),
         program=f"dms-jax {name}",
         arguments=rest,
@@ -65,9 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def described(module: ModuleType) -> str:
-    """The docstring of a command, with the policies where it takes one."""
+    """The docstring of a command, with the policies where it takes any of them."""
     text = (module.__doc__ or "").strip()
-    if not any(field.name in ("policy", "systems") for field in dataclasses.fields(module.Config)):
+    if not any(field.name in ("options", "systems") for field in dataclasses.fields(module.Config)):
         return text
     from dms_jax.command_line import policy_options
 

@@ -70,7 +70,7 @@ class RunOptions(Options):
     seed: Whole = 0
     mesh: Mesh | None = None
     checkpoint_every: Count = 100
-    checkpoint_minutes: Positive | None = 15
+    checkpoint_minutes: Positive | None = 15.0
     keep_checkpoints: Count = 2
     stop_after: Positive | None = None
     on_step: OnStep | None = None

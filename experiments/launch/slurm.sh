@@ -13,7 +13,7 @@
 #SBATCH --signal=TERM@120
 
 OUT=${OUT:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_ID}
-srun --kill-on-bad-exit=1 python -m experiments.retrofit "$@" --out "$OUT" --data-shards all
+srun --kill-on-bad-exit=1 dms-jax retrofit "$@" --out "$OUT" --data-shards all
 status=$?
 if [ $status -eq 130 ]; then # interrupted, with a checkpoint: queue the job again
     scontrol requeue "$SLURM_JOB_ID"

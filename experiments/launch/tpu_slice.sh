@@ -7,4 +7,4 @@ set -eu
 OUT=${OUT:-/mnt/shared/run}
 arguments=$(printf ' %q' "$@")
 exec gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all --command \
-    "cd dms_jax && exec .venv/bin/python -m experiments.retrofit$arguments --out $OUT --data-shards all"
+    "cd dms_jax && exec .venv/bin/dms-jax retrofit$arguments --out $OUT --data-shards all"

@@ -1,7 +1,11 @@
 """What holds for every command of `dms-jax`: how it is called, how it ends, where it writes."""
 
+import ast
 import dataclasses
 import importlib
+import inspect
+import itertools
+import pathlib
 import re
 import subprocess
 import sys
@@ -13,9 +17,24 @@ from dms_jax.command_line import COMMANDS, main, policy_options, running
 from dms_jax.policies import POLICIES
 from tests.test_architecture import ROOT
 
+# What a command wants before its options: one of its starting points.
+FIRST = {"retrofit": ["stories260k"]}
+
 
 def module_of(name):
     return importlib.import_module(f"dms_jax.command_line.{name}")
+
+
+def typed(name, *options):
+    """A command as it is typed, with these options."""
+    return [name, *FIRST.get(name, ()), *options]
+
+
+def settings_of(name):
+    """The settings that a command starts from, as instances or their dataclass."""
+    module = module_of(name)
+    presets = getattr(module, "PRESETS", {})
+    return [config for _, config in presets.values()] or [module.Config]
 
 
 def test_the_list_of_commands(capsys):
@@ -47,7 +66,7 @@ def test_it_runs_as_a_module_too():
 def test_help_names_every_option_and_policy(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
-        main([name, "--help"])
+        main(typed(name, "--help"))
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: dms-jax {name}")
@@ -57,7 +76,7 @@ def test_help_names_every_option_and_policy(name, monkeypatch, capsys):
         nested = dataclasses.is_dataclass(field.default_factory)
         if not nested and "Positional" not in str(field.type):
             assert f"-{field.name.replace('_', '-')}" in shown
-    if "policy" in fields:
+    if "options" in fields:
         for policy, kind in POLICIES.items():
             assert f"  {policy}: " in shown
             assert all(f"{field.name}=" in shown for field in dataclasses.fields(kind))
@@ -66,7 +85,7 @@ def test_help_names_every_option_and_policy(name, monkeypatch, capsys):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_option_that_there_is_none_of_ends_with_2(name, capsys):
     with pytest.raises(SystemExit) as end:
-        main([name, "--no-such-option", "1"])
+        main(typed(name, "--no-such-option", "1"))
     assert end.value.code == 2
     said = capsys.readouterr()
     assert "no-such-option" in said.err
@@ -81,16 +100,53 @@ def test_what_cannot_be_written_ends_with_2(name, capsys, tmp_path):
     if "out" not in fields:
         return
     (tmp_path / "file").touch()
-    assert main([name, "--out", str(tmp_path / "file" / "out")]) == 2
+    assert main(typed(name, "--out", str(tmp_path / "file" / "out"))) == 2
     said = capsys.readouterr().err
     assert said.startswith("ConfigError: --out")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_nothing_is_written_but_to_runs(name):
-    for field in dataclasses.fields(module_of(name).Config):
-        if field.name in ("out", "save", "answers") and field.default is not None:
-            assert field.default.parts[0] == "runs"
+    for config in settings_of(name):
+        for place in ("out", "save", "answers"):
+            path = getattr(config, place, None)
+            assert not isinstance(path, pathlib.Path) or path.parts[0] == "runs"
+
+
+def test_the_starting_points_of_a_retrofit_are_listed_and_one_is_wanted(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    presets = module_of("retrofit").PRESETS
+    assert {"custom", "stories260k", "self-taught"} < presets.keys()
+    for arguments, status in ((["--help"], 0), ([], 2), (["stories"], 2)):
+        with pytest.raises(SystemExit) as end:
+            main(["retrofit", *arguments])
+        assert end.value.code == status
+        said = capsys.readouterr()
+        shown = said.out if status == 0 else said.err
+        assert all(name in shown for name in presets)
+        assert "Traceback" not in shown
+    with pytest.raises(SystemExit):
+        main(["retrofit", "self-taught", "--help"])
+    assert capsys.readouterr().out.startswith("usage: dms-jax retrofit self-taught ")
+    assert main(["retrofit", "self-taught"]) == main(["retrofit", "custom"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    told = ("--model and --prompts.", "--model and --data.")
+    assert said == [f"ConfigError: give {options}" for options in told]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_every_command_is_explained(name):
+    """A line of help that says nothing but a name and a type helps nobody."""
+    for config in settings_of(name):
+        kind = config if isinstance(config, type) else type(config)
+        explained = set()
+        for each in kind.__mro__[:-1]:
+            (tree,) = ast.parse(inspect.getsource(each)).body
+            for field, text in itertools.pairwise(tree.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(id=known)), ast.Expr(ast.Constant(str())):
+                        explained.add(known)
+        assert {field.name for field in dataclasses.fields(kind)} == explained
 
 
 def test_every_option_of_every_policy_is_explained():

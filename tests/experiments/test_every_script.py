@@ -18,8 +18,6 @@ SOURCES = {
     for path in sorted((ROOT / "experiments").rglob("*.py"))
 }
 SCRIPTS = [name for name, text in SOURCES.items() if '__name__ == "__main__"' in text]
-# Those that need a preset, or settings without a default, beside what a test gives them.
-FIRST = {"experiments.retrofit": ["stories260k"]}
 
 
 def imports(text: str) -> set[str]:
@@ -36,7 +34,7 @@ def imports(text: str) -> set[str]:
 def ended(name, monkeypatch, *arguments) -> int:
     """Runs a script as `python -m` does; its exit status."""
     monkeypatch.delitem(sys.modules, name, raising=False)  # as if it were not imported yet
-    monkeypatch.setattr(sys, "argv", [name, *FIRST.get(name, ()), *arguments])
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
     with pytest.raises(SystemExit) as end:
         runpy.run_module(name, run_name="__main__")
     return end.value.code
@@ -45,8 +43,6 @@ def ended(name, monkeypatch, *arguments) -> int:
 def settings(name):
     """The settings that a script has by itself, and their dataclass."""
     module = importlib.import_module(name)
-    if name == "experiments.retrofit":
-        return [preset for _, preset in module.PRESETS.values()], module.Config
     try:
         return [module.Config()], module.Config
     except TypeError:  # some are required
@@ -55,7 +51,7 @@ def settings(name):
 
 def test_what_is_in_the_wheel_has_no_second_version_here():
     in_front = {name.split(".")[1] for name in SCRIPTS if name.count(".") == 1}
-    assert in_front >= {"plan", "pretrain", "retrofit"}
+    assert in_front == {"pretrain"}
     assert not in_front & COMMANDS.keys()
     assert len(SCRIPTS) > 20
 

@@ -1,4 +1,4 @@
-"""The launch files: their options are those of the script, and one command takes all devices."""
+"""The launch files: they call `dms-jax retrofit`, and one command takes all devices."""
 
 import dataclasses
 import pathlib
@@ -9,14 +9,15 @@ import subprocess
 import jax
 import pytest
 
-from experiments.configs.retrofit import PRESETS, Config
+from dms_jax.command_line.retrofit import PRESETS, Config
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "launch"
 
 
 @pytest.mark.parametrize("name", ["README.md", "slurm.sh", "gke.yaml", "tpu_slice.sh"])
-def test_the_options_of_launch_files_are_those_of_the_script(name):
+def test_launch_files_call_the_command_with_options_that_it_has(name):
     text = (LAUNCH / name).read_text()
+    assert re.search(r"dms-jax,? retrofit", text)
     known = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Config)}
     own = {"--data", "--out", "--data-shards", "--batch-size", "--model-shards", "--coordinator"}
     used = set(re.findall(r"--[a-z-]+", text)) & (own | {"--processes", "--process"})

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import dms_jax
 from dms_jax import assets
 from dms_jax.command_line.options import SHIPPED
+from dms_jax.command_line.self_taught.measuring import HeldOut
 from dms_jax.data import Documents
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
@@ -34,7 +35,6 @@ from experiments.reproduction.real.plan import Job, Paths, jobs
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.speed import time_methods
 from experiments.reproduction.real.systems import FREE, TRAININGS, Training
-from experiments.self_taught.measuring import HeldOut
 
 _LOGGED_EVERY = 10
 # What may change from one command to the next of a run.

@@ -9,15 +9,15 @@ import numpy as np
 
 import dms_jax
 from dms_jax import LanguageModel
+from dms_jax.command_line.self_taught.answering import sample
+from dms_jax.command_line.self_taught.questions import Questions, read_questions
+from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Exchange
 from dms_jax.data.tasks import Needle, VariableTracking
-from experiments.configs.self_taught import SelfTaught
 from experiments.reproduction.files import write_text
 from experiments.reproduction.real.plan import Paths, shards
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import QWEN
-from experiments.self_taught.answering import sample
-from experiments.self_taught.questions import Questions, read_questions
 
 TEXTS = (
     "war_and_peace.txt",

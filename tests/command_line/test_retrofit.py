@@ -1,4 +1,4 @@
-"""The retrofit script: its presets, what it writes, and what it says when it cannot."""
+"""`dms-jax retrofit`: its presets, what it writes, and what it says when it cannot."""
 
 import dataclasses
 import inspect
@@ -7,14 +7,14 @@ import pathlib
 import pytest
 
 import dms_jax
+from dms_jax import assets
+from dms_jax.command_line import retrofit
 from dms_jax.data import Exchange
 from dms_jax.model.low_rank import LowRank, low_rank_of
-from experiments import retrofit
-from experiments.configs import retrofit as configs
 
 
 def test_a_small_run_is_written_and_loads(tmp_path, capsys):
-    _, config = configs.PRESETS["stories260k"]
+    _, config = retrofit.PRESETS["stories260k"]
     config = dataclasses.replace(
         config, out=tmp_path, compression_ratio=1.2, sequence_length=32, batch_size=2, window=8
     )
@@ -26,7 +26,7 @@ def test_a_small_run_is_written_and_loads(tmp_path, capsys):
 
 
 def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
-    _, config = configs.PRESETS["stories260k"]
+    _, config = retrofit.PRESETS["stories260k"]
     config = dataclasses.replace(
         config,
         out=tmp_path,
@@ -40,7 +40,7 @@ def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
     )
     retrofit.main(config)
     assert f"The adapter is in {tmp_path / 'model'}" in capsys.readouterr().out
-    model = dms_jax.load(config.model, adapter=tmp_path / "model")
+    model = dms_jax.load(assets.path(config.model), adapter=tmp_path / "model")
     assert low_rank_of(model.transformer) == LowRank(2, 4.0)
     assert model.policy == config.make_policy()
     whole = dataclasses.replace(config, trainable="recipe", out=tmp_path / "whole")
@@ -62,7 +62,7 @@ def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
     ],
 )
 def test_policies_by_name(options, policy):
-    config = configs.Config(model="", data=(), out=pathlib.Path("out"))
+    config = retrofit.Config(model="", data=(), out=pathlib.Path("out"))
     assert dataclasses.replace(config, **options).make_policy() == policy
 
 
@@ -75,14 +75,14 @@ def test_policies_by_name(options, policy):
     ],
 )
 def test_a_recipe_brings_the_policy_it_was_made_for(recipe, policy):
-    config = configs.Config(model="", data=(), out=pathlib.Path("out"), recipe=recipe)
+    config = retrofit.Config(model="", data=(), out=pathlib.Path("out"), recipe=recipe)
     assert config.make_policy() == policy
     changed = dataclasses.replace(config, window=7, source="adapter")
     assert changed.make_policy() == dms_jax.DMS(window=7, source="adapter")
 
 
 def test_a_recipe_of_merging_brings_merging():
-    config = configs.Config(model="", data=(), out=pathlib.Path("out"), recipe="dmc_paper")
+    config = retrofit.Config(model="", data=(), out=pathlib.Path("out"), recipe="dmc_paper")
     assert config.make_policy() == dms_jax.DMC(neuron="first")
     quick = dataclasses.replace(config, recipe="dmc_quickstart")
     assert quick.make_policy() == dms_jax.DMC(neuron="first", offset=2.0, temperature=0.3)
@@ -93,7 +93,7 @@ def test_a_recipe_of_merging_brings_merging():
 
 
 def test_a_recipe_is_scaled_down():
-    _, config = configs.PRESETS["llama-3.2-1b"]
+    _, config = retrofit.PRESETS["llama-3.2-1b"]
     recipe = dataclasses.replace(config, steps=110).make_recipe()
     assert [stage.steps for stage in recipe.stages] == [20, 90]
     few = dataclasses.replace(config, tokens=11_000 * 4 * 512, sequence_length=512, batch_size=4)
@@ -103,28 +103,28 @@ def test_a_recipe_is_scaled_down():
 
 
 def test_presets_make_recipes():
-    recipes = {name: config.make_recipe() for name, (_, config) in configs.PRESETS.items()}
+    recipes = {name: config.make_recipe() for name, (_, config) in retrofit.PRESETS.items()}
     assert recipes["qwen3-8b"].pass_size(8) == 8
     assert recipes["llama-3.2-1b"].stages[-1].steps == 9000
     assert recipes["llama-2-7b-dmc"].name == "dmc_paper llama-2-7b dmc"
     changed = dataclasses.replace(
-        configs.PRESETS["llama-3.2-1b"][1], batch_size=4, learning_rate=1e-3, snapshots=(2.0,)
+        retrofit.PRESETS["llama-3.2-1b"][1], batch_size=4, learning_rate=1e-3, snapshots=(2.0,)
     ).make_recipe()
     assert {stage.learning_rate for stage in changed.stages} == {1e-3}
     assert {stage.batch_size or changed.batch_size for stage in changed.stages} == {4}
     assert changed.snapshots == (2.0,)
-    _, merging = configs.PRESETS["llama-2-7b-dmc"]
+    _, merging = retrofit.PRESETS["llama-2-7b-dmc"]
     local = dataclasses.replace(merging, variant="local_prior", learning_rate=1e-4).make_recipe()
     assert local.prior == "layer"
     assert {stage.final_learning_rate for stage in local.stages} == {None}
 
 
 def test_what_is_missing_is_told(tmp_path):
-    _, custom = configs.PRESETS["custom"]
+    _, custom = retrofit.PRESETS["custom"]
     with pytest.raises(dms_jax.ConfigError, match="give --model and --data"):
         retrofit.main(custom)
     missing = dataclasses.replace(
-        configs.PRESETS["stories260k"][1], data=(tmp_path / "none.txt",), out=tmp_path / "run"
+        retrofit.PRESETS["stories260k"][1], data=(tmp_path / "none.txt",), out=tmp_path / "run"
     )
     with pytest.raises(dms_jax.DataError, match=r"none\.txt"):
         retrofit.main(missing)
@@ -133,7 +133,7 @@ def test_what_is_missing_is_told(tmp_path):
 def test_malformed_lines_up_to_a_share_and_answers_alone(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "Once", "response": " upon a time"}\noops\n')
-    _, config = configs.PRESETS["stories260k"]
+    _, config = retrofit.PRESETS["stories260k"]
     config = dataclasses.replace(config, data=(path,), malformed=0.5, answers_only=True)
     assert config.make_recipe().answers_only
     with pytest.warns(UserWarning, match="1 of 2 lines"):
@@ -150,7 +150,7 @@ def test_malformed_lines_up_to_a_share_and_answers_alone(tmp_path):
 def test_records_are_told_what_they_hold(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"q": "1 + 1?", "a": "2"}\n{"q": "long", "a": "too long"}\n')
-    _, config = configs.PRESETS["stories260k"]
+    _, config = retrofit.PRESETS["stories260k"]
     config = dataclasses.replace(config, data=(path,), prompt="Q: {q}", response="{a}", longest=10)
     with pytest.warns(UserWarning, match="1 of 2 records are left out"):
         source = config.make_data()
@@ -160,7 +160,7 @@ def test_records_are_told_what_they_hold(tmp_path):
 
 
 def test_pictures_and_records_for_tensorboard(tmp_path):
-    _, config = configs.PRESETS["stories260k"]
+    _, config = retrofit.PRESETS["stories260k"]
     config = dataclasses.replace(
         config,
         out=tmp_path,
@@ -178,7 +178,7 @@ def test_pictures_and_records_for_tensorboard(tmp_path):
 
 
 def test_what_is_not_said_is_as_the_library_has_it():
-    _, custom = configs.PRESETS["custom"]
+    _, custom = retrofit.PRESETS["custom"]
     assert custom.make_policy() == dms_jax.DMS(source="adapter")
     for policy in (dms_jax.DMC(), dms_jax.FixedPooling()):
         assert dataclasses.replace(custom, policy=policy.name).make_policy() == policy

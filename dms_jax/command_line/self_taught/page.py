@@ -4,8 +4,8 @@ import shlex
 from typing import Any
 
 from dms_jax.command_line.options import SHIPPED
+from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.evaluation import percent
-from experiments.configs.self_taught import SelfTaught
 
 
 def write_page(config: SelfTaught, results: dict[str, Any]) -> None:

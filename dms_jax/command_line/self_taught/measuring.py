@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 import dms_jax
-from dms_jax import LanguageModel, Sampling
 from dms_jax.command_line.reports import write_json
+from dms_jax.command_line.self_taught.answering import Lessons
+from dms_jax.command_line.self_taught.questions import Questions
+from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.evaluation import Serving, evaluate
+from dms_jax.generation import Sampling
+from dms_jax.model.language_model import LanguageModel
 from dms_jax.training import held_out_distillation, held_out_loss
-from experiments.configs.self_taught import SelfTaught
-from experiments.self_taught.answering import Lessons
-from experiments.self_taught.questions import Questions
 
 
 class HeldOut:

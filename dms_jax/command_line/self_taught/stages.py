@@ -16,14 +16,14 @@ import time
 from typing import Any
 
 import dms_jax
-from dms_jax import LanguageModel
 from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.command_line.self_taught.answering import Lessons, choose, sample
+from dms_jax.command_line.self_taught.measuring import HeldOut, measure
+from dms_jax.command_line.self_taught.page import write_page
+from dms_jax.command_line.self_taught.questions import read_questions
+from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Documents
-from experiments.configs.self_taught import SelfTaught
-from experiments.self_taught.answering import Lessons, choose, sample
-from experiments.self_taught.measuring import HeldOut, measure
-from experiments.self_taught.page import write_page
-from experiments.self_taught.questions import read_questions
+from dms_jax.model.language_model import LanguageModel
 
 BASE = "vanilla"
 

@@ -14,15 +14,15 @@ import pathlib
 from typing import Any
 
 import dms_jax
-from dms_jax import LanguageModel
 from dms_jax.command_line.reports import read_file
+from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data.sources import TextFiles
 from dms_jax.evaluation import Chat
 from dms_jax.evaluation.prompting import encode_problem
 from dms_jax.evaluation.records import Record, read_records
 from dms_jax.evaluation.tasks import GSM8K, MATH500, FileTask, Mathematics
 from dms_jax.generation.prompts import encode_prompt
-from experiments.configs.self_taught import SelfTaught
+from dms_jax.model.language_model import LanguageModel
 
 JUDGES: dict[str, type[Mathematics]] = {task.name: task for task in (GSM8K, Mathematics, MATH500)}
 

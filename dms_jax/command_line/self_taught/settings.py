@@ -1,4 +1,4 @@
-"""What `experiments/retrofit.py self-taught` can be told."""
+"""What `dms-jax retrofit self-taught` can be told."""
 
 import dataclasses
 import json
@@ -6,11 +6,12 @@ import pathlib
 from typing import Any, Literal
 
 import dms_jax
-from dms_jax import DMS, assets, recipes
+from dms_jax import assets
 from dms_jax.command_line.options import find_model, read_options
 from dms_jax.evaluation import Chat
 from dms_jax.model.low_rank import LowRank
-from dms_jax.training import Recipe
+from dms_jax.policies import DMS
+from dms_jax.training import Recipe, recipes
 from dms_jax.training.parameters import Trained
 
 EVICTING, UPDATES = DMS(), LowRank()

@@ -6,21 +6,20 @@ import json
 import math
 import pathlib
 import re
-import sys
 
 import pytest
 
 import dms_jax
 from dms_jax.cache.accounting import Usage
-from dms_jax.command_line.running import run
+from dms_jax.command_line import retrofit
+from dms_jax.command_line.retrofit import PRESETS
+from dms_jax.command_line.self_taught import questions as reading
+from dms_jax.command_line.self_taught import stages
+from dms_jax.command_line.self_taught.answering import choose
+from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.evaluation.journal import Journal
 from dms_jax.generation import Completion
 from dms_jax.model.low_rank import LowRank, low_rank_of
-from experiments import retrofit
-from experiments.configs.self_taught import PRESETS, SelfTaught
-from experiments.self_taught import questions as reading
-from experiments.self_taught import running
-from experiments.self_taught.answering import choose
 
 _, STORIES = PRESETS["self-taught-stories260k"]
 TINY = dataclasses.replace(
@@ -301,7 +300,7 @@ def test_a_mistake_in_the_first_call_does_not_take_the_directory(stories, tmp_pa
     def sample(*args):
         raise Killed
 
-    monkeypatch.setattr(running, "sample", sample)
+    monkeypatch.setattr(stages, "sample", sample)
     with pytest.raises(Killed):
         retrofit.main(right)
     with pytest.raises(Killed):  # what changes no figure may change: here memory ran out
@@ -327,13 +326,11 @@ def test_the_defaults_are_the_recipe():
     assert low.stages[0].learning_rate == 3e-4
 
 
-def test_it_is_a_command_beside_the_presets(monkeypatch, tmp_path):
+def test_it_is_a_command_beside_the_presets(tmp_path):
     seen = []
     arguments = ["self-taught", "--model", "m.gguf", "--prompts", "q.jsonl", "--out", str(tmp_path)]
-    presets = {**retrofit.PRESETS, **PRESETS}
-    assert run(seen.append, presets, description="", arguments=arguments) == 0
+    assert run(seen.append, PRESETS, description="", arguments=arguments) == 0
     (config,) = seen
     assert isinstance(config, SelfTaught)
     assert (config.model, config.out) == ("m.gguf", tmp_path)
     assert config.prompts == pathlib.Path("q.jsonl")
-    assert "experiments.retrofit" in sys.modules

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, get_args
 
-from dms_jax import ModelConfig
+from dms_jax.config import ModelConfig
 
 Shape = Literal[
     "llama-3.2-1b",

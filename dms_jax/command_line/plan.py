@@ -1,8 +1,8 @@
 """What a retrofit takes before it is paid for: memory, collectives, seconds. No accelerator needed.
 
-    python -m experiments.plan --model llama-3.2-1b --machine 8xh200
-    python -m experiments.plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
-    python -m experiments.plan --model path/to/model --machine v6e-256 --model-shards 4
+    dms-jax plan --model llama-3.2-1b --machine 8xh200
+    dms-jax plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
+    dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
 
 The step is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux), which takes a
 minute or two. For GPUs, whose compiler needs one, the figures are estimates, and are called so.
@@ -18,12 +18,13 @@ from typing import Literal, cast
 import jax
 
 import dms_jax
-from dms_jax import ModelConfig
 from dms_jax.command_line.reports import make_place, read_file
-from dms_jax.command_line.running import command, run
+from dms_jax.command_line.retrofitting import UPDATES
+from dms_jax.command_line.retrofitting import Config as Retrofit
+from dms_jax.command_line.running import command
+from dms_jax.command_line.shapes import SHAPES, Shape
+from dms_jax.config import ModelConfig
 from dms_jax.training.planning import Plan, plan
-from experiments.configs import retrofit
-from experiments.configs.shapes import SHAPES, Shape
 
 # Without a TPU, libtpu is not to look for one, nor to lock it against other processes that compile.
 NO_TPU = {
@@ -46,32 +47,42 @@ class Config:
     """Devices along which heads and feed-forward are split; the others split sequences."""
 
     recipe: Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"] = "paper"
-    """This and the options that follow are those of experiments.retrofit, where --help explains
-    them."""
+    """This and the options down to --micro-batch-size are those of dms-jax retrofit."""
     paper_model: str | None = None
+    """A row of a paper's tables ("qwen-r1-7b"), or "text" for 100 steps a unit of ratio."""
     compression_ratio: float | None = None
+    """Where the training ends. The recipe's own unless given."""
     policy: Literal["DMS", "DMC", "FixedPooling"] | None = None
+    """What is learned. The recipe's own unless given."""
     source: Literal["adapter", "query_neuron"] | None = None
+    """Who decides under DMS. The recipe's own unless given."""
     trainable: Literal["recipe", "adapter", "low_rank", "all"] = "recipe"
-    rank: int = retrofit.UPDATES.rank
+    """What is trained: the adapter alone, low-rank updates of attention with it, or all."""
+    rank: int = UPDATES.rank
+    """Of low-rank updates."""
     steps: int | None = None
+    """Optimizer steps of the whole run."""
     tokens: int | None = None
+    """Tokens of the whole run, in place of steps."""
     sequence_length: int | None = None
+    """Tokens a training sequence; None takes the recipe's."""
     batch_size: int | None = None
+    """Sequences an optimizer step; None takes the recipe's."""
     micro_batch_size: int | None = None
+    """Sequences a device passes forward and back at a time; None takes the recipe's."""
 
     out: pathlib.Path | None = None
     """A Markdown page to add the plans to, with the command and versions."""
 
-    def retrofit(self) -> retrofit.Config:
+    def retrofit(self) -> Retrofit:
         """The retrofit that is planned."""
-        shared = {field.name for field in dataclasses.fields(retrofit.Config)} - {"model", "out"}
+        shared = {field.name for field in dataclasses.fields(Retrofit)} - {"model", "out"}
         told = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if field.name in shared and field.name != "model_shards"
         }
-        return retrofit.Config(model=self.model, data=(), out=pathlib.Path("runs/plan"), **told)
+        return Retrofit(model=self.model, data=(), out=pathlib.Path("runs/plan"), **told)
 
 
 def shape_of(model: str) -> ModelConfig:
@@ -118,7 +129,3 @@ def write(path: pathlib.Path, model: str, made: Plan) -> None:
     versions = f"jax {jax.__version__}, {command()}"
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{title}\n\n```\n{made}\n```\n\n{versions}\n\n")
-
-
-if __name__ == "__main__":
-    sys.exit(run(main, Config, description=__doc__))

@@ -1,4 +1,4 @@
-"""What `experiments/retrofit.py` can be told, and named starting points for it."""
+"""What `dms-jax retrofit` can be told; `dms-jax plan` takes some of it."""
 
 import dataclasses
 import inspect
@@ -9,11 +9,10 @@ import jax
 from jax.sharding import Mesh
 
 import dms_jax
-from dms_jax import DMC, DMS, FixedPooling, assets, recipes
 from dms_jax.data import Fields, as_source
 from dms_jax.model.low_rank import LowRank
-from dms_jax.policies import Policy
-from dms_jax.training import Recipe
+from dms_jax.policies import DMC, DMS, FixedPooling, Policy
+from dms_jax.training import Recipe, recipes
 
 # What is not said is as the library has it.
 MERGING, POOLING, UPDATES = DMC(), FixedPooling(), LowRank()
@@ -226,59 +225,3 @@ class Config:
         if self.steps is None and self.tokens is None:
             return recipe
         return recipe.scaled(self.make_policy(), steps=self.steps, tokens=self.tokens)
-
-
-PRESETS = {
-    "custom": (
-        "Any checkpoint: give --model and --data.",
-        Config(model="", data=(), out=pathlib.Path("runs/retrofit")),
-    ),
-    "stories260k": (
-        "The model and the text that ship with the library, in a minute or two on a laptop.",
-        Config(
-            model=str(assets.path("stories260k")),
-            data=(assets.path("tinystories") / "train.txt",),
-            out=pathlib.Path("runs/stories260k"),
-            recipe="quickstart",
-        ),
-    ),
-    "stories260k-dmc": (
-        "The same model and text with Dynamic Memory Compression, in a few minutes on a laptop.",
-        Config(
-            model=str(assets.path("stories260k")),
-            data=(assets.path("tinystories") / "train.txt",),
-            out=pathlib.Path("runs/stories260k-dmc"),
-            recipe="dmc_quickstart",
-        ),
-    ),
-    "qwen3-8b": (
-        "As NVIDIA's released code: adapters on a frozen Qwen3-8B, 8 sequences of 32768 tokens a "
-        "step, 8 devices. Needs a JSON lines file of conversations (--data).",
-        Config(
-            model="Qwen/Qwen3-8B",
-            data=(),
-            out=pathlib.Path("runs/qwen3-8b-dms8"),
-            data_shards=8,
-        ),
-    ),
-    "llama-3.2-1b": (
-        "As the paper: all weights of Llama 3.2 1B Instruct, a borrowed neuron, window 16.",
-        Config(
-            model="meta-llama/Llama-3.2-1B-Instruct",
-            data=(),
-            out=pathlib.Path("runs/llama-3.2-1b-dms4"),
-            recipe="paper",
-            paper_model="llama-3.2-1b",
-        ),
-    ),
-    "llama-2-7b-dmc": (
-        "As the DMC paper: all weights of Llama 2 7B, language modelling, 4M tokens a step.",
-        Config(
-            model="meta-llama/Llama-2-7b-hf",
-            data=(),
-            out=pathlib.Path("runs/llama-2-7b-dmc2"),
-            recipe="dmc_paper",
-            paper_model="llama-2-7b",
-        ),
-    ),
-}

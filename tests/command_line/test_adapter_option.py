@@ -1,4 +1,4 @@
-"""Every script that takes the path of a model takes an adapter beside it."""
+"""Every command that takes the path of a model takes an adapter beside it."""
 
 import dataclasses
 import pathlib
@@ -6,9 +6,7 @@ import pathlib
 import pytest
 
 import dms_jax
-from dms_jax.command_line import chat, compare, evaluate, generate
-from experiments import retrofit
-from experiments.configs.retrofit import PRESETS
+from dms_jax.command_line import chat, compare, evaluate, generate, retrofit
 
 
 class Loaded(Exception):
@@ -24,7 +22,7 @@ def record(monkeypatch):
 
 
 def configs(tmp_path: pathlib.Path) -> dict:
-    preset = PRESETS["stories260k"][1]
+    preset = retrofit.PRESETS["stories260k"][1]
     return {
         chat: chat.Config(model="m.gguf", adapter="a"),
         generate: generate.Config(prompts=("Once",), model="m.gguf", adapter="a"),

@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 
 import dms_jax
-from dms_jax import LanguageModel, Sampling, Vanilla
 from dms_jax.command_line.reports import write_json
+from dms_jax.command_line.self_taught.questions import Questions
+from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Exchange
 from dms_jax.evaluation import Serving
 from dms_jax.evaluation.answering import answer
 from dms_jax.evaluation.journal import Journal, model_mark
 from dms_jax.evaluation.traces import Answer
-from dms_jax.generation import Completion
+from dms_jax.generation import Completion, Sampling
 from dms_jax.generation.requests import make_requests
-from experiments.configs.self_taught import SelfTaught
-from experiments.self_taught.questions import Questions
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Vanilla
 
 Place = tuple[int, int]  # number of the prompt, number of its answer
 

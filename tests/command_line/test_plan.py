@@ -1,4 +1,4 @@
-"""The planning script: whose shape, which retrofit, and the page that it writes."""
+"""`dms-jax plan`: whose shape, which retrofit, and the page that it writes."""
 
 import dataclasses
 
@@ -6,8 +6,8 @@ import pytest
 
 import dms_jax
 from dms_jax import assets
-from experiments import plan
-from experiments.configs.shapes import SHAPES
+from dms_jax.command_line import plan
+from dms_jax.command_line.shapes import SHAPES
 from tests.training.planning.test_plan import planned
 
 

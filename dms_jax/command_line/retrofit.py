@@ -1,0 +1,133 @@
+"""Retrofit a checkpoint with Dynamic Memory Sparsification or Dynamic Memory Compression.
+
+Starts from a named set of options, each of which can be changed:
+
+    dms-jax retrofit stories260k --compression-ratio 4 --out runs/small
+    dms-jax retrofit custom --model path/to/model --data train.jsonl --out runs/mine
+    dms-jax retrofit custom --help
+    dms-jax retrofit self-taught --model m.gguf --prompts questions.jsonl --out runs/x
+
+Started again with the same options it goes on from the latest checkpoint. Of several processes, on
+several hosts, each is started with the same command (experiments/launch of a checkout). The result,
+in out/model, is a Hugging Face directory whose config.json names the policy: every command takes it
+with --model, and `dms_jax.load` too. With --adapter-only it is what was trained beside frozen
+weights, for --adapter and `load(model, adapter=...)`.
+
+self-taught trains on the model's own answers: it samples and filters them, trains, measures what it
+exported, and writes a page into out/README.md; each stage leaves files, and the same command goes
+on after a stop.
+"""
+
+import pathlib
+
+import dms_jax
+from dms_jax import assets, processes
+from dms_jax.command_line.options import find_model
+from dms_jax.command_line.ratio_pictures import RatioPictures
+from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.retrofitting import Config
+from dms_jax.command_line.self_taught import settings
+from dms_jax.command_line.self_taught.settings import SelfTaught
+from dms_jax.command_line.self_taught.stages import self_taught
+from dms_jax.training.tensorboard import TensorBoard
+
+INTERRUPTED = "Interrupted. Run the same command to go on."
+
+PRESETS: dict[str, tuple[str, Config | SelfTaught]] = {
+    "custom": (
+        "Any checkpoint: give --model and --data.",
+        Config(model="", data=(), out=pathlib.Path("runs/retrofit")),
+    ),
+    "stories260k": (
+        "The model and the text that ship with the library, in a minute or two on a laptop.",
+        Config(
+            model="stories260k",
+            data=(assets.path("tinystories") / "train.txt",),
+            out=pathlib.Path("runs/stories260k"),
+            recipe="quickstart",
+        ),
+    ),
+    "stories260k-dmc": (
+        "The same model and text with Dynamic Memory Compression, in a few minutes on a laptop.",
+        Config(
+            model="stories260k",
+            data=(assets.path("tinystories") / "train.txt",),
+            out=pathlib.Path("runs/stories260k-dmc"),
+            recipe="dmc_quickstart",
+        ),
+    ),
+    "qwen3-8b": (
+        "As NVIDIA's released code: adapters on a frozen Qwen3-8B, 8 sequences of 32768 tokens a "
+        "step, 8 devices. Needs a JSON lines file of conversations (--data).",
+        Config(
+            model="Qwen/Qwen3-8B",
+            data=(),
+            out=pathlib.Path("runs/qwen3-8b-dms8"),
+            data_shards=8,
+        ),
+    ),
+    "llama-3.2-1b": (
+        "As the paper: all weights of Llama 3.2 1B Instruct, a borrowed neuron, window 16.",
+        Config(
+            model="meta-llama/Llama-3.2-1B-Instruct",
+            data=(),
+            out=pathlib.Path("runs/llama-3.2-1b-dms4"),
+            recipe="paper",
+            paper_model="llama-3.2-1b",
+        ),
+    ),
+    "llama-2-7b-dmc": (
+        "As the DMC paper: all weights of Llama 2 7B, language modelling, 4M tokens a step.",
+        Config(
+            model="meta-llama/Llama-2-7b-hf",
+            data=(),
+            out=pathlib.Path("runs/llama-2-7b-dmc2"),
+            recipe="dmc_paper",
+            paper_model="llama-2-7b",
+        ),
+    ),
+    **settings.PRESETS,
+}
+
+
+def main(config: Config | SelfTaught) -> None:
+    """Runs the retrofit."""
+    if isinstance(config, SelfTaught):
+        self_taught(config)
+        return
+    if not config.model or not config.data:
+        raise dms_jax.ConfigError("give --model and --data.")
+    processes.connect(config.coordinator, config.processes, config.process)
+    say = print if processes.is_first() else (lambda _: None)
+    make_folder("--out", config.out)
+    mesh = config.make_mesh()
+    recipe, policy = config.make_recipe(), config.make_policy()
+    data = config.make_data()
+    board = None
+    if config.tensorboard and processes.is_first():
+        board = TensorBoard(config.out / "tensorboard")
+    pictures = None
+    if config.pictures:
+        pictures = RatioPictures(config.out / "ratios", data, recipe.sequence_length)
+    model = dms_jax.retrofit(
+        dms_jax.load(
+            find_model(config.model), mesh=mesh, adapter=config.adapter, for_training=True
+        ),
+        policy,
+        recipe=recipe,
+        data=data,
+        out=config.out,
+        seed=config.seed,
+        mesh=mesh,
+        checkpoint_every=config.checkpoint_every,
+        checkpoint_minutes=config.checkpoint_minutes,
+        keep_checkpoints=config.keep_checkpoints,
+        restart_from=config.restart_from,
+        adapter_only=config.adapter_only,
+        on_step=board,
+        on_snapshot=pictures,
+    )
+    if pictures is not None:
+        pictures(float(recipe.compression_ratio), model)
+    what = "adapter" if config.adapter_only else "model"
+    say(f"The {what} is in {config.out / 'model'}; every step is in {config.out / 'log.jsonl'}")
