@@ -17,6 +17,7 @@ from dms_jax.errors import ConfigError
 COMMANDS = {
     "generate": "complete prompts from a small cache, as they are written",
     "chat": "talk with a model whose turns share one small cache",
+    "serve": "answer requests over HTTP as OpenAI's API does, many at a time",
     "evaluate": "let a model answer the problems of a task, and score the answers",
     "hyperscale": "longer answers and more chains at equal reads and equal peak memory",
     "compare": "every cache policy on one checkpoint and one text",

@@ -89,7 +89,7 @@ class Request:
     max_new_tokens: int
     max_length: int
     meter: Meter
-    sampling: Sampling = Sampling()
+    sampling: Sampling
     before: list[int] = dataclasses.field(default_factory=list)
     seen: int = 0
     base: int | None = None
