@@ -254,11 +254,13 @@ def _refused(error: Exception) -> RefusalError:
         case RefusalError():
             return error
         case DrainingError():
-            again = {"retry_after": DRAINING_SECONDS}
-            return RefusalError(error, status=503, code="server_draining", **again)
+            return RefusalError(
+                error, status=503, code="server_draining", retry_after=DRAINING_SECONDS
+            )
         case BusyError():
-            again = {"retry_after": FULL_SECONDS}
-            return RefusalError(error, status=429, code="rate_limit_exceeded", **again)
+            return RefusalError(
+                error, status=429, code="rate_limit_exceeded", retry_after=FULL_SECONDS
+            )
         case ClientDisconnect():
             return RefusalError("The client went away.", status=_GONE)
         case CapacityError():
@@ -278,10 +280,10 @@ def _refusal(error: Exception) -> Response:
 
 async def _of_http(request: Request, error: Exception) -> Response:
     """An address or a method that there is not, in the form of the other errors."""
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}: {error.detail}."
-    response = _refusal(RefusalError(what, status=error.status_code))
-    response.headers.update(error.headers or {})
+    wrong: Any = error
+    what = f"{request.method} {request.url.path}: {wrong.detail}."
+    response = _refusal(RefusalError(what, status=wrong.status_code))
+    response.headers.update(wrong.headers or {})
     return response
 
 
