@@ -30,7 +30,7 @@ model
 checkpoint
 data
 training generation
-evaluation
+evaluation serving
 analysis
 command_line
 """

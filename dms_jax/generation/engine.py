@@ -22,16 +22,16 @@ import numpy as np
 
 from dms_jax import compilation
 from dms_jax.checks import Whole, check, show_options
-from dms_jax.errors import ConfigError
 from dms_jax.generation import sharing
+from dms_jax.generation.arrivals import Arrivals, Incoming
 from dms_jax.generation.batches import Shapes
 from dms_jax.generation.calls import keep_finished, unless_busy
 from dms_jax.generation.launched import Launched
 from dms_jax.generation.memory import fits_device, pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.programs import bucket, request_keys
-from dms_jax.generation.prompts import check_call, check_list, encode_prompt
-from dms_jax.generation.reporting import Reporter, record_steps
+from dms_jax.generation.prompts import check_call, check_list, check_stop, encode_prompt
+from dms_jax.generation.reporting import Reporter, record_peak_bytes, record_steps
 from dms_jax.generation.requests import (
     Completion,
     OnTokens,
@@ -114,6 +114,7 @@ class Engine:
         self._cancelled: set[int] = set()  # indices of requests to end early
         self._keys = np.zeros_like(request_keys([0] * num_lanes, [0] * num_lanes))
         self._launched = Launched(self.runner)
+        self._arrivals = Arrivals()
         self._compiled: set[Hashable] = set()  # see `compile_first`
 
     # -- public -----------------------------------------------------------------------------------
@@ -149,6 +150,11 @@ class Engine:
             check("cancel: indices", indices, Sequence[Whole])
         self._cancelled.update(check("cancel: index", index, Whole) for index in indices)
 
+    @property
+    def running(self) -> list[Request]:
+        """The requests in lanes, oldest first; after an error, those that it ended."""
+        return list(self._running.values())
+
     # -- the loop ---------------------------------------------------------------------------------
 
     def serve(
@@ -159,10 +165,13 @@ class Engine:
         *,
         keep: bool = False,
         streaming: bool = True,
+        incoming: Incoming | None = None,
     ) -> list[Completion]:
         """Runs requests to their end; with `keep` they stay in the cache (for a conversation).
 
         Without `streaming` the updates have no text, which is made once, when a request has ended.
+        With `incoming` (see `arrivals`) more requests come meanwhile, each with its own sampling
+        and an index that is free; `on_tokens` tells of them, and they were not checked for room.
 
         Any exception that stops it, an interrupt included, leaves the engine usable and has the
         completions of the requests that had ended: `error.finished` is {index: Completion}.
@@ -172,14 +181,11 @@ class Engine:
           CapacityError: a request does not fit; see `check_room` for what is refused at the start.
           ConfigError: there are stop strings but no tokenizer.
         """
-        if sampling.stop_strings and self.model.tokenizer is None:
-            raise ConfigError(
-                "Sampling: stop strings are looked for in text, and this model came without a "
-                "tokenizer. Leave them out, or end at a token (generation.eos_token_ids)."
-            )
+        check_stop(self.model, sampling)
         done = keep_finished(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests, sampling)
+            self._arrivals = Arrivals(incoming)
             self._run(requests, sampling, on_tokens, keep=keep, streaming=streaming)
             completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
         return completions
@@ -206,7 +212,6 @@ class Engine:
     ) -> None:
         tracker = TextTracker(
             self.model.tokenizer,
-            sampling.stop_strings,
             self.model.generation.eos_token_ids,
             streaming=streaming and on_tokens is not None,
         )
@@ -227,9 +232,9 @@ class Engine:
         compiled = (rule, num_steps, end_tokens, self._compiled)
         try:
             with room, self.runner.working():
-                if not any(request.seen or request.before for request in requests):
+                if requests and not any(request.seen or request.before for request in requests):
                     compile_first(self.runner, self._shapes, requests, *compiled)
-                while waiting or self._running:
+                while self._arrivals.receive(self.runner, waiting, self._running):
                     self._admit(waiting, sampling)
                     if awaited:
                         self._launched.read()
@@ -292,7 +297,8 @@ class Engine:
         if answers:
             self._prefill(answers, waiting, prompt=False)
         read_in = {lane: source_of.get(lane, lane) for lane in started if lane in self._running}
-        self._launched.draw_first(read_in, self._running, self._keys, sampling.filter)
+        rule = self._arrivals.filter(sampling, self._running, len(self._keys))
+        self._launched.draw_first(read_in, self._running, self._keys, rule)
         self._fork(source_of, waiting)
 
     def _fork(self, source_of: dict[int, int], waiting: collections.deque[Request]) -> None:
@@ -349,7 +355,7 @@ class Engine:
             )
             for lane, part in parts.items():
                 done[lane] += len(part)
-            self._record_peak_bytes()
+            record_peak_bytes(self.runner, self._running)
             runner.trim()
             self._launched.prompts(extended, {lane: self._running[lane] for lane in parts})
 
@@ -390,7 +396,7 @@ class Engine:
         )
         idle = [lane for lane in range(len(remaining)) if lane not in self._running]
         remaining[idle] = 0
-        self._record_peak_bytes()
+        record_peak_bytes(self.runner, self._running)
 
         def meanwhile() -> None:
             self._launched.read()
@@ -403,15 +409,10 @@ class Engine:
             self._launched.last_tokens,
             remaining,
             self._keys,
-            sampling.filter,
+            self._arrivals.filter(sampling, self._running, len(self._keys)),
             num_steps=num_steps,
             end_tokens=self.model.generation.eos_token_ids,
             meanwhile=meanwhile,
         )
         self._launched.decoded(steps.tokens[-1])
         record_steps(steps, self._running)
-
-    def _record_peak_bytes(self) -> None:
-        held = self.runner.cache_bytes()
-        for lane, request in self._running.items():
-            request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dms_jax.checks import check, is_whole, show
-from dms_jax.errors import DataError
+from dms_jax.errors import ConfigError, DataError
 from dms_jax.generation.requests import OnTokens
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import LanguageModel, check_tokens
@@ -20,6 +20,15 @@ def check_call(sampling: Sampling | None, on_tokens: OnTokens | None) -> Samplin
     sampling = Sampling() if sampling is None else check("sampling", sampling, Sampling)
     check("on_tokens", on_tokens, Annotated[OnTokens | None, "it is called with an Update"])
     return sampling
+
+
+def check_stop(model: LanguageModel, sampling: Sampling) -> None:
+    """Raises ConfigError if there are stop strings but no tokenizer."""
+    if sampling.stop_strings and model.tokenizer is None:
+        raise ConfigError(
+            "Sampling: stop strings are looked for in text, and this model came without a "
+            "tokenizer. Leave them out, or end at a token (generation.eos_token_ids)."
+        )
 
 
 def check_list(prompts: Any, what: str = "prompts") -> None:

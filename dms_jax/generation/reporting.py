@@ -31,6 +31,13 @@ def record_steps(steps: Steps, running: Mapping[int, Request]) -> None:
             request.logprobs += logprobs[lane][:count]
 
 
+def record_peak_bytes(runner: Runner, running: Mapping[int, Request]) -> None:
+    """Takes the bytes that running requests hold now into their use of the cache."""
+    held = runner.cache_bytes()
+    for lane, request in running.items():
+        request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])
+
+
 @dataclasses.dataclass
 class Reporter:
     """Reports on the requests of one call.

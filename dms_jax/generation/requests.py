@@ -67,6 +67,7 @@ class Request:
       max_new_tokens: the most tokens that it may generate.
       meter: counts its use of the cache.
       max_length: length that the sequence can reach: its past, its prompt and its longest answer.
+      sampling: how its tokens are drawn and when it ends.
       before: tokens before the prompt that are not in the cache yet (the last of a conversation).
       seen: tokens of a conversation's earlier turns, which are in the cache.
       base: the lane that holds those turns, if it must stay as it is: the request continues a copy.
@@ -88,6 +89,7 @@ class Request:
     max_new_tokens: int
     max_length: int
     meter: Meter
+    sampling: Sampling
     before: list[int] = dataclasses.field(default_factory=list)
     seen: int = 0
     base: int | None = None
@@ -198,6 +200,7 @@ def make_request(
         max_new_tokens=max_new_tokens,
         max_length=held + len(prompt) + max_new_tokens,
         meter=Meter(rows=config.num_layers * config.num_kv_heads),
+        sampling=sampling,
         before=list(past.before),
         seen=past.seen,
         base=past.base,

@@ -54,6 +54,11 @@ class Room:
             if not self.runner.fits(alone, prompt=True):
                 raise self.too_small(request, what)
 
+    def least_slots(self, request: Request, *, endless: bool) -> int:
+        """Returns the slots without which no row of a request, alone, comes to its end."""
+        last = self._all_slots(request) if endless and not request.sampling.stop_strings else 0
+        return max(self._prompt_slots(request), self._first_slots(request), last)
+
     def place_all(
         self,
         waiting: collections.deque[Request],

@@ -15,7 +15,7 @@ between batches of 4 or 24 and one prompt at a time (shipped models; answers to 
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -32,12 +32,15 @@ from dms_jax.errors import ConfigError
 _SMALLEST = float(np.finfo(np.float32).tiny)
 # Tokens of a block; the vocabularies of common models are multiples of it.
 _BLOCK = 128
+# More tokens than any vocabulary has.
+_ALL = 2**31 - 1
 
 
 class Switches(NamedTuple):
     """Which filters are on."""
 
     greedy: bool
+    top_k: bool
     top_p: bool
     min_p: bool
 
@@ -46,22 +49,25 @@ class Switches(NamedTuple):
 class Filter:
     """The part of `Sampling` that shapes the distribution, as numbers that fit float32.
 
-    Compiled code depends on `top_k`, on which filters are on and on what is returned; the other
-    values are inputs, so another temperature compiles nothing.
+    Compiled code depends on which filters are on and on what is returned; the values are inputs, so
+    another temperature compiles nothing. Each value is a number for all lanes, or an array [B, 1].
 
     Attributes:
       temperature: clipped so that it and its inverse are normal float32 numbers.
-      top_k: see `Sampling`.
-      top_p: see `Sampling`; off if it rounds to 1 in float32.
+      top_k: see `Sampling`; a number larger than any vocabulary if it is off.
+      top_p: see `Sampling`; infinite if it is off, which it also is if it rounds to 1 in float32.
       log_min_p: logarithm of `min_p`, which float32 can represent even where `min_p` underflows.
+      greedy: Bool[B], lanes that take the most likely token among others that draw; None if all
+        lanes do the same.
       switches: which filters are on.
       logprobs: whether programs return log-probabilities.
     """
 
     temperature: Any
+    top_k: Any
     top_p: Any
     log_min_p: Any
-    top_k: int = struct.field(pytree_node=False)
+    greedy: Any
     switches: Switches = struct.field(pytree_node=False)
     logprobs: bool = struct.field(pytree_node=False)
 
@@ -124,18 +130,50 @@ class Sampling(Options):
     def filter(self) -> Filter:
         """The filter of these options; see `Filter`."""
         temperature, top_p, min_p = map(float, (self.temperature, self.top_p, self.min_p))
+        switches = Switches(
+            greedy=temperature == 0,
+            top_k=self.top_k > 0,
+            top_p=bool(np.float32(top_p) < 1),
+            min_p=min_p > 0,
+        )
         return Filter(
             temperature=min(max(temperature, _SMALLEST), 1 / _SMALLEST),
-            top_p=top_p,
-            log_min_p=math.log(min_p) if min_p > 0 else -math.inf,
-            top_k=int(self.top_k),
-            switches=Switches(
-                greedy=temperature == 0,
-                top_p=bool(np.float32(top_p) < 1),
-                min_p=min_p > 0,
-            ),
+            top_k=min(self.top_k, _ALL) if switches.top_k else _ALL,
+            top_p=top_p if switches.top_p else math.inf,
+            log_min_p=math.log(min_p) if switches.min_p else -math.inf,
+            greedy=None,
+            switches=switches,
             logprobs=self.logprobs,
         )
+
+
+def lanes_filter(samplings: Mapping[int, Sampling], num_lanes: int) -> Filter:
+    """Returns the filter of lanes that differ in their sampling: one program for whatever they ask.
+
+    It draws as the filter of each lane alone does, and returns log-probabilities.
+
+    Args:
+      samplings: lane -> its sampling; the other lanes are idle.
+      num_lanes: number of lanes (B).
+    """
+    filters = {lane: sampling.filter for lane, sampling in samplings.items()}
+    idle = Sampling().filter
+
+    def values(name: str, dtype: Any) -> np.ndarray:
+        own = [getattr(filters.get(lane, idle), name) for lane in range(num_lanes)]
+        return np.asarray(own, dtype)[:, None]
+
+    return Filter(
+        temperature=values("temperature", np.float32),
+        top_k=values("top_k", np.int32),
+        top_p=values("top_p", np.float32),
+        log_min_p=values("log_min_p", np.float32),
+        greedy=np.array(
+            [lane in filters and filters[lane].switches.greedy for lane in range(num_lanes)]
+        ),
+        switches=Switches(greedy=False, top_k=True, top_p=True, min_p=True),
+        logprobs=True,
+    )
 
 
 def sample(
@@ -164,6 +202,8 @@ def sample(
         filtered = filter_logits(relative / rule.temperature, rule)
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
         tokens = draw(filtered, keys)
+        if rule.greedy is not None:
+            tokens = jnp.where(rule.greedy, jnp.argmax(logits, -1), tokens)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
     return tokens.astype(jnp.int32), logprobs
@@ -198,7 +238,7 @@ def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B 
       logits: relative to the largest, so that none is far above 0.
       rule: the filter.
     """
-    if 0 < rule.top_k < logits.shape[-1]:
+    if rule.switches.top_k:
         least = least_kept(logits, lambda x: jnp.ones_like(x, jnp.int32), rule.top_k)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if rule.switches.top_p:

@@ -49,23 +49,20 @@ class TextTracker:
 
     Args:
       tokenizer: the model's tokenizer; None if it has none, and then there is no text.
-      stop: strings that end a request.
       end_tokens: token ids that end a request.
-      streaming: whether text is needed as it arrives. If not, and if there are no stop strings,
-        each request is decoded once, by `finish`.
+      streaming: whether text is needed as it arrives. If not, each request without stop strings is
+        decoded once, by `finish`.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        stop: tuple[str, ...],
         end_tokens: tuple[int, ...],
         *,
         streaming: bool = True,
     ):
-        self._tokenizer, self._stop, self._end_tokens = tokenizer, stop, frozenset(end_tokens)
-        self._only_at_end = not streaming and not stop
-        self._longest_stop = max(map(len, stop), default=0)
+        self._tokenizer, self._end_tokens = tokenizer, frozenset(end_tokens)
+        self._streaming = streaming
         self._streams: dict[int, _Stream] = {}
         self._unfinished: list[Request] = []
         self._open: dict[int, bool] = {}
@@ -87,14 +84,15 @@ class TextTracker:
             request.finish_reason = "end"
         elif request.remaining == 0 and request.finish_reason is None:
             request.finish_reason = "length"
-        if self._tokenizer is None or self._only_at_end:
+        stop = request.sampling.stop_strings
+        if self._tokenizer is None or not (self._streaming or stop):
             if self._tokenizer is not None and request.finish_reason is not None:
                 self._unfinished.append(request)
             return ""
         stream = self._streams.setdefault(request.index, _Stream())
         # An end token is not text, whether or not the tokenizer calls it special.
         tokens = request.generated[:-1] if request.finish_reason == "end" else request.generated
-        found = self._find_stop(stream, tokens) if self._stop else None
+        found = self._find_stop(stream, tokens, stop) if stop else None
         if found is not None:
             kept, text = found
             del request.generated[kept:], request.logprobs[kept:]
@@ -107,7 +105,7 @@ class TextTracker:
             text = stream.text
         stream.seen = len(tokens)
         request.text = text
-        safe = len(text) if request.finish_reason else self._safe_length(text)
+        safe = len(text) if request.finish_reason else _safe_length(text, stop)
         shown = text[stream.shown : safe]
         stream.shown = max(safe, stream.shown)
         if request.finish_reason is not None:
@@ -164,33 +162,37 @@ class TextTracker:
             self._open[token] = bool(_BYTE_TOKEN.fullmatch(piece)) or not self._decode([token])
         return self._open[token]
 
-    def _find_stop(self, stream: _Stream, tokens: list[int]) -> tuple[int, str] | None:
+    def _find_stop(
+        self, stream: _Stream, tokens: list[int], stop: tuple[str, ...]
+    ) -> tuple[int, str] | None:
         """Returns the fewest tokens whose text holds a stop string, and the text before it.
 
         The result does not depend on the chunks: every token is checked as if it came alone.
         """
         text = self._text(stream, tokens, len(tokens))
-        since = max(len(stream.text) - self._longest_stop + 1, 0)
+        since = max(len(stream.text) - max(map(len, stop)) + 1, 0)
         # A stop string may appear and vanish again while a character is incomplete.
-        if self._first_stop(text, since) is None and _INCOMPLETE not in text[since:]:
+        if _first_stop(text, stop, since) is None and _INCOMPLETE not in text[since:]:
             return None
         for end in range(stream.seen + 1, len(tokens) + 1):
             text = self._text(stream, tokens, end)
-            position = self._first_stop(text, since)
+            position = _first_stop(text, stop, since)
             if position is not None:
                 return end, text[:position]
         return None
 
-    def _first_stop(self, text: str, since: int) -> int | None:
-        found = [text.find(stop, since) for stop in self._stop]
-        return min((position for position in found if position >= 0), default=None)
 
-    def _safe_length(self, text: str) -> int:
-        """Returns the length of the text without a suffix that may become a stop string."""
-        starts = [len(text)]
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), 0, -1):
-                if text.endswith(stop[:length]):
-                    starts.append(len(text) - length)
-                    break
-        return min(starts)
+def _first_stop(text: str, stop: tuple[str, ...], since: int) -> int | None:
+    found = [text.find(each, since) for each in stop]
+    return min((position for position in found if position >= 0), default=None)
+
+
+def _safe_length(text: str, stop: tuple[str, ...]) -> int:
+    """Returns the length of the text without a suffix that may become a stop string."""
+    starts = [len(text)]
+    for each in stop:
+        for length in range(min(len(each) - 1, len(text)), 0, -1):
+            if text.endswith(each[:length]):
+                starts.append(len(text) - length)
+                break
+    return min(starts)

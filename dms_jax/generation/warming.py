@@ -44,7 +44,7 @@ def compile_first(
     longest = max(left.values())
     _, width, entries = shapes.next_batch(left)
     pages = [runner.table_width(min(longest, width)), runner.table_width(longest + num_steps)]
-    key = (rule.switches, rule.top_k, rule.logprobs, num_steps, end_tokens, width, entries, *pages)
+    key = (rule.switches, rule.logprobs, num_steps, end_tokens, width, entries, *pages)
     if key in compiled:
         return
     compiled.add(key)

@@ -10,7 +10,7 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine
-from dms_jax.generation.sampling import Sampling, filter_logits, sample
+from dms_jax.generation.sampling import Sampling, filter_logits, lanes_filter, sample
 from tests.generation.support import GREEDY, SHAPE, engine_for, log_softmax, model_for, prompts
 
 RULES = {
@@ -132,6 +132,25 @@ def test_the_smallest_temperature_still_draws_among_equals():
     assert drawn.pop(0) == {1}
     assert drawn.pop(1e300) == all_but_the_impossible
     assert drawn == dict.fromkeys(drawn, few)
+
+
+def test_lanes_that_differ_draw_as_each_alone():
+    samplings = {
+        0: Sampling(temperature=0),
+        1: Sampling(temperature=0.7, top_k=5),
+        2: Sampling(top_p=0.6, min_p=0.05),
+        4: Sampling(),
+        5: Sampling(temperature=1e-30, top_k=10**9, top_p=1.0),
+    }
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 300)) * 3, jnp.float32)
+    logits = logits.at[0, 7].set(logits[0].max())  # of equal ones the first
+    together = lanes_filter(samplings, 6)
+    for position in range(20):
+        keys, positions = jax.random.split(jax.random.key(3), 6), jnp.full(6, position)
+        tokens, _ = sample(logits, keys, positions, together)
+        for lane, sampling in samplings.items():
+            alone, _ = sample(logits, keys, positions, sampling.filter)
+            assert tokens[lane] == alone[lane]
 
 
 @pytest.mark.parametrize("name", ["top_p", "min_p"])

@@ -7,6 +7,7 @@ from tests.mutants.table import (
     generation,
     kernels,
     policies,
+    serving,
     training,
 )
 
@@ -17,5 +18,6 @@ MUTANTS = [
     *checkpoint.MUTANTS,
     *generation.MUTANTS,
     *evaluation.MUTANTS,
+    *serving.MUTANTS,
     *kernels.MUTANTS,
 ]

@@ -33,8 +33,8 @@ MUTANTS = [
     Mutant(
         "generation: top-k is left out beside top-p",
         FOLDER + "sampling.py",
-        "if 0 < rule.top_k < logits.shape[-1]:",
-        "if 0 < rule.top_k < logits.shape[-1] and not rule.switches.top_p:",
+        "if rule.switches.top_k:",
+        "if rule.switches.top_k and not rule.switches.top_p:",
         (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
     ),
     Mutant(

@@ -1,0 +1,87 @@
+"""Answer requests over HTTP as OpenAI's API does, many at a time from one small cache.
+
+    dms-jax serve
+    dms-jax serve --model path/to/checkpoint --policy TOVA --options budget=1024 --port 8000
+    dms-jax serve --model nvidia/Qwen3-8B-DMS-8x --lanes 64 --memory-gb 40 --host 0.0.0.0
+
+Any client of OpenAI's API talks to it at http://HOST:PORT/v1: chat and text completions, streamed
+or whole. Requests join those that run. The options of sampling are those of requests that do not
+say; /metrics is for Prometheus, /health for whoever starts and stops it. Needs the extra `serve`
+(pip install 'dms-jax[serve]'). There is no password: where strangers are, a proxy goes before it.
+"""
+
+import dataclasses
+import pathlib
+
+from rich.console import Console
+
+import dms_jax
+from dms_jax.checks import Count, CountOnDevice, NotNegative, Whole, check
+from dms_jax.command_line.generating import Generating
+from dms_jax.serving import Service
+
+INTERRUPTED = "The server has ended."
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Generating):
+    """Answer requests over HTTP as OpenAI's API does, many at a time from one small cache."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 for every one of this machine."""
+    port: int = 8000
+    """Port to listen at; 0 takes one that is free."""
+    name: str | None = None
+    """Name of the model in requests; the last part of --model unless given."""
+    lanes: int = 8
+    """Most answers that are written at a time."""
+    max_tokens: int | None = None
+    """Most tokens of a prompt and its answer; the model's positions unless given."""
+    max_waiting: int = 256
+    """Most answers that wait for a lane; what comes beyond is told to try again."""
+    max_new_tokens: int = 1024
+    """Longest answer of requests that do not say, as far as there is room."""
+    chunk: int = 8
+    """Decode steps per compiled program: text arrives, and requests join, this often."""
+    drain_seconds: float = 30.0
+    """How long running requests may take when the server is told to end."""
+
+
+def main(config: Config) -> None:
+    """Serves until a signal ends it."""
+    # Without the extra, nothing of the above is missed by those who only ask for --help.
+    try:
+        from dms_jax.serving.app import make_app
+        from dms_jax.serving.server import Server, take_address
+    except ImportError as error:
+        raise dms_jax.ConfigError(
+            f"dms-jax serve needs {error.name}, which is not installed. Install the extra `serve`: "
+            "pip install 'dms-jax[serve]'."
+        ) from error
+    console = Console(highlight=False)
+    seconds = check("--drain-seconds", config.drain_seconds, NotNegative)
+    sampling = config.make_sampling()
+    with take_address(config.host, config.port) as taken:
+        service = make_service(config)
+        service.start()
+        console.print(f"Compiled what the first request needs in {service.warm():.0f} s.")
+        name = config.name or pathlib.PurePath(config.model).name
+        app = make_app(service, name=name, defaults=sampling, seed=config.seed)
+        host, port = taken.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        console.print(f"{name} with {service.engine.policy.name} at {address}", soft_wrap=True)
+        server = Server(app, service, drain_seconds=seconds)
+        server.serve_on(taken)
+    console.print("All requests had ended." if server.drained else "Requests were cut off.")
+
+
+def make_service(config: Config) -> Service:
+    """The model and its cache, which nobody has started."""
+    return Service(
+        config.load(),
+        config.make_policy(),
+        num_lanes=check("--lanes", config.lanes, CountOnDevice),
+        max_tokens=check("--max-tokens", config.max_tokens, Count | None),
+        max_waiting=check("--max-waiting", config.max_waiting, Whole),
+        **config.cache(),
+    )

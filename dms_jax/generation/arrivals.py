@@ -1,0 +1,57 @@
+"""Requests that come while a call runs: they join it between two chunks, with their own sampling.
+
+    chunk 1   request 0  request 1
+    chunk 2   request 0  request 1  request 2     came during chunk 1, and a lane was free
+    chunk 3   request 0             request 2     request 1 has ended
+
+Programs that serve such a call have the sampling of each lane as an input, so requests that differ
+in it run together and compile nothing.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from dms_jax.generation.requests import Request
+from dms_jax.generation.runner import Runner
+from dms_jax.generation.sampling import Filter, Sampling, lanes_filter
+
+# Returns the requests that came since it was last called, or None when no more will come. If it is
+# called with True, nothing else is to be done, and it may wait until some come.
+Incoming = Callable[[bool], Sequence[Request] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrivals:
+    """What comes during one call of an engine.
+
+    Attributes:
+      incoming: gives requests; None if all are given at the start and share one sampling.
+    """
+
+    incoming: Incoming | None = None
+
+    def receive(
+        self,
+        runner: Runner,
+        waiting: collections.deque[Request],
+        running: Mapping[int, Request],
+    ) -> bool:
+        """Lets requests that came wait; returns whether more may come or some are to be served."""
+        came = None if self.incoming is None else self.incoming(not (waiting or running))
+        for request in came or ():
+            runner.raise_max_length(request.max_length)
+            waiting.append(request)
+        return came is not None or bool(waiting or running)
+
+    def filter(self, sampling: Sampling, running: Mapping[int, Request], num_lanes: int) -> Filter:
+        """Returns the filter of the next program.
+
+        Args:
+          sampling: that of the call.
+          running: lane -> its request.
+          num_lanes: number of lanes.
+        """
+        if self.incoming is None:
+            return sampling.filter
+        return lanes_filter({lane: each.sampling for lane, each in running.items()}, num_lanes)

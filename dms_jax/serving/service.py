@@ -1,0 +1,363 @@
+"""A thread that runs one engine for as long as requests come, from any thread.
+
+The engine runs a single call, whose requests come from a queue: what is submitted while others run
+joins them at the next chunk. Everything that touches the engine happens in that thread. Others see
+the queue, and figures that the thread leaves between two chunks.
+"""
+
+import collections
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Unpack
+
+import numpy as np
+
+from dms_jax.checks import Whole, check, show_options
+from dms_jax.errors import BusyError, CapacityError, DataError, DmsJaxError
+from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions, Sampling, Update
+from dms_jax.generation.prompts import check_stop
+from dms_jax.generation.requests import Request, completion_of, make_requests
+from dms_jax.generation.room import Room
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+
+_logger = logging.getLogger("dms_jax")
+
+
+class DrainingError(BusyError):
+    """The service takes no more requests, because it is about to end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """News of one request.
+
+    Attributes:
+      choice: which of the prompts that were submitted together.
+      text: text since the last piece.
+      tokens: token ids since the last piece.
+      logprobs: the log-probability of each of them; empty unless they are asked for.
+      completion: the whole, in the last piece.
+    """
+
+    choice: int
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    completion: Completion | None = None
+
+
+Listener = Callable[[Piece | Exception], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What an engine holds between two chunks.
+
+    Attributes:
+      running: requests in lanes.
+      live_tokens: live entries of these, averaged over layers and KV heads.
+      pages_in_use, pages_free: pages of the pool.
+      chunks: times that the engine looked for requests.
+    """
+
+    running: int = 0
+    live_tokens: float = 0.0
+    pages_in_use: int = 0
+    pages_free: int = 0
+    chunks: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A request, whom to tell, and which choice of a submission it is."""
+
+    request: Request
+    listener: Listener
+    choice: int
+
+
+class Service:
+    """An engine in a thread of its own, which serves requests from any thread together.
+
+    Args:
+      model: the model to run.
+      policy: the cache policy; None for the one that the checkpoint declares.
+      num_lanes, max_tokens, memory, chunk, **options: see `EngineOptions`. Here `max_tokens` is
+        also the most tokens, prompt and answer, that a request may ask for.
+      max_waiting: requests that may wait for a lane; more are refused.
+
+    Attributes:
+      engine: the engine; only the thread may use it.
+      max_tokens: the most tokens of a request, prompt and answer.
+      draining: whether it takes no more requests.
+    """
+
+    @show_options(EngineOptions)
+    def __init__(
+        self,
+        model: LanguageModel,
+        policy: Policy | None = None,
+        *,
+        num_lanes: int = 8,
+        max_tokens: int | None = None,
+        memory: float | int | None = None,
+        chunk: int = 8,
+        max_waiting: int = 256,
+        **options: Unpack[EngineKeywords],
+    ):
+        limits = EngineOptions(num_lanes, max_tokens, memory, chunk, **options)
+        self._most = limits.num_lanes + check("max_waiting", max_waiting, Whole)
+        positions = model.config.max_position_embeddings
+        self.max_tokens = min(limits.max_tokens or positions, positions)
+        self.engine = Engine(model, policy, **dataclasses.asdict(limits))
+        runner = self.engine.runner
+        # At once for all that will come: page tables keep their widths, and compile nothing.
+        runner.raise_max_length(self.max_tokens)
+        self._room = Room(runner, self.engine.chunk, self.engine.options.prefill_chunk)
+        self._slots = self._slots_alone()
+        self._pages = runner.allocator.pages_per_shard * runner.num_shards
+        self._endless = not model.generation.eos_token_ids
+        self._jobs: dict[int, _Job] = {}  # by index, the oldest first
+        self._new: collections.deque[Request] = collections.deque()
+        self._cancelled: set[int] = set()
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        self._chunks = 0
+        self._figures = Figures(pages_free=self._pages)
+        self.draining = False
+        self._thread = threading.Thread(target=self._work, name="dms_jax engine", daemon=True)
+
+    # -- from any thread --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def submit(
+        self, prompts: Sequence[list[int]], sampling: Sampling, listener: Listener
+    ) -> list[int]:
+        """Lets requests join those that run; returns their indices.
+
+        Equal prompts of a submission are read once, and draw differently, as in a call of
+        `generate`.
+
+        Args:
+          prompts: token ids of each.
+          sampling: how all of them are drawn.
+          listener: called in the engine's thread with each `Piece`, or once with the error that
+            ended a request.
+
+        Raises:
+          DrainingError: no more requests are taken.
+          BusyError: too many wait.
+          ConfigError: there are stop strings but no tokenizer.
+          DataError: a prompt and its answer are longer than `max_tokens`.
+          CapacityError: a request is known not to fit into the pool, even alone.
+        """
+        check_stop(self.engine.model, sampling)
+        for prompt in prompts:
+            self._check_length(len(prompt), sampling.max_new_tokens)
+        if len(prompts) > self._most:
+            raise DataError(
+                f"{len(prompts)} answers are asked for at once, and at most {self._most} can run "
+                "or wait here. Ask for fewer."
+            )
+        requests = make_requests(self.engine.model.config, prompts, sampling)
+        for request in requests:
+            self._check_room(request)
+        with self._changed:
+            if self.draining:
+                raise DrainingError("The server is about to end and takes no more requests.")
+            if len(self._jobs) + len(requests) > self._most:
+                raise BusyError(
+                    f"{len(self._jobs)} requests run or wait already, of at most {self._most}. "
+                    "Try again later."
+                )
+            for choice, request in enumerate(requests):
+                request.index = next(self._numbers)
+                self._jobs[request.index] = _Job(request, listener, choice)
+            self._new.extend(requests)
+            self._changed.notify()
+        return [request.index for request in requests]
+
+    def cancel(self, indices: Iterable[int]) -> None:
+        """Ends requests before the next chunk, and frees their pages; those that ended stay so."""
+        with self._changed:
+            self._cancelled.update(index for index in indices if index in self._jobs)
+            self._changed.notify()
+
+    def refuse(self) -> None:
+        """Takes no more requests; the thread ends when those that it has have ended."""
+        with self._changed:
+            self.draining = True
+            self._changed.notify()
+
+    def drain(self, seconds: float) -> bool:
+        """Takes no more requests and waits until those that it has have ended.
+
+        Args:
+          seconds: after so many those that still run are cancelled.
+
+        Returns:
+          Whether all of them ended by themselves.
+        """
+        self.refuse()
+        if self._thread.ident is None:  # it never started
+            return True
+        self._thread.join(seconds)
+        in_time = not self._thread.is_alive()
+        self.cancel(list(self._jobs))
+        self._thread.join()
+        return in_time
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def figures(self) -> Figures:
+        """What the engine held after its last chunk."""
+        return self._figures
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a lane."""
+        return max(len(self._jobs) - self._figures.running, 0)
+
+    def warm(self) -> float:
+        """Compiles the programs that short prompts need first; returns the seconds that it took.
+
+        Raises:
+          DmsJaxError: the model does not run.
+        """
+        start, done = time.monotonic(), threading.Event()
+        news: list[Piece | Exception] = []
+
+        def listen(piece: Piece | Exception) -> None:
+            news.append(piece)
+            if isinstance(piece, Exception) or piece.completion is not None:
+                done.set()
+
+        self.submit([[0]], Sampling(max_new_tokens=min(2, self.max_tokens - 1)), listen)
+        done.wait()
+        if isinstance(news[-1], Exception):
+            raise news[-1]
+        return time.monotonic() - start
+
+    # -- what fits --------------------------------------------------------------------------------
+
+    def _slots_alone(self) -> int:
+        """Returns the most slots that every row of a single sequence can hold in an empty pool."""
+        runner = self.engine.runner
+        least, most = 0, self.max_tokens + self.engine.chunk
+        while least < most:
+            middle = (least + most + 1) // 2
+            alone = np.zeros(runner.lengths.shape, np.int64)
+            alone[:, 0] = middle
+            least, most = (middle, most) if runner.fits(alone, prompt=True) else (least, middle - 1)
+        return least
+
+    def _check_length(self, prompt: int, answer: int) -> None:
+        if prompt + answer > self.max_tokens:
+            raise DataError(
+                f"The prompt has {prompt:,} tokens and an answer of up to {answer:,} is asked for; "
+                f"a sequence may have {self.max_tokens:,} here. Shorten the prompt, or ask for a "
+                "shorter answer."
+            )
+
+    def _check_room(self, request: Request) -> None:
+        slots = self._room.least_slots(request, endless=self._endless)
+        if slots > self._slots:
+            raise CapacityError(
+                f"The prompt of {len(request.prompt):,} tokens with its answer of up to "
+                f"{request.max_new_tokens:,} needs {slots:,} slots in every row of the cache; a "
+                f"sequence that is alone can have {self._slots:,}. Shorten them."
+            )
+
+    # -- in the engine's thread -------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not (self.draining and not self._jobs):
+            try:
+                self.engine.serve([], Sampling(), self._tell, incoming=self._incoming)
+            except Exception as error:
+                self._fail(error)
+        self._look()
+
+    def _incoming(self, wait: bool) -> list[Request] | None:
+        """See `arrivals.Incoming`."""
+        self._look()
+        with self._changed:
+            while wait and not (self._new or self._cancelled or self.draining):
+                self._changed.wait()
+            cancelled, self._cancelled = self._cancelled, set()
+            came = [request for request in self._new if request.index not in cancelled]
+            never = [request for request in self._new if request.index in cancelled]
+            self._new.clear()
+            last = self.draining and not came
+        self.engine.cancel(cancelled)
+        for request in never:
+            self._end(request, DrainingError("The request was cancelled before it ran."))
+        return None if last else came
+
+    def _look(self) -> None:
+        """Leaves figures for other threads."""
+        self._chunks += 1
+        running, in_use = self.engine.running, self.engine.runner.allocator.pages_in_use
+        live = sum(each.live[-1] if each.live else each.meter.live for each in running)
+        rows = self.engine.model.config.num_layers * self.engine.model.config.num_kv_heads
+        self._figures = Figures(
+            len(running), live / rows, in_use, self._pages - in_use, self._chunks
+        )
+
+    def _tell(self, update: Update) -> None:
+        job = self._jobs[update.index]
+        request, asked = job.request, job.request.sampling.logprobs
+        since = len(request.generated) - len(update.tokens)
+        completion = completion_of(request, logprobs=asked) if update.finished else None
+        piece = Piece(
+            choice=job.choice,
+            text=update.text,
+            tokens=update.tokens,
+            logprobs=request.logprobs[since:] if asked else [],
+            completion=completion,
+        )
+        if update.finished:
+            del self._jobs[update.index]
+        self._call(job.listener, piece)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the requests that an error stopped; those that had not started go on waiting.
+
+        What does not fit even alone was the only one that ran, or the first one that waited.
+        """
+        _logger.warning("A chunk failed: %s", error, exc_info=not isinstance(error, DmsJaxError))
+        with self._changed:
+            requests = [job.request for job in self._jobs.values()]
+            new = {request.index for request in self._new}
+            ran = {request.index for request in self.engine.running}
+            stopped = [each for each in requests if each.index in ran or each.generated]
+            stopped = stopped or sorted(requests, key=lambda each: each.index in new)[:1]
+            gone = {request.index for request in stopped}
+            self._new = collections.deque(each for each in requests if each.index not in gone)
+        for request in stopped:
+            self._end(request, error)
+        if not stopped:  # the engine itself cannot start
+            time.sleep(1.0)
+
+    def _end(self, request: Request, error: Exception) -> None:
+        job = self._jobs.pop(request.index)
+        self._call(job.listener, error)
+
+    def _call(self, listener: Listener, news: Piece | Exception) -> None:
+        """Calls a listener, whose own errors are nobody else's."""
+        try:
+            listener(news)
+        except Exception:
+            _logger.exception("A listener failed.")

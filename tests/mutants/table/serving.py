@@ -1,0 +1,54 @@
+"""Mistakes in `dms_jax/serving`, and in what lets requests come while a call runs."""
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "dms_jax/serving/"
+ANSWERS = "tests/serving/test_answers.py"
+LOAD = "tests/serving/test_load.py"
+ARRIVALS = "tests/generation/test_arrivals.py"
+SAMPLING = "tests/generation/test_sampling.py"
+
+MUTANTS = [
+    Mutant(
+        "serving: requests that come are drawn as the call is",
+        "dms_jax/generation/arrivals.py",
+        "if self.incoming is None:\n            return sampling.filter",
+        "if True:\n            return sampling.filter",
+        (f"{ARRIVALS}::test_requests_join_those_that_run_and_draw_as_they_do_alone",),
+    ),
+    Mutant(
+        "serving: a greedy lane among others draws",
+        "dms_jax/generation/sampling.py",
+        "if rule.greedy is not None:",
+        "if False:",
+        (f"{SAMPLING}::test_lanes_that_differ_draw_as_each_alone",),
+    ),
+    Mutant(
+        "serving: new requests wait until those that run have ended",
+        "dms_jax/generation/arrivals.py",
+        "None if self.incoming is None else",
+        "None if self.incoming is None else [] if running else",
+        (f"{ARRIVALS}::test_requests_join_those_that_run_and_draw_as_they_do_alone",),
+    ),
+    Mutant(
+        "serving: a client that leaves a stream has its answer written to the end",
+        FOLDER + "app.py",
+        "            self._ended()\n",
+        "            pass\n",
+        (f"{LOAD}::test_a_client_that_goes_away_frees_its_pages",),
+    ),
+    Mutant(
+        "serving: an error ends those that wait, too",
+        FOLDER + "service.py",
+        "if each.index in ran or each.generated]",
+        "if True]",
+        (f"{LOAD}::test_an_error_ends_what_ran_and_the_others_go_on",),
+    ),
+    Mutant(
+        "serving: a prompt with several answers counts as often",
+        FOLDER + "replies.py",
+        "prompt = sum(map(len, self.ask.prompts))",
+        "prompt = total.prompt_tokens",
+        (f"{ANSWERS}::test_an_answer_is_that_of_generate_whole_and_streamed",),
+    ),
+]

@@ -1,0 +1,26 @@
+"""One server for the tests that leave it as it was."""
+
+import pytest
+
+
+@pytest.fixture(scope="package")
+def client():
+    """A client of a server with four lanes."""
+    from tests.serving.support import serving  # not above: tests/conftest.py sets jax up first
+
+    with serving() as made:
+        yield made
+
+
+@pytest.fixture
+def idle(client):
+    """The client, when nothing runs; and nothing runs afterwards."""
+    from tests.serving.support import wait_until
+
+    def nothing():
+        figures = client.service.figures
+        return not (figures.running or client.service.waiting or figures.pages_in_use)
+
+    wait_until(nothing)
+    yield client
+    wait_until(nothing)

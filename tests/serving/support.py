@@ -1,0 +1,118 @@
+"""A server in this process, and a client that sees what is on the wire."""
+
+import contextlib
+import dataclasses
+import functools
+import http.client
+import json
+import threading
+import time
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.serving import Service
+from dms_jax.serving.app import make_app
+from dms_jax.serving.server import Server, take_address
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ start or 'assistant' }}: {% endif %}"
+)
+SHAPE = dict(page_size=16, chunk=4, prefill_chunk=16)
+LANES, MAX_TOKENS = 4, 160
+PATHS = {True: "/v1/chat/completions", False: "/v1/completions"}
+
+
+@functools.cache
+def stories() -> dms_jax.LanguageModel:
+    """The shipped model without end tokens, so that answers are as long as they are asked for."""
+    model = dms_jax.load(assets.path("stories260k"))
+    model.tokenizer.chat_template = TEMPLATE
+    return dataclasses.replace(model, generation=type(model.generation)())
+
+
+def make_service(**more) -> Service:
+    """A service over that model, which nobody has started."""
+    options = dict(num_lanes=LANES, max_tokens=MAX_TOKENS, max_waiting=8, **SHAPE)
+    return Service(stories(), dms_jax.TOVA(budget=24), **options | more)
+
+
+@dataclasses.dataclass
+class Client:
+    """Talks HTTP with a server.
+
+    Attributes:
+      port: where it listens.
+      service: what it answers with.
+      server: it.
+    """
+
+    port: int
+    service: Service
+    server: Server
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+
+    def send(self, body, *, chat=False, connection=None, path=None):
+        """The response to a POST."""
+        connection = connection or self.connect()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", path or PATHS[chat], data)
+        return connection.getresponse()
+
+    def ask(self, *, chat=False, status=200, **body):
+        """What a request is answered with."""
+        response = self.send(body, chat=chat)
+        answer = json.loads(response.read())
+        assert response.status == status, answer
+        return answer
+
+    def stream(self, *, chat=False, **body):
+        """The chunks of a streamed answer."""
+        response = self.send(body | {"stream": True}, chat=chat)
+        assert response.status == 200, response.read()
+        assert response.getheader("Content-Type").startswith("text/event-stream")
+        events = response.read().decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+    def get(self, path):
+        """The status and the text of a page."""
+        connection = self.connect()
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+    def metric(self, name):
+        """The sum of a metric over its labels."""
+        lines = self.get("/metrics")[1].splitlines()
+        found = [line for line in lines if line.partition(" ")[0].partition("{")[0] == name]
+        assert found, f"there is no {name}"
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+@contextlib.contextmanager
+def serving(drain_seconds=60.0, **more):
+    """A client of a server that runs in threads of this process."""
+    service = make_service(**more)
+    service.start()
+    with take_address("127.0.0.1", 0) as taken:
+        server = Server(make_app(service, name="stories"), service, drain_seconds=drain_seconds)
+        thread = threading.Thread(target=server.serve_on, args=(taken,))
+        thread.start()
+        wait_until(lambda: server.started)
+        try:
+            yield Client(taken.getsockname()[1], service, server)
+        finally:
+            server.end()
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def wait_until(true, seconds=60.0):
+    """Waits until a function says so."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.01)

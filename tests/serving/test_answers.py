@@ -1,0 +1,139 @@
+"""Answers: streamed or whole they are those of `dms_jax.generate`, alone and in company."""
+
+import threading
+
+import pytest
+
+import dms_jax
+from tests.serving.support import SHAPE, stories, wait_until
+
+STORY = dict(prompt="Once upon a time", max_tokens=14)
+DRAWN = dict(temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, seed=7)
+TALK = [{"role": "user", "content": "Lily"}]
+
+
+def generated(prompts, **sampling):
+    sampling = dms_jax.Sampling(**sampling)
+    policy = dms_jax.TOVA(budget=24)
+    return dms_jax.generate(stories(), prompts, policy=policy, sampling=sampling, **SHAPE)
+
+
+def joined(chunks, choice=0):
+    parts = [each for chunk in chunks for each in chunk["choices"] if each["index"] == choice]
+    return "".join(part.get("text", part.get("delta", {}).get("content", "")) for part in parts)
+
+
+def test_an_answer_is_that_of_generate_whole_and_streamed(idle):
+    want = generated([STORY["prompt"]] * 2, max_new_tokens=14, logprobs=True, **DRAWN)
+    whole = idle.ask(model="stories", n=2, logprobs=1, **STORY, **DRAWN)
+    assert (whole["object"], whole["model"]) == ("text_completion", "stories")
+    assert [choice["text"] for choice in whole["choices"]] == want.texts
+    assert want.texts[0] != want.texts[1]
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 2
+    for choice, logprobs in zip(whole["choices"], want.logprobs, strict=True):
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-5)
+    usage = whole["usage"]
+    prompt = len(stories().tokenizer.encode(STORY["prompt"]))
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, 28)
+    assert usage["total_tokens"] == prompt + 28
+    for name in ("live_tokens", "peak_tokens", "kv_reads", "compression_ratio"):
+        assert usage["kv_cache"][name] == pytest.approx(getattr(want.usage, name))
+    assert 0 < usage["kv_cache"]["cache_bytes"] <= usage["kv_cache"]["peak_cache_bytes"]
+
+    asked = dict(n=2, stream_options={"include_usage": True}, logprobs=1, **STORY, **DRAWN)
+    *chunks, last = idle.stream(**asked)
+    assert [joined(chunks, choice) for choice in range(2)] == want.texts
+    assert len(chunks) > 4  # it came in parts
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert (last["choices"], last["usage"]) == ([], usage)
+    logged = [
+        logprob
+        for chunk in chunks
+        for choice in chunk["choices"]
+        if choice["index"] == 1
+        for logprob in choice["logprobs"]["token_logprobs"]
+    ]
+    assert logged == whole["choices"][1]["logprobs"]["token_logprobs"]
+
+
+def test_a_chat_goes_through_the_template(idle):
+    ids = stories().tokenizer.encode("user: Lily\nassistant: ", False)
+    (want,) = generated([ids], temperature=0, max_new_tokens=10).texts
+    asked = dict(chat=True, messages=TALK, temperature=0, max_completion_tokens=10)
+    whole = idle.ask(logprobs=True, **asked)
+    (choice,) = whole["choices"]
+    assert whole["object"] == "chat.completion"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": want,
+        "refusal": None,
+    }
+    logged = choice["logprobs"]["content"]
+    assert len(logged) == whole["usage"]["completion_tokens"] == 10
+    assert "".join(each["token"] for each in logged).strip() == want.strip()
+    first, *chunks = idle.stream(**asked)
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert joined(chunks) == want
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    parts = [{"role": "user", "content": [{"type": "text", "text": part} for part in ("Li", "ly")]}]
+    assert idle.ask(**asked | {"messages": parts})["choices"][0]["message"] == choice["message"]
+    other = idle.ask(**asked, chat_template_kwargs={"start": "poet"})
+    assert other["usage"]["prompt_tokens"] != whole["usage"]["prompt_tokens"]
+
+
+def test_prompts_of_every_form_and_a_stop(idle):
+    ids = stories().tokenizer.encode("The cat")
+    greedy = dict(temperature=0, max_tokens=12)
+    text = idle.ask(prompt="The cat", **greedy)["choices"][0]["text"]
+    assert idle.ask(prompt=ids, **greedy)["choices"][0]["text"] == text
+    both = idle.ask(prompt=[ids, ids], **greedy)["choices"]
+    assert [choice["text"] for choice in both] == [text, text]
+    middle = text[len(text) // 2 :][:3]
+    stopped = idle.ask(prompt="The cat", stop=[middle], **greedy)["choices"][0]
+    assert (stopped["text"], stopped["finish_reason"]) == (text.partition(middle)[0], "stop")
+    chunks = idle.stream(prompt="The cat", stop=middle, **greedy)
+    assert joined(chunks) == stopped["text"]
+
+
+def test_a_seed_decides_and_without_one_answers_differ(idle):
+    texts = [idle.ask(**STORY, seed=3)["choices"][0]["text"] for _ in range(2)]
+    assert texts[0] == texts[1]
+    drawn = {idle.ask(**STORY)["choices"][0]["text"] for _ in range(3)}
+    assert len(drawn) > 1
+
+
+def test_requests_join_those_that_run(idle, monkeypatch):
+    """Four that come one after another take hardly more steps than one; each is as it is alone."""
+    runner, steps, begun = idle.service.engine.runner, [], threading.Event()
+    decode, go_on = runner.decode, threading.Event()
+
+    def slow(*given, **more):
+        steps.append(len(idle.service.engine.running))
+        begun.set()
+        assert go_on.wait(60)
+        return decode(*given, **more)
+
+    monkeypatch.setattr(runner, "decode", slow)
+    settings = [dict(temperature=0), DRAWN, dict(temperature=1.5, seed=1), dict(top_k=2, seed=2)]
+    texts = {}
+
+    def ask(index):
+        asked = idle.ask(prompt="Once upon a time", max_tokens=40, **settings[index])
+        texts[index] = asked["choices"][0]["text"]
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(4)]
+    threads[0].start()
+    assert begun.wait(60)  # the first one runs, and the others are sent
+    for thread in threads[1:]:
+        thread.start()
+    wait_until(lambda: len(idle.service._jobs) == 4)
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert steps[0] == 1
+    assert max(steps) == 4
+    assert len(steps) <= 40 // SHAPE["chunk"] + 3
+    for index, given in enumerate(settings):
+        alone = idle.ask(prompt="Once upon a time", max_tokens=40, **given)
+        assert alone["choices"][0]["text"] == texts[index]

@@ -1,0 +1,200 @@
+"""Under load and at the end: who goes away frees pages, who is too many is told, who runs ends."""
+
+import json
+import threading
+
+import pytest
+
+from dms_jax.errors import CapacityError
+from dms_jax.serving import service as service_module
+from tests.serving.support import LANES, make_service, serving, wait_until
+
+LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
+
+
+@pytest.fixture
+def held(idle, monkeypatch):
+    """The client, and an event until which every chunk of steps waits."""
+    runner, go_on = idle.service.engine.runner, threading.Event()
+    decode = runner.decode
+
+    def slow(*given, **more):
+        assert go_on.wait(60)
+        return decode(*given, **more)
+
+    monkeypatch.setattr(runner, "decode", slow)
+    yield idle, go_on
+    go_on.set()
+
+
+def metric_of(client, reason):
+    """Answers that ended for a reason."""
+    (line,) = (
+        line
+        for line in client.get("/metrics")[1].splitlines()
+        if line.startswith(f'dms_jax_answers_total{{reason="{reason}"}}')
+    )
+    return float(line.split()[-1])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_pages(held, stream):
+    client, go_on = held
+    before = metric_of(client, "cancelled")
+    connection = client.connect()
+    connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": stream}))
+    wait_until(lambda: len(client.service._jobs) == 1)
+    connection.sock.shutdown(2)
+    connection.close()
+    wait_until(lambda: client.service._cancelled)
+    go_on.set()
+    wait_until(lambda: not client.service.figures.pages_in_use and not client.service._jobs)
+    assert metric_of(client, "cancelled") == before + 1
+
+
+def test_too_many_are_told_to_try_again(held):
+    client, go_on = held
+    answers = []
+    ask = lambda: answers.append(client.ask(**LONG | {"max_tokens": 3}, n=LANES))  # noqa: E731
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(client.service._jobs) == 3 * LANES)
+    wait_until(lambda: client.service.waiting)
+    response = client.send(LONG)
+    error = json.loads(response.read())["error"]
+    assert (response.status, error["type"]) == (429, "rate_limit_error")
+    assert response.getheader("Retry-After") == "1"
+    assert "12 requests run or wait" in error["message"]
+    assert client.ask(**LONG, n=13, status=400)["error"]["message"].startswith("13 answers")
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert [len(answer["choices"]) for answer in answers] == [LANES] * 3
+
+
+def test_metrics_say_what_runs_and_what_was_done(held):
+    client, go_on = held
+    names = ("prompt_tokens_total", "generation_tokens_total", "kv_reads_total")
+    before = {name: client.metric(f"dms_jax_{name}") for name in names}
+    done = []
+    thread = threading.Thread(target=lambda: done.append(client.ask(**LONG)))
+    thread.start()
+    wait_until(lambda: len(client.service._jobs) == 1)
+    go_on.set()
+    wait_until(lambda: client.metric("dms_jax_running") == 1)
+    assert client.metric("dms_jax_live_tokens") > 0
+    in_use = client.metric("dms_jax_pages_in_use")
+    thread.join(60)
+    usage = done[0]["usage"]
+    wait_until(lambda: client.metric("dms_jax_running") == 0)
+    assert in_use > 0 == client.metric("dms_jax_pages_in_use")
+    assert client.metric("dms_jax_pages_free") == client.service._pages
+    assert client.metric("dms_jax_waiting") == 0
+    spent = [client.metric(f"dms_jax_{name}") - before[name] for name in names]
+    kept = (usage["prompt_tokens"], usage["completion_tokens"], usage["kv_cache"]["kv_reads"])
+    assert spent == pytest.approx(kept)
+
+
+def test_an_error_ends_what_ran_and_the_others_go_on(held, monkeypatch):
+    client, go_on = held
+    runner, errors = client.service.engine.runner, [CapacityError("it is full"), ValueError("oh")]
+    failed = metric_of(client, "failed")
+    decode = runner.decode
+
+    def failing(*given, **more):
+        assert go_on.wait(60)
+        if errors:
+            raise errors.pop(0)
+        return decode(*given, **more)
+
+    monkeypatch.setattr(runner, "decode", failing)
+    answers = {}
+
+    def ask(name, **body):
+        response = client.send(LONG | {"max_tokens": 3} | body)
+        answers[name] = response.status, response.read().decode()
+
+    whole = threading.Thread(target=ask, args=("whole",), kwargs=dict(n=LANES))
+    whole.start()
+    wait_until(lambda: len(client.service._jobs) == LANES)
+    later = [threading.Thread(target=ask, args=("stream",), kwargs=dict(n=LANES, stream=True))]
+    later[0].start()
+    wait_until(lambda: len(client.service._jobs) == 2 * LANES)
+    later.append(threading.Thread(target=ask, args=("last",)))
+    later[1].start()
+    wait_until(lambda: len(client.service._jobs) == 2 * LANES + 1)
+    go_on.set()
+    for thread in (whole, *later):
+        thread.join(60)
+    status, text = answers["whole"]
+    assert status == 400
+    assert "it is full" in text
+    status, text = answers["stream"]  # it had begun, so the error is its last event
+    assert status == 200
+    assert json.loads(text.split("data: ")[-1])["error"]["type"] == "server_error"
+    status, text = answers["last"]
+    assert status == 200
+    assert json.loads(text)["usage"]["completion_tokens"] == 3
+    assert metric_of(client, "failed") == failed + 2 * LANES
+
+
+def test_what_cannot_fit_is_refused_with_numbers():
+    service = make_service(memory=40_000, max_tokens=400)
+    sampling = service_module.Sampling(max_new_tokens=10)
+    with pytest.raises(CapacityError, match=r"needs \d+ slots .* alone can have \d+"):
+        service.submit([[1] * 380], sampling, print)
+    with pytest.raises(service_module.DataError, match="a sequence may have 400"):
+        service.submit([[1] * 395], sampling, print)
+    assert service.drain(1.0)
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_the_end_waits_for_those_that_run_but_not_for_ever(monkeypatch, seconds):
+    with serving(drain_seconds=seconds) as client:
+        runner, go_on, begun = client.service.engine.runner, threading.Event(), threading.Event()
+        decode = runner.decode
+
+        def slow(*given, **more):
+            begun.set()
+            assert go_on.wait(60)
+            return decode(*given, **more)
+
+        monkeypatch.setattr(runner, "decode", slow)
+        kept = client.connect()
+        kept.connect()
+        responses, texts = [], []
+
+        def stream():
+            response = client.send(LONG | {"stream": True})
+            responses.append(response)
+            texts.append(response.read().decode())
+
+        thread = threading.Thread(target=stream)
+        thread.start()
+        assert begun.wait(60)
+        client.server.end()
+        wait_until(lambda: client.service.draining)
+        with pytest.raises(OSError, match=r"refused|reset|closed|Remote"):  # nobody listens
+            wait_until(lambda: client.get("/health")[0] == 0, 10)
+        if not seconds:
+            wait_until(lambda: client.service._cancelled)
+        go_on.set()
+        thread.join(60)
+        last = texts[0].split("data: ")[-1].strip()
+        if seconds:
+            assert last == "[DONE]"
+        else:
+            assert json.loads(last)["error"]["code"] == "server_draining"
+    assert client.server.drained == bool(seconds)
+    assert not client.service.alive
+    assert client.service.engine.runner.allocator.pages_in_use == 0
+
+
+def test_a_service_that_ends_takes_nothing_new():
+    service = make_service()
+    service.start()
+    assert service.drain(5.0)
+    with pytest.raises(service_module.DrainingError, match="about to end"):
+        service.submit([[1, 2]], service_module.Sampling(max_new_tokens=3), print)
+    assert not service.alive

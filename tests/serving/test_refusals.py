@@ -1,0 +1,89 @@
+"""What is not served: a clear error in OpenAI's form, and nothing runs."""
+
+import json
+
+import pytest
+
+MANY = "Once upon a time " * 60
+SAY = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+# chat or not, fields, the field that is named, words of the message
+REFUSED = [
+    (False, dict(prompt="a", colour=1), "colour", "A request has no option colour"),
+    (False, dict(prompt="a", max_token=1), "max_token", "did you mean max_tokens"),
+    (False, dict(prompt="a", temperature=-1), "temperature", "at least 0"),
+    (False, dict(prompt="a", temperature="hot"), "temperature", "a finite number"),
+    (False, dict(prompt="a", top_p=0), "top_p", "above 0"),
+    (False, dict(prompt="a", n=0), "n", "at most 128"),
+    (False, dict(prompt="a", seed=-1), "seed", "at least 0"),
+    (False, dict(prompt="a", stop=[""]), "stop", "none of them empty"),
+    (False, dict(prompt="a", stop=["a"] * 17), "stop", "up to 16"),
+    (False, dict(prompt="a", logprobs=5), "logprobs", "0 or 1"),
+    (False, dict(prompt="a", echo=True), "echo", "not served"),
+    (False, dict(prompt="a", presence_penalty=0.5), "presence_penalty", "not served"),
+    (False, dict(prompt="a", stream_options={"include_usage": True}), "stream_options", "stream="),
+    (False, dict(), "prompt", "missing"),
+    (False, dict(prompt=""), None, "empty string"),
+    (False, dict(prompt=[]), "prompt", "a text, a list of token ids"),
+    (False, dict(prompt=[10**6]), None, "10"),
+    (False, dict(prompt=SAY), "prompt", "/v1/chat/completions"),
+    (False, dict(prompt=MANY), "prompt", "at most 159"),
+    (False, dict(prompt="a", max_tokens=159), "max_tokens", "160 here. Ask for at most 158"),
+    (True, dict(messages=[]), "messages", "not empty"),
+    (True, dict(messages=[{"role": "user"}]), "messages", "role and content"),
+    (True, dict(messages=[{"role": "tool", "content": "x"}]), "messages", "calls no tools"),
+    (True, dict(messages=[SAY[0] | {"tool_calls": [1]}]), "messages", "tool_calls is not served"),
+    (
+        True,
+        dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+        "messages",
+        "parts of type text",
+    ),
+    (True, dict(messages=SAY, tools=[TOOL]), "tools", "calls no tools"),
+    (True, dict(messages=SAY, response_format={"type": "json_object"}), "response_format", "gramm"),
+    (True, dict(messages=SAY, top_logprobs=3), "top_logprobs", "chosen token"),
+    (True, dict(messages=SAY, prompt="a"), "prompt", "no option prompt"),
+    (True, dict(messages=SAY, chat_template_kwargs={"messages": []}), "chat_template_kwargs", ""),
+]
+
+
+@pytest.mark.parametrize(("chat", "fields", "param", "words"), REFUSED)
+def test_what_is_not_served_is_refused_by_name(client, chat, fields, param, words):
+    error = client.ask(chat=chat, status=400, **fields)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_what_asks_for_nothing_is_accepted(idle):
+    neutral = dict(presence_penalty=0, logit_bias={}, tools=[], user="me", suffix=None, stop=None)
+    assert idle.ask(chat=True, messages=SAY, max_tokens=1, **neutral)["choices"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[1]", b'"a"', b"[" * 100_000])
+def test_what_is_no_json_object_is_refused(client, body):
+    response = client.send(body)
+    error = json.loads(response.read())["error"]
+    assert response.status == 400
+    assert "JSON" in error["message"]
+
+
+def test_a_body_too_large_and_addresses_that_there_are_none_of(client):
+    response = client.send(b'"' + b"a" * 2**24 + b'"')
+    assert response.status == 413
+    assert "16,777,216 bytes" in json.loads(response.read())["error"]["message"]
+    error = client.ask(prompt="a", model="gpt", status=404)["error"]
+    assert error["code"] == "model_not_found"
+    assert "only 'stories'" in error["message"]
+    status, text = client.get("/v1/chat")
+    assert (status, json.loads(text)["error"]["type"]) == (404, "invalid_request_error")
+    assert client.get("/v1/completions")[0] == 405
+    assert client.get("/v1/models/gpt")[0] == 404
+
+
+def test_models_and_health(client):
+    (card,) = json.loads(client.get("/v1/models")[1])["data"]
+    assert (card["id"], card["max_model_len"], card["policy"]) == ("stories", 160, "TOVA")
+    assert json.loads(client.get("/v1/models/stories")[1]) == card
+    assert client.get("/health") == (200, '{"status":"ok"}')
