@@ -29,6 +29,7 @@ from experiments.reproduction.real.systems import TRAININGS
 from experiments.reproduction.runs import carry_out, require_results, status
 
 JOBS = "experiments.reproduction.real.jobs"
+_ANSWERS = "results/*/*/gsm8k/answers.jsonl"
 _PART_BYTES = 15_000_000
 
 
@@ -58,6 +59,8 @@ def pack(config: Config, folder: pathlib.Path) -> None:
     names = ["summaries", "jobs", "failed", "config.json"]
     names += [path.name for path in config.out.glob("worker-*.log")]
     names += [str(f.relative_to(config.out)) for f in config.out.glob("results/*/*/*.json")]
+    # What was answered says where an answer went another way; 0.5 MB a system.
+    names += [str(f.relative_to(config.out)) for f in config.out.glob(_ANSWERS)]
     adapters = [each.name for each in TRAININGS.values() if each.adapter_only]
     names += [f"trainings/{name}/model" for name in adapters]
     names += [f"trainings/{name}/log.jsonl" for name in TRAININGS]

@@ -1,27 +1,31 @@
 """What the tables of the page are of."""
 
 GSM8K = (
-    "All test problems, asked as Qwen's model cards do (step by step, the answer in a box), "
-    "chat template, greedy, at most 400 new tokens, judged by Math-Verify. peak: most live "
-    "tokens of an answer, averaged over layers and heads, and over problems; read a step: "
-    "the mean over its steps; reads: entries attended to by all its steps; MB: the most that "
-    "its pages and the policy's state took. What needs no training has the budget at which "
-    "its peak equals that of the line in bold, unless it says otherwise (SnapKV and "
-    "ExpectedAttention "
-    "cut every 16 tokens, and the budget leaves room for them). Quest, KCache and float8 hold "
-    "every token; the first two choose for each query head, and their reads add up over the seven "
-    "of a group."
+    "All test problems, asked as Qwen's model cards do (step by step, the answer in a box). "
+    "Answers are greedy, with the chat template, at most 400 new tokens long, and judged by Math- "
+    "Verify. peak: most live tokens of an answer, averaged over layers and heads, and over "
+    "problems. read a step: the mean over its steps. reads: entries attended to by all its steps. "
+    "MB: the most that its pages and the policy's state took. What needs no training has the "
+    "budget at which its peak equals that of the line in bold, unless it says otherwise; SnapKV "
+    "and ExpectedAttention cut every 16 tokens, and the budget leaves room for them. Quest, "
+    "KCache and float8 hold every token. Quest and KCache choose for each query head, and their "
+    "reads add up over the seven of a group."
 )
 TRAINING = (
     "Sampled answers to GSM8K's training questions, one at temperature 0.7 and one at 1.0, that"
-    " the model ended itself. Packed by "
-    "first fit into 2,048 tokens, 16 sequences a step; 3e-4 for the adapter and for low-rank "
-    "updates, 3e-5 for all weights; a linear ramp of the ratio over 70% of the steps, then 30% "
-    "at the ratio while the rates fall to zero. divergence: nats a token from the model itself,"
-    " on its answers to questions that were held out; reached: tokens over tokens that were not"
-    " marked, at the last step; score: GSM8K for Qwen, PIQA for SmolLM2; seconds: of the steps."
+    " the model ended itself. They are packed by first fit into 2,048 tokens, 16 sequences a step."
+    " The rate is 3e-4 for the adapter and for low-rank updates, 3e-5 for all weights, unless a"
+    " line says otherwise. The ratio rises linearly over the first 70% of the steps; over the last"
+    " 30% it stays, and the rates fall to zero. divergence: nats a token from the model itself, on"
+    " its answers to questions that were held out. reached: tokens over tokens that were not"
+    " marked, at the last step. score: GSM8K for Qwen, PIQA for SmolLM2. seconds: of the steps."
 )
 SMOLLM2_TRAINING = "SmolLM2 read texts and retrieval problems beside its answers."
+OTHERS = (
+    "Percent, with the peak of live tokens in brackets; greedy, chat template, at most 1,024 new "
+    "tokens. RULER's needles: niah_single_1 and niah_single_2 at 4,096 tokens. Methods without "
+    "training hold what the line in bold of GSM8K's table held, task by task."
+)
 FRONTIER = (
     "The first test problems, temperature 0.7; the vote of the first chains, as the mean over "
     "the disjoint groups of so many. reads and peak are of all chains of a problem."

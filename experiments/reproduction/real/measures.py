@@ -15,7 +15,8 @@ from dms_jax.evaluation import (
     evaluate_choices,
     perplexity,
 )
-from dms_jax.evaluation.tasks import ARC, GSM8K, PIQA, RULER, HellaSwag
+from dms_jax.evaluation.sandbox import Sandbox
+from dms_jax.evaluation.tasks import ARC, GSM8K, MATH500, PIQA, RULER, HellaSwag, HumanEval
 from dms_jax.policies import Policy
 from experiments.reproduction.claims.jobs import answer_numbers
 from experiments.reproduction.real.plan import FRONTIER
@@ -28,6 +29,7 @@ CHOICES = {
     "arc_challenge": (ARC, "arc/ARC-Challenge-Test.jsonl"),
     "piqa": (PIQA, "commonsense/piqa.jsonl"),
 }
+LENGTHS = {"needle": "ruler_length", "ruler": "long_ruler_length"}  # settings
 NEEDLES = ("niah_single_1", "niah_single_2")
 
 
@@ -58,16 +60,27 @@ def measure(
         found = perplexity(model, path, **sizes, **told)
         per_window = {"loss": np.round(found.window_nats, 5).tolist()}
         return {**found.to_dict(), "score": found.loss.to_list(), "per_problem": per_window}
-    if name == "needle":
-        tasks = [RULER(task, length=config.ruler_length) for task in NEEDLES]
+    if name in LENGTHS:
+        length = getattr(config, LENGTHS[name])
+        tasks = [RULER(task, length=length) for task in NEEDLES]
         count = len(tasks) * config.needle_problems
         greedy = Sampling(temperature=0)
         return _of_answers(evaluate(model, tasks, problems=count, sampling=greedy, **told))
     chat = Chat() if getattr(model.tokenizer, "chat_template", None) else None
-    task = GSM8K(
-        path=config.data / "gsm8k" / "test.jsonl", style="plain" if chat is None else "boxed"
-    )
+    style: Any = "plain" if chat is None else "boxed"
     asked: dict[str, Any] = dict(chat=chat, out=folder, **told)
+    if name in ("math500", "humaneval"):
+        if name == "math500":
+            task = MATH500(path=config.data / "math500" / "test.jsonl", style=style)
+        else:
+            path = config.data / "humaneval" / "HumanEval.jsonl.gz"
+            task = HumanEval(
+                path=path, style="plain" if chat is None else "instruct", sandbox=Sandbox()
+            )
+        sampling = Sampling(temperature=0, max_new_tokens=config.other_new_tokens)
+        sizes = dict(problems=config.other_problems)
+        return _of_answers(evaluate(model, task, sampling=sampling, **sizes, **asked))
+    task = GSM8K(path=config.data / "gsm8k" / "test.jsonl", style=style)
     if name == FRONTIER:
         sampling = Sampling(
             temperature=config.frontier_temperature, max_new_tokens=config.max_new_tokens

@@ -15,6 +15,7 @@ from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     FREE,
     MAIN,
+    OTHERS,
     QWEN,
     SHIPPED,
     SMOLLM2,
@@ -82,6 +83,8 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
         small = any(TRAININGS[name].model == SMOLLM2 for name in results.trainings)
         told = legends.TRAINING + (f" {legends.SMOLLM2_TRAINING}" if small else "")
         parts += ["## What was trained", trainings(results), told]
+    if any(results.labels(QWEN, measure) for measure in OTHERS):
+        parts += ["## Other tasks of Qwen2.5-Coder-0.5B-Instruct", others(results), legends.OTHERS]
     if results.labels(QWEN, "frontier"):
         parts += ["## Votes of more chains"]
         drawn = "frontier.png" in pictures
@@ -308,6 +311,18 @@ def smollm2(results: Results) -> str:
         mean = "" if label == VANILLA else percent(gap, sign=True)
         rows.append([name_of(label), *cells, mean])
     return table(["", *_TASK_LABELS.values(), "mean to vanilla"], rows)
+
+
+def others(results: Results) -> str:
+    """Each other task of Qwen, with the peak beside it."""
+    labels = [VANILLA, *map(end_of, TRAININGS), *(name for name in FREE if name != VANILLA)]
+    rows = []
+    for label in labels:
+        found = [results.get(QWEN, label, task) for task in OTHERS]
+        if any(found):
+            cells = [_with_peak(each, task) for each, task in zip(found, OTHERS, strict=True)]
+            rows.append([name_of(label), *cells])
+    return table(["", "MATH-500", "HumanEval", "RULER's needles"], rows)
 
 
 def _with_peak(record: dict[str, Any] | None, task: str) -> str:

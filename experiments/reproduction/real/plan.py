@@ -17,6 +17,7 @@ from experiments.reproduction.real.systems import (
     FREE,
     MAIN,
     MEASURES,
+    OTHERS,
     QWEN,
     REFERENCE,
     SMOLLM2,
@@ -28,9 +29,11 @@ from experiments.reproduction.real.systems import (
 SPEED = "speed"
 FRONTIER = "frontier"
 # What the verdict is about is measured before other trainings begin.
-_FIRST = (MAIN, "control", "all-w64", "low-rank-w16")
-_SOON = ("ramp-to-8", "adapter-w16", "correct-w16")
+_FIRST = (MAIN, "control", "low-rank-w16", "adapter-w16")
+_SOON = ("near-w16", "prompts-w16", "slow-w16", "ramp-to-8", "dmc")
 _FRONTIER = (MAIN, "ramp-to-8")
+_ELSEWHERE = (MAIN, "control", "low-rank-w16", "adapter-w16")  # what other tasks are asked of
+_FREE_ELSEWHERE = ("tova", "expected", "streaming")
 _FIRST_FREE = (VANILLA, "tova", "expected", "snapkv", "streaming", "h2o")
 
 
@@ -104,6 +107,11 @@ def jobs(config: Config) -> list[Job]:
         order += [free(QWEN, VANILLA, FRONTIER)]
         order += [job for each in frontier for job in asked_of(each, FRONTIER)]
         order += [free(QWEN, name) for name in FREE if name not in _FIRST_FREE]
+        elsewhere = [each for each in wanted if each.name in _ELSEWHERE]
+        for measure in OTHERS:
+            order += [free(QWEN, VANILLA, measure)]
+            order += [job for each in elsewhere for job in asked_of(each, measure)]
+            order += [free(QWEN, name, measure) for name in _FREE_ELSEWHERE]
     order += trained(late) + [job for each in late for job in asked_of(each)]
     if SMOLLM2 in config.models:
         order += [

@@ -21,7 +21,8 @@ class Config:
     data: pathlib.Path | None = None
     """Folder with gsm8k/train.jsonl and test.jsonl; for SmolLM2 also text/*.txt (trained on),
     text/wikitext-2/test.txt, arc/arc_easy.jsonl, arc/ARC-Challenge-Test.jsonl,
-    commonsense/hellaswag_sample.jsonl and commonsense/piqa.jsonl."""
+    commonsense/hellaswag_sample.jsonl and commonsense/piqa.jsonl; for Qwen's other tasks
+    math500/test.jsonl and humaneval/HumanEval.jsonl.gz."""
     pages: pathlib.Path | None = None
     """Folder for README.md, results.json and the pictures; the run directory unless given."""
     pack: pathlib.Path | None = None
@@ -73,6 +74,12 @@ class Config:
     """Problems of each retrieval task of RULER."""
     ruler_length: int = 2048
     """Tokens of each of them."""
+    other_problems: int | None = None
+    """Problems of MATH-500 and of HumanEval; all unless given."""
+    other_new_tokens: int = 1024
+    """Longest answer to one of them."""
+    long_ruler_length: int = 4096
+    """Tokens of each retrieval problem that Qwen reads."""
     frontier_problems: int = 200
     """Test problems of GSM8K of the frontier."""
     frontier_chains: int = 8

@@ -37,6 +37,16 @@ def test_every_training_has_a_recipe_of_the_plans_tokens_that_settles():
         assert recipe.stages[-1].final_learning_rate in (0, 1e-5)
 
 
+def test_rates_rise_and_fall_as_a_training_says():
+    stages = {name: TRAININGS[name].recipe(GIVEN).stages for name in (MAIN, "warm-w16")}
+    first, last = stages["warm-w16"]
+    assert (first.warmup_steps, last.warmup_steps) == (21, 0)  # a tenth of 214 steps of the ramp
+    assert stages[MAIN][0] == dataclasses.replace(first, warmup_steps=0)
+    ramp, falling = TRAININGS["falling-w16"].recipe(GIVEN).stages
+    assert falling.steps / (ramp.steps + falling.steps) == pytest.approx(0.6, abs=0.01)
+    assert (falling.learning_rate, falling.final_learning_rate) == (3e-5, 0)
+
+
 def test_the_verdict_comes_before_what_the_recipe_could_be_otherwise():
     names = [job.name for job in plan.jobs(GIVEN)]
     assert len(set(names)) == len(names)
@@ -44,14 +54,19 @@ def test_the_verdict_comes_before_what_the_recipe_could_be_otherwise():
         "lessons-qwen-0",
         f"training-qwen-{MAIN}",
         f"asking-qwen-{MAIN}-at3.5-gsm8k",
+        "asking-qwen-adapter-w16-at3.5-gsm8k",
         "asking-qwen-vanilla-gsm8k",
         "asking-qwen-h2o-gsm8k",
         "speed-qwen-speed",
         "training-smollm2-smollm2-adapter-w16",
         "training-qwen-ramp-to-8",
         "asking-smollm2-smollm2-adapter-w16-at4-needle",
+        "asking-qwen-near-w16-at3.5-gsm8k",
         "asking-qwen-vanilla-frontier",
-        "training-qwen-slow-w16",
+        "asking-qwen-vanilla-math500",
+        f"asking-qwen-{MAIN}-at3.5-math500",
+        "asking-qwen-tova-math500",
+        "training-qwen-warm-w16",
         "asking-smollm2-smollm2-all-w16-at2-text",
     ]
     places = [names.index(name) for name in order]
