@@ -55,6 +55,7 @@ from dms_jax.sharding import make_mesh
 from dms_jax.training import Recipe, calibrate, plan, recipes, retrofit, train
 
 if TYPE_CHECKING:
+    from dms_jax import assets
     from dms_jax.evaluation import evaluate, hyperscale
 
 try:
@@ -64,7 +65,9 @@ except importlib.metadata.PackageNotFoundError:  # a checkout that is not instal
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the evaluations when they are first asked for: they are a fifth of the library."""
+    """Imports what only some need when it is first asked for: evaluations, and the assets."""
+    if name == "assets":
+        return importlib.import_module("dms_jax.assets")
     if name in ("evaluation", "evaluate", "hyperscale"):
         evaluation = importlib.import_module("dms_jax.evaluation")
         return evaluation if name == "evaluation" else getattr(evaluation, name)
@@ -108,6 +111,7 @@ __all__ = [
     "TrainingDivergedError",
     "Vanilla",
     "__version__",
+    "assets",
     "calibrate",
     "estimate",
     "evaluate",

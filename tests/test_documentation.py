@@ -29,6 +29,8 @@ def blocks(language: str) -> dict[str, str]:
     }
 
 
+# Options that name what a reader has, and the tests have not.
+OF_OTHERS = {"--model", "--adapter"}
 PYTHON, SHELL = blocks("python"), blocks("sh")
 LINES = [
     (name, line.partition("#")[0].strip())
@@ -46,13 +48,27 @@ def test_every_block_of_python_runs(name, tmp_path, monkeypatch, capsys):
     runpy.run_path(str(path))
 
 
+def test_names_in_blocks_need_no_import_but_the_library():
+    """In this process other tests have imported all modules; in a reader's nothing has."""
+    names = sorted(set(re.findall(r"(?<!from )\bdms_jax(?:\.\w+)+", "".join(PYTHON.values()))))
+    assert "dms_jax.assets.path" in names
+    done = subprocess.run(
+        [sys.executable, "-c", "import dms_jax\n" + "\n".join(names)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+
+
 @pytest.mark.parametrize(("name", "line"), LINES)
 def test_every_command_is_understood(name, line, tmp_path, monkeypatch, capsys):
     """It runs where it takes seconds; else its options are parsed, or its target is there."""
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line)
     match words:
-        case ["dms-jax", "generate" | "policies" | "evaluate", *_] if "--model" not in words:
+        case ["dms-jax", "generate" | "policies" | "evaluate", *_] if not OF_OTHERS & set(words):
             assert main(words[1:]) == 0
         case ["dms-jax", command, *_]:
             assert command in COMMANDS

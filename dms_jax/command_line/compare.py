@@ -23,6 +23,7 @@ from rich.console import Console
 
 import dms_jax
 from dms_jax import assets
+from dms_jax.checkpoint.adapter import ADAPTER_CONFIG
 from dms_jax.command_line.comparison.labels import LEARNED, brought, check_labels
 from dms_jax.command_line.comparison.lessons import Lessons, grouped, merged, sparsified
 from dms_jax.command_line.comparison.measure import Bench, Measured, Questions, Text
@@ -39,7 +40,7 @@ from dms_jax.command_line.comparison.runs import (
 from dms_jax.command_line.comparison.show import picture, show
 from dms_jax.command_line.comparison.systems import System, combined, learned, training_free
 from dms_jax.command_line.comparison.texts import OCCASIONS, occasions, packed, solved
-from dms_jax.command_line.reports import make_folder, provenance
+from dms_jax.command_line.reports import can_draw, make_folder, provenance
 from dms_jax.data import Documents
 from dms_jax.data.mixture import Mixture, standard_parts
 
@@ -133,8 +134,9 @@ class Config:
     save: pathlib.Path | None = None
     """Folder for what has learned, each a checkpoint called label@ratio."""
     checkpoints: tuple[str, ...] = ()
-    """More learned systems, as label=directory or label@ratio=directory. What --only names of
-    label + Quest, label + KCache and label + float8 runs on them as well."""
+    """More learned systems, as label=directory or label@ratio=directory, of a checkpoint or of an
+    adapter that was trained on the model. What --only names of label + Quest, label + KCache and
+    label + float8 runs on them as well."""
 
     tasks: tuple[str, ...] = ()
     """Problems to answer besides: reasoning, retrieval (those of the first curve)."""
@@ -195,10 +197,10 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def load(config: Config) -> dms_jax.LanguageModel:
-    """The base model."""
+def load(config: Config, adapter: str | None) -> dms_jax.LanguageModel:
+    """The base model, with an adapter if one is given."""
     path = assets.path(config.model) if config.model in SHIPPED else config.model
-    return dms_jax.load(str(path), adapter=config.adapter)
+    return dms_jax.load(str(path), adapter=adapter)
 
 
 def read_text(config: Config, model: dms_jax.LanguageModel) -> Text:
@@ -254,7 +256,8 @@ def learned_systems(config: Config, dense: System, tell: Any) -> Iterator[System
     for label, ratio, path in brought(config.checkpoints):
         if config.only and not any(f"{one} + ".startswith(f"{label} + ") for one in config.only):
             continue
-        system = learned(label, ratio, dms_jax.load(path))
+        is_adapter = (pathlib.Path(path).expanduser() / ADAPTER_CONFIG).is_file()
+        system = learned(label, ratio, load(config, path) if is_adapter else dms_jax.load(path))
         if config.takes(label):
             yield system
         yield from (more for more in combined(system) if more.label in config.only)
@@ -286,7 +289,7 @@ def in_time(systems: Iterator[System], end: float, tell: Any) -> Iterator[System
 def measure(config: Config, tell: Any) -> dict[str, Measured]:
     """Runs the comparison."""
     end = time.monotonic() + 60 * config.deadline_minutes
-    model = load(config)
+    model = load(config, config.adapter)
     check_labels(config, model)
     for name, folder in (("out", config.out), ("save", config.save)):
         if folder is not None:
@@ -338,6 +341,7 @@ def main(config: Config) -> list[Any]:
     model, named = join(config) if config.join else (config.model, measure(config, tell))
     rows = list(named.values())
     show(console, rows)
-    picture(config.out / "quality.png", rows, title=f"{model}: every cache policy")
     write_page(config.out / "tables.md", rows)
+    if can_draw(config.out / "quality.png"):
+        picture(config.out / "quality.png", rows, title=f"{model}: every cache policy")
     return rows

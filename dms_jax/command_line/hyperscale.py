@@ -25,7 +25,7 @@ from rich.console import Console
 import dms_jax
 from dms_jax.analysis.hyperscaling_plot import MOST_SYSTEMS, hyperscaling_figure
 from dms_jax.command_line.options import find_model, read_options, read_tasks
-from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json
 from dms_jax.data.tasks import Split
 from dms_jax.evaluation import SAMPLING, Hyperscaling, Method, Serving, System
 
@@ -113,8 +113,8 @@ def main(config: Config) -> Hyperscaling:
         write_json(config.out / "results.json", data)
         table = f"{result.table(config.method)}\n\n{result.gains_table(config.method)}\n"
         (config.out / "table.md").write_text(table, encoding="utf-8")
-        if len(result.systems) <= MOST_SYSTEMS:
-            figure = config.out / "figure.png"
+        figure = config.out / "figure.png"
+        if len(result.systems) <= MOST_SYSTEMS and can_draw(figure):
             hyperscaling_figure(figure, result, title=config.task, method=config.method)
     return result
 

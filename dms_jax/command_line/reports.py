@@ -2,10 +2,12 @@
 
 import dataclasses
 import datetime
+import importlib.util
 import json
 import os
 import pathlib
 import platform
+import warnings
 from typing import Any
 
 import jax
@@ -60,6 +62,14 @@ def read_file(option: str, path: pathlib.Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
+
+
+def can_draw(path: pathlib.Path) -> bool:
+    """Whether a picture can be drawn; what to do is said where it cannot."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return True
+    warnings.warn(f"{path} is not drawn: pip install 'dms-jax[plots]'", stacklevel=2)
+    return False
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:

@@ -24,7 +24,7 @@ import dms_jax
 from dms_jax import assets, processes
 from dms_jax.command_line.options import find_model
 from dms_jax.command_line.ratio_pictures import RatioPictures
-from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.reports import can_draw, make_folder
 from dms_jax.command_line.retrofitting import Config
 from dms_jax.command_line.self_taught import settings
 from dms_jax.command_line.self_taught.settings import SelfTaught
@@ -107,7 +107,7 @@ def main(config: Config | SelfTaught) -> None:
     if config.tensorboard and processes.is_first():
         board = TensorBoard(config.out / "tensorboard")
     pictures = None
-    if config.pictures:
+    if config.pictures and can_draw(config.out / "ratios"):
         pictures = RatioPictures(config.out / "ratios", data, recipe.sequence_length)
     model = dms_jax.retrofit(
         dms_jax.load(

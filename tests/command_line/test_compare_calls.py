@@ -2,13 +2,15 @@
 
 import dataclasses
 import pathlib
+import sys
 
 import pytest
 
 import dms_jax
-from dms_jax.command_line import compare
+from dms_jax.command_line import compare, main
 from dms_jax.command_line.comparison import systems, texts
 from dms_jax.command_line.comparison.labels import LEARNED
+from dms_jax.command_line.comparison.measure import Measured
 
 
 def test_nothing_is_compared_with_a_dense_row_that_failed(tmp_path, monkeypatch):
@@ -85,6 +87,36 @@ def test_nothing_is_trained_or_loaded_that_nobody_asked_for(stories, monkeypatch
     assert of("mine") == (["mine"], [], ["a/b"])
     assert of("mine + Quest") == (["mine + Quest"], [], ["a/b"])
     assert of("TOVA") == ([], [], [])
+
+
+def test_an_adapter_is_brought_with_its_base(stories, tmp_path, monkeypatch):
+    loaded = []
+
+    def load(path, **options):
+        loaded.append((path, options))
+        return stories
+
+    monkeypatch.setattr(dms_jax, "load", load)
+    (tmp_path / "dms_adapter.json").touch()
+    dense = systems.System("dense", 1.0, stories, lambda share: dms_jax.Vanilla())
+    config = compare.Config(learn=(), only=("mine",), checkpoints=(f"mine@4={tmp_path}",))
+    assert [row.label for row in compare.learned_systems(config, dense, print)] == ["mine"]
+    base = str(dms_jax.assets.path("stories260k"))
+    assert loaded == [(base, {"adapter": str(tmp_path)})]
+
+
+def test_without_matplotlib_the_page_is_written_all_the_same(tmp_path, monkeypatch, capsys):
+    """It is no dependency of the wheel, and minutes of measuring came before."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    row = Measured(
+        "dense", 1.0, {"name": "Vanilla"}, None, peak=8.0, live=8.0, reads=9.0, bytes=10.0
+    )
+    monkeypatch.setattr(compare, "measure", lambda config, tell: {row.name: row})
+    assert main(["compare", "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["tables.md"]
+    assert "quality.png is not drawn: pip install 'dms-jax[plots]'" in capsys.readouterr().err
 
 
 def test_labels_are_those_of_rows(stories, tmp_path):

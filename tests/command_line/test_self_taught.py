@@ -11,8 +11,9 @@ import pytest
 
 import dms_jax
 from dms_jax.cache.accounting import Usage
-from dms_jax.command_line import retrofit
+from dms_jax.command_line import main, retrofit
 from dms_jax.command_line.retrofit import PRESETS
+from dms_jax.command_line.running import run
 from dms_jax.command_line.self_taught import questions as reading
 from dms_jax.command_line.self_taught import stages
 from dms_jax.command_line.self_taught.answering import choose
@@ -131,6 +132,20 @@ def test_the_result_is_a_small_adapter(stopped_and_run):
         model = dms_jax.load(base.source, adapter=folder)
         assert low_rank_of(model.transformer) == LowRank(rank=2, alpha=TINY.alpha)
         assert model.policy == dms_jax.DMS(window=8, source="adapter")
+
+
+def test_what_it_left_generates_and_is_compared(stopped_and_run, tmp_path, capsys):
+    """The commands of the documentation's first minutes, at a small size."""
+    training = stopped_and_run.out / "training"
+    adapter = ["--adapter", str(training / "model")]
+    assert main(["generate", "Once upon a time", *adapter, "--max-new-tokens", "8"]) == 0
+    assert "DMS: " in capsys.readouterr().out
+    brought = ["--learn", "--checkpoints", f"DMS@2={training / 'snapshots' / '2'}"]
+    sizes = ["--ratios", "2", "--sequences", "1", "--length", "40"]
+    only = ["--only", "DMS", "StreamingLLM"]
+    assert main(["compare", *brought, *only, *sizes, "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "tables.md").read_text()
+    assert all(f"| {row} |" in page for row in ("dense", "DMS at 2", "StreamingLLM at 2"))
 
 
 def test_the_page_tells_all_of_it(stopped_and_run):

@@ -35,7 +35,7 @@ from dms_jax import assets
 from dms_jax.analysis import View, eviction_page, memory_trace, retention, token_texts
 from dms_jax.analysis.plots import Point, compression_figure
 from dms_jax.analysis.summaries import ratios
-from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json
 from dms_jax.data import Documents
 from dms_jax.generation import Update
 from dms_jax.training import recipes
@@ -279,16 +279,17 @@ def figures(
         seen, held, live = memory_trace(traced, sequences[:SHOWN], page_size=config.page_size)
         traces[f"{label}, pages held"] = (seen, held)
         traces[f"{label}, live tokens alone"] = (seen, live)
-    compression_figure(
-        config.out / "figure.png",
-        [
-            Point(row.method, row.peak_ratio, row.reads_ratio, row.increase, row.increase_error)
-            for row in rows
-        ],
-        traces,
-        ratios(found),
-        title="stories260K: loss against measured compression; memory; what the heads keep",
-    )
+    if can_draw(config.out / "figure.png"):
+        compression_figure(
+            config.out / "figure.png",
+            [
+                Point(row.method, row.peak_ratio, row.reads_ratio, row.increase, row.increase_error)
+                for row in rows
+            ],
+            traces,
+            ratios(found),
+            title="stories260K: loss against measured compression; memory; what the heads keep",
+        )
     rivals = [
         retention(base, sequences[:1], policy=policy)
         for policy in (dms_jax.StreamingLLM(budget=peak), dms_jax.TOVA(budget=peak - 1))
