@@ -99,7 +99,7 @@ def _loop(bundles, start, end, spans, rounds) -> Loop:
         spans = [other for other in spans if other[1] > span[1]]
         mine += bundles[place : span[0]]
         place = span[1]
-        inner.append(_loop(bundles, *span, inside, None))
+        inner.append(_loop(bundles, span[0], span[1], inside, None))
     mine += bundles[place:end]
     if rounds is None:
         known = [int(limit) for bundle in mine for limit in _EXIT.findall(bundle)]

@@ -210,7 +210,7 @@ def page(records: list[dict[str, Any]]) -> str:
         "A block is copied while another is computed. Cycles of a block: of its bytes at the",
         "bandwidth of the data sheet, and of its bundles (with its part of what a row takes). The",
         "share of that bandwidth follows for a latency of a copy that no data sheet tells. Beside",
-        "it: tpu-inference says 86% of its ragged paged attention, measured, with one page table",
+        "it: tpu-inference claims 86% for its ragged paged attention, which has one page table",
         "for all heads of a sequence; here each KV head has rows of its own length.",
         "",
         "| chip | slots | page | copies a block | bytes each | cycles: bytes | cycles: bundles "

@@ -25,7 +25,7 @@ def main(topology, names):
         shape = (case.rows, case.width)
         scores = jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype), sharding=sharding)
         run = jax.jit(functools.partial(select_largest, count=case.count))
-        text = run.trace(scores).lower().compile().as_text()
+        text = str(run.trace(scores).lower().compile().as_text())
         print(f"{name} {'tpu_custom_call' in text and ' sort(' not in text}", flush=True)
 
 
