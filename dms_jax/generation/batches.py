@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from dms_jax.cache.host_values import Tail
+from dms_jax.generation.programs import Steps
+
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
@@ -105,6 +108,25 @@ class Extended:
             int(self.lanes[row]): totals[row, : self.counts[row]]
             for row in np.flatnonzero(self.counts)
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchedSteps:
+    """A chunk of decode steps that was launched, until it is read.
+
+    Attributes:
+      steps: its results, on the device.
+      most: Int[B], the most tokens that each lane takes.
+      end_tokens: token ids that end an answer.
+      tail: the values that the host must write, if it holds any.
+      table: the page table that it runs with.
+    """
+
+    steps: Steps
+    most: Int[np.ndarray, " B"]
+    end_tokens: tuple[int, ...]
+    tail: Tail | None
+    table: Int[np.ndarray, "L B K M"]
 
 
 def build_batch(

@@ -9,8 +9,8 @@ running request is preempted: it returns to the queue with its tokens and is rec
 prompt as a prompt and the answer as an answer, so that every policy decides as it did before.
 
 Programs are launched before the results of those before them are read, as far as nobody waits for
-these: prompts, the first tokens after them, and a chunk of steps. What is not needed to launch the
-next ones is done on the host meanwhile: texts of requests that ended, and records of prompts.
+these: prompts, the first tokens after them, and chunks of steps. While requests wait for a lane, a
+chunk is read before the next one is launched: a lane that ended would be idle in it.
 """
 
 import collections
@@ -31,7 +31,7 @@ from dms_jax.generation.memory import fits_device, pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.programs import bucket, request_keys
 from dms_jax.generation.prompts import check_call, check_list, check_stop, encode_prompt
-from dms_jax.generation.reporting import Reporter, record_peak_bytes, record_steps
+from dms_jax.generation.reporting import Reporter, record_peak_bytes
 from dms_jax.generation.requests import (
     Completion,
     OnTokens,
@@ -240,8 +240,7 @@ class Engine:
                         self._launched.read()
                         reporter.report(self._running, waiting)
                     if self._running:
-                        self._decode_chunk(waiting, sampling, num_steps, tracker)
-                        reporter.report(self._running, waiting)
+                        self._decode(waiting, sampling, num_steps, reporter, awaited=awaited)
         finally:
             tracker.finish()
 
@@ -355,7 +354,7 @@ class Engine:
             )
             for lane, part in parts.items():
                 done[lane] += len(part)
-            record_peak_bytes(self.runner, self._running)
+            record_peak_bytes(runner, self._running)
             runner.trim()
             self._launched.prompts(extended, {lane: self._running[lane] for lane in parts})
 
@@ -380,39 +379,32 @@ class Engine:
         self.runner.reserve(extra, prompt=prompt)
         return len(self._running) == before
 
-    def _decode_chunk(
+    def _decode(
         self,
         waiting: collections.deque[Request],
         sampling: Sampling,
         num_steps: int,
-        tracker: TextTracker,
+        reporter: Reporter,
+        *,
+        awaited: bool,
     ) -> None:
-        """Runs a chunk of steps; unread results are read and texts are finished meanwhile."""
-        remaining = np.zeros(len(self.runner.seen), np.int32)
-        for lane, request in self._running.items():
-            remaining[lane] = request.remaining - (lane in self._launched.drawn)
-        self._reserve_or_preempt(
-            np.minimum(remaining, num_steps).astype(np.int64), waiting, prompt=False
-        )
-        idle = [lane for lane in range(len(remaining)) if lane not in self._running]
-        remaining[idle] = 0
+        """Runs a chunk of steps, and those that are launched before the one before them is read."""
+        extra = np.minimum(self._launched.remaining(self._running), num_steps)
+        self._reserve_or_preempt(extra, waiting, prompt=False)
         record_peak_bytes(self.runner, self._running)
-
-        def meanwhile() -> None:
-            self._launched.read()
-            tracker.finish()
-
-        if not remaining.any():  # first tokens were all that was asked for
-            meanwhile()
-            return
-        steps = self.runner.decode(
-            self._launched.last_tokens,
-            remaining,
-            self._keys,
-            self._arrivals.filter(sampling, self._running, len(self._keys)),
-            num_steps=num_steps,
-            end_tokens=self.model.generation.eos_token_ids,
-            meanwhile=meanwhile,
-        )
-        self._launched.decoded(steps.tokens[-1])
-        record_steps(steps, self._running)
+        rule = self._arrivals.filter(sampling, self._running, len(self._keys))
+        chunk = (self._running, self._keys, rule, num_steps)
+        self._launched.decode(*chunk)
+        self._launched.read()  # prompts, while the steps run
+        alone = not awaited and self._arrivals.incoming is None
+        while True:
+            reporter.tracker.finish()
+            undisturbed = alone and not (waiting or self._cancelled)
+            if undisturbed and self._launched.reserve_ahead(self._running, num_steps):
+                self._launched.decode(*chunk)
+            if self._launched.chunks:
+                self._launched.read_chunk()
+            reporter.report(self._running, waiting)
+            if not self._launched.chunks:
+                return
+            record_peak_bytes(self.runner, self._running)  # without what is not needed after all

@@ -1,9 +1,10 @@
 """Programs that were launched, and what is to be done with their results when they are read.
 
-A prompt, the token after it and a chunk of steps run one behind the other on the device; the host
-reads the results of the first two while the third one runs.
+A prompt, the token after it and chunks of steps run one behind the other on the device; the host
+reads the results of each while the next one runs.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping
 
@@ -12,10 +13,14 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from dms_jax.generation import sharing
-from dms_jax.generation.batches import Extended
+from dms_jax.generation.batches import Extended, LaunchedSteps
+from dms_jax.generation.reporting import record_steps
 from dms_jax.generation.requests import Request, check_finite
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter
+
+# Of so many answers with end tokens it is unlikely that all end within one chunk.
+LANES_AHEAD = 4
 
 
 @dataclasses.dataclass
@@ -26,18 +31,22 @@ class Launched:
       runner: the runner that launches them.
       last_tokens: Int[B], the newest token of each lane, on the device until it is read.
       drawn: lanes whose newest token is the first of an answer, and has not been read.
+      chunks: chunks of steps that were not read, oldest first, and the requests in their lanes.
     """
 
     runner: Runner
     last_tokens: np.ndarray | jax.Array = dataclasses.field(init=False)
     drawn: frozenset[int] = frozenset()
+    chunks: collections.deque[tuple[LaunchedSteps, dict[int, Request]]] = dataclasses.field(
+        default_factory=collections.deque
+    )
     _unread: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
         self.last_tokens = np.zeros(len(self.runner.seen), np.int32)
 
     def read(self) -> None:
-        """Waits for the programs, and records their results in order.
+        """Waits for prompts and first tokens, and records them in order.
 
         Raises:
           CheckpointError: logits are not numbers.
@@ -57,16 +66,70 @@ class Launched:
             if lane in drawn and request.generated[-1] in end_tokens
         ]
 
-    def decoded(self, tokens: Int[np.ndarray, " B"]) -> None:
-        """Sets the newest tokens after a chunk of steps.
+    def remaining(self, running: Mapping[int, Request]) -> Int[np.ndarray, " B"]:
+        """Returns the most tokens that each lane may generate after what was launched."""
+        remaining = np.zeros(len(self.runner.seen), np.int64)
+        for lane, request in running.items():
+            remaining[lane] = request.remaining - (lane in self.drawn)
+        return remaining - np.minimum(self.runner.unread, remaining)
 
-        They go where the device had those before: elsewhere, programs are compiled once more.
+    def decode(
+        self,
+        running: Mapping[int, Request],
+        keys: UInt32[np.ndarray, "B n"],
+        rule: Filter,
+        num_steps: int,
+    ) -> None:
+        """Launches a chunk of steps behind the others, if any lane may have a token to generate.
+
+        Args:
+          running: lane -> its request.
+          keys: random key data of every lane.
+          rule: sampling settings.
+          num_steps: number of steps.
         """
-        before = self.last_tokens
+        remaining = self.remaining(running)
+        if not remaining.any():  # first tokens were all that was asked for
+            return
+        chunk = self.runner.decode(
+            self.last_tokens,
+            remaining,
+            keys,
+            rule,
+            num_steps=num_steps,
+            end_tokens=self.runner.model.generation.eos_token_ids,
+        )
+        self.chunks.append((chunk, dict(running)))
+        # They go where the device had those before: elsewhere, programs are compiled once more.
+        before, self.last_tokens = self.last_tokens, chunk.steps.newest
         if isinstance(before, jax.Array) and before.committed:
-            self.last_tokens = jax.device_put(tokens, before.sharding)
-        else:
-            self.last_tokens = tokens
+            self.last_tokens = jax.device_put(self.last_tokens, before.sharding)
+
+    def reserve_ahead(self, running: Mapping[int, Request], num_steps: int) -> bool:
+        """Reserves pages for another chunk behind one that was not read, if that costs nothing.
+
+        Returns False, and reserves nothing, where it would: if all answers may have ended, and the
+        device would run steps for none of them; if the pool is so full that lengths must be exact;
+        if the rows could need a wider table, whose program is compiled anew. KCache's values are
+        written between programs.
+        """
+        extra = np.minimum(self.remaining(running), num_steps)
+        enough = LANES_AHEAD if self.runner.model.generation.eos_token_ids else 1
+        if np.count_nonzero(extra) < enough or self.runner.host is not None:
+            return False
+        if not (self.runner.fits(extra) and self.runner.fits_table(extra)):
+            return False
+        self.runner.reserve(extra)
+        return True
+
+    def read_chunk(self) -> None:
+        """Waits for the oldest chunk of steps, and records it.
+
+        Raises:
+          CheckpointError: logits are not numbers.
+        """
+        chunk, running = self.chunks.popleft()
+        record_steps(self.runner.read(chunk), running)
 
     def prompts(self, extended: Extended, requests: Mapping[int, Request]) -> None:
         """Adds tokens that were launched to the use of the cache, when they are read.

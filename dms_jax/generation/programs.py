@@ -28,9 +28,10 @@ from dms_jax.policies import Policy
 class Steps:
     """The results of C decode steps of B lanes.
 
-    Device arrays inside a program, NumPy arrays outside. `ran` marks the steps that each lane
+    Device arrays until they are read, NumPy arrays then. `ran` marks the steps that each lane
     took; `live` and `reads` are totals over its L * K rows. Log-probabilities are None unless they
-    are asked for; `finite` says whether the logits were numbers.
+    are asked for; `finite` says whether the logits were numbers. At the end of the chunk `newest`
+    is the newest token of each lane and `lengths` the slots in use of each row.
     """
 
     tokens: Any  # Int[C, B]
@@ -39,6 +40,8 @@ class Steps:
     ran: Any  # Bool[C, B]
     live: Any  # Int[C, B]
     reads: Any  # Int[C, B]
+    newest: Any = None  # Int[B]
+    lengths: Any = None  # Int[L, B, K]
 
 
 # XLA may leave out a rounding to bfloat16 between two operations that it fuses, and what it fuses
@@ -327,8 +330,10 @@ def decode(
     remaining = jnp.where(_ends(tokens, end_tokens), 0, remaining)
     table_before = cache.page_table
     cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, num_steps)
-    (cache, _, _), steps = jax.lax.scan(step, (cache, tokens, remaining), length=num_steps)
+    carry = (cache, tokens, remaining)
+    (cache, newest, _), steps = jax.lax.scan(step, carry, length=num_steps)
     cache, tail = detach_tail(cache)
+    steps = dataclasses.replace(steps, newest=newest, lengths=cache.lengths)
     return dataclasses.replace(cache, page_table=table_before), steps, tail
 
 
@@ -370,4 +375,5 @@ def teacher_forced_decode(
         (jnp.arange(tokens.shape[0] - 1), tokens[:-1], tokens[1:]),
     )
     cache, tail = detach_tail(cache)
+    steps = dataclasses.replace(steps, newest=tokens[-1], lengths=cache.lengths)
     return dataclasses.replace(cache, page_table=table_before), steps, tail

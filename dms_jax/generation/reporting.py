@@ -32,7 +32,7 @@ def record_steps(steps: Steps, running: Mapping[int, Request]) -> None:
 
 
 def record_peak_bytes(runner: Runner, running: Mapping[int, Request]) -> None:
-    """Takes the bytes that running requests hold now into their use of the cache."""
+    """Adds the pages that are reserved now to the running requests' use of the cache."""
     held = runner.cache_bytes()
     for lane, request in running.items():
         request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])
@@ -60,16 +60,17 @@ class Reporter:
         """Reports a chunk, and then the requests that were cancelled because of its updates.
 
         Requests that ended are removed from the running ones (by lane) or from those that wait.
+        Those that are cancelled while another chunk runs end after it.
         """
         self._report(running, waiting)
-        while self.cancelled:
+        while self.cancelled and not self.runner.unread.any():
             self._report(running, waiting)
 
     def _report(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
         runner = self.runner
         runner.trim()
         held, on_host = runner.cache_bytes(), runner.host_bytes()
-        cancelled = self.cancelled.copy()
+        cancelled = set() if runner.unread.any() else self.cancelled.copy()
         self.cancelled -= cancelled
         ended, updates = [], []
         for lane, request in running.items():

@@ -2,11 +2,11 @@
 
 No work on the host scales with the number of tokens: pages are reserved before each chunk, a chunk
 of C decode steps is one compiled program, and only its tokens and the rows' lengths are copied
-back. Where a policy keeps every token the lengths are known without that, and nothing waits.
+back. A chunk is launched, and read later: more may be launched before that (`rows.py`).
 """
 
 import contextlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import jax
@@ -15,13 +15,14 @@ from jaxtyping import Int, UInt32
 
 from dms_jax import sharding
 from dms_jax.cache import PageAllocator
-from dms_jax.cache.host_values import HostRows, HostValues, Tail
+from dms_jax.cache.host_values import HostRows, HostValues
 from dms_jax.cache.pages import few_sizes, few_widths
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
-from dms_jax.generation.batches import Extended, build_batch
+from dms_jax.generation.batches import Extended, LaunchedSteps, build_batch
 from dms_jax.generation.memory import fits_device
 from dms_jax.generation.programs import Steps, bucket
+from dms_jax.generation.rows import Rows
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import layer_page_bytes, page_bytes, state_bytes
@@ -29,7 +30,7 @@ from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
 
 
-class Runner:
+class Runner(Rows):
     """A cache of B lanes (one sequence each) and the programs that run over it.
 
     Attributes:
@@ -169,83 +170,22 @@ class Runner:
         self.hidden: Any = np.zeros((num_lanes, config.hidden_size), self.model.dtype)
         self.lengths = np.zeros((config.num_layers, num_lanes, config.num_kv_heads), np.int64)
         self.seen = np.zeros(num_lanes, np.int64)
+        self.unread = np.zeros(num_lanes, np.int64)
         self._max_lengths = np.zeros(num_lanes, np.int32)
         self.dirty = False
-
-    @property
-    def lengths(self) -> Int[np.ndarray, "L B K"]:
-        """The slots in use per row after the last program; waits for it if they depend on it."""
-        lengths = self._lengths
-        if lengths is None:
-            self.lengths = lengths = np.asarray(self.cache.lengths).astype(np.int64)
-            held = self.allocator.reserved * self.page_size
-            assert (lengths <= held).all(), "a row outgrew its reserve"
-        return lengths
-
-    @lengths.setter
-    def lengths(self, lengths: Int[np.ndarray, "L B K"]) -> None:
-        self._lengths: Int[np.ndarray, "L B K"] | None = lengths
-
-    # -- memory -----------------------------------------------------------------------------------
-
-    def slots_after(
-        self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False
-    ) -> Int[np.ndarray, "L B K"]:
-        """Returns the most slots that each row can need after `extra` tokens per lane, or per row.
-
-        `prompt` means that some of the tokens belong to prompts, which a policy that cuts rows
-        afterwards holds in full.
-        """
-        extra = np.asarray(extra)
-        slots = self.lengths + (extra[None, :, None] if extra.ndim == 1 else extra)
-        return slots if prompt and self.policy.shrinks else self.cut(slots, self.lengths)
-
-    def cut(
-        self, slots: Int[np.ndarray, "*rows"], held: Int[np.ndarray, "*rows"]
-    ) -> Int[np.ndarray, "*rows"]:
-        """Returns the most of `slots` that rows can need which hold `held` and decode."""
-        limit = self._slot_limit
-        return slots if limit is None else np.minimum(slots, np.maximum(limit, held))
-
-    def fits(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> bool:
-        """Returns whether the pool can hold `extra` more tokens per lane, or per row."""
-        return self.allocator.fits(self.slots_after(extra, prompt=prompt))
-
-    def reserve(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> None:
-        """Reserves pages for `extra` more tokens per lane, or per row, or raises CapacityError."""
-        self.allocator.reserve(self.slots_after(extra, prompt=prompt))
-
-    def trim(self) -> None:
-        """Releases every page that no slot in use needs."""
-        self.allocator.trim(self.lengths)
-
-    def cache_bytes(self) -> list[int]:
-        """Returns the device bytes of each lane's reserved pages and of its policy state."""
-        pages = self.allocator.reserved.sum(2, dtype=np.int64)
-        return (self._layer_bytes @ pages + self._state_bytes).tolist()
-
-    def host_bytes(self) -> list[int]:
-        """Returns the bytes of the values in host memory of each lane's reserved pages."""
-        pages = self.allocator.reserved.sum(2, dtype=np.int64)
-        return ((self.page_bytes - self._layer_bytes) @ pages).tolist()
 
     def clear(self, lanes: list[int]) -> None:
         """Empties lanes and releases their pages."""
         self.allocator.release(np.asarray(lanes, np.int64))
         self.lengths[:, lanes] = 0
         self.seen[lanes] = 0
+        self.unread[lanes] = 0
         mask = np.zeros(len(self.seen), bool)
         mask[lanes] = True
         with use_mesh(self.model.mesh):
             self.cache = programs.clear(
                 self.cache, mask, self.model.config, self.policy, self.model.dtype
             )
-
-    def raise_max_length(self, tokens: int) -> None:
-        """Raises the maximum length of sequences, before pages are reserved for them."""
-        if tokens > self._max_length:
-            self._max_length = tokens
-            self._slot_limit = self.policy.footprint(tokens, page_size=self.page_size).at_most
 
     def set_max_lengths(self, tokens: dict[int, int]) -> None:
         """Sets the maximum length of lanes, from which a compression ratio's budget follows."""
@@ -314,7 +254,14 @@ class Runner:
             self.hidden = programs.keep_hidden(self.hidden, hidden, own)
         counts = np.zeros(num_lanes, np.int64)
         counts[batch.lanes[batch.counts > 0]] = batch.counts[batch.counts > 0]
-        self._advance(counts, tail, table)
+        if self.host is not None:
+            assert tail is not None
+            self.host.write(tail, table)
+        self.seen = self.seen + counts
+        if self._keeps_all:
+            self.lengths = self.lengths + counts[:, None]
+        else:
+            self._lengths = None
         return Extended(
             hidden=hidden, lanes=batch.lanes, counts=batch.counts, totals=live, held=held
         )
@@ -328,20 +275,19 @@ class Runner:
         *,
         num_steps: int,
         end_tokens: tuple[int, ...],
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Steps:
-        """Runs C decode steps in one program (pages must be reserved).
+    ) -> LaunchedSteps:
+        """Launches C decode steps in one program (pages must be reserved); see `read`.
 
         Args:
-          tokens: each lane's newest token (int32), not in the cache yet.
+          tokens: each lane's newest token (int32), not in the cache yet. A lane whose newest token
+            is an end token is idle.
           remaining: number of tokens that each lane may still generate; 0 for an idle lane.
           keys: random key data of each lane.
           rule: sampling settings.
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
-          meanwhile: called while the program runs.
         """
-        table = self._table()
+        table = self._table().copy()  # pages are released while it runs
         with use_mesh(self.model.mesh):
             self.cache, steps, tail = programs.decode(
                 self.model.transformer,
@@ -356,10 +302,23 @@ class Runner:
                 num_steps,
                 end_tokens,
             )
-        if meanwhile is not None:
-            meanwhile()
-        steps = jax.device_get(steps)
-        self._advance(steps.ran.sum(0), tail, table)
+        most = np.minimum(remaining, num_steps).astype(np.int64)
+        self.unread = self.unread + most
+        return LaunchedSteps(steps, most, end_tokens, tail, table)
+
+    def read(self, launched: LaunchedSteps) -> Steps:
+        """Waits for a chunk of steps, the oldest that was not read, and returns its results."""
+        steps = jax.device_get(launched.steps)
+        counts = steps.ran.sum(0)
+        # Lanes that ended are idle in what was launched since.
+        ended = np.isin(steps.newest, launched.end_tokens)
+        self.unread = np.where(ended, 0, self.unread - launched.most)
+        # Idle lanes may have been cleared since the launch.
+        self.read_lengths(np.where((counts > 0)[:, None], steps.lengths, self.lengths))
+        self.seen = self.seen + counts
+        if self.host is not None:
+            assert launched.tail is not None
+            self.host.write(launched.tail, launched.table)
         return steps
 
     def teacher_forced_decode(
@@ -381,9 +340,8 @@ class Runner:
                 counts.astype(np.int32),
                 self.policy,
             )
-        steps = jax.device_get(steps)
-        self._advance(steps.ran.sum(0), tail, table)
-        return steps
+        self.unread = self.unread + counts
+        return self.read(LaunchedSteps(steps, counts, (), tail, table))
 
     def table_width(self, slots: int) -> int:
         """Returns the pages of a row in the compiled page table if the longest row has `slots`."""
@@ -402,19 +360,3 @@ class Runner:
     def host_rows(self) -> HostRows | None:
         """The values in host memory as programs see them."""
         return None if self.host is None else self.host.rows
-
-    def _advance(
-        self,
-        counts: Int[np.ndarray, " B"],
-        tail: Tail | None,
-        table: Int[np.ndarray, "L b K M"],
-    ) -> None:
-        """Keeps the host's records up to date with a program that runs so many tokens per lane."""
-        if self.host is not None:
-            assert tail is not None
-            self.host.write(tail, table)
-        self.seen = self.seen + counts
-        if self._keeps_all:
-            self.lengths = self.lengths + counts[:, None]
-        else:
-            self._lengths = None

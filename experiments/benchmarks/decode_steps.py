@@ -239,7 +239,7 @@ def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple
     reads = []
 
     def run() -> np.ndarray:
-        steps = runner.decode(
+        launched = runner.decode(
             tokens,
             remaining,
             keys,
@@ -247,6 +247,7 @@ def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple
             num_steps=config.chunk,
             end_tokens=(),
         )
+        steps = runner.read(launched)
         tokens[:] = steps.tokens[-1]
         reads.append(steps.reads.sum(1).mean())
         return steps.tokens

@@ -7,6 +7,7 @@ so that lanes are refilled one by one. Reported for each policy:
   each lane; how many programs, and the seconds that they took. With the cache of compiled programs
   filled (a second process) these are loaded.
 - **runs**: tokens per second of whole calls after it, and what they still compiled.
+- **idle**: seconds in which the device had no chunk of steps or prompt to run, between two chunks.
 - **limit**: the same work at the rates of the data sheet: the weights once per step and each key
   and value that was read over the bandwidth, and the products of prompts over the matrix rate,
   with as many sequences at a time as lanes and memory hold.
@@ -14,8 +15,13 @@ so that lanes are refilled one by one. Reported for each policy:
     python -m experiments.benchmarks.engine --out experiments/results/engine/qwen2.5-0.5b.json
     python -m experiments.benchmarks.engine --shape llama-3.1-8b --lanes 96 --memory 12e9 \
         --prompts 512 4096 --requests 192 --policies dense live
+
+No request waits for a lane, so that each chunk is launched before the last one is read:
+
+    python -m experiments.benchmarks.engine --requests 256
 """
 
+import concurrent.futures
 import dataclasses
 import gc
 import json
@@ -33,7 +39,7 @@ from dms_jax.cache.accounting import Usage
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.devices import DEVICES
-from dms_jax.generation import Engine
+from dms_jax.generation import Engine, programs
 from dms_jax.generation.requests import Request, make_requests
 from dms_jax.model.caching import tree_bytes
 from experiments.benchmarks.decode_steps import SHAPES, random_model
@@ -121,6 +127,41 @@ class Compilations:
         return figures | {name: round(sum(taken.get(kind, [])), 3) for name, kind in kinds.items()}
 
 
+class Timeline:
+    """Notes when programs that read the cache were launched, and when the device ended each."""
+
+    def __init__(self):
+        self.launched: list[float] = []
+        self.ended: list[concurrent.futures.Future[float]] = []
+        self._watching = concurrent.futures.ThreadPoolExecutor(64)
+        call = programs.Program.__call__
+
+        def noted(program: programs.Program, *args: Any) -> Any:
+            launched = time.perf_counter()
+            results = call(program, *args)
+            if program in (programs.decode, programs.extend):
+                # Of results only the cache, which comes first, is donated to the next program.
+                self.ended.append(self._watching.submit(_ready, results[1:]))
+                self.launched.append(launched)
+            return results
+
+        setattr(programs.Program, "__call__", noted)  # noqa: B010
+
+    def take(self) -> dict[str, Any]:
+        """Returns programs, and the seconds between them in which none had been launched."""
+        ended = [each.result() for each in self.ended]
+        between = zip(self.launched[1:], ended, strict=False)
+        idle = [max(0.0, launched - before) for launched, before in between]
+        self.launched, self.ended = [], []
+        return dict(launches=len(ended), idle_seconds=sum(idle))
+
+
+def _ready(results: Any) -> float:
+    """Waits for results and returns the time."""
+    jax.block_until_ready(results)
+    return time.perf_counter()
+
+
 def requests_of(config: Config, model: dms_jax.LanguageModel, seed: int) -> list[Request]:
     """Draws prompts, each with an answer of its own length."""
     random = np.random.default_rng(seed)
@@ -176,7 +217,11 @@ def limit_of(
 
 
 def measure(
-    config: Config, model: dms_jax.LanguageModel, name: str, counts: Compilations
+    config: Config,
+    model: dms_jax.LanguageModel,
+    name: str,
+    counts: Compilations,
+    timeline: Timeline,
 ) -> dict[str, Any]:
     """Times the first call and whole calls of one policy."""
     policy = dms_jax.Vanilla() if name == "dense" else dms_jax.StreamingLLM(budget=config.live)
@@ -204,7 +249,8 @@ def measure(
             prefilled_tokens=sum(each.usage.prefilled_tokens for each in done),
             tokens_per_second=new / seconds,
         )
-        return figures | counts.take(), [each.usage for each in done], engine
+        figures |= timeline.take() | counts.take()
+        return figures, [each.usage for each in done], engine
 
     first = requests_of(config, model, 0)[: config.lanes]
     for request in first:
@@ -226,7 +272,7 @@ def measure(
 def main(config: Config) -> None:
     """Measures every policy and writes the figures as they come."""
     make_place("--out", config.out)
-    counts, start = Compilations(), time.perf_counter()
+    counts, timeline, start = Compilations(), Timeline(), time.perf_counter()
     shape = QWEN if config.shape == "qwen2.5-0.5b" else SHAPES[config.shape]
     model = random_model(shape, jnp.dtype(config.dtype))
     jax.block_until_ready(jax.tree.leaves(model.transformer))
@@ -238,7 +284,7 @@ def main(config: Config) -> None:
         policies=[],
     )
     for name in config.policies:
-        results["policies"].append(measure(config, model, name, counts))
+        results["policies"].append(measure(config, model, name, counts, timeline))
         config.out.write_text(json.dumps(results, indent=1) + "\n")
         gc.collect()
 

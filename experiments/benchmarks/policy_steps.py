@@ -243,7 +243,7 @@ def time_steps(
     reads = []
 
     def run() -> np.ndarray:
-        steps = runner.decode(
+        launched = runner.decode(
             tokens,
             np.full(batch, 10**6, np.int32),
             keys,
@@ -251,6 +251,7 @@ def time_steps(
             num_steps=CHUNK,
             end_tokens=(),
         )
+        steps = runner.read(launched)
         tokens[:] = steps.tokens[-1]
         reads.append(steps.reads.sum(1).mean())
         return steps.tokens

@@ -209,7 +209,7 @@ def test_a_chain_that_does_not_fit_even_alone_is_refused():
 
 
 def test_recomputation_after_a_preemption_counts():
-    """The second chain was preempted after one chunk of its answer: prompt and answer again."""
+    """The second chain was preempted after two chunks of its answer: prompt and answer again."""
     engine, (prompt,) = engine_with(dms_jax.Vanilla(), num_lanes=2), prompts([13])
     fits, alone = engine.runner.fits, []
 
@@ -223,7 +223,7 @@ def test_recomputation_after_a_preemption_counts():
 
     engine.runner.fits = full_once
     found = engine.generate([prompt] * 2, sampling=dataclasses.replace(SAMPLED, max_new_tokens=20))
-    assert prefilled(found) == [13, 13 + 8]  # the last token of the answer was not in the cache
+    assert prefilled(found) == [13, 13 + 16]  # the last token of the answer was not in the cache
 
 
 def test_few_programs_copy(ran):

@@ -1,7 +1,8 @@
 """Laws 3 and 4 for whole requests: answers, usage, and the memory that is reserved and released.
 
 Before every compiled chunk a row holds ceil((slots in use + tokens of the chunk) / P) pages, no
-more and no fewer; afterwards those that its slots need; at the end none.
+more and no fewer; afterwards those that its slots need; at the end none. Tokens of steps that were
+launched and not read count as slots in use, until they are read.
 """
 
 import dataclasses
@@ -41,14 +42,21 @@ def bound(policy, page_size: int) -> int | None:
     return policy.footprint(10**6, page_size=page_size).at_most
 
 
+def grown(runner: Runner, held: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Returns the most slots that rows have in use after so many steps of their lanes."""
+    limit, slots = bound(runner.policy, runner.page_size), held + tokens[:, None]
+    return slots if limit is None else np.minimum(slots, np.maximum(limit, held))
+
+
 class Watch:
     """Checks the reserved pages of every row around every compiled chunk, and counts events."""
 
     def __init__(self, monkeypatch):
-        self.chunks = self.cleared = 0
+        self.chunks = self.cleared = self.ahead = 0
         self.refusals: set[int] = set()  # chunks before which the pool reports once that it is full
         for name in ("extend", "decode", "teacher_forced_decode"):
             monkeypatch.setattr(Runner, name, self._around(getattr(Runner, name), name))
+        monkeypatch.setattr(Runner, "read", self._read(Runner.read))
         monkeypatch.setattr(Runner, "fits", self._refusing(Runner.fits))
         monkeypatch.setattr(Runner, "trim", self._trimmed(Runner.trim))
         monkeypatch.setattr(Runner, "clear", self._cleared(Runner.clear))
@@ -63,22 +71,36 @@ class Watch:
                 coming = np.minimum(arguments[1], options["num_steps"])
             else:
                 coming = arguments[1]
-            slots = runner.lengths + coming[None, :, None]
-            limit = bound(runner.policy, runner.page_size)
             whole = runner.policy.shrinks and options.get("prompt", False)  # cut afterwards
-            if limit is not None and not whole:
-                slots = np.minimum(slots, np.maximum(limit, runner.lengths))
+            held = grown(runner, runner.lengths, runner.unread)
+            slots = held + coming[:, None] if whole else grown(runner, held, coming)
             needed = -(-slots // runner.page_size)
             chex.assert_trees_all_equal(runner.allocator.reserved, needed)
             self.chunks += 1
+            self.ahead += bool(runner.unread.any())
             result = call(runner, *arguments, **options)
-            assert (runner.lengths <= slots).all()
-            # Where nothing is evicted the host knows the lengths without asking the device.
-            chex.assert_trees_all_equal(runner.lengths, np.asarray(runner.cache.lengths, np.int64))
-            chex.assert_trees_all_equal(runner.seen, np.asarray(runner.cache.seen, np.int64))
+            if name == "extend":
+                assert (runner.lengths <= slots).all()
+                self._check_lengths(runner)
             return result
 
         return watched
+
+    def _read(self, call):
+        def watched(runner, launched):
+            most = grown(runner, runner.lengths, launched.most)
+            result = call(runner, launched)
+            assert (runner.lengths <= most).all()
+            if not runner.unread.any():
+                self._check_lengths(runner)
+            return result
+
+        return watched
+
+    def _check_lengths(self, runner):
+        # Where nothing is evicted the host knows the lengths without asking the device.
+        chex.assert_trees_all_equal(runner.lengths, np.asarray(runner.cache.lengths, np.int64))
+        chex.assert_trees_all_equal(runner.seen, np.asarray(runner.cache.seen, np.int64))
 
     def _refusing(self, call):
         def watched(runner, extra, **options):
@@ -93,7 +115,7 @@ class Watch:
     def _trimmed(self, call):
         def watched(runner):
             call(runner)
-            needed = -(-runner.lengths // runner.page_size)
+            needed = -(-grown(runner, runner.lengths, runner.unread) // runner.page_size)
             chex.assert_trees_all_equal(runner.allocator.reserved, needed)
 
         return watched
@@ -126,9 +148,11 @@ def test_requests_that_are_put_back_are_answered_as_if_they_were_not(
     engine = engine_of(model, row)
     sampling = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=8)
     largest = 0.0
-    for refusals in (set(), {1, 2}):  # the same engine twice: the first call leaves nothing behind
-        watch.chunks, watch.cleared, watch.refusals = 0, 0, set(refusals)
-        completions = engine.generate(PROMPTS, sampling=sampling)
+    # The same engine twice, the second time in turn: the first call leaves nothing behind.
+    for refusals, listen in ((set(), None), ({1, 2}, lambda update: None)):
+        watch.chunks, watch.cleared, watch.ahead, watch.refusals = 0, 0, 0, set(refusals)
+        completions = engine.generate(PROMPTS, sampling=sampling, on_tokens=listen)
+        assert (watch.ahead > 0) == (listen is None and engine.runner.host is None)
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             difference = check_completion(
                 row, weights_of(row), model.config, prompt, completion, row.page_size

@@ -1,0 +1,159 @@
+"""The next chunk of steps runs on the device before the last one is read, and changes nothing."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import dms_jax
+from dms_jax.generation import Engine, programs
+from dms_jax.generation.launched import LANES_AHEAD
+from dms_jax.generation.runner import Runner
+from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
+
+TWO = prompts((5, 13))
+SIX = prompts((5, 9, 13, 7, 11, 3))
+
+
+def in_order(monkeypatch, engine, given, **options):
+    """Returns the completions of a call, and the order in which chunks were launched and read."""
+    order, call, fetch = [], programs.Program.__call__, jax.device_get
+
+    def launched(program, *arguments):
+        if program is programs.decode:
+            order.append("launch")
+        return call(program, *arguments)
+
+    def fetched(values):
+        if isinstance(values, programs.Steps):
+            order.append("read")
+        return fetch(values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(programs.Program, "__call__", launched)
+        patch.setattr(jax, "device_get", fetched)
+        completions = engine.generate(given, sampling=GREEDY, **options)
+    return completions, order
+
+
+AHEAD = ["launch", "launch", "read", "launch", "read", "read"]
+IN_TURN = ["launch", "read"] * 3
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_chunk_is_launched_before_the_last_one_is_read(name, monkeypatch):
+    """Answers and every figure of usage are those of chunks that run in turn."""
+    engine = engine_for(name)
+    completions, order = in_order(monkeypatch, engine, TWO)
+    assert order == AHEAD
+    expected, order = in_order(monkeypatch, engine, TWO, on_tokens=lambda update: None)
+    assert order == IN_TURN
+    assert completions == expected
+    assert engine.runner.allocator.pages_in_use == 0
+    assert not engine.runner.unread.any()
+
+
+def test_lanes_are_refilled_before_the_next_chunk(monkeypatch):
+    """While a request waits for a lane, an answer that ended is read at once."""
+    engine = engine_for("dms")
+    given = prompts()
+    completions, order = in_order(monkeypatch, engine, given)
+    assert order == IN_TURN + AHEAD
+    assert completions == engine.generate(given, sampling=GREEDY, on_tokens=lambda update: None)
+
+
+def ending_with(tokens: tuple[int, ...], lanes: int) -> Engine:
+    model = model_for("dms", ends=False)
+    defaults = dataclasses.replace(model.generation, eos_token_ids=tokens)
+    model = dataclasses.replace(model, generation=defaults)
+    return Engine(model, max_tokens=64, **SHAPE | dict(num_lanes=lanes))
+
+
+def test_answers_that_end_at_a_token(monkeypatch):
+    """Some end within a chunk behind which another one runs; with few of them left none is."""
+    plain = engine_for("dms").generate(SIX, sampling=GREEDY)
+    common = [token for answer in plain for token in set(answer.tokens[2:8])]
+    end = max(set(common), key=common.count)
+    engine = ending_with((end,), len(SIX))
+    completions, order = in_order(monkeypatch, engine, SIX)
+    ended = [each.tokens for each in completions if each.finish_reason == "end"]
+    assert 1 < len(ended) < len(SIX)
+    assert order[:3] == AHEAD[:3]
+    expected, in_turn = in_order(monkeypatch, engine, SIX, on_tokens=lambda update: None)
+    assert completions == expected
+    assert len(order) == len(in_turn)
+    assert engine.runner.allocator.pages_in_use == 0
+    few, order = in_order(monkeypatch, engine, SIX[: LANES_AHEAD - 1])
+    assert [each.tokens for each in few] == [each.tokens for each in expected[: len(few)]]
+    assert order == ["launch", "read"] * (len(order) // 2)
+
+
+def test_answers_that_all_end_at_once(monkeypatch):
+    """The chunk behind them runs for nobody, and is waited for."""
+    same = [TWO[0]] * LANES_AHEAD
+    (answer,) = engine_for("dms").generate(same[:1], sampling=GREEDY)
+    engine = ending_with((answer.tokens[5],), LANES_AHEAD)
+    completions, order = in_order(monkeypatch, engine, same)
+    assert order == ["launch", "launch", "read", "read"]
+    assert completions == engine.generate(same, sampling=GREEDY, on_tokens=lambda update: None)
+    assert not engine.runner.unread.any()
+    assert engine.generate(same, sampling=GREEDY) == completions
+
+
+@pytest.mark.parametrize("name", ["vanilla", "dms"])
+def test_a_pool_without_room_for_two_chunks(name, monkeypatch):
+    """Lengths are read before a request is put back: it is the same one, as often, as in turn."""
+    engine = engine_for(name)
+    expected = engine.generate(TWO, sampling=GREEDY)
+    runner, whole = engine.runner, engine.runner.allocator._free[0]
+    most = sum(each.usage.peak_cache_bytes - runner._state_bytes for each in expected)
+    orders, prefilled = [], []
+    for missing in (0, 4, 12):
+        runner.allocator._free[0] = whole[len(whole) + missing - most // runner.page_bytes :]
+        try:
+            completions, order = in_order(monkeypatch, engine, TWO)
+            in_turn = engine.generate(TWO, sampling=GREEDY, on_tokens=lambda update: None)
+        finally:
+            runner.allocator._free[0] = whole
+        assert completions == in_turn
+        assert [each.tokens for each in completions] == [each.tokens for each in expected]
+        orders.append(order)
+        prefilled.append(sum(each.usage.prefilled_tokens for each in completions))
+    assert AHEAD not in orders[1:]
+    assert prefilled[-1] > prefilled[0] or name == "dms"
+
+
+def test_values_in_host_memory_are_written_between_chunks(monkeypatch):
+    policy = dms_jax.KCache(top=4, first_layers=1)
+    engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
+    _, order = in_order(monkeypatch, engine, TWO)
+    assert order == IN_TURN
+
+
+def test_a_wider_program_waits_for_the_lengths(monkeypatch):
+    """The page table would be wider if nothing were evicted, and so compiled anew."""
+    engine = engine_for("dms")
+    monkeypatch.setattr(type(engine.runner), "fits_table", lambda *_: False)
+    _, order = in_order(monkeypatch, engine, TWO)
+    assert order == IN_TURN
+
+
+def test_a_cancellation_waits_for_the_chunk_that_was_launched(monkeypatch):
+    """It comes from elsewhere, while two chunks are on the device."""
+    engine = engine_for("dms")
+    expected = engine.generate(TWO, sampling=GREEDY)
+    read = Runner.read
+
+    def cancelled(runner, launched):
+        engine.cancel([0])
+        return read(runner, launched)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "read", cancelled)
+        completions, order = in_order(patch, engine, TWO)
+    assert order == ["launch", "launch", "read", "read", "launch", "read"]
+    assert completions[0].finish_reason == "cancelled"
+    assert completions[0].tokens == expected[0].tokens[:17]  # the first one, and two chunks
+    assert completions[1].tokens == expected[1].tokens
+    assert engine.runner.allocator.pages_in_use == 0
+    assert engine.generate(TWO, sampling=GREEDY) == expected
