@@ -40,6 +40,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                log_config=None,  # that of the process stays
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

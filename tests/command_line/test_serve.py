@@ -1,0 +1,92 @@
+"""The server as a command: it answers until it is told to end, in order and with status 0."""
+
+import builtins
+import http.client
+import json
+import sys
+import threading
+import time
+
+import pytest
+
+from dms_jax.command_line import main, serve
+from dms_jax.serving.server import Server, take_address
+
+SHAPE = ["--lanes", "2", "--max-tokens", "64", "--page-size", "16", "--chunk", "4"]
+
+
+def free_port():
+    with take_address("127.0.0.1", 0) as taken:
+        return taken.getsockname()[1]
+
+
+def ask(port, path, body=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST" if body else "GET", path, body and json.dumps(body))
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
+    monkeypatch.setattr(serve.Config, "load", lambda self: stories)
+    port, found, servers = free_port(), {}, []
+    serve_on = Server.serve_on
+    monkeypatch.setattr(
+        Server, "serve_on", lambda self, taken: servers.append(self) or serve_on(self, taken)
+    )
+
+    def client():
+        try:
+            end = time.monotonic() + 120
+            while time.monotonic() < end and "health" not in found:
+                try:
+                    found["health"] = ask(port, "/health")
+                except OSError:  # it does not listen yet
+                    time.sleep(0.05)
+            body = {"prompt": "Once", "max_tokens": 6}
+            found["answer"] = ask(port, "/v1/completions", body)
+            found["default"] = ask(port, "/v1/completions", {"prompt": "Once"})
+        finally:
+            servers[0].end()
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    policy = ["--policy", "TOVA", "--options", "budget=24"]
+    drawn = ["--temperature", "0", "--max-new-tokens", "9"]
+    assert main(["serve", "--port", str(port), *policy, *drawn, *SHAPE]) == 0
+    thread.join(60)
+    assert found["health"] == (200, {"status": "ok"})
+    assert found["answer"][1]["usage"]["completion_tokens"] == 6
+    assert found["default"][1]["usage"]["completion_tokens"] == 9
+    shown = capsys.readouterr().out
+    assert f"stories260k with TOVA at http://127.0.0.1:{port}/v1" in shown
+    assert shown.endswith("All requests had ended.\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--host", "256.0.0.1"], "--host 256.0.0.1 --port"),
+        (["--lanes", "0"], "--lanes must be"),
+        (["--drain-seconds", "-1"], "--drain-seconds must be"),
+        (["--temperature", "-1"], "temperature"),
+    ],
+)
+def test_wrong_settings_end_with_2(options, said, stories, monkeypatch, capsys):
+    monkeypatch.setattr(serve.Config, "load", lambda self: stories)
+    assert main(["serve", "--port", str(free_port()), *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
+    imported = builtins.__import__
+
+    def missing(name, *given, **more):
+        if name.partition(".")[0] == "starlette":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return imported(name, *given, **more)
+
+    monkeypatch.delitem(sys.modules, "dms_jax.serving.app", raising=False)
+    monkeypatch.setattr(builtins, "__import__", missing)
+    assert main(["serve"]) == 2
+    assert "pip install 'dms-jax[serve]'" in capsys.readouterr().err
