@@ -4,8 +4,9 @@
     dms-jax plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
     dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
 
-The step is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux), which takes a
-minute or two. For GPUs, whose compiler needs one, the figures are estimates, and are called so.
+The step of each stage is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux),
+which takes a minute or two. For GPUs, whose compiler needs one, the figures are estimates, and are
+called so.
 """
 
 import dataclasses
