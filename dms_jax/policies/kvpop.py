@@ -29,7 +29,7 @@ from dms_jax.policies.importance import predicted
 from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import (
     NOT_STORED,
-    PAGES,
+    ROWS,
     AdapterShape,
     CacheShape,
     Chunk,
@@ -44,14 +44,17 @@ from dms_jax.policies.values import (
 )
 from dms_jax.policies.victims import VictimEviction
 
+# Worth of a slot whose token is within the window: this, plus the token's position modulo window.
+WITHIN_WINDOW = 2.0**22  # float32 holds whole numbers up to four times as large
+
 
 @no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
-class Scored:
-    """Score and position of the token in each slot; without `late` inside the window."""
+class Window:
+    """The victim of each row, and `own` of the tokens in its window, by position modulo window."""
 
-    scores: Float[Array, "N P"] = struct.field(metadata=PAGES)
-    positions: Int[Array, "N P"] = struct.field(metadata=PAGES)
+    victim: Int[Array, "B K"] = struct.field(metadata=ROWS)
+    own: Float[Array, "B K W"] = struct.field(metadata=ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,51 +113,77 @@ class KVpop(VictimEviction):
         return decisions.importance + moved[..., : late.shape[-1]]
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """Returns the state of `VictimEviction`, and zero scores and positions."""
-        pages = Scored(
-            scores=jnp.zeros(shape.pages, shape.wide), positions=jnp.zeros(shape.pages, jnp.int32)
+        """Returns no victim, an empty window and zero scores."""
+        own = jnp.zeros((*shape.rows, max(self.window, 1)), shape.wide)
+        return PolicyState(
+            rows=Window(victim=super().init_state(shape).rows, own=own),
+            pages=jnp.zeros(shape.pages, shape.wide),
         )
-        return dataclasses.replace(super().init_state(shape), pages=pages)
+
+    def victim_of(self, rows: Window) -> Int[Array, "B K"]:
+        """See `VictimEviction.victim_of`."""
+        return rows.victim
+
+    def with_victim(self, rows: Window, victim: Int[Array, "B K"]) -> Window:
+        """See `VictimEviction.with_victim`."""
+        return dataclasses.replace(rows, victim=victim)
 
     def written(self, state: PolicyState, chunk: Chunk, placement: Placement, pool) -> PolicyState:
-        """Stores the chunk's own scores and positions, and scores what leaves the window."""
-        scored: Scored = state.pages
-        positions = jnp.broadcast_to(chunk.tokens.positions[:, None], placement.slots.shape)
-        table, own = chunk.page_table, chunk.decisions.importance
-        positions = put_slots(scored.positions, table, placement.slots, positions)
-        scores = put_slots(scored.scores, table, placement.slots, own)
-        scores = self._add_late(scores, slot_values(positions, table), chunk, placement)
-        return dataclasses.replace(state, pages=Scored(scores=scores, positions=positions))
+        """Scores what leaves the window, and marks the slots of what is in it."""
+        window: Window = state.rows
+        pages, table = self._leave(state.pages, window.own, chunk), chunk.page_table
+        pages = put_slots(pages, table, placement.slots, self._worth(chunk))
+        window = dataclasses.replace(window, own=self._enter(window.own, chunk))
+        return dataclasses.replace(state, rows=window, pages=pages)
 
-    def _add_late(
-        self,
-        scores: Float[Array, "N P"],
-        positions: Int[Array, "B K S"],
-        chunk: Chunk,
-        placement: Placement,
+    def _leave(
+        self, pages: Float[Array, "N P"], own: Float[Array, "B K W"], chunk: Chunk
     ) -> Float[Array, "N P"]:
-        """Adds `late` of the token that pushes it out to each token that leaves the window."""
-        late = chunk.decisions.late
-        assert late is not None
-        table, num_tokens = chunk.page_table, late.shape[-1]
-        pushed_by = positions + self.window - chunk.first[:, None, None]  # index in the chunk
-        live = jnp.arange(positions.shape[-1]) < placement.lengths[..., None]
-        leaves = live & (pushed_by >= 0) & (pushed_by < chunk.count[:, None, None])
-        rows = slot_values(scores, table)
-        if num_tokens == 1:  # at most one slot of a row
+        """Scores each earlier token that the chunk pushes out of the window."""
+        late, first, table = _late(chunk), chunk.first[:, None, None], chunk.page_table
+        size = own.shape[-1]
+        worth = slot_values(pages, table)
+        live = jnp.arange(worth.shape[-1]) < chunk.lengths[..., None]
+        place = jnp.where(live & (worth >= WITHIN_WINDOW), worth - WITHIN_WINDOW, -1)
+        place = place.astype(jnp.int32)
+        pushed_by = (place - first) % size  # index in the chunk
+        leaves = (place >= 0) & (pushed_by < chunk.count[:, None, None])
+        if late.shape[-1] == 1:  # at most one slot of a row
             slot = jnp.argmax(leaves, axis=-1, keepdims=True)
-            new = jnp.take_along_axis(rows, slot, axis=-1) + late
             slot = jnp.where(leaves.any(-1, keepdims=True), slot, NOT_STORED)
-            return put_slots(scores, table, slot, new)
-        added = jnp.take_along_axis(late, jnp.clip(pushed_by, 0, num_tokens - 1), axis=-1)
-        rows += jnp.where(leaves, added, 0)
-        return scores.at[table].set(rows.reshape(*table.shape, -1), mode="drop")
+            index = jnp.broadcast_to(first % size, slot.shape)
+            return put_slots(
+                pages, table, slot, _score(jnp.take_along_axis(own, index, axis=-1), late)
+            )
+        early = jnp.take_along_axis(own, jnp.maximum(place, 0), axis=-1)
+        pushing = jnp.minimum(pushed_by, late.shape[-1] - 1)
+        score = _score(early, jnp.take_along_axis(late, pushing, axis=-1))
+        rows = jnp.where(leaves, score, worth).reshape(*table.shape, -1)
+        return pages.at[table].set(rows, mode="drop")
+
+    def _worth(self, chunk: Chunk) -> Float[Array, "B K T"]:
+        """Returns what is stored with each token of the chunk, once all of it is written."""
+        index = jnp.arange(_late(chunk).shape[-1])
+        place = (chunk.first[:, None] + index) % max(self.window, 1)
+        leaves = index + self.window < chunk.count[:, None]
+        score = self.predictions(chunk.decisions)
+        score = jnp.minimum(score, WITHIN_WINDOW / 2)
+        return jnp.where(leaves[:, None], score, WITHIN_WINDOW + place[:, None])
+
+    def _enter(self, own: Float[Array, "B K W"], chunk: Chunk) -> Float[Array, "B K W"]:
+        """Returns `own` of the newest tokens."""
+        new = chunk.decisions.importance
+        assert new is not None
+        place, newest = jnp.arange(own.shape[-1]), chunk.newest[:, None]
+        index = newest - (newest - place) % own.shape[-1] - chunk.first[:, None]
+        is_new = (index >= 0) & (chunk.count > 0)[:, None]
+        index = jnp.broadcast_to(jnp.maximum(index, 0)[:, None], own.shape)
+        return jnp.where(is_new[:, None], jnp.take_along_axis(new, index, axis=-1), own)
 
     def scores(self, state: PolicyState, chunk: Chunk, weights=None) -> Float[Array, "B K S"]:
         """Returns the score of each slot; tokens within the window score +inf."""
-        positions = slot_values(state.pages.positions, chunk.page_table)
-        is_recent = positions > (chunk.newest[:, None] - self.window)[..., None]
-        return jnp.where(is_recent, jnp.inf, slot_values(state.pages.scores, chunk.page_table))
+        worth = slot_values(state.pages, chunk.page_table)
+        return jnp.where(worth >= WITHIN_WINDOW, jnp.inf, worth)
 
     def observe(
         self, state: PolicyState, chunk: Chunk, placement: Placement, seen: Observation
@@ -168,3 +197,14 @@ class KVpop(VictimEviction):
         """Keeps the slots with the highest scores, within the budget."""
         scores = self.scores(state, chunk)
         return highest(jnp.where(rows.live, scores, -jnp.inf), self.budget_of(chunk))
+
+
+def _late(chunk: Chunk) -> Float[Array, "B K T"]:
+    """Returns what each token of the chunk says of the one that it pushes out."""
+    assert chunk.decisions.late is not None
+    return chunk.decisions.late
+
+
+def _score(own: Float[Array, "..."], late: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the score of a token: a logarithm, never so large as to mean "in the window"."""
+    return jnp.minimum(own + late, WITHIN_WINDOW / 2)

@@ -17,7 +17,7 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.policies.budget import BudgetedPolicy, bounded, highest
 from dms_jax.policies.values import (
@@ -70,16 +70,15 @@ class VictimEviction(BudgetedPolicy):
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
         """Gives the first token the victim's slot, and the others new slots."""
-        victim, valid = state.rows[..., None], chunk.valid
+        victim, valid = self.victim_of(state.rows)[..., None], chunk.valid
         first = jnp.arange(valid.shape[-1]) == 0
         reuse = valid & first & (victim != NOT_STORED)
         live = chunk.lengths[..., None] + jnp.cumsum(valid & ~reuse, -1, dtype=jnp.int32)
         placement = place(chunk, jnp.where(reuse, victim, live - 1), live)
         gone = reuse[..., :1] & (jnp.arange(chunk.num_slots) == victim)
         past_until = jnp.where(gone, -1, placement.past_until)
-        rows = jnp.where((chunk.count > 0)[:, None], NOT_STORED, state.rows)
         return (
-            dataclasses.replace(state, rows=rows),
+            self._replace_victim(state, chunk, NOT_STORED),
             dataclasses.replace(placement, past_until=past_until),
         )
 
@@ -114,8 +113,22 @@ class VictimEviction(BudgetedPolicy):
         live = jnp.arange(scores.shape[-1]) < placement.lengths[..., None]
         victim = jnp.argmin(jnp.where(live, scores, jnp.inf), -1).astype(jnp.int32)
         victim = jnp.where(placement.lengths > self.budget_of(chunk), victim, NOT_STORED)
-        rows = jnp.where((chunk.count > 0)[:, None], victim, state.rows)
-        return dataclasses.replace(state, rows=rows)
+        return self._replace_victim(state, chunk, victim)
+
+    def _replace_victim(self, state: PolicyState, chunk: Chunk, victim) -> PolicyState:
+        """Sets the victim of rows that the chunk has tokens for."""
+        victim = jnp.where((chunk.count > 0)[:, None], victim, self.victim_of(state.rows))
+        return dataclasses.replace(state, rows=self.with_victim(state.rows, victim))
+
+    # A policy whose row state has more than the victim (KVpop) overrides these two.
+    def victim_of(self, rows) -> Int[Array, "B K"]:
+        """Returns the victims within the policy's row state."""
+        return rows
+
+    def with_victim(self, rows, victim: Int[Array, "B K"]):
+        """Returns the row state with its victims replaced."""
+        del rows
+        return victim
 
     def survivors(self, state, chunk: Chunk, rows: Rows, q) -> Bool[Array, "B K S"]:
         """Keeps the slots with the highest scores, within the budget."""

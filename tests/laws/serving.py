@@ -27,7 +27,7 @@ FLOAT64, FLOAT32, INT32 = 8, 4, 4
 def bytes_per_page(config: ModelConfig, row: Row) -> int:
     """Returns the bytes of keys, values and page state.
 
-    Quest has bounds, H2O sums and positions, KVpop scores and positions.
+    Quest has bounds, H2O sums and positions, KVpop scores.
     """
     numbers = config.head_dim * (FLOAT64 if row.kv_dtype is None else 1)
     entry = numbers + (0 if row.kv_dtype is None else FLOAT32)
@@ -35,16 +35,17 @@ def bytes_per_page(config: ModelConfig, row: Row) -> int:
     if away:  # of rows whose every layer is fetched from
         assert row.policy.first_layers == 0
     bounds = 2 * isinstance(row.policy, Quest) * config.head_dim * FLOAT64
-    slots = isinstance(row.policy, H2O | KVpop) * row.page_size * (FLOAT64 + INT32)
-    return row.page_size * (2 * entry - away * numbers) + bounds + slots
+    slot = {H2O: FLOAT64 + INT32, KVpop: FLOAT64}.get(type(row.policy), 0)
+    return row.page_size * (2 * entry - away * numbers + slot) + bounds
 
 
 def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
-    """Returns the bytes of a policy's state per row: a ring of slots, sums, a victim."""
+    """Returns the bytes of a policy's state per row: a ring of slots or scores, sums, a victim."""
     if isinstance(policy, PeriodicEviction):
         return bytes_of_queries(config, policy)
     if isinstance(policy, VictimEviction):
-        return INT32
+        own = policy.window if isinstance(policy, KVpop) else 0
+        return INT32 + own * FLOAT64
     if isinstance(policy, SelectiveReading):
         return bytes_per_row(config, policy.over)
     if not isinstance(policy, DelayedEviction):
