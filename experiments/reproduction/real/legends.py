@@ -2,8 +2,8 @@
 
 GSM8K = (
     "All test problems, asked as Qwen's model cards do (step by step, the answer in a box). "
-    "Answers are greedy, with the chat template, at most 400 new tokens long, and judged by Math- "
-    "Verify. peak: most live tokens of an answer, averaged over layers and heads, and over "
+    "Answers are greedy, with the chat template, at most 400 new tokens long, and judged by "
+    "Math-Verify. peak: most live tokens of an answer, averaged over layers and heads, and over "
     "problems. read a step: the mean over its steps. reads: entries attended to by all its steps. "
     "MB: the most that its pages and the policy's state took. What needs no training has the "
     "budget at which its peak equals that of the line in bold, unless it says otherwise; SnapKV "
