@@ -79,21 +79,21 @@ class Config:
 @contextlib.contextmanager
 def using(program: programs.Program, write: str) -> Iterator[list[np.ndarray]]:
     """Steps go through a program of another compilation; yields the tokens that they drew."""
-    before = programs.decode, pool.write_pages, Runner.decode
+    before = programs.decode, pool.write_pages, Runner.read
     drawn: list[np.ndarray] = []
 
-    def decode(self, *args, **kwargs):
-        steps = before[2](self, *args, **kwargs)
+    def read(self, launched):
+        steps = before[2](self, launched)
         drawn.append(np.asarray(steps.tokens))
         return steps
 
-    programs.decode, Runner.decode = program, decode
+    programs.decode, Runner.read = program, read
     if write == SCATTERS:
         pool.write_pages = functools.partial(before[1], implementation="xla")
     try:
         yield drawn
     finally:
-        programs.decode, pool.write_pages, Runner.decode = before
+        programs.decode, pool.write_pages, Runner.read = before
 
 
 def program_of(options: dict[str, Any]) -> programs.Program:
