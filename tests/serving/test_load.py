@@ -1,12 +1,17 @@
 """Under load and at the end: who goes away frees pages, who is too many is told, who runs ends."""
 
+import itertools
 import json
+import signal
 import threading
 
 import pytest
 
 from dms_jax.errors import CapacityError
+from dms_jax.generation import Sampling
 from dms_jax.serving import service as service_module
+from dms_jax.serving.app import make_app
+from dms_jax.serving.server import Server
 from tests.serving.support import LANES, make_service, serving, wait_until
 
 LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
@@ -139,6 +144,44 @@ def test_an_error_ends_what_ran_and_the_others_go_on(held, monkeypatch):
     assert metric_of(client, "failed") == failed + 2 * LANES
 
 
+def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
+    """The pool is full: the younger request waits with a part of its answer, the older outgrows."""
+    service, sampling = make_service(), Sampling(temperature=0, max_new_tokens=24, stop="quite")
+    engine, fits = service.engine, service.engine.runner.fits
+    prompts = [[1, 70, 90], [1, 300, 200]]
+    news: dict[int, list] = {}
+
+    def full(extra, **options):
+        running = engine.running
+        if len(running) == 2 and all(len(each.generated) > 8 for each in running):
+            return False
+        alone = len(running) == 1 and len(running[0].generated) > 8
+        return not (alone and running[0].index == 0) and fits(extra, **options)
+
+    def told(number):
+        def listen(piece):
+            news.setdefault(number, []).append(piece)
+
+        return listen
+
+    service.start()
+    service.submit(prompts[1:], sampling, told(2))
+    wait_until(lambda: not service._jobs)
+    monkeypatch.setattr(engine.runner, "fits", full)
+    service._numbers = itertools.count()
+    with service._changed:  # so that they are let in together
+        for number, prompt in enumerate(prompts):
+            service.submit([prompt], sampling, told(number))
+    wait_until(lambda: not service._jobs)
+    assert service.drain(60.0)
+    assert isinstance(news[0][-1], CapacityError)
+    assert news[1][-1].completion.tokens == news[2][-1].completion.tokens
+    tokens = [token for each in news[1] for token in each.tokens]
+    assert tokens == news[1][-1].completion.tokens
+    assert "".join(each.text for each in news[1]) == news[1][-1].completion.text
+    assert news[1][-1].completion.usage.prefilled_tokens > len(prompts[1])  # it was put back
+
+
 def test_what_cannot_fit_is_refused_with_numbers():
     service = make_service(memory=40_000, max_tokens=400)
     sampling = service_module.Sampling(max_new_tokens=10)
@@ -189,6 +232,17 @@ def test_the_end_waits_for_those_that_run_but_not_for_ever(monkeypatch, seconds)
     assert client.server.drained == bool(seconds)
     assert not client.service.alive
     assert client.service.engine.runner.allocator.pages_in_use == 0
+
+
+def test_only_a_second_interrupt_does_not_wait():
+    service = make_service()
+    server = Server(make_app(service, name="stories"), service, drain_seconds=5.0)
+    server.handle_exit(signal.SIGINT, None)
+    assert service.draining
+    assert server.should_exit
+    assert not server.force_exit
+    server.handle_exit(signal.SIGINT, None)
+    assert server.force_exit
 
 
 def test_a_service_that_ends_takes_nothing_new():
