@@ -1,4 +1,4 @@
-"""What `dms-jax generate` and `dms-jax chat` can both be told."""
+"""What `dms-jax generate`, `dms-jax chat` and `dms-jax serve` can all be told."""
 
 import dataclasses
 import inspect
