@@ -2,9 +2,9 @@
 
 Each command is a module of this package with a dataclass of settings, `Config`, that tyro fills
 from what was typed, and a function `main` that takes one. `PRESETS` of a module are starting points
-by name: the command then takes such a name before its options. All are called, and end, as
-`running.run` says. The table of commands is read without importing them, so that the list of
-them comes at once.
+by name: the command then takes such a name before its options, and without one starts from the
+first. All are called, and end, as `running.run` says. The table of commands is read without
+importing them, so that the list of them comes at once.
 """
 
 import dataclasses

@@ -81,7 +81,7 @@ class Config:
     ratios: tuple[float, ...] = (2.0, 3.0, 4.0, 8.0)
     """Compression ratios, in the order in which they are measured."""
     sequences: int = 24
-    """How many sequences of the text."""
+    """Sequences of the text that are decoded under each policy."""
     length: int = 512
     """Tokens of each, of stories and files."""
     page_size: int = 16
@@ -104,7 +104,7 @@ class Config:
     batch_size: int = 4
     """Sequences of an optimizer step."""
     sequence_length: int = 512
-    """Tokens of a sequence."""
+    """Tokens of a training sequence."""
     learning_rate: float = 1e-4
     """Rate of all weights under DMS."""
     adapter_learning_rate: float = 3e-4
@@ -141,14 +141,14 @@ class Config:
     tasks: tuple[str, ...] = ()
     """Problems to answer besides: reasoning, retrieval (those of the first curve)."""
     problems: int = 128
-    """Of each task; reasoning has three, retrieval two."""
+    """Problems of each kind: reasoning has three kinds, retrieval two."""
     temperature: float = 0.7
-    """Of the answers; 0 takes the most likely token."""
+    """Sampling temperature of the answers; 0 takes the most likely token."""
     max_new_tokens: int = 700
-    """Longest answer."""
+    """Most new tokens of an answer to a problem."""
 
     seed: int = 0
-    """Of training, and of the answers."""
+    """Seed of the trainings and of the draws of the answers."""
     out: pathlib.Path = pathlib.Path("runs/compare")
     """Folder for quality.json, quality.png and tables.md."""
 

@@ -21,11 +21,12 @@ class Config:
     """Run both parts, or one of them."""
 
     only: Literal["both", "quickstart", "solve"] = "both"
-    """Which part."""
+    """Run both parts, or one of them: quickstart retrofits stories260K, solve shows problems
+    solved."""
     quickstart: stories.Config = dataclasses.field(default_factory=stories.Config)
-    """Of the first part."""
+    """Settings of the first part, which retrofits stories260K."""
     solve: problems.Config = dataclasses.field(default_factory=problems.Config)
-    """Of the second part."""
+    """Settings of the second part, in which a larger model solves problems."""
 
 
 def main(config: Config) -> None:

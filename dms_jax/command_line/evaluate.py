@@ -90,17 +90,17 @@ class Config:
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
     problems: int | None = CALL["problems"]
-    """How many; all of a file, and 200 of those made from seeds, unless given."""
+    """Problems to answer; all of a file, and 200 of those made from seeds, unless given."""
     chains: int = CALL["chains"]
     """Answers to each problem; more than one are also put to the vote."""
     split: Split = CALL["split"]
-    """Which problems."""
+    """Part of a task made from seeds that the problems are of; files are taken as they are."""
     temperature: float = SAMPLING.temperature
     """0 takes the most likely token."""
     max_new_tokens: int = SAMPLING.max_new_tokens
     """Longest answer; the model's positions may end it earlier."""
     seed: int = CALL["seed"]
-    """Of the draws."""
+    """Seed of the draws: the same answers again, or others."""
     lanes: int = SERVING.lanes
     """Sequences in the cache at a time."""
     page_size: int = SERVING.page_size

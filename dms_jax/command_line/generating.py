@@ -1,4 +1,4 @@
-"""What `dms-jax generate` and `dms-jax chat` can both be told."""
+"""What `dms-jax generate`, `dms-jax chat` and `dms-jax serve` can all be told."""
 
 import dataclasses
 import inspect
@@ -40,11 +40,11 @@ class Generating:
     min_p: float = SAMPLING.min_p
     """Keep tokens at least this many times as likely as the most likely one."""
     max_new_tokens: int = SAMPLING.max_new_tokens
-    """Longest answer; the model's positions may end it earlier."""
+    """Most new tokens of an answer; the model's positions may end it earlier."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer; they are cut off."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws: the same text again, or another."""
     memory_gb: float | None = None
     """Gigabytes for the cache; what the prompts can need, within the free memory, unless given."""
     page_size: int = CALL["page_size"]

@@ -50,7 +50,7 @@ class Config:
     one name share a frontier), model= (another checkpoint) and ratio= (its nominal ratio). A
     checkpoint that declares the policy itself is taken at its word."""
     task: str = "reasoning"
-    """As in dms-jax evaluate, of those that are answered in words."""
+    """One of the tasks of dms-jax evaluate that are answered in words or by programs."""
     task_options: tuple[str, ...] = ()
     """Difficulty and length of the task, as name=value or as one JSON object."""
     allow_code: bool = False
@@ -60,11 +60,11 @@ class Config:
     chains: tuple[int, ...] = (1, 4, 16)
     """W, answers to each problem."""
     problems: int | None = CALL["problems"].default
-    """How many; all of a file, and 200 of those made from seeds, unless given."""
+    """Problems to answer; all of a file, and 200 of those made from seeds, unless given."""
     seeds: tuple[int, ...] = CALL["seeds"].default
-    """Each draws new chains for the same problems."""
+    """Seeds of the draws; each draws new chains for the same problems."""
     split: Split = CALL["split"].default
-    """Which problems."""
+    """Part of a task made from seeds that the problems are of; files are taken as they are."""
     method: Method = "vote"
     """What the frontiers and gains are of."""
     stop_decided: bool = CALL["stop_decided"].default

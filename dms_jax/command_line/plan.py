@@ -52,7 +52,7 @@ class Config:
     paper_model: str | None = None
     """A row of a paper's tables ("qwen-r1-7b"), or "text" for 100 steps a unit of ratio."""
     compression_ratio: float | None = None
-    """Where the training ends. The recipe's own unless given."""
+    """Compression ratio at which the training ends. The recipe's own unless given."""
     policy: Literal["DMS", "DMC", "FixedPooling"] | None = None
     """What is learned. The recipe's own unless given."""
     source: Literal["adapter", "query_neuron"] | None = None
@@ -60,7 +60,7 @@ class Config:
     trainable: Literal["recipe", "adapter", "low_rank", "all"] = "recipe"
     """What is trained: the adapter alone, low-rank updates of attention with it, or all."""
     rank: int = UPDATES.rank
-    """Of low-rank updates."""
+    """Rank of the low-rank updates of attention; unused unless trainable is low_rank."""
     steps: int | None = None
     """Optimizer steps of the whole run."""
     tokens: int | None = None

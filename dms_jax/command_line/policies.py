@@ -20,7 +20,7 @@ class Config:
     """Show cache policies with their options and defaults."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Which; all unless given."""
+    """Policies to show, by name; all of them unless given."""
 
 
 def main(config: Config) -> None:

@@ -1,9 +1,9 @@
 """Retrofit a checkpoint with Dynamic Memory Sparsification or Dynamic Memory Compression.
 
-Starts from a named set of options, each of which can be changed:
+Starts from a named set of options, each of which can be changed; without a name from custom:
 
     dms-jax retrofit stories260k --compression-ratio 4 --out runs/small
-    dms-jax retrofit custom --model path/to/model --data train.jsonl --out runs/mine
+    dms-jax retrofit --model path/to/model --data train.jsonl --out runs/mine
     dms-jax retrofit custom --help
     dms-jax retrofit self-taught --model m.gguf --prompts questions.jsonl --out runs/x
 
@@ -96,7 +96,10 @@ def main(config: Config | SelfTaught) -> None:
         self_taught(config)
         return
     if not config.model or not config.data:
-        raise dms_jax.ConfigError("give --model and --data.")
+        raise dms_jax.ConfigError(
+            "give --model and --data, or a starting point that has both: "
+            "dms-jax retrofit stories260k."
+        )
     processes.connect(config.coordinator, config.processes, config.process)
     say = print if processes.is_first() else (lambda _: None)
     make_folder("--out", config.out)

@@ -79,9 +79,9 @@ class Config:
     offset: float | None = None
     """DMC: what a neuron must exceed for its token to be merged."""
     temperature: float | None = None
-    """Of the relaxed decisions in training."""
+    """Temperature of the relaxed decisions in training; lower is closer to a yes or no."""
     every: int = POOLING.every
-    """FixedPooling: tokens a slot."""
+    """FixedPooling: how many tokens share a slot of the cache."""
 
     answers_only: bool = False
     """Leave everything but answers out of the loss."""
@@ -92,7 +92,7 @@ class Config:
     prompt: str | None = None
     """Template of prompts, with fields in braces: "Solve: {problem}". Takes --response too."""
     response: str | None = None
-    """Template of responses: "{solution}"."""
+    """Template of responses, with fields in braces: "{solution}". Takes --prompt too."""
     longest: int | None = None
     """Leave out documents of more characters."""
     verified: bool = False
@@ -110,14 +110,14 @@ class Config:
     learning_rate: float | None = None
     """Constant rate of everything that is trained, in every stage; None takes the recipe's."""
     distillation_temperature: float | None = None
-    """Divides the logits of student and teacher before they are compared. The recipe's own unless
-    given."""
+    """Divides the logits of student and teacher before they are compared: above 1 unlikely tokens
+    count more. The recipe's own unless given, which is 1."""
     trainable: Literal["recipe", "adapter", "low_rank", "all"] = "recipe"
     """What is trained: the adapter alone, low-rank updates of attention (LoRA) with it, or all."""
     rank: int = UPDATES.rank
-    """Of low-rank updates."""
+    """Rank of the low-rank updates of attention; unused unless trainable is low_rank."""
     alpha: float = UPDATES.alpha
-    """Of low-rank updates, which count alpha / rank times."""
+    """Scale of the low-rank updates of attention, which are multiplied by alpha / rank."""
     adapter_only: bool = CALL["adapter_only"]
     """Write what was trained beside frozen weights alone, to be loaded with the model: where the
     weights are frozen, or have low-rank updates."""
@@ -132,9 +132,9 @@ class Config:
     coordinator: str | None = None
     """host:port of process 0, for several processes that the environment does not describe."""
     processes: int | None = None
-    """How many processes there are then."""
+    """Number of processes, where the environment does not tell it."""
     process: int | None = None
-    """Which of them this is, from 0."""
+    """Number of this process, from 0, where the environment does not tell it."""
     tensorboard: bool = False
     """Write every record for TensorBoard too, into out/tensorboard."""
     pictures: bool = False
@@ -144,7 +144,7 @@ class Config:
     checkpoint_minutes: float | None = CALL["checkpoint_minutes"]
     """Minutes after which there is one in any case."""
     keep_checkpoints: int = CALL["keep_checkpoints"]
-    """How many of the newest are kept."""
+    """How many of the newest checkpoints are kept."""
     restart_from: int | None = None
     """Step of the checkpoint to go on from with another recipe, such as lower rates after a
     divergence; later ones are removed. 0 starts again."""

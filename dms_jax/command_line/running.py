@@ -9,6 +9,7 @@ the command line, calls the function, and returns the exit status:
     130  interrupted
 """
 
+import os
 import pathlib
 import shlex
 import sys
@@ -36,7 +37,8 @@ def run(
 
     Args:
       main: takes the settings; an int that it returns is the exit status.
-      settings: their dataclass, or starting points by name, (what it is, an instance) each.
+      settings: their dataclass, or starting points by name, (what it is, an instance) each; options
+        without a name start from the first.
       description: for --help, the docstring of the module.
       program: how it is called, for --help; the running script unless given.
       arguments: those of the command line unless given.
@@ -49,22 +51,60 @@ def run(
       SystemExit: of `--help` (0), and of options that there are none of (2).
     """
     called = running_program() if program is None else program
-    told: dict[str, Any] = dict(prog=called, description=description, args=arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
 
     def call() -> Any:
         if isinstance(settings, Mapping):
-            return main(tyro.extras.overridable_config_cli(settings, **told))
-        return main(tyro.cli(settings, **told))
+            return main(_from_starting_point(settings, called, description, given))
+        return main(tyro.cli(settings, prog=called, description=description, args=given))
 
     return status_of(call, interrupted)
 
 
+def _from_starting_point(
+    points: Mapping[str, tuple[str, Any]], program: str, description: str | None, given: list[str]
+) -> Any:
+    """The settings of a starting point with the options that follow its name.
+
+    Raises:
+      ConfigError: there is no such starting point, or nothing was given.
+      SystemExit: of `--help` (0), and of options that it has none of (2).
+    """
+    if given[:1] in (["--help"], ["-h"]):
+        tyro.extras.overridable_config_cli(
+            points, prog=program, description=description, args=given
+        )
+    there_are = f"there are {', '.join(points)} ({program} --help)."
+    if not given:
+        raise dms_jax.ConfigError(f"{program} takes a starting point or options; {there_are}")
+    named = not given[0].startswith("-")
+    name, options = (given[0], given[1:]) if named else (next(iter(points)), given)
+    if name not in points:
+        raise dms_jax.ConfigError(f"{name!r} is no starting point of {program}; {there_are}")
+    what, start = points[name]
+    told: dict[str, Any] = dict(prog=f"{program} {name}", description=what, args=options)
+    try:
+        return tyro.cli(type(start), default=start, config=(tyro.conf.AvoidSubcommands,), **told)
+    except SystemExit as end:
+        if end.code and not named:
+            print(f"Without a starting point it is {name}; {there_are}", file=sys.stderr)
+        raise
+
+
 def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int:
-    """Calls, and says errors and warnings on standard error in a line; returns the status."""
+    """Calls, and says errors and warnings on standard error in a line; returns the status.
+
+    Where nobody reads the output any more (`dms-jax policies | head`) nothing more is written.
+    """
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _say
             status = call()
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+        return FAILED
     except dms_jax.DmsJaxError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return WRONG_CALL
@@ -72,6 +112,16 @@ def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int
         print(". ".join(filter(None, (str(stopped), interrupted))), file=sys.stderr)
         return INTERRUPTED
     return status if isinstance(status, int) else 0
+
+
+def _output_is_closed() -> bool:
+    """Whether standard output has no reader; if so what is left to write goes nowhere."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _say(message: Warning | str, *where: Any) -> None:

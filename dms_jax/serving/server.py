@@ -85,7 +85,8 @@ def take_address(host: str, port: int) -> socket.socket:
         taken.bind((host, port))
     except (OSError, OverflowError) as error:
         taken.close()
-        raise ConfigError(f"--host {host} --port {port}: {error}.") from error
+        what = str(error).rstrip(".")
+        raise ConfigError(f"--host {host} --port {port}: {what}.") from error
     return taken
 
 

@@ -46,13 +46,13 @@ class Config:
     """Files to read and the directory to write."""
 
     weights: pathlib.Path
-    """llama2.c checkpoint, version 0."""
+    """Checkpoint of llama2.c to read, version 0 (.bin)."""
     tokenizer: pathlib.Path
-    """sentencepiece model."""
+    """Model file of sentencepiece to read (.model)."""
     license: pathlib.Path
     """Licence text to put beside the result."""
     out: pathlib.Path = pathlib.Path("runs/stories260k-converted")
-    """Directory to write."""
+    """Hugging Face directory to write."""
 
 
 def read(path: pathlib.Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:

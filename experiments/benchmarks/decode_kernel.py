@@ -319,13 +319,13 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/kernels")
     """Folder for decode.json and decode.png."""
     cases: tuple[str, ...] = tuple(case.name for case in cases.BENCHMARK)
-    """Cases to time."""
+    """Cases to time, by name; all of the benchmark's unless given."""
     only: tuple[str, ...] = ()
     """Implementations to time; all unless given."""
     extend: bool = False
     """Keep the other records of a report that is there."""
     seed: int = 0
-    """Of the data."""
+    """Seed of the random queries, keys and values."""
     picture: pathlib.Path | None = None
     """A folder with decode.json: time nothing, draw it into --out."""
 

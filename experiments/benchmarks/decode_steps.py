@@ -90,9 +90,9 @@ class Config:
     """Time decode steps."""
 
     shapes: tuple[Shape, ...] = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-8b")
-    """Model shapes."""
+    """Models whose shapes are timed, with random weights."""
     batch: int = 32
-    """Sequences."""
+    """Sequences that are decoded at a time."""
     context: int = 8192
     """Tokens that each sequence has seen."""
     ratios: tuple[int, ...] = (1, 4, 8)
@@ -108,11 +108,11 @@ class Config:
     transformers: bool = False
     """Also time transformers (needs PyTorch)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of weights and cache."""
+    """Type of the weights and the cache."""
     profile: pathlib.Path | None = None
     """Write a profiler trace of the last program of each row here."""
     out: pathlib.Path = pathlib.Path("runs/decode/decode_steps.json")
-    """Where the figures go."""
+    """JSON file for the figures."""
 
 
 def model_of(shape: Shape, dtype: Any) -> dms_jax.LanguageModel:

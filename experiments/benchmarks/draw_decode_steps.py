@@ -23,9 +23,9 @@ class Config:
     """Draw measured decode steps."""
 
     folder: pathlib.Path = pathlib.Path("experiments/results/decode")
-    """Where the reports are."""
+    """Folder with the reports of `decode_steps`."""
     out: pathlib.Path = pathlib.Path("runs/decode/decode_steps.png")
-    """The picture."""
+    """PNG file for the picture."""
 
 
 def main(config: Config) -> None:

@@ -64,15 +64,15 @@ class Config:
     shape: Literal["qwen2.5-0.5b", "llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "tiny"] = (
         "qwen2.5-0.5b"
     )
-    """Model shape."""
+    """Model whose shape is timed, with random weights."""
     policies: tuple[Literal["dense", "live"], ...] = ("dense",)
     """The plain cache, and one that keeps `live` tokens of each row."""
     live: int = 512
     """Tokens that each row keeps."""
     lanes: int = 256
-    """Sequences at a time."""
+    """Sequences that are decoded at a time."""
     requests: int = 1500
-    """Prompts of a call."""
+    """Prompts of one call, which take turns in the lanes."""
     prompts: tuple[int, int] = (20, 190)
     """Tokens of the shortest and the longest prompt; uniform between them."""
     new_tokens: int = 275
@@ -82,17 +82,17 @@ class Config:
     chunk: int = 32
     """Decode steps per compiled program."""
     temperature: float = 0.7
-    """Of sampling."""
+    """Temperature that tokens are drawn at."""
     top_p: float = 0.95
-    """Of sampling."""
+    """Share of probability that tokens are drawn from."""
     runs: int = 2
-    """Timed calls."""
+    """Calls that are timed after the first, which compiles."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of weights and cache."""
+    """Type of the weights and the cache."""
     device: str = "h200"
-    """The data sheet for the limit."""
+    """Device whose data sheet gives the limit (`dms_jax.devices`)."""
     out: pathlib.Path = pathlib.Path("runs/engine.json")
-    """Where the figures go."""
+    """JSON file for the figures."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

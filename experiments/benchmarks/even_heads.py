@@ -49,7 +49,7 @@ class Config:
     shapes: tuple[Shape, ...] = ("qwen3-8b",)
     """Model shapes, with random weights."""
     batch: int = 32
-    """Sequences."""
+    """Sequences that are decoded at a time."""
     context: int = 8192
     """Tokens that each sequence has seen."""
     ratios: tuple[int, ...] = (4, 8)
@@ -63,7 +63,7 @@ class Config:
     rounds: int = 2
     """Times that everything is timed; the mean counts, and the spread is shown."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of weights and cache."""
+    """Type of the weights and the cache."""
 
     def steps(self) -> Steps:
         """The same settings for the benchmark of decode steps."""

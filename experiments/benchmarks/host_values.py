@@ -346,7 +346,7 @@ class Config:
     """Time fetches of values from host memory."""
 
     out: pathlib.Path = pathlib.Path("runs/kcache")
-    """Folder for host_values.json."""
+    """Folder for the figures, host_values.json."""
     way: str | None = None
     """One way in this process, printed as JSON."""
     limit: float = 45.0

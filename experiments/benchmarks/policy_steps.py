@@ -52,19 +52,19 @@ class Config:
     """Time decode steps under every policy, with random weights."""
 
     shape: Shape = "llama-3.1-8b"
-    """Of the model."""
+    """Model whose shape is timed, with random weights."""
     context: int = 32768
     """Tokens that each sequence has seen."""
     batch: int = 8
-    """Sequences."""
+    """Sequences that are decoded at a time."""
     ratios: tuple[float, ...] = (2.0, 3.0, 4.0, 8.0)
-    """Compression ratios, whole numbers."""
+    """Compression ratios of the budgets; whole numbers."""
     only: tuple[str, ...] = ()
     """Labels to time; all unless given."""
     deadline_minutes: float = 1e6
     """No row is begun later than this after the start."""
     out: pathlib.Path = pathlib.Path("runs/policy_steps")
-    """Folder for speed.json."""
+    """Folder for the figures, speed.json."""
 
     def __post_init__(self):
         for name in ("context", "batch"):

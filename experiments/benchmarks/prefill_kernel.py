@@ -88,7 +88,7 @@ class Config:
     """Time prompt attention."""
 
     out: pathlib.Path = pathlib.Path("runs/training_kernels")
-    """Folder for prefill_kernel.json."""
+    """Folder for the figures, prefill_kernel.json."""
     rounds: int = 9
     """Timed rounds; the median counts."""
 

@@ -60,7 +60,7 @@ class Config:
     """Time selections."""
 
     out: pathlib.Path = pathlib.Path("runs/kernels")
-    """Folder for select.json."""
+    """Folder for the figures, select.json."""
 
 
 def main(config: Config) -> None:

@@ -41,27 +41,27 @@ class Config:
     """Time the first tokens of chains that share their prompt."""
 
     shape: Shape = "llama-3.2-1b"
-    """Model shape."""
+    """Model whose shape is timed, with random weights."""
     layers: int | None = None
     """Layers of the model; the shape's own if none are given."""
     prompt: int = 2048
-    """Tokens of the prompt."""
+    """Tokens of the prompt that all chains share."""
     chains: int = 16
-    """Chains of one prompt."""
+    """Chains of one prompt, beside a single one."""
     policies: tuple[Literal["Vanilla", "RandomEviction", "SnapKV", "Quest"], ...] = (
         "Vanilla",
         "RandomEviction",
         "SnapKV",
     )
-    """Cache policies."""
+    """Cache policies that are timed, by name."""
     new_tokens: int = 2
     """Tokens that each chain generates; the first one counts."""
     repeats: int = 7
     """Timed calls of each kind."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of weights and cache."""
+    """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/shared_prompts.json")
-    """Where the figures go."""
+    """JSON file for the figures."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -55,9 +55,9 @@ class Config:
     """Time decode steps under other options."""
 
     shape: decode_steps.Shape = "llama-3.1-8b"
-    """Model shape."""
+    """Model whose shape is timed, with random weights."""
     batch: int = 32
-    """Sequences."""
+    """Sequences that are decoded at a time."""
     context: int = 8192
     """Tokens that each sequence has seen."""
     window: int = 128
@@ -71,9 +71,9 @@ class Config:
     turns: int = 3
     """How often each variant is timed."""
     dtype: str = "bfloat16"
-    """Of weights and cache."""
+    """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/decode/step_options.json")
-    """Where the figures go."""
+    """JSON file for the figures."""
 
 
 @contextlib.contextmanager

@@ -54,7 +54,8 @@ class Config:
     """Measure throughput at the largest batch, and the time to the first token."""
 
     parts: tuple[Part, ...] = ("batch", "prompt", "kcache")
-    """What is measured."""
+    """What is measured: the largest batch, the first token of long prompts, KCache at its own
+    shape."""
     shape: decode_steps.Shape = "llama-3.1-8b"
     """Model shape of the first two parts."""
     contexts: tuple[int, ...] = (8192, 32768)
@@ -78,9 +79,9 @@ class Config:
     repeats: int = 3
     """Timed runs; the median counts."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of weights and cache."""
+    """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/throughput/throughput.json")
-    """Where the figures go."""
+    """JSON file for the figures."""
 
 
 def device_bytes(config: Config) -> int:

@@ -28,11 +28,11 @@ class Config:
     """Compile one kernel for a TPU that is not there."""
 
     topology: str = "v5e:2x2"
-    """Which TPU."""
+    """TPU to compile for, as libtpu names it."""
     operation: str = "decode"
-    """decode, select or fetch."""
+    """Operation to compile: decode, select or fetch."""
     implementation: str = "mosaic_tpu"
-    """Which implementation of it."""
+    """Implementation of it: mosaic_tpu, or xla."""
     rows: int = 256
     """Rows of scores, of the page table, or fetched rows."""
     width: int = 4096

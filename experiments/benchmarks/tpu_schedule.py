@@ -71,7 +71,7 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/tpu_schedule")
     """Folder for schedule.json and README.md."""
     chips: tuple[str, ...] = tuple(CHIPS)
-    """Which chips."""
+    """Chips to model, by name; all that are known unless given."""
 
 
 def compiled(chip: Chip, operation: str, implementation: str, shape) -> dict[str, Loop]:

@@ -269,7 +269,7 @@ class Config:
     rounds: int = 9
     """Timed rounds; the median counts."""
     cases: tuple[str, ...] = tuple(case.name for case in cases.SPEED)
-    """Cases to time."""
+    """Cases to time, by name; all of the benchmark's unless given."""
     memory: bool = True
     """Also read the memory of compiled programs, and draw the figure."""
     flex: bool = True

@@ -116,7 +116,7 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/tuned")
     """Folder of the device's file; the library looks in pallas_kernels/tuned."""
     cases: tuple[str, ...] = tuple(case.name for case in cases.TUNING)
-    """Cases to tune for."""
+    """Cases to tune for, by name; all unless given."""
 
 
 def main(config: Config) -> None:

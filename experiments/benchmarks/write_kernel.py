@@ -102,7 +102,7 @@ class Config:
     """Time writes."""
 
     out: pathlib.Path = pathlib.Path("runs/kernels")
-    """Folder for write.json."""
+    """Folder for the figures, write.json."""
 
 
 def main(config: Config) -> None:

@@ -27,24 +27,24 @@ class Config:
     tokenizer: pathlib.Path | None = None
     """Directory with tokenizer.json; None for the one that ships with the library."""
     hidden_size: int = 320
-    """E."""
+    """E, the width of the residual stream."""
     intermediate_size: int = 896
-    """F."""
+    """F, the width of the feed-forward networks."""
     num_layers: int = 8
-    """L."""
+    """L, the number of layers."""
     num_heads: int = 8
-    """H."""
+    """H, the query heads of a layer."""
     num_kv_heads: int = 2
-    """K."""
+    """K, the key-value heads of a layer."""
     head_dim: int = 64
-    """D."""
+    """D, the dimensions of a head."""
 
     sequence_length: int = 2048
     """Tokens a training sequence; the model's positions."""
     batch_size: int = 64
-    """Sequences an optimizer step."""
+    """Sequences of an optimizer step."""
     learning_rate: float = 3e-3
-    """Peak."""
+    """Learning rate at its peak, after the warm-up."""
     warmup_steps: int = 300
     """Steps over which the rate rises."""
     decay_share: float = 1.0
@@ -59,7 +59,7 @@ class Config:
     workers: int | None = None
     """Processes that make batches; None for all cores but two, 0 for none."""
     seed: int = 0
-    """Of the parameters and of the data."""
+    """Seed of the parameters and of the data."""
 
     def make_model_config(self, vocab_size: int) -> ModelConfig:
         """The model's shape."""

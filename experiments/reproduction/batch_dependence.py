@@ -79,17 +79,17 @@ class Config:
     models: tuple[str, ...] = ("reasoner-11m", "reasoner-11m-dms")
     """Shipped models, each under its own policy."""
     dtypes: tuple[Dtype, ...] = ("bfloat16", "float32")
-    """Of the weights, the cache and the activations."""
+    """Types of the weights, the cache and the activations."""
     arrangements: tuple[str, ...] = tuple(ARRANGEMENTS)
-    """Which to compare with a request alone."""
+    """Arrangements of a batch that are compared with a request alone."""
     lanes_alone: int = 1
-    """Of the engine that answers one request at a time; one lane multiplies single rows."""
+    """Lanes of the engine that answers one request at a time; one lane multiplies single rows."""
     prompts: int = 24
-    """Of each kind: random tokens, and problems of tasks."""
+    """Prompts of each kind: random tokens, and problems of tasks."""
     new_tokens: int = 64
-    """Of each answer."""
+    """Tokens of each greedy answer."""
     seed: int = 0
-    """Of the random prompts."""
+    """Seed of the random prompts."""
     excess_precision: bool = False
     """Whether XLA may leave out roundings to bfloat16, as it may unless told (the state before)."""
     parts: bool = True

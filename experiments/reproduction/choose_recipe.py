@@ -92,25 +92,25 @@ class Config:
     model: str = ""
     """Hugging Face directory of the base model; the shipped reasoning model unless given."""
     trials: tuple[str, ...] = ()
-    """Only these; all unless given."""
+    """Trials to run, by name; all unless given."""
     ratio: float = 4.0
     """Compression ratio that is gone up to."""
     processes: int = 1
     """Workers, which take turns on the GPUs."""
     shards: int = 8
-    """Of the documents; nobody trains on the last."""
+    """Parts that the documents lie in; nobody trains on the last."""
     batch_size: int = 32
-    """Sequences an optimizer step."""
+    """Sequences of an optimizer step."""
     sequence_length: int = 2048
-    """Tokens a training sequence."""
+    """Tokens of a training sequence."""
     task: str = "reasoning"
     """What is asked; see `first_curve.py`."""
     problems: int = 480
-    """Of the validation split; a third of each kind of reasoning."""
+    """Problems of the validation split; a third of each kind of reasoning."""
     chains: int = 4
-    """Answers to each."""
+    """Answers to each problem."""
     max_new_tokens: int = 700
-    """Longest answer."""
+    """Most new tokens of an answer."""
     needle_size: int = 450
     """Words of a needle's haystack, where that is the task."""
     documents: int = 192

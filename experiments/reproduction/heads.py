@@ -55,7 +55,7 @@ class Config:
     runs: pathlib.Path = pathlib.Path("runs/heads-models")
     """Folder of what was recorded and of the two retrofits; what is there is not done again."""
     problems: int = 8
-    """Worked problems."""
+    """Worked problems that the models read."""
     length: int = 320
     """Tokens of each; longer ones are cut."""
     needles: int = 2

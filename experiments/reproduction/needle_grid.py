@@ -40,9 +40,9 @@ class Config:
     depths: tuple[float, ...] = DEPTHS
     """Percent of the context before the needle."""
     problems: int = 10
-    """At each depth of each length."""
+    """Problems at each depth of each length."""
     budget: int = 128
-    """Tokens that StreamingLLM keeps."""
+    """Tokens that StreamingLLM keeps of a prompt and its answer."""
     essays: pathlib.Path | None = None
     """Text to hide needles in; the shipped novels unless given."""
     max_new_tokens: int = 16

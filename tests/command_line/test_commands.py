@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import os
 import pathlib
 import re
 import subprocess
@@ -62,6 +63,23 @@ def test_it_runs_as_a_module_too():
     assert (done.returncode, done.stdout.strip()) == (0, dms_jax.__version__), done.stderr[-2000:]
 
 
+def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch, capsys):
+    """As of `dms-jax policies | head`; another pipe that breaks is an error."""
+
+    def fail():
+        raise BrokenPipeError("of a worker")
+
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        running.status_of(fail)
+    for text in ("x", "x" * 100_000):  # fills no buffer, and several
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as nobody:
+            monkeypatch.setattr(sys, "stdout", nobody)
+            assert running.status_of(lambda text=text: print(text)) == running.FAILED
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_names_every_option_and_policy(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
@@ -113,25 +131,58 @@ def test_nothing_is_written_but_to_runs(name):
             assert not isinstance(path, pathlib.Path) or path.parts[0] == "runs"
 
 
-def test_the_starting_points_of_a_retrofit_are_listed_and_one_is_wanted(monkeypatch, capsys):
+def test_the_starting_points_of_a_retrofit_are_listed(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     presets = module_of("retrofit").PRESETS
     assert {"custom", "stories260k", "self-taught"} < presets.keys()
-    for arguments, status in ((["--help"], 0), ([], 2), (["stories"], 2)):
-        with pytest.raises(SystemExit) as end:
-            main(["retrofit", *arguments])
-        assert end.value.code == status
-        said = capsys.readouterr()
-        shown = said.out if status == 0 else said.err
-        assert all(name in shown for name in presets)
-        assert "Traceback" not in shown
+    with pytest.raises(SystemExit) as end:
+        main(["retrofit", "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in presets)
+    known = f"there are {', '.join(presets)} (dms-jax retrofit --help)."
+    assert main(["retrofit"]) == main(["retrofit", "stories", "--out", "x"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"ConfigError: dms-jax retrofit takes a starting point or options; {known}",
+        f"ConfigError: 'stories' is no starting point of dms-jax retrofit; {known}",
+    ]
     with pytest.raises(SystemExit):
         main(["retrofit", "self-taught", "--help"])
     assert capsys.readouterr().out.startswith("usage: dms-jax retrofit self-taught ")
     assert main(["retrofit", "self-taught"]) == main(["retrofit", "custom"]) == 2
     said = capsys.readouterr().err.splitlines()
-    told = ("--model and --prompts.", "--model and --data.")
-    assert said == [f"ConfigError: give {options}" for options in told]
+    for line, options, point in (
+        (said[0], "--model and --prompts", "self-taught-stories260k"),
+        (said[1], "--model and --data", "stories260k"),
+    ):
+        assert line.startswith(f"ConfigError: give {options}, or a starting point ")
+        assert line.endswith(f": dms-jax retrofit {point}.")
+        assert point in presets
+
+
+def test_options_without_a_starting_point_are_of_a_checkpoint_of_ones_own(monkeypatch, capsys):
+    """What a reader types who has not seen that a name comes first."""
+    retrofit = module_of("retrofit")
+    begun = []
+    monkeypatch.setattr(retrofit, "main", begun.append)
+    assert main(["retrofit", "--model", "m", "--data", "a.jsonl", "--out", "x"]) == 0
+    assert main(["retrofit", "custom", "--model", "m", "--data", "a.jsonl", "--out", "x"]) == 0
+    first, second = begun
+    assert first == second
+    assert (first.model, first.out) == ("m", pathlib.Path("x"))
+    with pytest.raises(SystemExit) as end:
+        main(["retrofit", "--model", "m", "--prompts", "q.jsonl"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "--prompts" in said
+    last = said.splitlines()[-1]
+    assert last.startswith("Without a starting point it is custom; there are custom, stories260k")
+    assert "self-taught" in last
+    with pytest.raises(SystemExit):  # who named one is told of its options alone
+        main(["retrofit", "custom", "--mode", "m"])
+    said = capsys.readouterr().err
+    assert "Without a starting point" not in said
+    assert "dms-jax retrofit custom --help" in said
 
 
 @pytest.mark.parametrize("name", COMMANDS)

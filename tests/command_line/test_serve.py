@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import dms_jax
 from dms_jax.command_line import main, serve
 from dms_jax.serving.server import Server, take_address
 
@@ -90,3 +91,9 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(builtins, "__import__", missing)
     assert main(["serve"]) == 2
     assert "pip install 'dms-jax[serve]'" in capsys.readouterr().err
+
+
+def test_a_port_that_there_is_none_of_is_a_sentence():
+    with pytest.raises(dms_jax.ConfigError, match=r"--port 99999: .*0-65535\.$") as error:
+        take_address("127.0.0.1", 99999)
+    assert not str(error.value).endswith("..")

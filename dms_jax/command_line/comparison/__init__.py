@@ -1,1 +1,1 @@
-"""What `experiments/compare.py` is made of: who is compared, what is measured, how it is shown."""
+"""What `dms-jax compare` is made of: who is compared, what is measured, how it is shown."""

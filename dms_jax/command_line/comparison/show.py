@@ -14,11 +14,14 @@ from dms_jax.command_line.comparison.measure import Measured
 DRAWN = ("DMS", "GQA", "DMC", "SnapKV", "StreamingLLM", "TOVA")
 COLOURS = ("#c0392b", "#7d3c98", "#2471a3", "#b9770e", "#222222", "#7d8c2f")
 NOTE = """\
-Averages over sequences, layers and KV heads. reads: entries read by all steps of a
-sequence; where query heads choose for themselves (Quest, KCache), each one's count. kB:
-pages and policy state of a sequence on the device, at its end and at most; values that
-KCache moves to host memory are not among them. ± one standard error over sequences or
-problems; above dense is of the differences, pair by pair."""
+Averages over sequences, layers and KV heads.
+
+- reads: entries read by all steps of a sequence. Where query heads choose for themselves
+  (Quest, KCache) it is each one's count.
+- kB: pages and policy state of a sequence on the device, at its end and at most. Values that
+  KCache moves to host memory are not among them.
+- ±: one standard error over sequences or problems. That of "above dense" is of the
+  differences, pair by pair."""
 
 
 def in_order(rows: Sequence[Measured]) -> list[Measured]:

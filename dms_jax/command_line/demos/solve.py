@@ -42,11 +42,11 @@ class Config:
     dense: pathlib.Path | None = None
     """The model that it came from; the shipped one unless given."""
     problems: int = 6
-    """Problems of each kind."""
+    """Problems of each of the four kinds."""
     temperature: float = 0.7
-    """Of the draws."""
+    """Sampling temperature of the answers; 0 takes the most likely token."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws: the same answers again, or others."""
     lines: int = 14
     """Lines of each working that are shown."""
 

@@ -45,7 +45,7 @@ def commands(config: SelfTaught, results: dict[str, Any]) -> list[tuple[str, str
     elif config.adapter_only:
         base = f"dms_jax.assets.path({config.model!r})" if config.model in SHIPPED else None
         whole = (
-            f"import dms_jax, dms_jax.assets; m = dms_jax.load({base or repr(config.model)}, "
+            f"import dms_jax; m = dms_jax.load({base or repr(config.model)}, "
             f"adapter={result!r}, merge=True); dms_jax.save(m, m.policy, 'whole')"
         )
         found.append(("A whole checkpoint", shlex.join(["python", "-c", whole])))

@@ -51,11 +51,11 @@ class SelfTaught:
     """Tokens of each text that are given, of prompts that are texts to continue."""
 
     temperatures: tuple[float, ...] = (0.7, 1.0)
-    """At which answers are sampled."""
+    """Sampling temperatures; each prompt is answered at every one of them."""
     answers: int = 1
     """Answers to each prompt at each temperature."""
     max_new_tokens: int = 400
-    """Longest answer."""
+    """Most new tokens of an answer; one that is cut off there did not end itself (--keep)."""
     keep: Literal["all", "ended", "correct"] = "ended"
     """Which answers to train on: all, those that the model ended itself, or those that the judge
     finds correct."""
@@ -63,9 +63,9 @@ class SelfTaught:
     trainable: Trained = "all"
     """The adapter beside frozen weights, low-rank updates of attention too, or all weights."""
     rank: int = UPDATES.rank
-    """Of low-rank updates."""
+    """Rank of the low-rank updates of attention; unused unless trainable is low_rank."""
     alpha: float = UPDATES.alpha
-    """Of low-rank updates, which count alpha / rank times."""
+    """Scale of the low-rank updates of attention, which are multiplied by alpha / rank."""
     window: int = 64
     """Distance up to which a token stays in the cache whatever is decided about it."""
     shift: int = EVICTING.shift
@@ -75,19 +75,20 @@ class SelfTaught:
     tokens: int = STAGE.steps * RECIPE.batch_size * RECIPE.sequence_length
     """Tokens to train on, padding included; the answers are repeated as needed."""
     learning_rate: float | None = None
-    """Of everything but the adapter; the recipe's unless given."""
+    """Learning rate of everything but the adapter; the recipe's unless given."""
     adapter_learning_rate: float = float(STAGE.adapter_learning_rate or 0)
-    """Of the adapter."""
+    """Learning rate of the adapter that decides on evictions."""
     settle: float = 0.0
     """Share of the steps, at the end, that keep the last ratio while the rates fall to zero."""
     answers_only: bool = False
     """Leave the prompts out of the loss."""
     packing: Literal["first_fit", "concatenate", "concatenate_whole"] = "first_fit"
-    """How answers become sequences."""
+    """How answers become sequences: first_fit puts whole ones together, concatenate cuts their
+    stream anywhere, concatenate_whole starts every sequence with an answer."""
     sequence_length: int = RECIPE.sequence_length
-    """Tokens a training sequence."""
+    """Tokens of a training sequence."""
     batch_size: int = RECIPE.batch_size
-    """Sequences an optimizer step."""
+    """Sequences of an optimizer step."""
     micro_batch_size: int | None = None
     """Sequences a device passes forward and back at a time; None takes the recipe's."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -104,7 +105,7 @@ class SelfTaught:
     checkpoint_every: int = 25
     """Steps between checkpoints to resume from."""
     seed: int = 0
-    """Of the draws, of the order of the data and of the noise."""
+    """Seed of the draws, of the order of the data and of the noise of the training."""
 
     def __post_init__(self):
         checks = {

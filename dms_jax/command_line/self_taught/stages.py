@@ -36,7 +36,10 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
       DataError: the prompts cannot be used, or no answer is left to train on.
     """
     if not config.model or config.prompts is None:
-        raise dms_jax.ConfigError("give --model and --prompts.")
+        raise dms_jax.ConfigError(
+            "give --model and --prompts, or a starting point that has both: "
+            "dms-jax retrofit self-taught-stories260k."
+        )
     recipe, policy = config.make_recipe(), config.make_policy()
     make_folder("--out", config.out)
     _check_settings(config)

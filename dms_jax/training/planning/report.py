@@ -73,7 +73,7 @@ def _sending(plan: "Plan") -> list[str]:
     if plan.machine.count == 1:
         return ["Collectives: none, on one device"]
     stage = plan.longest
-    if not stage.collectives:
+    if not _sending_known(plan, stage):
         return ["Collectives: unknown, because the program was refused"]
     total = sum(each.total_bytes for each in stage.collectives)
     which = f" of {stage.kind}" if len(_groups(plan)) > 1 else ""
@@ -98,11 +98,12 @@ def _time(plan: "Plan") -> list[str]:
     for stages in groups:
         which = f" of {' and '.join(stage.kind for stage in stages)}" if len(groups) > 1 else ""
         lines += _step(plan, stages[0], which)
-    return [
-        *lines,
-        f"The run (estimated): {_hours(least)} to {_hours(most)}, {least * count:,.0f} to "
-        f"{most * count:,.0f} device-hours",
-    ]
+    took = (
+        f"{_hours(least)} to {_hours(most)}, {least * count:,.0f} to {most * count:,.0f}"
+        if all(_sending_known(plan, stage) for stage in plan.stages)
+        else f"at least {_hours(least)}, {least * count:,.0f}"
+    )
+    return [*lines, f"The run (estimated): {took} device-hours"]
 
 
 def _step(plan: "Plan", stage: "StagePlan", which: str) -> list[str]:
@@ -110,14 +111,25 @@ def _step(plan: "Plan", stage: "StagePlan", which: str) -> list[str]:
     count, peak = plan.machine.count, plan.machine.device.peak
     tokens = plan.recipe.sequence_length * plan.recipe.pass_size(plan.mesh[0]) * stage.passes
     shares = sorted(stage.model_operations / (seconds * count * peak) for seconds in (low, high))
+    computing = f"computing {_seconds(plan.compute_seconds(stage))}"
+    took = (
+        f"{computing}, sending {_seconds(plan.communication_seconds(stage))}: {_seconds(low)} to "
+        f"{_seconds(high)}, {tokens / high:,.0f} to {tokens / low:,.0f} tokens/s, {shares[0]:.0%} "
+        f"to {shares[1]:.0%} of the peak"
+        if _sending_known(plan, stage)
+        else f"{computing}, sending unknown: at most {tokens / low:,.0f} tokens/s, {shares[1]:.0%} "
+        "of the peak"
+    )
     return [
         f"Operations a step{which}: {stage.operations:.3g} executed, {stage.model_operations:.3g} "
         "of the model",
-        f"A step{which} (estimated): computing {_seconds(plan.compute_seconds(stage))}, sending "
-        f"{_seconds(plan.communication_seconds(stage))}: {_seconds(low)} to {_seconds(high)}, "
-        f"{tokens / high:,.0f} to {tokens / low:,.0f} tokens/s, {shares[0]:.0%} to "
-        f"{shares[1]:.0%} of the peak",
+        f"A step{which} (estimated): {took}",
     ]
+
+
+def _sending_known(plan: "Plan", stage: "StagePlan") -> bool:
+    """Returns whether the program of a stage was compiled, or nothing is sent in any case."""
+    return plan.machine.count == 1 or stage.memory.exact
 
 
 def _groups(plan: "Plan") -> "list[list[StagePlan]]":
@@ -183,4 +195,6 @@ def _seconds(seconds: float) -> str:
 
 
 def _hours(hours: float) -> str:
-    return f"{hours * 60:.3g} minutes" if hours < 1 else f"{hours:,.3g} hours"
+    if hours < 1:
+        return f"{hours * 60:.3g} minutes"
+    return f"{hours:.3g} hours" if hours < 100 else f"{hours:,.0f} hours"

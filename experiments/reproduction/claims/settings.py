@@ -35,11 +35,11 @@ class Config:
     document_tokens: int = 1000
     """Longest completion of the training data."""
     document_temperature: float = 1.0
-    """Of its draws."""
+    """Sampling temperature of the training data."""
     sequence_length: int = 2048
-    """Tokens a training sequence."""
+    """Tokens of a training sequence."""
     batch_tokens: int = 65_536
-    """Tokens an optimizer step."""
+    """Tokens of an optimizer step."""
     decay_steps: int = 300
     """Steps in which the borrowed neuron of DMS is faded out."""
     steps_per_ratio: int = 300
@@ -54,11 +54,11 @@ class Config:
     frontier_problems: int = 240
     """Reasoning problems of the frontier."""
     frontier_chains: int = 16
-    """W, chains of each."""
+    """W, chains of each problem of the frontier."""
     retrieval_problems: int = 240
     """Needle problems, and tracking problems."""
     temperature: float = 0.7
-    """Of every answer."""
+    """Sampling temperature of every answer; 0 takes the most likely token."""
     lanes: int = 4096
     """Sequences in the cache at a time."""
     page_size: int = 64

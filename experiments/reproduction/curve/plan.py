@@ -65,23 +65,24 @@ class Config:
     document_tokens: int = 1000
     """Longest completion of the training data."""
     document_temperature: float = 1.0
-    """Of its draws. Colder ones would sharpen who learns to write them, the control above all."""
+    """Sampling temperature of the training data. Colder draws would sharpen who learns to write
+    them, the control above all."""
     sequence_length: int = 2048
     """Tokens a training sequence; shorter documents share one."""
     batch_size: int = 32
-    """Sequences an optimizer step."""
+    """Sequences of an optimizer step."""
     micro_batch_size: int | None = None
     """Sequences a pass forward and back; the whole batch unless given."""
     decay_steps: int = 300
     """Steps in which the borrowed neuron is faded out (Stage 1 of the paper, 2000 there)."""
     decay_learning_rate: float = 5e-5
-    """Of all weights in those steps."""
+    """Learning rate of all weights in those steps."""
     steps_per_ratio: int = 300
     """Steps a unit of compression ratio (100 in the paper; `choose_recipe.py` compares)."""
     learning_rate: float = 3e-5
-    """Of all weights, constant (`choose_recipe.py` compares)."""
+    """Learning rate of all weights, constant (`choose_recipe.py` compares)."""
     adapter_learning_rate: float = 3e-4
-    """Of the adapter; three times as much costs the model digits (see the page)."""
+    """Learning rate of the adapter; three times as much costs the model digits (see the page)."""
     variants: tuple[str, ...] = ()
     """Only these ways to retrofit DMS; all unless given."""
     ratios: tuple[float, ...] = (2.0, 3.0, 4.0, 8.0)
@@ -92,7 +93,7 @@ class Config:
     """How many times fewer live tokens than vanilla's the training-free systems are given."""
 
     split: Split = "test"
-    """Of the problems; "validation" to choose settings."""
+    """Split that the problems are of; "validation" to choose settings."""
     asked: tuple[str, ...] = TASKS
     """Which tasks are asked. The DMS variant that the page speaks of is chosen on validation
     problems of the first."""
@@ -103,7 +104,7 @@ class Config:
     chains: int = 4
     """Answers to each reasoning problem; retrieval has one."""
     temperature: float = 0.7
-    """Of every answer."""
+    """Sampling temperature of every answer; 0 takes the most likely token."""
     max_new_tokens: int = 700
     """Longest answer to a reasoning problem."""
     needle_size: int = 450

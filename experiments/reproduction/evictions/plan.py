@@ -52,27 +52,27 @@ class Config:
     document_tokens: int = 1000
     """Longest completion of the training data."""
     document_temperature: float = 1.0
-    """Of its draws."""
+    """Sampling temperature of the training data."""
     sequence_length: int = 2048
-    """Tokens a training sequence."""
+    """Tokens of a training sequence."""
     batch_tokens: int = 65_536
-    """Tokens an optimizer step."""
+    """Tokens of an optimizer step."""
     steps: int = 800
     """Optimizer steps of every training."""
     learning_rate: float = 3e-5
-    """Of all weights but the adapter, where they are trained."""
+    """Learning rate of all weights but the adapter, where they are trained."""
     adapter_learning_rate: float = 3e-4
-    """Of the adapter of DMS."""
+    """Learning rate of the adapter of DMS."""
     scorer_learning_rate: float = 1e-3
-    """Of the scorers of KVzap and KVpop."""
+    """Learning rate of the scorers of KVzap and KVpop."""
     hidden: int = 64
     """Hidden units of these scorers."""
     measures: tuple[Literal["reasoning", "retrieval"], ...] = ("reasoning", "retrieval")
-    """What is asked."""
+    """What is asked: problems of reasoning, of retrieval, or both."""
     problems: int = 240
     """Reasoning problems, a third of each kind."""
     chains: int = 4
-    """Answers to each."""
+    """Answers to each problem of reasoning."""
     retrieval_problems: int = 160
     """Needle and tracking problems, half of each."""
     new_tokens: int = 700
@@ -80,7 +80,7 @@ class Config:
     texts: int = 192
     """Worked problems of the validation split whose loss is measured, one token at a time."""
     temperature: float = 0.7
-    """Of every answer."""
+    """Sampling temperature of every answer; 0 takes the most likely token."""
     lanes: int = 2048
     """Sequences in the cache at a time."""
     page_size: int = 64

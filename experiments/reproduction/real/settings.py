@@ -17,7 +17,7 @@ class Config:
     """Qwen2.5-Coder-0.5B-Instruct: GGUF file, Hugging Face directory or hub id. Left out if not
     given."""
     smollm2: str = ""
-    """SmolLM2-135M-Instruct, likewise."""
+    """SmolLM2-135M-Instruct, in any of these forms. Left out if not given."""
     data: pathlib.Path | None = None
     """Folder with gsm8k/train.jsonl and test.jsonl; for SmolLM2 also text/*.txt (trained on),
     text/wikitext-2/test.txt, arc/arc_easy.jsonl, arc/ARC-Challenge-Test.jsonl,
@@ -43,24 +43,24 @@ class Config:
     held_out: int = 64
     """Training questions that nothing is trained on, for the divergence of each training."""
     temperatures: tuple[float, ...] = (0.7, 1.0)
-    """At which answers are sampled, one of each."""
+    """Sampling temperatures; each question is answered once at every one of them."""
     max_new_tokens: int = 400
-    """Longest answer."""
+    """Most new tokens of an answer."""
     unended: bool = False
     """Train on answers that were cut off too."""
     needles: int = 400
     """Documents of retrieval that SmolLM2 reads beside texts and its own answers."""
 
     sequence_length: int = 2048
-    """Tokens a training sequence."""
+    """Tokens of a training sequence."""
     batch_size: int = 16
-    """Sequences an optimizer step."""
+    """Sequences of an optimizer step."""
     micro_batch_size: int = 8
-    """Sequences in one pass."""
+    """Sequences that a device passes forward and back at a time."""
     tokens: int = 10_000_000
-    """Of a training of Qwen whose plan says 1."""
+    """Tokens of a training of Qwen whose plan says 1."""
     small_tokens: int = 10_000_000
-    """Of a training of SmolLM2 whose plan says 1."""
+    """Tokens of a training of SmolLM2 whose plan says 1."""
 
     problems: int | None = None
     """Test problems of GSM8K; all unless given."""
@@ -83,9 +83,9 @@ class Config:
     frontier_problems: int = 200
     """Test problems of GSM8K of the frontier."""
     frontier_chains: int = 8
-    """W, chains of each."""
+    """W, chains of each problem of the frontier."""
     frontier_temperature: float = 0.7
-    """Of their draws."""
+    """Sampling temperature of the chains of the frontier."""
     speed_context: int = 4096
     """Tokens that each sequence has seen whose steps are timed."""
     speed_batch: int = 64

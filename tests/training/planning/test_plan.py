@@ -131,6 +131,15 @@ def test_a_program_that_was_refused_is_told():
     text = str(planned(memory=memory, collectives=[]))
     assert "DOES NOT FIT" in text
     assert "refused the program" in text
+    assert "Collectives: unknown" in text
+    # What is not known is not counted as nothing: 2 s of computing are the least of a step.
+    assert "computing 2 s, sending unknown: at most 2,097,152 tokens/s, 40% of the peak" in text
+    assert "The run (estimated): at least 1.28 hours, 10 device-hours" in text
+
+
+def test_long_runs_are_told_in_whole_hours():
+    text = str(planned(stages=(staged(steps=1_800_000),)))
+    assert "The run (estimated): 1,000 hours to 1,050 hours, 8,000 to 8,400 device-hours" in text
 
 
 @pytest.mark.parametrize(
