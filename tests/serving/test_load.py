@@ -19,16 +19,17 @@ LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
 
 @pytest.fixture
 def held(idle, monkeypatch):
-    """The client, and an event until which every chunk of steps waits."""
-    runner, go_on = idle.service.engine.runner, threading.Event()
+    """The client, an event until which every chunk of steps waits, and one that one does."""
+    runner, go_on, waits = idle.service.engine.runner, threading.Event(), threading.Event()
     decode = runner.decode
 
     def slow(*given, **more):
+        waits.set()
         assert go_on.wait(60)
         return decode(*given, **more)
 
     monkeypatch.setattr(runner, "decode", slow)
-    yield idle, go_on
+    yield idle, go_on, waits
     go_on.set()
 
 
@@ -44,11 +45,11 @@ def metric_of(client, reason):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_pages(held, stream):
-    client, go_on = held
+    client, go_on, waits = held
     before = metric_of(client, "cancelled")
     connection = client.connect()
     connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": stream}))
-    wait_until(lambda: len(client.service._jobs) == 1)
+    assert waits.wait(60)  # it has a lane
     connection.sock.shutdown(2)
     connection.close()
     wait_until(lambda: client.service._cancelled)
@@ -58,7 +59,7 @@ def test_a_client_that_goes_away_frees_its_pages(held, stream):
 
 
 def test_too_many_are_told_to_try_again(held):
-    client, go_on = held
+    client, go_on, _ = held
     answers = []
     ask = lambda: answers.append(client.ask(**LONG | {"max_tokens": 3}, n=LANES))  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(3)]
@@ -78,18 +79,25 @@ def test_too_many_are_told_to_try_again(held):
     assert [len(answer["choices"]) for answer in answers] == [LANES] * 3
 
 
-def test_metrics_say_what_runs_and_what_was_done(held):
-    client, go_on = held
+def test_metrics_say_what_runs_and_what_was_done(idle, monkeypatch):
+    client, go_on = idle, threading.Event()
+    runner, chunks = client.service.engine.runner, itertools.count()
+    decode = runner.decode
+
+    def held_after_the_first(*given, **more):
+        assert next(chunks) == 0 or go_on.wait(60)
+        return decode(*given, **more)
+
+    monkeypatch.setattr(runner, "decode", held_after_the_first)
     names = ("prompt_tokens_total", "generation_tokens_total", "kv_reads_total")
     before = {name: client.metric(f"dms_jax_{name}") for name in names}
     done = []
     thread = threading.Thread(target=lambda: done.append(client.ask(**LONG)))
     thread.start()
-    wait_until(lambda: len(client.service._jobs) == 1)
-    go_on.set()
     wait_until(lambda: client.metric("dms_jax_running") == 1)
     assert client.metric("dms_jax_live_tokens") > 0
     in_use = client.metric("dms_jax_pages_in_use")
+    go_on.set()
     thread.join(60)
     usage = done[0]["usage"]
     wait_until(lambda: client.metric("dms_jax_running") == 0)
@@ -102,7 +110,7 @@ def test_metrics_say_what_runs_and_what_was_done(held):
 
 
 def test_an_error_ends_what_ran_and_the_others_go_on(held, monkeypatch):
-    client, go_on = held
+    client, go_on, _ = held
     runner, errors = client.service.engine.runner, [CapacityError("it is full"), ValueError("oh")]
     failed = metric_of(client, "failed")
     decode = runner.decode
