@@ -69,8 +69,9 @@ def main(config: Config) -> None:
         app = make_app(service, name=name, defaults=sampling, seed=config.seed)
         host, port = taken.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        console.print(f"{name} with {service.engine.policy.name} at {address}", soft_wrap=True)
         server = Server(app, service, drain_seconds=seconds)
+        taken.listen()  # whoever sees the address may come at once, and waits until it is answered
+        console.print(f"{name} with {service.engine.policy.name} at {address}", soft_wrap=True)
         server.serve_on(taken)
     console.print("All requests had ended." if server.drained else "Requests were cut off.")
 

@@ -1,8 +1,10 @@
 """The server as a command: it answers until it is told to end, in order and with status 0."""
 
 import builtins
+import contextlib
 import http.client
 import json
+import socket
 import sys
 import threading
 import time
@@ -32,9 +34,15 @@ def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
     monkeypatch.setattr(serve.Config, "load", lambda self: stories)
     port, found, servers = free_port(), {}, []
     serve_on = Server.serve_on
-    monkeypatch.setattr(
-        Server, "serve_on", lambda self, taken: servers.append(self) or serve_on(self, taken)
-    )
+
+    def told_and_not_begun(self, taken):
+        """Whoever saw the address may come at once: they wait, and are not refused."""
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+            found["early"] = capsys.readouterr().out
+        servers.append(self)
+        serve_on(self, taken)
+
+    monkeypatch.setattr(Server, "serve_on", told_and_not_begun)
 
     def client():
         try:
@@ -59,9 +67,8 @@ def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
     assert found["health"] == (200, {"status": "ok"})
     assert found["answer"][1]["usage"]["completion_tokens"] == 6
     assert found["default"][1]["usage"]["completion_tokens"] == 9
-    shown = capsys.readouterr().out
-    assert f"stories260k with TOVA at http://127.0.0.1:{port}/v1" in shown
-    assert shown.endswith("All requests had ended.\n")
+    assert f"stories260k with TOVA at http://127.0.0.1:{port}/v1" in found["early"]
+    assert capsys.readouterr().out == "All requests had ended.\n"
 
 
 @pytest.mark.parametrize(
