@@ -76,6 +76,8 @@ def test_every_command_is_understood(name, line, tmp_path, monkeypatch, capsys):
             assert main(words[1:]) == 0
         case ["dms-jax", command, *_]:
             assert command in COMMANDS
+            for left in filter(None, (re.fullmatch(r"[\w@.]+=(mine/.+)", word) for word in words)):
+                pathlib.Path(left[1]).mkdir(parents=True, exist_ok=True)  # an earlier command did
             assert_options(command, words[2:])
         case [("python" | ".venv/bin/python"), "-m", module, *options]:
             assert module.startswith("experiments.")

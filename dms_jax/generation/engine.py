@@ -235,6 +235,8 @@ class Engine:
                 if requests and not any(request.seen or request.before for request in requests):
                     compile_first(self.runner, self._shapes, requests, *compiled)
                 while self._arrivals.receive(self.runner, waiting, self._running):
+                    if self._cancelled:  # meanwhile: their lanes are free, and none is for them
+                        reporter.report(self._running, waiting)
                     self._admit(waiting, sampling)
                     if awaited:
                         self._launched.read()

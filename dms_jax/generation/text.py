@@ -89,7 +89,10 @@ class TextTracker:
             if self._tokenizer is not None and request.finish_reason is not None:
                 self._unfinished.append(request)
             return ""
-        stream = self._streams.setdefault(request.index, _Stream())
+        stream = self._streams.get(request.index)
+        if stream is None:  # a request with text goes on from an earlier call
+            stream = _Stream(shown=_safe_length(request.text, stop))
+            self._streams[request.index] = stream
         # An end token is not text, whether or not the tokenizer calls it special.
         tokens = request.generated[:-1] if request.finish_reason == "end" else request.generated
         found = self._find_stop(stream, tokens, stop) if stop else None

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from dms_jax.checks import Count, Number, Range, Seed, Share, Whole, check, check_names, show
-from dms_jax.errors import ConfigError, DataError, DmsJaxError
+from dms_jax.errors import ConfigError, DataError, DmsJaxError, plain
 from dms_jax.generation import Sampling
 from dms_jax.generation.prompts import encode_prompt
 from dms_jax.model.language_model import LanguageModel
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
+_LONGEST_MESSAGE = 2000
 
 
 class RefusalError(DmsJaxError):
@@ -49,9 +50,10 @@ class RefusalError(DmsJaxError):
         kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
         if self.status >= 500:
             kind = "server_error"
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        # Both may quote what the client sent, half of a surrogate pair included.
+        message = plain(self, _LONGEST_MESSAGE, lines=True)
+        param = None if self.param is None else plain(self.param)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +291,7 @@ def _chat_prompt(given: Mapping[str, Any], model: LanguageModel) -> list[int]:
         raise RefusalError("messages must be a list that is not empty.", param="messages")
     said = [_message(message, place) for place, message in enumerate(messages)]
     variables = given.get("chat_template_kwargs", {})
-    reserved = {"messages", "add_generation_prompt", "tools", "documents"}
+    reserved = {"messages", "add_generation_prompt", "tools", "documents", "template", "self"}
     if not isinstance(variables, dict) or reserved & variables.keys():
         raise RefusalError(
             "chat_template_kwargs must be an object of the template's own variables, got "

@@ -50,8 +50,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Takes no more requests; called for signals."""
+        super().handle_exit(sig, frame)  # first: it takes a Ctrl-C after `end` for a second one
         self.end()
-        super().handle_exit(sig, frame)
 
     def end(self) -> None:
         """Begins to drain the service; returns at once."""

@@ -333,16 +333,17 @@ class Service:
         self._call(job.listener, piece)
 
     def _fail(self, error: Exception) -> None:
-        """Ends the requests that an error stopped; those that had not started go on waiting.
+        """Ends the requests that an error stopped; those that wait go on waiting.
 
-        What does not fit even alone was the only one that ran, or the first one that waited.
+        So do those that were put back with a part of their answer. What does not fit even alone was
+        the only one that ran, or the first one that waited.
         """
         _logger.warning("A chunk failed: %s", error, exc_info=not isinstance(error, DmsJaxError))
         with self._changed:
             requests = [job.request for job in self._jobs.values()]
             new = {request.index for request in self._new}
             ran = {request.index for request in self.engine.running}
-            stopped = [each for each in requests if each.index in ran or each.generated]
+            stopped = [each for each in requests if each.index in ran]
             stopped = stopped or sorted(requests, key=lambda each: each.index in new)[:1]
             gone = {request.index for request in stopped}
             self._new = collections.deque(each for each in requests if each.index not in gone)

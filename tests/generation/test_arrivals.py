@@ -1,5 +1,7 @@
 """Requests that come while a call runs, each with its own sampling."""
 
+import dataclasses
+
 import dms_jax
 from dms_jax.generation.requests import make_request
 from tests.generation.support import GREEDY, engine_for, prompts
@@ -42,3 +44,31 @@ def test_requests_join_those_that_run_and_draw_as_they_do_alone(monkeypatch):
     assert max(together) == 2  # and the third one came while these ran
     assert engine.runner.allocator.pages_in_use == 0
     assert not engine.running
+
+
+def test_what_is_cancelled_while_it_waits_is_never_read():
+    """A lane is free for it at the moment when it is cancelled."""
+    engine, told = engine_for("vanilla"), []
+    short = dataclasses.replace(GREEDY, max_new_tokens=5)
+    coming = [
+        make_request(engine.model.config, prompt, sampling, index=index)
+        for index, (prompt, sampling) in enumerate(
+            zip(prompts()[:3], (short, GREEDY, GREEDY), strict=True)
+        )
+    ]
+    requests = list(coming)
+
+    def incoming(wait):
+        if coming:
+            came = coming.copy()
+            coming.clear()
+            return came
+        if requests[0].finish_reason is not None:
+            engine.cancel([2])
+        return None
+
+    engine.serve([], GREEDY, told.append, incoming=incoming)
+    assert [each.finish_reason for each in requests] == ["length", "length", "cancelled"]
+    assert requests[2].generated == []
+    assert requests[2].usage.prefilled_tokens == 0
+    assert [each.finished for each in told if each.index == 2] == [True]

@@ -1,12 +1,17 @@
 """Under load and at the end: who goes away frees pages, who is too many is told, who runs ends."""
 
+import itertools
 import json
+import signal
 import threading
 
 import pytest
 
 from dms_jax.errors import CapacityError
+from dms_jax.generation import Sampling
 from dms_jax.serving import service as service_module
+from dms_jax.serving.app import make_app
+from dms_jax.serving.server import Server
 from tests.serving.support import LANES, make_service, serving, wait_until
 
 LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
@@ -14,16 +19,17 @@ LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
 
 @pytest.fixture
 def held(idle, monkeypatch):
-    """The client, and an event until which every chunk of steps waits."""
-    runner, go_on = idle.service.engine.runner, threading.Event()
+    """The client, an event until which every chunk of steps waits, and one that one does."""
+    runner, go_on, waits = idle.service.engine.runner, threading.Event(), threading.Event()
     decode = runner.decode
 
     def slow(*given, **more):
+        waits.set()
         assert go_on.wait(60)
         return decode(*given, **more)
 
     monkeypatch.setattr(runner, "decode", slow)
-    yield idle, go_on
+    yield idle, go_on, waits
     go_on.set()
 
 
@@ -39,11 +45,11 @@ def metric_of(client, reason):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_pages(held, stream):
-    client, go_on = held
+    client, go_on, waits = held
     before = metric_of(client, "cancelled")
     connection = client.connect()
     connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": stream}))
-    wait_until(lambda: len(client.service._jobs) == 1)
+    assert waits.wait(60)  # it has a lane
     connection.sock.shutdown(2)
     connection.close()
     wait_until(lambda: client.service._cancelled)
@@ -53,7 +59,7 @@ def test_a_client_that_goes_away_frees_its_pages(held, stream):
 
 
 def test_too_many_are_told_to_try_again(held):
-    client, go_on = held
+    client, go_on, _ = held
     answers = []
     ask = lambda: answers.append(client.ask(**LONG | {"max_tokens": 3}, n=LANES))  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(3)]
@@ -73,18 +79,25 @@ def test_too_many_are_told_to_try_again(held):
     assert [len(answer["choices"]) for answer in answers] == [LANES] * 3
 
 
-def test_metrics_say_what_runs_and_what_was_done(held):
-    client, go_on = held
+def test_metrics_say_what_runs_and_what_was_done(idle, monkeypatch):
+    client, go_on = idle, threading.Event()
+    runner, chunks = client.service.engine.runner, itertools.count()
+    decode = runner.decode
+
+    def held_after_the_first(*given, **more):
+        assert next(chunks) == 0 or go_on.wait(60)
+        return decode(*given, **more)
+
+    monkeypatch.setattr(runner, "decode", held_after_the_first)
     names = ("prompt_tokens_total", "generation_tokens_total", "kv_reads_total")
     before = {name: client.metric(f"dms_jax_{name}") for name in names}
     done = []
     thread = threading.Thread(target=lambda: done.append(client.ask(**LONG)))
     thread.start()
-    wait_until(lambda: len(client.service._jobs) == 1)
-    go_on.set()
     wait_until(lambda: client.metric("dms_jax_running") == 1)
     assert client.metric("dms_jax_live_tokens") > 0
     in_use = client.metric("dms_jax_pages_in_use")
+    go_on.set()
     thread.join(60)
     usage = done[0]["usage"]
     wait_until(lambda: client.metric("dms_jax_running") == 0)
@@ -97,7 +110,7 @@ def test_metrics_say_what_runs_and_what_was_done(held):
 
 
 def test_an_error_ends_what_ran_and_the_others_go_on(held, monkeypatch):
-    client, go_on = held
+    client, go_on, _ = held
     runner, errors = client.service.engine.runner, [CapacityError("it is full"), ValueError("oh")]
     failed = metric_of(client, "failed")
     decode = runner.decode
@@ -137,6 +150,44 @@ def test_an_error_ends_what_ran_and_the_others_go_on(held, monkeypatch):
     assert status == 200
     assert json.loads(text)["usage"]["completion_tokens"] == 3
     assert metric_of(client, "failed") == failed + 2 * LANES
+
+
+def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
+    """The pool is full: the younger request waits with a part of its answer, the older outgrows."""
+    service, sampling = make_service(), Sampling(temperature=0, max_new_tokens=24, stop="quite")
+    engine, fits = service.engine, service.engine.runner.fits
+    prompts = [[1, 70, 90], [1, 300, 200]]
+    news: dict[int, list] = {}
+
+    def full(extra, **options):
+        running = engine.running
+        if len(running) == 2 and all(len(each.generated) > 8 for each in running):
+            return False
+        alone = len(running) == 1 and len(running[0].generated) > 8
+        return not (alone and running[0].index == 0) and fits(extra, **options)
+
+    def told(number):
+        def listen(piece):
+            news.setdefault(number, []).append(piece)
+
+        return listen
+
+    service.start()
+    service.submit(prompts[1:], sampling, told(2))
+    wait_until(lambda: not service._jobs)
+    monkeypatch.setattr(engine.runner, "fits", full)
+    service._numbers = itertools.count()
+    with service._changed:  # so that they are let in together
+        for number, prompt in enumerate(prompts):
+            service.submit([prompt], sampling, told(number))
+    wait_until(lambda: not service._jobs)
+    assert service.drain(60.0)
+    assert isinstance(news[0][-1], CapacityError)
+    assert news[1][-1].completion.tokens == news[2][-1].completion.tokens
+    tokens = [token for each in news[1] for token in each.tokens]
+    assert tokens == news[1][-1].completion.tokens
+    assert "".join(each.text for each in news[1]) == news[1][-1].completion.text
+    assert news[1][-1].completion.usage.prefilled_tokens > len(prompts[1])  # it was put back
 
 
 def test_what_cannot_fit_is_refused_with_numbers():
@@ -189,6 +240,17 @@ def test_the_end_waits_for_those_that_run_but_not_for_ever(monkeypatch, seconds)
     assert client.server.drained == bool(seconds)
     assert not client.service.alive
     assert client.service.engine.runner.allocator.pages_in_use == 0
+
+
+def test_only_a_second_interrupt_does_not_wait():
+    service = make_service()
+    server = Server(make_app(service, name="stories"), service, drain_seconds=5.0)
+    server.handle_exit(signal.SIGINT, None)
+    assert service.draining
+    assert server.should_exit
+    assert not server.force_exit
+    server.handle_exit(signal.SIGINT, None)
+    assert server.force_exit
 
 
 def test_a_service_that_ends_takes_nothing_new():

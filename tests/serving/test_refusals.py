@@ -45,6 +45,12 @@ REFUSED = [
     (True, dict(messages=SAY, top_logprobs=3), "top_logprobs", "chosen token"),
     (True, dict(messages=SAY, prompt="a"), "prompt", "no option prompt"),
     (True, dict(messages=SAY, chat_template_kwargs={"messages": []}), "chat_template_kwargs", ""),
+    (True, dict(messages=SAY, chat_template_kwargs={"self": 1}), "chat_template_kwargs", "own"),
+    (True, dict(messages=SAY, chat_template_kwargs={"template": "a"}), "chat_template_kwargs", ""),
+    (True, dict(messages=[SAY[0] | {"content": "\ud800"}]), "messages", "surrogate"),
+    (True, dict(messages=[SAY[0] | {"role": "\ud800"}]), "messages", "calls no tools"),
+    (True, {"messages": SAY, "\ud800": 1}, r"\ud800", "no option"),
+    (False, dict(prompt="\ud800"), None, "surrogate"),
 ]
 
 

@@ -229,15 +229,15 @@ MUTANTS = [
     Mutant(
         "policies: KVpop without what is said as a token leaves the window",
         FOLDER + "kvpop.py",
-        "new = jnp.take_along_axis(rows, slot, axis=-1) + late",
-        "new = jnp.take_along_axis(rows, slot, axis=-1)",
+        "_score(jnp.take_along_axis(own, index, axis=-1), late)",
+        "_score(jnp.take_along_axis(own, index, axis=-1), 0 * late)",
         (f"{STEPS}[KVpop-budget=8-window=3-hidden=6-G=2-page=5]",),
     ),
     Mutant(
         "policies: KVpop gives up a token that the next query is to see",
         FOLDER + "kvpop.py",
-        "is_recent = positions > (chunk.newest[:, None] - self.window)[..., None]",
-        "is_recent = positions > (chunk.newest[:, None] - self.window + 1)[..., None]",
+        "leaves = (place >= 0) & (pushed_by < chunk.count[:, None, None])",
+        "leaves = (place >= 0) & (pushed_by <= chunk.count[:, None, None])",
         (f"{STEPS}[KVpop-budget=8-window=3-hidden=6-G=2-page=5]",),
     ),
     Mutant(

@@ -40,9 +40,30 @@ MUTANTS = [
     Mutant(
         "serving: an error ends those that wait, too",
         FOLDER + "service.py",
-        "if each.index in ran or each.generated]",
+        "if each.index in ran]",
         "if True]",
         (f"{LOAD}::test_an_error_ends_what_ran_and_the_others_go_on",),
+    ),
+    Mutant(
+        "serving: a request that goes on after an error has its text sent again",
+        "dms_jax/generation/text.py",
+        "shown=_safe_length(request.text, stop)",
+        "shown=0",
+        (f"{LOAD}::test_what_was_put_back_goes_on_when_another_one_does_not_fit",),
+    ),
+    Mutant(
+        "serving: the first Ctrl-C does not wait",
+        FOLDER + "server.py",
+        "super().handle_exit(sig, frame)  #",
+        "self.should_exit = True; super().handle_exit(sig, frame)  #",
+        (f"{LOAD}::test_only_a_second_interrupt_does_not_wait",),
+    ),
+    Mutant(
+        "serving: what is cancelled while it waits is read first",
+        "dms_jax/generation/engine.py",
+        "if self._cancelled:  # meanwhile",
+        "if False:  # meanwhile",
+        (f"{ARRIVALS}::test_what_is_cancelled_while_it_waits_is_never_read",),
     ),
     Mutant(
         "serving: a prompt with several answers counts as often",
