@@ -1,0 +1,167 @@
+"""Times what a newcomer types until there is a token, a comparison, a retrofit to be seen.
+
+Each step is a process of its own, as it is typed, in an empty folder with an empty cache of
+compiled programs; the steps of the three commands of the documentation share one folder and one
+cache. What counts is processor time, of all threads: wall seconds and the load of the machine stand
+beside it, because other processes may want the cores too. The models and texts ship; nothing is
+downloaded.
+
+    python -m experiments.benchmarks.first_results
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import dms_jax
+from dms_jax.command_line.options import check_names
+from dms_jax.command_line.reports import make_place, provenance, write_json
+from dms_jax.command_line.running import run
+from dms_jax.compilation import SWITCH
+
+README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+BLOCK = "block.py"  # the block of README.md that retrofits, as a file
+LONGEST = 7200  # seconds that a step may take
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What is typed.
+
+    Attributes:
+      what: where a reader finds it.
+      command: how it is typed.
+      folder: steps of one folder follow each other in it, the first of them with nothing compiled.
+    """
+
+    what: str
+    command: str
+    folder: str
+
+
+STEPS = {
+    "token": Step(
+        "README.md, Generate", 'dms-jax generate "Once upon a time" --max-new-tokens 60', "token"
+    ),
+    "comparison": Step(
+        "documentation, Compare, two policies",
+        "dms-jax compare --learn --only TOVA StreamingLLM --ratios 4 --sequences 2 --length 128",
+        "comparison",
+    ),
+    "python": Step("README.md, Retrofit (Python)", f"python {BLOCK}", "python"),
+    "retrofit": Step(
+        "three commands, 1", "dms-jax retrofit self-taught-stories260k --out mine", "three"
+    ),
+    "story": Step(
+        "three commands, 2",
+        'dms-jax generate "Once upon a time" --adapter mine/training/model --max-new-tokens 300',
+        "three",
+    ),
+    "frontier": Step(
+        "three commands, 3",
+        "dms-jax compare --learn --checkpoints DMS@4=mine/training/snapshots/4 "
+        "--only DMS TOVA StreamingLLM --ratios 4 --sequences 8 --out mine/comparison",
+        "three",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time first results."""
+
+    only: tuple[str, ...] = tuple(STEPS)
+    """Steps to time, by name; story and frontier need what retrofit leaves."""
+    out: pathlib.Path = pathlib.Path("runs/first_results/times.json")
+    """JSON file for the figures, which are written after every step."""
+
+
+def words_of(command: str) -> list[str]:
+    """A command as a process of this Python."""
+    program, *options = shlex.split(command)
+    return [
+        sys.executable,
+        *(["-m", "dms_jax.command_line"] if program == "dms-jax" else []),
+        *options,
+    ]
+
+
+def block() -> str:
+    """The block of README.md that retrofits.
+
+    Raises:
+      DmsJaxError: there is none.
+    """
+    found = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    for text in found:
+        if "dms_jax.retrofit(" in text:
+            return text
+    raise dms_jax.DmsJaxError(f"{README.name} has no block of Python that retrofits.")
+
+
+def timed(step: Step, folder: pathlib.Path) -> dict[str, Any]:
+    """Runs a step in its folder and returns its seconds.
+
+    Raises:
+      DmsJaxError: it failed.
+    """
+    cache = folder / "compiled"
+    row: dict[str, Any] = {
+        "what": step.what,
+        "command": step.command,
+        "cache": "of the steps before" if cache.exists() else "empty",
+    }
+    work = folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    (work / BLOCK).write_text(block(), encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if "JAX_COMP" not in name}
+    load, start = os.getloadavg()[0], time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        words_of(step.command),
+        cwd=work,
+        env=environment | {SWITCH: str(cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LONGEST,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise dms_jax.DmsJaxError(f"{step.command}: {done.stdout[-2000:]}")
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return row | {
+        "processor_seconds": round(processor, 1),
+        "wall_seconds": round(time.perf_counter() - start, 1),
+        "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+    }
+
+
+def main(config: Config) -> list[dict[str, Any]]:
+    """Runs the steps one after the other, writes the figures as they come, and returns them."""
+    check_names("--only", config.only, STEPS)
+    make_place("--out", config.out)
+    rows: list[dict[str, Any]] = []
+    report = provenance(config) | {"cores": os.cpu_count(), "rows": rows}
+    with tempfile.TemporaryDirectory() as place:
+        for name in config.only:
+            rows.append(timed(STEPS[name], pathlib.Path(place) / STEPS[name].folder))
+            print(
+                f"{rows[-1]['processor_seconds']} s of processor time, "
+                f"{rows[-1]['wall_seconds']} s: {rows[-1]['command']}",
+                flush=True,
+            )
+            write_json(config.out, report)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))
