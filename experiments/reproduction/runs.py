@@ -108,8 +108,8 @@ def carry_out[C: Plan](config: C, module: str, check: Callable[[C], None]) -> C:
     """
     end = time.time() + 60 * config.deadline_minutes
     if config.only != "report":
-        check(config)
         make_folder("--out", config.out)
+        check(config)
         for leftover in ("locks", "failed"):  # of a run that was cut off
             shutil.rmtree(config.out / leftover, ignore_errors=True)
         write_plan(config)

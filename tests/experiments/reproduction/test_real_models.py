@@ -222,6 +222,7 @@ def test_layers_are_recomputed_where_their_activations_do_not_fit(tmp_path, monk
     monkeypatch.setattr(real_jobs, "train", train)
     monkeypatch.setattr(real_jobs, "training_documents", lambda *_: [])
     monkeypatch.setattr(real_jobs, "held_out_sequences", lambda *_: [np.asarray([1, 2])])
+    monkeypatch.setattr(real_jobs, "HeldOut", lambda *_: None)
     monkeypatch.setattr(Worker, "base", lambda *_: None)
     (tmp_path / "trainings" / MAIN).mkdir(parents=True)
     for _ in range(2):  # the next training knows
