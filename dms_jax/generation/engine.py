@@ -113,7 +113,7 @@ class Engine:
         self._bases: set[int] = set()  # lanes whose sequences requests continue in copies
         self._cancelled: set[int] = set()  # indices of requests to end early
         self._keys = np.zeros_like(request_keys([0] * num_lanes, [0] * num_lanes))
-        self._launched = Launched(self.runner)
+        self._launched = Launched(self.runner, self.model.generation.eos_token_ids)
         self._arrivals = Arrivals()
         self._compiled: set[Hashable] = set()  # see `compile_first`
 
@@ -216,7 +216,7 @@ class Engine:
             streaming=streaming and on_tokens is not None,
         )
         self._cancelled.clear()
-        self._launched = Launched(self.runner)
+        self._launched = Launched(self.runner, self.model.generation.eos_token_ids)
         reporter = Reporter(self.runner, tracker, on_tokens, keep, self._cancelled)
         # Updates and stop strings are looked at before the next chunk, and so are first tokens.
         awaited = on_tokens is not None or bool(sampling.stop_strings)
@@ -366,7 +366,7 @@ class Engine:
         """Reserves pages, preempting the youngest requests until they fit; False if any was."""
         before = len(self._running)
         while not self.runner.fits(extra, prompt=prompt):
-            if ended := self._launched.ended(self._running, self.model.generation.eos_token_ids):
+            if ended := self._launched.ended(self._running):
                 extra[ended] = 0
                 continue
             youngest = next(reversed(self._running))

@@ -29,12 +29,14 @@ class Launched:
 
     Attributes:
       runner: the runner that launches them.
+      end_tokens: token ids that end an answer.
       last_tokens: Int[B], the newest token of each lane, on the device until it is read.
       drawn: lanes whose newest token is the first of an answer, and has not been read.
       chunks: chunks of steps that were not read, oldest first, and the requests in their lanes.
     """
 
     runner: Runner
+    end_tokens: tuple[int, ...]
     last_tokens: np.ndarray | jax.Array = dataclasses.field(init=False)
     drawn: frozenset[int] = frozenset()
     chunks: collections.deque[tuple[LaunchedSteps, dict[int, Request]]] = dataclasses.field(
@@ -56,14 +58,14 @@ class Launched:
             record()
         self.drawn = frozenset()
 
-    def ended(self, running: Mapping[int, Request], end_tokens: tuple[int, ...]) -> list[int]:
+    def ended(self, running: Mapping[int, Request]) -> list[int]:
         """Reads, and returns the lanes that need no room because their first token ended them."""
         drawn = self.drawn
         self.read()
         return [
             lane
             for lane, request in running.items()
-            if lane in drawn and request.generated[-1] in end_tokens
+            if lane in drawn and request.generated[-1] in self.end_tokens
         ]
 
     def remaining(self, running: Mapping[int, Request]) -> Int[np.ndarray, " B"]:
@@ -97,7 +99,7 @@ class Launched:
             keys,
             rule,
             num_steps=num_steps,
-            end_tokens=self.runner.model.generation.eos_token_ids,
+            end_tokens=self.end_tokens,
         )
         self.chunks.append((chunk, dict(running)))
         # They go where the device had those before: elsewhere, programs are compiled once more.
@@ -114,7 +116,7 @@ class Launched:
         written between programs.
         """
         extra = np.minimum(self.remaining(running), num_steps)
-        enough = LANES_AHEAD if self.runner.model.generation.eos_token_ids else 1
+        enough = LANES_AHEAD if self.end_tokens else 1
         if np.count_nonzero(extra) < enough or self.runner.host is not None:
             return False
         if not (self.runner.fits(extra) and self.runner.fits_table(extra)):
