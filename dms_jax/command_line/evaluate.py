@@ -123,7 +123,7 @@ class Config:
         return dms_jax.Sampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
 
     def make_chat(self) -> Chat | None:
-        """How to ask."""
+        """Returns the chat template's form of a question; None to ask in plain text."""
         if not self.chat:
             return None
         return Chat(system=self.system, variables=read_options(self.template))

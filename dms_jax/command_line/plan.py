@@ -103,7 +103,7 @@ def shape_of(model: str) -> ModelConfig:
 
 
 def main(config: Config) -> None:
-    """Prints the plans."""
+    """Prints the plan of each machine that was named."""
     jax.config.update("jax_platforms", "cpu")
     for name, value in NO_TPU.items():
         os.environ.setdefault(name, value)

@@ -91,7 +91,7 @@ PRESETS: dict[str, tuple[str, Config | SelfTaught]] = {
 
 
 def main(config: Config | SelfTaught) -> None:
-    """Runs the retrofit."""
+    """Runs a retrofit from the starting point whose settings were given."""
     if isinstance(config, SelfTaught):
         self_taught(config)
         return

@@ -152,7 +152,7 @@ class Config:
     """Order of the data and noise of the training."""
 
     def make_data(self) -> Any:
-        """The documents."""
+        """Returns the documents to train on, as the files named by `--data` hold them."""
         fields = Fields(
             self.field, self.prompt, self.response, self.malformed, self.longest, self.verified
         )

@@ -126,7 +126,7 @@ class _Api:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
-        """The one model."""
+        """Returns what is known of the one model that is served."""
         name = request.path_params["name"]
         return _refusal(self._unknown(name)) if name != self.name else JSONResponse(self._card())
 
@@ -138,7 +138,7 @@ class _Api:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """Figures for Prometheus."""
+        """Returns the metrics in the text format of Prometheus."""
         return Response(self.counts.text(), media_type="text/plain; version=0.0.4")
 
     def _card(self) -> dict[str, Any]:

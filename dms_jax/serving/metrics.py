@@ -51,7 +51,7 @@ class Metrics:
         self._first.observe(time.monotonic() - since)
 
     def ended(self, completion: Completion, since: float) -> None:
-        """Counts an answer."""
+        """Counts an answer that ended, with its tokens, reads and seconds."""
         self._ended.labels(completion.finish_reason).inc()
         self._prompt.inc(completion.usage.prompt_tokens)
         self._new.inc(completion.usage.new_tokens)

@@ -357,7 +357,7 @@ class Service:
         self._call(job.listener, error)
 
     def _call(self, listener: Listener, news: Piece | Exception) -> None:
-        """Calls a listener, whose own errors are nobody else's."""
+        """Calls a listener; its own error is logged, and does not end the others' answers."""
         try:
             listener(news)
         except Exception:

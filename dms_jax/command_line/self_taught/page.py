@@ -9,7 +9,7 @@ from dms_jax.evaluation import percent
 
 
 def write_page(config: SelfTaught, results: dict[str, Any]) -> None:
-    """Writes README.md."""
+    """Writes the page of a self-taught retrofit, README.md in its folder."""
     sections = [
         f"# {_name(config.model)} with DMS, taught by its own answers",
         _summary(config, results),

@@ -159,7 +159,7 @@ class SelfTaught:
         return dataclasses.replace(recipe, **changes)
 
     def make_chat(self, model: dms_jax.LanguageModel) -> Chat | None:
-        """How to ask."""
+        """Returns the chat template's form of a question; None to ask in plain text."""
         has_template = getattr(model.tokenizer, "chat_template", None) is not None
         if self.chat == "no" or (self.chat == "auto" and not has_template):
             return None
