@@ -245,6 +245,26 @@ class Trainer:
           batches: those rows of each pass that `rows_here` names.
           progress: what the step aims at.
         """
+        inputs = self._inputs(batches, progress)
+        self.state, metrics = self._step(self.state, self._constants, *inputs)
+        return metrics
+
+    def step_bytes(self, batches: list[Batch], progress: Progress) -> int | None:
+        """Returns the bytes of a device that such a step takes, by the compiler; None if unknown.
+
+        The step is compiled, which costs nothing if it has been taken, and not run.
+        """
+        inputs = self._inputs(batches, progress)
+        compiled = self._step.lower(self.abstract_state, self._constants, *inputs).compile()
+        memory: Any = compiled.memory_analysis()
+        if memory is None:
+            return None
+        # What is donated is among the arguments and, in its place, among the outputs.
+        outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
+
+    def _inputs(self, batches: list[Batch], progress: Progress) -> tuple[Passes, ScheduleValues]:
+        """Returns what a step takes beside the state and the constants."""
         number = lambda value: processes.put(np.asarray(value, self.wide), self._everywhere)  # noqa: E731
         schedule = ScheduleValues(
             target=number(progress.target),
@@ -260,8 +280,7 @@ class Trainer:
         stacked = {
             key: _spread(np.stack([batch[key] for batch in batches]), place) for key in batches[0]
         }
-        self.state, metrics = self._step(self.state, self._constants, Passes(**stacked), schedule)
-        return metrics
+        return Passes(**stacked), schedule
 
     def utilisation(self, tokens_per_second: float, keys: float) -> float | None:
         """Returns the model FLOPs utilisation; None if the devices' peak is unknown.

@@ -266,9 +266,14 @@ def _compile(
     width = 4 if recipe.compute_dtype == "float32" else 2
     passes, sequences, _ = next(iter(inputs.passes.values())).shape
     local = sequences // data * recipe.sequence_length
+    attended = config.num_heads * config.head_dim
+    projected = attended + 2 * config.num_kv_heads * config.head_dim
     wide = {
         "nothing": 0,  # not told apart from other temporaries
-        "all_but_attention": config.hidden_size + config.num_heads * config.head_dim,
+        "all_but_products": (
+            2 * config.hidden_size + attended + projected + 2 * config.intermediate_size
+        ),
+        "all_but_attention": config.hidden_size + attended,
         "everything": config.hidden_size,
     }
     kept = min(temporary, float(config.num_layers * local * wide[recipe.remat] * width))
@@ -316,6 +321,7 @@ def _operations(
     needed = token_operations(config, matrices, keys, **options)
     again = {
         "nothing": 0.0,
+        "all_but_products": 0.0,
         "all_but_attention": 2.0 * matrices,
         "everything": 2.0 * matrices + attention,
     }
