@@ -288,12 +288,13 @@ class Trainer:
         }
         return stacked, schedule
 
-    def utilisation(self, tokens_per_second: float, keys: float) -> float | None:
+    def utilisation(self, tokens_per_second: float, keys: float, stage: str) -> float | None:
         """Returns the model FLOPs utilisation; None if the devices' peak is unknown.
 
         Args:
           tokens_per_second: tokens of documents per second, without padding.
           keys: mean number of keys that a token sees.
+          stage: kind of the stage.
         """
         if self._peak is None:
             return None
@@ -303,6 +304,7 @@ class Trainer:
             keys,
             frozen=self._frozen_layers,
             teacher=self._has_teacher,
+            stage=stage,
         )
         return operations * tokens_per_second / self._peak
 

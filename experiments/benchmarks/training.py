@@ -267,7 +267,9 @@ def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[
             times.append(time.perf_counter() - start)
         tokens = case.passes * case.sequences * case.data * case.length
         rate = tokens / statistics.median(times)
-        share = trainer.utilisation(rate * metrics["document_share"], metrics["visible_keys"])
+        share = trainer.utilisation(
+            rate * metrics["document_share"], metrics["visible_keys"], "ramp"
+        )
         stats = jax.local_devices()[0].memory_stats() or {}
         row |= dict(
             tokens_per_second=round(rate),

@@ -312,13 +312,16 @@ def _operations(
     matrices = matrix_parameters({name: x.shape for name, x in step.parameters.items()})
     keys = (recipe.sequence_length + 1) / 2
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * keys
-    if stage.kind == "supervise":  # only adapters learn, each from the layer's own input
-        needed = 2.0 * matrices + attention
-        return tokens * needed, tokens * needed
-    options = dict(
-        frozen=recipe.trained_for(policy) != "all", teacher=recipe.loss == "distillation"
+    needed = token_operations(
+        config,
+        matrices,
+        keys,
+        frozen=recipe.trained_for(policy) != "all",
+        teacher=recipe.loss == "distillation",
+        stage=stage.kind,
     )
-    needed = token_operations(config, matrices, keys, **options)
+    if stage.kind == "supervise":
+        return tokens * needed, tokens * needed
     again = {
         "nothing": 0.0,
         "all_but_products": 0.0,
