@@ -6,7 +6,7 @@
 
 The step of each stage is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux),
 which takes a minute or two. For GPUs, whose compiler needs one, the figures are estimates, and are
-called so.
+called so; on a machine that has as many, --here asks their own compiler.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from dms_jax.command_line.retrofitting import Config as Retrofit
 from dms_jax.command_line.running import command
 from dms_jax.command_line.shapes import SHAPES, Shape
 from dms_jax.config import ModelConfig
+from dms_jax.model.transformer import Remat
 from dms_jax.training.planning import Plan, plan
 
 # Without a TPU, libtpu is not to look for one, nor to lock it against other processes that compile.
@@ -46,9 +47,11 @@ class Config:
     """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan."""
     model_shards: int = 1
     """Devices along which heads and feed-forward are split; the others split sequences."""
+    here: bool = False
+    """Whether the machine is this one: its own compiler is asked, and nothing runs on it."""
 
     recipe: Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"] = "paper"
-    """This and the options down to --micro-batch-size are those of dms-jax retrofit."""
+    """This and the options down to --remat are those of dms-jax retrofit."""
     paper_model: str | None = None
     """A row of a paper's tables ("qwen-r1-7b"), or "text" for 100 steps a unit of ratio."""
     compression_ratio: float | None = None
@@ -71,6 +74,9 @@ class Config:
     """Sequences an optimizer step; None takes the recipe's."""
     micro_batch_size: int | None = None
     """Sequences a device passes forward and back at a time; None takes the recipe's."""
+    remat: Remat | None = None
+    """What the backward pass computes again of each layer, from what takes the most memory to what
+    takes the least. The recipe's own unless given."""
 
     out: pathlib.Path | None = None
     """A Markdown page to add the plans to, with the command and versions."""
@@ -104,9 +110,12 @@ def shape_of(model: str) -> ModelConfig:
 
 def main(config: Config) -> None:
     """Prints the plan of each machine that was named."""
-    jax.config.update("jax_platforms", "cpu")
-    for name, value in NO_TPU.items():
-        os.environ.setdefault(name, value)
+    if config.here:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:
+        jax.config.update("jax_platforms", "cpu")
+        for name, value in NO_TPU.items():
+            os.environ.setdefault(name, value)
     shape, chosen = shape_of(config.model), config.retrofit()
     if config.out is not None:
         make_place("--out", config.out)
@@ -118,6 +127,7 @@ def main(config: Config) -> None:
             recipe=chosen.make_recipe(),
             machine=machine,
             model_shards=config.model_shards,
+            here=config.here,
         )
         print(f"{made}\n", flush=True)
         if config.out is not None:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 import dms_jax
 from dms_jax.data import Fields, as_source
 from dms_jax.model.low_rank import LowRank
+from dms_jax.model.transformer import Remat
 from dms_jax.policies import DMC, DMS, FixedPooling, Policy
 from dms_jax.training import Recipe, recipes
 
@@ -107,6 +108,9 @@ class Config:
     """Sequences an optimizer step; None takes the recipe's."""
     micro_batch_size: int | None = None
     """Sequences a device passes forward and back at a time; None takes the recipe's."""
+    remat: Remat | None = None
+    """What the backward pass computes again of each layer, from what takes the most memory to what
+    takes the least. The recipe's own unless given."""
     learning_rate: float | None = None
     """Constant rate of everything that is trained, in every stage; None takes the recipe's."""
     distillation_temperature: float | None = None
@@ -201,9 +205,10 @@ class Config:
                 "dmc_quickstart": recipes.dmc_quickstart,
             }[self.recipe]
             recipe = make(**given)
-        sizes = ("sequence_length", "batch_size", "micro_batch_size", "distillation_temperature")
+        names = ("sequence_length", "batch_size", "micro_batch_size")
+        names = (*names, "remat", "distillation_temperature")
         changes: dict[str, Any] = {
-            name: getattr(self, name) for name in sizes if getattr(self, name) is not None
+            name: getattr(self, name) for name in names if getattr(self, name) is not None
         }
         changes["low_rank"] = LowRank(self.rank, self.alpha)
         changes["answers_only"] = self.answers_only

@@ -37,6 +37,9 @@ def test_the_retrofit_that_is_planned():
     assert chosen.make_recipe().total_steps(chosen.make_policy()) == 110
     assert chosen.make_policy() == dms_jax.DMS(window=16)
     assert plan.Config(recipe="published").retrofit().make_policy().source == "adapter"
+    assert chosen.make_recipe().remat == "all_but_attention"
+    kept = dataclasses.replace(config, remat="all_but_products").retrofit()
+    assert kept.make_recipe().remat == "all_but_products"
 
 
 def test_a_shape_is_that_of_a_directory(tmp_path):

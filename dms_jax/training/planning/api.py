@@ -1,9 +1,9 @@
 """`plan`: what a run takes, before it is paid for. Nothing is allotted and no accelerator needed.
 
-The step of every stage is compiled ahead of time for a TPU topology; the compiler says what memory
-it takes, and its program which collectives it runs. Stages whose steps are one program, such as a
-ramp and the steps after it, are compiled once. Operations are counted from the shapes. Seconds are
-estimates:
+The step of every stage is compiled ahead of time for a TPU topology, or for devices that are here;
+the compiler says what memory it takes, and its program which collectives it runs. Stages whose
+steps are one program, such as a ramp and the steps after it, are compiled once. Operations are
+counted from the shapes. Seconds are estimates:
 
     computing    operations that are executed / (devices * peak * 0.5)
     sending      bytes that a device sends in collectives / bandwidth of its link
@@ -107,6 +107,7 @@ class Plan:
       policy: the policy.
       parameters: parameters of the model.
       stages: what each stage takes, in their order.
+      here: whether the programs are those of devices that are here.
     """
 
     machine: Machine
@@ -115,6 +116,12 @@ class Plan:
     policy: Policy
     parameters: int
     stages: tuple[StagePlan, ...]
+    here: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether the programs are those of the machine's own compiler."""
+        return self.machine.compiled or self.here
 
     @property
     def largest(self) -> StagePlan:
@@ -179,6 +186,7 @@ def plan(
     machine: str,
     model_shards: int = 1,
     dtype: str = "bfloat16",
+    here: bool = False,
 ) -> Plan:
     """Returns what a training run takes on some machine, without running or allotting anything.
 
@@ -190,9 +198,11 @@ def plan(
       model_shards: devices along which heads and feed-forward are split; the others split
         sequences, and shards of every parameter.
       dtype: type of the model's parameters.
+      here: whether the machine is this one, whose own compiler is asked; nothing runs on it.
 
     Raises:
-      ConfigError: there is no such machine, libtpu is missing, or the batch does not divide.
+      ConfigError: there is no such machine, it is not here, libtpu is missing, or the batch does
+        not divide.
     """
     config = model.config if isinstance(model, LanguageModel) else model
     check("plan: model", config, ModelConfig)
@@ -208,7 +218,8 @@ def plan(
         )
     data = target.count // shards
     # In the order of the topology: the places of real devices are chosen when they are there.
-    devices = np.array(target.devices(), object).reshape(data, shards)
+    found = target.devices_here() if here else target.devices()
+    devices = np.array(found, object).reshape(data, shards)
     axes = (sharding.DATA, sharding.MODEL)
     mesh = jax.sharding.Mesh(devices, axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
     step = AbstractStep(config, policy, recipe, mesh, dtype, memory=float(target.device.memory))
@@ -219,6 +230,7 @@ def plan(
         policy=policy,
         parameters=sum(x.size for x in jax.tree.leaves(step.parameters)),
         stages=_stages(step, config, recipe, policy, data),
+        here=here,
     )
 
 
@@ -253,7 +265,7 @@ def _compile(
     frozen = float(bytes_a_device(inputs.constants))
     arguments = trained + moments + frozen + bytes_a_device(inputs.passes)
     try:
-        compiled = step.lower(inputs, "tpu").compile()
+        compiled = step.lower(inputs).compile()
     except jax.errors.JaxRuntimeError as error:
         asked = _asked_for(str(error), arguments)
         if asked is None:

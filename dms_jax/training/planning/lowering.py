@@ -16,6 +16,7 @@ from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.model import low_rank
 from dms_jax.policies import Policy
+from dms_jax.training.compiling import compiler_options
 from dms_jax.training.parameters import (
     Parameters,
     cast,
@@ -155,8 +156,8 @@ class AbstractStep:
         ]
         return StepInputs(*arguments, structures=tuple(structures))
 
-    def lower(self, inputs: StepInputs, platform: str) -> Any:
-        """Returns the step as it is lowered for a platform, to be compiled."""
+    def lower(self, inputs: StepInputs) -> Any:
+        """Returns the step as it is lowered for the mesh's devices, to be compiled."""
         step = make_step(
             rebuilder(self._transformer),
             self.policy,
@@ -173,7 +174,14 @@ class AbstractStep:
 
         kept = {path: x.sharding for path, x in inputs.state.items()}
         replicated = NamedSharding(self._mesh, PartitionSpec())
-        compiled = jax.jit(by_path, donate_argnums=0, out_shardings=(kept, replicated))
+        devices = list(self._mesh.devices.flat)
+        compiled = jax.jit(
+            by_path,
+            donate_argnums=0,
+            out_shardings=(kept, replicated),
+            compiler_options=compiler_options(devices),
+        )
+        platform = str(devices[0].platform).replace("gpu", "cuda")
         with jax.set_mesh(self._mesh):
             traced = compiled.trace(*inputs.arguments)
             return traced.lower(lowering_platforms=(platform,))

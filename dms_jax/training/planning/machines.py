@@ -4,7 +4,8 @@
     8xh200, h200       GPUs, eight to a host
 
 TPU programs are compiled for their own topology. There is no compiler for GPUs without a GPU: their
-plan compiles the same step for as many chips of v5p, which partitions it alike.
+plan compiles the same step for as many chips of v5p, which partitions it alike; or, where as many
+GPUs are here, for these, by their own compiler.
 """
 
 import dataclasses
@@ -12,7 +13,9 @@ import math
 import re
 from typing import Any
 
-from dms_jax.devices import DEVICES, Device
+import jax
+
+from dms_jax.devices import DEVICES, Device, data_sheet
 from dms_jax.errors import ConfigError
 
 GPUS_A_HOST = 8
@@ -57,6 +60,20 @@ class Machine:
         device = self.device
         within = self.compiled or group <= GPUS_A_HOST
         return float((device.link if within else device.network) or device.bandwidth)
+
+    def devices_here(self) -> list[Any]:
+        """Returns as many devices of this process.
+
+        Raises:
+          ConfigError: there are too few of this kind.
+        """
+        found = [x for x in jax.devices() if data_sheet(x.device_kind) == self.device]
+        if len(found) < self.count:
+            raise ConfigError(
+                f"{self.name} is planned with its own compiler where it is, and there are "
+                f"{len(found)} of them here. Plan without --here for an estimate."
+            )
+        return found[: self.count]
 
     def devices(self) -> list[Any]:
         """Returns the abstract devices to compile for.

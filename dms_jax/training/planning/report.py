@@ -38,7 +38,7 @@ def _head(plan: "Plan") -> list[str]:
         f"A step: {passes} pass{'es' * (counts[-1] > 1)} of {recipe.pass_size(data)} sequences of "
         f"{recipe.sequence_length:,} tokens",
     ]
-    if not machine.compiled:
+    if not plan.exact:
         lines.append(
             f"Estimated: no compiler for GPUs works without one. The program is that of "
             f"{machine.topology} (TPU), partitioned alike; its temporaries and fusions are a TPU's."

@@ -12,6 +12,7 @@ from dms_jax.policies import DMC, KVpop, KVzap
 from dms_jax.sharding import make_mesh
 from dms_jax.training.planning.lowering import AbstractStep, bytes_a_device
 from dms_jax.training.recipe import Stage
+from dms_jax.training.step import Constants, Passes, ScheduleValues
 from dms_jax.training.trainer import Trainer
 from tests.training.tiny import ADAPTER, NEURON, language_model, recipe
 
@@ -49,8 +50,9 @@ def test_it_takes_what_the_trainer_takes(policy, changes, monkeypatch):
         trainer = Trainer(model, policy, made, seed=0, mesh=mesh)
         taken = []
 
-        def record(*arguments):
-            taken.append(arguments)
+        def record(state, constants, passes, schedule):
+            values = Constants(**constants), Passes(**passes), ScheduleValues(**schedule)
+            taken.append((state, *values))
             raise Recorded
 
         monkeypatch.setattr(trainer, "_step", record)
@@ -71,7 +73,7 @@ def test_a_stage_that_supervises_is_planned_as_one(policy):
     """It has a loss of its own, in whose step only the scorer has gradients."""
     made = recipe(Stage("supervise", 2, 1e-3), trainable="adapter", loss="language_modeling")
     step = AbstractStep(language_model().config, policy, made, make_mesh(2, 1), "float32")
-    text = step.lower(step.inputs(made.stages[0]), "cpu").as_text()
+    text = step.lower(step.inputs(made.stages[0])).as_text()
     assert "supervised_loss" in text
 
 

@@ -13,7 +13,15 @@ from dms_jax.devices import DEVICES
 from dms_jax.errors import ConfigError
 from dms_jax.policies import DMC
 from dms_jax.training import recipes
-from dms_jax.training.planning import Machine, Memory, Plan, StagePlan, api, find_machine
+from dms_jax.training.planning import (
+    Machine,
+    Memory,
+    Plan,
+    StagePlan,
+    api,
+    find_machine,
+    machines,
+)
 from dms_jax.training.planning.collectives import Collective
 from dms_jax.training.recipe import Stage
 from tests.training.tiny import ADAPTER, NEURON, language_model, recipe
@@ -200,6 +208,23 @@ def test_a_stage_that_supervises_runs_no_backward_pass_through_layers(monkeypatc
     # the output matrix.
     supervised, ramp = (stage.model_operations for stage in plan.stages)
     assert supervised < ramp / 3
+
+
+def test_gpus_that_are_here_compile_for_themselves(monkeypatch):
+    """CPU devices stand for them."""
+    monkeypatch.setattr(machines, "data_sheet", lambda kind: DEVICES["h200"])
+    made = recipe(Stage("train", 2, 1e-3), loss="language_modeling")
+    config = language_model().config
+    plan = dms_jax.plan(config, recipe=made, machine="h200", here=True)
+    assert plan.here
+    assert plan.memory.exact
+    assert plan.memory.temporaries > 0
+    assert plan.memory.parameters == pytest.approx(4 * plan.parameters, rel=1e-3)
+    assert "Estimated: no compiler" not in str(plan)
+    with pytest.raises(ConfigError, match=r"16xh200.*there are 8 of them here"):
+        dms_jax.plan(config, recipe=made, machine="16xh200", here=True)
+    with pytest.raises(ConfigError, match=r"v5p-16.*there are 0 of them here"):
+        dms_jax.plan(config, recipe=made, machine="v5p-16", here=True)
 
 
 @pytest.mark.slow
