@@ -85,7 +85,8 @@ class Config:
     """FixedPooling: how many tokens share a slot of the cache."""
 
     answers_only: bool = False
-    """Leave everything but answers out of the loss."""
+    """Leave everything but answers out of the loss. The published recipes learn from whole
+    conversations, the user's turns too, and so does every other one unless this is given."""
     malformed: float = 0.0
     """Share of the records that may be malformed; they are counted and left out."""
     field: str | None = None

@@ -166,12 +166,13 @@ def opening_line(
     total = recipe.total_steps(policy)
     goal = f" to ratio {recipe.compression_ratio:g}" if policy.retrofit.possible else ""
     sizes = sorted({stage.batch_size or recipe.batch_size for stage in recipe.stages_for(policy)})
+    learned = ", of which answers alone are learned" if recipe.answers_only else ""
     resumed = f", from step {done:,} on" if done else ""
     return (
         f"Training {_TRAINED[recipe.trained_for(policy)]}, {_scaled(count)} parameters, for "
         f"{short(policy)} on {len(devices)} {devices[0].device_kind}: {total:,} steps{goal} of "
         f"{' and '.join(f'{size:,}' for size in sizes)} x {recipe.sequence_length:,} tokens, "
-        f"{_scaled(recipe.total_tokens(policy))} tokens in all ({recipe.name}){resumed}"
+        f"{_scaled(recipe.total_tokens(policy))} tokens in all{learned} ({recipe.name}){resumed}"
     )
 
 

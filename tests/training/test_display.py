@@ -1,5 +1,6 @@
 """What a run shows before, during and after its steps."""
 
+import dataclasses
 import json
 import re
 
@@ -103,6 +104,9 @@ def test_the_first_line_says_what_is_trained_on_what_for_how_long():
     assert f"Training all weights, {count / 1e3:.3g}K parameters, for DMS(window=3" in line
     assert "on 2 cpu: 12,000 steps to ratio 4 of 256 x 8,192 tokens, 25.2B tokens in all" in line
     assert line.endswith("(dms_paper qwen-r1-32b), from step 7 on")
+    answers = dataclasses.replace(paper, answers_only=True)
+    line = opening_line(answers, ADAPTER, trainer.state.parameters, 0)
+    assert "25.2B tokens in all, of which answers alone are learned (dms_paper" in line
     plain = opening_line(recipes.pretraining(3), Vanilla(), trainer.state.parameters, 0)
     assert ": 3 steps of 64 x 2,048 tokens" in plain
 
