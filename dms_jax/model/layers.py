@@ -69,6 +69,8 @@ def residual_gain(config: ModelConfig) -> float:
 
 # Maximum number of elements of a one-hot matrix in memory at a time.
 _ONE_HOT_ELEMENTS = 2**28
+# Tokens whose rows are summed together before they are added to a table.
+_BLOCK = 1024
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -80,9 +82,9 @@ def look_up(
     Inside `shard_map` over `data` with E / N columns, each of the N devices looks up the tokens of
     all in its columns, and the parts are exchanged: this moves hidden states, and never the table.
 
-    The gradient of the table is a product with a one-hot matrix, accumulated in at least float32.
-    A scatter would add bfloat16 numbers one by one: this is slow where tokens repeat, has no fixed
-    order, and loses terms that are small compared to the sum so far.
+    The gradient of the table is accumulated in at least float32 and in a fixed order, which a
+    scatter of the rows has not: by a product with a one-hot matrix, and on GPUs block by block
+    (1.1 ms in place of 15.7 for 16,384 tokens of Llama-3.2-1B on an H200).
 
     Args:
       table: the table, or its columns on this device.
@@ -119,6 +121,50 @@ def _sum_of_rows(
     tokens: Int[Array, "B T"], gradient: Float[Array, "B T columns"], size: int
 ) -> Float[Array, "V columns"]:
     """Returns the sum of the rows of each token, in at least float32."""
+    product = functools.partial(_sum_by_product, size=size)
+    blocks = functools.partial(_sum_by_blocks, size=size)
+    return jax.lax.platform_dependent(tokens, gradient, cuda=blocks, default=product)
+
+
+def _sum_by_blocks(
+    tokens: Int[Array, "B T"], gradient: Float[Array, "B T columns"], size: int
+) -> Float[Array, "V columns"]:
+    """Sums by blocks of tokens.
+
+    Rows of equal tokens are summed by a product as wide as the block, and the first of them adds
+    the sum to its row of the table.
+    """
+    wide = jnp.promote_types(gradient.dtype, jnp.float32)
+    block = min(_BLOCK, tokens.size)
+    extra = -tokens.size % block
+    # Padded with an invalid token, whose sum goes nowhere.
+    tokens = jnp.pad(tokens.reshape(-1), (0, extra), constant_values=size).reshape(-1, block)
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    rows = jnp.pad(rows, ((0, extra), (0, 0))).reshape(-1, block, rows.shape[-1])
+
+    def add(table, xs):
+        tokens, rows = xs
+        same = tokens[:, None] == tokens[None, :]
+        sums = jnp.einsum(
+            "ij,jE->iE",
+            same.astype(rows.dtype),
+            rows,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=wide,
+        )
+        # Those that are not the first point past the table, each elsewhere.
+        index = jnp.arange(block, dtype=tokens.dtype)
+        place = jnp.where(jnp.argmax(same, axis=1) == index, tokens, size + index)
+        sums += table.at[place].get(mode="fill", fill_value=0, unique_indices=True)
+        return table.at[place].set(sums, mode="drop", unique_indices=True), None
+
+    return jax.lax.scan(add, jnp.zeros((size, rows.shape[-1]), wide), (tokens, rows))[0]
+
+
+def _sum_by_product(
+    tokens: Int[Array, "B T"], gradient: Float[Array, "B T columns"], size: int
+) -> Float[Array, "V columns"]:
+    """Sums by a product with a one-hot matrix."""
     wide = jnp.promote_types(gradient.dtype, jnp.float32)
 
     def part(tokens, gradient):

@@ -10,7 +10,6 @@ python -m experiments.benchmarks.look_up_gradient --out runs/look_up.json
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import statistics
@@ -34,37 +33,6 @@ SHAPES = {
     "llama-3.1-8b": (128256, 4096, 8192),
     "tiny": (64, 8, 32),
 }
-BLOCK = 1024
-
-
-def sum_by_blocks(
-    tokens: jax.Array, gradient: jax.Array, size: int, *, block: int = BLOCK
-) -> jax.Array:
-    """Returns the sum [V, E] of the rows of each token; tokens [B, T], gradient [B, T, E]."""
-    wide = jnp.promote_types(gradient.dtype, jnp.float32)
-    tokens, gradient = tokens.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
-    extra = -len(tokens) % block
-    tokens = jnp.pad(tokens, (0, extra), constant_values=size).reshape(-1, block)
-    gradient = jnp.pad(gradient, ((0, extra), (0, 0))).reshape(-1, block, gradient.shape[-1])
-
-    def add(table, xs):
-        tokens, gradient = xs
-        same = tokens[:, None] == tokens[None, :]
-        sums = jnp.einsum(
-            "ij,je->ie",
-            same.astype(gradient.dtype),
-            gradient,
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=wide,
-        )
-        first = jnp.argmax(same, 1) == jnp.arange(block)
-        # Others point past the table, each elsewhere, so that no two are equal.
-        rows = jnp.where(first, tokens, size + jnp.arange(block))
-        sums += table.at[rows].get(mode="fill", fill_value=0, unique_indices=True)
-        return table.at[rows].set(sums, mode="drop", unique_indices=True), None
-
-    start = jnp.zeros((size, gradient.shape[-1]), wide)
-    return jax.lax.scan(add, start, (tokens, gradient))[0]
 
 
 def _scatter(tokens: jax.Array, gradient: jax.Array, size: int) -> jax.Array:
@@ -73,11 +41,8 @@ def _scatter(tokens: jax.Array, gradient: jax.Array, size: int) -> jax.Array:
 
 
 FORMS = {
-    "product": layers._sum_of_rows,
-    **{
-        f"blocks of {block}": functools.partial(sum_by_blocks, block=block)
-        for block in (512, 1024, 2048)
-    },
+    "product": layers._sum_by_product,
+    "blocks": layers._sum_by_blocks,
     "scatter": _scatter,
 }
 

@@ -34,14 +34,12 @@ import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.config import ModelConfig
-from dms_jax.model import layers
 from dms_jax.model.language_model import use_mesh
 from dms_jax.policies import DMS
 from dms_jax.training import compiling, losses
 from dms_jax.training import trainer as library
 from dms_jax.training.recipe import Recipe, Stage
 from experiments.benchmarks.kernel_timing import device_events, environment
-from experiments.benchmarks.look_up_gradient import sum_by_blocks
 
 
 def llama(hidden: int, mlp: int, layers: int, head: int, **fields: Any) -> ModelConfig:
@@ -96,7 +94,6 @@ class Case:
     passes: int = 1
     unroll: bool = False
     chunk: int = losses.CHUNK_ELEMENTS
-    look_up: Literal["product", "blocks"] = "product"
     compiler: str = "library"
 
 
@@ -128,7 +125,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "everything": {"remat": "everything"},
     "unroll": {"unroll": True},
     "chunk": {"chunk": 2**29},
-    "blocks": {"look_up": "blocks"},
     "half": {"sequences": 2},
     "double": {"sequences": 8},
     **{name: {"compiler": name} for name in ("defaults", "slices", "cublas", "pipelined")},
@@ -209,8 +205,6 @@ def settings_of(case: Case) -> Iterator[None]:
     """Gives the library what a case changes and no recipe says."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(losses, "CHUNK_ELEMENTS", case.chunk))
-        if case.look_up == "blocks":
-            stack.enter_context(mock.patch.object(layers, "_sum_of_rows", sum_by_blocks))
         if case.compiler != "library":
             own = library.compiler_options
             more = COMPILERS.get(case.compiler)

@@ -93,8 +93,12 @@ def gradient_of_table(table, tokens, weights):
 
 
 @pytest.mark.parametrize("alive", [2**28, 3 * 17 * 4])  # at once, and in chunks with padding
-def test_the_gradient_of_a_look_up_adds_up_the_rows(alive, monkeypatch):
+@pytest.mark.parametrize("block", [None, 8, 64])  # in blocks, as on GPUs
+def test_the_gradient_of_a_look_up_adds_up_the_rows(alive, block, monkeypatch):
     monkeypatch.setattr(layers, "_ONE_HOT_ELEMENTS", alive)
+    if block is not None:
+        monkeypatch.setattr(layers, "_BLOCK", block)
+        monkeypatch.setattr(layers, "_sum_by_product", layers._sum_by_blocks)
     random = np.random.default_rng(0)
     tokens, weights = random.integers(0, 17, (3, 11)), random.normal(size=(3, 11, 5))
     expected = np.zeros((17, 5))
@@ -105,8 +109,10 @@ def test_the_gradient_of_a_look_up_adds_up_the_rows(alive, monkeypatch):
     chex.assert_trees_all_close(found, expected, rtol=1e-12)
 
 
-def test_a_frequent_tokens_gradient_is_not_lost_in_bfloat16():
+@pytest.mark.parametrize("form", ["product", "blocks"])
+def test_a_frequent_tokens_gradient_is_not_lost_in_bfloat16(form, monkeypatch):
     """Checks more than 256 ones, whose sum stops growing at 256 in bfloat16."""
+    monkeypatch.setattr(layers, "_sum_by_product", getattr(layers, f"_sum_by_{form}"))
     table = jnp.zeros((4, 2), jnp.bfloat16)
     tokens = jnp.zeros((8, 512), jnp.int32)
     found = gradient_of_table(table, tokens, jnp.ones((8, 512, 2), jnp.bfloat16))

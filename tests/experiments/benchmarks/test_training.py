@@ -11,7 +11,7 @@ from experiments.benchmarks import training as script
 def test_cases_are_timed_and_written(tmp_path, monkeypatch):
     monkeypatch.setitem(script.CASES, "too many", script.Case("tiny", data=1024))
     config = script.Config(
-        cases=("tiny+products+chunk+blocks", "tiny-fsdp2", "too many"),
+        cases=("tiny+products+chunk", "tiny-fsdp2", "too many"),
         steps=1,
         out=tmp_path / "training.json",
     )
@@ -20,7 +20,7 @@ def test_cases_are_timed_and_written(tmp_path, monkeypatch):
         assert row["tokens_per_second"] > 0
         assert row["metrics"]["skipped"] == 0
         assert row["planned_bytes"] > 0
-    assert (one["remat"], one["look_up"]) == ("all_but_products", "blocks")
+    assert (one["remat"], one["chunk"]) == ("all_but_products", 2**29)
     assert left_out["left_out"] == "too few devices"
     assert json.loads(config.out.read_text())["rows"] == [one, two, left_out]
 
