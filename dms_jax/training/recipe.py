@@ -151,7 +151,9 @@ class Recipe(Options):
         and optimizer state are always in at least float32.
       remat: what the backward pass computes again of each layer: "nothing", which takes the most
         memory; "all_but_products", which keeps the outputs of matrix products and of attention;
-        "all_but_attention", which keeps those of attention; or "everything".
+        "all_but_attention", which keeps those of attention; or "everything". "auto" keeps the
+        outputs of products where memory allows, and otherwise those of attention
+        (`dms_jax.training.remat`).
       unroll: whether to unroll the loop over layers: faster for small models, slower to compile.
       packing: how documents are packed into sequences (`dms_jax.data.batches`).
       ignore_end_token: whether the model's end tokens are left out of the loss, also where the
@@ -183,7 +185,7 @@ class Recipe(Options):
     weight_decay: NotNegative = 0.0
     clip: Positive = 1.0
     compute_dtype: Literal["bfloat16", "float32"] | None = "bfloat16"
-    remat: Remat = "all_but_attention"
+    remat: Remat | Literal["auto"] = "auto"
     unroll: bool = False
     packing: Literal["concatenate", "concatenate_whole", "first_fit"] = "concatenate"
     ignore_end_token: bool = False

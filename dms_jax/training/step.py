@@ -214,7 +214,7 @@ def make_gradients(
             policy,
             sequences,
             relaxation=relaxation,
-            remat=recipe.remat,
+            remat="all_but_attention" if recipe.remat == "auto" else recipe.remat,
             prepare=prepare,
         )
         head = output_head(current, result.hidden, parameter=trained)

@@ -34,6 +34,7 @@ from dms_jax.training.parameters import (
     zero_borrowed_neurons,
 )
 from dms_jax.training.recipe import Progress, Recipe
+from dms_jax.training.remat import settle
 from dms_jax.training.schedules import eviction_target
 from dms_jax.training.shards import Shards, holds_whole_layers
 from dms_jax.training.step import (
@@ -93,6 +94,9 @@ class Trainer:
       recipe: the recipe of the run.
       seed: seed of the noise.
       mesh: mesh of devices; None for one device.
+
+    Attributes:
+      recipe: the recipe, with what memory decides (`dms_jax.training.remat`).
     """
 
     def __init__(
@@ -132,6 +136,17 @@ class Trainer:
         # Structure alone: the arrays are those of this trainer.
         self._skeleton = dataclasses.replace(
             model, transformer=jax.eval_shape(lambda: transformer), policy=policy, mesh=mesh
+        )
+        count = lambda arrays: sum(x.size for x in arrays.values())  # noqa: E731
+        self.recipe = recipe = settle(
+            recipe,
+            model.config,
+            parameters=count(arrays),
+            trained=count(parts.trained),
+            shards=(1, 1)
+            if mesh is None
+            else (mesh.shape[sharding.DATA], mesh.shape[sharding.MODEL]),
+            memory=self._memory,
         )
         self._layer_parameters = layer_parameters(transformer)
         self._peak = peak_operations(mesh)
@@ -174,14 +189,16 @@ class Trainer:
     def _shards(self, arrays: Parameters) -> Shards:
         """Returns the layout; devices hold all layers in a step where that takes little of them."""
         assert self._mesh is not None
-        device = data_sheet(self._mesh.devices.flat[0].device_kind)
         whole = holds_whole_layers(
-            arrays,
-            self._initial,
-            self._mesh.shape[sharding.MODEL],
-            None if device is None else device.memory,
+            arrays, self._initial, self._mesh.shape[sharding.MODEL], self._memory
         )
         return Shards(self._places, whole)
+
+    @property
+    def _memory(self) -> float | None:
+        """The bytes of a device; None if that is not known."""
+        device = data_sheet(next(iter(self._everywhere.device_set)).device_kind)
+        return None if device is None else float(device.memory)
 
     def _place(self, arrays: Parameters) -> Parameters:
         return {name: jax.device_put(x, self._places[name]) for name, x in arrays.items()}

@@ -37,7 +37,7 @@ def test_the_retrofit_that_is_planned():
     assert chosen.make_recipe().total_steps(chosen.make_policy()) == 110
     assert chosen.make_policy() == dms_jax.DMS(window=16)
     assert plan.Config(recipe="published").retrofit().make_policy().source == "adapter"
-    assert chosen.make_recipe().remat == "all_but_attention"
+    assert chosen.make_recipe().remat == "auto"
     kept = dataclasses.replace(config, remat="all_but_products").retrofit()
     assert kept.make_recipe().remat == "all_but_products"
 

@@ -32,6 +32,7 @@ from dms_jax.training.planning.collectives import Collective, collectives
 from dms_jax.training.planning.lowering import AbstractStep, StepInputs, bytes_a_device
 from dms_jax.training.planning.machines import Machine, find_machine
 from dms_jax.training.recipe import Recipe, Stage
+from dms_jax.training.remat import kept_bytes
 from dms_jax.training.throughput import matrix_parameters, token_operations
 
 SHARE_OF_PEAK = 0.5
@@ -223,6 +224,7 @@ def plan(
     axes = (sharding.DATA, sharding.MODEL)
     mesh = jax.sharding.Mesh(devices, axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
     step = AbstractStep(config, policy, recipe, mesh, dtype, memory=float(target.device.memory))
+    recipe = step.recipe
     return Plan(
         machine=target,
         mesh=(data, shards),
@@ -275,20 +277,9 @@ def _compile(
         analysis: Any = compiled.memory_analysis()
         temporary, exact = float(analysis.temp_size_in_bytes), True
         program = collectives(compiled.as_text(), step.devices)
-    width = 4 if recipe.compute_dtype == "float32" else 2
     passes, sequences, _ = next(iter(inputs.passes.values())).shape
-    local = sequences // data * recipe.sequence_length
-    attended = config.num_heads * config.head_dim
-    projected = attended + 2 * config.num_kv_heads * config.head_dim
-    wide = {
-        "nothing": 0,  # not told apart from other temporaries
-        "all_but_products": (
-            2 * config.hidden_size + attended + projected + 2 * config.intermediate_size
-        ),
-        "all_but_attention": config.hidden_size + attended,
-        "everything": config.hidden_size,
-    }
-    kept = min(temporary, float(config.num_layers * local * wide[recipe.remat] * width))
+    assert recipe.remat != "auto"
+    kept = min(temporary, kept_bytes(config, recipe, recipe.remat, sequences // data))
     several = passes > 1 or recipe.trained_for(step.policy) == "all"
     gradients = min(temporary - kept, trained) if several else 0.0
     return Memory(

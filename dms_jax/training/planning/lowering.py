@@ -19,6 +19,7 @@ from dms_jax.policies import Policy
 from dms_jax.training.compiling import compiler_options
 from dms_jax.training.parameters import (
     Parameters,
+    Trained,
     cast,
     is_adapter,
     is_low_rank,
@@ -27,6 +28,7 @@ from dms_jax.training.parameters import (
     split,
 )
 from dms_jax.training.recipe import Recipe, Stage
+from dms_jax.training.remat import settle
 from dms_jax.training.shards import Shards, holds_whole_layers
 from dms_jax.training.step import (
     Constants,
@@ -75,6 +77,7 @@ class AbstractStep:
 
     Attributes:
       policy: the policy.
+      recipe: the recipe, with what memory decides.
       devices: number of devices.
       parameters: all parameters by name.
     """
@@ -91,7 +94,7 @@ class AbstractStep:
     ):
         self._memory = memory
         self.policy, self.devices = policy, mesh.size
-        self._recipe, self._mesh = recipe, mesh
+        self._mesh = mesh
         trained = recipe.trained_for(policy)
         updates = recipe.low_rank if trained == "low_rank" else None
         make = lambda size: low_rank.skeleton(  # noqa: E731
@@ -104,10 +107,19 @@ class AbstractStep:
             name: jax.ShapeDtypeStruct(leaf.shape, _dtype(name, leaf.dtype), sharding=place)
             for (name, place), leaf in zip(places.items(), leaves, strict=True)
         }
+        count = lambda arrays: sum(x.size for x in arrays.values())  # noqa: E731
+        self.recipe = settle(
+            recipe,
+            config,
+            parameters=count(self.parameters),
+            trained=count(self._trained(trained)),
+            shards=(mesh.shape[sharding.DATA], mesh.shape[sharding.MODEL]),
+            memory=memory,
+        )
 
     def inputs(self, stage: Stage) -> StepInputs:
         """Returns what a step of a stage takes."""
-        recipe, policy = self._recipe, self.policy
+        recipe, policy = self.recipe, self.policy
         size = recipe.pass_size(self._mesh.shape[sharding.DATA])
         count = (stage.batch_size or recipe.batch_size) // size
         shape = (count, size, recipe.sequence_length)
@@ -161,7 +173,7 @@ class AbstractStep:
         step = make_step(
             rebuilder(self._transformer),
             self.policy,
-            self._recipe,
+            self.recipe,
             rebuild_teacher=rebuilder(self._original),
             shards=self._shards(),
         )
@@ -188,17 +200,18 @@ class AbstractStep:
 
     def _shards(self) -> Shards:
         """Returns the layout that a trainer chooses."""
-        adapter, trainable = (
-            self.policy.retrofit.adapter is not None,
-            self._recipe.trained_for(self.policy),
-        )
-        trained = jax.eval_shape(
-            lambda arrays: split(arrays, adapter=adapter, trainable=trainable).trained,
-            self.parameters,
-        )
+        trained = self._trained(self.recipe.trained_for(self.policy))
         model = self._mesh.shape[sharding.MODEL]
         whole = holds_whole_layers(self.parameters, trained, model, self._memory)
         return Shards({name: x.sharding for name, x in self.parameters.items()}, whole)
+
+    def _trained(self, trainable: Trained) -> dict[str, Any]:
+        """Returns the parameters that are trained."""
+        adapter = self.policy.retrofit.adapter is not None
+        return jax.eval_shape(
+            lambda arrays: split(arrays, adapter=adapter, trainable=trainable).trained,
+            self.parameters,
+        )
 
     def _place(self, path: str, x: Any) -> Any:
         """Adds the sharding: that of its parameter, sequences over `data`, or on every device."""

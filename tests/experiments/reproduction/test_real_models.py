@@ -228,4 +228,4 @@ def test_layers_are_recomputed_where_their_activations_do_not_fit(tmp_path, monk
     for _ in range(2):  # the next training knows
         with pytest.raises(ZeroDivisionError):
             worker._training(Job("training", "qwen", MAIN))
-    assert tried == ["all_but_attention", "everything", "everything"]
+    assert tried == ["auto", "everything", "everything"]

@@ -1,0 +1,68 @@
+"""What layers keep for the backward pass, in bytes, and what is kept where a recipe says "auto".
+
+Outputs of matrix products are kept where they and the training state take little of a device's
+memory: this saves a pass through the layers' matrices, a tenth of a step on an H200. The rest of
+the memory is for the loss, the layer at work and what is gathered.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from dms_jax.config import ModelConfig
+from dms_jax.model.transformer import Remat
+from dms_jax.training.recipe import Recipe
+
+SHARE_OF_MEMORY = 0.6
+
+
+def kept_bytes(config: ModelConfig, recipe: Recipe, remat: Remat, sequences: int) -> float:
+    """Returns the bytes that all layers keep for `sequences`; 0 for "nothing", where it is unknown.
+
+    Args:
+      config: the model's shape.
+      recipe: the recipe, for the length of a sequence and the type of the passes.
+      remat: what is computed again.
+      sequences: sequences of a pass.
+    """
+    width, attended = config.hidden_size, config.num_heads * config.head_dim
+    projected = attended + 2 * config.num_kv_heads * config.head_dim
+    values = {
+        "nothing": 0,
+        "all_but_products": 2 * width + attended + projected + 2 * config.intermediate_size,
+        "all_but_attention": width + attended,
+        "everything": width,
+    }
+    tokens = sequences * recipe.sequence_length
+    size = jnp.dtype(recipe.compute_dtype or jnp.float32).itemsize
+    return float(config.num_layers * tokens * values[remat] * size)
+
+
+def settle(
+    recipe: Recipe,
+    config: ModelConfig,
+    *,
+    parameters: int,
+    trained: int,
+    shards: tuple[int, int],
+    memory: float | None,
+) -> Recipe:
+    """Returns the recipe with a choice of what is computed again.
+
+    Args:
+      recipe: the recipe.
+      config: the model's shape.
+      parameters: number of all parameters.
+      trained: number of those that are trained.
+      shards: sizes of the axes `data` and `model`.
+      memory: bytes of a device; None if that is not known.
+    """
+    if recipe.remat != "auto":
+        return recipe
+    data, model = shards
+    kept = kept_bytes(config, recipe, "all_but_products", recipe.pass_size(data) // data) / model
+    # In float32 with two moments and a gradient, and all of them in the type of the passes.
+    state = (16 * trained + 2 * parameters) / (data * model)
+    fits = memory is not None and kept + state < SHARE_OF_MEMORY * memory
+    chosen: Remat = "all_but_products" if fits else "all_but_attention"
+    return dataclasses.replace(recipe, remat=chosen)

@@ -1,0 +1,72 @@
+"""What the backward pass computes again, where a recipe leaves it open."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from dms_jax.command_line.shapes import SHAPES
+from dms_jax.devices import DEVICES
+from dms_jax.model import low_rank
+from dms_jax.policies import DMS
+from dms_jax.sharding import make_mesh
+from dms_jax.training import trainer as library
+from dms_jax.training.planning.lowering import AbstractStep
+from dms_jax.training.recipe import Recipe, Stage
+from dms_jax.training.remat import settle
+from dms_jax.training.trainer import Trainer
+from tests.training.tiny import ADAPTER, language_model, recipe
+
+OPEN = Recipe("open", (Stage("ramp", 10, 1e-5, 4.0),), sequence_length=4096, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "sequences", "trainable", "device", "expected"),
+    [
+        ("llama-3.2-1b", 4096, 4, "all", "h200", "all_but_products"),
+        ("llama-3.2-1b", 4096, 4, "all", "l4", "all_but_attention"),
+        ("llama-3.2-1b", 4096, 4, "all", None, "all_but_attention"),
+        ("llama-3.1-8b", 8192, 1, "adapter", "h200", "all_but_products"),
+        ("llama-3.1-8b", 32768, 1, "adapter", "h200", "all_but_attention"),
+    ],
+)
+def test_products_are_kept_where_memory_allows(
+    shape, length, sequences, trainable, device, expected
+):
+    """On an H200 as measured: 39 and 43 of 141 GB with them kept."""
+    open_one = dataclasses.replace(OPEN, sequence_length=length, batch_size=sequences)
+    config, policy = SHAPES[shape], DMS(source="adapter")
+    skeleton = low_rank.skeleton(
+        config, adapter=policy.retrofit.adapter, low_rank=None, dtype=np.float32
+    )
+    size = sum(x.size for x in jax.tree.leaves(skeleton))
+    settled = settle(
+        open_one,
+        config,
+        parameters=size,
+        trained=size if trainable == "all" else 10**6,
+        shards=(1, 1),
+        memory=None if device is None else float(DEVICES[device].memory),
+    )
+    assert settled == dataclasses.replace(open_one, remat=expected)
+    told = dataclasses.replace(open_one, remat="everything")
+    assert settle(told, config, parameters=1, trained=1, shards=(1, 1), memory=1e15) == told
+
+
+def test_trainer_and_plan_choose_alike(monkeypatch):
+    mesh = make_mesh(2, 1)
+    open_one = recipe(batch_size=2, remat="auto")
+    chosen = []
+    for device in ("h200", None):
+        sheet = device and DEVICES[device]
+        monkeypatch.setattr(library, "data_sheet", lambda kind, sheet=sheet: sheet)
+        with jax.set_mesh(mesh):
+            trainer = Trainer(language_model(), ADAPTER, open_one, 0, mesh)
+        memory = None if sheet is None else float(sheet.memory)
+        step = AbstractStep(
+            language_model().config, ADAPTER, open_one, mesh, "float32", memory=memory
+        )
+        assert trainer.recipe == step.recipe
+        chosen.append(step.recipe.remat)
+    assert chosen == ["all_but_products", "all_but_attention"]
