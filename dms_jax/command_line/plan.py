@@ -25,7 +25,7 @@ from dms_jax.command_line.retrofitting import Config as Retrofit
 from dms_jax.command_line.running import command
 from dms_jax.command_line.shapes import SHAPES, Shape
 from dms_jax.config import ModelConfig
-from dms_jax.model.transformer import Remat
+from dms_jax.model.rematerialisation import Remat
 from dms_jax.training.planning import Plan, plan
 
 # Without a TPU, libtpu is not to look for one, nor to lock it against other processes that compile.

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 import dms_jax
 from dms_jax.data import Fields, as_source
 from dms_jax.model.low_rank import LowRank
-from dms_jax.model.transformer import Remat
+from dms_jax.model.rematerialisation import Remat
 from dms_jax.policies import DMC, DMS, FixedPooling, Policy
 from dms_jax.training import Recipe, recipes
 

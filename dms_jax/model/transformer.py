@@ -7,7 +7,7 @@ and never sliced by layer.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,26 +23,11 @@ from dms_jax.model.cached_attention import attend_cached, in_one_pass
 from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
+from dms_jax.model.rematerialisation import KEPT, Remat
 from dms_jax.model.rope import rope_frequencies, rope_tables
 from dms_jax.model.supervision import Supervision, supervise
 from dms_jax.policies.base import Policy, check_adapter
 from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState, Static, Tokens
-from pallas_kernels.training.api import KEPT as ATTENTION_OUTPUTS
-
-# What the backward pass recomputes of a layer: nothing; everything but the outputs of attention and
-# of matrix products, which is element-wise work; everything but the outputs of attention;
-# everything. The less it recomputes, the more memory each token takes.
-Remat = Literal["nothing", "all_but_products", "all_but_attention", "everything"]
-
-_ATTENTION = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUTS)
-_KEPT: dict[Remat, Any] = {
-    "nothing": sharding.keeps_all_but_gathered,
-    "all_but_products": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ATTENTION
-    ),
-    "all_but_attention": _ATTENTION,
-    "everything": jax.checkpoint_policies.nothing_saveable,
-}
 
 
 class Layer(nnx.Module):
@@ -260,7 +245,7 @@ class Transformer(nnx.Module):
             if remat == "nothing" and prepare is None:
                 return run(x, layer, index, marks)
             # The passes of a scan are two loops, which the compiler cannot merge.
-            return jax.checkpoint(run, policy=_KEPT[remat], prevent_cse=unroll)(
+            return jax.checkpoint(run, policy=KEPT[remat], prevent_cse=unroll)(
                 x, layer, index, marks
             )
 

@@ -17,7 +17,7 @@ from dms_jax.checks import (
     require,
 )
 from dms_jax.model.low_rank import LowRank
-from dms_jax.model.transformer import Remat
+from dms_jax.model.rematerialisation import Remat
 from dms_jax.policies import Policy
 from dms_jax.training import schedules
 from dms_jax.training.compression import Prior, Regulariser

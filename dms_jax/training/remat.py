@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from dms_jax.config import ModelConfig
-from dms_jax.model.transformer import Remat
+from dms_jax.model.rematerialisation import Remat
 from dms_jax.training.recipe import Recipe
 
 SHARE_OF_MEMORY = 0.6
