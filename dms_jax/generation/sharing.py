@@ -54,7 +54,7 @@ def reading(runner: Runner, lane: int, tokens: Sequence[int], max_length: int) -
     A policy whose budget is a share of the longest length reads alike what may become as long.
     """
     limited = runner.policy.for_length(1) is not runner.policy
-    return runner.allocator.shard_of(lane), max_length if limited else None, *tokens
+    return runner.allocator.shard_of(lane), max_length if limited else None, tuple(tokens)
 
 
 def fork(runner: Runner, source_of: Mapping[int, int]) -> None:
