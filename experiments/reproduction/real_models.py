@@ -30,6 +30,7 @@ from experiments.reproduction.runs import carry_out, require_results, status
 
 JOBS = "experiments.reproduction.real.jobs"
 _ANSWERS = "results/*/*/gsm8k/answers.jsonl"
+_TIMED = "results/*/*/speed.jsonl"  # what is there of steps that are not all timed
 _PART_BYTES = 15_000_000
 
 
@@ -64,6 +65,7 @@ def pack(config: Config, folder: pathlib.Path) -> None:
     names += [str(f.relative_to(config.out)) for f in config.out.glob("results/*/*/*.json")]
     # What was answered says where an answer went another way; 0.5 MB a system.
     names += [str(f.relative_to(config.out)) for f in config.out.glob(_ANSWERS)]
+    names += [str(f.relative_to(config.out)) for f in config.out.glob(_TIMED)]
     names += [f"trainings/{SHIPPED}/model"]
     names += [f"trainings/{name}/log.jsonl" for name in TRAININGS]
     with tarfile.open(whole, "w:gz") as archive:

@@ -124,6 +124,7 @@ class Worker(Queue[Paths]):
         if remat:
             recipe = dataclasses.replace(recipe, remat="everything")
         left = min(max(self.deadline - time.time(), 1.0), 1e6)
+        gc.collect()  # the cache of what was asked before
         try:
             train(base, recipe=recipe, stop_after=left, **options)
         except KeyboardInterrupt:

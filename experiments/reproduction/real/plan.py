@@ -84,14 +84,14 @@ def jobs(config: Config) -> list[Job]:
     order += [job for each in large for job in asked_of(each)]
     if QWEN in config.models:
         order += [free(QWEN, name) for name in _FIRST_FREE[1:]]
+        order += [free(QWEN, VANILLA, FRONTIER)]
+        order += [asked_of(each, FRONTIER)[0] for each in settled if each.policy is not None]
     if SMOLLM2 in config.models:
         for measure in MEASURES[SMOLLM2]:
             order += [free(SMOLLM2, VANILLA, measure)]
             order += [asked_of(each, measure)[0] for each in small]
             order += [free(SMOLLM2, name, measure) for name in _FIRST_FREE[1:5]]
     if QWEN in config.models:
-        order += [free(QWEN, VANILLA, FRONTIER)]
-        order += [asked_of(each, FRONTIER)[0] for each in settled]
         for measure in OTHERS:
             order += [free(QWEN, VANILLA, measure)]
             order += [asked_of(each, measure)[0] for each in settled]
