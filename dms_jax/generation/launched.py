@@ -57,6 +57,7 @@ class Launched:
         for record in unread:
             record()
         self.drawn = frozenset()
+        self.runner.read_prompts()
 
     def ended(self, running: Mapping[int, Request]) -> list[int]:
         """Reads, and returns the lanes that need no room because their first token ended them."""

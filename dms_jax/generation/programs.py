@@ -44,6 +44,19 @@ class Steps:
     lengths: Any = None  # Int[L, B, K]
 
 
+@struct.dataclass
+class Extension:
+    """The results of a chunk of T given tokens of b entries, on the device until they are read.
+
+    Totals are over the L * K rows of an entry: `before` the chunk, and `live` after each token.
+    """
+
+    hidden: Any  # [b, E], of each entry's last token
+    before: Any  # Int[b]
+    live: Any  # Int[b, T]
+    lengths: Any  # Int[L, B, K], slots in use of each row of the cache after it
+
+
 # XLA may leave out a rounding to bfloat16 between two operations that it fuses, and what it fuses
 # depends on the shapes: on a CPU the attention weights of a prompt had 24 or 8 bits, depending on
 # the number of prompts. With rounding enforced, all shapes that sum in one order agree exactly.
@@ -207,7 +220,7 @@ def extend(
     ends_prompt: Bool[Array, " b"],
     policy: Policy,
     prompt: bool,
-) -> tuple[Cache, Float[Array, "b E"], Int[Array, "b T"], Tail | None]:
+) -> tuple[Cache, Extension, Tail | None]:
     """Runs a chunk over some lanes (all if None), and updates their rows in the cache."""
 
     def take(x):
@@ -243,7 +256,8 @@ def extend(
         max_lengths=cache.max_lengths,
         row_state=jax.tree.map(put, cache.row_state, after.row_state),
     )
-    return cache, hidden, passed.live, tail
+    before = lengths.sum((0, 2), dtype=jnp.int32)
+    return cache, Extension(hidden, before, passed.live, cache.lengths), tail
 
 
 @functools.partial(jax.jit, donate_argnums=0)
