@@ -16,6 +16,7 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
 from dms_jax.generation.sampling import Filter, sample
@@ -265,7 +266,7 @@ def keep_hidden(
     kept: Float[Array, "B E"], hidden: Float[Array, "b E"], lanes: Int[Array, " b"]
 ) -> Float[Array, "B E"]:
     """Replaces the hidden states of some lanes; a number beyond the last lane means none."""
-    return kept.at[lanes].set(hidden, mode="drop")
+    return sharding.constrain(kept.at[lanes].set(hidden, mode="drop"), None, None)
 
 
 @Program

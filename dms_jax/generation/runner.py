@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int, UInt32
 
 from dms_jax import sharding
@@ -168,7 +169,9 @@ class Runner(Rows):
                 dtype=self.cache.k_pages.dtype,
             )
         self._prompts = None
-        self.hidden: Any = np.zeros((num_lanes, config.hidden_size), self.model.dtype)
+        self.hidden: Any = self.everywhere(
+            np.zeros((num_lanes, config.hidden_size), self.model.dtype)
+        )
         self.lengths = np.zeros((config.num_layers, num_lanes, config.num_kv_heads), np.int64)
         self.seen = np.zeros(num_lanes, np.int64)
         self.unread = np.zeros(num_lanes, np.int64)
@@ -196,6 +199,15 @@ class Runner(Rows):
         self._max_lengths[list(tokens)] = list(tokens.values())
         with use_mesh(self.model.mesh):
             self.cache = programs.set_max_lengths(self.cache, self._max_lengths.copy())
+
+    def everywhere(self, x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+        """Returns what a program gave or the host has as every device of a mesh has it.
+
+        A program is compiled once more for an argument that lies elsewhere.
+        """
+        if self.model.mesh is None:
+            return x
+        return jax.device_put(x, NamedSharding(self.model.mesh, PartitionSpec()))
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -297,7 +309,7 @@ class Runner(Rows):
                 self.cache,
                 self.host_rows,
                 table,
-                tokens,
+                self.everywhere(tokens),
                 remaining.astype(np.int32),
                 keys,
                 self.policy,
