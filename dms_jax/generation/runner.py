@@ -180,8 +180,8 @@ class Runner(Rows):
 
     def clear(self, lanes: list[int]) -> None:
         """Empties lanes and releases their pages."""
+        self.lengths[:, lanes] = 0  # after the last prompts, which may be theirs
         self.allocator.release(np.asarray(lanes, np.int64))
-        self.lengths[:, lanes] = 0
         self.seen[lanes] = 0
         self.unread[lanes] = 0
         mask = np.zeros(len(self.seen), bool)

@@ -11,7 +11,8 @@ import pytest
 
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.model.transformer import Remat, segment_positions
+from dms_jax.model.rope import segment_positions
+from dms_jax.model.transformer import Remat
 from dms_jax.policies import (
     DMC,
     DMS,
