@@ -16,6 +16,7 @@ from dms_jax.errors import (
     DataError,
     DmsJaxError,
     OtherProcessError,
+    OutOfMemoryError,
     TrainingDivergedError,
 )
 from dms_jax.generation import (
@@ -99,6 +100,7 @@ __all__ = [
     "LanguageModel",
     "ModelConfig",
     "OtherProcessError",
+    "OutOfMemoryError",
     "Policy",
     "PyramidKV",
     "Quest",

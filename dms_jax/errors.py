@@ -69,6 +69,10 @@ class CapacityError(DmsJaxError):
     """A request does not fit the page pool, the model's positions, or the device's memory."""
 
 
+class OutOfMemoryError(CapacityError):
+    """The device could not allocate what was planned: something else takes its memory."""
+
+
 class BusyError(DmsJaxError):
     """An engine or a conversation was called while it was answering another call."""
 

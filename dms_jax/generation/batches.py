@@ -89,16 +89,17 @@ class Extended:
       hidden: [b, E] on the device, the hidden state of each entry's last token.
       lanes: Int[b], the lane of each entry; a number beyond the last lane means none.
       counts: Int[b], the number of tokens of each entry.
-      totals: Int[b, T] on the device, live slots after each token, summed over L * K rows.
-      held: lane -> slots held at once, summed likewise, if the tokens ran in one pass; 0 if they
-        ran one by one.
+      before: Int[b] on the device, slots in use before the tokens, summed over L * K rows.
+      totals: Int[b, T] on the device, live slots after each token, summed likewise.
+      rows: L * K if the tokens ran in one pass, and so all held a slot in each row at once, else 0.
     """
 
     hidden: Array
     lanes: np.ndarray
     counts: np.ndarray
+    before: Array
     totals: Array
-    held: dict[int, int]
+    rows: int
 
     @functools.cached_property
     def live(self) -> dict[int, np.ndarray]:
@@ -108,6 +109,14 @@ class Extended:
             int(self.lanes[row]): totals[row, : self.counts[row]]
             for row in np.flatnonzero(self.counts)
         }
+
+    @functools.cached_property
+    def held(self) -> dict[int, int]:
+        """Slots held at once by lane, summed likewise; 0 if the tokens ran one by one."""
+        if not self.rows:
+            return dict.fromkeys(self.lanes[self.counts > 0].tolist(), 0)
+        held = np.asarray(self.before) + self.rows * self.counts
+        return {int(self.lanes[row]): int(held[row]) for row in np.flatnonzero(self.counts)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,7 +113,8 @@ class Engine:
         self._bases: set[int] = set()  # lanes whose sequences requests continue in copies
         self._cancelled: set[int] = set()  # indices of requests to end early
         self._keys = np.zeros_like(request_keys([0] * num_lanes, [0] * num_lanes))
-        self._launched = Launched(self.runner, self.model.generation.eos_token_ids)
+        self._end_tokens = model.generation.eos_token_ids
+        self._launched = Launched(self.runner, self._end_tokens)
         self._arrivals = Arrivals()
         self._compiled: set[Hashable] = set()  # see `compile_first`
 
@@ -195,8 +196,7 @@ class Engine:
         """
         self.runner.recover()
         self.runner.raise_max_length(max((request.max_length for request in requests), default=1))
-        endless = not (self.model.generation.eos_token_ids or sampling.stop_strings)
-        self._room.check(requests, endless=endless)
+        self._room.check(requests, endless=not (self._end_tokens or sampling.stop_strings))
 
     def _run(
         self,
@@ -207,13 +207,10 @@ class Engine:
         keep: bool,
         streaming: bool,
     ) -> None:
-        tracker = TextTracker(
-            self.model.tokenizer,
-            self.model.generation.eos_token_ids,
-            streaming=streaming and on_tokens is not None,
-        )
+        streaming, end_tokens = streaming and on_tokens is not None, self._end_tokens
+        tracker = TextTracker(self.model.tokenizer, end_tokens, streaming=streaming)
         self._cancelled.clear()
-        self._launched = Launched(self.runner, self.model.generation.eos_token_ids)
+        self._launched = Launched(self.runner, end_tokens)
         reporter = Reporter(self.runner, tracker, on_tokens, keep, self._cancelled)
         # Updates and stop strings are looked at before the next chunk, and so are first tokens.
         awaited = on_tokens is not None or bool(sampling.stop_strings)
@@ -225,8 +222,7 @@ class Engine:
             "The device ran out of memory while generating. Give the cache less (memory=), or use "
             "fewer lanes or a smaller prefill_chunk."
         )
-        rule, end_tokens = sampling.filter, self.model.generation.eos_token_ids
-        compiled = (rule, num_steps, end_tokens, self._compiled)
+        compiled = (sampling.filter, num_steps, end_tokens, self._compiled)
         try:
             with room, self.runner.working():
                 if requests and not any(request.seen or request.before for request in requests):
@@ -235,7 +231,7 @@ class Engine:
                     if self._cancelled:  # meanwhile: their lanes are free, and none is for them
                         reporter.report(self._running, waiting)
                     self._admit(waiting, sampling)
-                    if awaited:
+                    if awaited or self._cancelled:
                         self._launched.read()
                         reporter.report(self._running, waiting)
                     if self._running:
@@ -290,14 +286,17 @@ class Engine:
         self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
         if continued:
             sharing.fork(self.runner, continued)
-        self._prefill(prompts, waiting, prompt=True)
-        answers = {lane: tokens for lane, tokens in answers.items() if lane in self._running}
-        if answers:
-            self._prefill(answers, waiting, prompt=False)
-        read_in = {lane: source_of.get(lane, lane) for lane in started if lane in self._running}
+        shared = set(source_of.values())
+        unread = self._prefill(prompts, waiting, shared, prompt=True)
+        for lane in [each for each in answers if each not in self._running or each in unread]:
+            del answers[lane]
+        unread |= self._prefill(answers, waiting, shared, prompt=False)
+        lanes = [lane for lane in started if lane in self._running and lane not in unread]
+        read_in = {lane: source_of.get(lane, lane) for lane in lanes}
         rule = self._arrivals.filter(sampling, self._running, len(self._keys))
         self._launched.draw_first(read_in, self._running, self._keys, rule)
-        self._fork(source_of, waiting)
+        if source_of:  # its lengths are waited for
+            self._fork(source_of, waiting)
 
     def _fork(self, source_of: dict[int, int], waiting: collections.deque[Request]) -> None:
         """Copies prompts to the lanes that share them, as far as they fit beside the next chunk."""
@@ -321,22 +320,32 @@ class Engine:
         self,
         todo: dict[int, list[int]],
         waiting: collections.deque[Request],
+        shared: set[int],
         *,
         prompt: bool,
-    ) -> None:
+    ) -> set[int]:
         """Runs tokens of several lanes through the cache.
+
+        Returns the lanes whose requests were cancelled meanwhile, and were not read to their end.
 
         Args:
           todo: lane -> its tokens.
           waiting: the queue to which preempted requests return.
+          shared: lanes that read for others too.
           prompt: whether the tokens are those of prompts.
         """
-        runner, done = self.runner, dict.fromkeys(todo, 0)
+        runner, done, ended = self.runner, dict.fromkeys(todo, 0), set[int]()
         while left := {
             lane: len(todo[lane]) - start
             for lane, start in done.items()
             if start < len(todo[lane]) and lane in self._running  # others were preempted
         }:
+            if any(done.values()):  # look who came or went, as between two chunks of steps
+                self._arrivals.receive(runner, waiting, self._running)
+            gone = [lane for lane in left if self._running[lane].index in self._cancelled]
+            ended = set(gone) - shared
+            if not (left := {lane: left[lane] for lane in left if lane not in ended}):
+                break
             lanes, width, entries = self._shapes.next_batch(left)
             parts = {
                 lane: np.asarray(todo[lane][done[lane] : done[lane] + width], np.int32)
@@ -356,6 +365,7 @@ class Engine:
             record_peak_bytes(runner, self._running)
             runner.trim()
             self._launched.prompts(extended, {lane: self._running[lane] for lane in parts})
+        return ended
 
     def _reserve_or_preempt(
         self, extra: np.ndarray, waiting: collections.deque[Request], *, prompt: bool
@@ -390,11 +400,12 @@ class Engine:
         """Runs a chunk of steps, and those that are launched before the one before them is read."""
         extra = np.minimum(self._launched.remaining(self._running), num_steps)
         self._reserve_or_preempt(extra, waiting, prompt=False)
-        record_peak_bytes(self.runner, self._running)
         rule = self._arrivals.filter(sampling, self._running, len(self._keys))
         chunk = (self._running, self._keys, rule, num_steps)
         self._launched.decode(*chunk)
         self._launched.read()  # prompts, while the steps run
+        self.runner.trim()
+        record_peak_bytes(self.runner, self._running)
         alone = not awaited and self._arrivals.incoming is None
         while True:
             reporter.tracker.finish()

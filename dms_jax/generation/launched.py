@@ -57,6 +57,7 @@ class Launched:
         for record in unread:
             record()
         self.drawn = frozenset()
+        self.runner.read_prompts()
 
     def ended(self, running: Mapping[int, Request]) -> list[int]:
         """Reads, and returns the lanes that need no room because their first token ended them."""
@@ -102,10 +103,7 @@ class Launched:
             end_tokens=self.end_tokens,
         )
         self.chunks.append((chunk, dict(running)))
-        # They go where the device had those before: elsewhere, programs are compiled once more.
-        before, self.last_tokens = self.last_tokens, chunk.steps.newest
-        if isinstance(before, jax.Array) and before.committed:
-            self.last_tokens = jax.device_put(self.last_tokens, before.sharding)
+        self.last_tokens = chunk.steps.newest
 
     def reserve_ahead(self, running: Mapping[int, Request], num_steps: int) -> bool:
         """Reserves pages for another chunk behind one that was not read, if that costs nothing.

@@ -22,7 +22,7 @@ from dms_jax.cache.pages import few_sizes
 from dms_jax.checks import Count, CountOnDevice, Positive, Ratio, check, show
 from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES, Device
-from dms_jax.errors import CapacityError, ConfigError
+from dms_jax.errors import CapacityError, ConfigError, OutOfMemoryError
 from dms_jax.model.caching import entry_bytes, layer_page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
@@ -242,13 +242,13 @@ def lane_bytes(config: ModelConfig, max_tokens: int, page_size: int) -> int:
 
 @contextlib.contextmanager
 def fits_device(otherwise: str) -> Iterator[None]:
-    """A context whose errors of allocation on the device become CapacityError("otherwise")."""
+    """A context whose errors of allocation on the device become OutOfMemoryError("otherwise")."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
-        raise CapacityError(otherwise) from error
+        raise OutOfMemoryError(otherwise) from error
 
 
 def out_of_memory(error: BaseException) -> bool:

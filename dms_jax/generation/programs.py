@@ -16,6 +16,7 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
 from dms_jax.generation.sampling import Filter, sample
@@ -42,6 +43,19 @@ class Steps:
     reads: Any  # Int[C, B]
     newest: Any = None  # Int[B]
     lengths: Any = None  # Int[L, B, K]
+
+
+@struct.dataclass
+class Extension:
+    """The results of a chunk of T given tokens of b entries, on the device until they are read.
+
+    Totals are over the L * K rows of an entry: `before` the chunk, and `live` after each token.
+    """
+
+    hidden: Any  # [b, E], of each entry's last token
+    before: Any  # Int[b]
+    live: Any  # Int[b, T]
+    lengths: Any  # Int[L, B, K], slots in use of each row of the cache after it
 
 
 # XLA may leave out a rounding to bfloat16 between two operations that it fuses, and what it fuses
@@ -207,7 +221,7 @@ def extend(
     ends_prompt: Bool[Array, " b"],
     policy: Policy,
     prompt: bool,
-) -> tuple[Cache, Float[Array, "b E"], Int[Array, "b T"], Tail | None]:
+) -> tuple[Cache, Extension, Tail | None]:
     """Runs a chunk over some lanes (all if None), and updates their rows in the cache."""
 
     def take(x):
@@ -243,7 +257,8 @@ def extend(
         max_lengths=cache.max_lengths,
         row_state=jax.tree.map(put, cache.row_state, after.row_state),
     )
-    return cache, hidden, passed.live, tail
+    before = lengths.sum((0, 2), dtype=jnp.int32)
+    return cache, Extension(hidden, before, passed.live, cache.lengths), tail
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -251,7 +266,7 @@ def keep_hidden(
     kept: Float[Array, "B E"], hidden: Float[Array, "b E"], lanes: Int[Array, " b"]
 ) -> Float[Array, "B E"]:
     """Replaces the hidden states of some lanes; a number beyond the last lane means none."""
-    return kept.at[lanes].set(hidden, mode="drop")
+    return sharding.constrain(kept.at[lanes].set(hidden, mode="drop"), None, None)
 
 
 @Program

@@ -1,18 +1,34 @@
 """The slots and pages of the rows of a cache, as the host knows them.
 
-Lengths are exact as of the last program whose results were read. In chunks of steps that were
-launched since then each token counts as a slot: what is reserved for the next chunk suffices,
-whatever they evict. When a chunk is read, what it did not need is released.
+Lengths are exact as of the last program whose results were read. In prompts and chunks of steps
+that were launched since then each token counts as a slot: what is reserved for the next program
+suffices, whatever they evict. When a program is read, what it did not need is released.
 """
 
 import abc
+import dataclasses
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Bool, Int
 
 from dms_jax.cache import PageAllocator
 from dms_jax.policies import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class UnreadPrompts:
+    """A program of given tokens that was launched, until the lengths after it are read.
+
+    Attributes:
+      lengths: Int[L, B, K] on the device, the slots in use of each row after it.
+      counts: Int[B], its tokens of each lane.
+      ends: Bool[B], whether they complete the prompt of the lane.
+    """
+
+    lengths: Array
+    counts: Int[np.ndarray, " B"]
+    ends: Bool[np.ndarray, " B"]
 
 
 class Rows(abc.ABC):
@@ -33,21 +49,23 @@ class Rows(abc.ABC):
     _slot_limit: int | None
     _layer_bytes: Any
     _state_bytes: int
+    _prompts: UnreadPrompts | None  # the last ones, if the lengths after them were not read
 
     @property
     def lengths(self) -> Int[np.ndarray, "L B K"]:
-        """The slots in use per row after the last program that was read.
-
-        Waits for prompts if they depend on them.
-        """
-        if self._lengths is None:
-            self.read_lengths(np.asarray(self.cache.lengths))
-        assert self._lengths is not None
+        """The slots in use per row after all prompts, which it waits for, and the steps read."""
+        self.read_prompts()
         return self._lengths
 
     @lengths.setter
     def lengths(self, lengths: Int[np.ndarray, "L B K"]) -> None:
-        self._lengths: Int[np.ndarray, "L B K"] | None = lengths
+        self._lengths: Int[np.ndarray, "L B K"] = lengths
+
+    def read_prompts(self) -> None:
+        """Waits for the last prompts, and reads the lengths after them."""
+        if self._prompts is not None:
+            unread, self._prompts = self._prompts, None
+            self.read_lengths(np.asarray(unread.lengths))
 
     def read_lengths(self, lengths: Int[np.ndarray, "L B K"]) -> None:
         """Sets the lengths to those that a program returned."""
@@ -67,7 +85,15 @@ class Rows(abc.ABC):
 
     def slots_held(self) -> Int[np.ndarray, "L B K"]:
         """Returns the most slots that each row can have in use after what was launched."""
-        return self.cut(self.lengths + self.unread[:, None], self.lengths)
+        slots, prompts = self._lengths, self._prompts
+        if prompts is not None:
+            slots = slots + prompts.counts[:, None]
+            if not self.policy.shrinks:
+                slots = self.cut(slots, self._lengths)
+            elif self._slot_limit is not None:  # rows are cut where their prompt ends
+                cut = np.minimum(slots, self._slot_limit)
+                slots = np.where(prompts.ends[:, None], cut, slots)
+        return self.cut(slots + self.unread[:, None], slots)
 
     def slots_after(
         self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False
@@ -89,7 +115,11 @@ class Rows(abc.ABC):
         return slots if limit is None else np.minimum(slots, np.maximum(limit, held))
 
     def fits(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> bool:
-        """Returns whether the pool can hold `extra` more tokens per lane, or per row."""
+        """Returns whether the pool can hold `extra` more tokens per lane, or per row.
+
+        Waits for prompts if that depends on what they evict.
+        """
+        self._read_if_needed(extra, prompt=prompt)
         return self.allocator.fits(self.slots_after(extra, prompt=prompt))
 
     def fits_table(self, extra: Int[np.ndarray, " B"]) -> bool:
@@ -101,11 +131,29 @@ class Rows(abc.ABC):
 
     def reserve(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> None:
         """Reserves pages for `extra` more tokens per lane, or per row, or raises CapacityError."""
+        self._read_if_needed(extra, prompt=prompt)
         self.allocator.reserve(self.slots_after(extra, prompt=prompt))
 
     def trim(self) -> None:
-        """Releases every page that no slot in use needs, now or after what was launched."""
+        """Releases every page that no slot in use needs, now or after what was launched.
+
+        It waits for nothing: what prompts can need that were not read stays reserved.
+        """
         self.allocator.trim(self.slots_held())
+
+    def _read_if_needed(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool) -> None:
+        """Reads prompts unless `extra` more tokens can be launched whatever these evict.
+
+        They cannot if the pool is so full that lengths must be exact, or if rows that evict nothing
+        would need a wider table than the lengths that are known: its program is compiled anew.
+        """
+        if self._prompts is None:
+            return
+        slots = self.slots_after(extra, prompt=prompt)
+        known, most = (int(each.max(initial=1)) for each in (self._lengths, slots))
+        if self.table_width(most) > self.table_width(known) or not self.allocator.fits(slots):
+            self.read_prompts()
+            self.trim()
 
     def cache_bytes(self) -> list[int]:
         """Returns the device bytes of each lane's reserved pages and of its policy state."""

@@ -6,11 +6,12 @@ back. A chunk is launched, and read later: more may be launched before that (`ro
 """
 
 import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int, UInt32
 
 from dms_jax import sharding
@@ -22,7 +23,7 @@ from dms_jax.generation import programs
 from dms_jax.generation.batches import Extended, LaunchedSteps, build_batch
 from dms_jax.generation.memory import fits_device
 from dms_jax.generation.programs import Steps, bucket
-from dms_jax.generation.rows import Rows
+from dms_jax.generation.rows import Rows, UnreadPrompts
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import layer_page_bytes, page_bytes, state_bytes
@@ -167,7 +168,10 @@ class Runner(Rows):
                 head_dim=config.head_dim,
                 dtype=self.cache.k_pages.dtype,
             )
-        self.hidden: Any = np.zeros((num_lanes, config.hidden_size), self.model.dtype)
+        self._prompts = None
+        self.hidden: Any = self.everywhere(
+            np.zeros((num_lanes, config.hidden_size), self.model.dtype)
+        )
         self.lengths = np.zeros((config.num_layers, num_lanes, config.num_kv_heads), np.int64)
         self.seen = np.zeros(num_lanes, np.int64)
         self.unread = np.zeros(num_lanes, np.int64)
@@ -176,8 +180,8 @@ class Runner(Rows):
 
     def clear(self, lanes: list[int]) -> None:
         """Empties lanes and releases their pages."""
+        self.lengths[:, lanes] = 0  # after the last prompts, which may be theirs
         self.allocator.release(np.asarray(lanes, np.int64))
-        self.lengths[:, lanes] = 0
         self.seen[lanes] = 0
         self.unread[lanes] = 0
         mask = np.zeros(len(self.seen), bool)
@@ -196,6 +200,15 @@ class Runner(Rows):
         with use_mesh(self.model.mesh):
             self.cache = programs.set_max_lengths(self.cache, self._max_lengths.copy())
 
+    def everywhere(self, x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+        """Returns what a program gave or the host has as every device of a mesh has it.
+
+        A program is compiled once more for an argument that lies elsewhere.
+        """
+        if self.model.mesh is None:
+            return x
+        return jax.device_put(x, NamedSharding(self.model.mesh, PartitionSpec()))
+
     # -- running ----------------------------------------------------------------------------------
 
     def extend(
@@ -205,7 +218,7 @@ class Runner(Rows):
         width: int,
         prompt: bool,
         entries: int | None = None,
-        ends_prompt: Container[int] = (),
+        ends_prompt: Collection[int] = (),
     ) -> Extended:
         """Launches the next tokens of some lanes through the cache (pages must be reserved).
 
@@ -225,20 +238,13 @@ class Runner(Rows):
             fixed_lanes=self.fixed_lanes,
             ends_prompt=ends_prompt,
         )
-        held = dict.fromkeys(tokens, 0)
-        if in_one_pass(self.policy, width, prompt=prompt):
-            rows_a_lane = self.lengths[:, 0].size
-            held = {
-                lane: int(self.lengths[:, lane].sum()) + rows_a_lane * len(own)
-                for lane, own in tokens.items()
-            }
         table = self._table()
         rows = None if self.fixed_lanes else batch.lanes
         # A copy: the allocator changes its own while the program runs.
         table = table[:, np.minimum(batch.lanes, num_lanes - 1)]
         table[:, batch.lanes == num_lanes] = self.allocator.no_page
         with use_mesh(self.model.mesh):
-            self.cache, hidden, live, tail = programs.extend(
+            self.cache, extension, tail = programs.extend(
                 self.model.transformer,
                 self.cache,
                 self.host_rows,
@@ -251,9 +257,10 @@ class Runner(Rows):
                 prompt,
             )
             own = np.where(batch.counts > 0, batch.lanes, num_lanes)
-            self.hidden = programs.keep_hidden(self.hidden, hidden, own)
-        counts = np.zeros(num_lanes, np.int64)
+            self.hidden = programs.keep_hidden(self.hidden, extension.hidden, own)
+        counts, ends = np.zeros(num_lanes, np.int64), np.zeros(num_lanes, bool)
         counts[batch.lanes[batch.counts > 0]] = batch.counts[batch.counts > 0]
+        ends[list(ends_prompt)] = True
         if self.host is not None:
             assert tail is not None
             self.host.write(tail, table)
@@ -261,9 +268,17 @@ class Runner(Rows):
         if self._keeps_all:
             self.lengths = self.lengths + counts[:, None]
         else:
-            self._lengths = None
+            self.read_prompts()  # those before it, while it runs
+            self.allocator.trim(self.slots_after(counts, prompt=prompt))
+            self._prompts = UnreadPrompts(extension.lengths, counts, ends)
+        one_pass = in_one_pass(self.policy, width, prompt=prompt)
         return Extended(
-            hidden=hidden, lanes=batch.lanes, counts=batch.counts, totals=live, held=held
+            hidden=extension.hidden,
+            lanes=batch.lanes,
+            counts=batch.counts,
+            before=extension.before,
+            totals=extension.live,
+            rows=self.model.config.num_layers * self.model.config.num_kv_heads * one_pass,
         )
 
     def decode(
@@ -294,7 +309,7 @@ class Runner(Rows):
                 self.cache,
                 self.host_rows,
                 table,
-                tokens,
+                self.everywhere(tokens),
                 remaining.astype(np.int32),
                 keys,
                 self.policy,

@@ -68,7 +68,17 @@ def compile_first(
         ),
         (
             programs.decode,
-            (*cached, tables[1], lanes, lanes, keys, runner.policy, rule, num_steps, end_tokens),
+            (
+                *cached,
+                tables[1],
+                runner.everywhere(lanes),
+                lanes,
+                keys,
+                runner.policy,
+                rule,
+                num_steps,
+                end_tokens,
+            ),
         ),
         (
             programs.first_tokens,

@@ -32,14 +32,15 @@ from pallas_kernels import decode_attention, prefill_attention
 class Attended:
     """The result of attention over a chunk.
 
-    `live` and `reads` are totals over the layer's KV heads, for each token of the chunk.
+    `live` and `reads` are totals over the layer's KV heads, for each token of the chunk; after a
+    step None for those that are the sums of `lengths`, which are taken of all layers at once.
     """
 
     out: Float[Array, "B T H D"] = struct.field(metadata=axes("sequences", "tokens", "heads"))
     cache: LayerCache
     lengths: Int[Array, "B K"] = struct.field(metadata=axes("sequences", "kv_heads"))
-    live: Int[Array, "B T"] = struct.field(metadata=axes("sequences"))
-    reads: Int[Array, "B T"] = struct.field(metadata=axes("sequences"))
+    live: Int[Array, "B T"] | None = struct.field(metadata=axes("sequences"))
+    reads: Int[Array, "B T"] | None = struct.field(metadata=axes("sequences"))
 
 
 def in_one_pass(policy: Policy, num_tokens: int, *, prompt: bool) -> bool:
@@ -104,11 +105,8 @@ def _attend(
     else:
         attended = _token_by_token(policy, cache, chunk, host)
     if head_axis is not None:
-        attended = dataclasses.replace(
-            attended,
-            live=jax.lax.psum(attended.live, head_axis),
-            reads=jax.lax.psum(attended.reads, head_axis),
-        )
+        live, reads = jax.lax.psum((attended.live, attended.reads), head_axis)
+        attended = dataclasses.replace(attended, live=live, reads=reads)
     return attended
 
 
@@ -194,7 +192,7 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
     active = chunk.count > 0
     # An idle lane reads nothing, and attention over no keys is zero.
     lengths = jnp.where(active[:, None], reading.lengths, 0)
-    weights = None
+    weights, reads = None, reading.reads
     with jax.named_scope("decode_attention"):
         if reading.fetch is not None:
             reading = dataclasses.replace(reading, lengths=lengths)
@@ -219,16 +217,21 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
                 weights = weights.reshape(*placement.lengths.shape, -1, scores.shape[-1])
             else:
                 out = result
-            reads = reading.reads
-            if reads is None:
+            if reads is None and reading.lengths is not placement.lengths:
                 reads = reading.lengths.sum(-1, dtype=jnp.int32)
     return Attended(
         out=out.reshape(q.shape),
         cache=_observe(policy, written, chunk, weights, one_query=True),
         lengths=placement.lengths,
-        live=jnp.where(active, placement.lengths.sum(-1, dtype=jnp.int32), 0)[:, None],
-        reads=jnp.where(active, reads, 0)[:, None],
+        live=None,
+        reads=None if reads is None else jnp.where(active, reads, 0)[:, None],
     )
+
+
+def in_use(lengths: Int[Array, "*L B K"], count: Int[Array, " B"]) -> Int[Array, "B 1"]:
+    """Returns the slots in use after a step, over all rows of a sequence; none of an idle one."""
+    rows = tuple(axis for axis in range(lengths.ndim) if axis != lengths.ndim - 2)
+    return jnp.where(count > 0, lengths.sum(rows, dtype=jnp.int32), 0)[:, None]
 
 
 def _token_by_token(
@@ -249,7 +252,8 @@ def _token_by_token(
         )
         attended = _step(policy, cache, one, host)
         cache, lengths = attended.cache, attended.lengths
-        out, reads = attended.out, attended.reads[:, 0]
+        live = in_use(lengths, one.count)[:, 0]
+        out, reads = attended.out, live if attended.reads is None else attended.reads[:, 0]
         if (due := policy.due(lengths, one)) is not None:
             # Rows are rewritten after they have been read: without an explicit order the GPU
             # compiler copies the whole pool for one of the two.
@@ -258,7 +262,7 @@ def _token_by_token(
             due &= one.count > 0
             reads += jnp.where(due, lengths.sum(-1, dtype=jnp.int32), 0)  # read again for scoring
             cache, lengths = cut_layer(policy, cache, one, lengths, due, dtype=out.dtype)
-        return (cache, lengths), (out[:, 0], attended.live[:, 0], reads)
+        return (cache, lengths), (out[:, 0], live, reads)
 
     def one_by_one(x, axis):
         return jnp.moveaxis(jnp.expand_dims(x, axis + 1), axis, 0)

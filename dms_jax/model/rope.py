@@ -115,3 +115,17 @@ def _yarn_attention_factor(rope: Rope) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
     return magnitude(1.0)
+
+
+def segment_positions(
+    tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None
+) -> Int[Array, "B T"]:
+    """Returns the position of each token within its document.
+
+    # segment_ids  In: [1, 1, 1, 2, 2]  Out: [0, 1, 2, 0, 1]
+    """
+    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    if segment_ids is None:
+        return index
+    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

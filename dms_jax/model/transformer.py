@@ -19,12 +19,12 @@ from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
 from dms_jax.config import ModelConfig
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
-from dms_jax.model.cached_attention import attend_cached, in_one_pass
+from dms_jax.model.cached_attention import attend_cached, in_one_pass, in_use
 from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
 from dms_jax.model.rematerialisation import KEPT, Remat
-from dms_jax.model.rope import rope_frequencies, rope_tables
+from dms_jax.model.rope import rope_frequencies, rope_tables, segment_positions
 from dms_jax.model.supervision import Supervision, supervise
 from dms_jax.policies.base import Policy, check_adapter
 from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState, Static, Tokens
@@ -292,6 +292,8 @@ class Transformer(nnx.Module):
             static=self._static(cache.page_size),
         )
 
+        alike = len(policy.groups(self.config.num_layers)) == 1
+
         def body(carry, layer, index, group, rows):
             x, pool, page_state = carry
             page_table, lengths, row_state = rows
@@ -307,13 +309,19 @@ class Transformer(nnx.Module):
             x = layer.finish(x, attended.out)
             carry = (x, layer_cache.pool, layer_cache.state.pages)
             rows = (attended.lengths, layer_cache.state.rows)
-            return carry, (rows, attended.live, attended.reads)
+            totals = (attended.live, attended.reads)
+            if not alike:  # one group counts what another one does not
+                totals = [in_use(rows[0], counts) if each is None else each for each in totals]
+            return carry, (rows, *totals)
 
         carry = (x, cache.pool, cache.page_state)
         rows = (cache.page_table, cache.lengths, cache.row_state)
         carry, ((lengths, row_state), live, reads) = self._scan_layers(body, carry, policy, rows)
         x, pool, page_state = carry
-        live, reads = live.sum(0, dtype=jnp.int32), reads.sum(0, dtype=jnp.int32)
+        live, reads = (
+            in_use(lengths, counts) if each is None else each.sum(0, dtype=jnp.int32)
+            for each in (live, reads)
+        )
         if not in_one_pass(policy, tokens.shape[1], prompt=prompt) and tokens.shape[1] == 1:
             state = PolicyState(rows=row_state, pages=page_state)
             pool, state, lengths, read_again = cut_layers(
@@ -394,17 +402,3 @@ class Transformer(nnx.Module):
             )
             outputs.append(out)
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
-
-
-def segment_positions(
-    tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None
-) -> Int[Array, "B T"]:
-    """Returns the position of each token within its document.
-
-    # segment_ids  In: [1, 1, 1, 2, 2]  Out: [0, 1, 2, 0, 1]
-    """
-    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    if segment_ids is None:
-        return index
-    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

@@ -5,6 +5,7 @@ P slots per page, S = M * P slots, N pages of the pool.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, no_type_check
 
@@ -154,7 +155,7 @@ class Placement:
     evicted: Bool[Array, "B K T"]
     past_until: Int[Array, "B K S"]
 
-    @property
+    @functools.cached_property  # one array: who reads all slots in use says so with it
     def lengths(self) -> Int[Array, "B K"]:
         """Number of slots in use in each row after the chunk."""
         return self.live[..., -1]

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from dms_jax.errors import BusyError, CapacityError, ConfigError, DataError
+from dms_jax.errors import BusyError, CapacityError, ConfigError, DataError, OutOfMemoryError
 from dms_jax.generation import Completion, Sampling
 from dms_jax.serving.metrics import Metrics
 from dms_jax.serving.protocol import RefusalError, read_ask, read_body
@@ -34,6 +34,10 @@ from dms_jax.serving.service import DrainingError, Piece, Service
 MOST_BYTES = 2**24  # of a body
 FULL_SECONDS = 1  # after which a client of a full server is told to try again
 DRAINING_SECONDS = 10  # the same of one that ends, and is to be started again
+OUT_OF_MEMORY = (
+    "The server's device ran out of memory on this request, whose mistake it need not be. Try "
+    "again later; its log says more."
+)
 _GONE = 499  # nobody reads it, but it is counted
 
 _logger = logging.getLogger("dms_jax")
@@ -263,6 +267,10 @@ def _refused(error: Exception) -> RefusalError:
             )
         case ClientDisconnect():
             return RefusalError("The client went away.", status=_GONE)
+        case OutOfMemoryError():
+            return RefusalError(
+                OUT_OF_MEMORY, status=503, code="out_of_memory", retry_after=FULL_SECONDS
+            )
         case CapacityError():
             return RefusalError(error, code="context_length_exceeded")
         case ConfigError() | DataError():

@@ -22,7 +22,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dms_jax.model.attention import Relaxation
-from dms_jax.model.transformer import segment_positions
+from dms_jax.model.rope import segment_positions
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.training import compression, losses, supervision
 from dms_jax.training.parameters import Parameters, Rebuild, decays, is_adapter

@@ -53,6 +53,54 @@ def test_a_chunk_is_launched_before_the_last_one_is_read(name, monkeypatch):
     assert not engine.runner.unread.any()
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name, monkeypatch):
+    """Two programs of prompts and the first chunk of steps, whatever a policy evicts."""
+    engine, order, call, read = engine_for(name), [], programs.Program.__call__, Runner.read_lengths
+    expected = engine.generate(TWO, sampling=GREEDY)
+
+    def launched(program, *arguments):
+        if program in (programs.extend, programs.decode):
+            order.append("prompt" if program is programs.extend else "steps")
+        return call(program, *arguments)
+
+    def fetched(runner, lengths):
+        order.append("lengths")
+        return read(runner, lengths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(programs.Program, "__call__", launched)
+        patch.setattr(Runner, "read_lengths", fetched)
+        assert engine.generate(TWO, sampling=GREEDY) == expected
+    keeps_all = name in ("vanilla", "quest")
+    first = ["prompt", "prompt", *([] if keeps_all else ["lengths"]), "steps"]
+    assert order[: len(first)] == first
+
+
+@pytest.mark.parametrize("policy", [POLICIES["dms"], dms_jax.SnapKV(budget=8, window=4)])
+def test_prompts_evict_within_the_pages_that_they_took_in_turn(policy, monkeypatch):
+    """Peaks do not grow because lengths are read late, and a full pool waits for them."""
+    engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
+    runner, extend = engine.runner, Runner.extend
+    expected = engine.generate(TWO, sampling=GREEDY)
+
+    def in_turn(self, *arguments, **options):
+        extended = extend(self, *arguments, **options)
+        self.read_prompts()
+        return extended
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "extend", in_turn)
+        assert engine.generate(TWO, sampling=GREEDY) == expected
+    most = sum(each.usage.peak_cache_bytes - runner._state_bytes for each in expected)
+    whole = runner.allocator._free[0]
+    runner.allocator._free[0] = whole[len(whole) - most // runner.page_bytes :]
+    try:
+        assert engine.generate(TWO, sampling=GREEDY) == expected
+    finally:
+        runner.allocator._free[0] = whole
+
+
 def test_lanes_are_refilled_before_the_next_chunk(monkeypatch):
     """While a request waits for a lane, an answer that ended is read at once."""
     engine = engine_for("dms")

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import pytest
+
 import dms_jax
 from dms_jax.generation.requests import make_request
-from tests.generation.support import GREEDY, engine_for, prompts
+from tests.generation.support import GREEDY, SHAPE, engine_for, prompts
 
 SETTINGS = [
     GREEDY,
@@ -72,3 +74,47 @@ def test_what_is_cancelled_while_it_waits_is_never_read():
     assert requests[2].generated == []
     assert requests[2].usage.prefilled_tokens == 0
     assert [each.finished for each in told if each.index == 2] == [True]
+
+
+def cancelled_while_it_is_read(engine, prompts, index):
+    """Serves prompts together; one of them is cancelled after their first chunk of tokens."""
+    coming = [
+        [
+            make_request(engine.model.config, prompt, GREEDY, index=index, copy=index)
+            for index, prompt in enumerate(prompts)
+        ]
+    ]
+    requests = coming[0]
+
+    def incoming(wait):
+        if coming:
+            return coming.pop()
+        if engine.runner.seen.any():
+            engine.cancel([index])
+        return None
+
+    told = []
+    engine.serve([], GREEDY, told.append, incoming=incoming)
+    assert sorted(each.index for each in told if each.finished) == list(range(len(prompts)))
+    assert engine.runner.allocator.pages_in_use == 0
+    return requests
+
+
+@pytest.mark.parametrize("name", ["vanilla", "dms"])
+def test_a_prompt_that_is_cancelled_is_not_read_to_its_end(name):
+    engine, given = engine_for(name), prompts((30, 13))
+    alone = engine.generate(given[1:], sampling=GREEDY)[0]
+    long, other = cancelled_while_it_is_read(engine, given, 0)
+    assert (long.finish_reason, long.generated) == ("cancelled", [])
+    assert long.usage.prefilled_tokens == SHAPE["prefill_chunk"]
+    assert (other.finish_reason, other.generated) == ("length", alone.tokens)
+    assert engine.generate(given[1:], sampling=GREEDY)[0] == alone
+
+
+def test_a_prompt_that_another_request_shares_is_read_to_its_end():
+    engine, (prompt,) = engine_for("dms"), prompts((30,))
+    alone = engine.generate([prompt], sampling=GREEDY)[0]
+    first, second = cancelled_while_it_is_read(engine, [prompt, prompt], 0)
+    assert first.finish_reason == "cancelled"
+    assert first.usage.prefilled_tokens == len(prompt)
+    assert (second.finish_reason, second.generated) == ("length", alone.tokens)

@@ -11,7 +11,7 @@ from flax import nnx
 
 import dms_jax
 from dms_jax.config import ModelConfig, Rope
-from dms_jax.errors import CapacityError, ConfigError
+from dms_jax.errors import CapacityError, ConfigError, OutOfMemoryError
 from dms_jax.generation import Device, Engine, memory
 from dms_jax.generation.memory import out_of_memory, pool_pages
 from tests.generation.support import POLICIES, model_for, prompts
@@ -214,7 +214,7 @@ def test_running_out_of_memory_while_it_runs(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "extend", refuse)
-        with pytest.raises(CapacityError, match="ran out of memory while generating"):
+        with pytest.raises(OutOfMemoryError, match="ran out of memory while generating"):
             engine.generate(prompts([5]))
 
 

@@ -1,7 +1,9 @@
 """Sequences over `data`, heads over `model`: the same answers, and each device keeps its pages."""
 
+import collections
 import dataclasses
 
+import jax
 import pytest
 
 import dms_jax
@@ -21,10 +23,21 @@ def test_answers_do_not_depend_on_the_mesh(lanes, shards):
         policy=POLICIES["dms"],
         generation=GenerationDefaults(),
     )
+    expected = engine_for("dms").generate(prompts(), sampling=GREEDY)
     engine = Engine(model, max_tokens=64, **(SHAPE | {"num_lanes": lanes}))
     assert engine.runner.num_shards == shards
-    expected = engine_for("dms").generate(prompts(), sampling=GREEDY)
+    lowered: collections.Counter[str] = collections.Counter()
+
+    def count(event: str, seconds: float, **facts) -> None:
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+            lowered[facts["fun_name"]] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
     completions = engine.generate(prompts(), sampling=GREEDY)
+    jax.monitoring.unregister_event_duration_listener(count)
+    # What is compiled first is what runs then, wherever its arguments come from.
+    assert set(lowered.values()) == {1}
+    assert {"jit(extend)", "jit(decode)", "jit(first_tokens)"} <= lowered.keys()
     assert [c.tokens for c in completions] == [c.tokens for c in expected]
     assert [c.usage.kv_reads for c in completions] == pytest.approx(
         [c.usage.kv_reads for c in expected]

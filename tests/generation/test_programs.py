@@ -1,9 +1,14 @@
 """The compiler options of compiled programs."""
 
+import dataclasses
+
 import jax
+import numpy as np
 import pytest
 
-from dms_jax.generation import programs
+import dms_jax
+from dms_jax.generation import Engine, programs
+from tests.generation.support import SHAPE, model_for
 
 
 def test_xla_knows_the_options_of_a_step():
@@ -25,3 +30,34 @@ def test_options_are_those_of_the_backend(backend, monkeypatch):
         return
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         program(1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "results"),
+    [
+        (dms_jax.Vanilla(), 1),
+        (dms_jax.TOVA(budget=20), 1),
+        (dms_jax.Quest(budget=16, dense_layers=0), 2),  # reads fewer entries than are in use
+    ],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
+def test_a_layer_of_a_step_leaves_its_lengths_and_what_only_it_knows(policy, results):
+    """Totals that follow from the lengths are taken of all layers at once: a layer is launches."""
+    engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
+    runner, transformer = engine.runner, engine.model.transformer
+    table = np.zeros((*runner.lengths.shape, 4), np.int32)
+    cache = dataclasses.replace(runner.cache, page_table=table)
+    tokens, counts = np.zeros((2, 1), np.int32), np.ones(2, np.int32)
+
+    def step(cache, tokens, counts):
+        return transformer.cached(tokens, counts, cache, engine.policy, prompt=False)
+
+    num_layers = engine.model.config.num_layers
+    (layers,) = (
+        equation
+        for equation in jax.make_jaxpr(step)(cache, tokens, counts).eqns
+        if equation.primitive.name == "scan" and equation.params["length"] == num_layers
+    )
+    stacked = [x.aval for x in layers.outvars if x.aval.shape[:2] == (num_layers, 2)]
+    states = len(jax.tree.leaves(cache.row_state))
+    assert len(stacked) == results + states

@@ -12,7 +12,7 @@ import pytest
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.rematerialisation import Remat
-from dms_jax.model.transformer import segment_positions
+from dms_jax.model.rope import segment_positions
 from dms_jax.policies import (
     DMC,
     DMS,

@@ -5,12 +5,13 @@ import json
 import signal
 import threading
 
+import jax
 import pytest
 
 from dms_jax.errors import CapacityError
 from dms_jax.generation import Sampling
 from dms_jax.serving import service as service_module
-from dms_jax.serving.app import make_app
+from dms_jax.serving.app import OUT_OF_MEMORY, make_app
 from dms_jax.serving.server import Server
 from tests.serving.support import LANES, make_service, serving, wait_until
 
@@ -150,6 +151,28 @@ def test_an_error_ends_what_ran_and_the_others_go_on(held, monkeypatch):
     assert status == 200
     assert json.loads(text)["usage"]["completion_tokens"] == 3
     assert metric_of(client, "failed") == failed + 2 * LANES
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_device_without_memory_is_no_mistake_of_the_client(idle, monkeypatch, stream):
+    runner = idle.service.engine.runner
+    decode, errors = runner.decode, [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes")]
+    monkeypatch.setattr(
+        runner,
+        "decode",
+        lambda *given, **more: refuse(*given) if errors else decode(*given, **more),
+    )
+
+    def refuse(*_):
+        raise errors.pop()
+
+    response = idle.send(LONG | {"max_tokens": 3, "stream": stream})
+    error = json.loads(response.read().decode().split("data: ")[-1])["error"]
+    assert (error["type"], error["code"]) == ("server_error", "out_of_memory")
+    assert error["message"] == OUT_OF_MEMORY
+    if not stream:
+        assert (response.status, response.getheader("Retry-After")) == (503, "1")
+    assert idle.ask(**LONG | {"max_tokens": 3})["usage"]["completion_tokens"] == 3
 
 
 def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):

@@ -13,6 +13,8 @@ SAMPLING = "tests/generation/test_sampling.py"
 MEMORY = "tests/generation/test_memory.py"
 GENERATE = "tests/generation/test_generate.py"
 SHARED = "tests/generation/test_shared_prompts.py"
+AHEAD = "tests/generation/test_ahead.py"
+ARRIVALS = "tests/generation/test_arrivals.py"
 TALK = "tests/generation/test_conversation.py"
 
 MUTANTS = [
@@ -61,20 +63,46 @@ MUTANTS = [
     Mutant(
         "generation: copies of a prompt draw alike",
         FOLDER + "requests.py",
-        "copies[seed, *tokens] += 1",
-        "copies[seed, *tokens] += 0",
+        "copies[equal] += 1",
+        "copies[equal] += 0",
         (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
     ),
     Mutant(
         "generation: copies are told apart whatever their seeds",
         FOLDER + "requests.py",
-        """        which = dict(index=index, seed=seed, copy=copies[seed, *tokens])
-        requests.append(make_request(config, tokens, sampling, **which, past=past))
-        copies[seed, *tokens] += 1""",
-        """        which = dict(index=index, seed=seed, copy=copies[0, *tokens])
-        requests.append(make_request(config, tokens, sampling, **which, past=past))
-        copies[0, *tokens] += 1""",
+        "equal = seed, number_of[id(tokens)]",
+        "equal = 0, number_of[id(tokens)]",
         (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
+    ),
+    Mutant(
+        "generation: prompts that were not read take no slots",
+        FOLDER + "rows.py",
+        "slots = slots + prompts.counts[:, None]",
+        "pass",
+        (f"{AHEAD}::test_prompts_evict_within_the_pages_that_they_took_in_turn",),
+    ),
+    Mutant(
+        "generation: a full pool does not wait for what prompts evict",
+        FOLDER + "rows.py",
+        """            self.read_prompts()
+            self.trim()
+""",
+        "            pass\n",
+        (f"{AHEAD}::test_prompts_evict_within_the_pages_that_they_took_in_turn",),
+    ),
+    Mutant(
+        "generation: a cancelled prompt is read for nobody",
+        FOLDER + "engine.py",
+        "ended = set(gone) - shared",
+        "ended = set()",
+        (f"{ARRIVALS}::test_a_prompt_that_is_cancelled_is_not_read_to_its_end",),
+    ),
+    Mutant(
+        "generation: a cancelled prompt is dropped that another request shares",
+        FOLDER + "engine.py",
+        "ended = set(gone) - shared",
+        "ended = set(gone)",
+        (f"{ARRIVALS}::test_a_prompt_that_another_request_shares_is_read_to_its_end",),
     ),
     Mutant(
         "generation: an answer takes the position after the last",
