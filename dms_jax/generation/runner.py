@@ -164,7 +164,7 @@ class Runner(Rows):
                 first_page=value_pages,
                 num_pages=num_pages - value_pages,
                 page_size=self.page_size,
-                head_dim=config.head_dim,
+                head_dim=self.cache.k_pages.shape[-1],
                 dtype=self.cache.k_pages.dtype,
             )
         self.hidden: Any = np.zeros((num_lanes, config.hidden_size), self.model.dtype)
