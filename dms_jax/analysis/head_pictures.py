@@ -215,14 +215,13 @@ def draw_lines(
 
 
 def _label_ends(axis: Any, panel: Mapping[str, Any], colours: Mapping[str, str]) -> None:
-    """Writes each label to the right of its line's end, moved apart where they would touch."""
+    """Writes each label to the right of all lines, as high as its own ends, and apart."""
     axis.figure.canvas.draw()  # limits are final
     low, high = axis.transAxes.transform([(0, 0), (0, 1)])[:, 1]
     gap = 17.0  # pixels, the height of a label
     points = {label: axis.transData.transform((x[-1], y[-1])) for label, (x, y) in panel.items()}
-    right = {
-        label: axis.transAxes.inverted().transform(point)[0] for label, point in points.items()
-    }
+    # Beside the line that ends last: no line runs through a label.
+    right = max(axis.transAxes.inverted().transform(point)[0] for point in points.values())
     ends = {label: point[1] for label, point in points.items()}
     order = sorted(ends, key=lambda label: ends[label])
     heights: list[float] = []
@@ -234,7 +233,7 @@ def _label_ends(axis: Any, panel: Mapping[str, Any], colours: Mapping[str, str])
     for label, height in zip(order, heights, strict=True):
         axis.annotate(
             label,
-            (right[label] + 0.02, (height - low) / (high - low)),
+            (right + 0.02, (height - low) / (high - low)),
             xycoords="axes fraction",
             va="center",
             fontsize=9,

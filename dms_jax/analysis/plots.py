@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dms_jax.analysis.head_pictures import Scale, colours_of, show_map
+from dms_jax.analysis.labels import label_heights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +79,17 @@ def compression_figure(
                 linewidth=1.4,
                 capsize=2,
                 color=_COLOURS.get(method),
-                label=method,
             )
+            axis.annotate(
+                method,
+                (getattr(own[-1], field), own[-1].increase),
+                xytext=(6, 4),
+                textcoords="offset points",
+                fontsize=9,
+                color=_COLOURS.get(method),
+            )
+        axis.margins(x=0.12)  # room for names
+        axis.spines[["top", "right"]].set_visible(False)
         axis.axhline(0, color="#222222", linewidth=0.8, linestyle=":")
         axis.set_xlabel(label + " (measured)")
         axis.set_ylabel("nats a token above dense")
@@ -87,7 +97,6 @@ def compression_figure(
         axis.set_yticks(
             [0, 0.01, 0.02, 0.05, 0.1, 0.2], ["0", "0.01", "0.02", "0.05", "0.1", "0.2"]
         )
-        axis.legend(frameon=False, fontsize=9)
     memory, heads = axes[1]
     for label, (tokens, num_bytes) in traces.items():
         memory.plot(
@@ -97,12 +106,26 @@ def compression_figure(
             markersize=3,
             color=_COLOURS.get(label.split(",")[0]),
             linestyle="--" if "held" in label else "-",
-            label=label,
+        )
+    ends = [(tokens[-1], num_bytes[-1] / 1e6) for tokens, num_bytes in traces.values()]
+    gap = 0.06 * max(height for _, height in ends)
+    for label, (x, _), height in zip(
+        traces, ends, label_heights(ends, gap, log=False), strict=True
+    ):
+        memory.annotate(
+            label,
+            (x, height),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=_COLOURS.get(label.split(",")[0]),
+            annotation_clip=False,
         )
     memory.set_xlabel("tokens per sequence")
     memory.set_ylabel("cache, MB")
     memory.set_ylim(bottom=0)
-    memory.legend(frameon=False, fontsize=9)
+    memory.spines[["top", "right"]].set_visible(False)
     scale = Scale("times fewer tokens")
     norm, colours = colours_of([ratios], scale)
     show_map(heads, ratios, scale, norm, colours)
