@@ -24,13 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from dms_jax.cache.format import Format
 from pallas_kernels.four_bits import pack, scaled
 
 _LEAST_SCALE = 2.0**-120  # scales stay normal numbers
 
 
 @dataclasses.dataclass(frozen=True)
-class Int4:
+class Int4(Format):
     """A cache of 4-bit integers.
 
     Attributes:
@@ -62,7 +63,7 @@ class Int4:
         return self._turn(wide).astype(dtype)
 
     def rotate(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        """Returns vectors in the frame of the cache, or those of the cache in their own."""
+        """See `Format.rotate`."""
         return self._turn(x).astype(x.dtype)
 
     def _turn(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from dms_jax.cache.format import Format
 from dms_jax.cache.host_values import HostRows, Tail
-from dms_jax.cache.quantization import Format
 from dms_jax.sharding import axes
 from pallas_kernels import write_pages
 

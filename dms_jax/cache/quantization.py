@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dms_jax.cache.format import Format
 from dms_jax.cache.int4 import Int4
 from dms_jax.errors import ConfigError
 
@@ -26,7 +27,7 @@ _LEAST_EXPONENT = -120  # scales stay normal float32 numbers
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8:
+class Float8(Format):
     """A cache of float8 numbers."""
 
     def quantize(self, x: Float[Array, "*slots D"]) -> tuple[Float[Array, "*slots D"], Array]:
@@ -44,12 +45,6 @@ class Float8:
         wide = jnp.promote_types(dtype, jnp.float32)
         return (values.astype(wide) * scales[..., None].astype(wide)).astype(dtype)
 
-    def rotate(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        """Returns vectors in the frame of the cache, which is their own."""
-        return x
-
-
-Format = Float8 | Int4
 
 KV_DTYPES: dict[str, Format] = {"float8_e4m3": Float8(), "int4": Int4()}
 

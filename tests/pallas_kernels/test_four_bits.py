@@ -19,12 +19,12 @@ CASE = cases.by_name("head_dim64")
 SCALE, GROUPS = 0.11, 2
 
 
-def packed_inputs():
+def packed_inputs(case=CASE):
     """A case of decode attention with pages of 4 bits, and the same one with what they stand for.
 
     What no row reads has scales of NaN.
     """
-    inputs = decode_inputs(CASE)
+    inputs = decode_inputs(case)
     wide = dict(inputs)
     random = np.random.default_rng(1)
     for name in ("k", "v"):
@@ -46,6 +46,15 @@ def test_attention_reads_what_the_integers_stand_for():
     got = jax.jit(lambda arrays: run(**arrays))(as_arrays(inputs))
     for one, want in zip(got, decode_oracle(wide, SCALE), strict=True):
         assert relative_error(one, want) <= 2e-5
+
+
+def test_only_rows_are_unpacked():
+    """The pool is neither copied nor made into numbers as a whole."""
+    case = cases.DecodeCase("few of many", (40, 33), head_dim=64, spare_pages=1000)
+    arrays = as_arrays(packed_inputs(case)[0])
+    run = jax.jit(lambda arrays: decode_attention(**arrays, scale=SCALE))
+    text = run.lower(arrays).compile()
+    assert text.memory_analysis().temp_size_in_bytes < arrays["k_pages"].nbytes / 4
 
 
 @pytest.mark.parametrize("name", ["mosaic_gpu", "triton", "mosaic_tpu"])
