@@ -1,5 +1,6 @@
 """What a report says of the run that it is of, and the folder that it goes into."""
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.util
@@ -8,6 +9,7 @@ import os
 import pathlib
 import platform
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -39,6 +41,24 @@ def make_folder(option: str, path: pathlib.Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
+
+
+@contextlib.contextmanager
+def reserve_folder(option: str, path: pathlib.Path) -> Iterator[None]:
+    """Makes a folder that will be written to, and is left only if what is read before is there.
+
+    Raises:
+      ConfigError: that cannot be done.
+    """
+    made = [each for each in (path, *path.parents) if not each.exists()]
+    make_folder(option, path)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # something is in it
+            for each in made:
+                each.rmdir()
+        raise
 
 
 def make_place(option: str, path: pathlib.Path) -> None:

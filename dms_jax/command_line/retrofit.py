@@ -24,7 +24,7 @@ import dms_jax
 from dms_jax import assets, processes
 from dms_jax.command_line.options import find_model
 from dms_jax.command_line.ratio_pictures import RatioPictures
-from dms_jax.command_line.reports import can_draw, make_folder
+from dms_jax.command_line.reports import can_draw, reserve_folder
 from dms_jax.command_line.retrofitting import Config
 from dms_jax.command_line.self_taught import settings
 from dms_jax.command_line.self_taught.settings import SelfTaught
@@ -102,10 +102,13 @@ def main(config: Config | SelfTaught) -> None:
         )
     processes.connect(config.coordinator, config.processes, config.process)
     say = print if processes.is_first() else (lambda _: None)
-    make_folder("--out", config.out)
     mesh = config.make_mesh()
     recipe, policy = config.make_recipe(), config.make_policy()
-    data = config.make_data()
+    with reserve_folder("--out", config.out):
+        data = config.make_data()
+        base = dms_jax.load(
+            find_model(config.model), mesh=mesh, adapter=config.adapter, for_training=True
+        )
     board = None
     if config.tensorboard and processes.is_first():
         board = TensorBoard(config.out / "tensorboard")
@@ -113,9 +116,7 @@ def main(config: Config | SelfTaught) -> None:
     if config.pictures and can_draw(config.out / "ratios"):
         pictures = RatioPictures(config.out / "ratios", data, recipe.sequence_length)
     model = dms_jax.retrofit(
-        dms_jax.load(
-            find_model(config.model), mesh=mesh, adapter=config.adapter, for_training=True
-        ),
+        base,
         policy,
         recipe=recipe,
         data=data,

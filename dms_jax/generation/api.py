@@ -13,7 +13,7 @@ from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.options import EngineKeywords, EngineOptions
-from dms_jax.generation.prompts import check_call, check_list, encode_prompt
+from dms_jax.generation.prompts import check_call, check_list, encode_prompt, encode_prompts
 from dms_jax.generation.requests import Completion, OnTokens, Prompt, make_requests
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import LanguageModel, check_model
@@ -136,9 +136,7 @@ def generate(
     check_model(model)
     check_list(prompts)
     sampling = check_call(sampling, on_tokens)
-    tokens = [
-        encode_prompt(model, prompt, name=f"Prompt {index}") for index, prompt in enumerate(prompts)
-    ]
+    tokens = encode_prompts(model, prompts)
     requests = make_requests(model.config, tokens, sampling)
     engine = Engine(
         model,

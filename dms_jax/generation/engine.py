@@ -30,7 +30,7 @@ from dms_jax.generation.launched import Launched
 from dms_jax.generation.memory import fits_device, pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.programs import bucket, request_keys
-from dms_jax.generation.prompts import check_call, check_list, check_stop, encode_prompt
+from dms_jax.generation.prompts import check_call, check_list, check_stop, encode_prompts
 from dms_jax.generation.reporting import Reporter, record_peak_bytes
 from dms_jax.generation.requests import (
     Completion,
@@ -129,10 +129,7 @@ class Engine:
         """Completes prompts as `dms_jax.generate` does."""
         check_list(prompts)
         sampling = check_call(sampling, on_tokens)
-        tokens = [
-            encode_prompt(self.model, prompt, name=f"Prompt {index}")
-            for index, prompt in enumerate(prompts)
-        ]
+        tokens = encode_prompts(self.model, prompts)
         return self.serve(make_requests(self.model.config, tokens, sampling), sampling, on_tokens)
 
     def cancel(self, indices: Iterable[int]) -> None:

@@ -97,6 +97,19 @@ def encode_prompt(
     return tokens
 
 
+def encode_prompts(model: LanguageModel, prompts: Sequence[Any] | np.ndarray) -> list[list[int]]:
+    """Returns the token ids of every prompt; see `encode_prompt`.
+
+    A prompt that stands in the list several times, for as many chains, is encoded once.
+    """
+    encoded: dict[int, list[int]] = {}
+    prompts = list(prompts)  # keeps the rows of an array, and so their ids
+    for index, prompt in enumerate(prompts):
+        if id(prompt) not in encoded:
+            encoded[id(prompt)] = encode_prompt(model, prompt, name=f"Prompt {index}")
+    return [encoded[id(prompt)] for prompt in prompts]
+
+
 def text_after_answer(model: LanguageModel, past: Sequence[Any], messages: Sequence[Any]) -> str:
     """Returns the text that the chat template puts between the last answer and the next one.
 

@@ -154,10 +154,15 @@ def make_requests(
     copies: collections.Counter = collections.Counter()
     requests = []
     seeds = sampling.seeds(len(prompts))
+    # Chains of one prompt are mostly one list, and to hash thousands of tokens takes its time.
+    same = {id(tokens): tuple(tokens) for tokens in prompts}
+    numbers: dict[tuple[int, ...], int] = {}
+    number_of = {each: numbers.setdefault(same[each], len(numbers)) for each in same}
     for index, (tokens, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        which = dict(index=index, seed=seed, copy=copies[seed, *tokens])
+        equal = seed, number_of[id(tokens)]
+        which = dict(index=index, seed=seed, copy=copies[equal])
         requests.append(make_request(config, tokens, sampling, **which, past=past))
-        copies[seed, *tokens] += 1
+        copies[equal] += 1
     return requests
 
 

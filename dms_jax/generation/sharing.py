@@ -8,14 +8,14 @@ Nothing that a policy does to a prompt depends on the lane: its random draws are
 the layer, the KV head and the position (`policies/draws.py`). So copies equal prompts that were
 read one by one. Pages are copied as they are, because policies overwrite slots in place.
 
-Copies are made block by block inside one program, with pages of one device only: a sequence is
-copied only to lanes whose pages are on the same devices.
+Copies are made block by block, a call of one program each, with pages of one device only: a
+sequence is copied only to lanes whose pages are on the same devices. A loop of a traced length in
+the program would hold the host up on a GPU until the last page is copied, and first tokens too.
 """
 
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,10 +31,7 @@ from dms_jax.generation.sampling import Filter
 from dms_jax.model.caching import cache_specs
 from dms_jax.model.language_model import use_mesh
 
-# Bytes of pages that are copied at a time, and held twice meanwhile. The copies are a loop of a
-# traced length, whose every turn costs a GPU tens of microseconds: so blocks are large.
-BLOCK_BYTES = 2**27
-BLOCKS = 8  # the most blocks of one program, whose shape does not depend on how many it copies
+BLOCK_BYTES = 2**27  # of pages that are copied at a time, and held twice meanwhile
 
 
 def prompt_of(runner: Runner, request: Request, lane: int) -> Hashable | None:
@@ -54,7 +51,7 @@ def reading(runner: Runner, lane: int, tokens: Sequence[int], max_length: int) -
     A policy whose budget is a share of the longest length reads alike what may become as long.
     """
     limited = runner.policy.for_length(1) is not runner.policy
-    return runner.allocator.shard_of(lane), max_length if limited else None, *tokens
+    return runner.allocator.shard_of(lane), max_length if limited else None, tuple(tokens)
 
 
 def fork(runner: Runner, source_of: Mapping[int, int]) -> None:
@@ -77,29 +74,23 @@ def fork(runner: Runner, source_of: Mapping[int, int]) -> None:
     lanes = np.arange(len(runner.seen), dtype=np.int32)
     lanes[targets] = sources
     block = min(max(1, BLOCK_BYTES // runner.page_bytes), runner.allocator.pages_per_shard)
-    size = block * min(BLOCKS, -(-runner.allocator.pages_per_shard // block))
     longest = max(each.shape[1] for each in pairs)
-    for start in range(0, max(longest, 1), size):
-        pages = np.full((len(pairs), 2, size), runner.allocator.no_page, np.int32)
+    for start in range(0, max(longest, 1), block):
+        pages = np.full((len(pairs), 2, block), runner.allocator.no_page, np.int32)
         for shard, each in enumerate(pairs):
-            some = each[:, start : start + size]
+            some = each[:, start : start + block]
             pages[shard, :, : some.shape[1]] = some
-        blocks = -(-min(longest - start, size) // block)
         with use_mesh(runner.model.mesh):
-            runner.cache = copy_lanes(
-                runner.cache, pages, np.int32(blocks), lanes, block, runner.lengths.shape[2]
-            )
+            runner.cache = copy_lanes(runner.cache, pages, lanes, runner.lengths.shape[2])
     runner.lengths[:, targets] = runner.lengths[:, sources]
     runner.seen[targets] = runner.seen[sources]
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=(4, 5))
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
 def copy_lanes(
     cache: Cache,
     pages: Int[Array, "shards 2 n"],
-    blocks: Int[Array, ""],
     lanes: Int[Array, " B"],
-    block: int,
     num_kv_heads: int,
 ) -> Cache:
     """Copies pages, and the state of `lanes[b]` to each lane b.
@@ -107,56 +98,42 @@ def copy_lanes(
     Args:
       cache: the cache.
       pages: (source, target) pages of each shard; a target that is no page is not written.
-      blocks: number of blocks of pages to copy.
       lanes: the lane that each lane copies, itself for most.
-      block: pages per block.
       num_kv_heads: KV heads of the model.
     """
-    copy = functools.partial(_copy_shard, block=block)
     if not sharding.has_mesh():
-        return copy(cache, pages, blocks, lanes)
+        return _copy_shard(cache, pages, lanes)
     data, model = sharding.row_axes(len(lanes), num_kv_heads)
     if data is not None:  # lanes are numbered from 0 on every device
         lanes = lanes % (len(lanes) // sharding.axis_size(data))
     specs = cache_specs(cache, num_kv_heads)
     shards = sharding.cache_spec(("pages",), data, model)
     mapped = jax.shard_map(
-        copy,
-        in_specs=(specs, shards, PartitionSpec(), PartitionSpec(data)),
+        _copy_shard,
+        in_specs=(specs, shards, PartitionSpec(data)),
         out_specs=specs,
         check_vma=False,
     )
-    return mapped(cache, pages, blocks, lanes)
+    return mapped(cache, pages, lanes)
 
 
-def _copy_shard(
-    cache: Cache,
-    pages: Int[Array, "1 2 n"],
-    blocks: Int[Array, ""],
-    lanes: Int[Array, " b"],
-    *,
-    block: int,
-) -> Cache:
-    def copy_block(index: Int[Array, ""], paged: Any) -> Any:
-        source, target = jax.lax.dynamic_slice_in_dim(pages[0], index * block, block, axis=1)
+def _copy_shard(cache: Cache, pages: Int[Array, "1 2 n"], lanes: Int[Array, " b"]) -> Cache:
+    source, target = pages[0]
 
-        def copy(x):
-            if not x.size:  # no value is on the device
-                return x
-            # Read before written: in one fusion, a GPU would copy the whole pool for one of them.
-            moved = jax.lax.optimization_barrier(x.at[source].get(mode="clip"))
-            return x.at[target].set(moved, mode="drop")
-
-        return jax.tree.map(copy, paged)
+    def copy(x):
+        if not x.size:  # no value is on the device
+            return x
+        # Read before written: in one fusion, a GPU would copy the whole pool for one of them.
+        moved = jax.lax.optimization_barrier(x.at[source].get(mode="clip"))
+        return x.at[target].set(moved, mode="drop")
 
     def take(x):
         return x.at[:, lanes].get(mode="clip")
 
-    pool, page_state = jax.lax.fori_loop(0, blocks, copy_block, (cache.pool, cache.page_state))
     return dataclasses.replace(
         cache,
-        pool=pool,
-        page_state=page_state,
+        pool=jax.tree.map(copy, cache.pool),
+        page_state=jax.tree.map(copy, cache.page_state),
         lengths=take(cache.lengths),
         seen=take(cache.seen[None])[0],
         row_state=jax.tree.map(take, cache.row_state),

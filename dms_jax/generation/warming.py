@@ -39,8 +39,9 @@ def compile_first(
       compiled: keys of what was compiled already; what is compiled now is added.
     """
     model, num_lanes = runner.model, len(runner.seen)
-    # Equal prompts are read once.
-    left = {tuple(request.prompt): len(request.prompt) for request in requests[:num_lanes]}
+    # Equal prompts are read once; those of chains are mostly one list.
+    prompts = {id(request.prompt): request.prompt for request in requests[:num_lanes]}
+    left = {tuple(prompt): len(prompt) for prompt in prompts.values()}
     longest = max(left.values())
     _, width, entries = shapes.next_batch(left)
     pages = [runner.table_width(min(longest, width)), runner.table_width(longest + num_steps)]

@@ -29,13 +29,18 @@ from dms_jax.policies.base import Policy, check_adapter
 from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState, Static, Tokens
 from pallas_kernels.training.api import KEPT as ATTENTION_OUTPUTS
 
-# What the backward pass recomputes of a layer: nothing; everything but the outputs of attention;
+# What the backward pass recomputes of a layer: nothing; everything but the outputs of attention and
+# of matrix products, which is element-wise work; everything but the outputs of attention;
 # everything. The less it recomputes, the more memory each token takes.
-Remat = Literal["nothing", "all_but_attention", "everything"]
+Remat = Literal["nothing", "all_but_products", "all_but_attention", "everything"]
 
+_ATTENTION = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUTS)
 _KEPT: dict[Remat, Any] = {
     "nothing": sharding.keeps_all_but_gathered,
-    "all_but_attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUTS),
+    "all_but_products": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ATTENTION
+    ),
+    "all_but_attention": _ATTENTION,
     "everything": jax.checkpoint_policies.nothing_saveable,
 }
 

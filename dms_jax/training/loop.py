@@ -257,7 +257,9 @@ class Loop:
             "data_seconds": pending.data_seconds,
             "tokens_per_second": tokens / seconds,
             "model_flops_utilisation": self._trainer.utilisation(
-                tokens * values["document_share"] / seconds, values["visible_keys"]
+                tokens * values["document_share"] / seconds,
+                values["visible_keys"],
+                progress.stage.kind,
             ),
         }
 

@@ -150,7 +150,8 @@ class Recipe(Options):
       compute_dtype: dtype of the passes; None for that of the parameters. Parameters, gradients
         and optimizer state are always in at least float32.
       remat: what the backward pass computes again of each layer: "nothing", which takes the most
-        memory; "all_but_attention", which keeps the outputs of attention; or "everything".
+        memory; "all_but_products", which keeps the outputs of matrix products and of attention;
+        "all_but_attention", which keeps those of attention; or "everything".
       unroll: whether to unroll the loop over layers: faster for small models, slower to compile.
       packing: how documents are packed into sequences (`dms_jax.data.batches`).
       ignore_end_token: whether the model's end tokens are left out of the loss, also where the

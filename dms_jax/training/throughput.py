@@ -7,7 +7,8 @@ A token of a document takes, forward,
 operations: its products with the layers' matrices, with the output matrix (tied or not; the lookup
 is free), and with keys and values. The backward pass takes twice as many, or as many if the
 matrices are frozen, because then only gradients of activations are computed. A teacher takes one
-more forward pass. Padding, recomputation and norms do not count: the figure is what the model
+more forward pass. In a stage "supervise" the layers run forward once, and nothing after them does.
+Padding, recomputation and norms do not count: the figure is what the model
 needs, not what the program executes.
 """
 
@@ -43,6 +44,7 @@ def token_operations(
     *,
     frozen: bool = False,
     teacher: bool = False,
+    stage: str = "ramp",
 ) -> float:
     """Returns the model operations of one token in a training step.
 
@@ -52,12 +54,12 @@ def token_operations(
       keys: mean number of keys that a token sees, itself included.
       frozen: whether the matrices are frozen.
       teacher: whether a teacher runs forward too.
+      stage: kind of the stage. In "supervise" only adapters learn, each from its layer's input.
     """
-    forward = (
-        2 * layer_parameters
-        + 2 * config.hidden_size * config.vocab_size
-        + 4 * config.num_layers * config.num_heads * config.head_dim * keys
-    )
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * keys
+    if stage == "supervise":
+        return 2 * layer_parameters + attention
+    forward = 2 * layer_parameters + 2 * config.hidden_size * config.vocab_size + attention
     return ((2 if frozen else 3) + teacher) * forward
 
 

@@ -125,7 +125,7 @@ class Trainer:
             teacher = {name: own.get(name, arrays[name]) for name in needed}
         if recipe.compute_dtype is None:
             teacher = {name: x.astype(wide[name]) for name, x in teacher.items()}
-        self._constants = Constants(
+        self._constants: dict[str, Any] = dict(
             frozen=cast(parts.frozen, recipe.compute_dtype),
             teacher=cast(teacher, recipe.compute_dtype),
         )
@@ -145,9 +145,15 @@ class Trainer:
             rebuild_teacher=rebuild_teacher,
             shards=None if mesh is None else self._shards(arrays),
         )
+
+        def by_name(state, constants, passes, schedule):
+            """The step of plain dictionaries: what is lowered describes them with no array."""
+            values = Constants(**constants), Passes(**passes), ScheduleValues(**schedule)
+            return step(state, *values)
+
         kept = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self._step = jax.jit(
-            step,
+            by_name,
             donate_argnums=0,
             out_shardings=(kept, self._everywhere),
             compiler_options=compiler_options(self._everywhere.device_set),
@@ -245,8 +251,28 @@ class Trainer:
           batches: those rows of each pass that `rows_here` names.
           progress: what the step aims at.
         """
+        inputs = self._inputs(batches, progress)
+        self.state, metrics = self._step(self.state, self._constants, *inputs)
+        return metrics
+
+    def step_bytes(self, batches: list[Batch], progress: Progress) -> int | None:
+        """Returns the bytes of a device that such a step takes, by the compiler; None if unknown.
+
+        The step is compiled, which costs nothing if it has been taken, and not run.
+        """
+        inputs = self._inputs(batches, progress)
+        compiled = self._step.lower(self.abstract_state, self._constants, *inputs).compile()
+        memory: Any = compiled.memory_analysis()
+        if memory is None:
+            return None
+        # What is donated is among the arguments and, in its place, among the outputs.
+        outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
+
+    def _inputs(self, batches: list[Batch], progress: Progress) -> tuple[dict[str, Any], ...]:
+        """Returns the passes and the values of the schedules."""
         number = lambda value: processes.put(np.asarray(value, self.wide), self._everywhere)  # noqa: E731
-        schedule = ScheduleValues(
+        schedule = dict(
             target=number(progress.target),
             neuron_scale=None if progress.neuron_scale is None else number(progress.neuron_scale),
             learning_rate=number(progress.learning_rate),
@@ -260,15 +286,15 @@ class Trainer:
         stacked = {
             key: _spread(np.stack([batch[key] for batch in batches]), place) for key in batches[0]
         }
-        self.state, metrics = self._step(self.state, self._constants, Passes(**stacked), schedule)
-        return metrics
+        return stacked, schedule
 
-    def utilisation(self, tokens_per_second: float, keys: float) -> float | None:
+    def utilisation(self, tokens_per_second: float, keys: float, stage: str) -> float | None:
         """Returns the model FLOPs utilisation; None if the devices' peak is unknown.
 
         Args:
           tokens_per_second: tokens of documents per second, without padding.
           keys: mean number of keys that a token sees.
+          stage: kind of the stage.
         """
         if self._peak is None:
             return None
@@ -278,6 +304,7 @@ class Trainer:
             keys,
             frozen=self._frozen_layers,
             teacher=self._has_teacher,
+            stage=stage,
         )
         return operations * tokens_per_second / self._peak
 

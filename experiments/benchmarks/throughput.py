@@ -138,7 +138,11 @@ def measure_prompt(config: Config, model: dms_jax.LanguageModel, add: Any) -> No
         prompt = random.integers(0, model.config.vocab_size, tokens).tolist()
         for ratio in (config.ratios[0], config.ratios[-1]):
             engine = dms_jax.Engine(
-                model, policy_for(config, tokens, ratio), num_lanes=1, max_tokens=tokens + 1
+                model,
+                policy_for(config, tokens, ratio),
+                num_lanes=1,
+                max_tokens=tokens + 1,
+                table_width=-(-(tokens + 1) // PAGE),  # one program, not one for each width
             )
             sampling = dms_jax.Sampling(temperature=0.0, max_new_tokens=1)
             seconds, usage = [], None

@@ -3,13 +3,18 @@
 Each case is a retrofit by distillation (an adapter of DMS, passes in bfloat16) with a shape, a
 length, the weights that are trained, and a mesh of (data, model) devices. Cases that differ in the
 mesh alone have the same tokens a device. Reports tokens a second, the share of the devices' peak
-(model operations: neither recomputation nor padding counts), the memory that the device held at
-most so far in the process, and the kernels of one step by family.
+(model operations: neither recomputation nor padding counts), the memory that the compiler plans for
+the step beside what the device held at most so far in the process (of the step itself only if no
+case before took more), and the kernels of one step by family. Figures are written before the step
+that is profiled.
 
     python -m experiments.benchmarks.training --cases 1b 1b-fsdp2 1b-tp2 --out runs/training.json
+
+A name may go on with settings that it changes: "1b+products+chunk" is "1b" with both of these.
 """
 
 import collections
+import contextlib
 import dataclasses
 import gc
 import json
@@ -18,7 +23,9 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import numpy as np
@@ -27,11 +34,14 @@ import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.config import ModelConfig
+from dms_jax.model import layers
 from dms_jax.model.language_model import use_mesh
 from dms_jax.policies import DMS
+from dms_jax.training import compiling, losses
 from dms_jax.training import trainer as library
 from dms_jax.training.recipe import Recipe, Stage
 from experiments.benchmarks.kernel_timing import device_events, environment
+from experiments.benchmarks.look_up_gradient import sum_by_blocks
 
 
 def llama(hidden: int, mlp: int, layers: int, head: int, **fields: Any) -> ModelConfig:
@@ -84,14 +94,16 @@ class Case:
     remat: str = "all_but_attention"
     packed: bool = False
     passes: int = 1
+    unroll: bool = False
+    chunk: int = losses.CHUNK_ELEMENTS
+    look_up: Literal["product", "blocks"] = "product"
+    compiler: str = "library"
 
 
 BASE, SMALL = Case(), Case("qwen2.5-0.5b", 2048, 8, packed=True)
 LARGE = Case("llama-3.1-8b", 8192, 1, trainable="adapter")
 CASES: dict[str, Case] = {
     "1b": BASE,
-    "1b-nothing": dataclasses.replace(BASE, remat="nothing"),
-    "1b-everything": dataclasses.replace(BASE, remat="everything"),
     "1b-fsdp2": dataclasses.replace(BASE, data=2),
     "1b-fsdp4": dataclasses.replace(BASE, data=4),
     "1b-tp2": dataclasses.replace(BASE, model=2),
@@ -99,15 +111,36 @@ CASES: dict[str, Case] = {
     "1b-fsdp2-passes": dataclasses.replace(BASE, data=2, passes=4),
     "1b-32k": dataclasses.replace(BASE, length=32768, sequences=1),
     "0.5b": SMALL,
-    "0.5b-nothing": dataclasses.replace(SMALL, remat="nothing"),
     "8b": LARGE,
-    "8b-nothing": dataclasses.replace(LARGE, remat="nothing"),
     "8b-fsdp2": dataclasses.replace(LARGE, data=2),
     "8b-fsdp4": dataclasses.replace(LARGE, data=4),
     "8b-32k": dataclasses.replace(LARGE, length=32768),
     "8b-all-fsdp2": dataclasses.replace(LARGE, length=4096, trainable="all", data=2),
+    "8b-all-tp2": dataclasses.replace(LARGE, length=4096, sequences=2, trainable="all", model=2),
     "tiny": Case("tiny", 64, 2),
     "tiny-fsdp2": Case("tiny", 64, 2, data=2, packed=True),
+}
+
+# What a name may go on with.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nothing": {"remat": "nothing"},
+    "products": {"remat": "all_but_products"},
+    "everything": {"remat": "everything"},
+    "unroll": {"unroll": True},
+    "chunk": {"chunk": 2**29},
+    "blocks": {"look_up": "blocks"},
+    "half": {"sequences": 2},
+    "double": {"sequences": 8},
+    **{name: {"compiler": name} for name in ("defaults", "slices", "cublas", "pipelined")},
+}
+
+# Options of the compiler instead of the library's, or beside them.
+COMPILERS: dict[str, dict[str, bool | int | str]] = {
+    # Products write into, and read from, the stacks of a loop.
+    "slices": {"xla_gpu_enable_dynamic_slice_fusion": True},
+    # No products by Triton, and the widest search among those of cuBLAS.
+    "cublas": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 4},
+    "pipelined": compiling.GPU_OPTIONS,
 }
 
 # Kernels by what their names say, the first that fits.
@@ -131,8 +164,6 @@ class Config:
     """Timed steps of a case; the median counts."""
     seconds: float = 240
     """After which no further case is begun."""
-    compiler: Literal["library", "defaults"] = "library"
-    """Whether XLA has the library's options for training programs or its own."""
     profile: bool = True
     """Whether one more step is profiled."""
     out: pathlib.Path = pathlib.Path("runs/training.json")
@@ -148,11 +179,44 @@ def recipe_of(case: Case) -> Recipe:
         batch_size=case.sequences * case.data * case.passes,
         micro_batch_size=case.sequences,
         trainable=case.trainable,
+        remat=case.remat,
+        unroll=case.unroll,
     )
-    (remat,) = (field for field in dataclasses.fields(Recipe) if field.name == "remat")
-    # Versions before the choice knew yes and no.
-    options["remat"] = case.remat != "nothing" if remat.type is bool else case.remat
     return Recipe(**options)
+
+
+def case_of(name: str) -> Case:
+    """Returns the case of a name.
+
+    Raises:
+      ConfigError: there is no such case, or no such setting.
+    """
+    start, *settings = name.split("+")
+    if start not in CASES:
+        raise dms_jax.ConfigError(f"There is no case {start!r}; {', '.join(CASES)} are known.")
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        if setting not in SETTINGS:
+            raise dms_jax.ConfigError(
+                f"{name}: there is no setting {setting!r}; {', '.join(SETTINGS)} are known."
+            )
+        changes |= SETTINGS[setting]
+    return dataclasses.replace(CASES[start], **changes)
+
+
+@contextlib.contextmanager
+def settings_of(case: Case) -> Iterator[None]:
+    """Gives the library what a case changes and no recipe says."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(losses, "CHUNK_ELEMENTS", case.chunk))
+        if case.look_up == "blocks":
+            stack.enter_context(mock.patch.object(layers, "_sum_of_rows", sum_by_blocks))
+        if case.compiler != "library":
+            own = library.compiler_options
+            more = COMPILERS.get(case.compiler)
+            options = lambda devices: {} if more is None else own(devices) | more  # noqa: E731
+            stack.enter_context(mock.patch.object(library, "compiler_options", options))
+        yield
 
 
 def batch_of(case: Case, vocab_size: int) -> dict[str, np.ndarray]:
@@ -174,8 +238,8 @@ def batch_of(case: Case, vocab_size: int) -> dict[str, np.ndarray]:
     return batch
 
 
-def time_case(case: Case, config: Config) -> dict[str, Any]:
-    """Times one case."""
+def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[], None]) -> None:
+    """Times one case; its figures go into `row`, and are written before the profile."""
     mesh = None
     if case.data * case.model > 1:
         mesh = dms_jax.make_mesh(case.data, case.model)
@@ -203,20 +267,23 @@ def time_case(case: Case, config: Config) -> dict[str, Any]:
             times.append(time.perf_counter() - start)
         tokens = case.passes * case.sequences * case.data * case.length
         rate = tokens / statistics.median(times)
-        share = trainer.utilisation(rate * metrics["document_share"], metrics["visible_keys"])
+        share = trainer.utilisation(
+            rate * metrics["document_share"], metrics["visible_keys"], "ramp"
+        )
         stats = jax.local_devices()[0].memory_stats() or {}
-        row = dict(
+        row |= dict(
             tokens_per_second=round(rate),
             tokens_per_second_and_device=round(rate / (case.data * case.model)),
             share_of_peak=None if share is None else round(share, 4),
             step_ms=[round(1e3 * each, 2) for each in times],
             first_step_s=round(first, 1),
             peak_bytes_so_far=stats.get("peak_bytes_in_use"),
+            planned_bytes=trainer.step_bytes(batches, recipe.progress(1, policy)),
             metrics=metrics,
         )
+        write()
         if config.profile and jax.default_backend() == "gpu":
             row["kernels"] = kernels_of(lambda: step(2 + config.steps))
-    return row
 
 
 def kernels_of(run_step: Any) -> dict[str, Any]:
@@ -246,17 +313,15 @@ def main(config: Config) -> list[dict[str, Any]]:
       ConfigError: there is no such case.
     """
     make_place("--out", config.out)
-    if unknown := [name for name in config.cases if name not in CASES]:
-        raise dms_jax.ConfigError(f"There is no case {unknown[0]!r}; {', '.join(CASES)} are known.")
-    if config.compiler == "defaults" and hasattr(library, "compiler_options"):
-        library.compiler_options = lambda devices: {}
+    cases = {name: case_of(name) for name in config.cases}
     rows: list[dict[str, Any]] = []
-    report = environment() | dict(
-        command=command(), compiler=config.compiler, devices=jax.device_count(), rows=rows
-    )
+    report = environment() | dict(command=command(), devices=jax.device_count(), rows=rows)
+
+    def write() -> None:
+        config.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
     began = time.perf_counter()
-    for name in config.cases:
-        case = CASES[name]
+    for name, case in cases.items():
         row: dict[str, Any] = dict(case=name, **dataclasses.asdict(case))
         rows.append(row)
         if case.data * case.model > jax.device_count():
@@ -265,13 +330,15 @@ def main(config: Config) -> list[dict[str, Any]]:
             row["left_out"] = "no time left"
         else:
             try:
-                row |= time_case(case, config)
+                with settings_of(case):
+                    time_case(case, config, row, write)
             except jax.errors.JaxRuntimeError as error:  # mostly memory: the others still count
                 row["failed"] = str(error)[:500]
             gc.collect()
         shown = {key: row.get(key) for key in ("tokens_per_second", "share_of_peak")}
+        row["seconds"] = round(time.perf_counter() - began, 1)
         print(name, shown, row.get("left_out", row.get("failed", "")), flush=True)
-        config.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write()
     return rows
 
 

@@ -25,11 +25,12 @@ from experiments.reproduction.real.jobs import check_settings
 from experiments.reproduction.real.page import write_pages
 from experiments.reproduction.real.plan import Paths, jobs
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import TRAININGS
+from experiments.reproduction.real.systems import SHIPPED, TRAININGS
 from experiments.reproduction.runs import carry_out, require_results, status
 
 JOBS = "experiments.reproduction.real.jobs"
 _ANSWERS = "results/*/*/gsm8k/answers.jsonl"
+_TIMED = "results/*/*/speed.jsonl"  # what is there of steps that are not all timed
 _PART_BYTES = 15_000_000
 
 
@@ -43,7 +44,7 @@ def main(config: Config) -> int:
     failed = status(config)
     left = sum(not paths.done(job) for job in jobs(config))
     print(f"{left} jobs are left; {time.time() - start:.0f} s")
-    if config.only == "jobs":
+    if config.only in ("jobs", "speed"):
         return failed
     require_results(config, "results/*/vanilla/*.json")
     pages = config.pages or config.out
@@ -53,7 +54,10 @@ def main(config: Config) -> int:
 
 
 def pack(config: Config, folder: pathlib.Path) -> None:
-    """Puts results, logs and adapters into an archive, cut into parts; no weights of a model."""
+    """Puts results, logs and an adapter into an archive, cut into parts; no weights of a model.
+
+    Of the adapters there is the one that ships: those of the large model would be most of it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     whole = folder / "real-models.tar.gz"
     names = ["summaries", "jobs", "failed", "config.json"]
@@ -61,8 +65,8 @@ def pack(config: Config, folder: pathlib.Path) -> None:
     names += [str(f.relative_to(config.out)) for f in config.out.glob("results/*/*/*.json")]
     # What was answered says where an answer went another way; 0.5 MB a system.
     names += [str(f.relative_to(config.out)) for f in config.out.glob(_ANSWERS)]
-    adapters = [each.name for each in TRAININGS.values() if each.adapter_only]
-    names += [f"trainings/{name}/model" for name in adapters]
+    names += [str(f.relative_to(config.out)) for f in config.out.glob(_TIMED)]
+    names += [f"trainings/{SHIPPED}/model"]
     names += [f"trainings/{name}/log.jsonl" for name in TRAININGS]
     with tarfile.open(whole, "w:gz") as archive:
         for name in names:

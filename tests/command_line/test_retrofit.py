@@ -128,6 +128,12 @@ def test_what_is_missing_is_told(tmp_path):
     )
     with pytest.raises(dms_jax.DataError, match=r"none\.txt"):
         retrofit.main(missing)
+    unknown = dataclasses.replace(
+        missing, data=retrofit.PRESETS["stories260k"][1].data, model=str(tmp_path / "nowhere")
+    )
+    with pytest.raises(dms_jax.DmsJaxError, match="nowhere"):
+        retrofit.main(unknown)
+    assert not (tmp_path / "run").exists()
 
 
 def test_malformed_lines_up_to_a_share_and_answers_alone(tmp_path):

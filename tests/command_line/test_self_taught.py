@@ -7,6 +7,7 @@ import math
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 import dms_jax
@@ -17,7 +18,9 @@ from dms_jax.command_line.running import run
 from dms_jax.command_line.self_taught import questions as reading
 from dms_jax.command_line.self_taught import stages
 from dms_jax.command_line.self_taught.answering import choose
+from dms_jax.command_line.self_taught.measuring import HeldOut
 from dms_jax.command_line.self_taught.settings import SelfTaught
+from dms_jax.data import Exchange
 from dms_jax.evaluation.journal import Journal
 from dms_jax.generation import Completion
 from dms_jax.model.low_rank import LowRank, low_rank_of
@@ -118,8 +121,21 @@ def test_it_is_measured_on_the_way_and_at_each_ratio(stopped_and_run):
     assert systems["vanilla"]["distillation"] == pytest.approx(0, abs=1e-6)
     assert systems["2"]["distillation"] == pytest.approx(measured[-1]["distillation"], rel=1e-4)
     # Whole sequences and the decoding cache agree about what a token costs.
-    assert systems["2"]["decoded_loss"] == pytest.approx(systems["2"]["loss"], rel=1e-3)
+    assert systems["2"]["decoded_loss"] == pytest.approx(systems["2"]["loss_whole"], rel=1e-3)
     assert systems["vanilla"]["peak"] >= systems["2"]["peak"] > 0
+
+
+def test_what_is_held_out_is_measured_on_the_answers_alone_too():
+    base = TINY.load()
+    tokens = np.asarray(base.tokenizer.encode("Once upon a time there was a girl."), np.int32)
+    short, long = (Exchange(tokens[:end], tokens[end:]) for end in (2, len(tokens) - 3))
+    of_short, of_long = (HeldOut(TINY, base, [each])(base) for each in (short, long))
+    logprobs = dms_jax.score(base, [tokens.tolist()])[0].logprobs
+    assert of_long["loss"] == pytest.approx(-float(np.mean(logprobs[-3:])), rel=0.02)
+    assert of_short["loss"] != pytest.approx(of_long["loss"], rel=0.02)
+    assert of_short["loss_whole"] == of_long["loss_whole"]
+    assert of_long["loss_whole"] == pytest.approx(-float(np.mean(logprobs)), rel=0.02)
+    assert of_long["distillation"] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_result_is_a_small_adapter(stopped_and_run):

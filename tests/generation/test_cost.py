@@ -112,6 +112,28 @@ def test_traffic_of_any_kind_compiles_a_handful_of_programs():
     assert compilations.of(lambda: [traffic(*each) for each in ((23, 120), (2, 30), (9, 5))]) <= 1
 
 
+def test_chains_of_one_prompt_are_looked_at_once(monkeypatch):
+    """Nothing but their lanes stands between sixteen chains and their first tokens."""
+    encoded = []
+    monkeypatch.setattr(
+        given_prompts, "check_tokens", lambda tokens, config: encoded.append(len(tokens))
+    )
+    model = model_for("vanilla", ends=False)
+    one, two = prompts([11, 14])
+    tokens = given_prompts.encode_prompts(model, [one, one, two, one, list(one)])
+    assert encoded == [11, 14, 11]
+    assert tokens == [one, one, two, one, one]
+    requests = make_requests(model.config, tokens, dms_jax.Sampling())
+    assert [request.copy for request in requests] == [0, 1, 0, 2, 3]
+
+
+def test_rows_of_an_array_are_prompts_of_their_own():
+    """They are made anew whenever they are looked at, and may then stand in the same place."""
+    rows = np.arange(1, 41).reshape(10, 4)
+    found = given_prompts.encode_prompts(model_for("vanilla", ends=False), rows)
+    assert found == rows.tolist()
+
+
 def test_keys_do_not_depend_on_how_many_are_made():
     seeds, copies = list(range(2**32 - 3, 2**32)), [0, 1, 2]
     together = request_keys(seeds, copies)

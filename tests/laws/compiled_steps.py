@@ -138,11 +138,11 @@ def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:
 
 def compile_copies(shapes, place: NamedSharding) -> dict:
     """Returns the report of the program that copies sequences of a cache of these shapes."""
-    pages, blocks, lanes = (
+    pages, lanes = (
         jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
-        for shape in ((1, 2, 32 * COPIED_AT_A_TIME), (), (BATCH,))
+        for shape in ((1, 2, COPIED_AT_A_TIME), (BATCH,))
     )
-    lowered = sharing.copy_lanes.lower(shapes[1], pages, blocks, lanes, COPIED_AT_A_TIME, KV_HEADS)
+    lowered = sharing.copy_lanes.lower(shapes[1], pages, lanes, KV_HEADS)
     return report_of(lowered.compile(), shapes)
 
 

@@ -124,6 +124,20 @@ def test_recomputing_layers_changes_no_gradient():
     assert float(jnp.abs(plain.embedding[...]).max()) > 1e-6
 
 
+def test_the_backward_pass_repeats_no_product_whose_output_is_kept():
+    tokens = random_tokens(3, 2, 11)
+
+    def products(remat):
+        def loss(model):
+            return run(model, tokens, DMS(window=2, source="adapter"), remat=remat).hidden.sum()
+
+        return str(jax.make_jaxpr(jax.grad(loss, allow_int=True))(model())).count("dot_general[")
+
+    # The reference's attention has two products with a batch axis, which are not kept.
+    assert products("nothing") <= products("all_but_products") <= products("nothing") + 2
+    assert products("all_but_attention") >= products("nothing") + 4
+
+
 def test_recorded_decisions_can_be_replayed():
     tokens, policy = random_tokens(5, 2, 19), DMS(window=2, source="adapter")
     own = run(model(), tokens, policy)

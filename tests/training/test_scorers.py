@@ -17,7 +17,7 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.supervision import Supervision
 from dms_jax.policies import DMS, TOVA, KVpop, KVzap, Vanilla
 from dms_jax.policies.values import FutureAttention
-from dms_jax.training import Stage, calibrate, recipes, retrofit, train
+from dms_jax.training import Stage, calibrate, recipes, retrofit, train, trainer
 from dms_jax.training.compression import floor_loss
 from dms_jax.training.parameters import is_adapter, parameters
 from dms_jax.training.supervision import supervised_loss
@@ -213,7 +213,8 @@ def test_calibration_moves_dms_to_other_ratios():
     assert policy == dataclasses.replace(WARM, alpha_offset=policy.alpha_offset)
 
 
-def test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything():
+def test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything(monkeypatch):
+    monkeypatch.setattr(trainer, "peak_operations", lambda mesh: 1e12)
     base = language_model(biases=True)
     records: list[dict[str, Any]] = []
     stages = (
@@ -235,6 +236,13 @@ def test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything():
     # The adapter has learned to evict the share that the ramp comes to.
     assert abs(records[29]["evicted"] - 3 / 4) < 0.2
     assert "supervised_loss" not in records[30]
+    # Operations a token: once through the layers; then four times through the whole model.
+    of_layers, of_ramp = (
+        1e12 * each["model_flops_utilisation"] * each["seconds"] / each["tokens"]
+        for each in (records[29], records[31])
+    )
+    output = 2 * base.config.hidden_size * base.config.vocab_size
+    assert of_ramp == pytest.approx(4 * (of_layers + output))
     after = parameters(model.transformer)
     assert all(np.abs(after[name] - before[name]).max() > 0 for name in before)
     halfway = train(

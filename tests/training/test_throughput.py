@@ -23,6 +23,8 @@ def test_token_operations():
     assert token_operations(config, 2 * LAYER, 10.5) == 3 * forward
     assert token_operations(config, 2 * LAYER, 10.5, teacher=True) == 4 * forward
     assert token_operations(config, 2 * LAYER, 10.5, teacher=True, frozen=True) == 3 * forward
+    layers = forward - 2 * 16 * 31
+    assert token_operations(config, 2 * LAYER, 10.5, stage="supervise", teacher=True) == layers
 
 
 def test_visible_keys_are_those_of_the_document():

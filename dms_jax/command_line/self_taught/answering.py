@@ -93,7 +93,7 @@ class Lessons:
     """
 
     training: list[Exchange]
-    held_out: list[np.ndarray]
+    held_out: list[Exchange]
     figures: dict[str, Any]
 
 
@@ -109,7 +109,7 @@ def choose(
       DataError: the filter leaves nothing.
     """
     held_out = [
-        np.asarray(questions.tokens[number] + answers[number, 0].tokens, np.int32)
+        _exchange({"prompt": questions.tokens[number], "response": answers[number, 0].tokens})
         for number in questions.held_out
     ]
     if (folder / "lessons.json").exists():

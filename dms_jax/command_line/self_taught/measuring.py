@@ -11,6 +11,7 @@ from dms_jax.command_line.reports import write_json
 from dms_jax.command_line.self_taught.answering import Lessons
 from dms_jax.command_line.self_taught.questions import Questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
+from dms_jax.data import Exchange
 from dms_jax.evaluation import Serving, evaluate
 from dms_jax.generation import Sampling
 from dms_jax.model.language_model import LanguageModel
@@ -23,32 +24,48 @@ class HeldOut:
     Args:
       config: the settings.
       base: the model that learns from itself.
-      sequences: prompts with the base's own answers.
+      exchanges: prompts with the base's own answers, as token ids.
     """
 
-    def __init__(self, config: SelfTaught, base: LanguageModel, sequences: list[np.ndarray]):
+    def __init__(self, config: SelfTaught, base: LanguageModel, exchanges: list[Exchange]):
         self._base, self._compute_dtype = base, config.compute_dtype
         length = config.sequence_length
-        rows = [sequence[:length] for sequence in sequences]
+        rows = [whole(each)[:length] for each in exchanges]
+        starts = [len(each.prompt) for each in exchanges]
         size = min(config.batch_size, len(rows))
         # Padded to whole batches with empty rows, so that no sequence is left out.
         rows += [np.zeros(0, np.int32)] * (-len(rows) % size)
-        self._batches = []
+        self._batches, self._answers = [], []
         for first in range(0, len(rows), size):
             tokens = np.zeros((size, length), np.int32)
             segments = np.zeros((size, length), np.int32)
+            answers = np.zeros((size, length), bool)
             for place, row in enumerate(rows[first : first + size]):
                 tokens[place, : len(row)], segments[place, : len(row)] = row, 1
-            self._batches.append({"tokens": tokens, "segment_ids": segments})
+            for place, start in enumerate(starts[first : first + size]):
+                answers[place, start:] = True
+            batch = {"tokens": tokens, "segment_ids": segments}
+            self._batches.append(batch)
+            self._answers.append(batch | {"loss_mask": answers})
 
     def __call__(self, model: LanguageModel) -> dict[str, float]:
-        """Nats per token: of the divergence from the base, and of the tokens themselves."""
+        """Nats per token: of the divergence from the base, and of the tokens themselves.
+
+        The answers' tokens alone come first; "whole" are those of prompts and answers.
+        """
         options: Any = dict(compute_dtype=self._compute_dtype)
-        parts = {"all": self._batches}
+        parts = {"": self._answers, "_whole": self._batches}
+        far = held_out_distillation(model, self._base, parts, **options)
+        loss = held_out_loss(model, parts, **options)
         return {
-            "distillation": held_out_distillation(model, self._base, parts, **options)["all"],
-            "loss": held_out_loss(model, parts, **options)["all"],
+            **{f"distillation{part}": value for part, value in far.items()},
+            **{f"loss{part}": value for part, value in loss.items()},
         }
+
+
+def whole(exchange: Exchange) -> np.ndarray:
+    """The tokens of a prompt and of the answer to it."""
+    return np.concatenate([exchange.prompt, exchange.response]).astype(np.int32)
 
 
 def measure(
@@ -65,7 +82,8 @@ def measure(
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))
     print(f"measuring {name}", flush=True)
-    sequences = [sequence.tolist() for sequence in lessons.held_out if len(sequence) > 1]
+    sequences = [whole(each).tolist() for each in lessons.held_out]
+    sequences = [sequence for sequence in sequences if len(sequence) > 1]
     scores = dms_jax.score(model, sequences, num_lanes=config.lanes, page_size=config.page_size)
     usages = [score.usage for score in scores]
     figures: dict[str, Any] = {

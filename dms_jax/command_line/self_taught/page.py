@@ -106,9 +106,9 @@ def _legend(results: dict[str, Any]) -> str:
     text = (
         f"On the original's own answers to {count} prompts that were held out, "
         f"{base['tokens']:.0f} tokens each with the prompt, read token by token from the cache. "
-        "distillation: divergence from the original in nats a token; loss: of those answers, in "
-        "nats a token; peak: most live tokens; reads: entries attended to; the last three are "
-        "averages over layers and heads."
+        "distillation: divergence from the original over the tokens of the answers, in nats a "
+        "token; loss: of prompts and answers, in nats a token; peak: most live tokens; reads: "
+        "entries attended to; the last three are averages over layers and heads."
     )
     if results["judge"] is not None:
         text += (

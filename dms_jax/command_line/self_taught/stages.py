@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 import dms_jax
-from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.command_line.reports import make_folder, provenance, reserve_folder, write_json
 from dms_jax.command_line.self_taught.answering import Lessons, choose, sample
 from dms_jax.command_line.self_taught.measuring import HeldOut, measure
 from dms_jax.command_line.self_taught.page import write_page
@@ -41,10 +41,10 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
             "dms-jax retrofit self-taught-stories260k."
         )
     recipe, policy = config.make_recipe(), config.make_policy()
-    make_folder("--out", config.out)
-    _check_settings(config)
-    base = config.load()
-    questions = read_questions(config, base)
+    with reserve_folder("--out", config.out):
+        _check_settings(config)
+        base = config.load()
+        questions = read_questions(config, base)
     _keep_settings(config)
     with Clock(config.out) as clock:
         answers = sample(config, base, questions, config.out / "answers")

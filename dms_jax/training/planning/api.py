@@ -266,9 +266,14 @@ def _compile(
     width = 4 if recipe.compute_dtype == "float32" else 2
     passes, sequences, _ = next(iter(inputs.passes.values())).shape
     local = sequences // data * recipe.sequence_length
+    attended = config.num_heads * config.head_dim
+    projected = attended + 2 * config.num_kv_heads * config.head_dim
     wide = {
         "nothing": 0,  # not told apart from other temporaries
-        "all_but_attention": config.hidden_size + config.num_heads * config.head_dim,
+        "all_but_products": (
+            2 * config.hidden_size + attended + projected + 2 * config.intermediate_size
+        ),
+        "all_but_attention": config.hidden_size + attended,
         "everything": config.hidden_size,
     }
     kept = min(temporary, float(config.num_layers * local * wide[recipe.remat] * width))
@@ -307,15 +312,19 @@ def _operations(
     matrices = matrix_parameters({name: x.shape for name, x in step.parameters.items()})
     keys = (recipe.sequence_length + 1) / 2
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * keys
-    if stage.kind == "supervise":  # only adapters learn, each from the layer's own input
-        needed = 2.0 * matrices + attention
-        return tokens * needed, tokens * needed
-    options = dict(
-        frozen=recipe.trained_for(policy) != "all", teacher=recipe.loss == "distillation"
+    needed = token_operations(
+        config,
+        matrices,
+        keys,
+        frozen=recipe.trained_for(policy) != "all",
+        teacher=recipe.loss == "distillation",
+        stage=stage.kind,
     )
-    needed = token_operations(config, matrices, keys, **options)
+    if stage.kind == "supervise":
+        return tokens * needed, tokens * needed
     again = {
         "nothing": 0.0,
+        "all_but_products": 0.0,
         "all_but_attention": 2.0 * matrices,
         "everything": 2.0 * matrices + attention,
     }

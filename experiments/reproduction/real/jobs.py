@@ -25,7 +25,7 @@ from experiments.reproduction.processes import own_place
 from experiments.reproduction.queue import Queue
 from experiments.reproduction.real.budgets import calibrated
 from experiments.reproduction.real.lessons import (
-    held_out_sequences,
+    held_out_exchanges,
     self_taught,
     training_documents,
     write_lessons,
@@ -73,6 +73,8 @@ class Worker(Queue[Paths]):
         others = {"training"} if place else set()
         others |= {"speed"} if sharing > 1 else set()
         own = [job for job in jobs(self.config) if job.kind not in others]
+        if self.config.only == "speed":
+            own = [job for job in own if job.kind == "speed"]
         return [job for job in own if not self.paths.done(job)]
 
     def _lessons(self, job: Job) -> None:
@@ -83,7 +85,7 @@ class Worker(Queue[Paths]):
         base = self.base(job.model)
         documents = training_documents(config, job.model, base, training.keep)
         held_out = HeldOut(
-            self_taught(config, job.model), base, held_out_sequences(config, job.model)
+            self_taught(config, job.model), base, held_out_exchanges(config, job.model)
         )
         folder = self.paths.training(training.name)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -122,6 +124,7 @@ class Worker(Queue[Paths]):
         if remat:
             recipe = dataclasses.replace(recipe, remat="everything")
         left = min(max(self.deadline - time.time(), 1.0), 1e6)
+        gc.collect()  # the cache of what was asked before
         try:
             train(base, recipe=recipe, stop_after=left, **options)
         except KeyboardInterrupt:
@@ -183,7 +186,8 @@ class Worker(Queue[Paths]):
         return model, training.policy or dms_jax.Vanilla()
 
     def _speed(self, job: Job) -> None:
-        rows = time_methods(self.config, self.base(job.model), self.check_time)
+        kept = self.paths.result(job).with_suffix(".jsonl")
+        rows = time_methods(self.config, self.base(job.model), self.check_time, kept)
         record = {"rows": rows, "device": jax.devices()[0].device_kind, **provenance()}
         write_json(self.paths.result(job), record)
 

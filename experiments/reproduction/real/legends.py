@@ -17,8 +17,9 @@ TRAINING = (
     " The rate is 3e-4 for the adapter and for low-rank updates, 3e-5 for all weights, unless a"
     " line says otherwise. The ratio rises linearly over the first 70% of the steps; over the last"
     " 30% it stays, and the rates fall to zero. divergence: nats a token from the model itself, on"
-    " its answers to questions that were held out. reached: tokens over tokens that were not"
-    " marked, at the last step. score: GSM8K for Qwen, PIQA for SmolLM2. seconds: of the steps."
+    " the tokens of its answers to questions that were held out, with what the policy evicts."
+    " reached: tokens over tokens that were not marked, at the last step. score: GSM8K for Qwen,"
+    " PIQA for SmolLM2. seconds: of the steps."
 )
 SMOLLM2_TRAINING = "SmolLM2 read texts and retrieval problems beside its answers."
 OTHERS = (

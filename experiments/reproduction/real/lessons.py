@@ -100,22 +100,20 @@ def training_documents(config: Config, name: str, model: LanguageModel, keep: st
     kept = [row for row in ended if keep == "ended" or row["correct"]]
     if not kept:
         raise dms_jax.DataError(f"None of {len(rows)} answers of {name} is {keep}.")
-    documents: list[Any] = [
-        Exchange(np.asarray(row["prompt"], np.int32), np.asarray(row["response"], np.int32))
-        for row in kept
-    ]
+    documents: list[Any] = [_exchange(row) for row in kept]
     if name != QWEN:
         documents += _texts(config, model) + _needles(config, model)
     return documents
 
 
-def held_out_sequences(config: Config, name: str) -> list[np.ndarray]:
+def held_out_exchanges(config: Config, name: str) -> list[Exchange]:
     """Answers to questions that nothing is trained on, with their prompts."""
-    return [
-        np.asarray(row["prompt"] + row["response"], np.int32)
-        for row in read_rows(config, name)
-        if row["held_out"]
-    ]
+    return [_exchange(row) for row in read_rows(config, name) if row["held_out"]]
+
+
+def _exchange(row: dict[str, Any]) -> Exchange:
+    prompt, response = (np.asarray(row[name], np.int32) for name in ("prompt", "response"))
+    return Exchange(prompt, response)
 
 
 def _texts(config: Config, model: LanguageModel) -> list[np.ndarray]:

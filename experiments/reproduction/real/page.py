@@ -136,7 +136,10 @@ def name_of(label: str) -> str:
     at = f"at {setting}" if float(setting) in training.snapshots else f"to {setting}"
     words += [at]
     words += ["correct answers alone"] if training.keep == "correct" else []
-    words += ["a third of the rate"] if training.rate == 1e-5 else []
+    words += [f"rate {training.rate:g}"] if training.rate is not None else []
+    words += ["warm-up"] if training.warmup else []
+    settled = training.settle != 0.3 and training.make is None
+    words += [f"rates falling over {training.settle:.0%}"] if settled else []
     plain = training.model == QWEN and not training.answers_only
     words += ["prompts in the loss"] if plain else []
     words += [f"{training.share:g} times the tokens"] if training.share != 1 else []

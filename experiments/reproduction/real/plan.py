@@ -15,7 +15,6 @@ import dms_jax
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     FREE,
-    MAIN,
     MEASURES,
     OTHERS,
     QWEN,
@@ -28,11 +27,6 @@ from experiments.reproduction.real.systems import (
 
 SPEED = "speed"
 FRONTIER = "frontier"
-# What the verdict is about is measured before other trainings begin.
-_FIRST = (MAIN, "control", "low-rank-w16", "adapter-w16")
-_SOON = ("near-w16", "prompts-w16", "slow-w16", "ramp-to-8", "dmc")
-_FRONTIER = (MAIN, "ramp-to-8")
-_ELSEWHERE = (MAIN, "control", "low-rank-w16", "adapter-w16")  # what other tasks are asked of
 _FREE_ELSEWHERE = ("tova", "expected", "streaming")
 _FIRST_FREE = (VANILLA, "tova", "expected", "snapkv", "streaming", "h2o")
 
@@ -67,7 +61,7 @@ class Job:
 
 
 def jobs(config: Config) -> list[Job]:
-    """Everything, in the order in which it is begun.
+    """Everything, in the order in which it is begun; trainings in the order of the settings.
 
     Raises:
       ConfigError: a training of the settings is not known, or nothing is given to measure.
@@ -78,41 +72,32 @@ def jobs(config: Config) -> list[Job]:
         if name not in TRAININGS:
             known = ", ".join(TRAININGS)
             raise dms_jax.ConfigError(f"there is no training {name!r}; there are {known}")
-    wanted = [
-        training
-        for training in TRAININGS.values()
-        if training.model in config.models
-        and (training.name in config.trainings or not config.trainings)
-    ]
-    first = [each for each in wanted if each.name in _FIRST]
-    rest = [each for each in wanted if each.model == QWEN and each.name not in _FIRST]
-    soon = [each for each in rest if each.name in _SOON]
-    late = [each for each in rest if each.name not in _SOON]
+    names = dict.fromkeys(config.trainings or TRAININGS)
+    wanted = [TRAININGS[name] for name in names if TRAININGS[name].model in config.models]
+    large = [each for each in wanted if each.model == QWEN]
     small = [each for each in wanted if each.model == SMOLLM2]
-    frontier = [each for each in wanted if each.name in _FRONTIER]
-    order = lessons(config, QWEN) + trained(first)
-    order += [job for each in first for job in asked_of(each)]
+    settled = [each for each in large if not each.snapshots]  # at the ratio of the verdict
+    # What a GPU is kept busy with comes first: only one worker of each trains.
+    order = lessons(config, QWEN) + trained(wanted) + lessons(config, SMOLLM2)
     if QWEN in config.models:
-        order += [free(QWEN, name) for name in _FIRST_FREE] + [Job("speed", QWEN, SPEED)]
-    order += lessons(config, SMOLLM2) + trained(small) + trained(soon)
+        order += [free(QWEN, VANILLA), Job("speed", QWEN, SPEED)]
+    order += [job for each in large for job in asked_of(each)]
+    if QWEN in config.models:
+        order += [free(QWEN, name) for name in _FIRST_FREE[1:]]
+        order += [free(QWEN, VANILLA, FRONTIER)]
+        order += [asked_of(each, FRONTIER)[0] for each in settled if each.policy is not None]
     if SMOLLM2 in config.models:
         for measure in MEASURES[SMOLLM2]:
             order += [free(SMOLLM2, VANILLA, measure)]
-            order += [
-                asked_of(each, measure)[0] for each in small if each.name != "smollm2-low-rank-w16"
-            ]
+            order += [asked_of(each, measure)[0] for each in small]
             order += [free(SMOLLM2, name, measure) for name in _FIRST_FREE[1:5]]
-    order += [job for each in soon for job in asked_of(each)]
     if QWEN in config.models:
-        order += [free(QWEN, VANILLA, FRONTIER)]
-        order += [job for each in frontier for job in asked_of(each, FRONTIER)]
-        order += [free(QWEN, name) for name in FREE if name not in _FIRST_FREE]
-        elsewhere = [each for each in wanted if each.name in _ELSEWHERE]
         for measure in OTHERS:
             order += [free(QWEN, VANILLA, measure)]
-            order += [job for each in elsewhere for job in asked_of(each, measure)]
+            order += [asked_of(each, measure)[0] for each in settled]
             order += [free(QWEN, name, measure) for name in _FREE_ELSEWHERE]
-    order += trained(late) + [job for each in late for job in asked_of(each)]
+        order += [free(QWEN, name) for name in FREE if name not in _FIRST_FREE]
+        order += [job for each in large if each.snapshots for job in asked_of(each, FRONTIER)]
     if SMOLLM2 in config.models:
         order += [
             free(SMOLLM2, name, measure)

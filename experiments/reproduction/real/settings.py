@@ -31,10 +31,11 @@ class Config:
     """Workers, which take turns on the GPUs."""
     deadline_minutes: float = 1e6
     """Nothing starts later than this after the beginning, and trainings stop at a checkpoint."""
-    only: Literal["all", "jobs", "report"] = "all"
-    """"jobs" writes no page; "report" does no job and writes the page from what is there."""
+    only: Literal["all", "jobs", "speed", "report"] = "all"
+    """"jobs" writes no page; nor does "speed", which times steps and does no other job; "report"
+    does no job and writes the page from what is there."""
     trainings: tuple[str, ...] = ()
-    """Only these trainings; all unless given."""
+    """Only these trainings, in this order; all unless given."""
 
     shards: int = 14
     """Jobs that the sampling of Qwen's answers is split into; SmolLM2's are a quarter of them."""

@@ -124,6 +124,9 @@ def _merging(ratio: float = 4.0, **sizes: Any) -> Recipe:
     )
 
 
+# Rates that rise and fall slowly, and prompts in the loss: what keeps a model near to itself.
+_GENTLY: dict[str, Any] = dict(answers_only=False, warmup=0.1, settle=0.5)
+_TO_8: dict[str, Any] = dict(ratio=8.0, snapshots=(2.0, 4.0))
 MAIN, SHIPPED = "all-w16", "smollm2-adapter-w16"
 TRAININGS = {
     training.name: training
@@ -131,8 +134,10 @@ TRAININGS = {
         # What the verdict needs, and the least that it could do without.
         Training(MAIN),
         Training("control", policy=None),
-        Training("all-w64", policy=_WINDOW_64, ratio=6.0),
+        Training("near-w16", rate=1e-5, answers_only=False, warmup=0.1),
         Training("low-rank-w16", trainable="low_rank"),
+        Training("low-rank-near-w16", trainable="low_rank", rate=2e-4, **_GENTLY),
+        Training("adapter-w16", trainable="adapter"),
         # SmolLM2: what ships is an adapter beside frozen weights.
         Training(
             SHIPPED,
@@ -145,14 +150,22 @@ TRAININGS = {
         Training("smollm2-all-w16", model=SMOLLM2, ratio=4.0, snapshots=(2.0,), answers_only=False),
         Training("smollm2-control", model=SMOLLM2, policy=None, answers_only=False),
         # What the recipe could be otherwise.
-        Training("ramp-to-8", policy=_WINDOW_16, ratio=8.0, snapshots=(2.0, 4.0)),
-        Training("adapter-w16", trainable="adapter"),
+        Training("ramp-to-8", **_TO_8),
+        Training("near-ramp-to-8", rate=1e-5, answers_only=False, warmup=0.1, **_TO_8),
+        Training("low-rank-ramp-to-8", trainable="low_rank", **_TO_8),
+        Training("dmc", policy=dms_jax.DMC(), ratio=4.0, snapshots=(2.0,), make=_merging),
+        Training("near-long-w16", rate=1e-5, share=2.0, **_GENTLY),
+        Training("near-slow-w16", rate=3e-6, **_GENTLY),
+        Training("low-rank-long-w16", trainable="low_rank", rate=2e-4, share=2.0, **_GENTLY),
+        Training("adapter-long-w16", trainable="adapter", share=2.0, **_GENTLY),
+        Training("near-w64", policy=_WINDOW_64, ratio=6.0, rate=1e-5, **_GENTLY),
+        Training("low-rank-w64", policy=_WINDOW_64, ratio=6.0, trainable="low_rank", **_GENTLY),
+        Training("all-w64", policy=_WINDOW_64, ratio=6.0),
         Training("correct-w16", keep="correct"),
         Training("slow-w16", rate=1e-5),
         Training("prompts-w16", answers_only=False),
         Training("warm-w16", warmup=0.1),
         Training("falling-w16", settle=0.6),
-        Training("near-w16", rate=1e-5, answers_only=False, warmup=0.1),
         Training(
             "smollm2-low-rank-w16",
             model=SMOLLM2,
@@ -161,7 +174,6 @@ TRAININGS = {
             answers_only=False,
         ),
         Training("long-w16", share=2.0),
-        Training("dmc", policy=dms_jax.DMC(), ratio=4.0, snapshots=(2.0,), make=_merging),
     )
 }
 REFERENCE = {QWEN: MAIN, SMOLLM2: SHIPPED}

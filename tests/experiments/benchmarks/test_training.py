@@ -11,12 +11,16 @@ from experiments.benchmarks import training as script
 def test_cases_are_timed_and_written(tmp_path, monkeypatch):
     monkeypatch.setitem(script.CASES, "too many", script.Case("tiny", data=1024))
     config = script.Config(
-        cases=("tiny", "tiny-fsdp2", "too many"), steps=1, out=tmp_path / "training.json"
+        cases=("tiny+products+chunk+blocks", "tiny-fsdp2", "too many"),
+        steps=1,
+        out=tmp_path / "training.json",
     )
     one, two, left_out = script.main(config)
     for row in (one, two):
         assert row["tokens_per_second"] > 0
         assert row["metrics"]["skipped"] == 0
+        assert row["planned_bytes"] > 0
+    assert (one["remat"], one["look_up"]) == ("all_but_products", "blocks")
     assert left_out["left_out"] == "too few devices"
     assert json.loads(config.out.read_text())["rows"] == [one, two, left_out]
 
@@ -38,3 +42,5 @@ def test_families_of_kernels(monkeypatch):
 def test_an_unknown_case_is_named(tmp_path):
     with pytest.raises(dms_jax.ConfigError, match="no case '2b'"):
         script.main(script.Config(cases=("2b",), out=tmp_path / "training.json"))
+    with pytest.raises(dms_jax.ConfigError, match="no setting 'more'"):
+        script.main(script.Config(cases=("1b+more",), out=tmp_path / "training.json"))

@@ -11,8 +11,10 @@ import dms_jax
 from experiments.reproduction import real_models
 from experiments.reproduction.files import write_json
 from experiments.reproduction.processes import own_place, place_of
+from experiments.reproduction.queue import OutOfTimeError
 from experiments.reproduction.real import jobs as real_jobs
 from experiments.reproduction.real import lessons, plan, systems
+from experiments.reproduction.real import speed as real_speed
 from experiments.reproduction.real.budgets import budget_of_mean, calibrated
 from experiments.reproduction.real.jobs import Worker, check_settings
 from experiments.reproduction.real.plan import Job, Paths, free
@@ -47,30 +49,36 @@ def test_rates_rise_and_fall_as_a_training_says():
     assert (falling.learning_rate, falling.final_learning_rate) == (3e-5, 0)
 
 
-def test_the_verdict_comes_before_what_the_recipe_could_be_otherwise():
+def test_lessons_come_first_then_what_is_trained_and_the_verdict():
     names = [job.name for job in plan.jobs(GIVEN)]
     assert len(set(names)) == len(names)
     order = [
         "lessons-qwen-0",
         f"training-qwen-{MAIN}",
-        f"asking-qwen-{MAIN}-at3.5-gsm8k",
-        "asking-qwen-adapter-w16-at3.5-gsm8k",
-        "asking-qwen-vanilla-gsm8k",
-        "asking-qwen-h2o-gsm8k",
-        "speed-qwen-speed",
         "training-smollm2-smollm2-adapter-w16",
         "training-qwen-ramp-to-8",
-        "asking-smollm2-smollm2-adapter-w16-at4-needle",
-        "asking-qwen-near-w16-at3.5-gsm8k",
+        "lessons-smollm2-0",
+        "asking-qwen-vanilla-gsm8k",
+        "speed-qwen-speed",
+        f"asking-qwen-{MAIN}-at3.5-gsm8k",
+        "asking-qwen-adapter-w16-at3.5-gsm8k",
+        "asking-qwen-h2o-gsm8k",
         "asking-qwen-vanilla-frontier",
+        "asking-smollm2-smollm2-adapter-w16-at4-needle",
         "asking-qwen-vanilla-math500",
         f"asking-qwen-{MAIN}-at3.5-math500",
         "asking-qwen-tova-math500",
-        "training-qwen-warm-w16",
         "asking-smollm2-smollm2-all-w16-at2-text",
     ]
     places = [names.index(name) for name in order]
     assert places == sorted(places)
+
+
+def test_trainings_begin_in_the_order_of_the_settings():
+    chosen = ("smollm2-control", "dmc", MAIN)
+    found = plan.jobs(dataclasses.replace(GIVEN, trainings=chosen))
+    assert tuple(job.system for job in found if job.kind == "training") == chosen
+    assert [job.system for job in found if job.kind == "asking" and job.setting][:2] == ["dmc"] * 2
 
 
 def test_only_the_models_that_are_given_are_measured(tmp_path):
@@ -123,6 +131,28 @@ def test_where_workers_share_a_gpu_one_trains_and_only_who_is_alone_times_steps(
     assert kinds["0/1"] == {"lessons", "training", "asking", "speed"}
     assert kinds["0/2"] == {"lessons", "training", "asking"}
     assert kinds["1/2"] == {"lessons", "asking"}
+    speed = Worker(dataclasses.replace(GIVEN, only="speed"), 0)
+    assert [job.kind for job in speed.wanted()] == ["speed"]
+
+
+def test_steps_that_were_timed_before_the_time_was_over_are_not_timed_again(tmp_path, monkeypatch):
+    timed = []
+
+    def time_steps(model, racer, **_):
+        timed.append(racer.label)
+        return {"ms": 1.0}
+
+    def check_time():
+        if len(timed) == 3:
+            raise OutOfTimeError
+
+    monkeypatch.setattr(real_speed, "time_steps", time_steps)
+    monkeypatch.setattr(real_speed, "read_rate", lambda: 1.0)
+    kept = tmp_path / "speed.jsonl"
+    with pytest.raises(OutOfTimeError):
+        real_speed.time_methods(GIVEN, None, check_time, kept)
+    rows = real_speed.time_methods(GIVEN, None, lambda: None, kept)
+    assert timed == [row["method"] for row in rows] == list(real_speed.METHODS)
 
 
 def test_other_settings_than_those_of_the_run_are_refused(tmp_path):
@@ -200,7 +230,8 @@ def test_trainings_read_what_their_filter_keeps(tmp_path):
     assert responses(config, "correct") == [[2, 3]]
     unended = dataclasses.replace(config, unended=True)
     assert responses(unended, "correct") == [[2, 3], [2, 3]]
-    assert [each.tolist() for each in lessons.held_out_sequences(config, "qwen")] == [[1, 5]]
+    (held_out,) = lessons.held_out_exchanges(config, "qwen")
+    assert (held_out.prompt.tolist(), held_out.response.tolist()) == ([1], [5])
     place.write_text(json.dumps(kept | {"ended": False}) + "\n")
     with pytest.raises(dms_jax.DataError, match="None of 1 answers of qwen is ended"):
         lessons.training_documents(config, "qwen", None, "ended")
@@ -221,7 +252,7 @@ def test_layers_are_recomputed_where_their_activations_do_not_fit(tmp_path, monk
 
     monkeypatch.setattr(real_jobs, "train", train)
     monkeypatch.setattr(real_jobs, "training_documents", lambda *_: [])
-    monkeypatch.setattr(real_jobs, "held_out_sequences", lambda *_: [np.asarray([1, 2])])
+    monkeypatch.setattr(real_jobs, "held_out_exchanges", lambda *_: [])
     monkeypatch.setattr(real_jobs, "HeldOut", lambda *_: None)
     monkeypatch.setattr(Worker, "base", lambda *_: None)
     (tmp_path / "trainings" / MAIN).mkdir(parents=True)

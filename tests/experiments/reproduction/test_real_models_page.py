@@ -12,6 +12,7 @@ from experiments.reproduction.real import page
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.results import TASKS, Results
 from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.systems import TRAININGS
 from experiments.reproduction.runs import write_plan
 
 PROBLEMS = 400
@@ -139,10 +140,12 @@ def test_the_report_is_written_again_from_the_files(config):
 def test_systems_have_names():
     for label, name in (
         ("ramp-to-8-at4", "DMS, all weights, window 16, at 4"),
-        ("slow-w16-at3.5", "DMS, all weights, window 16, to 3.5, a third of the rate"),
+        ("slow-w16-at3.5", "DMS, all weights, window 16, to 3.5, rate 1e-05"),
         ("correct-w16-at3.5", "DMS, all weights, window 16, to 3.5, correct answers alone"),
         ("dmc-at4", "DMC, all weights, to 4"),
         ("control-at3.5", "trained further (the control)"),
         ("tova-mean", "TOVA, equal mean"),
     ):
         assert page.name_of(label) == name
+    ends = [(each.model, page.name_of(page.end_of(each.name))) for each in TRAININGS.values()]
+    assert len(set(ends)) == len(ends)

@@ -1,0 +1,140 @@
+"""Times forms of the gradient of an embedding table on a GPU.
+
+product      with a one-hot matrix, a piece of the tokens at a time (`layers.look_up`)
+blocks       of a block of tokens, equal ones are summed by a small product, and the first of
+             them adds the sum to its row: the order is fixed, and no one-hot matrix is as wide
+             as the vocabulary
+scatter      adds row by row, in no fixed order
+
+python -m experiments.benchmarks.look_up_gradient --out runs/look_up.json
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import command, run
+from dms_jax.model import layers
+from experiments.benchmarks.kernel_timing import environment
+
+# Vocabulary, columns, tokens.
+SHAPES = {
+    "llama-3.2-1b": (128256, 2048, 16384),
+    "qwen2.5-0.5b": (151936, 896, 16384),
+    "llama-3.1-8b": (128256, 4096, 8192),
+    "tiny": (64, 8, 32),
+}
+BLOCK = 1024
+
+
+def sum_by_blocks(
+    tokens: jax.Array, gradient: jax.Array, size: int, *, block: int = BLOCK
+) -> jax.Array:
+    """Returns the sum [V, E] of the rows of each token; tokens [B, T], gradient [B, T, E]."""
+    wide = jnp.promote_types(gradient.dtype, jnp.float32)
+    tokens, gradient = tokens.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
+    extra = -len(tokens) % block
+    tokens = jnp.pad(tokens, (0, extra), constant_values=size).reshape(-1, block)
+    gradient = jnp.pad(gradient, ((0, extra), (0, 0))).reshape(-1, block, gradient.shape[-1])
+
+    def add(table, xs):
+        tokens, gradient = xs
+        same = tokens[:, None] == tokens[None, :]
+        sums = jnp.einsum(
+            "ij,je->ie",
+            same.astype(gradient.dtype),
+            gradient,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=wide,
+        )
+        first = jnp.argmax(same, 1) == jnp.arange(block)
+        # Others point past the table, each elsewhere, so that no two are equal.
+        rows = jnp.where(first, tokens, size + jnp.arange(block))
+        sums += table.at[rows].get(mode="fill", fill_value=0, unique_indices=True)
+        return table.at[rows].set(sums, mode="drop", unique_indices=True), None
+
+    start = jnp.zeros((size, gradient.shape[-1]), wide)
+    return jax.lax.scan(add, start, (tokens, gradient))[0]
+
+
+def _scatter(tokens: jax.Array, gradient: jax.Array, size: int) -> jax.Array:
+    wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+    return jnp.zeros((size, gradient.shape[-1]), wide.dtype).at[tokens].add(wide)
+
+
+FORMS = {
+    "product": layers._sum_of_rows,
+    **{
+        f"blocks of {block}": functools.partial(sum_by_blocks, block=block)
+        for block in (512, 1024, 2048)
+    },
+    "scatter": _scatter,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time the gradient of an embedding table."""
+
+    shapes: tuple[str, ...] = ("llama-3.2-1b", "qwen2.5-0.5b", "llama-3.1-8b")
+    """Names of `SHAPES`."""
+    calls: int = 10
+    """Calls of which the median counts."""
+    seconds: float = 60
+    """After which nothing more is begun."""
+    out: pathlib.Path = pathlib.Path("runs/look_up.json")
+    """Where the figures go, as they come."""
+
+
+def time_form(form: Any, tokens: jax.Array, gradient: jax.Array, size: int, calls: int) -> Any:
+    """Returns the milliseconds of a call, whether it repeats its bits, and its result."""
+    compiled = jax.jit(form, static_argnums=2)
+    first = jax.block_until_ready(compiled(tokens, gradient, size))
+    times, same = [], True
+    for _ in range(calls):
+        began = time.perf_counter()
+        again = jax.block_until_ready(compiled(tokens, gradient, size))
+        times.append(1e3 * (time.perf_counter() - began))
+        same = same and bool((first == again).all())
+    return statistics.median(times), same, first
+
+
+def main(config: Config) -> list[dict[str, Any]]:
+    """Times every form, writes the figures as they come, and returns them."""
+    make_place("--out", config.out)
+    rows: list[dict[str, Any]] = []
+    report = environment() | dict(command=command(), rows=rows)
+    began = time.perf_counter()
+    for name in config.shapes:
+        size, columns, count = SHAPES[name]
+        # Few tokens are most of a text.
+        drawn = np.random.default_rng(0).zipf(1.2, (2, count // 2)) - 1
+        tokens = jnp.asarray(np.minimum(drawn, size - 1), jnp.int32)
+        gradient = jax.random.normal(jax.random.key(0), (*tokens.shape, columns), jnp.bfloat16)
+        expected = None
+        for form, function in FORMS.items():
+            if time.perf_counter() - began > config.seconds:
+                break
+            ms, same, result = time_form(function, tokens, gradient, size, config.calls)
+            expected = result if expected is None else expected
+            off = float(jnp.abs(result - expected).max() / jnp.abs(expected).max())
+            rows.append(
+                dict(shape=name, form=form, ms=round(ms, 3), repeats_its_bits=same, off=off)
+            )
+            print(rows[-1], flush=True)
+            config.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))

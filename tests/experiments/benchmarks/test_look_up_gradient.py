@@ -1,0 +1,13 @@
+"""The forms of the look-up's gradient give the same sums."""
+
+import json
+
+from experiments.benchmarks import look_up_gradient as script
+
+
+def test_forms_agree_and_are_written(tmp_path):
+    config = script.Config(shapes=("tiny",), calls=1, out=tmp_path / "look_up.json")
+    rows = script.main(config)
+    assert [row["form"] for row in rows] == list(script.FORMS)
+    assert all(row["off"] < 1e-6 and row["repeats_its_bits"] for row in rows)
+    assert json.loads(config.out.read_text())["rows"] == rows
