@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from dms_jax.sharding import axes
 from pallas_kernels import fetch_rows
@@ -34,7 +34,7 @@ class Tail:
       start: position of the first value in each sequence.
     """
 
-    values: Float[Array, "L B K C D"] = struct.field(
+    values: Shaped[Array, "L B K C D"] = struct.field(
         metadata=axes("layers", "sequences", "kv_heads")
     )
     slots: Int[Array, "L B K C"] = struct.field(metadata=axes("layers", "sequences", "kv_heads"))
@@ -55,7 +55,7 @@ class Tail:
         self,
         layer: Int[Array, ""],
         positions: Int[Array, "B T"],
-        values: Float[Array, "B T K D"],
+        values: Shaped[Array, "B T K D"],
         slots: Int[Array, "B K T"],
     ) -> "Tail":
         """Returns the tail with the values of a chunk of one layer added."""
@@ -73,7 +73,7 @@ class Tail:
 
     def newest(
         self, layer: Int[Array, ""], slots: Int[Array, "B K n"]
-    ) -> tuple[Float[Array, "B K n D"], Bool[Array, "B K n"]]:
+    ) -> tuple[Shaped[Array, "B K n D"], Bool[Array, "B K n"]]:
         """Returns the newest value of each slot, and whether the tail holds one."""
         own = self.slots[layer]
         index = jnp.arange(1, own.shape[-1] + 1)
@@ -93,12 +93,12 @@ class HostRows:
         on the device (KCache's first layers).
     """
 
-    rows: Float[Array, "S D"]
+    rows: Shaped[Array, "S D"]
     first_page: int = struct.field(pytree_node=False)
 
     def fetch(
         self, page: Int[Array, "*shape"], offset: Int[Array, "*shape"], page_size: int
-    ) -> Float[Array, "*shape D"]:
+    ) -> Shaped[Array, "*shape D"]:
         """Returns the values of single slots; arbitrary ones where a number is no page."""
         flat = (page - self.first_page) * page_size + offset
         flat = jnp.clip(flat, 0, self.rows.shape[0] - 1).reshape(-1)
@@ -111,7 +111,7 @@ class HostRows:
         page_table: Int[Array, "B K M"],
         slots: Int[Array, "B K n"],
         page_size: int,
-    ) -> Float[Array, "B K n D"]:
+    ) -> Shaped[Array, "B K n D"]:
         """Returns the values of a row's slots, from the tail where it is newer."""
         page = jnp.take_along_axis(page_table, slots // page_size, axis=-1, mode="clip")
         stored = self.fetch(page, slots % page_size, page_size)

@@ -4,9 +4,9 @@ A row is one (layer, sequence, KV head). It owns a list of pages of P slots and 
 by itself: slot s of row (l, b, k) is pool[page_table[l, b, k, s // P], s % P]. Only the last page
 of a row may be partial, and nothing is padded to the longest row.
 
-A pool of float8 numbers has a scale for each slot's key and value (`quantization`). Values may be
-in host memory; then the pool holds the values of only the first pages and, while a program runs,
-those of its own tokens in a tail (`host_values`).
+A pool of 8 or 4 bits has scales for each slot's key and value, and one of 4 bits holds them rotated
+(`quantization`, `int4`). Values may be in host memory; then the pool holds the values of only the
+first pages and, while a program runs, those of its own tokens in a tail (`host_values`).
 
 On a mesh, rows are split over devices, each device holds the pages of its own rows, and page
 numbers are local to the device.
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from dms_jax.cache.format import Format
 from dms_jax.cache.host_values import HostRows, Tail
-from dms_jax.cache.quantization import dequantize, fake_quantize, is_quantized, quantize
 from dms_jax.sharding import axes
 from pallas_kernels import write_pages
 
@@ -32,31 +32,32 @@ class Pool:
     """Keys and values of every row, by page.
 
     Attributes:
-      k_pages: rotated keys.
+      k_pages: keys after rotary embedding; two numbers in a byte in a pool of 4 bits.
       v_pages: values; of fewer pages if the others are in host memory.
-      k_scales, v_scales: scale of each slot if the pool is quantized.
+      k_scales, v_scales: scales of each slot if the pool is quantized.
       tail: values of the running program's tokens if values are in host memory.
+      format: how numbers are stored; None for as they are.
     """
 
-    k_pages: Float[Array, "N P D"] = struct.field(metadata=axes("pages"))
-    v_pages: Float[Array, "NV P D"] = struct.field(metadata=axes("pages"))
-    k_scales: Float[Array, "N P"] | None = struct.field(default=None, metadata=axes("pages"))
-    v_scales: Float[Array, "N P"] | None = struct.field(default=None, metadata=axes("pages"))
+    k_pages: Shaped[Array, "N P D"] = struct.field(metadata=axes("pages"))
+    v_pages: Shaped[Array, "NV P D"] = struct.field(metadata=axes("pages"))
+    k_scales: Float[Array, "N P *g"] | None = struct.field(default=None, metadata=axes("pages"))
+    v_scales: Float[Array, "N P *g"] | None = struct.field(default=None, metadata=axes("pages"))
     tail: Tail | None = None
+    format: Format | None = struct.field(pytree_node=False, default=None)
 
     @property
     def page_size(self) -> int:
         """P, the number of slots per page."""
         return self.k_pages.shape[1]
 
-    @property
-    def quantized(self) -> bool:
-        """Whether keys and values are stored in float8."""
-        return is_quantized(self.k_pages.dtype)
+    def rotate(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
+        """Returns queries as the pool's keys want them, or outputs of the pool's values as usual.
 
-    def as_stored(self, x: Float[Array, "B T K D"]) -> Float[Array, "B T K D"]:
-        """Returns keys or values as they are after storing and loading."""
-        return fake_quantize(x) if self.quantized else x
+        The pool of 4 bits stores vectors in a frame of its own, and the rotation into it is its own
+        inverse.
+        """
+        return x if self.format is None else self.format.rotate(x)
 
     def store(
         self,
@@ -66,8 +67,10 @@ class Pool:
         v: Float[Array, "B T K D"],
         *,
         on_host: tuple[Int[Array, ""], Int[Array, "B T"]] | None = None,
-    ) -> "Pool":
+    ) -> tuple["Pool", Float[Array, "B T K D"], Float[Array, "B T K D"]]:
         """Writes keys and values into the rows' slots; negative slots are not written.
+
+        Returns the pool, and the keys and values as they are when they are read again.
 
         Args:
           page_table: the pages of the rows.
@@ -77,25 +80,27 @@ class Pool:
           on_host: (layer, positions of the tokens) if the layer's values are in host memory.
         """
         parts = {"k_pages": k, "v_pages": v}
-        if self.quantized:
-            parts["k_pages"], parts["k_scales"] = quantize(k)
-            parts["v_pages"], parts["v_scales"] = quantize(v)
+        if self.format is not None:
+            parts["k_pages"], parts["k_scales"] = stored_k = self.format.quantize(k)
+            parts["v_pages"], parts["v_scales"] = stored_v = self.format.quantize(v)
+            k = self.format.dequantize(*stored_k, k.dtype)
+            v = self.format.dequantize(*stored_v, v.dtype)
         tail = self.tail
         if on_host is not None:
             assert tail is not None
             tail = tail.append(*on_host, parts.pop("v_pages"), slots)
         elif slots.shape[-1] == 1:
-            return self._store_token(page_table, slots, parts)
+            return self._store_token(page_table, slots, parts), k, v
         written = {
             field: store(getattr(self, field), page_table, slots, x) for field, x in parts.items()
         }
-        return dataclasses.replace(self, tail=tail, **written)
+        return dataclasses.replace(self, tail=tail, **written), k, v
 
     def _store_token(
         self,
         page_table: Int[Array, "B K M"],
         slots: Int[Array, "B K 1"],
-        parts: dict[str, Float[Array, "B 1 K ..."]],
+        parts: dict[str, Shaped[Array, "B 1 K ..."]],
     ) -> "Pool":
         """Writes one slot of each row, all arrays in one kernel."""
         rows = slots.size
@@ -121,18 +126,14 @@ class Pool:
     def keys(self, page: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape P D"]:
         """Returns the keys of these pages; arbitrary ones where a number is no page."""
         keys = self.k_pages.at[page].get(mode="clip")
-        if self.k_scales is None:
-            return keys
-        return dequantize(keys, self.k_scales.at[page].get(mode="clip"), dtype)
+        return self._loaded(keys, self.k_scales, page, dtype)
 
     def values(
         self, page: Int[Array, "*shape"], offset: Int[Array, "*shape"], dtype: Any
     ) -> Float[Array, "*shape D"]:
         """Returns the values of single slots."""
         values = self.v_pages.at[page, offset].get(mode="clip")
-        if self.v_scales is None:
-            return values
-        return dequantize(values, self.v_scales.at[page, offset].get(mode="clip"), dtype)
+        return self._loaded(values, self.v_scales, (page, offset), dtype)
 
     def host_values(
         self,
@@ -145,11 +146,8 @@ class Pool:
         """Returns the values of single slots of a layer whose values are in host memory."""
         assert self.tail is not None
         values = host.fetch_slots(self.tail, layer, page_table, slots, self.page_size)
-        if self.v_scales is None:
-            return values
         page = jnp.take_along_axis(page_table, slots // self.page_size, axis=-1, mode="clip")
-        scales = self.v_scales.at[page, slots % self.page_size].get(mode="clip")
-        return dequantize(values, scales, dtype)
+        return self._loaded(values, self.v_scales, (page, slots % self.page_size), dtype)
 
     def readable(
         self, page_table: Int[Array, "B K M"], dtype: Any, host: HostRows | None = None
@@ -159,7 +157,7 @@ class Pool:
         They are the pool itself or, if it is quantized or its values are in host memory, a copy of
         the rows' pages in the model's dtype, as large as one layer's share of the pool.
         """
-        if not self.quantized and host is None:
+        if self.format is None and host is None:
             return self.k_pages, self.v_pages, page_table
         page = page_table.reshape(-1)
         if host is None:
@@ -172,10 +170,18 @@ class Pool:
                 jnp.broadcast_to(offset, shape),
                 self.page_size,
             )
-        if self.v_scales is not None:
-            values = dequantize(values, self.v_scales.at[page].get(mode="clip"), dtype)
+        values = self._loaded(values, self.v_scales, page, dtype)
         table = jnp.arange(page.size, dtype=page_table.dtype).reshape(page_table.shape)
         return self.keys(page, dtype), values, table
+
+    def _loaded(
+        self, stored: Array, scales: Array | None, at: Any, dtype: Any
+    ) -> Float[Array, "*shape D"]:
+        """Returns the numbers that stored ones stand for; their scales are `scales[at]`."""
+        if self.format is None:
+            return stored
+        assert scales is not None
+        return self.format.dequantize(stored, scales.at[at].get(mode="clip"), dtype)
 
 
 @no_type_check  # jax also builds it from shapes and partitions
@@ -206,12 +212,12 @@ class Cache:
     page_state: Any = ()
 
     @property
-    def k_pages(self) -> Float[Array, "N P D"]:
+    def k_pages(self) -> Shaped[Array, "N P D"]:
         """The keys of the pool, by page."""
         return self.pool.k_pages
 
     @property
-    def v_pages(self) -> Float[Array, "NV P D"]:
+    def v_pages(self) -> Shaped[Array, "NV P D"]:
         """The values of the pool, by page."""
         return self.pool.v_pages
 
@@ -222,11 +228,11 @@ class Cache:
 
 
 def store(
-    pages: Float[Array, "N P *tail"],
+    pages: Shaped[Array, "N P *tail"],
     page_table: Int[Array, "B K M"],
     slots: Int[Array, "B K T"],
-    values: Float[Array, "B T K *tail"],
-) -> Float[Array, "N P *tail"]:
+    values: Shaped[Array, "B T K *tail"],
+) -> Shaped[Array, "N P *tail"]:
     """Returns the pages with `values` written into the rows' slots.
 
     Negative slots are not written, nor are slots beyond the row's reserved pages: the host reserves

@@ -1,4 +1,6 @@
-"""Keys and values in 8 bits: float8 (e4m3) numbers and one scale per slot.
+"""How a pool stores keys and values: as they are, in 8 bits, or in 4 (`int4`).
+
+8 bits are float8 (e4m3) numbers and one scale per slot:
 
     scale = 2^k, the smallest with max_d |x_d| <= 448 scale        x ~ scale * e4m3(x / scale)
 
@@ -8,58 +10,67 @@ quantizing x' again gives x'. With three bits of mantissa the error is at most 1
 2^-10 scale near zero.
 """
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dms_jax.cache.format import Format
+from dms_jax.cache.int4 import Int4
 from dms_jax.errors import ConfigError
 
 FLOAT8 = jnp.float8_e4m3fn
 _LARGEST = 448.0  # 0.875 * 2^9
 _LEAST_EXPONENT = -120  # scales stay normal float32 numbers
 
-KV_DTYPES = {"float8_e4m3": FLOAT8}
+
+@dataclasses.dataclass(frozen=True)
+class Float8(Format):
+    """A cache of float8 numbers."""
+
+    def quantize(self, x: Float[Array, "*slots D"]) -> tuple[Float[Array, "*slots D"], Array]:
+        """Returns (e4m3 numbers, float32 scale of each slot)."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mantissa, exponent = jnp.frexp(jnp.abs(wide).max(-1))  # mantissa in [1/2, 1)
+        exponent = exponent - 9 + (mantissa > _LARGEST / 2**9)
+        scales = jnp.ldexp(jnp.ones((), jnp.float32), jnp.maximum(exponent, _LEAST_EXPONENT))
+        return (wide / scales[..., None]).astype(FLOAT8), scales
+
+    def dequantize(
+        self, values: Float[Array, "*slots D"], scales: Float[Array, "*slots"], dtype: Any
+    ) -> Float[Array, "*slots D"]:
+        """Returns the numbers that quantized slots stand for."""
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return (values.astype(wide) * scales[..., None].astype(wide)).astype(dtype)
 
 
-def storage_dtype(kv_dtype: str | None, dtype: Any) -> Any:
-    """Returns the dtype of the pool: the model's unless another is named.
+KV_DTYPES: dict[str, Format] = {"float8_e4m3": Float8(), "int4": Int4()}
+
+
+def format_of(kv_dtype: str | None) -> Format | None:
+    """Returns how the pool stores numbers; None for as they are.
 
     Raises:
       ConfigError: the cache does not support that dtype.
     """
     if kv_dtype is None:
-        return jnp.dtype(dtype)
+        return None
     if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
         raise ConfigError(
             f"kv_dtype must be None (the model's own) or {' or '.join(map(repr, KV_DTYPES))}, got "
             f"{kv_dtype!r:.80}."
         )
-    return jnp.dtype(KV_DTYPES[kv_dtype])
+    return KV_DTYPES[kv_dtype]
 
 
-def is_quantized(dtype: Any) -> bool:
-    """Whether a pool of this dtype has scales."""
-    return jnp.dtype(dtype) == FLOAT8
+def stored_vector(head_dim: int, dtype: Any, kv_dtype: str | None) -> tuple[Any, Any]:
+    """Returns the shapes and dtypes of a stored key or value, and of its scales if it has any.
 
-
-def quantize(x: Float[Array, "*slots D"]) -> tuple[Float[Array, "*slots D"], Array]:
-    """Returns (e4m3 numbers, float32 scale of each slot)."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mantissa, exponent = jnp.frexp(jnp.abs(wide).max(-1))  # mantissa in [1/2, 1)
-    exponent = exponent - 9 + (mantissa > _LARGEST / 2**9)
-    scales = jnp.ldexp(jnp.ones((), jnp.float32), jnp.maximum(exponent, _LEAST_EXPONENT))
-    return (wide / scales[..., None]).astype(FLOAT8), scales
-
-
-def dequantize(
-    values: Float[Array, "*slots D"], scales: Float[Array, "*slots"], dtype: Any
-) -> Float[Array, "*slots D"]:
-    """Returns the numbers that quantized slots stand for."""
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return (values.astype(wide) * scales[..., None].astype(wide)).astype(dtype)
-
-
-def fake_quantize(x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-    """Returns x quantized to 8 bits and dequantized again, in its own dtype."""
-    return dequantize(*quantize(x), x.dtype)
+    Raises:
+      ConfigError: see `format_of`.
+    """
+    vector = jax.ShapeDtypeStruct((head_dim,), dtype)
+    stored = format_of(kv_dtype)
+    return (vector, None) if stored is None else jax.eval_shape(stored.quantize, vector)

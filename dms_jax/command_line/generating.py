@@ -52,7 +52,7 @@ class Generating:
     chunk: int = CALL["chunk"]
     """Decode steps per compiled program: text arrives this often."""
     kv_dtype: str | None = CALL["kv_dtype"]
-    """Type of the cache where it is not that of the weights: float8_e4m3."""
+    """Type of the cache where it is not that of the weights: float8_e4m3, or int4."""
 
     def load(self) -> dms_jax.LanguageModel:
         """The model."""

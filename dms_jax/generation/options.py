@@ -39,7 +39,8 @@ class EngineOptions(Options):
         have programs of an eighth.
       table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...
         pages, up to what `max_tokens` need, with one compilation for each width.
-      kv_dtype: "float8_e4m3" stores keys and values in 8 bits; None uses the model's dtype.
+      kv_dtype: "float8_e4m3" stores keys and values in 8 bits, "int4" in 4 (an experiment; read
+        by XLA alone); None uses the model's dtype.
     """
 
     num_lanes: CountOnDevice

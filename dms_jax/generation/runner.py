@@ -165,7 +165,7 @@ class Runner(Rows):
                 first_page=value_pages,
                 num_pages=num_pages - value_pages,
                 page_size=self.page_size,
-                head_dim=config.head_dim,
+                head_dim=self.cache.k_pages.shape[-1],
                 dtype=self.cache.k_pages.dtype,
             )
         self._prompts = None

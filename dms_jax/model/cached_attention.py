@@ -126,12 +126,12 @@ def _write(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | Non
     with jax.named_scope("cache_write"):
         state, merged = policy.merge(cache.state, chunk)
         q, k = rotate(policy, merged)
-        pool = cache.pool
-        k, v = pool.as_stored(k), pool.as_stored(merged.tokens.v)
         state, placement = policy.write(state, chunk)
         tokens = chunk.tokens
         on_host = None if host is None else (tokens.layer, tokens.positions)
-        pool = pool.store(chunk.page_table, placement.slots, k, v, on_host=on_host)
+        pool, k, v = cache.pool.store(
+            chunk.page_table, placement.slots, k, merged.tokens.v, on_host=on_host
+        )
         state = policy.written(state, chunk, placement, pool)
     return _Written(LayerCache(pool=pool, state=state), q, k, v, placement)
 
@@ -199,7 +199,7 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
             out, reads = attend_to_fetched(cache.pool, q[:, 0], chunk, reading, host)
         else:
             result: Any = decode_attention(
-                q.reshape(lengths.size, -1, q.shape[-1]),
+                cache.pool.rotate(q).reshape(lengths.size, -1, q.shape[-1]),
                 cache.pool.k_pages,
                 cache.pool.v_pages,
                 reading.page_table.reshape(lengths.size, -1),
@@ -217,6 +217,7 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
                 weights = weights.reshape(*placement.lengths.shape, -1, scores.shape[-1])
             else:
                 out = result
+            out = cache.pool.rotate(out)
             if reads is None and reading.lengths is not placement.lengths:
                 reads = reading.lengths.sum(-1, dtype=jnp.int32)
     return Attended(

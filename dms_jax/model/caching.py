@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from dms_jax import sharding
 from dms_jax.cache import Cache, Pool
-from dms_jax.cache.quantization import is_quantized, storage_dtype
+from dms_jax.cache.quantization import format_of, stored_vector
 from dms_jax.config import ModelConfig
 from dms_jax.policies.base import Policy
 from dms_jax.policies.values import CacheShape, PolicyState
@@ -40,14 +40,18 @@ def init_cache(
       page_size: slots per page (P).
       table_width: number of pages that a row can address (M).
       dtype: floating-point type of keys, values and the policy's state.
-      kv_dtype: "float8_e4m3" for keys and values in 8 bits, with a scale per slot.
+      kv_dtype: "float8_e4m3" for keys and values in 8 bits, "int4" for 4, with their scales.
       value_pages: number of first pages whose values are on the device; None for all.
 
     Raises:
-      ConfigError: if the policy's state does not declare its axes (`sharding.axes`).
+      ConfigError: if the policy's state does not declare its axes (`sharding.axes`), or the cache
+        does not support that kv_dtype.
     """
-    pages = (num_pages, page_size, config.head_dim)
-    stored = storage_dtype(kv_dtype, dtype)
+    vector, scales = stored_vector(config.head_dim, dtype, kv_dtype)
+
+    def zeros(of: Any, pages: int) -> Any:
+        return None if of is None else jnp.zeros((pages, page_size, *of.shape), of.dtype)
+
     rows = (config.num_layers, num_sequences, config.num_kv_heads)
     state = policy.init_state(
         cache_shape(
@@ -57,12 +61,11 @@ def init_cache(
     sharding.declared_axes(state)
     return Cache(
         pool=Pool(
-            k_pages=jnp.zeros(pages, stored),
-            v_pages=jnp.zeros(
-                (num_pages if value_pages is None else value_pages, *pages[1:]), stored
-            ),
-            k_scales=jnp.zeros(pages[:2], jnp.float32) if is_quantized(stored) else None,
-            v_scales=jnp.zeros(pages[:2], jnp.float32) if is_quantized(stored) else None,
+            k_pages=zeros(vector, num_pages),
+            v_pages=zeros(vector, num_pages if value_pages is None else value_pages),
+            k_scales=zeros(scales, num_pages),
+            v_scales=zeros(scales, num_pages),
+            format=format_of(kv_dtype),
         ),
         page_table=jnp.full((*rows, table_width), num_pages, jnp.int32),
         lengths=jnp.zeros(rows, jnp.int32),
@@ -113,7 +116,7 @@ def layer_page_bytes(
 ) -> Int[np.ndarray, " L"]:
     """Returns the bytes of one page of each layer on the device, without values on the host."""
     whole = page_bytes(config, policy, page_size, dtype, kv_dtype)
-    values = page_size * config.head_dim * storage_dtype(kv_dtype, dtype).itemsize
+    values = page_size * tree_bytes(stored_vector(config.head_dim, dtype, kv_dtype)[0])
     layer_bytes = np.full(config.num_layers, whole)
     for group in policy.groups(config.num_layers):
         if group.host_values:
@@ -132,9 +135,7 @@ def page_bytes(
 
 def entry_bytes(config: ModelConfig, dtype: Any, kv_dtype: str | None = None) -> int:
     """Returns the bytes of one token's key and value in one row, including their scales."""
-    stored = storage_dtype(kv_dtype, dtype)
-    scale = jnp.dtype(jnp.float32).itemsize if is_quantized(stored) else 0
-    return 2 * (config.head_dim * stored.itemsize + scale)
+    return 2 * tree_bytes(stored_vector(config.head_dim, dtype, kv_dtype))
 
 
 def state_bytes(config: ModelConfig, policy: Policy, dtype: Any) -> int:

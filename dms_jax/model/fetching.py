@@ -37,7 +37,7 @@ def attend_to_fetched(
     # The kernel attends to keys and values; given the keys as both, it reads only keys from memory
     # (the second read of a tile hits the cache).
     _, lse, scores = decode_attention(
-        q.reshape(num_rows, -1, head_dim),
+        pool.rotate(q).reshape(num_rows, -1, head_dim),
         pool.k_pages,
         pool.k_pages,
         table,

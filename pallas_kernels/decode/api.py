@@ -10,7 +10,7 @@ import numbers
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.debug import check_pages
 from pallas_kernels.decode import gpu, reference
@@ -39,16 +39,16 @@ OPERATION = Operation(
 
 def decode_attention(
     q: Float[Array, "R G D"],
-    k_pages: Float[Array, "N P D"],
-    v_pages: Float[Array, "NV P D"],
+    k_pages: Shaped[Array, "N P _"],
+    v_pages: Shaped[Array, "NV P _"],
     page_table: Int[Array, "R M"],
     lengths: Int[Array, "R"],
     *,
     scale: float,
     return_lse: bool = False,
     return_scores: bool = False,
-    k_scales: Float[Array, "N P"] | None = None,
-    v_scales: Float[Array, "N P"] | None = None,
+    k_scales: Float[Array, "N P *g"] | None = None,
+    v_scales: Float[Array, "N P *g"] | None = None,
     plan: DecodePlan | None = None,
     debug: bool = False,
     implementation: ImplementationChoice = None,
@@ -69,8 +69,10 @@ def decode_attention(
         -inf for a row of length 0.
       return_scores: also return the scaled scores before the softmax, one per logical slot, -inf
         at unread slots. The attention weights are `exp(scores - lse)`.
-      k_scales: with float8 (e4m3) pages, the factor of each slot's key.
-      v_scales: with float8 pages, the factor of each slot's value.
+      k_scales: with float8 (e4m3) pages, the factor of each slot's key. With pages of 4 bits, uint8
+        [N, P, D / 2] as `four_bits` packs them, [N, P, D / g]: one factor for each g numbers of a
+        key. Only "xla" reads 4 bits.
+      v_scales: the same of each slot's value.
       plan: the plan that `decode_plan` returns for these lengths; index a plan of several layers by
         the layer first. None makes the plan here. On platforms whose kernel needs no plan it has no
         effect.
@@ -152,7 +154,7 @@ def _check(q, rows: Rows, scale) -> None:
         fail(f"pages of k_pages {k_pages.shape} and v_pages {v_pages.shape} must have one shape")
     if k_pages.dtype != v_pages.dtype:
         fail(f"k_pages {k_pages.dtype} and v_pages {v_pages.dtype} must have one dtype")
-    if q.shape[2] != k_pages.shape[2]:
+    if q.shape[2] != k_pages.shape[2] * (1 + rows.in_four_bits):
         fail(f"head dim of q {q.shape} and of k_pages {k_pages.shape} must be the same")
     if not q.shape[0] == page_table.shape[0] == lengths.shape[0]:
         fail(
@@ -171,11 +173,22 @@ def _check(q, rows: Rows, scale) -> None:
             if (scales := values[name]) is None or scales.shape != k_pages.shape[:2]:
                 got = None if scales is None else scales.shape
                 fail(f"float8 pages need {name} of shape {k_pages.shape[:2]}, got {got}")
+    elif rows.in_four_bits:
+        for name in ("k_scales", "v_scales"):
+            shape = () if (scales := values[name]) is None else scales.shape
+            *slots, groups = shape or (0,)
+            if tuple(slots) != k_pages.shape[:2] or not groups or q.shape[2] % groups:
+                fail(
+                    f"4 bits need {name} [N, P, D / g] beside {k_pages.shape}, got {shape or None}"
+                )
     else:
         if k_pages.dtype != q.dtype:
-            fail(f"q {q.dtype} and pages {k_pages.dtype} must have one dtype, or float8 pages")
+            fail(
+                f"q {q.dtype} and pages {k_pages.dtype} must have one dtype, or float8 pages, or "
+                "uint8 pages of 4 bits"
+            )
         if rows.k_scales is not None or rows.v_scales is not None:
-            fail(f"scales belong to float8 pages, these are {k_pages.dtype}")
+            fail(f"scales belong to float8 pages and 4 bits, these are {k_pages.dtype}")
     if not isinstance(scale, numbers.Real):
         fail(f"scale must be a number known while tracing, got {type(scale).__name__}")
 

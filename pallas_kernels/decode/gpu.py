@@ -15,6 +15,7 @@ from pallas_kernels.decode.plan import DecodePlan, make_plan
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOG2_E, Spec
 from pallas_kernels.dispatch import target_gpu, triton_lacks
+from pallas_kernels.four_bits import PACKED
 
 # Number of rows that the matrix unit takes: several smaller pages make one tile.
 _TILE = 64
@@ -100,6 +101,8 @@ def _why_no_kernel(q, k_pages, plan) -> str | None:
     """Returns why no GPU kernel can serve a call, or None."""
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"computes in at most float32, not {q.dtype}"
+    if k_pages.dtype == PACKED:
+        return "does not read pages of 4 bits"
     if k_pages.dtype.itemsize == 1 and q.dtype == jnp.float32:
         return "reads float8 pages for bfloat16 or float16 queries only"
     if q.shape[1] > 16:

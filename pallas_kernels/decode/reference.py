@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.decode.plan import DecodePlan
 from pallas_kernels.decode.rows import Rows
+from pallas_kernels.four_bits import scaled
 
 
 def softmax_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -47,7 +48,7 @@ def decode_attention_xla(
     row_count, _, head_dim = q.shape
     lengths, slots = rows.lengths, rows.slots
     wide = softmax_dtype(q.dtype)
-    compute = q.dtype if rows.k_scales is not None else rows.k_pages.dtype
+    compute = q.dtype if rows.scales else rows.k_pages.dtype
 
     first_slot = jnp.arange(rows.page_table.shape[1]) * rows.page_size
     read = first_slot < lengths[:, None]
@@ -58,8 +59,12 @@ def decode_attention_xla(
     def gather(values, scales):
         rows_of_pages = values.at[page].get(mode="promise_in_bounds")
         if scales is not None:
-            factor = scales.at[page].get(mode="promise_in_bounds")[..., None]
-            rows_of_pages = (rows_of_pages.astype(wide) * factor).astype(compute)
+            factor = scales.at[page].get(mode="promise_in_bounds")
+            if rows.in_four_bits:
+                rows_of_pages = scaled(rows_of_pages, factor, wide).astype(compute)
+            else:
+                factor = factor[..., None]
+                rows_of_pages = (rows_of_pages.astype(wide) * factor).astype(compute)
         return rows_of_pages.reshape(row_count, slots, head_dim)
 
     k = gather(rows.k_pages, rows.k_scales)

@@ -7,7 +7,7 @@ bytes at 35 GB/s in this way, and at 7 GB/s where the CPU gathered them
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
 from pallas_kernels.fetch.reference import fetch_rows_xla
@@ -22,11 +22,11 @@ OPERATION = Operation(
 
 
 def fetch_rows(
-    store: Float[Array, "S D"],
+    store: Shaped[Array, "S D"],
     index: Int[Array, " n"],
     *,
     implementation: ImplementationChoice = None,
-) -> Float[Array, "n D"]:
+) -> Shaped[Array, "n D"]:
     """Gathers rows into device memory.
 
     Args:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.dispatch import target_gpu, triton_lacks
 
@@ -27,8 +27,8 @@ def why_not(store, index) -> str | None:
 
 
 def fetch_rows_triton(
-    store: Float[Array, "S D"], index: Int[Array, " n"], *, interpret: bool = False
-) -> Float[Array, "n D"]:
+    store: Shaped[Array, "S D"], index: Int[Array, " n"], *, interpret: bool = False
+) -> Shaped[Array, "n D"]:
     """Computes `fetch_rows` with the Triton kernel, one program per block of rows."""
     count, width = index.size, store.shape[1]
     programs = -(-count // _ROWS)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 from jax.experimental.compute_on import compute_on
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 
 def is_on_host(x: Array) -> bool:
@@ -12,7 +12,7 @@ def is_on_host(x: Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def fetch_rows_xla(store: Float[Array, "S D"], index: Int[Array, " n"]) -> Float[Array, "n D"]:
+def fetch_rows_xla(store: Shaped[Array, "S D"], index: Int[Array, " n"]) -> Shaped[Array, "n D"]:
     """Computes `fetch_rows` in XLA."""
 
     def gather(store, index):

@@ -1,6 +1,6 @@
 """`write_pages`: writes one new key and value of each row into its page, in place.
 
-A decode step gives every row one new key and one new value. Both, and with float8 pages their
+A decode step gives every row one new key and one new value. Both, and with quantized pages their
 scales, are written in one launch; rows that write nothing cost nothing.
 """
 
@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
+from pallas_kernels.four_bits import PACKED
 from pallas_kernels.update import gpu
 from pallas_kernels.update.reference import is_slot, write_pages_xla
 
@@ -28,17 +29,17 @@ OPERATION = Operation(
 
 
 def write_pages(
-    k_pages: Float[Array, "N P D"],
-    v_pages: Float[Array, "NV P D"],
-    k_new: Float[Array, "R D"],
-    v_new: Float[Array, "R D"],
+    k_pages: Shaped[Array, "N P D"],
+    v_pages: Shaped[Array, "NV P D"],
+    k_new: Shaped[Array, "R D"],
+    v_new: Shaped[Array, "R D"],
     pages: Int[Array, " R"],
     offsets: Int[Array, " R"],
     *,
-    k_scales: Float[Array, "N P"] | None = None,
-    v_scales: Float[Array, "N P"] | None = None,
-    k_new_scales: Float[Array, " R"] | None = None,
-    v_new_scales: Float[Array, " R"] | None = None,
+    k_scales: Float[Array, "N P *g"] | None = None,
+    v_scales: Float[Array, "N P *g"] | None = None,
+    k_new_scales: Float[Array, "R *g"] | None = None,
+    v_new_scales: Float[Array, "R *g"] | None = None,
     debug: bool = False,
     implementation: ImplementationChoice = None,
 ) -> tuple[Array, ...]:
@@ -55,10 +56,11 @@ def write_pages(
       pages: the page that each row writes to. No two rows may write to the same page.
       offsets: the slot in that page, 0 to P - 1; negative for a row that writes nothing. A row
         whose page is not in the pool writes nothing either.
-      k_scales: with float8 pages, the factor of each slot's key.
-      v_scales: with float8 pages, the factor of each slot's value.
-      k_new_scales: with float8 pages, the factor of each new key.
-      v_new_scales: with float8 pages, the factor of each new value.
+      k_scales: with float8 pages, the factor of each slot's key; with pages of 4 bits (uint8),
+        those of its groups. Only "xla" writes 4 bits.
+      v_scales: the same of each slot's value.
+      k_new_scales: the same of each new key.
+      v_new_scales: the same of each new value.
       debug: refuse pages and offsets that are out of range, for rows that write, and pages that
         several rows write to. On concrete arrays this raises before anything is launched; under
         `jax.jit` it is a `checkify.check`, so wrap the function in `checkify.checkify`.
@@ -111,14 +113,15 @@ def _check(old, new, scales, new_scales, pages, offsets) -> None:
         fail(f"pages {pages.shape} and offsets {offsets.shape} must have the same rows")
     given = [x is not None for x in (*scales, *new_scales)]
     if any(given) != (k_pages.dtype.itemsize == 1) or any(given) != all(given):
-        fail(f"scales of pages and of new entries belong to float8 pages, not to {k_pages.dtype}")
+        fail(f"scales of pages and of new entries belong to quantized pages, not {k_pages.dtype}")
     if any(given):
+        groups = scales[0].shape[2:] if k_pages.dtype == PACKED else ()
         for name, array, shape in (
-            ("k_scales", scales[0], k_pages.shape[:2]),
+            ("k_scales", scales[0], k_pages.shape[:2] + groups),
             # Where the values are in another pool, this one still holds their scales.
-            ("v_scales", scales[1][: v_pages.shape[0]], v_pages.shape[:2]),
-            ("k_new_scales", new_scales[0], pages.shape),
-            ("v_new_scales", new_scales[1], pages.shape),
+            ("v_scales", scales[1][: v_pages.shape[0]], v_pages.shape[:2] + groups),
+            ("k_new_scales", new_scales[0], pages.shape + groups),
+            ("v_new_scales", new_scales[1], pages.shape + groups),
         ):
             if array.shape != shape:
                 fail(f"{name} must have shape {shape}, has {array.shape}")

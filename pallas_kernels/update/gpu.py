@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dispatch import target_gpu, triton_lacks
+from pallas_kernels.four_bits import PACKED
 from pallas_kernels.update.reference import is_slot
 
 _WARPGROUP = 128
@@ -24,6 +25,8 @@ def _why_no_kernel(pages) -> str | None:
     """Returns why no GPU kernel can serve a call, or None."""
     if any(x is not None and x.dtype.itemsize > 4 for x in pages):
         return f"writes numbers of at most 32 bits, not {pages[0].dtype}"
+    if pages[0].dtype == PACKED:
+        return "does not write pages of 4 bits"
     return None
 
 

@@ -4,7 +4,7 @@ pages[page[r], offset[r]] = new[r]        for rows r whose slot is in the pool
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 
 def is_slot(page, offset, pages) -> Bool[Array, "*rows"]:
@@ -15,16 +15,16 @@ def is_slot(page, offset, pages) -> Bool[Array, "*rows"]:
 
 
 def write_pages_xla(
-    pages: tuple[Float[Array, "..."], ...],
-    new: tuple[Float[Array, "..."], ...],
+    pages: tuple[Shaped[Array, "..."], ...],
+    new: tuple[Shaped[Array, "..."], ...],
     page: Int[Array, " R"],
     offset: Int[Array, " R"],
-) -> tuple[Float[Array, "..."], ...]:
+) -> tuple[Shaped[Array, "..."], ...]:
     """Computes `write_pages` in XLA; returns the arrays of the pool.
 
     Args:
-      pages: arrays to write to, [N, P, D] or [N, P].
-      new: new entries of each array, [R, D] or [R].
+      pages: arrays to write to, [N, P, ...].
+      new: new entries of each array, [R, ...].
       page: page of each row.
       offset: slot of each row in its page.
     """

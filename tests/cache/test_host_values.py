@@ -116,16 +116,14 @@ def test_half_of_the_memory_of_the_other_layers_is_the_hosts(stories, first_laye
     assert away.usage.kv_reads == home.usage.kv_reads
 
 
-@pytest.mark.parametrize("first_layers", [0, 2])
-def test_values_there_may_have_8_bits(stories, first_layers):
+@pytest.mark.parametrize(("first_layers", "kv_dtype"), [(0, "float8_e4m3"), (2, "int4")])
+def test_values_there_may_have_few_bits(stories, first_layers, kv_dtype):
     """The scales of all values stay on the device, more of them than there are values."""
     policy = KCache(top=8, first_layers=first_layers)
     here = dataclasses.replace(policy, values="device")
     options = dict(page_size=16, sampling=Sampling(temperature=0, max_new_tokens=12))
     away, home = (
-        generate(
-            stories, [stories_tokens(stories, 33)], policy=p, kv_dtype="float8_e4m3", **options
-        )
+        generate(stories, [stories_tokens(stories, 33)], policy=p, kv_dtype=kv_dtype, **options)
         for p in (policy, here)
     )
     assert away.tokens == home.tokens

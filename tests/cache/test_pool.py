@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dms_jax.cache import Pool, compact, load, store
+from dms_jax.cache.quantization import Float8
 
 BATCH, KV_HEADS, TOKENS, HEAD_DIM = 2, 3, 4, 2
 PAGES, PAGE_SIZE, WIDTH = 30, 3, 4
@@ -55,12 +56,13 @@ def test_one_token_of_each_row_is_written_as_tokens_of_a_chunk_are(dtype):
         v_pages=jnp.asarray(random.normal(size=shape), dtype),
         k_scales=scales,
         v_scales=scales,
+        format=Float8() if quantized else None,
     )
     # A chunk of two tokens, of which the second stores nothing.
     two = [np.concatenate([x, x], 1) for x in (k, v)]
     both = np.concatenate([slots, np.full_like(slots, -1)], -1)
-    want = jax.jit(Pool.store)(pool, table, both, *two)
-    got = jax.jit(Pool.store)(pool, table, slots, k, v)
+    want, _, _ = jax.jit(Pool.store)(pool, table, both, *two)
+    got, _, _ = jax.jit(Pool.store)(pool, table, slots, k, v)
     written = np.asarray(pool.k_pages != got.k_pages).any(-1).sum()
     assert written == 3
     chex.assert_trees_all_equal(got, want)

@@ -1,7 +1,7 @@
-"""Rows for combinations beyond the papers: selection and fetching after eviction, 8-bit caches.
+"""Rows for combinations beyond the papers: selection and fetching after eviction, small caches.
 
-For an 8-bit cache the simulation is the same over quantized keys and values (`snap`); a policy
-without eviction is then vanilla attention over quantized numbers.
+For a cache of 8 or 4 bits the simulation is the same over quantized keys and values (`snap`); a
+policy without eviction is then vanilla attention over quantized numbers.
 """
 
 import functools
@@ -9,25 +9,25 @@ import functools
 from dms_jax.policies import DMS, TOVA, KCache, Quest, Vanilla
 from tests.laws.dms_simulations import dms_decisions, simulate_dms
 from tests.laws.row import Row
-from tests.oracles import dms, float8, kcache, quest, tova, vanilla
+from tests.oracles import dms, float8, int4, kcache, quest, tova, vanilla
 
 
 def unchanged(x):
     return x
 
 
-def stored_keys(policy, layer):
-    """Returns the rotated keys, quantized to 8 bits."""
-    return float8.snap(layer.rotated[1])
+def stored_keys(policy, layer, snap):
+    """Returns the rotated keys as they are stored."""
+    return snap(layer.rotated[1])
 
 
-def simulate_dms_float8(policy, layer, prompt_length, page_size):
+def simulate_dms_stored(policy, layer, prompt_length, page_size, snap):
     """Simulates DMS with the same decisions over quantized keys and values."""
     decisions, (q, k, v) = dms_decisions(policy, layer)
     return dms.simulate(
         q,
-        float8.snap(k),
-        float8.snap(v),
+        snap(k),
+        snap(v),
         decisions=decisions,
         window=policy.window,
         shift=policy.shift,
@@ -35,14 +35,14 @@ def simulate_dms_float8(policy, layer, prompt_length, page_size):
     )
 
 
-def simulate_vanilla_float8(policy, layer, prompt_length, page_size):
+def simulate_vanilla_stored(policy, layer, prompt_length, page_size, snap):
     q, k, v = layer.rotated
-    return vanilla.simulate(q, float8.snap(k), float8.snap(v))
+    return vanilla.simulate(q, snap(k), snap(v))
 
 
-def simulate_tova_float8(policy, layer, prompt_length, page_size):
+def simulate_tova_stored(policy, layer, prompt_length, page_size, snap):
     q, k, v = layer.rotated
-    return tova.simulate(q, float8.snap(k), float8.snap(v), budget=policy.budget)
+    return tova.simulate(q, snap(k), snap(v), budget=policy.budget)
 
 
 def simulate_quest_over_dms(policy, layer, prompt_length, page_size, snap=unchanged):
@@ -82,8 +82,18 @@ def simulate_kcache_over_dms(policy, layer, prompt_length, page_size, snap=uncha
     return kcache.simulate(q, snap(k), snap(v), prompt_length, kept=kept, **fetching(policy, layer))
 
 
-def in_8_bits(simulate):
-    return functools.partial(simulate, snap=float8.snap)
+def in_bits(snap, kv_dtype: str):
+    """Returns what makes rows of a cache that stores what `snap` leaves of numbers."""
+
+    def make(policy, simulate, group, page_size, **fields) -> Row:
+        simulate, keys = (functools.partial(x, snap=snap) for x in (simulate, stored_keys))
+        return Row(policy, simulate, group, page_size, keys=keys, kv_dtype=kv_dtype, **fields)
+
+    return make
+
+
+in_8_bits = in_bits(float8.snap, "float8_e4m3")
+in_4_bits = in_bits(int4.snap, "int4")
 
 
 def rows() -> list[Row]:
@@ -92,8 +102,9 @@ def rows() -> list[Row]:
     pages = functools.partial(make, simulate=simulate_quest_over_dms)
     top = functools.partial(make, simulate=simulate_kcache)
     survivors = functools.partial(make, simulate=simulate_kcache_over_dms)
-    stored = functools.partial(Row, keys=stored_keys, kv_dtype="float8_e4m3")
     last = dict(force_last_page=False, dense_layers=0)
+    pages_of = Quest(budget=8, dense_layers=0, over=DMS(window=4))
+    values_of = KCache(top=4, first_layers=0, over=DMS(window=4))
     return [
         pages(Quest(budget=6, dense_layers=0, over=DMS(window=3)), group=1, page_size=3),
         pages(Quest(budget=8, dense_layers=1, over=DMS(window=6)), group=2, page_size=4),
@@ -106,23 +117,15 @@ def rows() -> list[Row]:
         top(KCache(top=64, first_layers=0), group=4, page_size=5, identity=True),
         survivors(KCache(top=3, first_layers=0, over=DMS(window=3)), group=2, page_size=3),
         survivors(KCache(top=4, first_layers=1, over=adapter), group=4, page_size=4),
-        stored(DMS(window=3), simulate_dms_float8, group=2, page_size=4),
-        stored(DMS(window=0, shift=0, source="adapter"), simulate_dms_float8, 4, 3),
-        stored(DMS(window=6, shift=6, per="layer"), simulate_dms_float8, group=1, page_size=5),
-        stored(Vanilla(), simulate_vanilla_float8, group=2, page_size=5),
-        stored(TOVA(budget=8), simulate_tova_float8, group=2, page_size=5, ordered=False),
-        stored(
-            Quest(budget=8, dense_layers=0, over=DMS(window=4)),
-            in_8_bits(simulate_quest_over_dms),
-            group=2,
-            page_size=4,
-            selects=True,
-        ),
-        stored(
-            KCache(top=4, first_layers=0, over=DMS(window=4)),
-            in_8_bits(simulate_kcache_over_dms),
-            group=2,
-            page_size=4,
-            selects=True,
-        ),
+        in_8_bits(DMS(window=3), simulate_dms_stored, 2, 4),
+        in_8_bits(DMS(window=0, shift=0, source="adapter"), simulate_dms_stored, 4, 3),
+        in_8_bits(DMS(window=6, shift=6, per="layer"), simulate_dms_stored, 1, 5),
+        in_8_bits(Vanilla(), simulate_vanilla_stored, 2, 5),
+        in_8_bits(TOVA(budget=8), simulate_tova_stored, 2, 5, ordered=False),
+        in_8_bits(pages_of, simulate_quest_over_dms, 2, 4, selects=True),
+        in_8_bits(values_of, simulate_kcache_over_dms, 2, 4, selects=True),
+        in_4_bits(DMS(window=3), simulate_dms_stored, 2, 4),
+        in_4_bits(TOVA(budget=8), simulate_tova_stored, 1, 5, ordered=False),
+        in_4_bits(pages_of, simulate_quest_over_dms, 4, 4, selects=True),
+        in_4_bits(values_of, simulate_kcache_over_dms, 1, 4, selects=True),
     ]

@@ -23,7 +23,7 @@ from tests.laws.simulations import live_totals, read_again, read_totals, simulat
 from tests.oracles import transformer
 
 TOLERANCE = 1e-10
-FLOAT64, FLOAT32, INT32 = 8, 4, 4
+FLOAT64, FLOAT32, BFLOAT16, INT32 = 8, 4, 2, 4
 LANES, MAX_TOKENS, CHUNK, PREFILL_CHUNK = 4, 32, 4, 8
 # Takes the most likely token, by the compiled programs that sample at other temperatures.
 ALMOST_GREEDY = Sampling(temperature=1e-30, logprobs=True)
@@ -46,8 +46,12 @@ def bytes_per_page(config: ModelConfig, row: Row) -> int:
 
     Quest has bounds, H2O sums and positions, KVpop scores.
     """
-    numbers = config.head_dim * (FLOAT64 if row.kv_dtype is None else 1)
-    entry = numbers + (0 if row.kv_dtype is None else FLOAT32)
+    numbers, scales = {
+        None: (config.head_dim * FLOAT64, 0),
+        "float8_e4m3": (config.head_dim, FLOAT32),
+        "int4": (config.head_dim // 2, BFLOAT16),  # heads of 8: one group
+    }[row.kv_dtype]
+    entry = numbers + scales
     away = isinstance(row.policy, KCache) and row.policy.values == "host"
     if away:  # of rows whose every layer is fetched from
         assert row.policy.first_layers == 0

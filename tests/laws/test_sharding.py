@@ -39,7 +39,8 @@ from dms_jax.sharding import DECODING_RULES, axes
 from dms_jax.training.parameters import parameters, rebuilder, shardings
 from tests.laws import scored_rows
 from tests.laws.combined_rows import (
-    simulate_dms_float8,
+    in_4_bits,
+    simulate_dms_stored,
     simulate_kcache,
     simulate_kcache_over_dms,
     simulate_quest_over_dms,
@@ -66,7 +67,7 @@ ROWS = [
     Row(Vanilla(), simulate_vanilla, 2, 8),
     Row(DMS(window=3, shift=2), simulate_dms, 2, 8),
     Row(DMS(window=2, source="adapter", per="layer"), simulate_dms, 2, 8),
-    Row(DMS(window=3), simulate_dms_float8, 2, 8, kv_dtype="float8_e4m3"),
+    in_4_bits(DMS(window=3), simulate_dms_stored, 2, 8),
     Row(DMC(offset=0.2, window=3), simulate_dmc, 2, 8, keys=dmc_keys),
     Row(DMC(offset=0.2, window=None, per="layer"), simulate_dmc, 2, 8, keys=dmc_keys),
     Row(FixedPooling(every=3), simulate_fixed, 2, 8, keys=fixed_keys),

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dms_jax.cache import Cache
+from dms_jax.cache.int4 import Int4
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
+from tests.oracles import int4
 
 
 @dataclasses.dataclass
@@ -56,7 +58,9 @@ class Rows:
     @classmethod
     def of(cls, cache: Cache) -> "Rows":
         k_pages = np.asarray(cache.k_pages)
-        if cache.pool.k_scales is not None:
+        if isinstance(cache.pool.format, Int4):
+            k_pages = int4.read(int4.unpack(k_pages), np.asarray(cache.pool.k_scales))
+        elif cache.pool.k_scales is not None:
             k_pages = k_pages.astype(float) * np.asarray(cache.pool.k_scales)[..., None]
         rest = (np.asarray(x) for x in (cache.page_table, cache.lengths, cache.seen))
         return cls(k_pages, *rest)
@@ -105,9 +109,14 @@ def poisoned_cache(
     return dataclasses.replace(
         cache,
         page_table=jnp.asarray(np.where(owned, table, num_pages), jnp.int32),
-        pool=jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), cache.pool),
+        pool=jax.tree.map(_poison, cache.pool),
         page_state=jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), cache.page_state),
     )
+
+
+def _poison(pages: jax.Array) -> jax.Array:
+    """Pages of NaN; packed integers cannot say it, but their scales are NaN."""
+    return jnp.full_like(pages, jnp.nan if jnp.issubdtype(pages.dtype, jnp.floating) else 255)
 
 
 def ragged_parts(

@@ -57,6 +57,27 @@ MUTANTS = [
         ("tests/cache/test_quantization.py::test_numbers_by_hand",),
     ),
     Mutant(
+        "cache: the sign of a 4-bit scale is lost",
+        FOLDER + "int4.py",
+        "extreme / -8)",
+        "jnp.abs(extreme) / 8)",
+        ("tests/cache/test_int4.py::test_numbers_by_hand",),
+    ),
+    Mutant(
+        "cache: a group of 4 bits is the vector of a head, whatever was asked for",
+        FOLDER + "int4.py",
+        "size = head_dim if self.group is None else math.gcd(self.group, head_dim)",
+        "size = head_dim",
+        ("tests/cache/test_int4.py",),
+    ),
+    Mutant(
+        "cache: a step does not rotate its queries into the frame of the cache",
+        "dms_jax/model/cached_attention.py",
+        "cache.pool.rotate(q).reshape(lengths.size, -1, q.shape[-1]),",
+        "q.reshape(lengths.size, -1, q.shape[-1]),",
+        ("tests/laws/test_prompt_and_steps.py::test_steps_alone[DMS-window=3-G=2-page=4-int4]",),
+    ),
+    Mutant(
         "cache: the peak is what is live at the end of a chunk",
         FOLDER + "accounting.py",
         "self.peak = max(self.peak, int(np.max(live)))",

@@ -1,0 +1,85 @@
+"""Keys and values in 4 bits: integers with a scale for each group of numbers, after a rotation.
+
+    y = H x                              H: Hadamard matrix over sqrt(its size), H H = 1
+    s = bf16(-e / 8)                     e: the number of largest magnitude in its group of y
+    y ~ s c,  c = round(y / s), -8 to 7
+
+The sign of the scale puts the extreme number of a group at -8, so that all 16 integers are used.
+The error is at most |s| / 2, and |s| (1 + 2^-5) where a number of the other sign is beyond 7.5 |s|.
+
+A few dimensions of keys are far larger than the others, and would take the whole range of their
+group. The rotation spreads them over the vector, whose numbers are then nearly Gaussian (QuaRot,
+arXiv:2404.00456; HIGGS, arXiv:2411.17525). It does not change attention: q.k = (H q).(H k), and the
+weighted sum of values is H times the sum of rotated values. So keys and values stay rotated in the
+cache, and a step rotates its queries, and its outputs back.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dms_jax.cache.format import Format
+from pallas_kernels.four_bits import pack, scaled
+
+_LEAST_SCALE = 2.0**-120  # scales stay normal numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(Format):
+    """A cache of 4-bit integers.
+
+    Attributes:
+      group: numbers that share a scale; of a head dim that it does not divide, as many as divide
+        both. None for the whole vector of a head.
+      rotated: whether vectors are rotated before they are quantized.
+    """
+
+    group: int | None = 32
+    rotated: bool = True
+
+    def quantize(self, x: Float[Array, "*slots D"]) -> tuple[Array, Array]:
+        """Returns (packed integers [..., D / 2], bfloat16 scales [..., D / group])."""
+        head_dim = x.shape[-1]
+        wide = self._turn(x)
+        size = head_dim if self.group is None else math.gcd(self.group, head_dim)
+        groups = wide.reshape(*x.shape[:-1], -1, size)
+        low, high = groups.min(-1), groups.max(-1)
+        extreme = jnp.where(-low >= high, low, high)
+        least = jnp.where(extreme > 0, -_LEAST_SCALE, _LEAST_SCALE)
+        scales = jnp.where(jnp.abs(extreme) < 8 * _LEAST_SCALE, least, extreme / -8)
+        scales = scales.astype(jnp.float32).astype(jnp.bfloat16)
+        codes = jnp.round(groups / scales[..., None].astype(wide.dtype))
+        return pack(jnp.clip(codes, -8, 7).astype(jnp.int8).reshape(x.shape)), scales
+
+    def dequantize(self, values: Array, scales: Array, dtype: Any) -> Float[Array, "*slots D"]:
+        """Returns the numbers that quantized slots stand for, rotated back."""
+        wide = scaled(values, scales, jnp.promote_types(dtype, jnp.float32))
+        return self._turn(wide).astype(dtype)
+
+    def rotate(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
+        """See `Format.rotate`."""
+        return self._turn(x).astype(x.dtype)
+
+    def _turn(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
+        """Returns rotated vectors, in float32 at least; twice gives the vectors."""
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if not self.rotated:
+            return x
+        size = x.shape[-1] & -x.shape[-1]  # the largest power of two that divides D
+        blocks = x.reshape(*x.shape[:-1], -1, size)
+        matrix = hadamard(size).astype(x.dtype)
+        return jnp.matmul(blocks, matrix, precision=jax.lax.Precision.HIGHEST).reshape(x.shape)
+
+
+@functools.cache
+def hadamard(size: int) -> Float[np.ndarray, "n n"]:
+    """Returns the orthogonal, symmetric Hadamard matrix of a power of two."""
+    index = np.arange(size)
+    ones = np.bitwise_count(index[:, None] & index) & 1
+    return (1 - 2.0 * ones) / math.sqrt(size)

@@ -1,0 +1,256 @@
+"""What a model loses when its cache holds keys and values in fewer bits.
+
+    python -m experiments.reproduction.kv_bits
+    python -m experiments.reproduction.kv_bits --model MODEL.gguf --text TEXT --sequences 6
+
+A text goes through the paged cache in chunks; every token attends to keys and values as they are
+stored, its own among them, as in decode steps. Beside each other: the cache in the type of the
+model, in bfloat16, in float8, and in integers of 4 bits with a scale for every 32 numbers or for
+the whole vector of a head, rotated first or not. "int4" is what `kv_dtype="int4"` gives; its other
+forms are known to this script alone.
+
+Figures are of the tokens that count (all of a text, the solutions of problems), in nats: the loss
+above that of the model's own type, and the divergence KL(own || stored) of the next token.
+Errors are standard errors over sequences.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+import time
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.cache import Cache
+from dms_jax.cache.format import Format
+from dms_jax.cache.int4 import Int4
+from dms_jax.cache.quantization import KV_DTYPES
+from dms_jax.command_line.comparison.measure import Text
+from dms_jax.command_line.comparison.texts import occasions, packed, solved
+from dms_jax.command_line.options import SHIPPED
+from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.command_line.running import run
+from dms_jax.model.caching import entry_bytes, init_cache
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import Vanilla
+
+PAGE = 64
+POLICY = Vanilla()
+OWN = "own"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bfloat16(Format):
+    """A cache of bfloat16 numbers for a model of another type; chunks read it, decode does not."""
+
+    def quantize(self, x: Float[Array, "*slots D"]) -> tuple[Array, Array]:
+        """Returns the numbers, and no scales."""
+        return x.astype(jnp.bfloat16), jnp.zeros((*x.shape[:-1], 0), jnp.bfloat16)
+
+    def dequantize(self, values: Array, scales: Array, dtype: Any) -> Float[Array, "*slots D"]:
+        """Returns the numbers in another type."""
+        del scales
+        return values.astype(dtype)
+
+
+FORMS: dict[str, Format] = {
+    "bfloat16": Bfloat16(),
+    "int4, whole head": Int4(group=None),
+    "int4, not rotated": Int4(rotated=False),
+    "int4, not rotated, whole head": Int4(group=None, rotated=False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a model loses when its cache holds keys and values in fewer bits."""
+
+    model: str = "reasoner-11m"
+    """A shipped model's name, a Hugging Face directory or hub id, or a GGUF file."""
+    text: pathlib.Path | None = None
+    """A text file; unless given, problems with solutions for reasoner-11m, stories for the rest."""
+    sequences: int = 8
+    """How many sequences."""
+    length: int = 1024
+    """Tokens of a sequence of text; problems are as long as they are."""
+    chunk: int = 256
+    """Tokens that go through the model at a time, at least two."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the model."""
+    name: str = ""
+    """Of the model in the report; that of its file or folder unless given."""
+    out: pathlib.Path = pathlib.Path("runs/kv_bits")
+    """Folder for NAME.json and NAME.md."""
+
+
+def caches_of(head_dim: int) -> list[str]:
+    """The caches to compare; the vector of a small head is one group in any case."""
+    forms = ["bfloat16", "float8_e4m3", "int4", *list(FORMS)[1:]]
+    whole = Int4().group
+    assert whole is not None
+    return [OWN, *(x for x in forms if head_dim > whole or not x.endswith("whole head"))]
+
+
+@functools.partial(jax.jit, donate_argnums=3)
+def advance(
+    model: Transformer, tokens: Int[Array, "1 T"], counts: Int[Array, " 1"], cache: Cache
+) -> tuple[Cache, Float[Array, "T V"]]:
+    """Runs a chunk through the cache; returns it, and the log-probabilities of the next tokens."""
+    passed = model.cached(tokens, counts, cache, POLICY, prompt=True)
+    logits = model.unembed(passed.hidden)[0].astype(jnp.float32)
+    return passed.cache, jax.nn.log_softmax(logits)
+
+
+@jax.jit
+def against(
+    own: Float[Array, "T V"], stored: Float[Array, "T V"], targets: Int[Array, " T"]
+) -> Float[Array, "3 T"]:
+    """The loss of each token, the divergence, and whether another token is the likeliest."""
+    loss = -jnp.take_along_axis(stored, targets[:, None], axis=-1)[:, 0]
+    divergence = (jnp.exp(own) * (own - stored)).sum(-1)
+    return jnp.stack([loss, divergence, own.argmax(-1) != stored.argmax(-1)])
+
+
+def empty(model: dms_jax.LanguageModel, cache: str, tokens: int) -> Cache:
+    """Returns the cache of one sequence with all its pages reserved."""
+    config, width = model.config, -(-tokens // PAGE)
+    rows = (config.num_layers, 1, config.num_kv_heads)
+    pages = int(np.prod(rows)) * width
+    made = init_cache(
+        config,
+        POLICY,
+        num_sequences=1,
+        num_pages=pages,
+        page_size=PAGE,
+        dtype=model.dtype,
+        kv_dtype=None if cache == OWN else cache,
+    )
+    table = jnp.arange(pages, dtype=jnp.int32).reshape(*rows, width)
+    return dataclasses.replace(made, page_table=table)
+
+
+def figures(
+    model: dms_jax.LanguageModel, text: Text, *, chunk: int
+) -> dict[str, list[Float[np.ndarray, "3 n"]]]:
+    """For each cache and sequence, the rows of `against` for the tokens that count."""
+    longest = -(-int(text.lengths.max()) // chunk) * chunk
+    names = caches_of(model.config.head_dim)
+    found: dict[str, list[np.ndarray]] = {cache: [] for cache in names}
+    for sequence, start in zip(text.sequences, text.starts, strict=True):
+        caches = {cache: empty(model, cache, longest) for cache in names}
+        parts: dict[str, list[np.ndarray]] = {cache: [] for cache in names}
+        for first in range(0, len(sequence) - 1, chunk):
+            given = np.zeros(chunk + 1, np.int32)
+            here = sequence[first : first + chunk + 1]
+            given[: len(here)] = here
+            count = len(here) - 1
+            own = None
+            for cache in names:
+                caches[cache], stored = advance(
+                    model.transformer, given[None, :-1], np.array([count], np.int32), caches[cache]
+                )
+                own = stored if own is None else own
+                parts[cache].append(np.asarray(against(own, stored, given[1:]))[:, :count])
+        for cache in names:
+            whole = np.concatenate(parts[cache], axis=1).astype(np.float64)
+            found[cache].append(whole[:, start - 1 :])
+    return found
+
+
+def mean(values: list[np.ndarray]) -> dict[str, float]:
+    """The mean over the tokens of all sequences, and its standard error over sequences."""
+    sums, counts = np.array([x.sum() for x in values]), np.array([len(x) for x in values])
+    ratio = sums.sum() / counts.sum()
+    spread = ((sums - ratio * counts) ** 2).sum() * len(sums) / max(len(sums) - 1, 1)
+    return {"mean": float(ratio), "error": float(spread**0.5 / counts.sum())}
+
+
+def summary(
+    model: dms_jax.LanguageModel, found: dict[str, list[Float[np.ndarray, "3 n"]]]
+) -> list[dict[str, Any]]:
+    """A row for each cache: its bytes, its loss, and how far it is from the model's own."""
+    config = model.config
+    rows = []
+    for cache, sequences in found.items():
+        loss = mean([x[0] for x in sequences])
+        entry = entry_bytes(config, model.dtype, None if cache == OWN else cache)
+        more = [x[0] - own[0] for x, own in zip(sequences, found[OWN], strict=True)]
+        rows.append(
+            {
+                "cache": f"{model.dtype}, the model's own" if cache == OWN else cache,
+                "bits": 4 * entry / config.head_dim,
+                "bytes_a_token": entry * config.num_layers * config.num_kv_heads,
+                "perplexity": float(np.exp(loss["mean"])),
+                "loss": loss,
+                "more": mean(more),
+                "divergence": mean([x[1] for x in sequences]),
+                "other_likeliest": mean([x[2] for x in sequences]),
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table of Markdown."""
+    lines = [
+        "| cache | bits a number | bytes a token | perplexity | loss above its own, nats "
+        "| KL, nats | other likeliest token |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        more, far = row["more"], row["divergence"]
+        lines.append(
+            f"| {row['cache']} | {row['bits']:.3g} | {row['bytes_a_token']:,} "
+            f"| {row['perplexity']:.4g} | {more['mean']:+.4f} ± {more['error']:.4f} "
+            f"| {far['mean']:.5f} ± {far['error']:.5f} | {row['other_likeliest']['mean']:.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def read(config: Config, model: dms_jax.LanguageModel) -> Text:
+    """What goes through the cache."""
+    if config.text is None and config.model == "reasoner-11m":
+        tasks = [
+            task for one in occasions(("reasoning", "retrieval")).values() for task in one.tasks
+        ]
+        return solved(model, tasks, config.sequences)
+    return packed(model, config.text, sequences=config.sequences, length=config.length)
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Measures every cache on the same tokens, writes the figures and the table."""
+    make_folder("--out", config.out)
+    if config.chunk < 2:
+        raise dms_jax.ConfigError(f"--chunk {config.chunk}: chunks have at least two tokens.")
+    KV_DTYPES.update(FORMS)
+    path = str(assets.path(config.model)) if config.model in SHIPPED else config.model
+    model = dms_jax.load(path, dtype=config.dtype)
+    text = read(config, model)
+    began = time.perf_counter()
+    rows = summary(model, figures(model, text, chunk=config.chunk))
+    name = config.name or pathlib.Path(config.model).stem
+    sizes = {field: getattr(model.config, field) for field in ("num_layers", "num_kv_heads")}
+    data = {
+        **provenance(config),
+        "name": name,
+        "model": sizes | {"head_dim": model.config.head_dim},
+        "sequences": text.lengths.tolist(),
+        "tokens": text.tokens,
+        "seconds": round(time.perf_counter() - began, 1),
+        "rows": rows,
+    }
+    write_json(config.out / f"{name}.json", data)
+    (config.out / f"{name}.md").write_text(table(rows), encoding="utf-8")
+    print(f"{name}: {text.tokens:,} tokens in {len(text.sequences)} sequences\n\n{table(rows)}")
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))
