@@ -19,6 +19,7 @@ VANILLA = "vanilla"
 _WINDOW_16 = dms_jax.DMS(window=16, source="adapter")
 _WINDOW_64 = dms_jax.DMS(window=64, source="adapter")
 FLOAT8 = "float8_e4m3"
+_RATES = {"adapter": 3e-5, "low_rank": 3e-4, "all": 3e-5}
 MEASURES = {
     QWEN: ("gsm8k",),
     SMOLLM2: ("hellaswag", "arc_easy", "arc_challenge", "piqa", "text", "needle"),
@@ -38,7 +39,7 @@ class Training:
       ratio: the nominal compression ratio at the end.
       snapshots: ratios on the way at which it is measured too.
       trainable: the adapter alone, low-rank updates too, or all weights.
-      rate, adapter_rate: learning rates; None for the recipe's.
+      rate, adapter_rate: learning rates; None for `_RATES`.
       keep: which answers are trained on.
       answers_only: whether prompts are left out of the loss.
       share: tokens, as a multiple of the plan's.
@@ -87,16 +88,15 @@ class Training:
             recipe = recipes.dms_self_taught(
                 self.ratio,
                 trainable=self.trainable,
-                learning_rate=self.rate,
+                learning_rate=_RATES[self.trainable] if self.rate is None else self.rate,
                 snapshots=self.snapshots,
+                settle=self.settle,
+                warmup=self.warmup,
                 **sizes,
-            ).settled(self.settle)
-        first, *rest = recipe.stages
-        first = dataclasses.replace(first, warmup_steps=round(self.warmup * first.steps))
+            )
         recipe = dataclasses.replace(
             recipe,
             name=self.name,
-            stages=(first, *rest),
             answers_only=self.answers_only,
             micro_batch_size=config.micro_batch_size,
         )
