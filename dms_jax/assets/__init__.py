@@ -3,13 +3,15 @@
 - `path("stories260k")`: a Hugging Face directory of a Llama with 260,032 parameters (MIT).
 - `path("reasoner-11m")`: one with 10,818,880 that works problems out step by step (Apache-2.0).
 - `path("reasoner-11m-dms")`: the same retrofitted with DMS, for a cache 6 to 8 times smaller.
+- `path("smollm2-135m-instruct-dms")`: a DMS adapter for SmolLM2-135M-Instruct (Apache-2.0), which is
+  not part of this: `load("smollm2.gguf", adapter=path("smollm2-135m-instruct-dms"))`.
 - `stories("train")`, `stories("valid")`, `stories("more")`: disjoint parts of TinyStories
   (CDLA-Sharing-1.0).
 - `books("train")`, ...: three disjoint parts of two public-domain novels.
 
 Each lies beside its licence and a README. A checkout has all of them. The wheel carries the first
-model and the first two parts of its stories; `fetch()`, or `dms-jax assets` on a command line,
-gets the others (`fetching.py`).
+model, the adapter and the first two parts of the stories; `fetch()`, or `dms-jax assets` on a
+command line, gets the others (`fetching.py`).
 """
 
 import gzip
@@ -20,7 +22,14 @@ from dms_jax.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
 
-NAMES = {"books", "reasoner-11m", "reasoner-11m-dms", "stories260k", "tinystories"}
+NAMES = {
+    "books",
+    "reasoner-11m",
+    "reasoner-11m-dms",
+    "smollm2-135m-instruct-dms",
+    "stories260k",
+    "tinystories",
+}
 _BOOKS = ("war_and_peace", "moby_dick")
 # Shares of each book by its paragraphs: fourteen sixteenths to train on, one each to hold out.
 _BOOK_PARTS = {"train": (0, 14), "validation": (14, 15), "test": (15, 16)}
@@ -29,7 +38,8 @@ _BOOK_PARTS = {"train": (0, 14), "validation": (14, 15), "test": (15, 16)}
 def path(name: str) -> pathlib.Path:
     """Directory of a model or a text.
 
-    They are "stories260k", "reasoner-11m", "reasoner-11m-dms", "tinystories" and "books".
+    They are "stories260k", "reasoner-11m", "reasoner-11m-dms", "tinystories", "books" and
+    "smollm2-135m-instruct-dms".
 
     Raises:
         DataError: there is none of that name, or it did not come with the wheel and was not

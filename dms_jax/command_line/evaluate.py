@@ -33,6 +33,7 @@ import jax
 import dms_jax
 from dms_jax.command_line.options import (
     CHOICES,
+    find_adapter,
     find_model,
     read_choices,
     read_options,
@@ -66,7 +67,8 @@ class Config:
     """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
     stories260k, reasoner-11m, reasoner-11m-dms."""
     adapter: str | None = None
-    """Directory of an adapter that was trained on the model."""
+    """Directory of an adapter that was trained on the model, or one that ships:
+    smollm2-135m-instruct-dms."""
     task: str = "reasoning"
     """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn; ruler:
     all tasks of RULER whose data is given, or the one that task= names; from a file and answered
@@ -133,7 +135,8 @@ def main(config: Config) -> Result | ChoiceResult:
     """Evaluates, prints the table, writes the file."""
     if config.out is not None:
         make_place("--out", config.out)
-    model = dms_jax.load(find_model(config.model), dtype=config.dtype, adapter=config.adapter)
+    adapter = find_adapter(config.adapter)
+    model = dms_jax.load(find_model(config.model), dtype=config.dtype, adapter=adapter)
     if config.task in CHOICES:
         return choose(config, model)
     result = evaluate(

@@ -5,7 +5,7 @@ import inspect
 from typing import Any, Literal
 
 import dms_jax
-from dms_jax.command_line.options import SHIPPED, find_model, read_policy
+from dms_jax.command_line.options import SHIPPED, find_adapter, find_model, read_policy
 from dms_jax.policies import Policy
 
 SAMPLING = dms_jax.Sampling()
@@ -23,7 +23,8 @@ class Generating:
     """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
     stories260k, reasoner-11m, reasoner-11m-dms."""
     adapter: str | None = None
-    """Directory of an adapter that was trained on the model."""
+    """Directory of an adapter that was trained on the model, or one that ships:
+    smollm2-135m-instruct-dms."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and the cache; that of the files unless given."""
     policy: str | None = None
@@ -56,7 +57,9 @@ class Generating:
 
     def load(self) -> dms_jax.LanguageModel:
         """The model."""
-        return dms_jax.load(find_model(self.model), dtype=self.dtype, adapter=self.adapter)
+        return dms_jax.load(
+            find_model(self.model), dtype=self.dtype, adapter=find_adapter(self.adapter)
+        )
 
     def make_policy(self) -> Policy | None:
         """The policy that is named."""

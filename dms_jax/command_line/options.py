@@ -33,6 +33,7 @@ from dms_jax.evaluation.tasks.code import CodeTask
 from dms_jax.evaluation.tasks.files import FromFile
 
 SHIPPED = ("stories260k", "reasoner-11m", "reasoner-11m-dms")
+ADAPTERS = ("smollm2-135m-instruct-dms",)
 TASKS: dict[str, tuple[type[Task], ...]] = {
     task.name: (task,) for task in (LinearEquation, Arithmetic, WordChain, Needle, VariableTracking)
 }
@@ -47,6 +48,11 @@ CHOICES: dict[str, type[ChoiceTask]] = {
 def find_model(name: str) -> str | pathlib.Path:
     """What `dms_jax.load` takes for a model: a model that ships is called by its name."""
     return assets.path(name) if name in SHIPPED else name
+
+
+def find_adapter(name: str | None) -> str | pathlib.Path | None:
+    """What `dms_jax.load` takes for an adapter: one that ships is called by its name."""
+    return assets.path(name) if name in ADAPTERS else name
 
 
 def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Policy | None:

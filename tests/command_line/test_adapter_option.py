@@ -37,3 +37,14 @@ def test_the_adapter_is_loaded_with_the_model(script, tmp_path):
     with pytest.raises(Loaded) as loaded:
         script.main(configs(tmp_path)[script])
     assert loaded.value.args == ("m.gguf", "a")
+
+
+@pytest.mark.parametrize("script", [chat, generate, evaluate])
+def test_an_adapter_that_ships_is_called_by_its_name(script, tmp_path):
+    name = "smollm2-135m-instruct-dms"
+    with pytest.raises(Loaded) as loaded:
+        script.main(dataclasses.replace(configs(tmp_path)[script], adapter=name))
+    assert loaded.value.args == ("m.gguf", dms_jax.assets.path(name))
+    kept = dms_jax.checkpoint.adapter.read_adapter(dms_jax.assets.path(name))
+    assert kept.policy == dms_jax.DMS(window=16, source="adapter")
+    assert sum(file.stat().st_size for file in kept.directory.iterdir()) < 2_000_000

@@ -342,19 +342,16 @@ def test_a_mistake_in_the_first_call_does_not_take_the_directory(stories, tmp_pa
 
 def test_the_defaults_are_the_recipe():
     _, custom = PRESETS["self-taught"]
-    recipe = dms_jax.recipes.dms_self_taught(snapshots=(2.0, 4.0, 8.0))
+    recipe = dms_jax.recipes.dms_self_taught(snapshots=(2.0, 3.5))
     assert custom.make_recipe() == recipe
-    assert recipe.total_steps(custom.make_policy()) == 238
-    stage = recipe.stages[0]
-    assert (stage.adapter_learning_rate, stage.learning_rate) == (3e-4, 3e-5)
-    assert recipe.batch_size * recipe.sequence_length == 65536
-    assert recipe.trainable == "all"
+    assert custom.make_policy() == dms_jax.DMS(window=16, source="adapter")
+    assert custom.adapter_only
+    assert not custom.answers_only
     assert dataclasses.replace(custom, answers_only=True).make_recipe().answers_only
-    settled = dataclasses.replace(custom, settle=0.25).make_recipe()
-    assert [stage.kind for stage in settled.stages] == ["ramp", "train"]
-    low = dataclasses.replace(custom, trainable="low_rank", rank=4, alpha=2.0).make_recipe()
+    other = dataclasses.replace(custom, settle=0.0, warmup=0.2).make_recipe()
+    assert [(stage.kind, stage.warmup_steps) for stage in other.stages] == [("ramp", 122)]
+    low = dataclasses.replace(custom, rank=4, alpha=2.0).make_recipe()
     assert low.low_rank == LowRank(4, 2.0)
-    assert low.stages[0].learning_rate == 3e-4
 
 
 def test_it_is_a_command_beside_the_presets(tmp_path):

@@ -316,30 +316,42 @@ def test_a_stage_at_constant_ratio_holds_it():
     assert recipe.progress(99, ADAPTER).compression_ratio == 4.0
 
 
-def test_the_self_taught_recipe_is_that_of_the_trial():
-    recipe = recipes.dms_self_taught(snapshots=(2, 4))
-    assert recipe.total_steps(ADAPTER) == 238
-    assert recipe.batch_size * recipe.sequence_length == 65536
-    assert recipe.packing == "first_fit"
-    assert recipe.snapshots == (2, 4)
-    progress = recipe.progress(34, ADAPTER)
-    assert progress.compression_ratio == pytest.approx(2)
-    assert (progress.adapter_learning_rate, progress.learning_rate) == (3e-4, 3e-5)
+def test_the_self_taught_recipe_is_what_was_measured_best():
+    recipe = recipes.dms_self_taught(snapshots=(2, 3.5))
+    assert recipe.total_steps(ADAPTER) == 610
+    assert recipe.batch_size * recipe.sequence_length == 32768
+    assert (recipe.trainable, recipe.packing, recipe.answers_only) == (
+        "low_rank",
+        "first_fit",
+        False,
+    )
+    assert recipe.snapshots == (2, 3.5)
+    ramp, last = recipe.stages
+    assert (ramp.steps, ramp.warmup_steps, last.steps, last.final_learning_rate) == (
+        305,
+        30,
+        305,
+        0,
+    )
+    progress = recipe.progress(305, ADAPTER)
+    assert progress.compression_ratio == pytest.approx(3.5)
+    assert (progress.adapter_learning_rate, progress.learning_rate) == (3e-4, 2e-4)
     rates = {
         trainable: recipes.dms_self_taught(trainable=trainable).stages[0].learning_rate
         for trainable in ("adapter", "low_rank", "all")
     }
-    assert rates == {"adapter": 3e-5, "low_rank": 3e-4, "all": 3e-5}
+    assert rates == {"adapter": 3e-5, "low_rank": 2e-4, "all": 1e-5}
     fewer = recipes.dms_self_taught(4, tokens=5_000_000, batch_size=6, learning_rate=1e-4)
     assert fewer.total_steps(ADAPTER) == round(5_000_000 / (6 * 2048))
     assert fewer.micro_batch_size == 2  # divides the batch
     assert fewer.stages[0].learning_rate == 1e-4
-    low = dataclasses.replace(recipe, trainable="low_rank", low_rank=LowRank(4, 8))
+    low = dataclasses.replace(recipe, low_rank=LowRank(4, 8))
     assert low.low_rank == LowRank(4, 8)
 
 
 def test_a_self_taught_recipe_settles_at_the_ratio_it_reached():
-    recipe = recipes.dms_self_taught(4, tokens=100 * 65536, snapshots=(2, 4)).settled(0.3)
+    rate = dict(trainable="all", learning_rate=3e-5)
+    recipe = recipes.dms_self_taught(4, tokens=100 * 32768, settle=0.3, warmup=0, **rate)
     assert [(stage.kind, stage.steps) for stage in recipe.stages] == [("ramp", 70), ("train", 30)]
     halfway, end = recipe.progress(85, ADAPTER), recipe.progress(99, ADAPTER)
     assert halfway.compression_ratio == end.compression_ratio == 4
@@ -348,7 +360,7 @@ def test_a_self_taught_recipe_settles_at_the_ratio_it_reached():
     assert end.learning_rate < 3e-7
     control = recipe.control(ADAPTER)
     assert [stage.final_learning_rate for stage in control.stages] == [None, 0]
-    short = recipes.dms_self_taught(4, tokens=65536)
+    short = recipes.dms_self_taught(4, tokens=32768)
     assert short.settled(0.9) == short  # a ramp there always is
     assert short.settled(0) == short
     with pytest.raises(ConfigError, match="the last stage is no ramp but train"):
@@ -359,7 +371,14 @@ def test_a_self_taught_recipe_settles_at_the_ratio_it_reached():
 
 @pytest.mark.parametrize(
     "options",
-    [dict(tokens=0), dict(batch_size=0), dict(sequence_length=0), dict(compression_ratio=1)],
+    [
+        dict(tokens=0),
+        dict(batch_size=0),
+        dict(sequence_length=0),
+        dict(compression_ratio=1),
+        dict(settle=1),
+        dict(warmup=2),
+    ],
 )
 def test_a_self_taught_recipe_is_checked(options):
     with pytest.raises(ConfigError):

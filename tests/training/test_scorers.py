@@ -278,7 +278,11 @@ def test_recipes_of_scorers_and_of_dms():
     floor = recipes.dms_layer_floor(4.0, floor=0.3, **sizes)
     assert floor == dataclasses.replace(plain, name="dms_layer_floor", layer_floor=0.3)
     warm = recipes.dms_warm_up(4.0, share=0.25, **sizes)
-    assert [(stage.kind, stage.steps) for stage in warm.stages] == [("supervise", 5), ("ramp", 15)]
+    assert [(stage.kind, stage.steps) for stage in warm.stages] == [
+        ("supervise", 5),
+        ("ramp", 5),
+        ("train", 10),
+    ]
     assert warm.compression_ratio == 4
     assert warm.control(WARM).layer_floor == 0
     for wrong in (

@@ -148,6 +148,8 @@ class System:
                 learning_rate=config.learning_rate,
                 adapter_learning_rate=config.adapter_learning_rate,
                 snapshots=RATIOS[:-1],
+                settle=0,
+                warmup=0,
                 **sizes,
             )
         return dataclasses.replace(recipe, micro_batch_size=None, remat="nothing", unroll=True)

@@ -10,39 +10,38 @@ from typing import Any
 from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
 from dms_jax.analysis.labels import label_heights
 from dms_jax.evaluation import Measured
-from experiments.reproduction.real.plan import Job
-from experiments.reproduction.real.results import TASKS, Results, score
-from experiments.reproduction.real.systems import MAIN, QWEN, SHIPPED, SMOLLM2, TRAININGS, VANILLA
+from experiments.reproduction.real.results import TASKS, Results, end_of, score
+from experiments.reproduction.real.systems import (
+    PLANNED,
+    QWEN,
+    SHIPPED,
+    SMOLLM2,
+    TRAININGS,
+    VANILLA,
+)
 
 # Colours that the usual kinds of colour blindness tell apart.
 _COLOURS = ("#c0392b", "#2471a3", "#7d8c2f", "#8e44ad", "#b9770e", "#222222")
 _DPI = 130
 
 
-def _end(name: str) -> str:
-    training = TRAININGS[name]
-    return Job("asking", training.model, name, f"{training.ratio:g}").label
-
-
+# What each kind of training changes.
+_KINDS = {"all": "all weights", "low_rank": "low rank", "adapter": "adapter alone"}
 # What holds everything is dark, what was retrofitted red, what needs no training blue.
-_GSM8K = {
-    "the model itself": (VANILLA, _COLOURS[5]),
-    "trained further": (_end("control"), _COLOURS[5]),
-    "DMS": (_end(MAIN), _COLOURS[0]),
+_FREE = {
     "ExpectedAttention": ("expected", _COLOURS[1]),
     "H2O": ("h2o", _COLOURS[1]),
     "TOVA": ("tova", _COLOURS[1]),
     "StreamingLLM": ("streaming", _COLOURS[1]),
     "SnapKV": ("snapkv", _COLOURS[1]),
 }
-_FRONTIER = {VANILLA: "vanilla", _end(MAIN): "DMS"}
 _SMOLLM2 = {
-    "DMS, adapter": _end(SHIPPED),
-    "DMS, all weights": _end("smollm2-all-w16"),
+    "DMS, adapter": end_of(SHIPPED),
+    "DMS, all weights": end_of("smollm2-all-w16"),
     "ExpectedAttention": "expected",
     "TOVA": "tova",
     "StreamingLLM": "streaming",
-    "trained further": _end("smollm2-control"),
+    "trained further": end_of("smollm2-control"),
 }
 _TASK_LABELS = ("HellaSwag", "ARC easy", "ARC challenge", "PIQA", "needles")
 
@@ -53,7 +52,8 @@ def draw(results: Results, folder: pathlib.Path) -> set[str]:
     if results.get(QWEN, VANILLA, "gsm8k"):
         _gsm8k(results, folder / "gsm8k.png")
         drawn.add("gsm8k.png")
-    points = results.frontier(_FRONTIER)
+    voter = end_of(results.chosen("frontier"))
+    points = results.frontier({VANILLA: "vanilla", voter: "DMS"})
     if points is not None:
         hyperscaling_figure(
             folder / "frontier.png", points, title="GSM8K by vote, at equal reads and equal peak"
@@ -68,9 +68,16 @@ def draw(results: Results, folder: pathlib.Path) -> set[str]:
 def _gsm8k(results: Results, path: pathlib.Path) -> None:
     """Accuracy of each method, with its peak of live tokens beside the name."""
     figure, axes = _axes()
+    retrofits = dict.fromkeys([results.chosen(), PLANNED])
+    shown = {
+        "the model itself": (VANILLA, _COLOURS[5]),
+        "trained further": (end_of("control"), _COLOURS[5]),
+        **{f"DMS, {_KINDS[TRAININGS[n].trainable]}": (end_of(n), _COLOURS[0]) for n in retrofits},
+        **_FREE,
+    }
     found = [
         (name, results.records[QWEN, label, "gsm8k"], colour)
-        for name, (label, colour) in _GSM8K.items()
+        for name, (label, colour) in shown.items()
         if results.get(QWEN, label, "gsm8k")
     ]
     for place, (_, record, colour) in enumerate(found):

@@ -6,7 +6,8 @@ GSM8K = (
     "Math-Verify. peak: most live tokens of an answer, averaged over layers and heads, and over "
     "problems. read a step: the mean over its steps. reads: entries attended to by all its steps. "
     "MB: the most that its pages and the policy's state took. What needs no training has the "
-    "budget at which its peak equals that of the line in bold, unless it says otherwise; SnapKV "
+    "budget at which its peak equals that of the training that was planned (DMS, all weights, "
+    "window 16, to 3.5, without more words), unless it says otherwise; SnapKV "
     "and ExpectedAttention cut every 16 tokens, and the budget leaves room for them. Quest, "
     "KCache and float8 hold every token. Quest and KCache choose for each query head, and their "
     "reads add up over the seven of a group."
@@ -16,7 +17,9 @@ TRAINING = (
     " the model ended itself. They are packed by first fit into 2,048 tokens, 16 sequences a step."
     " The rate is 3e-4 for the adapter and for low-rank updates, 3e-5 for all weights, unless a"
     " line says otherwise. The ratio rises linearly over the first 70% of the steps; over the last"
-    " 30% it stays, and the rates fall to zero. divergence: nats a token from the model itself, on"
+    " 30% it stays, and the rates fall to zero. gently: prompts are in the loss, rates rise over the"
+    " first tenth of the ramp and fall over the last half of the steps; they are 2e-4 for low-rank"
+    " updates, 1e-5 for all weights. divergence: nats a token from the model itself, on"
     " the tokens of its answers to questions that were held out, with what the policy evicts."
     " reached: tokens over tokens that were not marked, at the last step. score: GSM8K for Qwen,"
     " PIQA for SmolLM2. seconds: of the steps."
@@ -25,7 +28,7 @@ SMOLLM2_TRAINING = "SmolLM2 read texts and retrieval problems beside its answers
 OTHERS = (
     "Percent, with the peak of live tokens in brackets; greedy, chat template, at most 1,024 new "
     "tokens. RULER's needles: niah_single_1 and niah_single_2 at 4,096 tokens. Methods without "
-    "training hold what the line in bold of GSM8K's table held, task by task."
+    "training hold what the training that was planned held, task by task."
 )
 FRONTIER = (
     "The first test problems, temperature 0.7; the vote of the first chains, as the mean over "

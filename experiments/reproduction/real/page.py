@@ -9,13 +9,19 @@ from dms_jax.evaluation import Measured
 from experiments.reproduction.claims.cells import percent, table, within
 from experiments.reproduction.files import write_json, write_text
 from experiments.reproduction.real import figures, legends
-from experiments.reproduction.real.plan import Job
-from experiments.reproduction.real.results import CHAINS, TASKS, Results, score, vote_of
+from experiments.reproduction.real.results import (
+    CHAINS,
+    TASKS,
+    Results,
+    end_of,
+    score,
+    vote_of,
+)
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     FREE,
-    MAIN,
     OTHERS,
+    PLANNED,
     QWEN,
     SHIPPED,
     SMOLLM2,
@@ -25,6 +31,8 @@ from experiments.reproduction.real.systems import (
 
 POINTS, FEWER, BELOW, SMALL_POINTS = 2.0, 3.0, 10.0, 1.0  # the bars
 _KINDS = {"all": "all weights", "low_rank": "low rank", "adapter": "adapter"}
+# Of what the legend of the trainings calls gently.
+_GENTLE_RATES = {"all": 1e-5, "low_rank": 2e-4, "adapter": None}
 _FREE_LABELS = {
     VANILLA: "vanilla",
     "tova": "TOVA",
@@ -136,20 +144,17 @@ def name_of(label: str) -> str:
     at = f"at {setting}" if float(setting) in training.snapshots else f"to {setting}"
     words += [at]
     words += ["correct answers alone"] if training.keep == "correct" else []
-    words += [f"rate {training.rate:g}"] if training.rate is not None else []
-    words += ["warm-up"] if training.warmup else []
-    settled = training.settle != 0.3 and training.make is None
+    prompts = training.model == QWEN and not training.answers_only
+    gently = prompts and training.warmup > 0
+    rate, settle = (_GENTLE_RATES[training.trainable], 0.5) if gently else (None, 0.3)
+    words += ["gently"] if gently else []
+    words += [f"rate {training.rate:g}"] if training.rate not in (None, rate) else []
+    words += ["warm-up"] if training.warmup and not gently else []
+    settled = training.settle != settle and training.make is None
     words += [f"rates falling over {training.settle:.0%}"] if settled else []
-    plain = training.model == QWEN and not training.answers_only
-    words += ["prompts in the loss"] if plain else []
+    words += ["prompts in the loss"] if prompts and not gently else []
     words += [f"{training.share:g} times the tokens"] if training.share != 1 else []
     return ", ".join(words)
-
-
-def end_of(name: str) -> str:
-    """The label of a training at its end."""
-    training = TRAININGS[name]
-    return Job("asking", training.model, name, f"{training.ratio:g}").label
 
 
 # -- verdicts -------------------------------------------------------------------------------------
@@ -171,17 +176,24 @@ def best_free(results: Results, peak: float) -> str | None:
 
 def verdicts(results: Results) -> str:
     """A line for each bar."""
-    main, control = end_of(MAIN), end_of("control")
+    chosen, control = results.chosen(), end_of("control")
+    main = end_of(chosen)
     record = results.get(QWEN, main, "gsm8k")
-    lines = []
+    lines, what = [], f"Qwen2.5-Coder-0.5B, {name_of(main)} (chosen before anything was measured):"
+    if chosen != PLANNED:
+        lines += [_planned(results)]
+        what = (
+            f"Of the {len(results.rivals())} trainings to that ratio, the one with the least "
+            "divergence on training questions that were held out (which looks at no test problem) "
+            f"is {name_of(main)}. It has a"
+        )
     if record is None:
         lines += ["- The retrofit that was to be judged was not measured."]
     else:
         fewer = results.fewer(QWEN, main, "gsm8k") or 0.0
         held = "**holds**" if fewer >= FEWER else "**does not hold**"
         lines += [
-            f"- Qwen2.5-Coder-0.5B, {name_of(main)} (chosen before anything was measured): peak "
-            f"{record['peak']:.0f}, {fewer:.2f} times smaller; at least {FEWER:g} times: {held}."
+            f"- {what} peak {record['peak']:.0f}, {fewer:.2f} times smaller; at least {FEWER:g} times: {held}."
         ]
         for other, what in ((VANILLA, "itself"), (control, "the control")):
             gap = results.gap(QWEN, main, other, "gsm8k")
@@ -196,6 +208,15 @@ def verdicts(results: Results) -> str:
             f"of itself: {within(gap, SMALL_POINTS)}."
         ]
     return "\n".join(lines)
+
+
+def _planned(results: Results) -> str:
+    label = end_of(PLANNED)
+    fewer = results.fewer(QWEN, label, "gsm8k")
+    gap = results.gap(QWEN, label, VANILLA, "gsm8k")
+    line = f"- Qwen2.5-Coder-0.5B, {name_of(label)} (chosen before anything was measured): "
+    line += "" if fewer is None else f"peak {fewer:.2f} times smaller; "
+    return f"{line}GSM8K within {POINTS:g} points of the model itself: {within(gap, POINTS)}."
 
 
 def _against_free(results: Results, main: str, peak: float) -> str:
@@ -220,17 +241,19 @@ def gsm8k(results: Results) -> str:
     of = lambda label: -score(results.records[QWEN, label, "gsm8k"]).value  # noqa: E731
     learned = sorted((each for each in labels if each.partition("-at")[0] in TRAININGS), key=of)
     order = [VANILLA, *learned, *sorted((e for e in labels if e in FREE and e != VANILLA), key=of)]
+    told = {VANILLA: "to vanilla", end_of("control"): "to the control"}
+    compared = [label for label in told if label in labels]
     rows = []
     for label in order:
         record = results.get(QWEN, label, "gsm8k")
         if record is None:
             continue
-        gaps = [results.gap(QWEN, label, each, "gsm8k") for each in (VANILLA, end_of("control"))]
+        gaps = [results.gap(QWEN, label, each, "gsm8k") for each in compared]
         fewer = results.fewer(QWEN, label, "gsm8k")
         name = name_of(label)
         rows.append(
             [
-                f"**{name}**" if label == end_of(MAIN) else name,
+                f"**{name}**" if label == end_of(results.chosen()) else name,
                 percent(score(record)),
                 *("" if gap is None or gap == Measured(0, 0) else _sign(gap) for gap in gaps),
                 f"{record['peak']:.0f}",
@@ -242,7 +265,8 @@ def gsm8k(results: Results) -> str:
                 f"{record['new_tokens']:.0f}",
             ]
         )
-    heads = ["", "GSM8K, %", "to vanilla", "to the control", "peak", "times fewer", "read a step"]
+    heads = ["", "GSM8K, %", *(told[label] for label in compared)]
+    heads += ["peak", "times fewer", "read a step"]
     return table([*heads, "reads", "MB", "ended", "tokens"], rows)
 
 
@@ -287,16 +311,22 @@ def frontier(results: Results) -> str:
 
 
 def gains(results: Results) -> str:
-    """What DMS's cache gains on the frontier."""
-    points = results.frontier({VANILLA: "vanilla", end_of(MAIN): "DMS"})
-    if points is None:
+    """What DMS's cache gains on the frontier, for each training; the one that is drawn in bold."""
+    drawn, rows = end_of(results.chosen("frontier")), []
+    for label in results.labels(QWEN, "frontier"):
+        points = results.frontier({VANILLA: "vanilla", label: "DMS"})
+        if label == VANILLA or points is None:
+            continue
+        gains = [points.average_gain("DMS", "vanilla", axis) for axis in ("reads", "peak")]
+        name = f"**{name_of(label)}**" if label == drawn else name_of(label)
+        rows.append([name, *(percent(gain, sign=True) for gain in gains)])
+    if not rows:
         return ""
-    found = {axis: points.average_gain("DMS", "vanilla", axis) for axis in ("reads", "peak")}
-    shown = [f"{percent(gain, sign=True)} at equal {axis}" for axis, gain in found.items()]
-    return (
-        f"Average gain of the vote from DMS's cache over the plain one: {' and '.join(shown)}, "
-        "over the budgets that both cover."
+    told = (
+        "Average gain of the vote from DMS's cache over the plain one, over the budgets that both "
+        "cover. The line in bold is drawn: the nearest to the model of those that were asked."
     )
+    return told + "\n\n" + table(["", "at equal reads", "at equal peak"], rows)
 
 
 def smollm2(results: Results) -> str:

@@ -10,13 +10,16 @@ import numpy as np
 from dms_jax.evaluation import Measured, difference, majority, mean_over_problems
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
 from experiments.reproduction.files import read_json
-from experiments.reproduction.real.plan import Paths
+from experiments.reproduction.real.plan import Job, Paths
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     MEASURES,
+    PLANNED,
+    QWEN,
     SMOLLM2,
     TRAININGS,
     VANILLA,
+    Training,
 )
 
 TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "needle")  # accuracies of SmolLM2
@@ -55,6 +58,23 @@ class Results:
     def labels(self, model: str, measure: str) -> list[str]:
         """The systems that a measure was taken of."""
         return [label for name, label, on in self.records if (name, on) == (model, measure)]
+
+    def rivals(self, measure: str | None = None) -> list[str]:
+        """Trainings of Qwen to the ratio of the planned one, the nearest to the model first.
+
+        Nearness is the divergence on training questions that were held out: no test problem is
+        looked at.
+
+        Args:
+          measure: only trainings that it was taken of; None for all.
+        """
+        asked = lambda name: measure is None or self.get(QWEN, end_of(name), measure)  # noqa: E731
+        names = [name for name in self.trainings if _rival(TRAININGS[name]) and asked(name)]
+        return sorted(names, key=lambda name: self.trainings[name]["held_out"]["distillation"])
+
+    def chosen(self, measure: str | None = None) -> str:
+        """The nearest of the rivals; the planned training if there are none."""
+        return next(iter(self.rivals(measure)), PLANNED)
 
     def gap(self, model: str, one: str, other: str, measure: str) -> Measured | None:
         """The score of one system less that of another, paired by problem."""
@@ -145,6 +165,18 @@ class Results:
             own["per_problem"] = problems.get("scores") or problems.get("loss")
             kept.append(own)
         return {"systems": kept, "trainings": list(self.trainings.values()), "speed": self.speed}
+
+
+def end_of(name: str) -> str:
+    """The label of a training at its end."""
+    training = TRAININGS[name]
+    return Job("asking", training.model, name, f"{training.ratio:g}").label
+
+
+def _rival(training: Training) -> bool:
+    planned = TRAININGS[PLANNED]
+    same = (training.model, training.ratio) == (planned.model, planned.ratio)
+    return same and training.policy is not None
 
 
 def score(record: dict[str, Any]) -> Measured:

@@ -19,7 +19,7 @@ from experiments.reproduction.real.budgets import budget_of_mean, calibrated
 from experiments.reproduction.real.jobs import Worker, check_settings
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import FREE, MAIN, TRAININGS
+from experiments.reproduction.real.systems import FREE, PLANNED, TRAININGS
 from experiments.reproduction.runs import read_plan, write_plan
 
 GIVEN = Config(qwen="reasoner-11m", smollm2="reasoner-11m", data=pathlib.Path("data"))
@@ -40,10 +40,10 @@ def test_every_training_has_a_recipe_of_the_plans_tokens_that_settles():
 
 
 def test_rates_rise_and_fall_as_a_training_says():
-    stages = {name: TRAININGS[name].recipe(GIVEN).stages for name in (MAIN, "warm-w16")}
+    stages = {name: TRAININGS[name].recipe(GIVEN).stages for name in (PLANNED, "warm-w16")}
     first, last = stages["warm-w16"]
     assert (first.warmup_steps, last.warmup_steps) == (21, 0)  # a tenth of 214 steps of the ramp
-    assert stages[MAIN][0] == dataclasses.replace(first, warmup_steps=0)
+    assert stages[PLANNED][0] == dataclasses.replace(first, warmup_steps=0)
     ramp, falling = TRAININGS["falling-w16"].recipe(GIVEN).stages
     assert falling.steps / (ramp.steps + falling.steps) == pytest.approx(0.6, abs=0.01)
     assert (falling.learning_rate, falling.final_learning_rate) == (3e-5, 0)
@@ -54,19 +54,19 @@ def test_lessons_come_first_then_what_is_trained_and_the_verdict():
     assert len(set(names)) == len(names)
     order = [
         "lessons-qwen-0",
-        f"training-qwen-{MAIN}",
+        f"training-qwen-{PLANNED}",
         "training-smollm2-smollm2-adapter-w16",
         "training-qwen-ramp-to-8",
         "lessons-smollm2-0",
         "asking-qwen-vanilla-gsm8k",
         "speed-qwen-speed",
-        f"asking-qwen-{MAIN}-at3.5-gsm8k",
+        f"asking-qwen-{PLANNED}-at3.5-gsm8k",
         "asking-qwen-adapter-w16-at3.5-gsm8k",
         "asking-qwen-h2o-gsm8k",
         "asking-qwen-vanilla-frontier",
         "asking-smollm2-smollm2-adapter-w16-at4-needle",
         "asking-qwen-vanilla-math500",
-        f"asking-qwen-{MAIN}-at3.5-math500",
+        f"asking-qwen-{PLANNED}-at3.5-math500",
         "asking-qwen-tova-math500",
         "asking-smollm2-smollm2-all-w16-at2-text",
     ]
@@ -75,7 +75,7 @@ def test_lessons_come_first_then_what_is_trained_and_the_verdict():
 
 
 def test_trainings_begin_in_the_order_of_the_settings():
-    chosen = ("smollm2-control", "dmc", MAIN)
+    chosen = ("smollm2-control", "dmc", PLANNED)
     found = plan.jobs(dataclasses.replace(GIVEN, trainings=chosen))
     assert tuple(job.system for job in found if job.kind == "training") == chosen
     assert [job.system for job in found if job.kind == "asking" and job.setting][:2] == ["dmc"] * 2
@@ -100,9 +100,9 @@ def test_a_method_waits_for_what_its_budget_comes_from(tmp_path):
     assert not paths.ready(tova)
     write_json(paths.result(free("qwen", "vanilla")), {})
     assert not paths.ready(tova)
-    write_json(paths.result(Job("asking", "qwen", MAIN, "3.5", "gsm8k")), {})
+    write_json(paths.result(Job("asking", "qwen", PLANNED, "3.5", "gsm8k")), {})
     assert paths.ready(tova)
-    training = Job("training", "qwen", MAIN)
+    training = Job("training", "qwen", PLANNED)
     assert not paths.ready(training)
     for shard in plan.shards(paths.config, "qwen"):
         write_json(paths.lessons("qwen", shard), {})
@@ -113,7 +113,7 @@ def test_a_method_waits_for_what_its_budget_comes_from(tmp_path):
     assert [paths.ready(each) for each in (on_the_way, end)] == [True, False]
     float8 = free("qwen", "dms-float8")
     assert not paths.ready(float8)
-    write_json(paths.summary(MAIN), {})
+    write_json(paths.summary(PLANNED), {})
     assert paths.ready(float8)
 
 
@@ -255,8 +255,8 @@ def test_layers_are_recomputed_where_their_activations_do_not_fit(tmp_path, monk
     monkeypatch.setattr(real_jobs, "held_out_exchanges", lambda *_: [])
     monkeypatch.setattr(real_jobs, "HeldOut", lambda *_: None)
     monkeypatch.setattr(Worker, "base", lambda *_: None)
-    (tmp_path / "trainings" / MAIN).mkdir(parents=True)
+    (tmp_path / "trainings" / PLANNED).mkdir(parents=True)
     for _ in range(2):  # the next training knows
         with pytest.raises(ZeroDivisionError):
-            worker._training(Job("training", "qwen", MAIN))
+            worker._training(Job("training", "qwen", PLANNED))
     assert tried == ["auto", "everything", "everything"]

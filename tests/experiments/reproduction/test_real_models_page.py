@@ -122,6 +122,45 @@ def test_a_miss_is_said(config):
     assert "was not measured" in page.verdicts(Results.read(config))
 
 
+def test_the_training_that_stays_nearest_on_held_out_questions_is_judged(config):
+    paths = Paths(config)
+    low = Job("asking", "qwen", "low-rank-w16", "3.5", "gsm8k")
+    write_json(paths.result(low), figures(119, 100.0))
+    chains = read_json(paths.result(free("qwen", "vanilla", "frontier")))
+    write_json(paths.result(dataclasses.replace(low, measure="frontier")), chains)
+    step = {"evicted": 0.7}
+    for name, held_out in (
+        ("all-w16", 0.05),
+        ("low-rank-w16", 0.02),
+        ("low-rank-long-w16", 0.01),
+        ("control", 0.0),  # evicts nothing
+        ("low-rank-ramp-to-8", 0.0),  # goes elsewhere
+        ("smollm2-adapter-w16", 0.0),
+    ):
+        log = {"documents": 1, "tokens": 1, "seconds": 1, "bytes": 1, "steps": [step]}
+        write_json(paths.summary(name), {**log, "held_out": {"distillation": held_out}})
+    results = Results.read(config)
+    assert results.rivals() == ["low-rank-long-w16", "low-rank-w16", "all-w16"]
+    assert results.chosen() == "low-rank-long-w16"
+    assert results.chosen("gsm8k") == results.chosen("frontier") == "low-rank-w16"
+    assert "was not measured" in page.verdicts(results)
+    paths.summary("low-rank-long-w16").unlink()
+    results = Results.read(config)
+    said = page.verdicts(results)
+    assert "all weights, window 16, to 3.5 (chosen before anything was measured): peak 3.05" in said
+    assert "Of the 2 trainings to that ratio, the one with the least" in said
+    assert "is DMS, low rank, window 16, to 3.5. It has a peak 100, 3.60 times smaller" in said
+    assert "within 2 points of itself: **holds** (-0.2 ± 0.2)" in said
+    assert "| **DMS, low rank, window 16, to 3.5** | 29.8" in page.gsm8k(results)
+    assert "| **DMS, low rank, window 16, to 3.5** | +0.0" in page.gains(results)
+
+
+def test_without_a_control_there_is_no_column_for_it(config):
+    assert "to the control" in page.gsm8k(Results.read(config))
+    Paths(config).result(CONTROL).unlink()
+    assert "control" not in page.gsm8k(Results.read(config))
+
+
 def test_the_report_is_written_again_from_the_files(config):
     write_plan(config)
     folder = config.out / "pages"
@@ -142,6 +181,15 @@ def test_systems_have_names():
         ("ramp-to-8-at4", "DMS, all weights, window 16, at 4"),
         ("slow-w16-at3.5", "DMS, all weights, window 16, to 3.5, rate 1e-05"),
         ("correct-w16-at3.5", "DMS, all weights, window 16, to 3.5, correct answers alone"),
+        ("low-rank-near-w16-at3.5", "DMS, low rank, window 16, to 3.5, gently"),
+        (
+            "near-w16-at3.5",
+            "DMS, all weights, window 16, to 3.5, gently, rates falling over 30%",
+        ),
+        (
+            "low-rank-long-w16-at3.5",
+            "DMS, low rank, window 16, to 3.5, gently, 2 times the tokens",
+        ),
         ("dmc-at4", "DMC, all weights, to 4"),
         ("control-at3.5", "trained further (the control)"),
         ("tova-mean", "TOVA, equal mean"),
