@@ -102,10 +102,7 @@ class Launched:
             end_tokens=self.end_tokens,
         )
         self.chunks.append((chunk, dict(running)))
-        # They go where the device had those before: elsewhere, programs are compiled once more.
-        before, self.last_tokens = self.last_tokens, chunk.steps.newest
-        if isinstance(before, jax.Array) and before.committed:
-            self.last_tokens = jax.device_put(self.last_tokens, before.sharding)
+        self.last_tokens = chunk.steps.newest
 
     def reserve_ahead(self, running: Mapping[int, Request], num_steps: int) -> bool:
         """Reserves pages for another chunk behind one that was not read, if that costs nothing.

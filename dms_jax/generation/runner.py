@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int, UInt32
 
 from dms_jax import sharding
@@ -266,6 +267,15 @@ class Runner(Rows):
             hidden=hidden, lanes=batch.lanes, counts=batch.counts, totals=live, held=held
         )
 
+    def placed(self, tokens: Int[np.ndarray | jax.Array, " B"]) -> Int[np.ndarray | jax.Array, " B"]:
+        """Returns newest tokens where steps take them, whichever program they come from.
+
+        On a mesh that is every device: elsewhere, the steps would be compiled once more.
+        """
+        if self.model.mesh is None:
+            return tokens
+        return jax.device_put(tokens, NamedSharding(self.model.mesh, PartitionSpec()))
+
     def decode(
         self,
         tokens: Int[np.ndarray | jax.Array, " B"],
@@ -294,7 +304,7 @@ class Runner(Rows):
                 self.cache,
                 self.host_rows,
                 table,
-                tokens,
+                self.placed(tokens),
                 remaining.astype(np.int32),
                 keys,
                 self.policy,

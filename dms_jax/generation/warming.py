@@ -60,15 +60,13 @@ def compile_first(
         np.zeros((num_layers, batch, num_kv_heads, width), np.int32)
         for batch, width in zip((entries, num_lanes), pages, strict=True)
     ]
+    steps = (runner.placed(lanes), lanes, keys, runner.policy, rule, num_steps, end_tokens)
     calls: tuple[tuple[programs.Program, tuple[Any, ...]], ...] = (
         (
             programs.extend,
             (*cached, tables[0], rows, tokens, counts, ends, runner.policy, True),
         ),
-        (
-            programs.decode,
-            (*cached, tables[1], lanes, lanes, keys, runner.policy, rule, num_steps, end_tokens),
-        ),
+        (programs.decode, (*cached, tables[1], *steps)),
         (
             programs.first_tokens,
             (model.transformer, runner.hidden, lanes, keys, lanes, rule, fresh, lanes),
