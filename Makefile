@@ -12,7 +12,7 @@ WORKERS ?= 2
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo docs notebooks check test newest steady lint format lock install clean
+.PHONY: help demo docs notebooks check daily test newest steady lint format lock install clean
 
 help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
@@ -31,7 +31,11 @@ help:
 demo: $(STAMP)
 	$(RUN) -m dms_jax.command_line demo $(ARGS)
 
-check: lint
+# pyright runs on one core: the tests begin beside it.
+check: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 2 lint daily
+
+daily: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q @tests/daily.txt $(ARGS)
 
 test: $(STAMP)

@@ -59,6 +59,7 @@ SMALL_OPTIONS = {
 SCORERS = (ExpectedAttention, KeyDiff, Knorm, RandomSelection, SnapKV)
 SMALL_OPTIONS |= {kind: dict(budget=128, interval=64) for kind in SCORERS}
 BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
+POOL_FACTOR = 256  # pages of the pool to those of its rows
 COPIED_AT_A_TIME = 64  # pages
 COPIES: dict = {}  # reports of programs that were compiled, by the cache
 
@@ -191,12 +192,13 @@ def compile_seconds(num_layers: int) -> tuple[float, int]:
 
 
 def memory_of_all(place: NamedSharding, memory_of: Callable = memory_of) -> dict:
-    """Returns `memory_of` for every policy, with a pool and one of four times the size.
+    """Returns `memory_of` for every policy.
 
-    XLA may move a smaller pool into a TPU's VMEM while it is used.
+    The pool is so large that what a program needs beside it does not count, and that XLA does not
+    move it into a TPU's VMEM while it is used.
     """
     return {
-        name: [memory_of(kind(**SMALL_OPTIONS.get(kind, {})), factor, place) for factor in (8, 32)]
+        name: memory_of(kind(**SMALL_OPTIONS.get(kind, {})), POOL_FACTOR, place)
         for name, kind in POLICIES.items()
     }
 

@@ -13,6 +13,7 @@ LENGTHS = (26, 19, 23)
 TOKENS = tuple(random_tokens(100 + index, length) for index, length in enumerate(LENGTHS))
 WIDTH = 8  # of a compiled chunk of a prompt: chunks of 0 to 8 tokens
 WIDE = 32  # a chunk that holds a whole sequence
+LOGITS_PAGE_SIZE = 16  # of the cache that `LanguageModel.logits` makes for itself
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from dms_jax.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS_RATIO = 1.3
+MOST_TEMPORARY = 1 / 50  # of the pool
 
 
 def compile_steps(*arguments: str) -> dict:
@@ -47,16 +48,12 @@ def report_on_gpu() -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_copy_of_the_pool_in_a_decode_chunk_on_tpu(policy, report):
-    small, large = report["memory"][policy]
-    assert large["pool_bytes"] == 4 * small["pool_bytes"]
-    for one in (small, large):
-        assert one["copies"] == []
-        assert one["aliased"] >= one["pool_bytes"]  # the cache that comes out is the one put in
-    # A pool of four times the size needs no more temporary memory, except that one number per slot
-    # (H2O's sums) changes layout once a chunk where a page has fewer than 128 slots.
-    growth = large["pool_bytes"] - small["pool_bytes"]
-    numbers = large["slot_numbers"] - small["slot_numbers"]
-    assert large["temporary"] - small["temporary"] < growth / 50 + numbers
+    one = report["memory"][policy]
+    assert one["copies"] == []
+    assert one["aliased"] >= one["pool_bytes"]  # the cache that comes out is the one put in
+    # The pool takes no part in the temporary memory, except that one number per slot (H2O's sums)
+    # changes layout once a chunk where a page has fewer than 128 slots.
+    assert one["temporary"] < MOST_TEMPORARY * one["pool_bytes"] + one["slot_numbers"]
 
 
 @pytest.mark.gpu
@@ -66,31 +63,28 @@ def test_no_copy_of_the_pool_in_a_decode_chunk_on_gpu(policy, report_on_gpu):
 
     Weights are not copied either, even where layers differ.
     """
-    for one in report_on_gpu["memory"][policy]:
-        assert one["copies"] == []
-        assert one["copied_weights"] == []
-        assert one["aliased"] >= one["pool_bytes"]
+    one = report_on_gpu["memory"][policy]
+    assert one["copies"] == []
+    assert one["copied_weights"] == []
+    assert one["aliased"] >= one["pool_bytes"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_copy_of_the_pool_where_sequences_are_copied_on_tpu(policy, report):
-    small, large = report["copies"][policy]
-    for one in (small, large):
-        assert one["copies"] == []
-        assert one["aliased"] >= one["pool_bytes"]
-    growth = large["pool_bytes"] - small["pool_bytes"]
-    numbers = large["slot_numbers"] - small["slot_numbers"]
+    one = report["copies"][policy]
+    assert one["copies"] == []
+    assert one["aliased"] >= one["pool_bytes"]
     # Numbers per slot change layout on the way in, and are padded to 128 slots a page.
-    assert large["temporary"] - small["temporary"] < growth / 50 + 2 * numbers
+    assert one["temporary"] < MOST_TEMPORARY * one["pool_bytes"] + 2 * one["slot_numbers"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_copy_of_the_pool_where_sequences_are_copied_on_gpu(policy, report_on_gpu):
-    for one in report_on_gpu["copies"][policy]:
-        assert one["copies"] == []
-        assert one["aliased"] >= one["pool_bytes"]
+    one = report_on_gpu["copies"][policy]
+    assert one["copies"] == []
+    assert one["aliased"] >= one["pool_bytes"]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from dms_jax.policies.selective import SelectiveReading
 from tests.laws.row import Row, model_for
 from tests.laws.simulations import (
     LENGTHS,
+    LOGITS_PAGE_SIZE,
     TOKENS,
     WIDE,
     WIDTH,
@@ -33,7 +34,6 @@ from tests.laws.table import ROWS, SPLIT_INVARIANT, simulate_vanilla
 from tests.support.cached_runs import Part, drive, poisoned_cache, ragged_parts
 
 TOLERANCE = 1e-10
-LOGITS_PAGE_SIZE = 16  # of the cache that `logits` makes for itself
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
@@ -54,6 +54,7 @@ def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
     keys = [[row.keys(policy, layer) for layer in one.inputs] for one in passes]
 
     def slots_are_as_simulated(done, rows):
+        pairs = []
         for sequence, one in enumerate(passes):
             for layer, trace in enumerate(one.traces):
                 live = row.held(trace, int(done[sequence]), int(prompts[sequence]))
@@ -63,7 +64,9 @@ def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
                     want = keys[sequence][layer][live[head], head]
                     if not row.ordered:
                         got, want = (x[np.lexsort(x.T)] for x in (got, want))
-                    chex.assert_trees_all_close(got, want, rtol=1e-7, atol=TOLERANCE)
+                    pairs.append((got, want))
+        stored, simulated = (np.concatenate(side) for side in zip(*pairs, strict=True))
+        chex.assert_trees_all_close(stored, simulated, rtol=1e-7, atol=TOLERANCE)
         chex.assert_trees_all_equal(rows.seen, done)
 
     out = drive(model, policy, TOKENS, cache, parts, after=slots_are_as_simulated)

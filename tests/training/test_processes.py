@@ -16,10 +16,13 @@ from dms_jax.errors import ConfigError
 from dms_jax.processes import Agreement, arguments, connect, gather, slices
 from tests.training.killing import EXPORT, compare, finish, moments, start
 
+# One program for all tests: it is compiled once.
+TOLD: dict[str, Any] = dict(float64=True, mesh=[4, 2], steps=20)
+
 
 def run(count: int, out: pathlib.Path, **told: Any) -> list[dict[str, Any]]:
     """Runs to the end; returns the report of each process."""
-    started = start({"out": str(out), "mesh": [8, 1]} | told, count)
+    started = start({"out": str(out)} | told, count)
     finish(started)
     return [json.loads(out.with_name(f"{out.name}-{i}.json").read_text()) for i in range(count)]
 
@@ -28,12 +31,18 @@ def export(out: pathlib.Path) -> bytes:
     return (out / EXPORT).read_bytes()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The directory of a run of two processes that nothing stops, and their reports."""
+    out = tmp_path_factory.mktemp("two") / "whole"
+    return out, run(2, out, **TOLD)
+
+
 @pytest.mark.slow
-def test_two_processes_are_one_run(tmp_path):
+def test_two_processes_are_one_run(tmp_path, whole):
     """Losses and gradients of 20 steps in float64, and the export."""
-    told = dict(float64=True, mesh=[4, 2], steps=20)
-    (alone,) = run(1, tmp_path / "alone", **told)
-    both = run(2, tmp_path / "both", **told)
+    (alone,) = run(1, tmp_path / "alone", **TOLD)
+    out, both = whole
     assert [each["ended"] for each in both] == ["done", "done"]
     assert both[0] == both[1]
     for name in ("losses", "norms"):
@@ -41,23 +50,22 @@ def test_two_processes_are_one_run(tmp_path):
     # Sums over devices differ in their last bits of 64; the export is compared in 32.
     narrow = [
         {name: array.astype(np.float32) for name, array in load_file(model).items()}
-        for model in (tmp_path / "both" / EXPORT, tmp_path / "alone" / EXPORT)
+        for model in (out / EXPORT, tmp_path / "alone" / EXPORT)
     ]
     chex.assert_trees_all_equal(*narrow)
-    logged = (tmp_path / "both" / "log.jsonl").read_text().splitlines()
+    logged = (out / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in logged] == list(range(1, 21))
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_stops_all_and_the_run_goes_on_to_the_same_bits(tmp_path):
-    whole = run(2, tmp_path / "whole", steps=6, mesh=[2, 4])
-    told = dict(steps=6, mesh=[2, 4])
-    stopped = run(2, tmp_path / "run", term=[1, 1], **told)
+def test_sigterm_to_one_stops_all_and_the_run_goes_on_to_the_same_bits(tmp_path, whole):
+    out, uninterrupted = whole
+    stopped = run(2, tmp_path / "run", term=[1, 1], **TOLD)
     assert [each["ended"] for each in stopped] == ["KeyboardInterrupt: stopped after step 4"] * 2
-    again = run(2, tmp_path / "run", **told)
+    again = run(2, tmp_path / "run", **TOLD)
     assert [each["ended"] for each in again] == ["done", "done"]
-    assert stopped[0]["losses"] + again[0]["losses"] == whole[0]["losses"]
-    assert export(tmp_path / "run") == export(tmp_path / "whole")
+    assert stopped[0]["losses"] + again[0]["losses"] == uninterrupted[0]["losses"]
+    assert export(tmp_path / "run") == export(out)
 
 
 @pytest.mark.slow
@@ -76,7 +84,7 @@ def test_kills_are_drawn_over_the_whole_run():
 
 @pytest.mark.slow
 def test_an_error_of_one_ends_all(tmp_path):
-    one, other = run(2, tmp_path / "run", fail=[1, 1])
+    one, other = run(2, tmp_path / "run", fail=[1, 1], **TOLD)
     assert other["ended"] == "ValueError: a callback that fails"
     assert one["ended"].startswith("OtherProcessError: Process 1 of this run failed: ValueError")
 
