@@ -45,21 +45,6 @@ def test_answers_do_not_depend_on_the_mesh(lanes, shards):
     assert engine.runner.allocator.pages_in_use == 0
 
 
-def test_steps_are_compiled_once():
-    """What is compiled ahead is what runs, behind prompts and behind other steps."""
-    lowered = []
-
-    def listen(name, seconds, **about):
-        if name == "/jax/core/compile/jaxpr_to_mlir_module_duration":
-            lowered.append(about["fun_name"])
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    model = dms_jax.load(assets.path("stories260k"), mesh=dms_jax.make_mesh(2, 2))
-    engine = Engine(model, max_tokens=32, num_lanes=2, page_size=16, chunk=4, prefill_chunk=8)
-    engine.generate(prompts([5, 3]), sampling=dataclasses.replace(GREEDY, max_new_tokens=12))
-    assert lowered.count("jit(decode)") == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("branches", [1, 3])
 def test_questions_are_answered_on_the_devices_of_their_conversation(branches):
