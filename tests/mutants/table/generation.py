@@ -156,8 +156,8 @@ MUTANTS = [
     Mutant(
         "generation: copies of a sequence lack what is kept per page",
         FOLDER + "sharing.py",
-        "        page_state=page_state,\n",
-        "        page_state=cache.page_state,\n",
+        "page_state=jax.tree.map(copy, cache.page_state),",
+        "page_state=cache.page_state,",
         (f"{SHARED}::test_too_little_memory_for_all_chains[h2o]",),
     ),
     Mutant(
