@@ -267,7 +267,9 @@ class Runner(Rows):
             hidden=hidden, lanes=batch.lanes, counts=batch.counts, totals=live, held=held
         )
 
-    def placed(self, tokens: Int[np.ndarray | jax.Array, " B"]) -> Int[np.ndarray | jax.Array, " B"]:
+    def placed(
+        self, tokens: Int[np.ndarray | jax.Array, " B"]
+    ) -> Int[np.ndarray | jax.Array, " B"]:
         """Returns newest tokens where steps take them, whichever program they come from.
 
         On a mesh that is every device: elsewhere, the steps would be compiled once more.
