@@ -3,8 +3,8 @@
 - `path("stories260k")`: a Hugging Face directory of a Llama with 260,032 parameters (MIT).
 - `path("reasoner-11m")`: one with 10,818,880 that works problems out step by step (Apache-2.0).
 - `path("reasoner-11m-dms")`: the same retrofitted with DMS, for a cache 6 to 8 times smaller.
-- `path("smollm2-135m-instruct-dms")`: a DMS adapter for SmolLM2-135M-Instruct (Apache-2.0), which is
-  not part of this: `load("smollm2.gguf", adapter=path("smollm2-135m-instruct-dms"))`.
+- `path("smollm2-135m-instruct-dms")`: a DMS adapter for SmolLM2-135M-Instruct (Apache-2.0), which
+  is not part of this: `load("smollm2.gguf", adapter=path("smollm2-135m-instruct-dms"))`.
 - `stories("train")`, `stories("valid")`, `stories("more")`: disjoint parts of TinyStories
   (CDLA-Sharing-1.0).
 - `books("train")`, ...: three disjoint parts of two public-domain novels.

@@ -131,6 +131,8 @@ def _account(config: SelfTaught, results: dict[str, Any]) -> str:
     settled = ""
     if config.settle:
         settled = f", which the last {config.settle:.0%} of the steps keep while the rates fall"
+    if config.warmup:
+        settled += f"; rates rise over the first {config.warmup:.0%} of the others"
     temperatures = " and ".join(f"{temperature:g}" for temperature in config.temperatures)
     seconds = ", ".join(f"{name} {taken:.0f}" for name, taken in results["seconds"].items())
     return "\n".join(

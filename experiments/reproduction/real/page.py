@@ -193,7 +193,8 @@ def verdicts(results: Results) -> str:
         fewer = results.fewer(QWEN, main, "gsm8k") or 0.0
         held = "**holds**" if fewer >= FEWER else "**does not hold**"
         lines += [
-            f"- {what} peak {record['peak']:.0f}, {fewer:.2f} times smaller; at least {FEWER:g} times: {held}."
+            f"- {what} peak {record['peak']:.0f}, {fewer:.2f} times smaller; at least {FEWER:g} "
+            f"times: {held}."
         ]
         for other, what in ((VANILLA, "itself"), (control, "the control")):
             gap = results.gap(QWEN, main, other, "gsm8k")
