@@ -306,6 +306,18 @@ class Recipe(Options):
         )
         return dataclasses.replace(self, stages=(*before, *stages))
 
+    def warmed(self, share: Number) -> "Recipe":
+        """Returns the recipe with rates that rise from zero over a share of its first stage.
+
+        Raises:
+          ConfigError: it is no share.
+        """
+        first, *rest = self.stages
+        rising = round(check("Recipe.warmed: share", share, Share) * first.steps)
+        return dataclasses.replace(
+            self, stages=(dataclasses.replace(first, warmup_steps=rising), *rest)
+        )
+
     def total_steps(self, policy: Policy) -> int:
         """Returns the number of optimizer steps of a run."""
         return sum(stage.steps for stage in self.stages_for(policy))

@@ -13,9 +13,9 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal
 
-from dms_jax.checks import Count, Number, Range, Share, Whole, check, require
+from dms_jax.checks import Count, Number, Range, Whole, check, require
 from dms_jax.training.parameters import Trained
-from dms_jax.training.recipe import Decay, Loss, Recipe, Stage
+from dms_jax.training.recipe import Loss, Recipe, Stage
 from dms_jax.training.scorer_recipes import kvpop as kvpop
 from dms_jax.training.scorer_recipes import kvzap as kvzap
 
@@ -148,9 +148,7 @@ def dms_self_taught(
     adapter_learning_rate: Number = 3e-4,
     sequence_length: int = 2048,
     batch_size: int = 16,
-    snapshots: tuple[Number, ...] = (),
     settle: Number = 0.5,
-    warmup: Number = 0.1,
 ) -> Recipe:
     """DMS for a small model on answers of its own, on one GPU, for `DMS(window=16)`.
 
@@ -171,9 +169,8 @@ def dms_self_taught(
       adapter_learning_rate: of the adapter.
       sequence_length: T, tokens per packed sequence.
       batch_size: sequences per step.
-      snapshots: compression ratios on the way to export.
-      settle: share of the steps, at the end, that keep the ratio while the rates fall to zero.
-      warmup: share of the steps before them in which the rates rise from zero.
+      settle: share of the steps, at the end, that keep the ratio while the rates fall to zero;
+        over a tenth of those before them they rise, unless `warmed` says otherwise.
 
     Raises:
       ConfigError: a number is out of range.
@@ -196,12 +193,8 @@ def dms_self_taught(
         micro_batch_size=math.gcd(batch_size, 8),
         trainable=trainable,
         packing="first_fit",
-        snapshots=snapshots,
-    ).settled(check("dms_self_taught: settle", settle, Decay))
-    first, *rest = recipe.stages
-    rising = round(check("dms_self_taught: warmup", warmup, Share) * first.steps)
-    first = dataclasses.replace(first, warmup_steps=rising)
-    return dataclasses.replace(recipe, stages=(first, *rest))
+    )
+    return recipe.settled(settle).warmed(0.1)
 
 
 def dms_layer_floor(

@@ -342,7 +342,7 @@ def test_a_mistake_in_the_first_call_does_not_take_the_directory(stories, tmp_pa
 
 def test_the_defaults_are_the_recipe():
     _, custom = PRESETS["self-taught"]
-    recipe = dms_jax.recipes.dms_self_taught(snapshots=(2.0, 3.5))
+    recipe = dataclasses.replace(dms_jax.recipes.dms_self_taught(), snapshots=(2.0, 3.5))
     assert custom.make_recipe() == recipe
     assert custom.make_policy() == dms_jax.DMS(window=16, source="adapter")
     assert custom.adapter_only

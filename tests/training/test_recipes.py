@@ -317,7 +317,7 @@ def test_a_stage_at_constant_ratio_holds_it():
 
 
 def test_the_self_taught_recipe_is_what_was_measured_best():
-    recipe = recipes.dms_self_taught(snapshots=(2, 3.5))
+    recipe = recipes.dms_self_taught()
     assert recipe.total_steps(ADAPTER) == 610
     assert recipe.batch_size * recipe.sequence_length == 32768
     assert (recipe.trainable, recipe.packing, recipe.answers_only) == (
@@ -325,7 +325,6 @@ def test_the_self_taught_recipe_is_what_was_measured_best():
         "first_fit",
         False,
     )
-    assert recipe.snapshots == (2, 3.5)
     ramp, last = recipe.stages
     assert (ramp.steps, ramp.warmup_steps, last.steps, last.final_learning_rate) == (
         305,
@@ -351,7 +350,7 @@ def test_the_self_taught_recipe_is_what_was_measured_best():
 
 def test_a_self_taught_recipe_settles_at_the_ratio_it_reached():
     rate = dict(trainable="all", learning_rate=3e-5)
-    recipe = recipes.dms_self_taught(4, tokens=100 * 32768, settle=0.3, warmup=0, **rate)
+    recipe = recipes.dms_self_taught(4, tokens=100 * 32768, settle=0.3, **rate)
     assert [(stage.kind, stage.steps) for stage in recipe.stages] == [("ramp", 70), ("train", 30)]
     halfway, end = recipe.progress(85, ADAPTER), recipe.progress(99, ADAPTER)
     assert halfway.compression_ratio == end.compression_ratio == 4
@@ -377,7 +376,7 @@ def test_a_self_taught_recipe_settles_at_the_ratio_it_reached():
         dict(sequence_length=0),
         dict(compression_ratio=1),
         dict(settle=1),
-        dict(warmup=2),
+        dict(settle=-0.1),
     ],
 )
 def test_a_self_taught_recipe_is_checked(options):

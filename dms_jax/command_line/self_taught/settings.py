@@ -149,11 +149,10 @@ class SelfTaught:
             adapter_learning_rate=self.adapter_learning_rate,
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
-            snapshots=tuple(sorted(self.ratios)),
             settle=self.settle,
-            warmup=self.warmup,
-        )
+        ).warmed(self.warmup)
         changes: dict[str, Any] = dict(
+            snapshots=tuple(sorted(self.ratios)),
             low_rank=LowRank(self.rank, self.alpha),
             packing=self.packing,
             answers_only=self.answers_only,

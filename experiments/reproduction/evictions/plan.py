@@ -147,11 +147,10 @@ class System:
                 trainable=self.trainable,
                 learning_rate=config.learning_rate,
                 adapter_learning_rate=config.adapter_learning_rate,
-                snapshots=RATIOS[:-1],
                 settle=0,
-                warmup=0,
                 **sizes,
-            )
+            ).warmed(0)
+            recipe = dataclasses.replace(recipe, snapshots=RATIOS[:-1])
         return dataclasses.replace(recipe, micro_batch_size=None, remat="nothing", unroll=True)
 
     def budgeted(self, ratio: float, measure: str) -> Policy | None:

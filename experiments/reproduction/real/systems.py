@@ -89,14 +89,13 @@ class Training:
                 self.ratio,
                 trainable=self.trainable,
                 learning_rate=_RATES[self.trainable] if self.rate is None else self.rate,
-                snapshots=self.snapshots,
                 settle=self.settle,
-                warmup=self.warmup,
                 **sizes,
             )
         recipe = dataclasses.replace(
-            recipe,
+            recipe.warmed(self.warmup),
             name=self.name,
+            snapshots=self.snapshots,
             answers_only=self.answers_only,
             micro_batch_size=config.micro_batch_size,
         )
