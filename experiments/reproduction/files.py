@@ -36,6 +36,22 @@ def write_text(path: pathlib.Path, text: str) -> None:
     part.replace(path)
 
 
+def give_back(root: pathlib.Path, job: str, reason: str) -> None:
+    """Frees a job whose process died, for one more process; the second that dies of it fails it.
+
+    Args:
+      root: the run directory.
+      job: name of the job, which the process has locked.
+      reason: what it died of.
+    """
+    once = root / "died" / f"{job}.txt"
+    if once.exists():
+        write_text(root / "failed" / f"{job}.txt", f"{once.read_text()}{reason.rstrip()}\n")
+    else:
+        write_text(once, f"{reason.rstrip()}\n")
+    (root / "locks" / job).unlink()  # last: from here on others may take it
+
+
 def write_arrays(path: pathlib.Path, **arrays: Any) -> None:
     """Writes an .npz file beside its place and renames it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,10 +7,13 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
-from experiments.reproduction.files import write_text
+from experiments.reproduction.files import give_back
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
+DEVICE_DIED = 70  # exit status of a worker that can compute nothing any more
+_POLL_SECONDS = 1.0
 _GRACE_SECONDS = 40  # after the deadline, to end what was begun
 
 
@@ -24,21 +27,25 @@ def run_workers(module: str, out: pathlib.Path, processes: int, deadline: float)
       deadline: seconds since the epoch after which nothing new is begun.
     """
     program = f"from {module} import worker; worker({str(out)!r}, {deadline})"
-    workers, logs, gpus = [], [], visible_gpus()
+    gpus = visible_gpus()
+    environments = [
+        environment(out, gpu_of(index, processes, gpus)) | place_of(index, processes, gpus)
+        for index in range(processes)
+    ]
+    logs = [(out / f"worker-{index}.log").open("a") for index in range(processes)]
+
+    def start(index: int) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=environments[index],
+            stdout=logs[index],
+            stderr=subprocess.STDOUT,
+        )
+
+    workers: list[subprocess.Popen] = []
     try:
-        for index in range(processes):
-            log = (out / f"worker-{index}.log").open("a")
-            logs.append(log)
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", program],
-                    env=environment(out, gpu_of(index, processes, gpus))
-                    | place_of(index, processes, gpus),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-        _follow(out, workers, deadline + _GRACE_SECONDS)
+        workers += map(start, range(processes))
+        _follow(out, workers, start, deadline)
     finally:
         stop(workers)
         for log in logs:
@@ -105,33 +112,53 @@ def own_place() -> tuple[int, int]:
     return int(place), int(own)
 
 
-def _follow(out: pathlib.Path, workers: list[subprocess.Popen], end: float) -> None:
-    """Prints each job as it ends, until all workers have or the time is over."""
-    start, shown = time.time(), set((out / "jobs").glob("*.json"))
+def _follow(
+    out: pathlib.Path,
+    workers: list[subprocess.Popen],
+    start: Callable[[int], subprocess.Popen],
+    deadline: float,
+) -> None:
+    """Prints each job as it ends, until all workers have or the time is over.
+
+    A worker that died at a job is replaced while there is time; its job goes back to the queue.
+    """
+    began, shown = time.time(), set((out / "jobs").glob("*.json"))
+    ended: set[subprocess.Popen] = set()
     running = True
     while running:
+        for index, worker in enumerate(workers):
+            if not worker.poll() or worker in ended:
+                continue
+            ended.add(worker)
+            died_at = give_back_job_of(worker, out)
+            died = worker.returncode == DEVICE_DIED or bool(died_at)
+            if died and time.time() < deadline:
+                workers[index] = start(index)
+                what = f"at {died_at[0]} " if died_at else ""
+                print(
+                    f"worker {index} ended {what}with {worker.returncode}; it is started again",
+                    flush=True,
+                )
         states = [worker.poll() for worker in workers]
-        for worker, state in zip(workers, states, strict=True):
-            if state:
-                fail_job_of(worker, out)
-        running = None in states and time.time() < end
+        running = None in states and time.time() < deadline + _GRACE_SECONDS
         for log in sorted(set((out / "jobs").glob("*.json")) - shown):
             shown.add(log)
             job = json.loads(log.read_text())
             line = f"{log.stem}: {job['outcome']}, {job['seconds']:.0f} s"
-            print(f"[{time.time() - start:4.0f} s] {line}", flush=True)
-        time.sleep(1 if running else 0)
+            print(f"[{time.time() - began:4.0f} s] {line}", flush=True)
+        time.sleep(_POLL_SECONDS if running else 0)
     for index, worker in enumerate(workers):
         if worker.returncode:
             tail = (out / f"worker-{index}.log").read_text()[-2000:]
             print(f"worker {index} ended with {worker.returncode}:\n{tail}", flush=True)
 
 
-def fail_job_of(worker: subprocess.Popen, out: pathlib.Path) -> None:
-    """What a process was doing when it died has failed, so that the others do not wait for it."""
+def give_back_job_of(worker: subprocess.Popen, out: pathlib.Path) -> list[str]:
+    """Frees what a process was doing when it died, so that the others do not wait for it."""
+    names = []
     for lock in (out / "locks").glob("*"):
         with contextlib.suppress(FileNotFoundError):  # another worker has just ended its job
             if lock.read_text() == str(worker.pid):
-                reason = f"its process ended with {worker.returncode}"
-                write_text(out / "failed" / f"{lock.name}.txt", f"{reason}\n")
-                lock.unlink()
+                give_back(out, lock.name, f"its process ended with {worker.returncode}")
+                names.append(lock.name)
+    return names

@@ -2,6 +2,9 @@
 
 A job is done when its files are there, so that nothing is repeated and a run can be cut off
 anywhere. A lock, made by one process alone, says who does a job.
+
+After some errors of a GPU every later program of its process fails too. Such a process gives its
+job back, for one more process to try, and ends; `processes` starts another one in its place.
 """
 
 import os
@@ -11,8 +14,17 @@ import traceback
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
-from experiments.reproduction.files import provenance, read_json, write_json, write_text
+from dms_jax.generation.memory import out_of_memory
+from experiments.reproduction.files import (
+    give_back,
+    provenance,
+    read_json,
+    write_json,
+    write_text,
+)
+from experiments.reproduction.processes import DEVICE_DIED
 
 
 class OutOfTimeError(Exception):
@@ -43,6 +55,15 @@ class Places(Protocol):
     def done(self, job: Any) -> bool: ...
 
     def ready(self, job: Any) -> bool: ...
+
+
+def device_works() -> bool:
+    """Whether the smallest program still runs on the device of this process."""
+    try:
+        jax.device_get(jnp.arange(2) + 1)
+    except jax.errors.JaxRuntimeError as error:
+        return out_of_memory(error)  # that passes
+    return True
 
 
 class Queue[P: Places]:
@@ -101,11 +122,16 @@ class Queue[P: Places]:
         except KeyboardInterrupt:
             outcome, self.deadline = "stopped", 0  # nothing new is begun
         except Exception:  # another job may well succeed; the page tells of this one
-            outcome = "failed"
-            write_text(self.paths.failure(job), traceback.format_exc())
+            reason = traceback.format_exc()
             traceback.print_exc()
+            if device_works():
+                outcome = "failed"
+                write_text(self.paths.failure(job), reason)
+            else:
+                outcome = "device died"
+                give_back(self.paths.root, job.name, reason)
         finally:
-            self.paths.lock(job).unlink()
+            self.paths.lock(job).unlink(missing_ok=True)
         seconds = time.time() - start
         before = read_json(self.paths.log(job)) or {"seconds": 0.0}
         record = {
@@ -116,6 +142,9 @@ class Queue[P: Places]:
         }
         write_json(self.paths.log(job), record)
         print(f"{job.name}: {outcome}, {seconds:.0f} s", flush=True)
+        if outcome == "device died":
+            print("The device of this process is dead: it ends, for another process.", flush=True)
+            os._exit(DEVICE_DIED)  # at an ordinary end jax would wait for the device
 
     def check_time(self, *_: Any) -> None:
         """Raises OutOfTimeError after the deadline."""

@@ -110,7 +110,7 @@ def carry_out[C: Plan](config: C, module: str, check: Callable[[C], None]) -> C:
     if config.only != "report":
         make_folder("--out", config.out)
         check(config)
-        for leftover in ("locks", "failed"):  # of a run that was cut off
+        for leftover in ("locks", "died", "failed"):  # of a run that was cut off
             shutil.rmtree(config.out / leftover, ignore_errors=True)
         write_plan(config)
         run_workers(module, config.out, config.processes, end)

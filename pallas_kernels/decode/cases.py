@@ -75,6 +75,9 @@ CONTRACT: tuple[DecodeCase, ...] = (
     *(replace(BASE, name=f"head_dim{d}", head_dim=d) for d in (64, 96, 256)),
     replace(BASE, name="group5_head_dim64", group=5, head_dim=64),
     replace(BASE, name="group16_head_dim256", group=16, head_dim=256, lengths=(70, 0, 64)),
+    # Most sequences of a batch have ended.
+    replace(BASE, name="group7_head_dim64_page16", group=7, head_dim=64, page_size=16,
+            lengths=(0, 0, 0, 15, 0, 0, 333, 0, 0, 0, 64, 16, 0, 0), spare_columns=0),
     replace(BASE, name="float16", dtype="float16"),
     replace(BASE, name="float32", dtype="float32"),
     replace(BASE, name="float32_group8_head_dim96", dtype="float32", group=8, head_dim=96),

@@ -229,18 +229,9 @@ def test_a_job_that_is_stopped_is_the_last(tmp_path):
     assert not list((tmp_path / "locks").iterdir())
 
 
-def test_the_job_of_a_process_that_died_has_failed(tmp_path):
-    """Others would wait for it for ever."""
-    config, job = small(tmp_path), Job("data", "data", 0)
-    dead = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    dead.wait()
-    for name, owner in ((job.name, dead.pid), ("data-1", dead.pid + 1)):
-        (tmp_path / "locks").mkdir(exist_ok=True)
-        (tmp_path / "locks" / name).write_text(str(owner))
-    processes.fail_job_of(dead, tmp_path)
-    assert "ended with 3" in Paths(config).failure(job).read_text()
-    assert [lock.name for lock in (tmp_path / "locks").iterdir()] == ["data-1"]
-    assert Worker(config, deadline=np.inf)._take(Job("vanilla", "vanilla", 0))
+def test_a_worker_writes_who_it_is_into_its_lock(tmp_path):
+    """So that the job of a process that died is known."""
+    assert Worker(small(tmp_path), deadline=np.inf)._take(Job("vanilla", "vanilla", 0))
     assert (tmp_path / "locks" / "vanilla-0").read_text() == str(os.getpid())
 
 

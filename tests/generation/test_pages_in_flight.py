@@ -1,0 +1,109 @@
+"""Chunks run with the pages that they were launched with, also behind others that were not read.
+
+On a GPU a kernel that is given a page outside the pool, or a row longer than its table, reads or
+writes what is not its own; XLA on a CPU would clamp the number and say nothing. So the tables are
+looked at: at the launch of every chunk, and again when it is read.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.generation import Engine, Sampling
+from dms_jax.generation.requests import make_requests
+from dms_jax.generation.runner import Runner
+from dms_jax.model.language_model import GenerationDefaults
+from tests.generation.support import stories, story_tokens
+
+PAGE, CHUNK, LANES = 4, 8, 12
+# Every kind of row: it grows by each token, by some, to a budget, or is cut after the prompt.
+ROWS = {
+    "vanilla": dms_jax.Vanilla(),
+    "dms": dms_jax.DMS(window=6, alpha_offset=0.0),
+    "tova": dms_jax.TOVA(budget=12),
+    "snapkv": dms_jax.SnapKV(budget=10, window=4),
+}
+
+
+class Watch:
+    """Looks at what chunks are launched with, and at what became of it when they are read."""
+
+    def __init__(self, monkeypatch, pages: int):
+        self.pages = pages  # of the pool
+        self.ahead = self.chunks = 0
+        self._inflight: list[np.ndarray] = []
+        launch, read = Runner.decode, Runner.read
+
+        def launched(runner, tokens, remaining, *args, **options):
+            lengths = np.asarray(runner.cache.lengths, np.int64)  # after all that was launched
+            result = launch(runner, tokens, remaining, *args, **options)
+            self._look(runner, lengths, result.most, result.table)
+            self._inflight.append(result.table)
+            self.ahead += len(self._inflight) > 1
+            self.chunks += 1
+            return result
+
+        def was_read(runner, chunk):
+            steps = read(runner, chunk)
+            table = self._inflight.pop(0)
+            ran = np.flatnonzero(steps.ran.any(0))
+            covered = -(-np.asarray(steps.lengths)[:, ran] // PAGE)
+            live = np.arange(table.shape[-1]) < covered[..., None]
+            # No page that it wrote to was given to anybody meanwhile.
+            width = min(table.shape[-1], runner.allocator.table.shape[-1])
+            assert not live[..., width:].any()
+            own = runner.allocator.table[:, ran, :, :width]
+            assert (table[:, ran, :, :width] == own)[live[..., :width]].all()
+            return steps
+
+        monkeypatch.setattr(Runner, "decode", launched)
+        monkeypatch.setattr(Runner, "read", was_read)
+
+    def _look(self, runner, lengths, most, table):
+        assert (most <= CHUNK).all()
+        assert table.shape[-1] == runner.table_width(int(runner.allocator.reserved.max()) * PAGE)
+        # The most that the chunk can come to. An idle lane writes nothing and is not read.
+        slots = np.where((most > 0)[:, None], lengths + most[:, None], 0)
+        slots = np.minimum(slots, np.maximum(runner._slot_limit or slots, lengths))
+        assert (slots <= table.shape[-1] * PAGE).all()
+        named = table[np.arange(table.shape[-1]) < -(-slots // PAGE)[..., None]]
+        assert ((named >= 0) & (named < runner.allocator.pages_per_shard)).all()
+        assert len(set(named.tolist())) == len(named)  # of one row each
+        free = np.concatenate(runner.allocator._free)
+        assert not np.isin(named, free).any()
+        assert len(free) + runner.allocator.pages_in_use == self.pages
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_page_that_a_chunk_can_touch_is_its_rows_own(name, monkeypatch):
+    """More requests than lanes, of very different lengths; then in a pool that is too small."""
+    rng, text = np.random.default_rng(0), story_tokens()
+    common = sorted(set(text), key=text.count)[-8]  # some answers end at it
+    model = dataclasses.replace(
+        stories(), generation=GenerationDefaults(eos_token_ids=(common,)), policy=ROWS[name]
+    )
+    engine = Engine(
+        model, num_lanes=LANES, page_size=PAGE, chunk=CHUNK, prefill_chunk=16, max_tokens=128
+    )
+    prompts = [text[at : at + int(rng.choice([1, 2, 8, 17]))] for at in range(0, 380, 20)]
+    lengths = rng.choice([1, 7, 8, 9, 16, 17, 40, 100], len(prompts))
+    allocator, sampling = engine.runner.allocator, Sampling(temperature=0, max_new_tokens=100)
+    whole, answers = allocator._free[0], []
+    for pages in (len(whole), 500):
+        allocator._free[0] = whole[len(whole) - pages :]
+        requests = [
+            dataclasses.replace(request, max_new_tokens=int(most))
+            for request, most in zip(
+                make_requests(model.config, prompts, sampling), lengths, strict=True
+            )
+        ]
+        with monkeypatch.context() as patch:
+            watch = Watch(patch, pages)
+            answers.append([each.tokens for each in engine.serve(requests, sampling)])
+        assert watch.chunks > 2
+        assert watch.ahead or pages < len(whole)
+        assert not engine.runner.unread.any()
+        assert allocator.pages_in_use == 0
+    assert answers[0] == answers[1]
