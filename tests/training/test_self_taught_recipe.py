@@ -1,9 +1,15 @@
 """The recipe for a model that learns from answers of its own."""
 
+import dataclasses
+
 import pytest
 
 from dms_jax.errors import ConfigError
+from dms_jax.model.low_rank import LowRank
+from dms_jax.policies import DMS
 from dms_jax.training import recipes
+
+ADAPTER = DMS(window=4, source="adapter")
 
 
 def test_the_self_taught_recipe_is_what_was_measured_best():
