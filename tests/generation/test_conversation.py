@@ -312,7 +312,7 @@ def test_what_cannot_be_asked_or_read(chatting):
 
 def test_an_interrupt_while_a_text_is_awaited_loses_nothing(monkeypatch):
     """A text is read when `read` returns: its errors are not those of the next turn."""
-    context, question = prompts([20, 6])
+    context, question = prompts([7, 6])
 
     def refuse(runner, lengths):
         raise KeyboardInterrupt
