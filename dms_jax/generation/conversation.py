@@ -264,3 +264,4 @@ def _read_turns(engine: Engine, turns: Sequence[Turn]) -> None:
                 width = min(most, max(8, bucket(len(part))))
                 runner.extend({0: part}, width=width, prompt=turn.prompt, ends_prompt=ends)
                 runner.trim()
+        runner.read_prompts()  # what fails must fail before the work has ended

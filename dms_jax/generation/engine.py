@@ -286,11 +286,11 @@ class Engine:
         self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
         if continued:
             sharing.fork(self.runner, continued)
-        shared = set(source_of.values())
-        unread = self._prefill(prompts, waiting, shared, prompt=True)
+        unread = self._prefill(prompts, waiting, source_of, prompt=True)
         for lane in [each for each in answers if each not in self._running or each in unread]:
             del answers[lane]
-        unread |= self._prefill(answers, waiting, shared, prompt=False)
+        unread |= self._prefill(answers, waiting, source_of, prompt=False)
+        source_of = {lane: each for lane, each in source_of.items() if lane not in unread}
         lanes = [lane for lane in started if lane in self._running and lane not in unread]
         read_in = {lane: source_of.get(lane, lane) for lane in lanes}
         rule = self._arrivals.filter(sampling, self._running, len(self._keys))
@@ -320,18 +320,18 @@ class Engine:
         self,
         todo: dict[int, list[int]],
         waiting: collections.deque[Request],
-        shared: set[int],
+        source_of: dict[int, int],
         *,
         prompt: bool,
     ) -> set[int]:
         """Runs tokens of several lanes through the cache.
 
-        Returns the lanes whose requests were cancelled meanwhile, and were not read to their end.
+        Returns the lanes whose requests were cancelled, and that read for no other request.
 
         Args:
           todo: lane -> its tokens.
           waiting: the queue to which preempted requests return.
-          shared: lanes that read for others too.
+          source_of: lane -> the lane that reads its prompt for it.
           prompt: whether the tokens are those of prompts.
         """
         runner, done, ended = self.runner, dict.fromkeys(todo, 0), set[int]()
@@ -342,8 +342,8 @@ class Engine:
         }:
             if any(done.values()):  # look who came or went, as between two chunks of steps
                 self._arrivals.receive(runner, waiting, self._running)
-            gone = [lane for lane in left if self._running[lane].index in self._cancelled]
-            ended = set(gone) - shared
+            gone = {lane for lane, each in self._running.items() if each.index in self._cancelled}
+            ended = gone - {source_of.get(lane, lane) for lane in self._running.keys() - gone}
             if not (left := {lane: left[lane] for lane in left if lane not in ended}):
                 break
             lanes, width, entries = self._shapes.next_batch(left)

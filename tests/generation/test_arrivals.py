@@ -76,8 +76,8 @@ def test_what_is_cancelled_while_it_waits_is_never_read():
     assert [each.finished for each in told if each.index == 2] == [True]
 
 
-def cancelled_while_it_is_read(engine, prompts, index):
-    """Serves prompts together; one of them is cancelled after their first chunk of tokens."""
+def cancelled_while_it_is_read(engine, prompts, *indices):
+    """Serves prompts together; some are cancelled after their first chunk of tokens."""
     coming = [
         [
             make_request(engine.model.config, prompt, GREEDY, index=index, copy=index)
@@ -90,7 +90,7 @@ def cancelled_while_it_is_read(engine, prompts, index):
         if coming:
             return coming.pop()
         if engine.runner.seen.any():
-            engine.cancel([index])
+            engine.cancel(indices)
         return None
 
     told = []
@@ -118,3 +118,13 @@ def test_a_prompt_that_another_request_shares_is_read_to_its_end():
     assert first.finish_reason == "cancelled"
     assert first.usage.prefilled_tokens == len(prompt)
     assert (second.finish_reason, second.generated) == ("length", alone.tokens)
+
+
+def test_a_prompt_whose_sharers_are_all_cancelled_is_not_read_to_its_end():
+    """As when a client that asked for several answers goes away."""
+    engine, (prompt, after) = engine_for("dms"), prompts((30, 13))
+    alone = engine.generate([after], sampling=GREEDY)
+    for request in cancelled_while_it_is_read(engine, [prompt, prompt], 0, 1):
+        assert (request.finish_reason, request.generated) == ("cancelled", [])
+        assert request.usage.prefilled_tokens <= SHAPE["prefill_chunk"]
+    assert engine.generate([after], sampling=GREEDY) == alone

@@ -308,3 +308,23 @@ def test_what_cannot_be_asked_or_read(chatting):
     conversation.read("A cat")
     with pytest.raises(DataError, match="began with plain text"):
         conversation.say(user("sat"), sampling=SHORT)
+
+
+def test_an_interrupt_while_a_text_is_awaited_loses_nothing(monkeypatch):
+    """A text is read when `read` returns: its errors are not those of the next turn."""
+    context, question = prompts([7, 6])
+
+    def refuse(runner, lengths):
+        raise KeyboardInterrupt
+
+    def answered(interrupted):
+        conversation = dms_jax.Conversation(model_for("dms", ends=False), **SHAPE)
+        with monkeypatch.context() as patch:
+            if interrupted:
+                patch.setattr(Runner, "read_lengths", refuse)
+                with pytest.raises(KeyboardInterrupt):
+                    conversation.read(context)
+        conversation.read(context)
+        return conversation.say(question, sampling=SHORT)
+
+    assert answered(interrupted=True) == answered(interrupted=False)

@@ -93,16 +93,23 @@ MUTANTS = [
     Mutant(
         "generation: a cancelled prompt is read for nobody",
         FOLDER + "engine.py",
-        "ended = set(gone) - shared",
+        "ended = gone - {source_of.get(lane, lane) for lane in self._running.keys() - gone}",
         "ended = set()",
         (f"{ARRIVALS}::test_a_prompt_that_is_cancelled_is_not_read_to_its_end",),
     ),
     Mutant(
         "generation: a cancelled prompt is dropped that another request shares",
         FOLDER + "engine.py",
-        "ended = set(gone) - shared",
-        "ended = set(gone)",
+        "ended = gone - {source_of.get(lane, lane) for lane in self._running.keys() - gone}",
+        "ended = gone",
         (f"{ARRIVALS}::test_a_prompt_that_another_request_shares_is_read_to_its_end",),
+    ),
+    Mutant(
+        "generation: a prompt is read for requests that are all cancelled",
+        FOLDER + "engine.py",
+        "ended = gone - {source_of.get(lane, lane) for lane in self._running.keys() - gone}",
+        "ended = gone - set(source_of.values())",
+        (f"{ARRIVALS}::test_a_prompt_whose_sharers_are_all_cancelled_is_not_read_to_its_end",),
     ),
     Mutant(
         "generation: an answer takes the position after the last",
