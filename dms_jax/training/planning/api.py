@@ -279,7 +279,9 @@ def _compile(
         program = collectives(compiled.as_text(), step.devices)
     passes, sequences, _ = next(iter(inputs.passes.values())).shape
     assert recipe.remat != "auto"
-    kept = min(temporary, kept_bytes(config, recipe, recipe.remat, sequences // data))
+    model = step.devices // data
+    kept = kept_bytes(config, recipe, recipe.remat, sequences // data, model=model)
+    kept = min(temporary, kept)
     several = passes > 1 or recipe.trained_for(step.policy) == "all"
     gradients = min(temporary - kept, trained) if several else 0.0
     return Memory(
