@@ -1,8 +1,8 @@
 """What layers keep for the backward pass, in bytes, and what is kept where a recipe says "auto".
 
 Outputs of matrix products are kept where they and the training state take little of a device's
-memory: this saves a pass through the layers' matrices, a tenth of a step on an H200. The rest of
-the memory is for the loss, the layer at work and what is gathered.
+memory: this saves a pass through the layers' matrices, 12% of a step of 8B frozen weights on an
+H200. The rest of the memory is for the loss, the layer at work and what is gathered.
 """
 
 import dataclasses
