@@ -61,6 +61,16 @@ class Config:
     """Where the figures go, as they come."""
 
 
+def draw(size: int, columns: int, count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns tokens, and a gradient of each."""
+    # Few tokens are most of a text.
+    drawn = np.random.default_rng(0).zipf(1.2, (2, count // 2)) - 1
+    tokens = jnp.asarray(np.minimum(drawn, size - 1), jnp.int32)
+    # Drawn in bfloat16 there are 128 values, whose sums are exact in any order.
+    gradient = jax.random.normal(jax.random.key(0), (*tokens.shape, columns))
+    return tokens, gradient.astype(jnp.bfloat16)
+
+
 def time_form(form: Any, tokens: jax.Array, gradient: jax.Array, size: int, calls: int) -> Any:
     """Returns the milliseconds of a call, whether it repeats its bits, and its result."""
     compiled = jax.jit(form, static_argnums=2)
@@ -82,10 +92,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     began = time.perf_counter()
     for name in config.shapes:
         size, columns, count = SHAPES[name]
-        # Few tokens are most of a text.
-        drawn = np.random.default_rng(0).zipf(1.2, (2, count // 2)) - 1
-        tokens = jnp.asarray(np.minimum(drawn, size - 1), jnp.int32)
-        gradient = jax.random.normal(jax.random.key(0), (*tokens.shape, columns), jnp.bfloat16)
+        tokens, gradient = draw(size, columns, count)
         expected = None
         for form, function in FORMS.items():
             if time.perf_counter() - began > config.seconds:

@@ -14,8 +14,9 @@ from dms_jax.sharding import make_mesh
 from dms_jax.training import trainer as library
 from dms_jax.training.planning.lowering import AbstractStep
 from dms_jax.training.recipe import Recipe, Stage
-from dms_jax.training.remat import settle
+from dms_jax.training.remat import kept_bytes, settle
 from dms_jax.training.trainer import Trainer
+from tests.support.models import tiny_config
 from tests.training.tiny import ADAPTER, language_model, recipe
 
 OPEN = Recipe("open", (Stage("ramp", 10, 1e-5, 4.0),), sequence_length=4096, batch_size=4)
@@ -52,6 +53,32 @@ def test_products_are_kept_where_memory_allows(
     assert settled == dataclasses.replace(open_one, remat=expected)
     told = dataclasses.replace(open_one, remat="everything")
     assert settle(told, config, parameters=1, trained=1, shards=(1, 1), memory=1e15) == told
+
+
+def test_tensor_parallelism_does_not_split_hidden_states():
+    """Every device keeps the inputs of layers and the sums after attention whole."""
+    heads = dict(num_layers=13, num_heads=8, num_kv_heads=4, head_dim=16)
+    config = dataclasses.replace(tiny_config(), hidden_size=64, intermediate_size=224, **heads)
+    one = dataclasses.replace(OPEN, sequence_length=192, compute_dtype="float32", batch_size=3)
+    kept = {
+        remat: kept_bytes(config, one, remat, 3, model=4) / (4 * 13 * 3 * 192)
+        for remat in ("all_but_products", "all_but_attention", "everything")
+    }
+    # As in the compiled step: x, its sum with attention; outputs, queries, keys and values; gates.
+    assert kept["all_but_products"] == 64 + 64 + (128 + 128 + 128 + 448) / 4
+    assert (kept["all_but_attention"], kept["everything"]) == (64 + 128 / 4, 64)
+
+    large = dataclasses.replace(OPEN, batch_size=32, micro_batch_size=1)
+    size, memory = 70_600_000_000, DEVICES["v6e"].memory
+    settled = settle(
+        large,
+        SHAPES["llama-3.1-70b"],
+        parameters=size,
+        trained=size,
+        shards=(32, 8),
+        memory=float(memory),
+    )
+    assert settled.remat == "all_but_attention"
 
 
 def test_trainer_and_plan_choose_alike(monkeypatch):

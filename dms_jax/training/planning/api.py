@@ -10,8 +10,8 @@ counted from the shapes. Seconds are estimates:
     a step       between the larger of the two, where sending is hidden behind computing, and
                  their sum
 
-0.5 is between the shares of the peak that executed operations were measured at on one H200 (0.40
-for a model of 1B parameters, 0.57 for frozen weights of 8B).
+0.5 is between the shares of the peak that executed operations were measured at on one H200 (0.46
+for a model of 1B parameters, 0.58 for frozen weights of 8B).
 """
 
 import dataclasses
@@ -279,7 +279,9 @@ def _compile(
         program = collectives(compiled.as_text(), step.devices)
     passes, sequences, _ = next(iter(inputs.passes.values())).shape
     assert recipe.remat != "auto"
-    kept = min(temporary, kept_bytes(config, recipe, recipe.remat, sequences // data))
+    model = step.devices // data
+    kept = kept_bytes(config, recipe, recipe.remat, sequences // data, model=model)
+    kept = min(temporary, kept)
     several = passes > 1 or recipe.trained_for(step.policy) == "all"
     gradients = min(temporary - kept, trained) if several else 0.0
     return Memory(
