@@ -109,9 +109,9 @@ class Config:
     """Sequences an optimizer step; None takes the recipe's."""
     micro_batch_size: int | None = None
     """Sequences a device passes forward and back at a time; None takes the recipe's."""
-    remat: Remat | None = None
+    remat: Remat | Literal["auto"] | None = None
     """What the backward pass computes again of each layer, from what takes the most memory to what
-    takes the least. The recipe's own unless given."""
+    takes the least; "auto" chooses by the device's memory. The recipe's own unless given."""
     learning_rate: float | None = None
     """Constant rate of everything that is trained, in every stage; None takes the recipe's."""
     distillation_temperature: float | None = None
