@@ -22,8 +22,11 @@ TALK = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
 PAGES = 3  # pages of sixteen tokens per row in the small engines below
 
 
-def small_engine(policy=None, *, ends: bool = False, lanes: int = 1) -> Engine:
+def small_engine(policy=None, *, ends: bool = False, lanes: int = 1, end_tokens=None) -> Engine:
     model = model_for("vanilla", ends=ends)
+    if end_tokens is not None:
+        generation = GenerationDefaults(eos_token_ids=tuple(end_tokens))
+        model = dataclasses.replace(model, generation=generation)
     rows = model.config.num_layers * model.config.num_kv_heads
     memory = PAGES * rows * 2 * 16 * model.config.head_dim * 4
     return Engine(model, policy, memory=memory, max_tokens=64, **(SHAPE | {"num_lanes": lanes}))
@@ -337,10 +340,8 @@ def test_an_answer_that_its_first_token_ends_needs_no_room():
     given = prompts((16 * (PAGES - 1),))
     once = dataclasses.replace(SHORT, max_new_tokens=1)
     (first,) = small_engine(policy).generate(given, sampling=once)
-    engine = small_engine(policy)
     with pytest.raises(CapacityError, match="the sequence to its end"):
-        engine.generate(given, sampling=SHORT)
-    generation = GenerationDefaults(eos_token_ids=tuple(first.tokens))
-    engine.model = dataclasses.replace(engine.model, generation=generation)
+        small_engine(policy).generate(given, sampling=SHORT)
+    engine = small_engine(policy, end_tokens=first.tokens)
     (ended,) = engine.generate(given, sampling=SHORT)
     assert (ended.tokens, ended.finish_reason) == (first.tokens, "end")
