@@ -81,7 +81,9 @@ def test_every_asset_carries_its_licence():
 
 
 def test_an_asset_that_is_not_shipped():
-    with pytest.raises(DataError, match="there are books, reasoner-11m, reasoner-11m-dms, smollm2-135m-"):
+    with pytest.raises(
+        DataError, match="there are books, reasoner-11m, reasoner-11m-dms, smollm2-135m-"
+    ):
         assets.path("gpt5")
     with pytest.raises(DataError, match="train, more and valid"):
         assets.stories("test")
