@@ -63,7 +63,7 @@ class Int4(Format):
         return self._turn(wide).astype(dtype)
 
     def rotate(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        """Returns vectors in the rotated frame of the pages, or those of that frame in their own."""
+        """Returns vectors in the rotated frame of the pages, or of that frame in their own."""
         return self._turn(x).astype(x.dtype)
 
     def _turn(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
