@@ -12,6 +12,7 @@ import pathlib
 from typing import Literal
 
 import dms_jax
+from experiments.reproduction.queue import Places
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     FREE,
@@ -140,11 +141,12 @@ def asked_of(training: Training, *measures: str) -> list[Job]:
     ]
 
 
-class Paths:
+class Paths(Places):
     """Where things are in the run directory."""
 
     def __init__(self, config: Config):
-        self.config, self.root = config, config.out
+        super().__init__(config.out)
+        self.config = config
 
     def lessons(self, model: str, shard: int | str) -> pathlib.Path:
         return self.root / "lessons" / model / f"{shard}.jsonl"
@@ -172,15 +174,6 @@ class Paths:
         training = TRAININGS[REFERENCE[model]]
         job = Job("asking", model, training.name, f"{training.ratio:g}", measure)
         return self.result(job)
-
-    def log(self, job: Job) -> pathlib.Path:
-        return self.root / "jobs" / f"{job.name}.json"
-
-    def lock(self, job: Job) -> pathlib.Path:
-        return self.root / "locks" / job.name
-
-    def failure(self, job: Job) -> pathlib.Path:
-        return self.root / "failed" / f"{job.name}.txt"
 
     def done(self, job: Job) -> bool:
         """Whether the files are there that a job is there to write."""
