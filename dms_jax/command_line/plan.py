@@ -47,6 +47,8 @@ class Config:
     """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan."""
     model_shards: int = 1
     """Devices along which heads and feed-forward are split; the others split sequences."""
+    sequence_shards: int = 1
+    """Devices along which the tokens of each sequence are split."""
     here: bool = False
     """Whether the machine is this one: its own compiler is asked, and nothing runs on it."""
 
@@ -87,7 +89,7 @@ class Config:
         told = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name in shared and field.name != "model_shards"
+            if field.name in shared - {"model_shards", "sequence_shards"}
         }
         return Retrofit(model=self.model, data=(), out=pathlib.Path("runs/plan"), **told)
 
@@ -127,6 +129,7 @@ def main(config: Config) -> None:
             recipe=chosen.make_recipe(),
             machine=machine,
             model_shards=config.model_shards,
+            sequence_shards=config.sequence_shards,
             here=config.here,
         )
         print(f"{made}\n", flush=True)
@@ -136,7 +139,8 @@ def main(config: Config) -> None:
 
 def write(path: pathlib.Path, model: str, made: Plan) -> None:
     """Adds a plan to a page."""
-    title = f"## {model} on {made.machine.name}, {made.mesh[0]} x {made.mesh[1]}"
+    sizes = (made.mesh[0], *[made.sequence] * (made.sequence > 1), made.mesh[1])
+    title = f"## {model} on {made.machine.name}, {' x '.join(map(str, sizes))}"
     versions = f"jax {jax.__version__}, {command()}"
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{title}\n\n```\n{made}\n```\n\n{versions}\n\n")

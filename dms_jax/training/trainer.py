@@ -1,9 +1,9 @@
 """The training state and its compiled step, on one device or sharded over a mesh.
 
 On a mesh, parameters and optimizer state are sharded by `sharding.TRAINING_RULES` (every matrix
-over `data`, heads and feed-forward over `model`) and sequences over `data`. What is frozen has the
-same places, the teacher shares the arrays of the student that are the same, and the trainer keeps
-no other copy of the model.
+over `data` and `sequence`, heads and feed-forward over `model`), and sequences over `data`. What is
+frozen has the same places, the teacher shares the arrays of the student that are the same, and the
+trainer keeps no other copy of the model.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from dms_jax.training.parameters import (
 from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.remat import settle
 from dms_jax.training.schedules import eviction_target
-from dms_jax.training.shards import Shards, holds_whole_layers
+from dms_jax.training.shards import Shards, check_split, holds_whole_layers
 from dms_jax.training.step import (
     Constants,
     Passes,
@@ -103,6 +103,7 @@ class Trainer:
         self, model: LanguageModel, policy: Policy, recipe: Recipe, seed: int, mesh: Mesh | None
     ):
         compilation.prepare()
+        check_split(recipe, policy, mesh)
         self._policy, self._mesh = policy, mesh
         self._target = eviction_target(recipe.compression_ratio)
         self._device = next(iter(model.transformer.embedding[...].devices()))
@@ -143,9 +144,7 @@ class Trainer:
             model.config,
             parameters=count(arrays),
             trained=count(parts.trained),
-            shards=(1, 1)
-            if mesh is None
-            else (mesh.shape[sharding.DATA], mesh.shape[sharding.MODEL]),
+            shards=sharding.mesh_sizes(mesh),
             memory=self._memory,
         )
         self._layer_parameters = layer_parameters(transformer)

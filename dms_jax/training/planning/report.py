@@ -21,6 +21,7 @@ def report(plan: "Plan") -> str:
 def _head(plan: "Plan") -> list[str]:
     recipe, machine = plan.recipe, plan.machine
     data, model = plan.mesh
+    of_rows = f"sequence {plan.sequence}, " if plan.sequence > 1 else ""
     trained = {
         "all": "all weights",
         "adapter": "the adapter beside frozen weights",
@@ -32,7 +33,7 @@ def _head(plan: "Plan") -> list[str]:
     lines = [
         f"{plan.parameters / 1e9:.1f}B parameters, {short(plan.policy)}, {recipe.name}: {trained}, "
         f"{recipe.loss.replace('_', ' ')}",
-        f"On {machine.count} {machine.kind} ({machine.name}): data {data}, model {model}",
+        f"On {machine.count} {machine.kind} ({machine.name}): data {data}, {of_rows}model {model}",
         f"{sum(stage.steps for stage in plan.stages):,} optimizer steps ({stages}), "
         f"{plan.tokens / 1e9:.3g}B tokens",
         f"A step: {passes} pass{'es' * (counts[-1] > 1)} of {recipe.pass_size(data)} sequences of "
@@ -166,6 +167,9 @@ def _advice(plan: "Plan") -> list[str]:
                 advice.append("remat='everything': layers are computed again in the backward pass")
             advice.append(
                 f"model_shards={2 * model}: heads, feed-forward and logits are split further"
+            )
+            advice.append(
+                f"sequence_shards={2 * plan.sequence}: tokens of a sequence are split further"
             )
             advice.append(f"a sequence_length of {recipe.sequence_length // 2:,} or less")
     elif plan.communication_seconds(plan.longest) > plan.compute_seconds(plan.longest):

@@ -56,17 +56,18 @@ def meeting(segments, rows, columns):
 def test_blocks_of_one_document_meet(rows, columns):
     random = np.random.default_rng(rows + 2 * columns)
     segments = sorted_segments(random, 3, 1024)
-    found = gpu_tiles.segment_overlap(jnp.asarray(segments, jnp.int32), rows, columns)
+    found = gpu_tiles.segment_overlap(*[jnp.asarray(segments, jnp.int32)] * 2, rows, columns)
     chex.assert_trees_all_equal(found, meeting(segments, rows, columns))
     # With padding, 0, at the end blocks may seem to meet that do not; never the other way round.
     segments[:, 900:] = 0
-    found = gpu_tiles.segment_overlap(jnp.asarray(segments, jnp.int32), rows, columns)
+    found = gpu_tiles.segment_overlap(*[jnp.asarray(segments, jnp.int32)] * 2, rows, columns)
     assert (np.asarray(found) >= meeting(segments, rows, columns)).all()
 
 
 def gpu_problem(**changes):
-    options = dict(B=1, T=256, H=4, K=2, D=128, window=16, scale=1.0, packed=False, interpret=True)
-    return gpu_tiles.Problem(**(options | {"dtype": jnp.dtype("bfloat16")} | changes))
+    options = dict(B=1, T=256, S=256, H=4, K=2, D=128, window=16, scale=1.0, interpret=True)
+    options |= dict(dtype=jnp.dtype("bfloat16"), packed=False, placed=False)
+    return gpu_tiles.Problem(**(options | changes))
 
 
 def test_a_ring_fits_beside_what_stays():
