@@ -285,7 +285,8 @@ def _run_tokens(
         )
     runner.reserve(extra, prompt=prompt)
     ending = ending or {}
-    extended = runner.extend(parts, width=width, prompt=prompt, ends_prompt=ending)
+    entries = None if prompt else min(_few_sizes(len(parts)), len(runner.seen))
+    extended = runner.extend(parts, width=width, prompt=prompt, entries=entries, ends_prompt=ending)
     runner.trim()
     for lane in parts:
         meters[lane].add(extended.live[lane], held=extended.held[lane])
@@ -311,6 +312,17 @@ def _run_tokens(
             end = start + len(_targets(batch[sharer], place))
             _record(batch[sharer], place, logprobs[row, start:end], greedy[row, start:end])
             start = end
+
+
+def _few_sizes(count: int) -> int:
+    """The next power of eight: continuations end one by one, and each size is compiled once.
+
+    # 1, 7, 8, 65  Out: 1, 8, 8, 512
+    """
+    size = 1
+    while size < count:
+        size *= 8
+    return size
 
 
 def _targets(sequence: _Sequence, place: int) -> list[int]:

@@ -41,20 +41,35 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-class Places(Protocol):
-    """Where the files of jobs are, and what a job waits for."""
+class Places:
+    """Where the files of jobs are, and what a job waits for.
 
-    root: pathlib.Path
+    Args:
+      root: the run directory.
+    """
 
-    def log(self, job: Any) -> pathlib.Path: ...
+    def __init__(self, root: pathlib.Path):
+        self.root = root
 
-    def lock(self, job: Any) -> pathlib.Path: ...
+    def log(self, job: Any) -> pathlib.Path:
+        """How a job ended, and what it took."""
+        return self.root / "jobs" / f"{job.name}.json"
 
-    def failure(self, job: Any) -> pathlib.Path: ...
+    def lock(self, job: Any) -> pathlib.Path:
+        """A file that is there while a process does the job; it holds the process's number."""
+        return self.root / "locks" / job.name
 
-    def done(self, job: Any) -> bool: ...
+    def failure(self, job: Any) -> pathlib.Path:
+        """What a job failed of."""
+        return self.root / "failed" / f"{job.name}.txt"
 
-    def ready(self, job: Any) -> bool: ...
+    def done(self, job: Any) -> bool:
+        """Whether the files are there that a job is there to write."""
+        raise NotImplementedError
+
+    def ready(self, job: Any) -> bool:
+        """Whether what a job needs is there."""
+        return True
 
 
 def device_works() -> bool:
@@ -114,7 +129,7 @@ class Queue[P: Places]:
     def _do(self, job: Named) -> None:
         start = time.time()
         print(f"{job.name}: begins", flush=True)
-        outcome = "done"
+        outcome, reason = "done", ""
         try:
             getattr(self, f"_{job.kind}")(job)
         except OutOfTimeError:
@@ -124,14 +139,10 @@ class Queue[P: Places]:
         except Exception:  # another job may well succeed; the page tells of this one
             reason = traceback.format_exc()
             traceback.print_exc()
-            if device_works():
-                outcome = "failed"
-                write_text(self.paths.failure(job), reason)
-            else:
-                outcome = "device died"
-                give_back(self.paths.root, job.name, reason)
-        finally:
-            self.paths.lock(job).unlink(missing_ok=True)
+            outcome = "failed" if device_works() else "device died"
+        except BaseException:
+            self.paths.lock(job).unlink()
+            raise
         seconds = time.time() - start
         before = read_json(self.paths.log(job)) or {"seconds": 0.0}
         record = {
@@ -142,9 +153,14 @@ class Queue[P: Places]:
         }
         write_json(self.paths.log(job), record)
         print(f"{job.name}: {outcome}, {seconds:.0f} s", flush=True)
+        # A job is freed last: from then on its files may be another process's.
         if outcome == "device died":
             print("The device of this process is dead: it ends, for another process.", flush=True)
+            give_back(self.paths.root, job.name, reason)
             os._exit(DEVICE_DIED)  # at an ordinary end jax would wait for the device
+        if outcome == "failed":
+            write_text(self.paths.failure(job), reason)
+        self.paths.lock(job).unlink()
 
     def check_time(self, *_: Any) -> None:
         """Raises OutOfTimeError after the deadline."""

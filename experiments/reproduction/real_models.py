@@ -25,7 +25,7 @@ from experiments.reproduction.real.jobs import check_settings
 from experiments.reproduction.real.page import write_pages
 from experiments.reproduction.real.plan import Paths, jobs
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import SHIPPED, TRAININGS
+from experiments.reproduction.real.systems import PLANNED, TRAININGS
 from experiments.reproduction.runs import carry_out, require_results, status
 
 JOBS = "experiments.reproduction.real.jobs"
@@ -54,9 +54,9 @@ def main(config: Config) -> int:
 
 
 def pack(config: Config, folder: pathlib.Path) -> None:
-    """Puts results, logs and an adapter into an archive, cut into parts; no weights of a model.
+    """Puts results, logs and one adapter into an archive, cut into parts; no weights of a model.
 
-    Of the adapters there is the one that ships: those of the large model would be most of it.
+    Of the adapters there is the one that is judged: all of them would be most of the archive.
     """
     folder.mkdir(parents=True, exist_ok=True)
     whole = folder / "real-models.tar.gz"
@@ -66,7 +66,7 @@ def pack(config: Config, folder: pathlib.Path) -> None:
     # What was answered says where an answer went another way; 0.5 MB a system.
     names += [str(f.relative_to(config.out)) for f in config.out.glob(_ANSWERS)]
     names += [str(f.relative_to(config.out)) for f in config.out.glob(_TIMED)]
-    names += [f"trainings/{SHIPPED}/model"]
+    names += [f"trainings/{PLANNED}/model"]
     names += [f"trainings/{name}/log.jsonl" for name in TRAININGS]
     with tarfile.open(whole, "w:gz") as archive:
         for name in names:

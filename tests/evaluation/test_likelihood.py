@@ -19,6 +19,7 @@ from dms_jax.evaluation import (
 )
 from dms_jax.evaluation.perplexity import cut_into_windows
 from dms_jax.evaluation.tasks import ARC, PIQA, WinoGrande
+from dms_jax.generation.runner import Runner
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import lines, text
 from tests.generation.support import log_softmax, model_for, prompts, stories
@@ -67,6 +68,20 @@ def assert_same(found, want):
     for one, other in zip(found, want, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert (one.greedy, one.peak_tokens) == (other.greedy, other.peak_tokens)
+
+
+def test_continuations_that_end_one_by_one_need_few_programs(monkeypatch):
+    """Of 5 lanes 5, 4, 3, 2 and then 1 are at work: all but the last in steps of all lanes."""
+    steps, extend = [], Runner.extend
+
+    def count(runner, tokens, *, width, entries=None, **told):
+        steps.append((len(tokens), entries))
+        return extend(runner, tokens, width=width, entries=entries, **told)
+
+    monkeypatch.setattr(Runner, "extend", count)
+    pairs = [([1, 2], [3] * size) for size in (6, 5, 4, 3, 2)]
+    likelihoods(stories(), pairs, serving=dataclasses.replace(SERVING, lanes=5))
+    assert [each for each in steps if each[1]] == [(5, 5), (4, 5), (3, 5), (2, 5), (1, 1)]
 
 
 def test_lanes_and_room_change_nothing():

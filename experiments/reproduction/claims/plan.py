@@ -14,6 +14,7 @@ from typing import Literal
 import dms_jax
 from experiments.reproduction.claims.settings import Config
 from experiments.reproduction.claims.systems import FREE, TRAININGS
+from experiments.reproduction.queue import Places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +86,12 @@ def asked(job: Job) -> tuple[str, ...]:
     return (TRAININGS.get(job.system) or FREE[job.system]).measures
 
 
-class Paths:
+class Paths(Places):
     """Where things are in the run directory."""
 
     def __init__(self, config: Config):
-        self.config, self.root = config, config.out
+        super().__init__(config.out)
+        self.config = config
 
     def data(self, shard: int) -> pathlib.Path:
         return self.root / "data" / f"{shard}.npz"
@@ -108,15 +110,6 @@ class Paths:
 
     def result(self, job: Job, measure: str) -> pathlib.Path:
         return self.root / "results" / job.system / f"{job.setting}-{job.seed}-{measure}.npz"
-
-    def log(self, job: Job) -> pathlib.Path:
-        return self.root / "jobs" / f"{job.name}.json"
-
-    def lock(self, job: Job) -> pathlib.Path:
-        return self.root / "locks" / job.name
-
-    def failure(self, job: Job) -> pathlib.Path:
-        return self.root / "failed" / f"{job.name}.txt"
 
     def summary(self, name: str, seed: int) -> pathlib.Path:
         """The thinned log of a training, which says that it is done."""

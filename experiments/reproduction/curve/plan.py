@@ -19,6 +19,7 @@ from typing import Literal
 import dms_jax
 from dms_jax.command_line.comparison import texts
 from dms_jax.data.tasks import Needle, Split, Task, VariableTracking
+from experiments.reproduction.queue import Places
 
 TASKS = ("reasoning", "needle", "tracking")
 CHOICE_RATIO = 4.0  # at which the DMS variants stand for election
@@ -263,11 +264,12 @@ def left(config: Config) -> list[Job]:
     return wanted
 
 
-class Paths:
+class Paths(Places):
     """Where things are in the run directory."""
 
     def __init__(self, config: Config):
-        self.config, self.root = config, config.out
+        super().__init__(config.out)
+        self.config = config
 
     def data(self, shard: int) -> pathlib.Path:
         return self.root / "data" / f"{shard}.npz"
@@ -280,15 +282,6 @@ class Paths:
 
     def result(self, system: str, setting: str, seed: int, task: str) -> pathlib.Path:
         return self.root / "results" / system / f"{setting}-{seed}-{task}.json"
-
-    def log(self, job: Job) -> pathlib.Path:
-        return self.root / "jobs" / f"{job.name}.json"
-
-    def lock(self, job: Job) -> pathlib.Path:
-        return self.root / "locks" / job.name
-
-    def failure(self, job: Job) -> pathlib.Path:
-        return self.root / "failed" / f"{job.name}.txt"
 
     def products(self, job: Job) -> list[pathlib.Path]:
         """The files that a job is there to write."""

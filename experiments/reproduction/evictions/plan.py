@@ -19,6 +19,7 @@ import dms_jax
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe, recipes
+from experiments.reproduction.queue import Places
 
 WINDOW = 16  # of the reasoner's DMS (the first curve); its sequences are short
 RATIOS = (4.0, 8.0)
@@ -223,11 +224,12 @@ def jobs(config: Config) -> list[Job]:
     return order
 
 
-class Paths:
+class Paths(Places):
     """Where things are in the run directory."""
 
     def __init__(self, config: Config):
-        self.config, self.root = config, config.out
+        super().__init__(config.out)
+        self.config = config
 
     def data(self, shard: int) -> pathlib.Path:
         return self.root / "data" / f"{shard}.npz"
@@ -245,15 +247,6 @@ class Paths:
 
     def result(self, system: str, ratio: float) -> pathlib.Path:
         return self.root / "results" / f"{system}-{ratio:g}.json"
-
-    def log(self, job: Job) -> pathlib.Path:
-        return self.root / "jobs" / f"{job.name}.json"
-
-    def lock(self, job: Job) -> pathlib.Path:
-        return self.root / "locks" / job.name
-
-    def failure(self, job: Job) -> pathlib.Path:
-        return self.root / "failed" / f"{job.name}.txt"
 
     def product(self, job: Job) -> pathlib.Path:
         """The file that a job is there to write."""

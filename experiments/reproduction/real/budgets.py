@@ -1,12 +1,20 @@
 """Budgets at which a method holds as much as the reference retrofit was measured to hold."""
 
+import dataclasses
+from collections.abc import Sequence
+
 import numpy as np
 
-from dms_jax.policies import Policy
+import dms_jax
+from dms_jax.command_line.self_taught.measuring import whole
+from dms_jax.data import Exchange
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import KVpop, KVzap, Policy
 from experiments.reproduction.files import read_json
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.systems import VANILLA, Free
 
+_ROWS = 8  # answers of a batch that a threshold is taken from
 SHARES = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # questions of very different lengths
 
 
@@ -28,6 +36,36 @@ def calibrated(paths: Paths, job: Job, method: Free) -> Policy:
         prompts, answers = (np.asarray(lengths[n]) for n in ("prompt_tokens", "new_tokens"))
         budget = budget_of_mean(prompts, answers, reference["mean_live"])
     return method.make(budget=max(round(method.times * budget), 16))
+
+
+def fitted(
+    paths: Paths, job: Job, model: LanguageModel, policy: Policy, held_out: Sequence[Exchange]
+) -> Policy:
+    """The policy of a scorer of importance at the budget for a measure.
+
+    Args:
+      paths: where the figures are of what it is to hold as much as.
+      job: what asks it.
+      model: with the scorer.
+      policy: as it was trained.
+      held_out: answers that nothing was trained on, from which a threshold is taken.
+    """
+    vanilla = read_json(paths.result(free(job.model, VANILLA, job.measure)))["peak"]
+    peak = read_json(paths.reference(job.model, job.measure))["peak"]
+    if isinstance(policy, KVpop):  # one more is live while a query attends
+        return dataclasses.replace(policy, budget=max(round(peak) - 1, policy.least_budget))
+    assert isinstance(policy, KVzap)
+    ratio = (vanilla - policy.window) / max(peak - policy.window, 1.0)
+    rows = [whole(each) for each in held_out]
+    longest = max(map(len, rows))
+    batches = []
+    for first in range(0, len(rows), _ROWS):
+        tokens = np.zeros((_ROWS, longest), np.int32)
+        segments = np.zeros((_ROWS, longest), np.int32)
+        for place, row in enumerate(rows[first : first + _ROWS]):
+            tokens[place, : len(row)], segments[place, : len(row)] = row, 1
+        batches.append({"tokens": tokens, "segment_ids": segments})
+    return dms_jax.calibrate(model, batches, compression_ratio=max(ratio, 1.0), policy=policy)
 
 
 def budget_of_mean(prompts: np.ndarray, answers: np.ndarray, live: float) -> int:

@@ -12,11 +12,11 @@ from dms_jax.analysis.labels import label_heights
 from dms_jax.evaluation import Measured
 from experiments.reproduction.real.results import TASKS, Results, end_of, score
 from experiments.reproduction.real.systems import (
+    CONTROL,
     PLANNED,
     QWEN,
     SHIPPED,
     SMOLLM2,
-    TRAININGS,
     VANILLA,
 )
 
@@ -25,9 +25,7 @@ _COLOURS = ("#c0392b", "#2471a3", "#7d8c2f", "#8e44ad", "#b9770e", "#222222")
 _DPI = 130
 
 
-# What each kind of training changes.
-_KINDS = {"all": "all weights", "low_rank": "low rank", "adapter": "adapter alone"}
-# What holds everything is dark, what was retrofitted red, what needs no training blue.
+# What holds everything is dark, what learned red, what needs no training blue.
 _FREE = {
     "ExpectedAttention": ("expected", _COLOURS[1]),
     "H2O": ("h2o", _COLOURS[1]),
@@ -37,7 +35,7 @@ _FREE = {
 }
 _SMOLLM2 = {
     "DMS, adapter": end_of(SHIPPED),
-    "DMS, all weights": end_of("smollm2-all-w16"),
+    "DMS, low rank": end_of("smollm2-low-rank-w16"),
     "ExpectedAttention": "expected",
     "TOVA": "tova",
     "StreamingLLM": "streaming",
@@ -52,8 +50,7 @@ def draw(results: Results, folder: pathlib.Path) -> set[str]:
     if results.get(QWEN, VANILLA, "gsm8k"):
         _gsm8k(results, folder / "gsm8k.png")
         drawn.add("gsm8k.png")
-    voter = end_of(results.chosen("frontier"))
-    points = results.frontier({VANILLA: "vanilla", voter: "DMS"})
+    points = results.frontier({VANILLA: "vanilla", end_of(PLANNED): "DMS"})
     if points is not None:
         hyperscaling_figure(
             folder / "frontier.png", points, title="GSM8K by vote, at equal reads and equal peak"
@@ -68,11 +65,13 @@ def draw(results: Results, folder: pathlib.Path) -> set[str]:
 def _gsm8k(results: Results, path: pathlib.Path) -> None:
     """Accuracy of each method, with its peak of live tokens beside the name."""
     figure, axes = _axes()
-    retrofits = dict.fromkeys([results.chosen(), PLANNED])
     shown = {
         "the model itself": (VANILLA, _COLOURS[5]),
-        "trained further": (end_of("control"), _COLOURS[5]),
-        **{f"DMS, {_KINDS[TRAININGS[n].trainable]}": (end_of(n), _COLOURS[0]) for n in retrofits},
+        "trained further": (end_of(CONTROL), _COLOURS[5]),
+        "DMS": (end_of(PLANNED), _COLOURS[0]),
+        "DMC": (end_of("dmc"), _COLOURS[0]),
+        "KVzap": (end_of("kvzap"), _COLOURS[0]),
+        "KVpop": (end_of("kvpop"), _COLOURS[0]),
         **_FREE,
     }
     found = [

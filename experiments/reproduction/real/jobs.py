@@ -23,7 +23,7 @@ from experiments.reproduction import runs
 from experiments.reproduction.files import provenance, write_json, write_text
 from experiments.reproduction.processes import own_place
 from experiments.reproduction.queue import Queue
-from experiments.reproduction.real.budgets import calibrated
+from experiments.reproduction.real.budgets import calibrated, fitted
 from experiments.reproduction.real.lessons import (
     held_out_exchanges,
     self_taught,
@@ -83,10 +83,11 @@ class Worker(Queue[Paths]):
     def _training(self, job: Job) -> None:
         config, training = self.config, TRAININGS[job.system]
         base = self.base(job.model)
-        documents = training_documents(config, job.model, base, training.keep)
-        held_out = HeldOut(
-            self_taught(config, job.model), base, held_out_exchanges(config, job.model)
-        )
+        documents = training_documents(config, job.model, base)
+        held_out = None
+        if training.policy is None or training.evicts_as_trained:
+            answers = held_out_exchanges(config, job.model)
+            held_out = HeldOut(self_taught(config, job.model), base, answers)
         folder = self.paths.training(training.name)
         folder.parent.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = dict(
@@ -112,7 +113,7 @@ class Worker(Queue[Paths]):
             "seconds": sum(step["seconds"] for step in steps),
             "recipe": json.loads(json.dumps(vars(training), default=str)),
             "bytes": sum(f.stat().st_size for f in (folder / "model").glob("*.safetensors")),
-            "held_out": steps[-1]["evaluation"],
+            "held_out": steps[-1].get("evaluation"),
             "steps": runs.thinned(steps, _LOGGED_EVERY),
         }
         write_json(self.paths.summary(training.name), record)
@@ -167,7 +168,11 @@ class Worker(Queue[Paths]):
     def _system(self, job: Job) -> tuple[LanguageModel, Policy, str | None]:
         """The model, the policy and the type of the cache of a job that asks."""
         if job.system in TRAININGS:
-            return *self._trained(job.system, job.setting), None
+            model, policy = self._trained(job.system, job.setting)
+            if not TRAININGS[job.system].evicts_as_trained and policy != dms_jax.Vanilla():
+                answers = held_out_exchanges(self.config, job.model)
+                policy = fitted(self.paths, job, model, policy, answers)
+            return model, policy, None
         method = FREE[job.system]
         if method.trained is not None:
             setting = f"{TRAININGS[method.trained].ratio:g}"

@@ -89,17 +89,16 @@ def read_rows(config: Config, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for place in places for line in place.read_text().splitlines()]
 
 
-def training_documents(config: Config, name: str, model: LanguageModel, keep: str) -> list[Any]:
+def training_documents(config: Config, name: str, model: LanguageModel) -> list[Any]:
     """What a training of a model reads.
 
     Raises:
       DataError: no answer is kept.
     """
     rows = [row for row in read_rows(config, name) if not row["held_out"]]
-    ended = [row for row in rows if row["ended"] or config.unended]
-    kept = [row for row in ended if keep == "ended" or row["correct"]]
+    kept = [row for row in rows if row["ended"] or config.unended]
     if not kept:
-        raise dms_jax.DataError(f"None of {len(rows)} answers of {name} is {keep}.")
+        raise dms_jax.DataError(f"None of {len(rows)} answers of {name} is ended.")
     documents: list[Any] = [_exchange(row) for row in kept]
     if name != QWEN:
         documents += _texts(config, model) + _needles(config, model)

@@ -7,7 +7,7 @@ from typing import Any
 from dms_jax import DMS
 from dms_jax.evaluation import Measured
 from experiments.reproduction.claims.cells import percent, table, within
-from experiments.reproduction.files import write_json, write_text
+from experiments.reproduction.files import wrap, write_json, write_text
 from experiments.reproduction.real import figures, legends
 from experiments.reproduction.real.results import (
     CHAINS,
@@ -19,6 +19,7 @@ from experiments.reproduction.real.results import (
 )
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
+    CONTROL,
     FREE,
     OTHERS,
     PLANNED,
@@ -27,12 +28,11 @@ from experiments.reproduction.real.systems import (
     SMOLLM2,
     TRAININGS,
     VANILLA,
+    WINDOW,
 )
 
 POINTS, FEWER, BELOW, SMALL_POINTS = 2.0, 3.0, 10.0, 1.0  # the bars
 _KINDS = {"all": "all weights", "low_rank": "low rank", "adapter": "adapter"}
-# Of what the legend of the trainings calls gently.
-_GENTLE_RATES = {"all": 1e-5, "low_rank": 2e-4, "adapter": None}
 _FREE_LABELS = {
     VANILLA: "vanilla",
     "tova": "TOVA",
@@ -68,7 +68,7 @@ def write_pages(config: Config, folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pictures = figures.draw(results, folder)
     write_json(folder / "results.json", results.to_dict())
-    write_text(folder / "README.md", page(config, results, pictures, _notes(folder)))
+    write_text(folder / "README.md", wrap(page(config, results, pictures, _notes(folder))))
 
 
 def _notes(folder: pathlib.Path) -> str:
@@ -112,26 +112,31 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
 def _opening(results: Results) -> str:
     record = next(iter(results.records.values()))
     both = {
-        QWEN: "Qwen2.5-Coder-0.5B-Instruct (Apache-2.0; a 4-bit GGUF of 491,400,064 bytes, SHA-256 "
-        "begins 1d961463)",
-        SMOLLM2: "SmolLM2-135M-Instruct (Apache-2.0; a GGUF)",
+        QWEN: "- Qwen2.5-Coder-0.5B-Instruct (Apache-2.0): a 4-bit GGUF of 491,400,064 bytes, "
+        "SHA-256 begins 1d961463.",
+        SMOLLM2: "- SmolLM2-135M-Instruct (Apache-2.0): a GGUF.",
     }
     measured = {model for model, _, _ in results.records}
-    models = " and ".join(words for model, words in both.items() if model in measured)
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return (
-        f"{models}, read into bfloat16; no part of this repository. Retrofits learned from answers "
-        "that the model sampled itself; whatever is compared was measured in one run, from the "
-        "paged cache with the policy's own eviction. Errors are "
-        f"one standard error, of differences paired by problem. {record['device']}, {versions}, "
-        f"{record['date']}."
+    return "\n".join(
+        [
+            "Two models, read into bfloat16; neither is part of this repository. Each was "
+            "retrofitted on answers that it sampled itself.",
+            "",
+            *(words for model, words in both.items() if model in measured),
+            "",
+            "Whatever is compared was measured in one run, from the paged cache with the policy's "
+            "own eviction. Errors are one standard error, of differences paired by problem.",
+            "",
+            f"{record['device']}, {versions}, {record['date']}.",
+        ]
     )
 
 
 def name_of(label: str) -> str:
     """A system in words.
 
-    # In: "all-w16-at3.5"  Out: "DMS, all weights, window 16, to 3.5"     "tova"  "TOVA"
+    # In: "low-rank-w16-at3.5"  Out: "DMS, low rank, window 16, to 3.5"     "tova"  "TOVA"
     """
     system, _, setting = label.partition("-at")
     if system not in TRAININGS:
@@ -139,21 +144,13 @@ def name_of(label: str) -> str:
     training = TRAININGS[system]
     if training.policy is None:
         return "trained further (the control)"
+    if not training.evicts_as_trained:
+        return f"{training.policy.name}, window {WINDOW}"
     words = [training.policy.name, _KINDS[training.trainable]]
     words += [f"window {training.policy.window}"] if isinstance(training.policy, DMS) else []
-    at = f"at {setting}" if float(setting) in training.snapshots else f"to {setting}"
-    words += [at]
-    words += ["correct answers alone"] if training.keep == "correct" else []
-    prompts = training.model == QWEN and not training.answers_only
-    gently = prompts and training.warmup > 0
-    rate, settle = (_GENTLE_RATES[training.trainable], 0.5) if gently else (None, 0.3)
-    words += ["gently"] if gently else []
-    words += [f"rate {training.rate:g}"] if training.rate not in (None, rate) else []
-    words += ["warm-up"] if training.warmup and not gently else []
-    settled = training.settle != settle and training.make is None
-    words += [f"rates falling over {training.settle:.0%}"] if settled else []
-    words += ["prompts in the loss"] if prompts and not gently else []
-    words += [f"{training.share:g} times the tokens"] if training.share != 1 else []
+    words += [f"at {setting}" if float(setting) in training.snapshots else f"to {setting}"]
+    words += [training.words] if training.words else []
+    words += ["half the tokens"] if training.share == 0.5 else []
     return ", ".join(words)
 
 
@@ -176,33 +173,29 @@ def best_free(results: Results, peak: float) -> str | None:
 
 def verdicts(results: Results) -> str:
     """A line for each bar."""
-    chosen, control = results.chosen(), end_of("control")
-    main = end_of(chosen)
+    main = end_of(PLANNED)
     record = results.get(QWEN, main, "gsm8k")
-    lines, what = [], f"Qwen2.5-Coder-0.5B, {name_of(main)} (chosen before anything was measured):"
-    if chosen != PLANNED:
-        lines += [_planned(results)]
-        what = (
-            f"Of the {len(results.rivals())} trainings to that ratio, the one with the least "
-            "divergence on training questions that were held out (which looks at no test problem) "
-            f"is {name_of(main)}. It has a"
-        )
     if record is None:
-        lines += ["- The retrofit that was to be judged was not measured."]
+        lines = ["- The retrofit that was to be judged was not measured."]
     else:
         fewer = results.fewer(QWEN, main, "gsm8k") or 0.0
         held = "**holds**" if fewer >= FEWER else "**does not hold**"
-        lines += [
-            f"- {what} peak {record['peak']:.0f}, {fewer:.2f} times smaller; at least {FEWER:g} "
-            f"times: {held}."
+        lines = [
+            f"- Qwen2.5-Coder-0.5B, {name_of(main)} (the library's recipe as it stands, chosen "
+            f"before this run): peak {record['peak']:.0f}, {fewer:.2f} times smaller; at least "
+            f"{FEWER:g} times: {held}."
         ]
-        for other, what in ((VANILLA, "itself"), (control, "the control")):
-            gap = results.gap(QWEN, main, other, "gsm8k")
-            lines += [f"- GSM8K within {POINTS:g} points of {what}: {within(gap, POINTS)}."]
+        for measure, how in (("gsm8k", "greedy"), ("frontier", "eight chains a problem")):
+            for other, what in ((VANILLA, "itself"), (end_of(CONTROL), "the control")):
+                gap = results.gap(QWEN, main, other, measure)
+                held = within(gap, POINTS)
+                lines += [f"- GSM8K, {how}: within {POINTS:g} points of {what}: {held}."]
         lines += [_against_free(results, main, record["peak"])]
+    lines += _nearest(results)
     if results.get(SMOLLM2, VANILLA, "piqa") is None:
         return "\n".join([*lines, "- SmolLM2-135M-Instruct: **not measured**."])
-    for training, what in ((SHIPPED, "adapter"), ("smollm2-all-w16", "all weights")):
+    told = ((SHIPPED, "the adapter that ships"), ("smollm2-low-rank-w16", "low rank"))
+    for training, what in told:
         gap = results.mean_gap(end_of(training), VANILLA)
         lines += [
             f"- SmolLM2, {what}, nominal ratio 4: mean of its tasks within {SMALL_POINTS:g} point "
@@ -211,13 +204,17 @@ def verdicts(results: Results) -> str:
     return "\n".join(lines)
 
 
-def _planned(results: Results) -> str:
-    label = end_of(PLANNED)
-    fewer = results.fewer(QWEN, label, "gsm8k")
-    gap = results.gap(QWEN, label, VANILLA, "gsm8k")
-    line = f"- Qwen2.5-Coder-0.5B, {name_of(label)} (chosen before anything was measured): "
-    line += "" if fewer is None else f"peak {fewer:.2f} times smaller; "
-    return f"{line}GSM8K within {POINTS:g} points of the model itself: {within(gap, POINTS)}."
+def _nearest(results: Results) -> list[str]:
+    """The training that divergence would have chosen, if it is another one."""
+    nearest = next(iter(results.rivals()), PLANNED)
+    if nearest == PLANNED:
+        return []
+    gap = results.gap(QWEN, end_of(nearest), VANILLA, "gsm8k")
+    return [
+        f"- Of {len(results.rivals())} trainings to that ratio the one with the least divergence "
+        f"on training questions that were held out is {name_of(end_of(nearest))}; GSM8K, greedy: "
+        f"within {POINTS:g} points of the model itself: {within(gap, POINTS)}."
+    ]
 
 
 def _against_free(results: Results, main: str, peak: float) -> str:
@@ -254,7 +251,7 @@ def gsm8k(results: Results) -> str:
         name = name_of(label)
         rows.append(
             [
-                f"**{name}**" if label == end_of(results.chosen()) else name,
+                f"**{name}**" if label == end_of(PLANNED) else name,
                 percent(score(record)),
                 *("" if gap is None or gap == Measured(0, 0) else _sign(gap) for gap in gaps),
                 f"{record['peak']:.0f}",
@@ -289,8 +286,10 @@ def trainings(results: Results) -> str:
                 f"{log['tokens'] / 1e6:.1f}",
                 f"{log['seconds']:.0f}",
                 f"{log['bytes'] / 1e6:.2f}",
-                f"{log['held_out']['distillation']:.4f}",
-                f"{1 / (1 - min(log['steps'][-1]['evicted'], 0.999)):.2f}",
+                f"{log['held_out']['distillation']:.4f}" if log["held_out"] else "-",
+                f"{1 / (1 - min(log['steps'][-1]['evicted'], 0.999)):.2f}"
+                if training.evicts_as_trained
+                else "-",
                 percent(score(record)) if record else "-",
             ]
         )
@@ -312,29 +311,30 @@ def frontier(results: Results) -> str:
 
 
 def gains(results: Results) -> str:
-    """What DMS's cache gains on the frontier, for each training; the one that is drawn in bold."""
-    drawn, rows = end_of(results.chosen("frontier")), []
+    """What a small cache gains on the frontier, for each that was asked; the judged one in bold."""
+    rows = []
     for label in results.labels(QWEN, "frontier"):
         points = results.frontier({VANILLA: "vanilla", label: "DMS"})
-        if label == VANILLA or points is None:
+        if label in (VANILLA, end_of(CONTROL)) or points is None:
             continue
         gains = [points.average_gain("DMS", "vanilla", axis) for axis in ("reads", "peak")]
-        name = f"**{name_of(label)}**" if label == drawn else name_of(label)
-        rows.append([name, *(percent(gain, sign=True) for gain in gains)])
+        name = f"**{name_of(label)}**" if label == end_of(PLANNED) else name_of(label)
+        one = results.gap(QWEN, label, VANILLA, "frontier")
+        rows.append([name, *(percent(gain, sign=True) for gain in (one, *gains))])
     if not rows:
         return ""
     told = (
         "Average gain of the vote from DMS's cache over the plain one, over the budgets that both "
-        "cover. The line in bold is drawn: the nearest to the model of those that were asked."
+        "cover; and what one chain of as many tokens gains. The line in bold is drawn."
     )
-    return told + "\n\n" + table(["", "at equal reads", "at equal peak"], rows)
+    return told + "\n\n" + table(["", "one chain", "at equal reads", "at equal peak"], rows)
 
 
 def smollm2(results: Results) -> str:
     """Each task of SmolLM2, with the peak beside it."""
     order = [VANILLA]
     order += [end_of(each.name) for each in TRAININGS.values() if each.model == SMOLLM2]
-    order += [f"{SHIPPED}-at2", "smollm2-all-w16-at2", *(name for name in FREE if name != VANILLA)]
+    order += [name for name in FREE if name != VANILLA]
     rows = []
     for label in order:
         found = [results.get(SMOLLM2, label, task) for task in (*TASKS, "text")]

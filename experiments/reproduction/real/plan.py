@@ -9,14 +9,19 @@ jobs/, locks/, failed/                see `experiments.reproduction.queue`
 
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 from typing import Literal
 
 import dms_jax
+from dms_jax import assets
+from experiments.reproduction.queue import Places
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
+    CONTROL,
     FREE,
     MEASURES,
     OTHERS,
+    PLANNED,
     QWEN,
     REFERENCE,
     SMOLLM2,
@@ -27,8 +32,20 @@ from experiments.reproduction.real.systems import (
 
 SPEED = "speed"
 FRONTIER = "frontier"
+RATIO = TRAININGS[PLANNED].ratio
 _FREE_ELSEWHERE = ("tova", "expected", "streaming")
-_FIRST_FREE = (VANILLA, "tova", "expected", "snapkv", "streaming", "h2o")
+_FIRST_FREE = (
+    "expected",
+    "tova",
+    "h2o",
+    "streaming",
+    "quest",
+    "kcache",
+    "vanilla-float8",
+    "dms-float8",
+    "snapkv",
+)
+_ELSEWHERE = 2  # other retrofits that are asked other tasks, in the order of the settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,44 +91,44 @@ def jobs(config: Config) -> list[Job]:
             raise dms_jax.ConfigError(f"there is no training {name!r}; there are {known}")
     names = dict.fromkeys(config.trainings or TRAININGS)
     wanted = [TRAININGS[name] for name in names if TRAININGS[name].model in config.models]
-    large = [each for each in wanted if each.model == QWEN]
-    small = [each for each in wanted if each.model == SMOLLM2]
-    settled = [each for each in large if not each.snapshots]  # at the ratio of the verdict
     # What a GPU is kept busy with comes first: only one worker of each trains.
     order = lessons(config, QWEN) + trained(wanted) + lessons(config, SMOLLM2)
-    if QWEN in config.models:
-        order += [free(QWEN, VANILLA), Job("speed", QWEN, SPEED)]
-    order += [job for each in large for job in asked_of(each)]
-    if QWEN in config.models:
-        order += [free(QWEN, name) for name in _FIRST_FREE[1:]]
-        order += [free(QWEN, VANILLA, FRONTIER)]
-        order += [asked_of(each, FRONTIER)[0] for each in settled if each.policy is not None]
-    if SMOLLM2 in config.models:
-        for measure in MEASURES[SMOLLM2]:
-            order += [free(SMOLLM2, VANILLA, measure)]
-            order += [asked_of(each, measure)[0] for each in small]
-            order += [free(SMOLLM2, name, measure) for name in _FIRST_FREE[1:5]]
-    if QWEN in config.models:
-        for measure in OTHERS:
-            order += [free(QWEN, VANILLA, measure)]
-            order += [asked_of(each, measure)[0] for each in settled]
-            order += [free(QWEN, name, measure) for name in _FREE_ELSEWHERE]
-        order += [free(QWEN, name) for name in FREE if name not in _FIRST_FREE]
-        order += [job for each in large if each.snapshots for job in asked_of(each, FRONTIER)]
-    if SMOLLM2 in config.models:
-        order += [
-            free(SMOLLM2, name, measure)
-            for measure in MEASURES[SMOLLM2]
-            for name, each in FREE.items()
-            if name not in _FIRST_FREE[:5] and SMOLLM2 in each.models
-        ]
-        order += [job for each in small for job in asked_of(each) if job not in order]
+    for part in _asked(wanted):
+        order += [job for job in part if job.model in config.models and job not in order]
     return order
+
+
+def _asked(wanted: list[Training]) -> Iterator[list[Job]]:
+    """The questions, those of the verdicts first; some of them more than once."""
+    large = [each for each in wanted if each.model == QWEN]
+    small = [each for each in wanted if each.model == SMOLLM2]
+    judged = [each for each in large if each.name in (PLANNED, CONTROL)]
+    smaller = [each for each in large if each.evicts_as_trained and each not in judged]
+    yield [free(QWEN, VANILLA), Job("speed", QWEN, SPEED), free(QWEN, VANILLA, FRONTIER)]
+    for measure in ("gsm8k", FRONTIER):
+        yield [asked_of(each, measure)[0] for each in judged]
+    yield [job for each in large for job in asked_of(each)]
+    yield [free(QWEN, name) for name in _FIRST_FREE]
+    for measure in MEASURES[SMOLLM2]:
+        yield [free(SMOLLM2, VANILLA, measure)]
+        yield [asked_of(each, measure)[0] for each in small]
+    for measure in OTHERS:
+        yield [free(QWEN, VANILLA, measure)]
+        yield [asked_of(each, measure)[0] for each in (*judged, *smaller[:_ELSEWHERE])]
+    for measure in MEASURES[SMOLLM2]:
+        yield [free(SMOLLM2, name, measure) for name in _FREE_ELSEWHERE]
+    yield [asked_of(each, FRONTIER)[0] for each in smaller if each.ratio > RATIO]
+    for measure in reversed(OTHERS):
+        yield [free(QWEN, name, measure) for name in _FREE_ELSEWHERE]
+    yield [free(QWEN, name) for name in FREE]
+    yield [job for each in smaller for job in asked_of(each, FRONTIER)]
+    for measure in MEASURES[SMOLLM2]:
+        yield [free(SMOLLM2, name, measure) for name in FREE if SMOLLM2 in FREE[name].models]
 
 
 def trained(trainings: list[Training]) -> list[Job]:
     """The jobs that train."""
-    return [Job("training", each.model, each.name) for each in trainings]
+    return [Job("training", each.model, each.name) for each in trainings if not each.ships]
 
 
 def lessons(config: Config, model: str) -> list[Job]:
@@ -140,11 +157,12 @@ def asked_of(training: Training, *measures: str) -> list[Job]:
     ]
 
 
-class Paths:
+class Paths(Places):
     """Where things are in the run directory."""
 
     def __init__(self, config: Config):
-        self.config, self.root = config, config.out
+        super().__init__(config.out)
+        self.config = config
 
     def lessons(self, model: str, shard: int | str) -> pathlib.Path:
         return self.root / "lessons" / model / f"{shard}.jsonl"
@@ -154,7 +172,9 @@ class Paths:
         return self.root / "trainings" / name
 
     def model(self, name: str, setting: str) -> pathlib.Path:
-        """What a training exported at a ratio."""
+        """What a training exported at a ratio, or what ships."""
+        if TRAININGS[name].ships:
+            return assets.path(TRAININGS[name].ships)
         if float(setting) in TRAININGS[name].snapshots:
             return self.training(name) / "snapshots" / setting
         return self.training(name) / "model"
@@ -173,15 +193,6 @@ class Paths:
         job = Job("asking", model, training.name, f"{training.ratio:g}", measure)
         return self.result(job)
 
-    def log(self, job: Job) -> pathlib.Path:
-        return self.root / "jobs" / f"{job.name}.json"
-
-    def lock(self, job: Job) -> pathlib.Path:
-        return self.root / "locks" / job.name
-
-    def failure(self, job: Job) -> pathlib.Path:
-        return self.root / "failed" / f"{job.name}.txt"
-
     def done(self, job: Job) -> bool:
         """Whether the files are there that a job is there to write."""
         if job.kind == "lessons":
@@ -198,11 +209,16 @@ class Paths:
         if job.kind != "asking":
             return True
         if job.system in TRAININGS:
-            return self.model(job.system, job.setting).exists()
-        method = FREE[job.system]
-        if method.trained is not None:
-            return self.summary(method.trained).exists()
-        if method.make is None:
-            return True
+            training = TRAININGS[job.system]
+            if not self.model(job.system, job.setting).exists():
+                return False
+            if training.policy is None or training.evicts_as_trained:
+                return True
+        else:
+            method = FREE[job.system]
+            if method.trained is not None:
+                return self.summary(method.trained).exists()
+            if method.make is None:
+                return True
         vanilla = self.result(free(job.model, VANILLA, job.measure))
         return vanilla.exists() and self.reference(job.model, job.measure).exists()

@@ -9,6 +9,7 @@ import numpy as np
 
 from dms_jax.evaluation import Measured, difference, majority, mean_over_problems
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
+from dms_jax.policies import DMS
 from experiments.reproduction.files import read_json
 from experiments.reproduction.real.plan import Job, Paths
 from experiments.reproduction.real.settings import Config
@@ -72,17 +73,15 @@ class Results:
         names = [name for name in self.trainings if _rival(TRAININGS[name]) and asked(name)]
         return sorted(names, key=lambda name: self.trainings[name]["held_out"]["distillation"])
 
-    def chosen(self, measure: str | None = None) -> str:
-        """The nearest of the rivals; the planned training if there are none."""
-        return next(iter(self.rivals(measure)), PLANNED)
-
     def gap(self, model: str, one: str, other: str, measure: str) -> Measured | None:
         """The score of one system less that of another, paired by problem."""
         left, right = (self.get(model, label, measure) for label in (one, other))
         if left is None or right is None:
             return None
         key = "loss" if measure == "text" else "scores"
-        return difference(*(np.asarray(each["per_problem"][key])[None] for each in (left, right)))
+        of = [np.asarray(each["per_problem"][key], np.float64) for each in (left, right)]
+        # Of several chains of a problem their mean counts.
+        return difference(*(each.reshape(len(each), -1).mean(1)[None] for each in of))
 
     def mean_gap(self, one: str, other: str) -> Measured | None:
         """The mean over SmolLM2's tasks of paired differences; None unless all were measured."""
@@ -176,7 +175,7 @@ def end_of(name: str) -> str:
 def _rival(training: Training) -> bool:
     planned = TRAININGS[PLANNED]
     same = (training.model, training.ratio) == (planned.model, planned.ratio)
-    return same and training.policy is not None
+    return same and isinstance(training.policy, DMS)
 
 
 def score(record: dict[str, Any]) -> Measured:

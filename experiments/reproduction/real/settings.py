@@ -41,7 +41,7 @@ class Config:
     """Jobs that the sampling of Qwen's answers is split into; SmolLM2's are a quarter of them."""
     questions: int = 7345
     """Training questions of GSM8K that are answered; the last ones of the file are held out."""
-    held_out: int = 64
+    held_out: int = 128
     """Training questions that nothing is trained on, for the divergence of each training."""
     temperatures: tuple[float, ...] = (0.7, 1.0)
     """Sampling temperatures; each question is answered once at every one of them."""
@@ -58,10 +58,10 @@ class Config:
     """Sequences of an optimizer step."""
     micro_batch_size: int = 8
     """Sequences that a device passes forward and back at a time."""
-    tokens: int = 10_000_000
-    """Tokens of a training of Qwen whose plan says 1."""
+    tokens: int = 610 * 32768
+    """Tokens of a training of Qwen; some take half of them."""
     small_tokens: int = 10_000_000
-    """Tokens of a training of SmolLM2 whose plan says 1."""
+    """Tokens of a training of SmolLM2."""
 
     problems: int | None = None
     """Test problems of GSM8K; all unless given."""
@@ -81,8 +81,8 @@ class Config:
     """Longest answer to one of them."""
     long_ruler_length: int = 4096
     """Tokens of each retrieval problem that Qwen reads."""
-    frontier_problems: int = 200
-    """Test problems of GSM8K of the frontier."""
+    frontier_problems: int | None = None
+    """Test problems of GSM8K of the frontier; all unless given."""
     frontier_chains: int = 8
     """W, chains of each problem of the frontier."""
     frontier_temperature: float = 0.7

@@ -16,10 +16,9 @@ from experiments.reproduction.real.settings import Config
 
 QWEN, SMOLLM2 = "qwen", "smollm2"
 VANILLA = "vanilla"
-_WINDOW_16 = dms_jax.DMS(window=16, source="adapter")
-_WINDOW_64 = dms_jax.DMS(window=64, source="adapter")
+WINDOW = 16
+_DMS = dms_jax.DMS(window=WINDOW, source="adapter")
 FLOAT8 = "float8_e4m3"
-_RATES = {"adapter": 3e-5, "low_rank": 3e-4, "all": 3e-5}
 MEASURES = {
     QWEN: ("gsm8k",),
     SMOLLM2: ("hellaswag", "arc_easy", "arc_challenge", "piqa", "text", "needle"),
@@ -30,7 +29,7 @@ OTHERS = ("math500", "humaneval", "ruler")  # asked of a few systems of Qwen
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """One retrofit.
+    """One retrofit; what it does not say is as `dms_jax.recipes.dms_self_taught` says.
 
     Attributes:
       name: for files and tables.
@@ -39,29 +38,22 @@ class Training:
       ratio: the nominal compression ratio at the end.
       snapshots: ratios on the way at which it is measured too.
       trainable: the adapter alone, low-rank updates too, or all weights.
-      rate, adapter_rate: learning rates; None for `_RATES`.
-      keep: which answers are trained on.
-      answers_only: whether prompts are left out of the loss.
       share: tokens, as a multiple of the plan's.
-      settle: share of the steps at the end that keep the ratio while the rates fall.
-      warmup: share of the first stage's steps in which the rates rise from zero.
-      make: another recipe, from (config, tokens).
+      make: the recipe, from its ratio and what else it can be told.
+      words: what it changes, for tables.
+      ships: the adapter of this library that it is; nothing is trained then.
     """
 
     name: str
     model: str = QWEN
-    policy: Policy | None = _WINDOW_16
+    policy: Policy | None = _DMS
     ratio: float = 3.5
     snapshots: tuple[float, ...] = ()
-    trainable: Literal["adapter", "low_rank", "all"] = "all"
-    rate: float | None = None
-    adapter_rate: float = 3e-4
-    keep: Literal["ended", "correct"] = "ended"
-    answers_only: bool = True
+    trainable: Literal["adapter", "low_rank", "all"] = "low_rank"
     share: float = 1.0
-    settle: float = 0.3
-    warmup: float = 0.0
-    make: Callable[..., Recipe] | None = None
+    make: Callable[..., Recipe] = recipes.dms_self_taught
+    words: str = ""
+    ships: str = ""
 
     @property
     def settings(self) -> tuple[float, ...]:
@@ -71,41 +63,35 @@ class Training:
     @property
     def adapter_only(self) -> bool:
         """Whether what is saved lies beside the weights."""
-        return self.trainable != "all" and self.policy is not None
+        return self.trainable != "all"
+
+    @property
+    def evicts_as_trained(self) -> bool:
+        """Whether the ratio is learned; scorers of importance are fitted to it afterwards."""
+        return isinstance(self.policy, dms_jax.DMS | dms_jax.DMC)
 
     def recipe(self, config: Config) -> Recipe:
         """Everything but model, policy and data."""
-        tokens = round(self.share * (config.tokens if self.model == QWEN else config.small_tokens))
-        sizes: dict[str, Any] = dict(
-            tokens=tokens,
-            adapter_learning_rate=self.adapter_rate,
+        tokens = config.tokens if self.model == QWEN else config.small_tokens
+        recipe = self.make(
+            self.ratio,
+            trainable=self.trainable,
+            tokens=round(self.share * tokens),
             sequence_length=config.sequence_length,
             batch_size=config.batch_size,
         )
-        if self.make is not None:
-            recipe = self.make(**sizes)
-        else:
-            recipe = recipes.dms_self_taught(
-                self.ratio,
-                trainable=self.trainable,
-                learning_rate=_RATES[self.trainable] if self.rate is None else self.rate,
-                settle=self.settle,
-                **sizes,
-            )
         recipe = dataclasses.replace(
-            recipe.warmed(self.warmup),
+            recipe,
             name=self.name,
             snapshots=self.snapshots,
-            answers_only=self.answers_only,
             micro_batch_size=config.micro_batch_size,
         )
-        return recipe if self.policy is not None else recipe.control(_WINDOW_16)
+        return recipe if self.policy is not None else recipe.control(_DMS)
 
 
-def _merging(ratio: float = 4.0, **sizes: Any) -> Recipe:
-    """DMC: a neuron is faded out first, and the rates are those that `dmc` was compared with."""
-    tokens, each = sizes["tokens"], sizes["batch_size"] * sizes["sequence_length"]
-    steps = max(10, round(tokens / each))
+def _merging(ratio: float, *, trainable: Any, tokens: int, **sizes: Any) -> Recipe:
+    """DMC: a neuron is faded out first."""
+    steps = max(10, round(tokens / (sizes["batch_size"] * sizes["sequence_length"])))
     decay, ramp = steps // 5, steps // 2
     return Recipe(
         name="dmc",
@@ -114,66 +100,65 @@ def _merging(ratio: float = 4.0, **sizes: Any) -> Recipe:
             Stage("ramp", ramp, 1e-4, ratio),
             Stage("train", steps - decay - ramp, 1e-4, final_learning_rate=1e-5),
         ),
-        sequence_length=sizes["sequence_length"],
-        batch_size=sizes["batch_size"],
-        trainable="all",
+        trainable=trainable,
         compression_weight=10.0,
         packing="first_fit",
-        snapshots=(2.0,),
+        answers_only=True,
+        **sizes,
     )
 
 
-# Rates that rise and fall slowly, and prompts in the loss: what keeps a model near to itself.
-_GENTLY: dict[str, Any] = dict(answers_only=False, warmup=0.1, settle=0.5)
-_TO_8: dict[str, Any] = dict(ratio=8.0, snapshots=(2.0, 4.0))
-# What a verdict was to be about before anything was measured, and sets budgets; what ships.
-PLANNED, SHIPPED = "all-w16", "smollm2-adapter-w16"
+def _scorer(recipe: Callable[..., Recipe]) -> Callable[..., Recipe]:
+    """A recipe of a scorer, which knows no ratio and trains nothing else."""
+    return lambda ratio, trainable, **sizes: recipe(**sizes)
+
+
+# What the verdict is about, whatever it turns out to be: the library's recipe as it stands.
+PLANNED, CONTROL = "low-rank-w16", "control"
+SHIPPED = "smollm2-adapter-w16"
 TRAININGS = {
     training.name: training
     for training in (
-        # What the verdict needs, and the least that it could do without.
         Training(PLANNED),
-        Training("control", policy=None),
-        Training("near-w16", rate=1e-5, answers_only=False, warmup=0.1),
-        Training("low-rank-w16", trainable="low_rank"),
-        Training("low-rank-near-w16", trainable="low_rank", rate=2e-4, **_GENTLY),
-        Training("adapter-w16", trainable="adapter"),
-        # SmolLM2: what ships is an adapter beside frozen weights.
+        Training("warm-up-w16", make=recipes.dms_warm_up, words="from attention first"),
+        Training(CONTROL, policy=None),
+        Training(
+            "kvzap",
+            policy=dms_jax.KVzap(window=WINDOW),
+            trainable="adapter",
+            share=0.5,
+            make=_scorer(recipes.kvzap),
+        ),
+        Training(
+            "kvpop",
+            policy=dms_jax.KVpop(budget=128, window=WINDOW),
+            trainable="adapter",
+            share=0.5,
+            make=_scorer(recipes.kvpop),
+        ),
+        Training("low-rank-to-8", ratio=8.0, share=0.5),
+        Training("adapter-w16", trainable="adapter", share=0.5),
+        Training("smollm2-control", model=SMOLLM2, policy=None, ratio=4.0),
+        Training("smollm2-low-rank-w16", model=SMOLLM2, ratio=4.0),
+        Training(
+            "dmc",
+            policy=dms_jax.DMC(),
+            ratio=4.0,
+            snapshots=(2.0,),
+            trainable="all",
+            share=0.5,
+            make=_merging,
+        ),
+        Training("low-rank-to-2", ratio=2.0, share=0.5),
+        Training("floor-w16", make=recipes.dms_layer_floor, words="with a floor a layer"),
+        Training("all-w16", trainable="all", share=0.5),
         Training(
             SHIPPED,
             model=SMOLLM2,
             ratio=4.0,
-            snapshots=(2.0,),
             trainable="adapter",
-            answers_only=False,
+            ships="smollm2-135m-instruct-dms",
         ),
-        Training("smollm2-all-w16", model=SMOLLM2, ratio=4.0, snapshots=(2.0,), answers_only=False),
-        Training("smollm2-control", model=SMOLLM2, policy=None, answers_only=False),
-        # What the recipe could be otherwise.
-        Training("ramp-to-8", **_TO_8),
-        Training("near-ramp-to-8", rate=1e-5, answers_only=False, warmup=0.1, **_TO_8),
-        Training("low-rank-ramp-to-8", trainable="low_rank", **_TO_8),
-        Training("dmc", policy=dms_jax.DMC(), ratio=4.0, snapshots=(2.0,), make=_merging),
-        Training("near-long-w16", rate=1e-5, share=2.0, **_GENTLY),
-        Training("near-slow-w16", rate=3e-6, **_GENTLY),
-        Training("low-rank-long-w16", trainable="low_rank", rate=2e-4, share=2.0, **_GENTLY),
-        Training("adapter-long-w16", trainable="adapter", share=2.0, **_GENTLY),
-        Training("near-w64", policy=_WINDOW_64, ratio=6.0, rate=1e-5, **_GENTLY),
-        Training("low-rank-w64", policy=_WINDOW_64, ratio=6.0, trainable="low_rank", **_GENTLY),
-        Training("all-w64", policy=_WINDOW_64, ratio=6.0),
-        Training("correct-w16", keep="correct"),
-        Training("slow-w16", rate=1e-5),
-        Training("prompts-w16", answers_only=False),
-        Training("warm-w16", warmup=0.1),
-        Training("falling-w16", settle=0.6),
-        Training(
-            "smollm2-low-rank-w16",
-            model=SMOLLM2,
-            ratio=4.0,
-            trainable="low_rank",
-            answers_only=False,
-        ),
-        Training("long-w16", share=2.0),
     )
 }
 REFERENCE = {QWEN: PLANNED, SMOLLM2: SHIPPED}

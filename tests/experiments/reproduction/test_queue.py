@@ -27,27 +27,12 @@ class Job:
     name: str
 
 
-class Paths:
-    def __init__(self, root: pathlib.Path):
-        self.root = root
-
-    def log(self, job: Job) -> pathlib.Path:
-        return self.root / "jobs" / f"{job.name}.json"
-
-    def lock(self, job: Job) -> pathlib.Path:
-        return self.root / "locks" / job.name
-
-    def failure(self, job: Job) -> pathlib.Path:
-        return self.root / "failed" / f"{job.name}.txt"
-
+class Paths(queue.Places):
     def product(self, job: Job) -> pathlib.Path:
         return self.root / job.name
 
     def done(self, job: Job) -> bool:
         return self.product(job).exists()
-
-    def ready(self, job: Job) -> bool:
-        return True
 
 
 class EndedError(BaseException):
@@ -123,6 +108,21 @@ def test_a_job_that_another_process_can_do_has_not_failed(tmp_path, started):
     assert started(Lucky) == 0
     assert all(Paths(tmp_path).done(job) for job in Worker.jobs)
     assert not (tmp_path / "failed").exists()
+
+
+def test_what_was_given_back_is_left_alone(tmp_path, started, monkeypatch):
+    """Another process takes the job at once, while the dead one still ends."""
+
+    def given_and_taken(root, job, reason):
+        give_back(root, job, reason)
+        (root / "locks" / job).write_text("another process")
+
+    give_back = queue.give_back
+    monkeypatch.setattr(queue, "give_back", given_and_taken)
+    assert started() == queue.DEVICE_DIED
+    paths = Paths(tmp_path)
+    assert paths.lock(Worker.jobs[1]).read_text() == "another process"
+    assert read_json(paths.log(Worker.jobs[1]))["outcome"] == "device died"
 
 
 def test_an_error_on_a_device_that_works_fails_its_job_alone(tmp_path, started):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import dms_jax
+from dms_jax.data import Exchange
 from experiments.reproduction import real_models
 from experiments.reproduction.files import write_json
 from experiments.reproduction.processes import own_place, place_of
@@ -15,11 +16,11 @@ from experiments.reproduction.queue import OutOfTimeError
 from experiments.reproduction.real import jobs as real_jobs
 from experiments.reproduction.real import lessons, plan, systems
 from experiments.reproduction.real import speed as real_speed
-from experiments.reproduction.real.budgets import budget_of_mean, calibrated
+from experiments.reproduction.real.budgets import budget_of_mean, calibrated, fitted
 from experiments.reproduction.real.jobs import Worker, check_settings
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import FREE, PLANNED, TRAININGS
+from experiments.reproduction.real.systems import CONTROL, FREE, PLANNED, TRAININGS
 from experiments.reproduction.runs import read_plan, write_plan
 
 GIVEN = Config(qwen="reasoner-11m", smollm2="reasoner-11m", data=pathlib.Path("data"))
@@ -32,21 +33,20 @@ def test_every_training_has_a_recipe_of_the_plans_tokens_that_settles():
     for training in TRAININGS.values():
         recipe = training.recipe(GIVEN)
         steps = recipe.total_steps(training.policy or dms_jax.Vanilla())
-        tokens = training.share * 10_000_000
+        whole = GIVEN.tokens if training.model == systems.QWEN else GIVEN.small_tokens
+        tokens = training.share * whole
         assert steps * recipe.batch_size * recipe.sequence_length == pytest.approx(tokens, rel=0.01)
         last = recipe.progress(steps, training.policy or dms_jax.Vanilla())
-        assert last.compression_ratio == (training.ratio if training.policy else 1)
+        assert last.compression_ratio == (training.ratio if training.evicts_as_trained else 1)
         assert recipe.stages[-1].final_learning_rate in (0, 1e-5)
 
 
-def test_rates_rise_and_fall_as_a_training_says():
-    stages = {name: TRAININGS[name].recipe(GIVEN).stages for name in (PLANNED, "warm-w16")}
-    first, last = stages["warm-w16"]
-    assert (first.warmup_steps, last.warmup_steps) == (21, 0)  # a tenth of 214 steps of the ramp
-    assert stages[PLANNED][0] == dataclasses.replace(first, warmup_steps=0)
-    ramp, falling = TRAININGS["falling-w16"].recipe(GIVEN).stages
-    assert falling.steps / (ramp.steps + falling.steps) == pytest.approx(0.6, abs=0.01)
-    assert (falling.learning_rate, falling.final_learning_rate) == (3e-5, 0)
+def test_what_is_judged_is_the_librarys_recipe_as_it_stands():
+    recipe = TRAININGS[PLANNED].recipe(GIVEN)
+    assert dataclasses.replace(recipe, name="dms_self_taught") == dms_jax.recipes.dms_self_taught()
+    control = TRAININGS[CONTROL].recipe(GIVEN)
+    assert control.total_tokens(dms_jax.Vanilla()) == recipe.total_tokens(dms_jax.DMS())
+    assert control.trainable == recipe.trainable == "low_rank"
 
 
 def test_lessons_come_first_then_what_is_trained_and_the_verdict():
@@ -55,30 +55,37 @@ def test_lessons_come_first_then_what_is_trained_and_the_verdict():
     order = [
         "lessons-qwen-0",
         f"training-qwen-{PLANNED}",
-        "training-smollm2-smollm2-adapter-w16",
-        "training-qwen-ramp-to-8",
+        "training-qwen-control",
+        "training-qwen-dmc",
         "lessons-smollm2-0",
         "asking-qwen-vanilla-gsm8k",
         "speed-qwen-speed",
         f"asking-qwen-{PLANNED}-at3.5-gsm8k",
-        "asking-qwen-adapter-w16-at3.5-gsm8k",
+        "asking-qwen-control-at3.5-frontier",
+        "asking-qwen-dmc-at4-gsm8k",
+        "asking-qwen-dmc-at2-gsm8k",
         "asking-qwen-h2o-gsm8k",
-        "asking-qwen-vanilla-frontier",
         "asking-smollm2-smollm2-adapter-w16-at4-needle",
         "asking-qwen-vanilla-math500",
         f"asking-qwen-{PLANNED}-at3.5-math500",
+        "asking-smollm2-tova-hellaswag",
+        "asking-qwen-low-rank-to-8-at8-frontier",
         "asking-qwen-tova-math500",
-        "asking-smollm2-smollm2-all-w16-at2-text",
+        "asking-smollm2-h2o-text",
     ]
     places = [names.index(name) for name in order]
     assert places == sorted(places)
+    assert "training-smollm2-smollm2-adapter-w16" not in names  # it ships
+    scorers = [name for name in names if name.startswith("asking") and "kv" in name.split("-")[2]]
+    assert [name.split("-")[2] for name in scorers if "gsm8k" in name][:2] == ["kvzap", "kvpop"]
 
 
 def test_trainings_begin_in_the_order_of_the_settings():
     chosen = ("smollm2-control", "dmc", PLANNED)
     found = plan.jobs(dataclasses.replace(GIVEN, trainings=chosen))
     assert tuple(job.system for job in found if job.kind == "training") == chosen
-    assert [job.system for job in found if job.kind == "asking" and job.setting][:2] == ["dmc"] * 2
+    asked = [job.system for job in found if job.kind == "asking" and job.setting]
+    assert asked[:4] == [PLANNED, PLANNED, "dmc", "dmc"]
 
 
 def test_only_the_models_that_are_given_are_measured(tmp_path):
@@ -87,7 +94,7 @@ def test_only_the_models_that_are_given_are_measured(tmp_path):
     for config in (Config(), Config(qwen="m.gguf"), Config(data=tmp_path)):
         with pytest.raises(dms_jax.ConfigError, match="give --data, and --qwen or --smollm2"):
             real_models.main(dataclasses.replace(config, out=tmp_path))
-    with pytest.raises(dms_jax.ConfigError, match="no training 'al'; there are all-w16, control"):
+    with pytest.raises(dms_jax.ConfigError, match="no training 'al'; there are low-rank-w16, "):
         plan.jobs(dataclasses.replace(GIVEN, trainings=("al",)))
     with pytest.raises(dms_jax.ConfigError, match="lanes must be positive, got 0"):
         Config(lanes=0)
@@ -107,14 +114,27 @@ def test_a_method_waits_for_what_its_budget_comes_from(tmp_path):
     for shard in plan.shards(paths.config, "qwen"):
         write_json(paths.lessons("qwen", shard), {})
     assert paths.ready(training)
-    end = Job("asking", "qwen", "ramp-to-8", "8", "gsm8k")
+    end = Job("asking", "qwen", "dmc", "4", "gsm8k")
     on_the_way = dataclasses.replace(end, setting="2")
-    (paths.training("ramp-to-8") / "snapshots" / "2").mkdir(parents=True)
+    (paths.training("dmc") / "snapshots" / "2").mkdir(parents=True)
     assert [paths.ready(each) for each in (on_the_way, end)] == [True, False]
     float8 = free("qwen", "dms-float8")
     assert not paths.ready(float8)
     write_json(paths.summary(PLANNED), {})
     assert paths.ready(float8)
+    assert paths.ready(Job("asking", "smollm2", systems.SHIPPED, "4", "piqa"))
+
+
+def test_a_scorer_waits_for_its_training_and_for_what_it_is_to_hold(tmp_path):
+    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
+    scorer = Job("asking", "qwen", "kvpop", "3.5", "gsm8k")
+    reference = paths.result(Job("asking", "qwen", PLANNED, "3.5", "gsm8k"))
+    for place in (paths.model("kvpop", "3.5") / "x", reference):
+        assert not paths.ready(scorer)
+        write_json(place, {})
+    assert not paths.ready(scorer)
+    write_json(paths.result(free("qwen", "vanilla")), {})
+    assert paths.ready(scorer)
 
 
 def test_where_workers_share_a_gpu_one_trains_and_only_who_is_alone_times_steps(monkeypatch):
@@ -200,6 +220,27 @@ def test_methods_hold_as_much_as_the_reference_did(tmp_path):
     assert policy == dms_jax.TOVA(compression_ratio=2.25)
 
 
+def test_scorers_hold_as_much_as_the_reference_did(tmp_path, monkeypatch):
+    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
+    write_json(paths.result(free("qwen", "vanilla")), {"peak": 386.0})
+    write_json(paths.reference("qwen", "gsm8k"), {"peak": 120.4})
+    job = Job("asking", "qwen", "kvpop", "3.5", "gsm8k")
+    policy = fitted(paths, job, None, TRAININGS["kvpop"].policy, [])
+    assert policy == dms_jax.KVpop(budget=119, window=16)  # one more while a query attends
+
+    def calibrate(model, batches, *, compression_ratio, policy):
+        kept = [batch["tokens"][batch["segment_ids"] > 0].tolist() for batch in batches]
+        return compression_ratio, kept, policy
+
+    monkeypatch.setattr(dms_jax, "calibrate", calibrate)
+    exchange = Exchange(np.asarray([1, 2], np.int32), np.asarray([3], np.int32))
+    kvzap = TRAININGS["kvzap"].policy
+    ratio, kept, policy = fitted(paths, job, None, kvzap, [exchange] * 9)
+    assert ratio == pytest.approx((386 - 16) / (120.4 - 16))
+    assert kept == [[1, 2, 3] * 8, [1, 2, 3]]
+    assert policy == kvzap
+
+
 # -- lessons --------------------------------------------------------------------------------------
 
 
@@ -208,7 +249,7 @@ def test_shares_are_all_questions_and_none_twice():
     assert [list(share) for share in shares] == [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]
 
 
-def test_trainings_read_what_their_filter_keeps(tmp_path):
+def test_trainings_read_what_the_model_ended(tmp_path):
     config = dataclasses.replace(GIVEN, out=tmp_path, shards=1)
     row = {"question": 0, "answer": 0, "held_out": False, "prompt": [1], "response": [2, 3]}
     kept = row | {"ended": True, "correct": True}
@@ -222,19 +263,17 @@ def test_trainings_read_what_their_filter_keeps(tmp_path):
     place.parent.mkdir(parents=True)
     place.write_text("".join(json.dumps(each) + "\n" for each in rows))
 
-    def responses(config, keep):
-        read = lessons.training_documents(config, "qwen", None, keep)
+    def responses(config):
+        read = lessons.training_documents(config, "qwen", None)
         return [each.response.tolist() for each in read]
 
-    assert responses(config, "ended") == [[2, 3], [4]]
-    assert responses(config, "correct") == [[2, 3]]
-    unended = dataclasses.replace(config, unended=True)
-    assert responses(unended, "correct") == [[2, 3], [2, 3]]
+    assert responses(config) == [[2, 3], [4]]
+    assert responses(dataclasses.replace(config, unended=True)) == [[2, 3], [4], [2, 3]]
     (held_out,) = lessons.held_out_exchanges(config, "qwen")
     assert (held_out.prompt.tolist(), held_out.response.tolist()) == ([1], [5])
     place.write_text(json.dumps(kept | {"ended": False}) + "\n")
     with pytest.raises(dms_jax.DataError, match="None of 1 answers of qwen is ended"):
-        lessons.training_documents(config, "qwen", None, "ended")
+        lessons.training_documents(config, "qwen", None)
 
 
 # -- a training that does not fit -----------------------------------------------------------------
