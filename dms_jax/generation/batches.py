@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dms_jax.cache.host_values import Tail
-from dms_jax.generation.programs import Steps
+from dms_jax.generation.packing import Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +124,16 @@ class LaunchedSteps:
     """A chunk of decode steps that was launched, until it is read.
 
     Attributes:
-      steps: its results, on the device.
+      steps: its results, on the device (`programs.Steps`).
+      newest: Int[B] on the device, the newest token of each lane after it.
       most: Int[B], the most tokens that each lane takes.
       end_tokens: token ids that end an answer.
       tail: the values that the host must write, if it holds any.
       table: the page table that it runs with.
     """
 
-    steps: Steps
+    steps: Packed
+    newest: Array
     most: Int[np.ndarray, " B"]
     end_tokens: tuple[int, ...]
     tail: Tail | None
