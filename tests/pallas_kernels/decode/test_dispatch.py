@@ -33,6 +33,31 @@ def test_the_platform_is_that_of_lowering():
     assert "stablehlo.add" in function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_a_kernel_is_traced_for_its_platform_alone():
+    traced = []
+
+    def card(x):
+        traced.append(x.dtype)
+        return x * 3
+
+    operation = Operation(
+        "triple",
+        (Implementation("card", "cuda", card), Implementation("plain", None, lambda x: x + x + x)),
+    )
+    x = np.float32([2.0, 5.0])
+    function = jax.jit(lambda x: operation(None, x))
+    chex.assert_trees_all_equal(function(x), 3 * x)
+    assert not traced
+    lowered = function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.multiply" in lowered
+    assert "stablehlo.add" not in lowered
+    assert traced == [np.float32]
+
+    both = jax.jit(jax.vmap(jax.value_and_grad(lambda x: operation(None, x))))
+    chex.assert_trees_all_equal(both(x), (3 * x, np.full_like(x, 3.0)))
+    assert "stablehlo.multiply" in both.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+
 class TestNames(chex.TestCase):
     """A name forces its implementation."""
 
