@@ -61,7 +61,6 @@ def answer(
     console: Console, talk: dms_jax.Conversation, prompt: Prompt, sampling: dms_jax.Sampling
 ) -> None:
     """Shows an answer as it is written, and what the cache holds after it."""
-
     writer = Writer(console)
 
     def show(update: Update) -> None:
