@@ -97,6 +97,7 @@ class _Api:
             model=self.service.engine.model,
             defaults=self.defaults,
             max_tokens=self.service.max_tokens,
+            most=self.service.most,
             seed=self.seeds.getrandbits(32),
         )
         prompts = [prompt for prompt in ask.prompts for _ in range(ask.choices)]
@@ -169,7 +170,11 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > MOST_BYTES:
-            raise RefusalError(f"The body has more than {MOST_BYTES:,} bytes.", status=413)
+            raise RefusalError(
+                f"The body has more than {MOST_BYTES:,} bytes, the most of a request here. Send "
+                "its prompts in several requests.",
+                status=413,
+            )
     return body
 
 

@@ -94,6 +94,7 @@ class Service:
     Attributes:
       engine: the engine; only the thread may use it.
       max_tokens: the most tokens of a request, prompt and answer.
+      most: the most answers that can run or wait.
       draining: whether it takes no more requests.
     """
 
@@ -111,7 +112,7 @@ class Service:
         **options: Unpack[EngineKeywords],
     ):
         limits = EngineOptions(num_lanes, max_tokens, memory, chunk, **options)
-        self._most = limits.num_lanes + check("max_waiting", max_waiting, Whole)
+        self.most = limits.num_lanes + check("max_waiting", max_waiting, Whole)
         positions = model.config.max_position_embeddings
         self.max_tokens = min(limits.max_tokens or positions, positions)
         self.engine = Engine(model, policy, **dataclasses.asdict(limits))
@@ -162,9 +163,9 @@ class Service:
         check_stop(self.engine.model, sampling)
         for prompt in prompts:
             self._check_length(len(prompt), sampling.max_new_tokens)
-        if len(prompts) > self._most:
+        if len(prompts) > self.most:
             raise DataError(
-                f"{len(prompts)} answers are asked for at once, and at most {self._most} can run "
+                f"{len(prompts)} answers are asked for at once, and at most {self.most} can run "
                 "or wait here. Ask for fewer."
             )
         requests = make_requests(self.engine.model.config, prompts, sampling)
@@ -173,9 +174,9 @@ class Service:
         with self._changed:
             if self.draining:
                 raise DrainingError("The server is about to end and takes no more requests.")
-            if len(self._jobs) + len(requests) > self._most:
+            if len(self._jobs) + len(requests) > self.most:
                 raise BusyError(
-                    f"{len(self._jobs)} requests run or wait already, of at most {self._most}. "
+                    f"{len(self._jobs)} requests run or wait already, of at most {self.most}. "
                     "Try again later."
                 )
             for choice, request in enumerate(requests):

@@ -78,7 +78,10 @@ def test_what_is_no_json_object_is_refused(client, body):
 def test_a_body_too_large_and_addresses_that_there_are_none_of(client):
     response = client.send(b'"' + b"a" * 2**24 + b'"')
     assert response.status == 413
-    assert "16,777,216 bytes" in json.loads(response.read())["error"]["message"]
+    assert json.loads(response.read())["error"]["message"] == (
+        "The body has more than 16,777,216 bytes, the most of a request here. Send its prompts in "
+        "several requests."
+    )
     error = client.ask(prompt="a", model="gpt", status=404)["error"]
     assert error["code"] == "model_not_found"
     assert "only 'stories'" in error["message"]
@@ -86,6 +89,36 @@ def test_a_body_too_large_and_addresses_that_there_are_none_of(client):
     assert (status, json.loads(text)["error"]["type"]) == (404, "invalid_request_error")
     assert client.get("/v1/completions")[0] == 405
     assert client.get("/v1/models/gpt")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        (dict(prompt=["a"] * 13), "prompt", "13 answers (13 prompts, n=1)"),
+        (dict(prompt="a", n=13), "n", "13 answers (1 prompt, n=13)"),
+        (
+            dict(prompt=[[1, 2]] * 2**20, n=128),
+            "n",
+            "134,217,728 answers (1,048,576 prompts, n=128)",
+        ),
+    ],
+    ids=["prompts", "choices", "both"],
+)
+def test_more_answers_than_can_wait_are_refused_before_a_prompt_is_read(
+    client, monkeypatch, fields, param, said
+):
+    """A body of a few megabytes must not become lists of a hundred million prompts."""
+    from dms_jax.serving import protocol
+
+    def read(*arguments, **options):
+        raise AssertionError("a prompt was read")
+
+    monkeypatch.setattr(protocol, "encode_prompt", read)
+    error = client.ask(status=400, **fields)["error"]
+    assert error["param"] == param
+    assert error["message"] == (
+        f"{said} are asked for at once, and at most 12 can run or wait here. Ask for fewer."
+    )
 
 
 def test_models_and_health(client):
