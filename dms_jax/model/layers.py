@@ -122,6 +122,9 @@ def _sum_of_rows(
     tokens: Int[Array, "B T"], gradient: Float[Array, "B T columns"], size: int
 ) -> Float[Array, "V columns"]:
     """Returns the sum of the rows of each token, in at least float32."""
+    if not tokens.size:
+        wide = jnp.promote_types(gradient.dtype, jnp.float32)
+        return jnp.zeros((size, gradient.shape[-1]), wide)
     product = functools.partial(_sum_by_product, size=size)
     blocks = functools.partial(_sum_by_blocks, size=size)
     return jax.lax.platform_dependent(tokens, gradient, cuda=blocks, default=product)

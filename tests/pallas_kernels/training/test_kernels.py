@@ -14,7 +14,7 @@ from pallas_kernels import retrofit_attention
 from pallas_kernels.training import cases, gpu, tpu
 from pallas_kernels.training.inputs import Inputs
 from tests.pallas_kernels.support import interpret, lower_for_cuda, poison_free_memory
-from tests.pallas_kernels.training.support import check, draw, operands
+from tests.pallas_kernels.training.support import check, draw, in_pieces, operands
 from tests.pallas_kernels.training.test_reference import attend
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
@@ -62,18 +62,24 @@ def test_gpu_kernels_in_the_interpreter():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ragged", "packed", "float32_packed"])
+@pytest.mark.parametrize("name", ["ragged", "packed", "float32_packed", "packed in pieces"])
 def test_tpu_kernels_in_the_interpreter(name):
+    name, _, in_parts = name.partition(" ")
     case = BY_NAME[name]
     inputs, segments = draw(case)
     arrays, do = operands(inputs, segments), jnp.asarray(inputs["do"])
     parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     options = {"window": case.window, "scale": case.D**-0.5, "interpret": parameters}
-    output, lse2 = tpu.forward(arrays, **options)
-    assert not interpret_pallas_call.races.races_found
-    gradients = tpu.backward(arrays, output, lse2, do, **options)
-    assert not interpret_pallas_call.races.races_found
-    check(case, (output, *gradients), inputs, segments)
+
+    def run(arrays, do):
+        output, lse2 = tpu.forward(arrays, **options)
+        assert not interpret_pallas_call.races.races_found
+        gradients = tpu.backward(arrays, output, lse2, do, **options)
+        assert not interpret_pallas_call.races.races_found
+        return output, *gradients
+
+    results = in_pieces(arrays, do, run, (75, 205)) if in_parts else run(arrays, do)
+    check(case, results, inputs, segments)
 
 
 @pytest.mark.parametrize(
@@ -174,3 +180,21 @@ def test_every_case_on_the_card(case):
     results = attend(case, inputs, segments, "mosaic_gpu")
     check(case, results, inputs, segments)
     chex.assert_trees_all_equal(results, attend(case, inputs, segments, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "packed", "odd_group", "dim_256", "evicted"])
+def test_a_row_in_pieces_on_the_card(name):
+    case = BY_NAME[name]
+    inputs, segments = draw(case)
+    poison_free_memory()
+
+    @jax.jit
+    def run(arrays, do):
+        options = {"window": case.window, "scale": case.D**-0.5}
+        output, lse2 = gpu.forward(arrays, **options)
+        return output, *gpu.backward(arrays, output, lse2, do, **options)
+
+    cuts = (case.T // 4, case.T // 2 + 5)
+    results = in_pieces(operands(inputs, segments), jnp.asarray(inputs["do"]), run, cuts)
+    check(case, results, inputs, segments)
