@@ -176,7 +176,7 @@ def test_a_device_without_memory_is_no_mistake_of_the_client(idle, monkeypatch, 
 
 
 def test_a_cancellation_outlives_a_chunk_that_fails(monkeypatch):
-    """It comes while a prompt is read whose next program has no memory, and is for one that waits."""
+    """It is for one that waits, and comes while a prompt is read whose next program fails."""
     service, news = make_service(num_lanes=1), ([], [])
     runner, calls = service.engine.runner, []
     extend = runner.extend
