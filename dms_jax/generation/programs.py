@@ -30,10 +30,10 @@ from dms_jax.policies import Policy
 class Steps:
     """The results of C decode steps of B lanes.
 
-    Device arrays in the program, NumPy arrays when they are read. `ran` marks the steps that each lane
-    took; `live` and `reads` are totals over its L * K rows. Log-probabilities are None unless they
-    are asked for; `finite` says whether the logits were numbers. At the end of the chunk `lengths`
-    are the slots in use of each row.
+    Device arrays in the program, NumPy arrays when they are read. `ran` marks the steps that each
+    lane took; `live` and `reads` are totals over its L * K rows. Log-probabilities are None unless
+    they are asked for; `finite` says whether the logits were numbers. At the end of the chunk
+    `lengths` are the slots in use of each row.
     """
 
     tokens: Any  # Int[C, B]

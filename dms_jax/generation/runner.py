@@ -20,7 +20,7 @@ from dms_jax.cache.host_values import HostRows, HostValues
 from dms_jax.cache.pages import few_sizes, few_widths
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
-from dms_jax.generation.batches import Extended, LaunchedSteps, build_batch
+from dms_jax.generation.batches import Extended, LaunchedSteps, Shapes, build_batch
 from dms_jax.generation.memory import fits_device
 from dms_jax.generation.programs import Steps, bucket
 from dms_jax.generation.rows import Rows, UnreadPrompts
@@ -208,6 +208,17 @@ class Runner(Rows):
         if self.model.mesh is None:
             return x
         return jax.device_put(x, NamedSharding(self.model.mesh, PartitionSpec()))
+
+    def prompt_shapes(self, chunk: int, tokens: int) -> Shapes:
+        """Returns the shapes for prompts in chunks of at most `chunk` of a program's `tokens`."""
+        parameters = jax.tree.leaves(self.model.transformer.layers)
+        return Shapes.of(
+            chunk,
+            tokens,
+            len(self.seen),
+            few=in_one_pass(self.policy, chunk, prompt=True) and not self.fixed_lanes,
+            layer_size=sum(each.size for each in parameters) // self.model.config.num_layers,
+        )
 
     # -- running ----------------------------------------------------------------------------------
 

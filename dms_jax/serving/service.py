@@ -126,6 +126,7 @@ class Service:
         self._jobs: dict[int, _Job] = {}  # by index, the oldest first
         self._new: collections.deque[Request] = collections.deque()
         self._cancelled: set[int] = set()
+        self._cancelling: set[int] = set()  # what the engine was told, until they end
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self._chunks = 0
@@ -304,7 +305,8 @@ class Service:
             last = self.draining and not came
         self.engine.cancel(cancelled)
         for request in never:
-            self._end(request, DrainingError("The request was cancelled before it ran."))
+            self._end(request, DrainingError("The request was cancelled."))
+        self._cancelling = (self._cancelling | cancelled) & self._jobs.keys()
         return None if last else came
 
     def _look(self) -> None:
@@ -348,6 +350,7 @@ class Service:
             stopped = stopped or sorted(requests, key=lambda each: each.index in new)[:1]
             gone = {request.index for request in stopped}
             self._new = collections.deque(each for each in requests if each.index not in gone)
+            self._cancelled |= self._cancelling - gone  # the engine has forgotten them
         for request in stopped:
             self._end(request, error)
         if not stopped:  # the engine itself cannot start

@@ -36,13 +36,11 @@ from dms_jax.policies import POLICIES, Policy
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.selective import SelectiveReading
 from experiments.benchmarks.decode_steps import (
-    SHAPES,
-    Shape,
     median_seconds,
-    model_of,
     read_rate,
     roofline,
 )
+from experiments.benchmarks.shapes import SHAPES, Shape, model_of
 
 CHUNK, WARMUP, REPEATS, WINDOW, PAGE_SIZE = 32, 2, 3, 256, 64
 

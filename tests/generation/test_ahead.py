@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import pytest
 
 import dms_jax
