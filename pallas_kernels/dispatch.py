@@ -297,15 +297,8 @@ def target_gpu() -> GPU:
     return _local_gpu() or DEFAULT_GPU
 
 
-def triton_lacks(gpu: GPU, *arrays: Any) -> str | None:
-    """Returns why Pallas's Triton backend cannot access arrays on a GPU, or None if it can."""
+def mosaic_lacks(gpu: GPU) -> str | None:
+    """Returns why kernels of plain loads, stores and `mma` cannot run on a GPU, or None."""
     if gpu.capability < (8, 0):
         return f"needs compute capability 8.0 (Ampere), {gpu.kind} has {gpu.capability}"
-    for array in arrays:
-        size, itemsize = array.size, array.dtype.itemsize
-        if itemsize == 1 and gpu.capability < (8, 9):
-            return f"float8 needs compute capability 8.9 (Ada), {gpu.kind} has {gpu.capability}"
-        # Pallas indexes arrays of up to 2^32 bytes with signed 32-bit integers.
-        if 2**31 < size <= 2**32 // itemsize:
-            return f"cannot address {size} float8 numbers: at most 2^31, or more than 2^32"
     return None

@@ -183,7 +183,7 @@ def measure(case, seed, only) -> list[dict]:
     contenders = {
         "mosaic_gpu": lambda: paged(case, q, pools, lengths, "mosaic_gpu", False),
         "mosaic_gpu, plan included": lambda: paged(case, q, pools, lengths, "mosaic_gpu", True),
-        "triton": lambda: paged(case, q, pools, lengths, "triton", False),
+        "mosaic_mma": lambda: paged(case, q, pools, lengths, "mosaic_mma", False),
     }
     even = len(set(case.lengths)) == 1
     if even and case.dtype == "bfloat16" and case.pages_dtype is None:
@@ -198,7 +198,7 @@ def measure(case, seed, only) -> list[dict]:
             continue
         record = {"case": case.name, "implementation": name, "live_bytes": case.live_bytes}
         try:
-            if name.split(",")[0] in ("mosaic_gpu", "triton", "xla"):
+            if name.split(",")[0] in ("mosaic_gpu", "mosaic_mma", "xla"):
                 implementation = name.split(",")[0]
                 record["error"] = error_of(case, q, pools[0], lengths, implementation)
             timing = time_chain(make())
@@ -252,7 +252,7 @@ PICTURED = {
 }
 CONTENDERS = {
     "mosaic_gpu": ("this kernel (Mosaic GPU)", "#c0392b"),
-    "triton": ("this kernel (Triton)", "#e59866"),
+    "mosaic_mma": ("the kernel for other GPUs", "#e59866"),
     "cudnn, dense": ("cuDNN, no pages", "#2471a3"),
     "stock pallas": ("jax's own Pallas kernel", "#7d8c2f"),
     "xla": ("XLA", "#909497"),

@@ -30,7 +30,7 @@ OPERATION = Operation(
     "decode_attention",
     (
         Implementation("mosaic_gpu", "cuda", gpu.mosaic, gpu.why_not_mosaic),
-        Implementation("triton", "cuda", gpu.triton, gpu.why_not_triton),
+        Implementation("mosaic_mma", "cuda", gpu.mma, gpu.why_not_mma),
         deferred("mosaic_tpu", "tpu", "pallas_kernels.decode.tpu", "decode_attention_tpu"),
         Implementation("xla", None, reference.decode_attention_xla),
     ),
@@ -79,7 +79,7 @@ def decode_attention(
       debug: check that every live table entry is a page of the pool and that lengths fit the
         table. On concrete arrays this raises before anything is launched; under `jax.jit` it is a
         `checkify.check`, so wrap the function in `checkify.checkify`.
-      implementation: a name ("mosaic_gpu", "triton", "mosaic_tpu", "xla") forces one
+      implementation: a name ("mosaic_gpu", "mosaic_mma", "mosaic_tpu", "xla") forces one
         implementation; a sequence of names is tried in order; None chooses the best one for the
         platform that the call is lowered for.
 
@@ -130,7 +130,7 @@ def decode_plan(
     """
     allowed = [candidate.name for candidate in OPERATION.candidates(implementation)]
     hopper = target_gpu().capability == (9, 0)
-    name = "mosaic_gpu" if "mosaic_gpu" in allowed and hopper else "triton"
+    name = "mosaic_gpu" if "mosaic_gpu" in allowed and hopper else "mosaic_mma"
     shape = gpu.Shape(lengths.shape[-1], head_dim, page_size, columns, dtype)
     return gpu.plan_for(name, shape, lengths)
 

@@ -27,6 +27,7 @@ class Spec:
       scale: factor on the scores.
       return_lse: write the log-sum-exp of whole rows.
       return_scores: write the scores.
+      copies: use the copy engine of Hopper, and launch kernels while those before them end.
     """
 
     rows: int
@@ -41,6 +42,7 @@ class Spec:
     scale: float
     return_lse: bool
     return_scores: bool
+    copies: bool = True
 
     @property
     def pages_a_tile(self) -> int:
@@ -106,9 +108,10 @@ class Spec:
     def transposed(self) -> bool:
         """Whether results are written as O^T, [R, out_rows, N], and transposed afterwards.
 
-        Only 16-bit registers can be stored transposed, and overlapping blocks would race.
+        Only 16-bit registers can be stored transposed, by the copy engine, and overlapping blocks
+        would race.
         """
-        return self.dtype.itemsize != 2 or len(self.blocks) > 1
+        return not self.copies or self.dtype.itemsize != 2 or len(self.blocks) > 1
 
     @property
     def shared_bytes(self) -> int:

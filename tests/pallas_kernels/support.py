@@ -154,7 +154,10 @@ def lower_for_cuda(function, **shapes):
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(lambda inputs: function(**inputs)).trace(shapes)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Pallas's Triton backend is to be removed: no program of any test may rest on it.
+    assert "__gpu$xla.gpu.triton" not in text
+    return text
 
 
 def run_apart(script, *arguments, **environment):

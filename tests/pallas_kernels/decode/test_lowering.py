@@ -16,11 +16,11 @@ NOT_FOR_HOPPER = {
     "float32_head_dim256": "bytes of shared memory",
     "float8_page16": "copies scales",
 }
+# One case of each feature of the form with Ampere's products.
+MMA = ("base", "group16_head_dim256", "head_dim96", "float8_page16", "group7_head_dim64_page16")
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-@pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda c: c.name)
-def test_lowers_with_all_results(case, implementation):
+def lowered(case, implementation):
     function = functools.partial(
         decode_attention,
         scale=0.1,
@@ -28,14 +28,31 @@ def test_lowers_with_all_results(case, implementation):
         return_scores=True,
         implementation=implementation,
     )
-    if implementation == "mosaic_gpu" and case.name in NOT_FOR_HOPPER:
+    return lower_for_cuda(function, **structs(case))
+
+
+@pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda c: c.name)
+def test_lowers_with_all_results(case):
+    if case.name in NOT_FOR_HOPPER:
         with pytest.raises(NotImplementedError, match=NOT_FOR_HOPPER[case.name]):
-            lower_for_cuda(function, **structs(case))
+            lowered(case, "mosaic_gpu")
         return
-    text = lower_for_cuda(function, **structs(case))
+    text = lowered(case, "mosaic_gpu")
     # The Hopper kernel's plan is a kernel too.
-    assert text.count("stablehlo.custom_call") == {"mosaic_gpu": 3, "triton": 2}[implementation]
+    assert text.count("stablehlo.custom_call") == 3
     assert "stablehlo.dot_general" not in text
+
+
+@pytest.mark.parametrize("name", MMA)
+def test_lowers_with_the_products_of_ampere(name):
+    text = lowered(cases.by_name(name), "mosaic_mma")
+    assert text.count("stablehlo.custom_call") == 2
+    assert "stablehlo.dot_general" not in text
+
+
+def test_what_the_products_of_ampere_do_not_serve_is_said():
+    with pytest.raises(NotImplementedError, match="multiplies 16-bit numbers, not float32"):
+        lowered(cases.by_name("float32"), "mosaic_mma")
 
 
 @pytest.mark.parametrize("case", cases.BENCHMARK, ids=lambda c: c.name)
