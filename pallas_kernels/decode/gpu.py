@@ -175,7 +175,7 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
         return_lse=return_lse,
         return_scores=return_scores,
     )
-    heads = _split(q, spec.operand, spec.parts) if spec.parts > 1 else q[None]
+    heads = _split(q, spec.operand, spec.parts) if spec.parts > 1 else narrow(q, spec.operand)[None]
     if interpret is not None:
         # The interpreter does not fill boxes that reach outside an array.
         heads = jnp.pad(heads, ((0, 0), (0, 0), (0, spec.columns - group), (0, 0)))
@@ -214,6 +214,14 @@ def triton(q, rows: Rows, plan, *, scale, return_lse, return_scores, interpret=F
     if return_scores:
         results.append(_only_read(scores[:, : q.shape[1]] / LOG2_E, rows.lengths))
     return tuple(results)
+
+
+def narrow(q, operand):
+    """Converts queries to operands; of bfloat16 to float16 it clamps what is out of range."""
+    if q.dtype == operand:
+        return q
+    largest = float(jnp.finfo(operand).max)
+    return jnp.clip(q.astype(jnp.float32), -largest, largest).astype(operand)
 
 
 def _split(q, operand, parts):
