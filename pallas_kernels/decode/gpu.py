@@ -178,7 +178,7 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
         return_lse=return_lse,
         return_scores=return_scores,
     )
-    heads = _split(q, spec.operand, spec.parts) if spec.parts > 1 else q[None]
+    heads = _split(q, spec.operand, spec.parts) if spec.parts > 1 else narrow(q, spec.operand)[None]
     if interpret is not None:
         # The interpreter does not fill boxes that reach outside an array.
         heads = jnp.pad(heads, ((0, 0), (0, 0), (0, spec.columns - group), (0, 0)))
@@ -222,6 +222,14 @@ def _results(spec: Spec, rows: Rows, out, lse, scores):
         scores = scores[:, : rows.slots, : spec.group].swapaxes(1, 2) / LOG2_E
         results.append(_only_read(scores, rows.lengths))
     return tuple(results)
+
+
+def narrow(q, operand):
+    """Converts queries to operands; of bfloat16 to float16 it clamps what is out of range."""
+    if q.dtype == operand:
+        return q
+    largest = float(jnp.finfo(operand).max)
+    return jnp.clip(q.astype(jnp.float32), -largest, largest).astype(operand)
 
 
 def _split(q, operand, parts):

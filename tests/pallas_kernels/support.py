@@ -51,6 +51,8 @@ def decode_inputs(case, seed=0):
         values = rng.standard_normal(shape).astype(np.float32)
         if case.pages_dtype:
             scales = rng.uniform(0.5, 2.0, (page, size)).astype(np.float32)
+            if name == "v":
+                scales *= case.value_scale
             if case.poison:
                 scales[~read] = np.nan
             inputs[f"{name}_scales"] = scales
