@@ -20,21 +20,23 @@ from tests.pallas_kernels.training.test_reference import attend
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
 
-def structs(case):
-    """Shapes of q, k, v, bias, do and the segment ids (or None)."""
-    q, kv = (case.B, case.T, case.H, case.D), (case.B, case.T, case.K, case.D)
+def structs(case, *, queries=None):
+    """Shapes of q, k, v, bias, do and, if there are any, segment ids and place of the queries."""
+    q, kv = (case.B, queries or case.T, case.H, case.D), (case.B, case.T, case.K, case.D)
     shapes = {"q": q, "k": kv, "v": kv, "do": q}
     arrays = {n: jax.ShapeDtypeStruct(s, jnp.dtype(case.dtype)) for n, s in shapes.items()}
     arrays["bias"] = jax.ShapeDtypeStruct((case.B, case.K, case.T), jnp.float32)
     if case.segments:
         arrays["segments"] = jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)
+    if queries:
+        arrays["start"] = jax.ShapeDtypeStruct((), jnp.int32)
     return arrays
 
 
 def both(case, implementation):
     """Forward and backward as one function of the arrays of `structs`."""
 
-    def run(q, k, v, bias, do, segments=None):
+    def run(q, k, v, bias, do, segments=None, start=None):
         def forward(q, k, v, bias):
             return retrofit_attention(
                 q,
@@ -44,6 +46,7 @@ def both(case, implementation):
                 window=case.window,
                 scale=case.D**-0.5,
                 segment_ids=segments,
+                start=start,
                 implementation=implementation,
             )
 
@@ -90,6 +93,12 @@ def test_gpu_kernels_lower(name):
     assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
 
 
+def test_gpu_kernels_lower_for_a_piece_of_a_row():
+    case = BY_NAME["packed"]
+    text = lower_for_cuda(both(case, "mosaic_gpu"), **structs(case, queries=140))
+    assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
@@ -102,15 +111,18 @@ def test_gpu_kernels_lower(name):
         ("v5p:2x2x1", "sixteen_groups"),
         ("v6e:2x2", "packed"),
         ("v6e:2x2", "dim_96"),
+        ("v5p:2x2x1", "packed from a place"),
     ],
 )
 def test_tpu_kernels_compile(topology, name):
     wide = cases.TrainingCase("float32_wide", 1, 1024, 4, 2, 256, 100, dtype="float32")
+    name, _, placed = name.partition(" ")
     case = BY_NAME.get(name, wide)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     sharding = jax.sharding.SingleDeviceSharding(devices[0])
     arrays = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), structs(case)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        structs(case, queries=140 if placed else None),
     )
     # None picks by the platform that is lowered for, which is not the one that traces.
     traced = jax.jit(lambda arrays: both(case, None)(**arrays)).trace(arrays)

@@ -133,7 +133,7 @@ def test_bounds_on_a_tpu_reach_every_block_of_a_document():
     problem = tpu_problem(dtype="float32", packed=True)
     random = np.random.default_rng(7)
     segments = sorted_segments(random, 1, problem.T)
-    first, last = tpu_blocks.segment_bounds(problem, jnp.asarray(segments, jnp.int32))
+    first, last = tpu_blocks.segment_bounds(problem, *[jnp.asarray(segments, jnp.int32)] * 2)
     meet = meeting(segments, problem.query, problem.keys)
     blocks = np.arange(meet.shape[1])[:, None]
     bounds = (meet.argmax(2), np.where(meet, blocks, -1).max(1))
