@@ -57,8 +57,7 @@ def compiled(target, *shards, **environment):
 
 @pytest.fixture(scope="module")
 def on_cpu():
-    flags = "--xla_force_host_platform_device_count=8"
-    return compiled("cpu", 2, 8, "2x4", JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+    return compiled("cpu", 2, 8, "2x4", JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="8")
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def test_a_stage_is_compiled_once():
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_NUM_CPU_DEVICES": "2",
     }
     done = subprocess.run(
         [sys.executable, "-c", COUNTED], capture_output=True, text=True, env=environment

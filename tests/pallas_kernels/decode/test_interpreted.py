@@ -13,7 +13,7 @@ from tests.pallas_kernels.support import TOLERANCE, interpret, split_rows, struc
 
 SCRIPT = Path(__file__).with_name("interpreted.py")
 # Cases of one process: enough to make up for its start, few enough to share the cores.
-TOGETHER = 12
+TOGETHER = 13
 # One case of each feature.
 MMA = ["base", "group16_head_dim256", "head_dim96", "float8_page16", "page16", "one_long_row"]
 
