@@ -76,6 +76,7 @@ def test_a_notebook_runs_and_draws(name, installed, tmp_path, monkeypatch):
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
     assert "decoding: xla (no kernel is for cpu)" in printed
     assert shown in printed
+    assert "Warning" not in printed
     pictures = [each.data["image/png"] for each in outputs if "image/png" in each.get("data", {})]
     assert len(pictures) == figures
     for picture in pictures:
