@@ -23,17 +23,19 @@ def test_rows_are_measured_written_and_shown(tmp_path, capsys):
         sequences=2,
         length=40,
         learn=(),
-        only=("StreamingLLM", "KCache", "float8"),
+        only=("StreamingLLM", "KCache", "float8", "int4"),
         out=tmp_path,
     )
     rows = {row.label: row for row in compare.main(config)}
-    assert set(rows) == {"dense", "float8", "StreamingLLM", "KCache"}
+    assert set(rows) == {"dense", "float8", "int4", "StreamingLLM", "KCache"}
     dense, streaming = rows["dense"], rows["StreamingLLM"]
     assert (dense.increase, dense.peak, dense.reads) == (0, 39, 39 * 40 / 2)
     assert streaming.peak == streaming.live == 10
     assert streaming.reads == 55 + 29 * 10
     assert streaming.nats == pytest.approx(dense.nats + streaming.increase)
     assert rows["float8"].bytes < dense.bytes / 2
+    assert rows["int4"].bytes < rows["float8"].bytes
+    assert rows["int4"].kv_dtype == "int4"
     # Two of five layers keep their values on the device; the others' are half of their bytes.
     assert rows["KCache"].bytes + rows["KCache"].host_bytes == dense.bytes
     assert rows["KCache"].host_bytes == dense.bytes * 3 // 10
@@ -46,7 +48,7 @@ def test_rows_are_measured_written_and_shown(tmp_path, capsys):
     again = dataclasses.replace(config, only=("TOVA",), merge=True)
     merged = compare.main(again)
     assert [row.label for row in merged] == [*rows, "TOVA"]
-    assert len(json.loads((tmp_path / "quality.json").read_text())["rows"]) == 5
+    assert len(json.loads((tmp_path / "quality.json").read_text())["rows"]) == 6
     # What earlier rows were measured with is not lost, and other text is not mixed with theirs.
     runs = json.loads((tmp_path / "quality.json").read_text())["runs"]
     assert [run["config"]["only"] for run in runs] == [str(config.only), "('TOVA',)"]
@@ -54,7 +56,7 @@ def test_rows_are_measured_written_and_shown(tmp_path, capsys):
         with pytest.raises(dms_jax.ConfigError, match="was measured with --"):
             compare.main(dataclasses.replace(again, **other))
     report = json.loads((tmp_path / "quality.json").read_text())
-    assert len(report["rows"]) == 5
+    assert len(report["rows"]) == 6
     # Nor what is called the same and is not.
     report["rows"][0]["nats"] += 0.01
     (tmp_path / "quality.json").write_text(json.dumps(report))
@@ -155,6 +157,7 @@ def test_every_system_takes_part_with_the_same_share(stories):
     assert more["DMS + Quest"].policy(share).over == dms_jax.DMS(window=8)
     assert more["DMS + KCache"].policy(share).top == share.limit // 2
     assert more["DMS + float8"].kv_dtype == "float8_e4m3"
+    assert more["DMS + int4"].kv_dtype == "int4"
 
 
 def test_solutions_count_and_prompts_do_not():

@@ -19,6 +19,7 @@ from dms_jax.policies.periodic_eviction import Scorer
 
 # A system that cuts rows every so often does so once every so many tokens here.
 INTERVAL = 16
+FEW_BITS = {"float8": "float8_e4m3", "int4": "int4"}  # by label, what the cache is stored in
 WHOLE = dict(compression_ratio=1)  # budgets come with the sequences: one program for all of them
 
 
@@ -134,4 +135,5 @@ def combined(base: System) -> Iterator[System]:
 
     yield dataclasses.replace(base, label=f"{base.label} + Quest", policy=quest)
     yield dataclasses.replace(base, label=f"{base.label} + KCache", policy=kcache)
-    yield dataclasses.replace(base, label=f"{base.label} + float8", kv_dtype="float8_e4m3")
+    for label, kv_dtype in FEW_BITS.items():
+        yield dataclasses.replace(base, label=f"{base.label} + {label}", kv_dtype=kv_dtype)
