@@ -64,17 +64,25 @@ def _body(spec: Spec, refs, smem, interpret: bool):
         ]
         return values, factors
 
-    def write_tile(target, tile, live):
-        """Writes pages as operands, with zeros from slot `live` on."""
+    def operands(tile):
+        """Converts the pages of a tile to operands of products."""
         values, factors = tile
-        for j, page in enumerate(values):
-            if spec.scaled:
-                factor = lax.broadcast_in_dim(factors[j], page_shape, [0])
-                page = (page.astype(jnp.float32) * factor).astype(spec.operand)
-            slot = plgpu.broadcasted_iota(jnp.int32, page_shape, 0, layout=copied)
-            read = slot < live - j * spec.page_size
-            rows = target.at[pl.ds(j * spec.page_size, spec.page_size)]
-            rows[...] = jnp.where(read, page, jnp.zeros_like(page))
+        if not spec.scaled:
+            return values
+        factors = [lax.broadcast_in_dim(factor, page_shape, [0]) for factor in factors]
+        return [
+            (page.astype(jnp.float32) * factor).astype(spec.operand)
+            for page, factor in zip(values, factors, strict=True)
+        ]
+
+    def write_pages(target, pages):
+        for j, page in enumerate(pages):
+            target[pl.ds(j * spec.page_size, spec.page_size)] = page
+
+    def only_live(j, page, live):
+        """Puts zeros in slots from `live` on: they may hold NaN, and 0 * NaN is NaN."""
+        slot = plgpu.broadcasted_iota(jnp.int32, page_shape, 0, layout=copied)
+        return jnp.where(slot < live - j * spec.page_size, page, jnp.zeros_like(page))
 
     def visit(row, lo, hi, length, whole, state):
         last_page = jnp.maximum(length - 1, 0) // spec.page_size
@@ -99,8 +107,14 @@ def _body(spec: Spec, refs, smem, interpret: bool):
         def step(i, carry):
             (k_tile, v_tile), peak, total, blocks = carry
             live = length - i * spec.tile
-            write_tile(k_smem, k_tile, live)
-            write_tile(v_smem, v_tile, live)
+            values = operands(v_tile)
+            write_pages(k_smem, operands(k_tile))
+            write_pages(v_smem, values)
+
+            @pl.when(live < spec.tile)
+            def _clear():
+                write_pages(v_smem, [only_live(j, page, live) for j, page in enumerate(values)])
+
             following = load(i + 1)
 
             keys = plgpu.load(k_smem, layout=LHS)
