@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from dms_jax.cache import Pool
 from dms_jax.command_line.comparison.measure import FAILURES, gave_up
 from dms_jax.command_line.comparison.runs import write
 from dms_jax.command_line.reports import make_folder
@@ -215,7 +214,8 @@ def filled_runner(
     pool = cache.pool
     runner.cache = dataclasses.replace(
         cache,
-        pool=Pool(
+        pool=dataclasses.replace(
+            pool,
             k_pages=fill(pool.k_pages, 1),
             v_pages=fill(pool.v_pages, 2),
             k_scales=None if pool.k_scales is None else jnp.ones_like(pool.k_scales),
