@@ -47,7 +47,7 @@ def _body(spec: Spec, refs, smem, interpret: bool):
     program = lax.axis_index("program")
     tile_shape = (spec.tile, spec.columns)
     page_shape = (spec.page_size, spec.head_dim)
-    copied = plgpu.Layout.SMEM_GMEM_COPY(page_shape, spec.operand, _swizzle(spec))
+    copied = plgpu.Layout.SMEM_GMEM_COPY(page_shape, spec.dtype, _swizzle(spec))
     multiply = functools.partial(mma, interpret=interpret)
 
     def zeros(shape):
@@ -71,7 +71,7 @@ def _body(spec: Spec, refs, smem, interpret: bool):
             return values
         factors = [lax.broadcast_in_dim(factor, page_shape, [0]) for factor in factors]
         return [
-            (page.astype(jnp.float32) * factor).astype(spec.operand)
+            (page.astype(jnp.float32) * factor).astype(spec.dtype)
             for page, factor in zip(values, factors, strict=True)
         ]
 
@@ -128,7 +128,7 @@ def _body(spec: Spec, refs, smem, interpret: bool):
             weights = jnp.exp2(scores - per_column(new_peak, tile_shape))
             shrink = jnp.exp2(peak - new_peak)
             total = total * per_column(shrink, tile_shape) + weights
-            store(p_smem, weights.astype(spec.operand))
+            store(p_smem, weights.astype(spec.dtype))
             weights = plgpu.load(p_smem, layout=RHS, optimized=False)
             blocks = tuple(
                 multiply(
@@ -202,7 +202,7 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
         jax.ShapeDtypeStruct((partials, spec.columns), jnp.float32),
         jax.ShapeDtypeStruct((score_rows, score_slots, spec.columns), jnp.float32),
     )
-    operand = functools.partial(plgpu.SMEM, dtype=spec.operand)
+    operand = functools.partial(plgpu.SMEM, dtype=spec.dtype)
     swizzle = _swizzle(spec)
     page = operand(
         (spec.tile, spec.head_dim),

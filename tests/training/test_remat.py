@@ -78,7 +78,7 @@ def test_tensor_parallelism_does_not_split_hidden_states():
         SHAPES["llama-3.1-70b"],
         parameters=size,
         trained=size,
-        shards=(32, 8),
+        shards=(32, 1, 8),
         memory=float(memory),
     )
     assert settled.remat == "all_but_attention"
