@@ -80,9 +80,8 @@ def prefill(
     batch, length, heads, dim = q.shape
     padded = pad_axis(q, 1, TILE)
     kv_heads, dtype = chunk.k.shape[2], jnp.dtype(q.dtype)
-    problem = Problem(
-        batch, padded.shape[1], heads, kv_heads, dim, window, scale, dtype, False, interpret
-    )
+    shape = (batch, padded.shape[1], padded.shape[1], heads, kv_heads, dim)
+    problem = Problem(*shape, window, scale, dtype, packed=False, placed=False, interpret=interpret)
     plan = make_plan(chunk, past, window, problem.rows, order_by_sort)
     stages = (ring or ring_of(problem)).stages
     query_tile = gpu_tiles.tile_memory((COMPUTE, ROWS, dim), dtype)
