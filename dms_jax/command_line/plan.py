@@ -5,8 +5,9 @@
     dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
 
 The step of each stage is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux),
-which takes a minute or two. For GPUs, whose compiler needs one, the figures are estimates, and are
-called so; on a machine that has as many, --here asks their own compiler.
+which takes a minute or two. For H100 and H200 their own compiler does it where it is installed (pip
+install jax-cuda13-pjrt jax-cuda13-plugin, of jax's version; no GPU is needed), and on machines that
+have as many with --here. Otherwise the figures of GPUs are estimates, and called so.
 """
 
 import dataclasses

@@ -78,6 +78,20 @@ class Layer(nnx.Module):
         return sharding.constrain(x, sharding.DATA, None, None)
 
 
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a device has of a pass that is split over several.
+
+    Attributes:
+      prepare: makes the layer that computes from the layer that is kept, such as a whole one from a
+        shard; with `sharding.gather` the backward pass makes it again.
+      row: how the tokens of a row are split.
+    """
+
+    prepare: Callable[[Layer], Layer] | None = None
+    row: SplitRow | None = None
+
+
 @struct.dataclass
 class SequencePass:
     """The result of a pass over whole sequences.
@@ -193,8 +207,7 @@ class Transformer(nnx.Module):
         marks: Bool[Array, "L B K S"] | None = None,
         remat: Remat = "nothing",
         unroll: bool = False,
-        prepare: Callable[[Layer], Layer] | None = None,
-        row: SplitRow | None = None,
+        share: Share = Share(),
     ) -> SequencePass:
         """Runs one pass over whole sequences, for policies that decide without attention.
 
@@ -208,11 +221,10 @@ class Transformer(nnx.Module):
           remat: what of each layer is recomputed in the backward pass; see `Remat`.
           unroll: whether the loop over layers is unrolled, which avoids stacking the residuals of
             the backward pass: faster for small models, but compile time grows with depth.
-          prepare: makes the layer that computes from the layer that is kept, such as a whole one
-            from a shard; with `sharding.gather` the backward pass makes it again.
-          row: how the tokens are split over devices, whose own ones are given; segment ids are
-            those of whole rows, as are the decisions of the result.
+          share: what this device has of the layers and of the tokens, which are its own; segment
+            ids are those of whole rows, as are the decisions of the result.
         """
+        row, prepare = share.row, share.prepare
         whole = tokens if row is None else jnp.zeros((tokens.shape[0], row.length), tokens.dtype)
         whole_positions = segment_positions(whole, segment_ids)
         positions = of_own_tokens(row, whole_positions)

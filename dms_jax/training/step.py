@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from dms_jax.model.attention import Relaxation
 from dms_jax.model.rope import segment_positions
 from dms_jax.model.split_rows import SplitRow, of_own_tokens
+from dms_jax.model.transformer import Share
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.training import compression, losses, supervision
 from dms_jax.training.parameters import Parameters, Rebuild, decays, is_adapter
@@ -155,14 +156,22 @@ def make_gradients(
     def pass_dtype(arrays: Parameters) -> Any:
         return jnp.dtype(recipe.compute_dtype or arrays["embedding"].dtype)
 
-    def hidden_states(arrays: Parameters, rebuild, policy, sequences: Passes, row, **options: Any):
+    def share(arrays: Parameters, together: bool, row: SplitRow | None = None) -> Share:
+        """Returns what a device has of a pass; `together` it has all layers already."""
+        if not shards.several or together:
+            return Share(row=row)
+        return Share(functools.partial(shards.gather_layer, dtype=pass_dtype(arrays)), row)
+
+    def hidden_states(
+        arrays: Parameters, rebuild, policy, sequences: Passes, share, **options: Any
+    ):
         model = rebuild(arrays | {"embedding": arrays["embedding"].astype(pass_dtype(arrays))})
         return model(
-            of_own_tokens(row, sequences.tokens),
+            of_own_tokens(share.row, sequences.tokens),
             policy,
             segment_ids=sequences.segment_ids,
             unroll=recipe.unroll,
-            row=row,
+            share=share,
             **options,
         )
 
@@ -181,12 +190,10 @@ def make_gradients(
         learned = policy.retrofit.supervision
         assert learned is not None
         trained = {x: y if is_adapter(x) else jax.lax.stop_gradient(y) for x, y in trained.items()}
-        current, prepare = frozen | trained, None
-        if shards.several and not together:
-            prepare = functools.partial(shards.gather_layer, dtype=pass_dtype(current))
+        current = frozen | trained
         relaxation = Relaxation(supervised=True)
         result = hidden_states(
-            current, rebuild, policy, sequences, None, relaxation=relaxation, prepare=prepare
+            current, rebuild, policy, sequences, share(current, together), relaxation=relaxation
         )
         assert result.supervision is not None
         distance = supervision.supervised_loss(learned, result.supervision, schedule.supervised)
@@ -205,28 +212,23 @@ def make_gradients(
             return supervised_loss(trained, frozen, sequences, schedule, rest)
         weights, together, row = rest
         current = frozen | trained
-        relaxation, prepare = None, None
+        relaxation, own = None, share(current, together, row)
         if policy.retrofit.possible:
             relaxation = Relaxation(noise_keys=keys, neuron_scale=schedule.neuron_scale)
-        if shards.several and not together:
-            prepare = functools.partial(shards.gather_layer, dtype=pass_dtype(current))
         result = hidden_states(
             current,
             rebuild,
             policy,
             sequences,
-            row,
+            own,
             relaxation=relaxation,
             remat="all_but_attention" if recipe.remat == "auto" else recipe.remat,
-            prepare=prepare,
         )
         head = output_head(current, result.hidden, parameter=trained)
         teacher = None
         if recipe.loss == "distillation":
             original = jax.lax.stop_gradient(current | own_teacher)
-            taught = hidden_states(
-                original, rebuild_teacher, Vanilla(), sequences, row, prepare=prepare
-            ).hidden
+            taught = hidden_states(original, rebuild_teacher, Vanilla(), sequences, own).hidden
             taught = jax.lax.stop_gradient(taught)
             teacher = losses.Head(taught, head.matrix)
             if own_teacher:
@@ -266,8 +268,9 @@ def make_gradients(
         loss = parts[main] + parts["compression_loss"]
         return loss, {"loss": loss, **parts}
 
-    def of_shard(trained, frozen, teacher, passes: Passes, places, schedule, key, weights, shard):
+    def of_shard(trained, frozen, teacher, passes: Passes, places, rest, shard):
         """Returns the sums over all passes of one shard's sequences, or of its tokens of them."""
+        schedule, key, weights = rest
         row = None
         if shard is not None:
             row = SplitRow(shard, shards.of_a_row, passes.tokens.shape[-1])
@@ -311,7 +314,7 @@ def make_gradients(
         )
         places = jnp.arange(num_passes * num_sequences).reshape(num_passes, num_sequences)
         return shards.map(of_shard)(
-            trained, constants.frozen, constants.teacher, passes, places, schedule, key, weights
+            trained, constants.frozen, constants.teacher, passes, places, (schedule, key, weights)
         )
 
     return gradients

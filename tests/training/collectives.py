@@ -5,8 +5,7 @@
 Run by `test_collectives.py` in a process of its own: one process loads libtpu at a time, and arrays
 can be abstract where types are not checked at run time. Nothing is executed.
 
-XLA compiles for GPUs that are not there where its plugin is (`make gpu-compiler`) and is told what
-they are: `h200.textproto`, in the form of XLA's own descriptions of targets.
+GPUs are H200s, compiled for by their own compiler (`make gpu-compiler`).
 """
 
 import collections
@@ -20,8 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax._src import xla_bridge  # registers a plugin without asking it for devices
-from jax._src.lib import xla_client
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -31,6 +28,7 @@ from dms_jax.model.transformer import Transformer
 from dms_jax.policies import DMS
 from dms_jax.training.compiling import GPU_OPTIONS
 from dms_jax.training.parameters import rebuilder, shardings
+from dms_jax.training.planning import gpu_compiler
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.shards import Shards
 from dms_jax.training.step import (
@@ -183,29 +181,11 @@ def mesh_of(devices, data: int, sequence: int = 1) -> Mesh:
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def gpu_plugin() -> Path | None:
-    """Returns the folder of XLA's plugin for GPUs; None if there is none."""
-    folders = [GPU_COMPILER, *map(Path, sys.path)]
-    found = (folder / "jax_plugins" / "xla_cuda13" for folder in folders)
-    return next((folder for folder in found if folder.exists()), None)
-
-
-def gpu_devices(count: int) -> list:
-    """Returns GPUs to compile for, of one host."""
-    if not xla_client.pjrt_plugin_loaded("cuda"):
-        folder = gpu_plugin()
-        assert folder is not None
-        xla_bridge.register_plugin("cuda", library_path=str(folder / "xla_cuda_plugin.so"))
-    target = Path(__file__).with_name("h200.textproto").read_text()
-    options = {"target_config": target, "topology": f"1x1x{count}"}
-    return list(topologies.get_topology_desc("", "cuda", **options).devices)
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "cpu":
         devices = jax.devices()
     elif sys.argv[1] == "gpu":
-        devices = gpu_devices(8)
+        devices = gpu_compiler.devices("h200", 8, a_host=8)
     else:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1])
         devices = topology.devices

@@ -108,8 +108,8 @@ def test_more_devices_communicate_no_more_each(on_cpu):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    compiling.gpu_plugin() is None,
-    reason="XLA's plugin for GPUs is not installed (make gpu-compiler, 142 MB)",
+    not (compiling.GPU_COMPILER / "jax_plugins").exists(),
+    reason="the compiler for GPUs is not installed (make gpu-compiler, 142 MB)",
 )
 def test_on_gpus_the_same():
     """The programs of 2 and of 8 H200s, made by their own compiler with none of them here."""

@@ -41,8 +41,9 @@ def _head(plan: "Plan") -> list[str]:
     ]
     if not plan.exact:
         lines.append(
-            f"Estimated: no compiler for GPUs works without one. The program is that of "
-            f"{machine.topology} (TPU), partitioned alike; its temporaries and fusions are a TPU's."
+            f"Estimated: the program is that of {machine.topology} (TPU), partitioned alike; its "
+            "temporaries and fusions are a TPU's. For H100 and H200 their own compiler makes it: "
+            "pip install jax-cuda13-pjrt jax-cuda13-plugin (of jax's version; no GPU needed)."
         )
     return lines
 
@@ -178,7 +179,7 @@ def _advice(plan: "Plan") -> list[str]:
                 f"micro_batch_size={2 * recipe.micro_batch_size}, if memory allows: parameters are "
                 "gathered once a pass, and there would be half as many"
             )
-        if not machine.compiled and model > GPUS_A_HOST:
+        if not machine.is_tpu and model > GPUS_A_HOST:
             advice.append(f"model_shards of at most {GPUS_A_HOST}: within one host")
     if not advice:
         return []
