@@ -24,9 +24,9 @@ import jax.numpy as jnp
 
 import dms_jax
 from dms_jax.command_line.reports import make_place
-from dms_jax.command_line.running import command, run
+from dms_jax.command_line.running import run
 from experiments.benchmarks import decode_steps
-from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.kernel_timing import command_line, environment
 from experiments.benchmarks.shapes import Shape, model_of
 
 
@@ -133,8 +133,8 @@ def main(config: Config) -> dict[str, Any]:
         seconds, _ = decode_steps.time_runner(profiled, runner)
         events = device_events(pathlib.Path(folder))
     figures = environment() | dict(
-        command=command(),
-        config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
+        command=command_line(),
+        config={name: each for name, each in vars(config).items() if name != "out"},
         step_ms=1e3 * seconds,
         **summarise(events, config.chunk, model.config.num_layers),
     )

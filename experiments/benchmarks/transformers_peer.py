@@ -24,9 +24,9 @@ import numpy as np
 
 import dms_jax
 from dms_jax.command_line.reports import make_place
-from dms_jax.command_line.running import command, run
+from dms_jax.command_line.running import run
 from dms_jax.generation import Engine, Sampling
-from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.kernel_timing import command_line, environment
 from experiments.benchmarks.shapes import SHAPES, Shape, model_of
 
 
@@ -151,7 +151,8 @@ def main(config: Config) -> dict[str, Any]:
     """Times everything, and writes the figures as they come."""
     make_place("--out", config.out)
     results: dict[str, Any] = dict(
-        command=command(), config=vars(config) | {"out": str(config.out)}
+        command=command_line(),
+        config={name: each for name, each in vars(config).items() if name != "out"},
     )
     rows = results["rows"] = []
 
