@@ -132,6 +132,8 @@ def test_every_system_takes_part_with_the_same_share(stories):
     lengths = np.array([100, 500, 600, 848])  # a mean of 512
     share = systems.Share.of(lengths, 4.0)
     assert np.minimum(lengths, share.limit).mean() == pytest.approx(128, abs=0.5)
+    labels = [one.label for one in systems.training_free(stories, 4.0)]
+    assert len(labels) == len(set(labels))  # none runs twice
     free = {
         one.label: one.policy(share).for_length(share.limit)
         for one in systems.training_free(stories, 4.0)

@@ -99,9 +99,7 @@ def _makers(ratio: float) -> dict[str, Callable[[Share], Policy]]:
         return dms_jax.RandomEviction(window=recent, rate=float(gone / old))
 
     return {
-        "StreamingLLM": lambda share: dms_jax.StreamingLLM(budget=share.limit),
         "RandomEviction": random,
-        "Quest": lambda share: dms_jax.Quest(budget=share.limit),
         "KCache": lambda share: dms_jax.KCache(top=share.limit),
         # As it is: nothing was trained for it.
         "FixedPooling": lambda share: FixedPooling(every=int(ratio)),
