@@ -20,6 +20,7 @@ from typing import Literal, cast
 import jax
 
 import dms_jax
+from dms_jax.command_line.options import SHIPPED, find_model
 from dms_jax.command_line.reports import make_place, read_file
 from dms_jax.command_line.retrofitting import UPDATES
 from dms_jax.command_line.retrofitting import Config as Retrofit
@@ -43,7 +44,7 @@ class Config:
 
     model: str = "llama-3.2-1b"
     """A shape by name (llama-3.2-1b, llama-2-7b, llama-3.1-8b, llama-3.1-70b, qwen-r1-1.5b,
-    qwen-r1-7b, qwen-r1-32b, qwen3-8b), or a directory with a config.json."""
+    qwen-r1-7b, qwen-r1-32b, qwen3-8b), a model that ships, or a directory with a config.json."""
     machine: tuple[str, ...] = ("8xh200",)
     """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan."""
     model_shards: int = 1
@@ -96,13 +97,14 @@ class Config:
 
 
 def shape_of(model: str) -> ModelConfig:
-    """The shape of a name, or of a directory."""
+    """The shape of a name, of a model that ships, or of a directory."""
     if model in SHAPES:
         return SHAPES[cast(Shape, model)]
-    path = pathlib.Path(model)
+    path = pathlib.Path(find_model(model))
     if not path.is_dir():
         raise dms_jax.ConfigError(
-            f"--model {model}: no directory, and none of the shapes {', '.join(SHAPES)}."
+            f"--model {model}: no directory, and none of the shapes {', '.join(SHAPES)}, nor a "
+            f"model that ships ({', '.join(SHIPPED)})."
         )
     content = read_file("--model", path / "config.json")
     try:

@@ -316,6 +316,11 @@ def _chat_prompt(given: Mapping[str, Any], model: LanguageModel) -> list[int]:
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise RefusalError("The model came without a tokenizer; send token ids as a prompt.")
+    if tokenizer.chat_template is None:
+        raise RefusalError(
+            "The checkpoint has no chat template; send the text as prompt to /v1/completions.",
+            param="messages",
+        )
     try:
         text = tokenizer.apply_chat_template(said, **variables)
         return encode_prompt(model, tokenizer.encode(text, False), name="The conversation")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.command_line import compare
-from dms_jax.command_line.comparison import lessons, systems, texts
-from dms_jax.command_line.comparison.measure import Occasion
+from dms_jax.command_line.comparison import lessons, show, systems, texts
+from dms_jax.command_line.comparison.measure import Measured, Occasion
 from dms_jax.data import Documents
 from dms_jax.data.tasks import LinearEquation, Needle
 from dms_jax.policies import POLICIES
@@ -128,10 +129,23 @@ def test_nothing_runs_on_a_device_that_gave_up(tmp_path, monkeypatch):
     assert [row.failed for row in compare.main(again)] == [None, None]
 
 
+def test_one_sequence_has_no_error_to_show():
+    row = Measured(
+        "dense", 1.0, {}, None, nats=1.5, error=math.nan, increase_error=math.nan, reads=1.0
+    )
+    cells = show.text_cells(row, row)
+    assert cells["nats/token"] == "1.5000"
+    assert cells["above dense"] == "+0.0000"
+    cells = show.text_cells(dataclasses.replace(row, error=0.25), row)
+    assert cells["nats/token"] == "1.5000 ±0.2500"
+
+
 def test_every_system_takes_part_with_the_same_share(stories):
     lengths = np.array([100, 500, 600, 848])  # a mean of 512
     share = systems.Share.of(lengths, 4.0)
     assert np.minimum(lengths, share.limit).mean() == pytest.approx(128, abs=0.5)
+    labels = [one.label for one in systems.training_free(stories, 4.0)]
+    assert len(labels) == len(set(labels))  # none runs twice
     free = {
         one.label: one.policy(share).for_length(share.limit)
         for one in systems.training_free(stories, 4.0)
@@ -140,7 +154,8 @@ def test_every_system_takes_part_with_the_same_share(stories):
     learned = {
         name for name in ("DMS", "DMC", "KVzap", "KVpop") if POLICIES[name]().retrofit.needed
     }
-    assert set(free) | learned | {"Vanilla"} == set(POLICIES)
+    assert {*free, *learned, "Vanilla"} == set(POLICIES)
+    assert learned.isdisjoint(free)  # a row that needs a training would be one that fails
     for name, policy in free.items():
         own = getattr(policy, "scorer", policy)
         budget = getattr(own, "budget", getattr(own, "top", share.limit))

@@ -62,6 +62,14 @@ def test_what_is_not_served_is_refused_by_name(client, chat, fields, param, word
     assert words in error["message"]
 
 
+def test_without_a_chat_template_the_other_address_is_named(client, monkeypatch):
+    tokenizer = client.service.engine.model.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    error = client.ask(chat=True, status=400, messages=SAY)["error"]
+    assert error["param"] == "messages"
+    assert "send the text as prompt to /v1/completions" in error["message"]
+
+
 def test_what_asks_for_nothing_is_accepted(idle):
     neutral = dict(presence_penalty=0, logit_bias={}, tools=[], user="me", suffix=None, stop=None)
     assert idle.ask(chat=True, messages=SAY, max_tokens=1, **neutral)["choices"]
@@ -86,7 +94,9 @@ def test_a_body_too_large_and_addresses_that_there_are_none_of(client):
     assert error["code"] == "model_not_found"
     assert "only 'stories'" in error["message"]
     status, text = client.get("/v1/chat")
-    assert (status, json.loads(text)["error"]["type"]) == (404, "invalid_request_error")
+    error = json.loads(text)["error"]
+    assert (status, error["type"]) == (404, "invalid_request_error")
+    assert error["message"].startswith("GET /v1/chat: Not Found. There are POST /v1/chat/comp")
     assert client.get("/v1/completions")[0] == 405
     assert client.get("/v1/models/gpt")[0] == 404
 

@@ -1,5 +1,6 @@
 """The tables and the picture of a comparison."""
 
+import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,11 +30,16 @@ def in_order(rows: Sequence[Measured]) -> list[Measured]:
     return sorted(rows, key=lambda row: (row.ratio, row.failed is not None, row.increase))
 
 
+def _error(error: float, digits: int) -> str:
+    """A standard error behind its figure; nothing where there is none, of a single sequence."""
+    return f" ±{error:.{digits}f}" if math.isfinite(error) else ""
+
+
 def text_cells(row: Measured, dense: Measured) -> dict[str, str]:
     """What a row says of the text, by column."""
     return {
-        "nats/token": f"{row.nats:.4f} ±{row.error:.4f}",
-        "above dense": f"{row.increase:+.4f} ±{row.increase_error:.4f}",
+        "nats/token": f"{row.nats:.4f}{_error(row.error, 4)}",
+        "above dense": f"{row.increase:+.4f}{_error(row.increase_error, 4)}",
         "live": f"{row.live:.0f}",
         "peak": f"{row.peak:.0f}",
         "reads": f"{row.reads:,.0f}",
@@ -48,9 +54,9 @@ def answer_cells(row: Measured, dense: Measured) -> dict[str, str]:
     cells = {}
     for name, part in row.answers.items():
         whole = dense.answers[name]
-        cells[f"{name}, %"] = f"{100 * part['accuracy']:.1f} ±{100 * part['error']:.1f}"
+        cells[f"{name}, %"] = f"{100 * part['accuracy']:.1f}{_error(100 * part['error'], 1)}"
         cells[f"change ({name})"] = (
-            f"{100 * part['change']:+.1f} ±{100 * part['change_error']:.1f}"
+            f"{100 * part['change']:+.1f}{_error(100 * part['change_error'], 1)}"
             if row is not dense
             else "-"
         )
@@ -64,7 +70,7 @@ def brief_cells(row: Measured, dense: Measured) -> dict[str, str]:
     cells = {}
     for name, part in row.answers.items():
         times = [dense.answers[name][x] / max(part[x], 1e-9) for x in ("peak", "reads")]
-        figure = f"{100 * part['accuracy']:.1f} ±{100 * part['error']:.1f}"
+        figure = f"{100 * part['accuracy']:.1f}{_error(100 * part['error'], 1)}"
         cells[f"{name}, %, peak, reads"] = f"{figure} ÷{times[0]:.2f} ÷{times[1]:.2f}"
     return cells
 

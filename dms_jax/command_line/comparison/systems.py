@@ -83,7 +83,7 @@ def training_free(model: dms_jax.LanguageModel, ratio: float) -> Iterator[System
     for name, make in makers.items():
         yield System(name, ratio, model, make)
     for name, kind in POLICIES.items():
-        if issubclass(kind, BudgetedPolicy):
+        if issubclass(kind, BudgetedPolicy) and not kind().retrofit.needed:
             yield System(name, ratio, model, _budgeted(kind))
     snapkv = _budgeted(dms_jax.SnapKV)
     yield System("AdaKV", ratio, model, lambda share: dms_jax.AdaKV(scorer=snapkv(share)))
@@ -99,9 +99,7 @@ def _makers(ratio: float) -> dict[str, Callable[[Share], Policy]]:
         return dms_jax.RandomEviction(window=recent, rate=float(gone / old))
 
     return {
-        "StreamingLLM": lambda share: dms_jax.StreamingLLM(budget=share.limit),
         "RandomEviction": random,
-        "Quest": lambda share: dms_jax.Quest(budget=share.limit),
         "KCache": lambda share: dms_jax.KCache(top=share.limit),
         # As it is: nothing was trained for it.
         "FixedPooling": lambda share: FixedPooling(every=int(ratio)),
