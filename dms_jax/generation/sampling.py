@@ -54,8 +54,9 @@ class Switches(NamedTuple):
 class Filter:
     """The part of `Sampling` that shapes the distribution, as numbers that fit float32.
 
-    Compiled code depends on which filters are on and on what is returned; the values are inputs, so
-    another temperature compiles nothing. Each value is a number for all lanes, or an array [B, 1].
+    Compiled code depends on which filters are on, on whether tokens are searched for (top-k, and
+    top-p below 0.75), and on what is returned; the values are inputs, so another temperature
+    compiles nothing. Each value is a number for all lanes, or an array [B, 1].
 
     Attributes:
       temperature: clipped so that it and its inverse are normal float32 numbers.
