@@ -208,9 +208,8 @@ def sample(
     else:
         # Relative to the largest, so that no temperature is too small to divide by.
         relative = logits - logits.max(-1, keepdims=True)
-        tokens = draw_kept(
-            relative / rule.temperature, jax.vmap(jax.random.fold_in)(keys, positions), rule
-        )
+        keys = jax.vmap(jax.random.fold_in)(keys, positions)
+        tokens = draw_kept(relative / rule.temperature, keys, rule)
         if rule.greedy is not None:
             tokens = jnp.where(rule.greedy, jnp.argmax(logits, -1), tokens)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
