@@ -54,8 +54,9 @@ class Switches(NamedTuple):
 class Filter:
     """The part of `Sampling` that shapes the distribution, as numbers that fit float32.
 
-    Compiled code depends on which filters are on and on what is returned; the values are inputs, so
-    another temperature compiles nothing. Each value is a number for all lanes, or an array [B, 1].
+    Compiled code depends on which filters are on, on whether tokens are searched for (top-k, and
+    top-p below 0.75), and on what is returned; the values are inputs, so another temperature
+    compiles nothing. Each value is a number for all lanes, or an array [B, 1].
 
     Attributes:
       temperature: clipped so that it and its inverse are normal float32 numbers.
@@ -207,9 +208,8 @@ def sample(
     else:
         # Relative to the largest, so that no temperature is too small to divide by.
         relative = logits - logits.max(-1, keepdims=True)
-        tokens = draw_kept(
-            relative / rule.temperature, jax.vmap(jax.random.fold_in)(keys, positions), rule
-        )
+        keys = jax.vmap(jax.random.fold_in)(keys, positions)
+        tokens = draw_kept(relative / rule.temperature, keys, rule)
         if rule.greedy is not None:
             tokens = jnp.where(rule.greedy, jnp.argmax(logits, -1), tokens)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]

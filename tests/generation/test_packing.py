@@ -12,7 +12,7 @@ from tests.generation.support import GREEDY, engine_for, prompts
 
 TREE = {
     "numbers": np.arange(-3, 3, dtype=np.int32).reshape(2, 3),
-    "truths": np.array([[True], [False]]),
+    "booleans": np.array([[True], [False]]),
     "shares": np.array([0.1, -np.inf, np.nan], np.float32),
     "nothing": np.zeros((0, 4), np.int32),
     "absent": None,
