@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
@@ -153,7 +153,7 @@ class Operation:
             served = ", ".join(f"{chosen[p].name} ({p})" for p in bound)
             text = "\n  ".join([f"{self.name}: only {served} may serve this call", *reasons])
             default = functools.partial(_refuse, next(iter(bound.values())), text)
-        elif any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays)):
+        elif any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
             default, bound = _traced_late(default, bound, arrays)
         return jax.lax.platform_dependent(*arrays, default=default, **bound)
 
