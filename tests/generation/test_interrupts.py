@@ -25,14 +25,15 @@ TALK = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
 CASES = {name: POLICIES[name] for name in ("dms", "quest")} | {
     "kcache": dms_jax.KCache(top=4, first_layers=1)
 }
-# The lines of the cleanup are the same for all: with values on the host each is struck, with a
-# state of rows (DMS) and of pages (Quest) every second one, between them each.
-LINES = {"dms": (1, 2), "quest": (2, 2), "kcache": (1, 1)}
 
 
-def every_case(*names: str):
+def every_case(**lines: tuple[int, int]):
+    """Parametrizes a test with policies and which lines of the cleanup are struck: first and step.
+
+    They are the same lines for all: each policy may take every second one, between them each.
+    """
     return pytest.mark.parametrize(
-        ("policy", "lines"), [(CASES[name], LINES[name]) for name in names], ids=names
+        ("policy", "lines"), [(CASES[name], which) for name, which in lines.items()], ids=lines
     )
 
 
@@ -101,7 +102,7 @@ def model():
 
 
 @pytest.mark.slow
-@every_case(*CASES)
+@every_case(dms=(1, 2), quest=(2, 2), kcache=(1, 1))
 def test_answers_after_an_interrupted_cleaning(policy, lines):
     given = prompts((5, 9, 13))
     expected = Engine(model(), policy, max_tokens=64, **SHAPE).generate(given, sampling=SHORT)
@@ -118,7 +119,7 @@ def test_answers_after_an_interrupted_cleaning(policy, lines):
 
 
 @pytest.mark.slow
-@every_case("dms", "kcache")
+@every_case(dms=(1, 2), kcache=(2, 2))
 def test_a_conversation_after_an_interrupted_cleaning(policy, lines, monkeypatch):
     """The turn is interrupted before it reaches the cache, which then equals the history."""
     turns = prompts((9, 4))
