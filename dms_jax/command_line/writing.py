@@ -55,7 +55,9 @@ class Writer:
                 self._out("\n")
                 self._spaces, self._column = "", 0
             self._out(self._spaces + part)
-            self._column = (self._column + cell_len(self._spaces + part)) % width
+            self._column += cell_len(self._spaces + part)
+            if self._column > width:  # a word longer than a line, which the terminal breaks
+                self._column %= width
             self._spaces = ""
 
     def _out(self, text: str) -> None:

@@ -1,6 +1,7 @@
 """Text as it is written: whole words on a terminal, nothing added to it elsewhere."""
 
 import io
+import itertools
 import random
 
 import pytest
@@ -40,6 +41,17 @@ def test_lines_end_between_words(seed):
         "Antidisestablishmentarianism, and a dog.",
         "The end",
     ]
+
+
+def test_no_line_is_longer_and_none_could_have_had_the_next_word():
+    """At every width: a line that is full to its last column ends there too."""
+    text = STORY.replace("\n", " ").replace("  ", " ")
+    for width in range(30, 70):
+        lines = written(text, width, seed=width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert " ".join(lines).split() == text.split()
+        for line, below in itertools.pairwise(lines):
+            assert len(line) + 1 + len(below.split()[0]) > width
 
 
 def test_elsewhere_it_is_as_it_was():

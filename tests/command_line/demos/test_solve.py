@@ -37,5 +37,6 @@ def test_the_shipped_models_solve_the_same_problems_side_by_side(capsys, monkeyp
     assert all(task.name in table for task in solve.TASKS)
     assert "…" not in table
     assert max(map(len, shown.splitlines())) <= 80
+    assert solve.LEGEND in shown  # as its lines are
     for line in re.findall(r"dms-jax \w+", solve.LEGEND):
         assert line.split()[1] in COMMANDS
