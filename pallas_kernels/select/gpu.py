@@ -136,9 +136,14 @@ def _body(flat_ref, lines_ref, out_ref, memory, *, count: int, interpret: bool):
     # Counts within lines: of larger numbers in the lower 8 bits, of equal ones above them.
     marked = marks(1.0, 256.0, jnp.bfloat16)
     small = (_COLUMNS, _COLUMNS)
-    up_to = _iota(small, 0, RHS) <= _iota(small, 1, RHS)
     ones = plgpu.layout_cast(fill(small, 1.0, jnp.bfloat16), RHS)
-    triangle = jnp.where(up_to, ones, jnp.zeros_like(ones))
+    # By way of memory: an iota in the layout of operands on the right is wrong in jax 0.11 and
+    # 0.12, which count its pairs of numbers along the columns; they lie along the rows.
+    up_to = _iota(block, 0, ACC) <= _iota(block, 1, ACC)
+    triangle = jnp.where(up_to, fill(block, 1.0, jnp.bfloat16), fill(block, 0.0, jnp.bfloat16))
+    corner = counts_smem.at[:, pl.ds(0, _COLUMNS)]
+    store(corner, triangle)
+    triangle = plgpu.load(corner.at[pl.ds(0, _COLUMNS)], layout=RHS, optimized=False)
     same_before = lax.broadcast_in_dim(before >> 16, block, [0])
     skipped = jnp.minimum(same_before, needed)
     sums = plgpu.layout_cast(fill(block, 0.0, jnp.float32), ACC)
