@@ -14,6 +14,8 @@ its place. What a policy does with decisions, a delayed window or merged neighbo
 exchange of its own. The gradients of what was gathered are summed over the shards.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,6 +73,20 @@ class SplitRow:
     def pieces(self, x: Array, axis: int = 1) -> list[Array]:
         """Returns the pieces of an array over this shard's tokens."""
         return jnp.split(x, PIECES, axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a device has of a pass that is split over several.
+
+    Attributes:
+      prepare: makes the layer that computes from the layer that is kept, such as a whole one from a
+        shard; with `sharding.gather` the backward pass makes it again.
+      row: how the tokens of a row are split.
+    """
+
+    prepare: Callable[[Any], Any] | None = None
+    row: SplitRow | None = None
 
 
 def of_whole_rows(row: SplitRow | None, tree: Any, axis: int = 1) -> Any:

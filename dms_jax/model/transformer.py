@@ -25,7 +25,7 @@ from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
 from dms_jax.model.rematerialisation import KEPT, Remat
 from dms_jax.model.rope import rope_frequencies, rope_tables, segment_positions
-from dms_jax.model.split_rows import SplitRow, of_own_tokens
+from dms_jax.model.split_rows import Share, of_own_tokens
 from dms_jax.model.supervision import Supervision, supervise
 from dms_jax.policies.base import Policy, check_adapter
 from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState, Static, Tokens
@@ -76,20 +76,6 @@ class Layer(nnx.Module):
         x = x + self.attention.o_proj(attended.astype(x.dtype))
         x = x + self.mlp(self.mlp_norm(x))
         return sharding.constrain(x, sharding.DATA, None, None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What a device has of a pass that is split over several.
-
-    Attributes:
-      prepare: makes the layer that computes from the layer that is kept, such as a whole one from a
-        shard; with `sharding.gather` the backward pass makes it again.
-      row: how the tokens of a row are split.
-    """
-
-    prepare: Callable[[Layer], Layer] | None = None
-    row: SplitRow | None = None
 
 
 @struct.dataclass
@@ -207,7 +193,7 @@ class Transformer(nnx.Module):
         marks: Bool[Array, "L B K S"] | None = None,
         remat: Remat = "nothing",
         unroll: bool = False,
-        share: Share = Share(),
+        share: Share = Share(),  # noqa: B008 (it is immutable)
     ) -> SequencePass:
         """Runs one pass over whole sequences, for policies that decide without attention.
 

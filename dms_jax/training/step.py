@@ -23,8 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dms_jax.model.attention import Relaxation
 from dms_jax.model.rope import segment_positions
-from dms_jax.model.split_rows import SplitRow, of_own_tokens
-from dms_jax.model.transformer import Share
+from dms_jax.model.split_rows import Share, SplitRow, of_own_tokens
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.training import compression, losses, supervision
 from dms_jax.training.parameters import Parameters, Rebuild, decays, is_adapter
@@ -186,7 +185,7 @@ def make_gradients(
 
     def supervised_loss(trained, frozen, sequences: Passes, schedule, rest):
         """The loss of a stage "supervise", in which only the adapter learns."""
-        weights, together = rest
+        weights, together, _ = rest
         learned = policy.retrofit.supervision
         assert learned is not None
         trained = {x: y if is_adapter(x) else jax.lax.stop_gradient(y) for x, y in trained.items()}
