@@ -198,14 +198,9 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers, i
             slot = lax.rem(count, spec.stages)
             live = length - i * spec.tile
 
-            def get_values():
-                plgpu.barrier_wait(v_full.at[slot])
-                prepare_values(spec, v_smem.at[slot], value_smem, live)
-
             plgpu.barrier_wait(k_full.at[slot])
             pairs = key_pairs(spec, k_smem.at[slot], key_smem, queries)
-            meanwhile = get_values if spec.scaled else None
-            scores = matmul(pairs, tile_shape, meanwhile, interpreted) * (spec.scale * LOG2_E)
+            scores = matmul(pairs, tile_shape, interpreted) * (spec.scale * LOG2_E)
             if spec.scaled:
                 scores = scores * slot_factor(k_scales, slot)
             plgpu.barrier_arrive(k_free.at[slot])
@@ -217,6 +212,7 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers, i
 
             scaled = scores
             if spec.scaled:
+                plgpu.barrier_wait(v_full.at[slot])
                 factor = jnp.log2(slot_factor(v_scales, slot))
                 scaled = scores + jnp.maximum(factor, LEAST_SCALE)
                 scaled = jnp.where(read, scaled, jnp.full_like(scaled, -jnp.inf))
@@ -229,7 +225,8 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers, i
                 weights = jnp.exp2(scaled - per_column(new_peak, tile_shape))
             store_weights(spec, weights, p_smem)
             if not spec.scaled:
-                get_values()
+                plgpu.barrier_wait(v_full.at[slot])
+            prepare_values(spec, v_smem.at[slot], value_smem, live)
             plgpu.commit_smem()
             products = value_pairs(spec, v_smem.at[slot], value_smem, p_smem)
             blocks = tuple(

@@ -10,7 +10,6 @@ shared memory does, and pass through a second buffer.
 """
 
 import itertools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,25 +36,21 @@ def swizzled(width: int, dtype) -> tuple:
     return plgpu.TilingTransform((8, together)), swizzle
 
 
-def matmul(pairs, shape, meanwhile: Callable[[], None] | None = None, interpreted: bool = False):
+def matmul(pairs, shape, interpreted: bool = False):
     """Sums the products of pairs of operands, in float32 registers.
 
     Args:
       pairs: operands; the second of each in shared memory, the first there or in registers.
       shape: shape of the products.
-      meanwhile: what the computing warpgroup does while the matrix unit works.
       interpreted: whether the kernel runs in the interpreter.
     """
-    meanwhile = meanwhile or (lambda: None)
     if interpreted and isinstance(pairs[0][0], jax.Array):
         # The interpreter's matrix unit takes both operands from shared memory.
-        meanwhile()
         return sum(lax.dot(a, b[...], preferred_element_type=jnp.float32) for a, b in pairs)
 
     def multiply(accumulator):
         for a, b in pairs:
             plgpu.wgmma(accumulator, a, b)
-        meanwhile()
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
