@@ -72,7 +72,7 @@ def decode_attention(
       k_scales: with float8 (e4m3) pages, the factor of each slot's key. With pages of 4 bits, uint8
         [N, P, D / 2] as `four_bits` packs them, [N, P, D / g]: one factor for each g numbers of a
         key. Only "xla" reads 4 bits.
-      v_scales: the same of each slot's value.
+      v_scales: the same of each slot's value; positive, and on Hopper at least 2^-100.
       plan: the plan that `decode_plan` returns for these lengths; index a plan of several layers by
         the layer first. None makes the plan here. On platforms whose kernel needs no plan it has no
         effect.
