@@ -12,12 +12,13 @@ WORKERS ?= 2
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo docs notebooks check daily test newest steady lint format lock install clean
+.PHONY: help demo docs notebooks check daily test gpu-compiler newest steady lint format lock install clean
 
 help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
 	@echo "make check    lint, types and the quickest tests of every room (a minute or so)"
 	@echo "make test     the whole test suite"
+	@echo "make gpu-compiler  the compiler for GPUs that are not there, for one of the tests (142 MB)"
 	@echo "make newest   lower the GPU kernels with the newest jax that is supported"
 	@echo "make steady   the suite under other seeds, compilers and threads (hours)"
 	@echo "make lint     formatting, lint and types"
@@ -40,6 +41,14 @@ daily: $(STAMP)
 
 test: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+gpu-compiler: .gpu_compiler/installed
+
+# Compiles for GPUs that are not there (tests/training/test_collectives.py): 142 MB, no CUDA needed.
+.gpu_compiler/installed: requirements.lock | $(STAMP)
+	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(@D) $$($(RUN) -c \
+	  'import jax; print(*(f"jax-cuda13-{part}=={jax.__version__}" for part in ("pjrt", "plugin")))')
+	touch $@
 
 newest: $(STAMP)
 	WORKERS=$(WORKERS) sh .ci/newest

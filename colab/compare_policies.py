@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -103,9 +105,10 @@ figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
 for name, points in curves.items():
     fewer, gaps, errors = zip(*sorted(points), strict=True)
     line = axis.errorbar(fewer, gaps, errors, marker="o", capsize=2)
-    axis.annotate(f" {name}", (fewer[-1], gaps[-1]), color=line[0].get_color(), va="center")
+    end, beside = (fewer[-1], gaps[-1]), dict(xytext=(7, 7), textcoords="offset points")
+    axis.annotate(name, end, color=line[0].get_color(), **beside)
 axis.set(xlabel="times fewer tokens at the peak", ylabel="nats a token above the whole cache")
-axis.margins(x=0.15)
+axis.margins(x=0.25)
 plt.show()
 
 # %% [markdown]
@@ -137,7 +140,9 @@ for ratio in (1, 2, 4, 8):
         for each in lengths
     ]
     (line,) = axis.plot(lengths, steps, marker="o")
-    axis.annotate(f" {ratio}x fewer", (lengths[-1], steps[-1]), color=line.get_color(), va="center")
+    axis.annotate(
+        f"   {ratio}x fewer", (lengths[-1], steps[-1]), color=line.get_color(), va="center"
+    )
 axis.set(xlabel="tokens of each of 8 sequences", ylabel=f"ms a step at least, {kind}")
 axis.set_xscale("log", base=2)
 axis.set_xticks(lengths, [f"{each:,}" for each in lengths])

@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -124,14 +126,17 @@ tokens = models["DMS"].tokenizer.encode(prompts[0] + results["DMS"].texts[0])
 found = retention(models["DMS"], np.array([tokens]))
 live = found.live()[:, 0]  # layers, heads, tokens so far
 
-figure, (growth, heads) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+figure, (growth, heads) = plt.subplots(
+    1, 2, figsize=(11, 3.8), layout="constrained", width_ratios=(2, 1)
+)
 growth.plot(range(1, len(tokens) + 1), color="#222222")
-growth.annotate("whole cache", (len(tokens) * 0.6, len(tokens) * 0.66), rotation=30)
+growth.annotate("whole cache ", (len(tokens) * 0.6, len(tokens) * 0.66), ha="right")
 growth.plot(live.mean((0, 1)), color="#c0392b")
 growth.annotate("DMS", (len(tokens) * 0.8, live.mean((0, 1))[-1] + 8), color="#c0392b")
 growth.set(xlabel="tokens so far", ylabel="tokens in the cache, mean of heads")
-shown = heads.imshow(live[:, :, -1], cmap="viridis")
-heads.set(xlabel="KV head", ylabel="layer", title="tokens that each head holds at the end")
+shown = heads.imshow(live[:, :, -1], cmap="viridis", aspect="auto")
+heads.set(xlabel="KV head", ylabel="layer", xticks=range(live.shape[1]))
+heads.set_title("tokens that each head holds", fontsize="medium")
 figure.colorbar(shown, ax=heads)
 plt.show()
 
@@ -153,4 +158,4 @@ page = eviction_page(
 with open("evictions.html", "w", encoding="utf-8") as file:
     file.write(page)
 source = page.replace("&", "&amp;").replace('"', "&quot;")
-display(HTML(f'<iframe srcdoc="{source}" width="100%" height="600"></iframe>'))
+display(HTML(f'<div><iframe srcdoc="{source}" width="100%" height="600"></iframe></div>'))

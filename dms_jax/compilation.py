@@ -14,6 +14,7 @@ Nobody whom you do not trust may be able to write there: what is found is run.
 import contextlib
 import importlib
 import logging
+import math
 import os
 import pathlib
 import platform
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 
@@ -33,7 +34,7 @@ LEAST_SECONDS = 0.2
 REPORTED_SECONDS = 3.0
 
 _logger = logging.getLogger("dms_jax")
-_compiled: list[float] = []  # seconds of every program of this process
+_compiled: list[tuple[float, float]] = []  # when every program of this process began and ended
 _listening = threading.Event()
 
 
@@ -71,7 +72,6 @@ def reported(what: str) -> Iterator[None]:
     """Says in one line how long programs compiled inside the context, if that took long.
 
     The line is logged ("dms_jax", INFO), and written to standard error where that is a terminal.
-    Seconds of programs that compiled at the same time are those of all of them together.
     """
     if not _listening.is_set():
         _listening.set()
@@ -80,11 +80,12 @@ def reported(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        seconds = _compiled[before:]
-        if sum(seconds) >= REPORTED_SECONDS:
+        programs = _compiled[before:]
+        seconds = covered(programs)
+        if seconds >= REPORTED_SECONDS:
             directory = jax.config.jax_compilation_cache_dir
             line = (
-                f"{what}: {len(seconds)} programs compiled in {sum(seconds):.0f} s, of "
+                f"{what}: {len(programs)} programs compiled in {seconds:.0f} s, of "
                 f"{time.monotonic() - start:.0f} s in all"
                 + (f"; they are kept in {directory}." if directory else ".")
             )
@@ -93,6 +94,16 @@ def reported(what: str) -> Iterator[None]:
                 print(line, file=sys.stderr)
 
 
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of these spans, (beginning, end) each, was under way."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
+
 def _listen(event: str, duration_secs: float, **_: object) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
-        _compiled.append(duration_secs)
+        now = time.monotonic()
+        _compiled.append((now - duration_secs, now))

@@ -10,10 +10,13 @@ There are two mesh axes: `data` (sequences; in training also a shard of every ma
 `model` (heads, feed-forward, vocabulary). Attention is split by KV head: queries, keys and values
 are one matrix, grouped by KV head. If the axis does not divide the KV heads, decoding replicates
 that matrix and the attention over it; training splits the matrix within the heads, and repeats each
-KV head for equal parts of its query heads.
+KV head for equal parts of its query heads. Training takes a third axis, `sequence`: the tokens of
+each sequence (`dms_jax.model.split_rows`), and with `data` a shard of every matrix. Decoding makes
+no use of it.
 
-The gradients of training are computed inside `jax.shard_map` over `data`, where `gather` and
-`scatter` say which collectives there are, and in which type; `model` stays with the partitioner.
+The gradients of training are computed inside `jax.shard_map` over `data` and `sequence`, where
+`gather` and `scatter` say which collectives there are, and in which type; `model` stays with the
+partitioner.
 
 Caches, and everything that attention over them takes and returns, are split as their fields
 declare: the class of a state declares the logical axes of each array at its field (`axes`), and
@@ -23,6 +26,7 @@ declare: the class of a state declares the logical axes of each array at its fie
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,17 +41,19 @@ from dms_jax.checks import Count, check
 from dms_jax.errors import ConfigError
 
 DATA = "data"
+SEQUENCE = "sequence"
 MODEL = "model"
 
 # Name of what `gather` returns, for policies of `jax.checkpoint`.
 GATHERED = "gathered"
 
-Rules = Mapping[str, str | None]
+# Mesh axes of each logical axis; those that a mesh has not are left out.
+Rules = Mapping[str, str | tuple[str, ...] | None]
 
-# Matrices are gathered layer by layer from their `data` shards (FSDP).
+# Matrices are gathered layer by layer from their shards over both axes (FSDP).
 TRAINING_RULES: Rules = {
     "layers": None,
-    "embed": DATA,
+    "embed": (DATA, SEQUENCE),
     "heads": MODEL,
     "kv_heads": MODEL,
     "group": None,
@@ -71,38 +77,52 @@ CACHE_RULES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def make_mesh(data: int = 1, model: int = 1, *, devices: Any = None) -> jax.sharding.Mesh:
+def make_mesh(
+    data: int = 1, model: int = 1, *, sequence: int = 1, devices: Any = None
+) -> jax.sharding.Mesh:
     """Returns a (data, model) mesh with Auto axes over the first `data * model` devices.
 
-    Devices of several slices or hosts, between which the links are slow, are arranged so that
-    `model` stays within one of them, wherever they divide `data`.
+    With `sequence`, for training on long sequences, it is a (data, sequence, model) mesh. Devices
+    of several slices or hosts, between which the links are slow, are arranged so that `sequence`
+    and `model` stay within one of them, wherever they divide `data`.
 
     Raises:
       ConfigError: there are fewer devices.
     """
     data, model = check("make_mesh: data", data, Count), check("make_mesh: model", model, Count)
+    sequence = check("make_mesh: sequence", sequence, Count)
     available = jax.devices() if devices is None else list(devices)
-    if data * model > len(available):
+    names = (DATA, MODEL) if sequence == 1 else (DATA, SEQUENCE, MODEL)
+    shape = (data, model) if sequence == 1 else (data, sequence, model)
+    size = math.prod(shape)
+    if size > len(available):
         raise ConfigError(
-            f"A mesh of {data} x {model} takes {data * model} devices; there are {len(available)}."
+            f"A mesh of {' x '.join(map(str, shape))} takes {size} devices; there are "
+            f"{len(available)}."
         )
-    devices = available[: data * model]
-    types = (AxisType.Auto,) * 2
+    devices = available[:size]
+    types = (AxisType.Auto,) * len(shape)
     # jax numbers TPU slices, and the hosts of GPUs, by `slice_index`.
     near = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(near) > 1:
         if data % len(near) == 0 and len(set(near.values())) == 1:
-            within, between = (data // len(near), model), (len(near), 1)
+            within, between = (data // len(near), *shape[1:]), (len(near), *(1,) * (len(shape) - 1))
             arranged = mesh_utils.create_hybrid_device_mesh(
                 within, between, devices, allow_split_physical_axes=True
             )
         else:
             together = sorted(devices, key=lambda device: device.slice_index)
-            arranged = np.asarray(together).reshape(data, model)
-        return jax.sharding.Mesh(arranged, (DATA, MODEL), axis_types=types)
-    # Both axes may lie along one of a torus; jax splits it only where it is told that it may.
-    arranged = mesh_utils.create_device_mesh((data, model), devices, allow_split_physical_axes=True)
-    return jax.sharding.Mesh(arranged, (DATA, MODEL), axis_types=types)
+            arranged = np.asarray(together).reshape(shape)
+        return jax.sharding.Mesh(arranged, names, axis_types=types)
+    # Axes may lie along one of a torus; jax splits it only where it is told that it may.
+    arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return jax.sharding.Mesh(arranged, names, axis_types=types)
+
+
+def mesh_sizes(mesh: jax.sharding.Mesh | None) -> tuple[int, int, int]:
+    """Returns the sizes of the axes `data`, `sequence` and `model`; 1 for those there are not."""
+    sizes = {} if mesh is None else dict(mesh.shape)
+    return sizes.get(DATA, 1), sizes.get(SEQUENCE, 1), sizes.get(MODEL, 1)
 
 
 def axis_size(name: str) -> int:
@@ -121,11 +141,16 @@ def parameter_sharding(
     A dimension that its mesh axis does not divide is replicated, such as fewer KV heads than
     devices or a vocabulary of odd size. A mesh axis splits the first dimension that it can.
     """
-    spec = []
+    spec, used = [], set()
     for name, size in zip(axes, shape, strict=True):
-        axis = rules[name]
-        fits = axis is not None and axis not in spec and size % mesh.shape[axis] == 0
-        spec.append(axis if fits else None)
+        rule = rules[name] or ()
+        wanted = (rule,) if isinstance(rule, str) else rule
+        over = [axis for axis in wanted if axis in mesh.shape]
+        if not over or used & set(over) or size % math.prod(mesh.shape[axis] for axis in over):
+            spec.append(None)
+        else:
+            used |= set(over)
+            spec.append(over[0] if len(over) == 1 else tuple(over))
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -149,23 +174,35 @@ def in_shards(name: str) -> bool:
     return name in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def gather(shard: jax.Array, axis: int, dtype: Any) -> jax.Array:
-    """Returns a whole array from its shards over `data`, inside `shard_map`, in a type for a pass.
+def shard_axes() -> tuple[str, ...]:
+    """Returns the axes over which training is split, inside `shard_map` over them."""
+    return tuple(name for name in (DATA, SEQUENCE) if in_shards(name))
+
+
+def gather(shard: jax.Array, axis: int, dtype: Any, over: tuple[str, ...] = ()) -> jax.Array:
+    """Returns a whole array from its shards, inside `shard_map`, in a type for a pass.
 
     Its gradient is summed over the devices in at least float32.
+
+    Args:
+      shard: this device's part.
+      axis: the axis along which the array is split.
+      dtype: the type of the whole.
+      over: mesh axes of the shards; those of `shard_axes` if none is given.
     """
-    return checkpoint_name(_gather(shard, axis, dtype), GATHERED)
+    over = over or shard_axes()
+    return checkpoint_name(_gather(shard, axis, dtype, over), GATHERED)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(shard, axis, dtype):
-    return jax.lax.all_gather(shard.astype(dtype), DATA, axis=axis, tiled=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(shard, axis, dtype, over):
+    return jax.lax.all_gather(shard.astype(dtype), over, axis=axis, tiled=True)
 
 
-def scatter(array: jax.Array, axis: int) -> jax.Array:
-    """Returns this device's shard of the sum over `data`, in at least float32."""
+def scatter(array: jax.Array, axis: int, over: tuple[str, ...] = ()) -> jax.Array:
+    """Returns this device's shard of the sum over the shards, in at least float32."""
     wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-    return jax.lax.psum_scatter(wide, DATA, scatter_dimension=axis, tiled=True)
+    return jax.lax.psum_scatter(wide, over or shard_axes(), scatter_dimension=axis, tiled=True)
 
 
 def keeps_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
@@ -176,14 +213,14 @@ def keeps_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     )
 
 
-def _gather_forward(shard, axis, dtype):
+def _gather_forward(shard, axis, dtype, over):
     # The backward pass needs only the shard's dtype.
-    return _gather(shard, axis, dtype), jnp.zeros(0, shard.dtype)
+    return _gather(shard, axis, dtype, over), jnp.zeros(0, shard.dtype)
 
 
-def _gather_backward(axis, dtype, like, gradient):
+def _gather_backward(axis, dtype, over, like, gradient):
     del dtype
-    return (scatter(gradient, axis).astype(like.dtype),)
+    return (scatter(gradient, axis, over).astype(like.dtype),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -46,6 +46,7 @@ from experiments.configs.pretrain import Config
 TIMED_STEPS, COUNTED_STEPS = 80, 40
 # Seconds that are kept back for writing the models.
 RESERVE = 10.0
+PANEL = 5  # parts that a picture has beside each other
 
 
 def main(config: Config) -> None:
@@ -286,7 +287,7 @@ def summarise(
 
 
 def draw(records: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Draws the loss of training and of each held-out part against tokens."""
+    """Draws the loss of training and of each held-out part against tokens, five parts a panel."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -297,21 +298,34 @@ def draw(records: list[dict[str, Any]], path: pathlib.Path) -> None:
     known = [(t, r["lm_loss"]) for t, r in zip(tokens, records, strict=True) if not r["skipped"]]
     window = max(1, len(known) // 200)
     smooth = np.convolve([x for _, x in known], np.ones(window) / window, mode="valid")
-    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     ends = [t for t, _ in known[window - 1 :]]
-    axes.plot(ends, smooth, color="0.7", linewidth=1, label="training, all parts")
     measured = [
         (t, r["evaluation"]) for t, r in zip(tokens, records, strict=True) if "evaluation" in r
     ]
-    for name in measured[-1][1]:
-        values = [math.nan if n[name] is None else n[name] for _, n in measured]
-        label = f"{name}  {values[-1]:.3f}"
-        axes.plot([t for t, _ in measured], values, marker=".", linewidth=1.2, label=label)
-    axes.set(xlabel="million tokens", ylabel="loss (nats a token)", yscale="log")
-    axes.set_title("Held-out loss of each part", loc="left", fontsize=11)
-    axes.grid(alpha=0.25, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, ncols=2)
+    lines = {
+        name: [math.nan if each[name] is None else each[name] for _, each in measured]
+        for name in measured[-1][1]
+    }
+    names = sorted(lines, key=lambda name: -np.nan_to_num(lines[name][-1], nan=math.inf))
+    panels = [names[i : i + PANEL] for i in range(0, len(names), PANEL)]
+    figure, grid = plt.subplots(
+        *(1, len(panels)),
+        figsize=(1 + 5 * len(panels), 4.8),
+        layout="constrained",
+        squeeze=False,
+        sharey=True,
+    )
+    for axes, panel in zip(grid[0], panels, strict=True):
+        axes.plot(ends, smooth, color="0.7", linewidth=1, label="training, all parts")
+        for name in panel:
+            label = f"{name}  {lines[name][-1]:.2g}"
+            axes.plot([t for t, _ in measured], lines[name], marker=".", linewidth=1.2, label=label)
+        axes.set(xlabel="million tokens", yscale="log")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9)
+    grid[0][0].set_ylabel("loss (nats a token)")
+    figure.suptitle("Held-out loss of each part, and the last one", fontsize=11)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -4,7 +4,9 @@ An operation (decode attention, training attention, ...) has several implementat
 platform. The choice is made when a function is *lowered*, not when it is traced: a program that is
 lowered for a TPU on a laptop holds the TPU's kernel. Shapes and dtypes are known while tracing, so
 an implementation that cannot serve them is left out then, with its reason; the platform is known to
-`jax.lax.platform_dependent` at lowering.
+`jax.lax.platform_dependent` at lowering. It traces every branch: where the implementation for every
+platform says what shapes the results have, kernels wait in a primitive and are traced when they are
+lowered, so that no platform pays for the kernels of the others.
 
     operation = Operation("decode_attention", (
         Implementation("mosaic_gpu", "cuda", run_mosaic, why_mosaic_cannot),
@@ -21,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 
 # A name, several names that are tried in order, or None for the best one that can serve the call.
 ImplementationChoice = str | Sequence[str] | None
@@ -151,6 +153,8 @@ class Operation:
             served = ", ".join(f"{chosen[p].name} ({p})" for p in bound)
             text = "\n  ".join([f"{self.name}: only {served} may serve this call", *reasons])
             default = functools.partial(_refuse, next(iter(bound.values())), text)
+        elif any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
+            default, bound = _traced_late(default, bound, arrays)
         return jax.lax.platform_dependent(*arrays, default=default, **bound)
 
 
@@ -166,6 +170,62 @@ def _in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arrays)
 
     return narrow
+
+
+# A kernel that is traced when it is lowered; derivatives and batches trace it at once.
+_kernel_p = Primitive("kernel_of_a_platform")
+_kernel_p.multiple_results = True
+
+
+@_kernel_p.def_abstract_eval
+def _kernel_abstract(*arrays, function, results):
+    del arrays, function
+    return list(results)
+
+
+def _kernel_derivative(primals, tangents, *, function, results):
+    del results
+    return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))
+
+
+def _kernel_batched(arrays, axes, *, function, results):
+    del results
+    batched = jax.vmap(function, in_axes=tuple(axes))(*arrays)
+    return batched, [0] * len(batched)
+
+
+def _kernel_lowering(context, *arrays, function, results):
+    del results
+    return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
+
+
+ad.primitive_jvps[_kernel_p] = _kernel_derivative
+batching.primitive_batchers[_kernel_p] = _kernel_batched
+mlir.register_lowering(_kernel_p, _kernel_lowering)
+
+
+def _traced_late(
+    default: Callable[..., Any], kernels: dict[str, Callable[..., Any]], arrays: Sequence[Any]
+) -> tuple[Callable[..., Any], dict[str, Callable[..., Any]]]:
+    """Returns the same functions: `default` traced, the kernels as primitives with its results."""
+    jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*arrays)
+    given, returned = jax.tree.structure(tuple(arrays)), jax.tree.structure(shapes)
+
+    def late(kernel):
+        def flat(*leaves):
+            return jax.tree.leaves(kernel(*jax.tree.unflatten(given, leaves)))
+
+        def call(*arrays):
+            leaves = jax.tree.leaves(arrays)
+            results = _kernel_p.bind(*leaves, function=flat, results=tuple(jaxpr.out_avals))
+            return jax.tree.unflatten(returned, results)
+
+        return call
+
+    def traced(*arrays):
+        return jax.tree.unflatten(returned, jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays)))
+
+    return traced, {platform: late(kernel) for platform, kernel in kernels.items()}
 
 
 # A primitive that means "not on this platform": it has the shapes of the result, and lowering it
@@ -237,15 +297,8 @@ def target_gpu() -> GPU:
     return _local_gpu() or DEFAULT_GPU
 
 
-def triton_lacks(gpu: GPU, *arrays: Any) -> str | None:
-    """Returns why Pallas's Triton backend cannot access arrays on a GPU, or None if it can."""
+def mosaic_lacks(gpu: GPU) -> str | None:
+    """Returns why kernels of plain loads, stores and `mma` cannot run on a GPU, or None."""
     if gpu.capability < (8, 0):
         return f"needs compute capability 8.0 (Ampere), {gpu.kind} has {gpu.capability}"
-    for array in arrays:
-        size, itemsize = array.size, array.dtype.itemsize
-        if itemsize == 1 and gpu.capability < (8, 9):
-            return f"float8 needs compute capability 8.9 (Ada), {gpu.kind} has {gpu.capability}"
-        # Pallas indexes arrays of up to 2^32 bytes with signed 32-bit integers.
-        if 2**31 < size <= 2**32 // itemsize:
-            return f"cannot address {size} float8 numbers: at most 2^31, or more than 2^32"
     return None

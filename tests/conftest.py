@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(CHECKOUT / ".jax_cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.02",
         # Ahead-of-time compilation for TPU with no TPU at hand.
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5p-8",

@@ -97,3 +97,10 @@ def test_long_compilations_are_said_in_one_line(caplog, monkeypatch):
     (record,) = caplog.records
     assert record.getMessage().startswith("Generation: ")
     assert "programs compiled in" in record.getMessage()
+
+
+def test_programs_that_compile_at_the_same_time_take_their_time_once():
+    """Two threads that compile for 4 s each within 5 s compile for 5 s of them, not for 8."""
+    assert compilation.covered([(0.0, 4.0), (1.0, 5.0)]) == 5.0
+    assert compilation.covered([(6.0, 7.0), (0.0, 4.0), (1.0, 2.0)]) == 5.0
+    assert compilation.covered([]) == 0.0

@@ -105,7 +105,9 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
             f"{directory} is a file and no GGUF; give the directory that holds config.json"
         )
     if not isinstance(path, str) or not _HUB_ID.fullmatch(path):
-        raise CheckpointError(f"no directory {directory}, and it is not a hub id (owner/name)")
+        raise CheckpointError(
+            f"no directory or file {directory}, and it is not a hub id (owner/name)"
+        )
     from huggingface_hub import snapshot_download
 
     name, _, revision = path.partition("@")

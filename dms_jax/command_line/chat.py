@@ -16,7 +16,8 @@ from rich.console import Console
 
 import dms_jax
 from dms_jax.command_line.generating import Generating
-from dms_jax.generation import Completion
+from dms_jax.command_line.writing import Writer
+from dms_jax.generation import Completion, Update
 from dms_jax.generation.requests import Prompt
 
 
@@ -60,9 +61,10 @@ def answer(
     console: Console, talk: dms_jax.Conversation, prompt: Prompt, sampling: dms_jax.Sampling
 ) -> None:
     """Shows an answer as it is written, and what the cache holds after it."""
+    writer = Writer(console)
 
-    def show(update) -> None:
-        console.print(update.text, end="", markup=False, soft_wrap=True)
+    def show(update: Update) -> None:
+        writer.write(update.text, last=update.finished)
 
     try:
         usage = talk.say(prompt, sampling=sampling, on_tokens=show).usage
@@ -70,7 +72,7 @@ def answer(
         console.print("\nCut off; the conversation is as it was before.", style="dim")
         return
     console.print(
-        f"\n{usage.live_tokens:,.0f} live tokens, {usage.compression_ratio:.1f} times fewer than "
+        f"{usage.live_tokens:,.0f} live tokens, {usage.compression_ratio:.1f} times fewer than "
         f"were seen; {usage.cache_bytes / 1e3:,.0f} kB",
         style="dim",
     )

@@ -38,7 +38,13 @@ from dms_jax.command_line.comparison.runs import (
     write_rows,
 )
 from dms_jax.command_line.comparison.show import picture, show
-from dms_jax.command_line.comparison.systems import System, combined, learned, training_free
+from dms_jax.command_line.comparison.systems import (
+    FEW_BITS,
+    System,
+    combined,
+    learned,
+    training_free,
+)
 from dms_jax.command_line.comparison.texts import OCCASIONS, occasions, packed, solved
 from dms_jax.command_line.reports import can_draw, make_folder, provenance
 from dms_jax.data import Documents
@@ -135,8 +141,8 @@ class Config:
     """Folder for what has learned, each a checkpoint called label@ratio."""
     checkpoints: tuple[str, ...] = ()
     """More learned systems, as label=directory or label@ratio=directory, of a checkpoint or of an
-    adapter that was trained on the model. What --only names of label + Quest, label + KCache and
-    label + float8 runs on them as well."""
+    adapter that was trained on the model. What --only names of label + Quest, label + KCache,
+    label + float8 and label + int4 runs on them as well."""
 
     tasks: tuple[str, ...] = ()
     """Problems to answer besides: reasoning, retrieval (those of the first curve)."""
@@ -267,7 +273,8 @@ def all_systems(config: Config, model: dms_jax.LanguageModel, tell: Any) -> Iter
     """Every row, dense first."""
     dense = System("dense", 1.0, model, lambda share: dms_jax.Vanilla())
     yield dense
-    yield dataclasses.replace(dense, label="float8", kv_dtype="float8_e4m3")
+    for label, kv_dtype in FEW_BITS.items():
+        yield dataclasses.replace(dense, label=label, kv_dtype=kv_dtype)
     for ratio in config.ratios:
         yield from training_free(model, ratio)
     yield from learned_systems(config, dense, tell)
@@ -343,5 +350,5 @@ def main(config: Config) -> list[Any]:
     show(console, rows)
     write_page(config.out / "tables.md", rows)
     if can_draw(config.out / "quality.png"):
-        picture(config.out / "quality.png", rows, title=f"{model}: every cache policy")
+        picture(config.out / "quality.png", rows, model=model)
     return rows

@@ -23,6 +23,7 @@ from rich.table import Table
 import dms_jax
 from dms_jax.command_line.generating import Generating
 from dms_jax.command_line.options import read_options
+from dms_jax.command_line.writing import Writer
 from dms_jax.evaluation import Chat
 from dms_jax.generation import Generation, Update
 from dms_jax.generation.requests import Prompt
@@ -91,20 +92,25 @@ class Screen:
         self._console, self._prompts = console, prompts
         self._texts: dict[int, str] = collections.defaultdict(str)
         self._alone = len(prompts) == 1
+        self._writer = Writer(console)
         if self._alone:
-            self._console.print(prompts[0], style="bold", markup=False, highlight=False)
+            self._show_prompt(0)
 
     def __call__(self, update: Update) -> None:
         if self._alone:
-            self._console.print(update.text, end="", markup=False, highlight=False)
+            self._writer.write(update.text, last=update.finished)
             return
         self._texts[update.index] += update.text
         if update.finished:
             self._console.rule(f"{update.index}", align="left")
-            self._console.print(
-                self._prompts[update.index], style="bold", markup=False, highlight=False
-            )
-            self._console.print(self._texts[update.index], markup=False, highlight=False)
+            self._show_prompt(update.index)
+            self._writer.write(self._texts[update.index], last=True)
+
+    def _show_prompt(self, index: int) -> None:
+        whole = not self._console.is_terminal  # a file gets the lines that there are
+        self._console.print(
+            self._prompts[index], style="bold", markup=False, highlight=False, soft_wrap=whole
+        )
 
 
 def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
@@ -178,7 +184,7 @@ def main(config: Config) -> Generation:
     )
     seconds = time.perf_counter() - start
     name = (policy or model.policy).name
-    console.print("\n")
+    console.print()
     console.print(usage_table(generation, name, seconds))
     config_of = model.config
     if hint := nothing_left(policy or model.policy, generation):

@@ -5,8 +5,9 @@
     dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
 
 The step of each stage is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux),
-which takes a minute or two. For GPUs, whose compiler needs one, the figures are estimates, and are
-called so; on a machine that has as many, --here asks their own compiler.
+which takes a minute or two. For H100 and H200 their own compiler does it where it is installed (pip
+install jax-cuda13-pjrt jax-cuda13-plugin, of jax's version; no GPU is needed), and on machines that
+have as many with --here. Otherwise the figures of GPUs are estimates, and called so.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from typing import Literal, cast
 import jax
 
 import dms_jax
+from dms_jax.command_line.options import SHIPPED, find_model
 from dms_jax.command_line.reports import make_place, read_file
 from dms_jax.command_line.retrofitting import UPDATES
 from dms_jax.command_line.retrofitting import Config as Retrofit
@@ -42,11 +44,13 @@ class Config:
 
     model: str = "llama-3.2-1b"
     """A shape by name (llama-3.2-1b, llama-2-7b, llama-3.1-8b, llama-3.1-70b, qwen-r1-1.5b,
-    qwen-r1-7b, qwen-r1-32b, qwen3-8b), or a directory with a config.json."""
+    qwen-r1-7b, qwen-r1-32b, qwen3-8b), a model that ships, or a directory with a config.json."""
     machine: tuple[str, ...] = ("8xh200",)
     """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan."""
     model_shards: int = 1
     """Devices along which heads and feed-forward are split; the others split sequences."""
+    sequence_shards: int = 1
+    """Devices along which the tokens of each sequence are split."""
     here: bool = False
     """Whether the machine is this one: its own compiler is asked, and nothing runs on it."""
 
@@ -87,19 +91,20 @@ class Config:
         told = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name in shared and field.name != "model_shards"
+            if field.name in shared - {"model_shards", "sequence_shards"}
         }
         return Retrofit(model=self.model, data=(), out=pathlib.Path("runs/plan"), **told)
 
 
 def shape_of(model: str) -> ModelConfig:
-    """The shape of a name, or of a directory."""
+    """The shape of a name, of a model that ships, or of a directory."""
     if model in SHAPES:
         return SHAPES[cast(Shape, model)]
-    path = pathlib.Path(model)
+    path = pathlib.Path(find_model(model))
     if not path.is_dir():
         raise dms_jax.ConfigError(
-            f"--model {model}: no directory, and none of the shapes {', '.join(SHAPES)}."
+            f"--model {model}: no directory, and none of the shapes {', '.join(SHAPES)}, nor a "
+            f"model that ships ({', '.join(SHIPPED)})."
         )
     content = read_file("--model", path / "config.json")
     try:
@@ -127,6 +132,7 @@ def main(config: Config) -> None:
             recipe=chosen.make_recipe(),
             machine=machine,
             model_shards=config.model_shards,
+            sequence_shards=config.sequence_shards,
             here=config.here,
         )
         print(f"{made}\n", flush=True)
@@ -136,7 +142,8 @@ def main(config: Config) -> None:
 
 def write(path: pathlib.Path, model: str, made: Plan) -> None:
     """Adds a plan to a page."""
-    title = f"## {model} on {made.machine.name}, {made.mesh[0]} x {made.mesh[1]}"
+    sizes = (made.mesh[0], *[made.sequence] * (made.sequence > 1), made.mesh[1])
+    title = f"## {model} on {made.machine.name}, {' x '.join(map(str, sizes))}"
     versions = f"jax {jax.__version__}, {command()}"
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{title}\n\n```\n{made}\n```\n\n{versions}\n\n")

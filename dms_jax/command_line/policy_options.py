@@ -109,7 +109,7 @@ def text(names: Sequence[str] = ()) -> str:
 
 
 def brief() -> str:
-    """The list for the --help of a command: a line or two for each policy."""
+    """The list for the --help of a command: a line or two for each policy, of 80 characters."""
     lines = [
         "Policies, with the options that --options takes (dms-jax policies explains them):",
         "",
@@ -117,7 +117,7 @@ def brief() -> str:
     for policy in described():
         given = " ".join(f"{option.name}={option.default}" for option in policy.options)
         lines += textwrap.wrap(
-            f"{policy.name}: {given or 'none'}", 88, initial_indent="  ", subsequent_indent="      "
+            f"{policy.name}: {given or 'none'}", 80, initial_indent="  ", subsequent_indent="      "
         )
     return "\n".join(lines)
 

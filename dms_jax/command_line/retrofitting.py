@@ -131,9 +131,12 @@ class Config:
 
     data_shards: int | Literal["all"] = 1
     """Devices along which sequences, and a shard of every parameter, are spread; "all" for those of
-    all hosts that model_shards leaves."""
+    all hosts that the other two leave."""
     model_shards: int = 1
     """Devices along which heads and feed-forward are spread."""
+    sequence_shards: int = 1
+    """Devices along which the tokens of each sequence are spread, with shards of every parameter:
+    for long sequences, of which there are fewer than devices."""
     coordinator: str | None = None
     """host:port of process 0, for several processes that the environment does not describe."""
     processes: int | None = None
@@ -166,11 +169,12 @@ class Config:
     def make_mesh(self) -> Mesh | None:
         """The devices to train on; None for one."""
         shards = self.data_shards
+        others = self.model_shards * self.sequence_shards
         if shards == "all":
-            shards = max(1, jax.device_count() // self.model_shards)
-        if shards * self.model_shards == 1:
+            shards = max(1, jax.device_count() // others)
+        if shards * others == 1:
             return None
-        return dms_jax.make_mesh(shards, self.model_shards)
+        return dms_jax.make_mesh(shards, self.model_shards, sequence=self.sequence_shards)
 
     def make_policy(self) -> Policy:
         """The cache policy to retrofit for."""

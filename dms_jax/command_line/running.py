@@ -20,6 +20,7 @@ from typing import Any
 import tyro
 
 import dms_jax
+from dms_jax.command_line import help_texts
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
 
@@ -56,7 +57,7 @@ def run(
     def call() -> Any:
         if isinstance(settings, Mapping):
             return main(_from_starting_point(settings, called, description, given))
-        return main(tyro.cli(settings, prog=called, description=description, args=given))
+        return main(_parsed(settings, called, description, given))
 
     return status_of(call, interrupted)
 
@@ -70,9 +71,10 @@ def _from_starting_point(
       ConfigError: there is no such starting point, or nothing was given.
       SystemExit: of `--help` (0), and of options that it has none of (2).
     """
-    if given[:1] in (["--help"], ["-h"]):
+    if given and given[0] in help_texts.ASKED:
+        help_texts.show(description, given)
         tyro.extras.overridable_config_cli(
-            points, prog=program, description=description, args=given
+            points, prog=program, description="", args=given, registry=help_texts.REGISTRY
         )
     there_are = f"there are {', '.join(points)} ({program} --help)."
     if not given:
@@ -82,13 +84,26 @@ def _from_starting_point(
     if name not in points:
         raise dms_jax.ConfigError(f"{name!r} is no starting point of {program}; {there_are}")
     what, start = points[name]
-    told: dict[str, Any] = dict(prog=f"{program} {name}", description=what, args=options)
+    how: dict[str, Any] = dict(default=start, config=(tyro.conf.AvoidSubcommands,))
     try:
-        return tyro.cli(type(start), default=start, config=(tyro.conf.AvoidSubcommands,), **told)
+        return _parsed(type(start), f"{program} {name}", what, options, **how)
     except SystemExit as end:
         if end.code and not named:
             print(f"Without a starting point it is {name}; {there_are}", file=sys.stderr)
         raise
+
+
+def _parsed(
+    settings: type, program: str, description: str | None, given: list[str], **how: Any
+) -> Any:
+    """The settings with what was given.
+
+    Raises:
+      SystemExit: of `--help` (0), and of options that there are none of (2).
+    """
+    help_texts.show(description, given)
+    registry = help_texts.REGISTRY
+    return tyro.cli(settings, prog=program, description="", args=given, registry=registry, **how)
 
 
 def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int:

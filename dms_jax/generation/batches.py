@@ -6,7 +6,13 @@ each lane that has tokens. The remaining entries belong to no lane.
 Every shape is a program to compile, so prompts of any number and length run in a few of them:
 
     8192 tokens in a program, chunks of 512 tokens, 256 lanes
+    entries x width      16 x 512   2 x 512   32 x 256   4 x 256
+
+and where padding takes long, because a policy reads tokens one by one or all lanes take part:
+
     entries x width      16 x 512   2 x 512   64 x 128   8 x 128   256 x 32   32 x 32
+
+The width of a prompt's chunks depends on its own length only, and so does what it is rounded to.
 """
 
 import dataclasses
@@ -18,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dms_jax.cache.host_values import Tail
-from dms_jax.generation.programs import Steps
+from dms_jax.generation.packing import Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,19 +33,34 @@ class Shapes:
 
     Attributes:
       widths: numbers of tokens of an entry, the largest first.
+      passes: the most chunks of a narrower width that a prompt is read in.
       tokens: the most tokens of a program, unless a single entry has more.
       num_lanes: number of lanes, and the most entries of a program.
+      launch: what a program takes besides its tokens, in tokens.
     """
 
     widths: tuple[int, ...]
+    passes: int
     tokens: int
     num_lanes: int
+    launch: int
 
     @classmethod
-    def of(cls, chunk: int, tokens: int, num_lanes: int) -> "Shapes":
-        """Returns the shapes for prompts in chunks of at most `chunk` tokens."""
-        narrow = tuple(width for width in (chunk // 4, chunk // 16) if width >= _NARROWEST)
-        return cls((chunk, *narrow), tokens, num_lanes)
+    def of(cls, chunk: int, tokens: int, num_lanes: int, *, few: bool, layer_size: int) -> "Shapes":
+        """Returns the shapes for prompts.
+
+        Args:
+          chunk: the most tokens of a prompt in a program.
+          tokens: the most tokens of all prompts in a program.
+          num_lanes: number of lanes.
+          few: whether there are few widths, because padding takes little time.
+          layer_size: number of parameters of a layer.
+        """
+        fractions, passes = ((2,), 1) if few else ((4, 16), 2)
+        narrow = (chunk // fraction for fraction in fractions)
+        widths = (chunk, *(width for width in narrow if width >= _NARROWEST))
+        launch = min(max(_LAUNCH // layer_size, 64), 4096)
+        return cls(widths, passes, tokens, num_lanes, launch)
 
     def next_batch(self, left: Mapping[Any, int]) -> tuple[list[Any], int, int]:
         """Returns the lanes that run next, and the width and the entries of their program.
@@ -50,18 +71,29 @@ class Shapes:
         width_of = {lane: self._width(count) for lane, count in left.items()}
         width = max(width_of.values())
         lanes = [lane for lane, own in width_of.items() if own == width]
-        most = min(max(1, self.tokens // width), self.num_lanes)
-        few = max(1, most // 8)
-        entries = most if len(lanes) > most // 2 else few
+        entries = min(self.entries(width), key=lambda each: self._cost(len(lanes), width, each))
         return lanes[:entries], width, entries
 
+    def entries(self, width: int) -> list[int]:
+        """Returns the numbers of entries of programs of a width, the smallest first."""
+        most = min(max(1, self.tokens // width), self.num_lanes)
+        return sorted({max(1, most // 8), most})
+
+    def _cost(self, lanes: int, width: int, entries: int) -> int:
+        """Returns what programs for so many lanes take, in tokens."""
+        return -(-lanes // entries) * (self.launch + entries * width)
+
     def _width(self, count: int) -> int:
-        """Returns the narrowest width of which two hold the tokens."""
-        return next((width for width in self.widths[::-1] if count <= 2 * width), self.widths[0])
+        """Returns the narrowest width of which as many as may be hold the tokens."""
+        holding = (width for width in self.widths[::-1] if count <= self.passes * width)
+        return next(holding, self.widths[0])
 
 
 # Narrower programs would take as long: they read the weights.
 _NARROWEST = 16
+# Parameters that a token is multiplied by in the time that the launches of a layer take: 0.1 ms
+# at 800 TFLOP/s.
+_LAUNCH = 40_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +156,16 @@ class LaunchedSteps:
     """A chunk of decode steps that was launched, until it is read.
 
     Attributes:
-      steps: its results, on the device.
+      steps: its results, on the device (`programs.Steps`).
+      newest: Int[B], mostly on the device, the newest token of each lane after it.
       most: Int[B], the most tokens that each lane takes.
       end_tokens: token ids that end an answer.
       tail: the values that the host must write, if it holds any.
       table: the page table that it runs with.
     """
 
-    steps: Steps
+    steps: Packed
+    newest: np.ndarray | Array
     most: Int[np.ndarray, " B"]
     end_tokens: tuple[int, ...]
     tail: Tail | None

@@ -24,7 +24,6 @@ from dms_jax import compilation
 from dms_jax.checks import Whole, check, show_options
 from dms_jax.generation import sharing
 from dms_jax.generation.arrivals import Arrivals, Incoming
-from dms_jax.generation.batches import Shapes
 from dms_jax.generation.calls import keep_finished, unless_busy
 from dms_jax.generation.launched import Launched
 from dms_jax.generation.memory import fits_device, pool_pages
@@ -107,7 +106,7 @@ class Engine:
         )
         self._room = Room(self.runner, self.chunk, self.options.prefill_chunk)
         longest = min(self.options.prefill_chunk, max(8, bucket(max_tokens)))
-        self._shapes = Shapes.of(longest, self.options.prefill_tokens, num_lanes)
+        self._shapes = self.runner.prompt_shapes(longest, self.options.prefill_tokens)
         self._lock = threading.Lock()
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
         self._bases: set[int] = set()  # lanes whose sequences requests continue in copies

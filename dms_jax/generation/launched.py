@@ -103,7 +103,7 @@ class Launched:
             end_tokens=self.end_tokens,
         )
         self.chunks.append((chunk, dict(running)))
-        self.last_tokens = chunk.steps.newest
+        self.last_tokens = chunk.newest
 
     def reserve_ahead(self, running: Mapping[int, Request], num_steps: int) -> bool:
         """Reserves pages for another chunk behind one that was not read, if that costs nothing.
@@ -129,7 +129,10 @@ class Launched:
           CheckpointError: logits are not numbers.
         """
         chunk, running = self.chunks.popleft()
-        record_steps(self.runner.read(chunk), running)
+        steps = self.runner.read(chunk)
+        if not self.chunks:
+            self.last_tokens = steps.tokens[-1]
+        record_steps(steps, running)
 
     def prompts(self, extended: Extended, requests: Mapping[int, Request]) -> None:
         """Adds tokens that were launched to the use of the cache, when they are read.

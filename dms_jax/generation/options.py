@@ -34,7 +34,7 @@ class EngineOptions(Options):
       chunk: decode steps per compiled program; no more than `max_tokens` make sense.
       page_size: slots per page.
       prefill_chunk: prompt tokens of one sequence per compiled program; shorter prompts have
-        programs of a quarter and a sixteenth.
+        programs of a half or, where a policy reads tokens one by one, a quarter and a sixteenth.
       prefill_tokens: prompt tokens of all sequences together per compiled program; a few prompts
         have programs of an eighth.
       table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
+from dms_jax.generation.packing import Packed
 from dms_jax.generation.sampling import Filter, sample
 from dms_jax.model.caching import cache_shape, cache_specs, init_cache
 from dms_jax.model.transformer import Transformer
@@ -29,10 +30,10 @@ from dms_jax.policies import Policy
 class Steps:
     """The results of C decode steps of B lanes.
 
-    Device arrays until they are read, NumPy arrays then. `ran` marks the steps that each lane
-    took; `live` and `reads` are totals over its L * K rows. Log-probabilities are None unless they
-    are asked for; `finite` says whether the logits were numbers. At the end of the chunk `newest`
-    is the newest token of each lane and `lengths` the slots in use of each row.
+    Device arrays in the program, NumPy arrays when they are read. `ran` marks the steps that each
+    lane took; `live` and `reads` are totals over its L * K rows. Log-probabilities are None unless
+    they are asked for; `finite` says whether the logits were numbers. At the end of the chunk
+    `lengths` are the slots in use of each row.
     """
 
     tokens: Any  # Int[C, B]
@@ -41,7 +42,6 @@ class Steps:
     ran: Any  # Bool[C, B]
     live: Any  # Int[C, B]
     reads: Any  # Int[C, B]
-    newest: Any = None  # Int[B]
     lengths: Any = None  # Int[L, B, K]
 
 
@@ -316,8 +316,11 @@ def decode(
     rule: Filter,
     num_steps: int,
     end_tokens: tuple[int, ...],
-) -> tuple[Cache, Steps, Tail | None]:
-    """Samples up to `remaining[b]` tokens per lane in `num_steps` steps; see `Runner.decode`."""
+) -> tuple[Cache, Packed, Int[Array, " B"], Tail | None]:
+    """Samples up to `remaining[b]` tokens per lane in `num_steps` steps; see `Runner.decode`.
+
+    The results are the cache, the `Steps`, the newest token of each lane, and the tail.
+    """
     request_keys = jax.random.wrap_key_data(keys)
 
     def step(carry, _):
@@ -348,8 +351,8 @@ def decode(
     carry = (cache, tokens, remaining)
     (cache, newest, _), steps = jax.lax.scan(step, carry, length=num_steps)
     cache, tail = detach_tail(cache)
-    steps = dataclasses.replace(steps, newest=newest, lengths=cache.lengths)
-    return dataclasses.replace(cache, page_table=table_before), steps, tail
+    steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths))
+    return dataclasses.replace(cache, page_table=table_before), steps, newest, tail
 
 
 @functools.partial(Program, gpu_options=GPU_STEP_OPTIONS, donate_argnums=1, static_argnums=6)
@@ -361,7 +364,7 @@ def teacher_forced_decode(
     tokens: Int[Array, "n B"],
     counts: Int[Array, " B"],
     policy: Policy,
-) -> tuple[Cache, Steps, Tail | None]:
+) -> tuple[Cache, Packed, Tail | None]:
     """Runs `counts[b]` steps per lane on given tokens; see `Runner.teacher_forced_decode`."""
 
     def step(cache, xs):
@@ -390,5 +393,5 @@ def teacher_forced_decode(
         (jnp.arange(tokens.shape[0] - 1), tokens[:-1], tokens[1:]),
     )
     cache, tail = detach_tail(cache)
-    steps = dataclasses.replace(steps, newest=tokens[-1], lengths=cache.lengths)
+    steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths))
     return dataclasses.replace(cache, page_table=table_before), steps, tail

@@ -20,7 +20,7 @@ from dms_jax.cache.host_values import HostRows, HostValues
 from dms_jax.cache.pages import few_sizes, few_widths
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
-from dms_jax.generation.batches import Extended, LaunchedSteps, build_batch
+from dms_jax.generation.batches import Extended, LaunchedSteps, Shapes, build_batch
 from dms_jax.generation.memory import fits_device
 from dms_jax.generation.programs import Steps, bucket
 from dms_jax.generation.rows import Rows, UnreadPrompts
@@ -209,6 +209,17 @@ class Runner(Rows):
             return x
         return jax.device_put(x, NamedSharding(self.model.mesh, PartitionSpec()))
 
+    def prompt_shapes(self, chunk: int, tokens: int) -> Shapes:
+        """Returns the shapes for prompts in chunks of at most `chunk` of a program's `tokens`."""
+        parameters = jax.tree.leaves(self.model.transformer.layers)
+        return Shapes.of(
+            chunk,
+            tokens,
+            len(self.seen),
+            few=in_one_pass(self.policy, chunk, prompt=True) and not self.fixed_lanes,
+            layer_size=sum(each.size for each in parameters) // self.model.config.num_layers,
+        )
+
     # -- running ----------------------------------------------------------------------------------
 
     def extend(
@@ -304,7 +315,7 @@ class Runner(Rows):
         """
         table = self._table().copy()  # pages are released while it runs
         with use_mesh(self.model.mesh):
-            self.cache, steps, tail = programs.decode(
+            self.cache, steps, newest, tail = programs.decode(
                 self.model.transformer,
                 self.cache,
                 self.host_rows,
@@ -319,14 +330,14 @@ class Runner(Rows):
             )
         most = np.minimum(remaining, num_steps).astype(np.int64)
         self.unread = self.unread + most
-        return LaunchedSteps(steps, most, end_tokens, tail, table)
+        return LaunchedSteps(steps, newest, most, end_tokens, tail, table)
 
     def read(self, launched: LaunchedSteps) -> Steps:
         """Waits for a chunk of steps, the oldest that was not read, and returns its results."""
-        steps = jax.device_get(launched.steps)
+        steps = launched.steps.read()
         counts = steps.ran.sum(0)
         # Lanes that ended are idle in what was launched since.
-        ended = np.isin(steps.newest, launched.end_tokens)
+        ended = np.isin(steps.tokens[-1], launched.end_tokens)
         self.unread = np.where(ended, 0, self.unread - launched.most)
         # Idle lanes may have been cleared since the launch.
         self.read_lengths(np.where((counts > 0)[:, None], steps.lengths, self.lengths))
@@ -356,7 +367,7 @@ class Runner(Rows):
                 self.policy,
             )
         self.unread = self.unread + counts
-        return self.read(LaunchedSteps(steps, counts, (), tail, table))
+        return self.read(LaunchedSteps(steps, tokens[-1], counts, (), tail, table))
 
     def table_width(self, slots: int) -> int:
         """Returns the pages of a row in the compiled page table if the longest row has `slots`."""

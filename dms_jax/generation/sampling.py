@@ -15,6 +15,7 @@ between batches of 4 or 24 and one prompt at a time (shipped models; answers to 
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int, Key, UInt
+from jaxtyping import Array, Float, Int, Key, Shaped, UInt
 
 from dms_jax.checks import Count, Number, Options, Range, Seed, Share, Whole, show
 from dms_jax.errors import ConfigError
@@ -34,23 +35,28 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 _BLOCK = 128
 # More tokens than any vocabulary has.
 _ALL = 2**31 - 1
+# Tokens that are drawn from all before one of them is taken, and the least top-p for which that is
+# enough: none of them is kept once in 4 billion draws. Random numbers have 8 million values.
+_TRIALS, _LEAST_TRIED = 16, 0.75
 
 
 class Switches(NamedTuple):
-    """Which filters are on."""
+    """Which filters are on, and whether the tokens that they keep are searched for."""
 
     greedy: bool
     top_k: bool
     top_p: bool
     min_p: bool
+    search: bool
 
 
 @struct.dataclass
 class Filter:
     """The part of `Sampling` that shapes the distribution, as numbers that fit float32.
 
-    Compiled code depends on which filters are on and on what is returned; the values are inputs, so
-    another temperature compiles nothing. Each value is a number for all lanes, or an array [B, 1].
+    Compiled code depends on which filters are on, on whether tokens are searched for (top-k, and
+    top-p below 0.75), and on what is returned; the values are inputs, so another temperature
+    compiles nothing. Each value is a number for all lanes, or an array [B, 1].
 
     Attributes:
       temperature: clipped so that it and its inverse are normal float32 numbers.
@@ -59,6 +65,7 @@ class Filter:
       log_min_p: logarithm of `min_p`, which float32 can represent even where `min_p` underflows.
       greedy: Bool[B], lanes that take the most likely token among others that draw; None if all
         lanes do the same.
+      searched: Bool[B], lanes whose tokens are searched for, likewise.
       switches: which filters are on.
       logprobs: whether programs return log-probabilities.
     """
@@ -68,6 +75,7 @@ class Filter:
     top_p: Any
     log_min_p: Any
     greedy: Any
+    searched: Any
     switches: Switches = struct.field(pytree_node=False)
     logprobs: bool = struct.field(pytree_node=False)
 
@@ -135,6 +143,7 @@ class Sampling(Options):
             top_k=self.top_k > 0,
             top_p=bool(np.float32(top_p) < 1),
             min_p=min_p > 0,
+            search=self.top_k > 0 or bool(np.float32(top_p) < _LEAST_TRIED),
         )
         return Filter(
             temperature=min(max(temperature, _SMALLEST), 1 / _SMALLEST),
@@ -142,6 +151,7 @@ class Sampling(Options):
             top_p=top_p if switches.top_p else math.inf,
             log_min_p=math.log(min_p) if switches.min_p else -math.inf,
             greedy=None,
+            searched=None,
             switches=switches,
             logprobs=self.logprobs,
         )
@@ -168,10 +178,9 @@ def lanes_filter(samplings: Mapping[int, Sampling], num_lanes: int) -> Filter:
         top_k=values("top_k", np.int32),
         top_p=values("top_p", np.float32),
         log_min_p=values("log_min_p", np.float32),
-        greedy=np.array(
-            [lane in filters and filters[lane].switches.greedy for lane in range(num_lanes)]
-        ),
-        switches=Switches(greedy=False, top_k=True, top_p=True, min_p=True),
+        greedy=np.array([filters.get(lane, idle).switches.greedy for lane in range(num_lanes)]),
+        searched=np.array([filters.get(lane, idle).switches.search for lane in range(num_lanes)]),
+        switches=Switches(greedy=False, top_k=True, top_p=True, min_p=True, search=True),
         logprobs=True,
     )
 
@@ -199,9 +208,8 @@ def sample(
     else:
         # Relative to the largest, so that no temperature is too small to divide by.
         relative = logits - logits.max(-1, keepdims=True)
-        filtered = filter_logits(relative / rule.temperature, rule)
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
-        tokens = draw(filtered, keys)
+        tokens = draw_kept(relative / rule.temperature, keys, rule)
         if rule.greedy is not None:
             tokens = jnp.where(rule.greedy, jnp.argmax(logits, -1), tokens)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
@@ -209,23 +217,69 @@ def sample(
     return tokens.astype(jnp.int32), logprobs
 
 
-def draw(logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-    """Draws one token per row, of a probability proportional to exp(logit).
+def draw_kept(
+    logits: Float[Array, "B V"], keys: Key[Array, " B"], rule: Filter
+) -> Int[Array, " B"]:
+    """Draws one of the tokens that the rule keeps per row; see `draw`.
+
+    Which ones these are is searched for only where few may be kept.
+    """
+
+    def search() -> Int[Array, " B"]:
+        return draw(filter_logits(logits, rule), keys)[:, 0]
+
+    if rule.searched is None:
+        return search() if rule.switches.search else try_tokens(logits, keys, rule)
+    tried = try_tokens(logits, keys, rule)
+    return jax.lax.cond(
+        rule.searched.any(), lambda: jnp.where(rule.searched, search(), tried), lambda: tried
+    )
+
+
+def try_tokens(
+    logits: Float[Array, "B V"], keys: Key[Array, " B"], rule: Filter
+) -> Int[Array, " B"]:
+    """Draws from all tokens until top-p keeps one; of as many as never occur, the most likely one.
+
+    The distribution is that over the tokens that are kept, and no others need to be known: a token
+    is kept if the more likely ones do not reach top-p, which one pass says of all that were drawn.
+    """
+    likely = logits
+    if rule.switches.min_p:
+        likely = jnp.where(logits < rule.log_min_p, -jnp.inf, logits)
+    if not rule.switches.top_p:
+        return draw(likely, keys)[:, 0]
+    tokens = draw(likely, keys, _TRIALS)
+    drawn = jnp.take_along_axis(logits, tokens, axis=-1)
+    sums = _sums_of_some(logits, jnp.exp, drawn, operator.gt)
+    kept = sums < rule.top_p * jnp.exp(logits).sum(-1, keepdims=True)
+    first = jnp.take_along_axis(tokens, jnp.argmax(kept, -1)[:, None], axis=-1)[:, 0]
+    return jnp.where(kept.any(-1), first, jnp.argmax(logits, -1))
+
+
+def draw(
+    logits: Float[Array, "B V"], keys: Key[Array, " B"], count: int = 1
+) -> Int[Array, "B count"]:
+    """Draws tokens, each of a probability proportional to exp(logit).
 
     First a block of tokens by its probability and then a token of the block: random numbers are
-    needed for the blocks and for one block, not for every token of the vocabulary.
+    needed for the blocks and for one block, not for every token of the vocabulary. The first ones
+    do not depend on how many are drawn.
 
     Args:
       logits: relative to the largest, so that none is above 0.
       keys: one random key per row.
+      count: tokens per row.
     """
     size = logits.shape[-1]
     pad = [(0, 0), (0, -size % _BLOCK)]
     blocks = jnp.pad(logits, pad, constant_values=-jnp.inf).reshape(len(logits), -1, _BLOCK)
-    keys = jax.vmap(lambda key: jax.random.split(key, 2))(keys)
-    block = jax.vmap(jax.random.categorical)(keys[:, 0], jnp.log(jnp.exp(blocks).sum(-1)))
-    within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * _BLOCK + jax.vmap(jax.random.categorical)(keys[:, 1], within)
+    likely = jnp.log(jnp.exp(blocks).sum(-1))
+    categorical = jax.vmap(jax.vmap(jax.random.categorical, (0, None)))
+    keys = jax.vmap(lambda key: jax.random.split(key, (count, 2)))(keys)
+    block = categorical(keys[:, :, 0], likely)
+    within = jnp.take_along_axis(blocks, block[:, :, None], axis=1)
+    return block * _BLOCK + jax.vmap(jax.vmap(jax.random.categorical))(keys[:, :, 1], within)
 
 
 def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B V"]:
@@ -274,20 +328,30 @@ def least_kept(
     def next_digit(index: Int[Array, ""], found: UInt[Array, "B 1"]) -> UInt[Array, "B 1"]:
         shift = (size - 4 - 4 * index).astype(unsigned)
         starts = _number(found + (digits << shift), x.dtype)
-        # Together with what changes: otherwise XLA would keep the weights in memory beside the
-        # numbers and read both, where they are quickly computed again.
-        own, starts = jax.lax.optimization_barrier((x, starts))
-        weights = weigh(own)
-        # Sums with equal inputs, which a GPU computes in one kernel.
-        above = [
-            jnp.sum(jnp.where(own >= starts[:, i : i + 1], weights, 0), -1, dtype=weights.dtype)
-            for i in range(len(digits))
-        ]
-        reached = jnp.stack(above, -1) >= budget
+        reached = _sums_of_some(x, weigh, starts, operator.ge) >= budget
         return found + (reached.sum(-1, keepdims=True, dtype=unsigned) << shift)
 
     start = jnp.zeros((len(x), 1), unsigned)
     return _number(jax.lax.fori_loop(0, size // 4, next_digit, start), x.dtype)
+
+
+def _sums_of_some(
+    x: Float[Array, "B V"],
+    weigh: Callable[[Array], Array],
+    starts: Float[Array, "B n"],
+    chosen: Callable[[Array, Array], Array],
+) -> Shaped[Array, "B n"]:
+    """Returns the weights of the numbers that `chosen(numbers, start)` says, summed per start."""
+    # Together with what changes: otherwise XLA would keep the weights in memory beside the
+    # numbers and read both, where they are quickly computed again.
+    own, starts = jax.lax.optimization_barrier((x, starts))
+    weights = weigh(own)
+    # Sums with equal inputs, which a GPU computes in one kernel.
+    sums = [
+        jnp.sum(jnp.where(chosen(own, starts[:, i : i + 1]), weights, 0), -1, dtype=weights.dtype)
+        for i in range(starts.shape[1])
+    ]
+    return jnp.stack(sums, -1)
 
 
 def _number(ordered: UInt[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:

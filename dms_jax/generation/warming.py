@@ -29,10 +29,12 @@ def compile_first(
 ) -> None:
     """Compiles the first program of prompts, of tokens after them, and of steps.
 
+    If requests wait for a lane, then also the program of the few prompts that come when some end.
+
     Args:
       runner: the runner that will launch them.
       shapes: the shapes of prompts.
-      requests: the first requests, as many as there are lanes, none of them with a past.
+      requests: the requests, none of them with a past.
       rule: sampling settings.
       num_steps: steps per program.
       end_tokens: token ids that end an answer.
@@ -45,32 +47,34 @@ def compile_first(
     longest = max(left.values())
     _, width, entries = shapes.next_batch(left)
     pages = [runner.table_width(min(longest, width)), runner.table_width(longest + num_steps)]
-    key = (rule.switches, rule.logprobs, num_steps, end_tokens, width, entries, *pages)
+    fewest = shapes.entries(width)[0] if len(requests) > num_lanes else entries
+    sizes = {num_lanes} if runner.fixed_lanes else {entries, fewest}
+    key = (rule.switches, rule.logprobs, num_steps, end_tokens, width, *sorted(sizes), *pages)
     if key in compiled:
         return
     compiled.add(key)
-    rows = None if runner.fixed_lanes else np.zeros(entries, np.int32)
-    entries = num_lanes if rows is None else entries
     num_layers, _, num_kv_heads = runner.lengths.shape
     lanes, fresh = np.zeros(num_lanes, np.int32), np.zeros(num_lanes, bool)
-    counts, ends = np.zeros(entries, np.int32), np.zeros(entries, bool)
-    tokens = np.zeros((entries, width), np.int32)
     keys = programs.request_keys([0] * num_lanes, [0] * num_lanes)
     cached: tuple[Any, ...] = (model.transformer, runner.cache, runner.host_rows)
-    tables = [
-        np.zeros((num_layers, batch, num_kv_heads, width), np.int32)
-        for batch, width in zip((entries, num_lanes), pages, strict=True)
-    ]
+
+    def table(batch: int, width: int) -> np.ndarray:
+        return np.zeros((num_layers, batch, num_kv_heads, width), np.int32)
+
+    def extend(entries: int) -> tuple[programs.Program, tuple[Any, ...]]:
+        counts, ends = np.zeros(entries, np.int32), np.zeros(entries, bool)
+        rows = None if runner.fixed_lanes else counts
+        tokens = np.zeros((entries, width), np.int32)
+        given = (*cached, table(entries, pages[0]), rows, tokens, counts, ends, runner.policy, True)
+        return programs.extend, given
+
     calls: tuple[tuple[programs.Program, tuple[Any, ...]], ...] = (
-        (
-            programs.extend,
-            (*cached, tables[0], rows, tokens, counts, ends, runner.policy, True),
-        ),
+        *map(extend, sizes),
         (
             programs.decode,
             (
                 *cached,
-                tables[1],
+                table(num_lanes, pages[1]),
                 runner.everywhere(lanes),
                 lanes,
                 keys,

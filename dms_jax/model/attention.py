@@ -21,6 +21,7 @@ from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.model.layers import Linear, RMSNorm, Stack, residual_gain
 from dms_jax.model.rope import apply_rope
+from dms_jax.model.split_rows import SplitRow, of_own_tokens, of_whole_rows
 from dms_jax.policies.base import Policy
 from dms_jax.policies.relaxation import logistic_noise
 from dms_jax.policies.values import CacheShape, Chunk, Decisions, Static, Tokens
@@ -95,44 +96,57 @@ def decide(policy: Policy, tokens: Tokens, scale: Any = 0.0) -> tuple[Tokens, De
 
 
 def rotate(
-    policy: Policy, chunk: Chunk, scale: Any = 0.0
-) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
-    """Returns rotated queries and keys, with the borrowed neurons cleared again."""
-    q, k = (apply_rope(x, *chunk.rotation) for x in (chunk.tokens.q, chunk.tokens.k))
+    policy: Policy, chunk: Chunk, scale: Any = 0.0, row: SplitRow | None = None
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B S K D"]]:
+    """Returns rotated queries and keys, with the borrowed neurons cleared again.
+
+    Of a row that is split over devices the queries are a shard's, and the keys those of all.
+    """
+    q = apply_rope(chunk.tokens.q, *of_own_tokens(row, chunk.rotation))
+    k = apply_rope(chunk.tokens.k, *chunk.rotation)
     return policy.clear_borrowed(q, k, scale)
 
 
 def attend_sequences(
     policy: Policy,
     tokens: Tokens,
-    rotation: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
+    rotation: tuple[Float[Array, "B S half"], Float[Array, "B S half"]],
     static: Static,
     *,
-    segment_ids: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, "B S"] | None,
     relaxation: Relaxation | None,
-    marks: Bool[Array, "B K T"] | None,
-) -> tuple[Float[Array, "B T H D"], Decisions, Float[Array, "B K T"]]:
+    marks: Bool[Array, "B K S"] | None,
+    row: SplitRow | None = None,
+) -> tuple[Float[Array, "B T H D"], Decisions, Float[Array, "B K S"]]:
     """Attends over whole sequences, for policies that decide without attention weights.
 
     Args:
       policy: a policy that is always parallel.
-      tokens: all tokens of the sequences.
-      rotation: cos and sin of their positions.
+      tokens: all tokens of the sequences, or a shard's.
+      rotation: cos and sin of the positions of all tokens.
       static: properties of the pass, of which only the scale is used.
       segment_ids: ids of the documents packed into each sequence; None for one document.
       relaxation: settings of the soft decisions of training; None for hard decisions.
       marks: recorded hard decisions to replay in place of the policy's own.
+      row: how the tokens are split over devices; None for whole rows.
 
     Returns:
-      (output, the decisions, the decisions as numbers: straight-through under a relaxation).
+      (output, the decisions, the decisions as numbers: straight-through under a relaxation). The
+      decisions are those of all tokens.
     """
     tokens = _split_heads(tokens)
-    batch, num_tokens, num_kv_heads, head_dim = tokens.k.shape
     decaying = relaxation is not None and relaxation.neuron_scale is not None
     scale_of_borrowed = relaxation.neuron_scale if relaxation is not None and decaying else 0.0
     tokens, decisions = decide(policy, tokens, scale_of_borrowed)
+    if row is not None:  # queries stay in their shard
+        k, v = of_whole_rows(row, (tokens.k, tokens.v))
+        tokens = dataclasses.replace(
+            tokens, k=k, v=v, positions=of_whole_rows(row, tokens.positions)
+        )
+        decisions = of_whole_rows(row, decisions, axis=2)
     if marks is not None:
         decisions = dataclasses.replace(decisions, marks=marks)
+    batch, num_tokens, num_kv_heads, head_dim = tokens.k.shape
     chunk = Chunk(
         tokens=tokens,
         decisions=decisions,
@@ -165,13 +179,13 @@ def attend_sequences(
         _, chunk = policy.merge(policy.init_state(empty), chunk)
         bias = jnp.where(policy.evicted(chunk), -jnp.inf, jnp.zeros((), wide))
         numbers = _as_numbers(decisions, shape, wide)
-    q, k = rotate(policy, chunk, scale_of_borrowed)
+    q, k = rotate(policy, chunk, scale_of_borrowed, row)
     # Where nothing is decided the window covers every key, so that no tile reads the bias.
     decided = decisions.marks is not None and not decaying and not supervised
     window = policy.visible_window if decided else num_tokens
     with jax.named_scope("attention"):
         out = _sharded_attention(
-            q, k, chunk.tokens.v, bias, segment_ids, window=window, scale=static.scale
+            q, k, chunk.tokens.v, bias, segment_ids, row, window=window, scale=static.scale
         )
     return out, decisions, numbers
 
@@ -181,30 +195,46 @@ def _as_numbers(decisions: Decisions, shape: tuple[int, ...], dtype: Any) -> Arr
     return jnp.zeros(shape, dtype) if decisions.marks is None else decisions.marks.astype(dtype)
 
 
-def _sharded_attention(q, k, v, bias, segment_ids, *, window: int, scale: float) -> Array:
-    """Runs `retrofit_attention` per shard: sequences and KV heads are independent."""
+def _sharded_attention(
+    q, k, v, bias, segment_ids, row: SplitRow | None, *, window: int, scale: float
+) -> Array:
+    """Runs `retrofit_attention` per shard: sequences and KV heads are independent.
 
-    def attend(q, k, v, bias, ids):
-        return retrofit_attention(q, k, v, bias, window=window, scale=scale, segment_ids=ids)
+    Of a split row each piece of queries attends from its place.
+    """
 
+    def attend(q, k, v, bias, ids, starts):
+        options: dict[str, Any] = dict(window=window, scale=scale, segment_ids=ids)
+        if not starts:
+            return retrofit_attention(q, k, v, bias, **options)
+        pieces = zip(jnp.split(q, len(starts), axis=1), starts, strict=True)
+        out = [retrofit_attention(x, k, v, bias, start=start, **options) for x, start in pieces]
+        return jnp.concatenate(out, axis=1)
+
+    starts = () if row is None else row.starts
     if not sharding.has_mesh():
-        return attend(q, k, v, bias, segment_ids)
+        return attend(q, k, v, bias, segment_ids, starts)
     if segment_ids is None:
-        segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
+        segment_ids = jnp.zeros(k.shape[:2], jnp.int32)
     repeats = _repeats(q.shape[2], k.shape[2])
     k, v, bias = jnp.repeat(k, repeats, 2), jnp.repeat(v, repeats, 2), jnp.repeat(bias, repeats, 1)
     data, model = sharding.row_axes(q.shape[0], k.shape[2])
     heads = PartitionSpec(data, None, model)
     mapped = jax.shard_map(
         attend,
-        in_specs=(heads, heads, heads, PartitionSpec(data, model), PartitionSpec(data)),
+        in_specs=(
+            *(heads, heads, heads, PartitionSpec(data, model), PartitionSpec(data)),
+            PartitionSpec(),
+        ),
         out_specs=heads,
         axis_names={
-            name for name in (sharding.DATA, sharding.MODEL) if not sharding.in_shards(name)
+            name
+            for name in jax.sharding.get_abstract_mesh().axis_names
+            if not sharding.in_shards(name)
         },
         check_vma=False,
     )
-    return mapped(q, k, v, bias, segment_ids)
+    return mapped(q, k, v, bias, segment_ids, starts)
 
 
 def _split_heads(tokens: Tokens) -> Tokens:

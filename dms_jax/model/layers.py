@@ -79,8 +79,9 @@ def look_up(
 ) -> Float[Array, "B T E"]:
     """Returns the rows of an embedding table, of which a device may hold some columns.
 
-    Inside `shard_map` over `data` with E / N columns, each of the N devices looks up the tokens of
-    all in its columns, and the parts are exchanged: this moves hidden states, and never the table.
+    Inside `shard_map` over `data` and `sequence` with E / N columns, each of the N devices looks up
+    the tokens of all in its columns, and the parts are exchanged: this moves hidden states, and
+    never the table.
 
     The gradient of the table is accumulated in at least float32 and in a fixed order, which a
     scatter of the rows has not: by a product with a one-hot matrix, and on GPUs block by block
@@ -94,11 +95,11 @@ def look_up(
     if table.shape[1] == width:
         return table.at[tokens].get(mode="clip")
     parts = table.at[_of_all(tokens)].get(mode="clip")
-    return jax.lax.all_to_all(parts, sharding.DATA, split_axis=0, concat_axis=2, tiled=True)
+    return jax.lax.all_to_all(parts, sharding.shard_axes(), split_axis=0, concat_axis=2, tiled=True)
 
 
 def _of_all(tokens: Int[Array, "B T"]) -> Int[Array, "all T"]:
-    return jax.lax.all_gather(tokens, sharding.DATA, axis=0, tiled=True)
+    return jax.lax.all_gather(tokens, sharding.shard_axes(), axis=0, tiled=True)
 
 
 def _look_up_forward(table, tokens, width):
@@ -111,7 +112,7 @@ def _look_up_backward(width, residuals, gradient):
     tokens, rows, columns = residuals
     if columns.shape[1] != width:
         gradient = jax.lax.all_to_all(
-            gradient, sharding.DATA, split_axis=2, concat_axis=0, tiled=True
+            gradient, sharding.shard_axes(), split_axis=2, concat_axis=0, tiled=True
         )
         tokens = _of_all(tokens)
     return _sum_of_rows(tokens, gradient, rows.shape[0]).astype(rows.dtype), None
@@ -121,6 +122,9 @@ def _sum_of_rows(
     tokens: Int[Array, "B T"], gradient: Float[Array, "B T columns"], size: int
 ) -> Float[Array, "V columns"]:
     """Returns the sum of the rows of each token, in at least float32."""
+    if not tokens.size:
+        wide = jnp.promote_types(gradient.dtype, jnp.float32)
+        return jnp.zeros((size, gradient.shape[-1]), wide)
     product = functools.partial(_sum_by_product, size=size)
     blocks = functools.partial(_sum_by_blocks, size=size)
     return jax.lax.platform_dependent(tokens, gradient, cuda=blocks, default=product)

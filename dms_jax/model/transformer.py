@@ -25,6 +25,7 @@ from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
 from dms_jax.model.rematerialisation import KEPT, Remat
 from dms_jax.model.rope import rope_frequencies, rope_tables, segment_positions
+from dms_jax.model.split_rows import Share, of_own_tokens
 from dms_jax.model.supervision import Supervision, supervise
 from dms_jax.policies.base import Policy, check_adapter
 from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState, Static, Tokens
@@ -88,7 +89,7 @@ class SequencePass:
     """
 
     hidden: Float[Array, "B T E"]
-    decisions: Float[Array, "L B K T"]
+    decisions: Float[Array, "L B K S"]
     supervision: Supervision | None = None
 
 
@@ -187,12 +188,12 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         policy: Policy,
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B S"] | None = None,
         relaxation: Relaxation | None = None,
-        marks: Bool[Array, "L B K T"] | None = None,
+        marks: Bool[Array, "L B K S"] | None = None,
         remat: Remat = "nothing",
         unroll: bool = False,
-        prepare: Callable[[Layer], Layer] | None = None,
+        share: Share = Share(),  # noqa: B008 (it is immutable)
     ) -> SequencePass:
         """Runs one pass over whole sequences, for policies that decide without attention.
 
@@ -206,12 +207,15 @@ class Transformer(nnx.Module):
           remat: what of each layer is recomputed in the backward pass; see `Remat`.
           unroll: whether the loop over layers is unrolled, which avoids stacking the residuals of
             the backward pass: faster for small models, but compile time grows with depth.
-          prepare: makes the layer that computes from the layer that is kept, such as a whole one
-            from a shard; with `sharding.gather` the backward pass makes it again.
+          share: what this device has of the layers and of the tokens, which are its own; segment
+            ids are those of whole rows, as are the decisions of the result.
         """
-        positions = segment_positions(tokens, segment_ids)
+        row, prepare = share.row, share.prepare
+        whole = tokens if row is None else jnp.zeros((tokens.shape[0], row.length), tokens.dtype)
+        whole_positions = segment_positions(whole, segment_ids)
+        positions = of_own_tokens(row, whole_positions)
         x = self.embed(tokens)
-        rotation = rope_tables(self.config, positions, dtype=x.dtype)
+        rotation = rope_tables(self.config, whole_positions, dtype=x.dtype)
         static = self._static()
 
         def layer_pass(x, layer, index, policy, marks):
@@ -225,6 +229,7 @@ class Transformer(nnx.Module):
                 segment_ids=segment_ids,
                 relaxation=relaxation,
                 marks=marks,
+                row=row,
             )
             supervision = None
             if relaxation is not None and relaxation.supervised:

@@ -145,8 +145,8 @@ class Policy(Options):
         return Decisions()
 
     def clear_borrowed(
-        self, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], scale: Any = 0.0
-    ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
+        self, q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], scale: Any = 0.0
+    ) -> tuple[Float[Array, "B T H D"], Float[Array, "B S K D"]]:
         """Multiplies the neurons that carry decisions by `scale`; applied before and after RoPE."""
         return q, k
 

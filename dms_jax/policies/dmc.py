@@ -96,7 +96,7 @@ class DMC(Merging):
             importance=omega,
         )
 
-    def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], scale=0.0):
+    def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], scale=0.0):
         """Scales the borrowed neuron of every query and key."""
         index = self._index
         return (

@@ -127,7 +127,7 @@ class DMS(DelayedEviction):
         assert decisions.logits is not None
         return self._of_keys(decisions.logits)
 
-    def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], scale=0.0):
+    def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], scale=0.0):
         """Scales the borrowed neuron: the last dimension of the first query head of each group.
 
         It is cleared before rotation, which would mix it into dimension D/2 - 1, and again after

@@ -71,7 +71,7 @@ class SelectiveReading(Policy):
         """See `Policy.decide`; handed to `over`."""
         return self.over.decide(tokens)
 
-    def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], scale=0.0):
+    def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], scale=0.0):
         """See `Policy.clear_borrowed`; handed to `over`."""
         return self.over.clear_borrowed(q, k, scale)
 

@@ -38,6 +38,9 @@ OUT_OF_MEMORY = (
     "The server's device ran out of memory on this request, whose mistake it need not be. Try "
     "again later; its log says more."
 )
+ADDRESSES = (
+    "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health and GET /metrics"
+)
 _GONE = 499  # nobody reads it, but it is counted
 
 _logger = logging.getLogger("dms_jax")
@@ -97,6 +100,7 @@ class _Api:
             model=self.service.engine.model,
             defaults=self.defaults,
             max_tokens=self.service.max_tokens,
+            most=self.service.most,
             seed=self.seeds.getrandbits(32),
         )
         prompts = [prompt for prompt in ask.prompts for _ in range(ask.choices)]
@@ -169,7 +173,11 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > MOST_BYTES:
-            raise RefusalError(f"The body has more than {MOST_BYTES:,} bytes.", status=413)
+            raise RefusalError(
+                f"The body has more than {MOST_BYTES:,} bytes, the most of a request here. Send "
+                "its prompts in several requests.",
+                status=413,
+            )
     return body
 
 
@@ -289,7 +297,7 @@ def _refusal(error: Exception) -> Response:
 async def _of_http(request: Request, error: Exception) -> Response:
     """An address or a method that there is not, in the form of the other errors."""
     wrong: Any = error
-    what = f"{request.method} {request.url.path}: {wrong.detail}."
+    what = f"{request.method} {request.url.path}: {wrong.detail}. There are {ADDRESSES}."
     response = _refusal(RefusalError(what, status=wrong.status_code))
     response.headers.update(wrong.headers or {})
     return response

@@ -152,6 +152,7 @@ def read_ask(
     model: LanguageModel,
     defaults: Sampling,
     max_tokens: int,
+    most: int,
     seed: int,
 ) -> Ask:
     """Reads what is asked for.
@@ -163,6 +164,7 @@ def read_ask(
       defaults: of requests that do not say how to draw; its `max_new_tokens` applies as far as
         there is room.
       max_tokens: the most tokens of a sequence.
+      most: the most answers of a request; they are counted before a prompt is read.
       seed: of a request that gives none.
 
     Raises:
@@ -171,12 +173,15 @@ def read_ask(
     """
     known = _CHAT if chat else _COMPLETION
     given = _checked(fields, known)
+    sent = [] if chat else _completion_prompts(given)
+    choices = given.get("n", 1)
+    _check_answers(1 if chat else len(sent), choices, most)
     if chat:
         prompts = [_chat_prompt(given, model)]
     else:
         prompts = [
             encode_prompt(model, prompt, name=f"Prompt {index}")
-            for index, prompt in enumerate(_completion_prompts(given))
+            for index, prompt in enumerate(sent)
         ]
     if not chat and given.get("logprobs", 0) > 1:
         raise RefusalError(
@@ -212,7 +217,17 @@ def read_ask(
         logprobs=given["logprobs"] is not False if "logprobs" in given else False,
     )
     stream = given.get("stream", False)
-    return Ask(prompts, given.get("n", 1), sampling, stream, _include_usage(given, stream))
+    return Ask(prompts, choices, sampling, stream, _include_usage(given, stream))
+
+
+def _check_answers(prompts: int, choices: int, most: int) -> None:
+    """Refuses more answers than can run or wait: 16 MB of prompts can ask for a hundred million."""
+    if (asked := prompts * choices) > most:
+        raise RefusalError(
+            f"{asked:,} answers ({prompts:,} prompt{'s'[: prompts > 1]}, n={choices}) are asked "
+            f"for at once, and at most {most:,} can run or wait here. Ask for fewer.",
+            param="n" if choices > 1 else "prompt",
+        )
 
 
 def _checked(fields: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,6 +316,11 @@ def _chat_prompt(given: Mapping[str, Any], model: LanguageModel) -> list[int]:
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise RefusalError("The model came without a tokenizer; send token ids as a prompt.")
+    if tokenizer.chat_template is None:
+        raise RefusalError(
+            "The checkpoint has no chat template; send the text as prompt to /v1/completions.",
+            param="messages",
+        )
     try:
         text = tokenizer.apply_chat_template(said, **variables)
         return encode_prompt(model, tokenizer.encode(text, False), name="The conversation")

@@ -94,6 +94,7 @@ class Service:
     Attributes:
       engine: the engine; only the thread may use it.
       max_tokens: the most tokens of a request, prompt and answer.
+      most: the most answers that can run or wait.
       draining: whether it takes no more requests.
     """
 
@@ -111,7 +112,7 @@ class Service:
         **options: Unpack[EngineKeywords],
     ):
         limits = EngineOptions(num_lanes, max_tokens, memory, chunk, **options)
-        self._most = limits.num_lanes + check("max_waiting", max_waiting, Whole)
+        self.most = limits.num_lanes + check("max_waiting", max_waiting, Whole)
         positions = model.config.max_position_embeddings
         self.max_tokens = min(limits.max_tokens or positions, positions)
         self.engine = Engine(model, policy, **dataclasses.asdict(limits))
@@ -125,6 +126,7 @@ class Service:
         self._jobs: dict[int, _Job] = {}  # by index, the oldest first
         self._new: collections.deque[Request] = collections.deque()
         self._cancelled: set[int] = set()
+        self._cancelling: set[int] = set()  # what the engine was told, until they end
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self._chunks = 0
@@ -162,9 +164,9 @@ class Service:
         check_stop(self.engine.model, sampling)
         for prompt in prompts:
             self._check_length(len(prompt), sampling.max_new_tokens)
-        if len(prompts) > self._most:
+        if len(prompts) > self.most:
             raise DataError(
-                f"{len(prompts)} answers are asked for at once, and at most {self._most} can run "
+                f"{len(prompts)} answers are asked for at once, and at most {self.most} can run "
                 "or wait here. Ask for fewer."
             )
         requests = make_requests(self.engine.model.config, prompts, sampling)
@@ -173,9 +175,9 @@ class Service:
         with self._changed:
             if self.draining:
                 raise DrainingError("The server is about to end and takes no more requests.")
-            if len(self._jobs) + len(requests) > self._most:
+            if len(self._jobs) + len(requests) > self.most:
                 raise BusyError(
-                    f"{len(self._jobs)} requests run or wait already, of at most {self._most}. "
+                    f"{len(self._jobs)} requests run or wait already, of at most {self.most}. "
                     "Try again later."
                 )
             for choice, request in enumerate(requests):
@@ -303,7 +305,8 @@ class Service:
             last = self.draining and not came
         self.engine.cancel(cancelled)
         for request in never:
-            self._end(request, DrainingError("The request was cancelled before it ran."))
+            self._end(request, DrainingError("The request was cancelled."))
+        self._cancelling = (self._cancelling | cancelled) & self._jobs.keys()
         return None if last else came
 
     def _look(self) -> None:
@@ -347,6 +350,7 @@ class Service:
             stopped = stopped or sorted(requests, key=lambda each: each.index in new)[:1]
             gone = {request.index for request in stopped}
             self._new = collections.deque(each for each in requests if each.index not in gone)
+            self._cancelled |= self._cancelling - gone  # the engine has forgotten them
         for request in stopped:
             self._end(request, error)
         if not stopped:  # the engine itself cannot start

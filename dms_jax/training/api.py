@@ -26,6 +26,7 @@ from dms_jax.policies.base import check_policy
 from dms_jax.training.base_weights import base_digest
 from dms_jax.training.loop import Loop
 from dms_jax.training.options import RunKeywords, RunOptions
+from dms_jax.training.out_of_memory import with_advice
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.trainer import Trainer, rows_here
@@ -109,6 +110,7 @@ def train(
         fit together.
       DataError: the data cannot be used.
       CheckpointError: `out` cannot be written, or what it holds cannot be resumed.
+      OutOfMemoryError: a device's memory does not suffice; the message says what takes less.
       TrainingDivergedError: too many steps in a row had a loss or gradient that is not finite.
       KeyboardInterrupt: on Ctrl-C, SIGTERM or after `stop_after`, once a checkpoint is written;
         among skipped steps none is, and the run goes on from the last one.
@@ -149,7 +151,7 @@ def train(
             keep=run.keep_checkpoints,
         )
     try:
-        with use_mesh(mesh):
+        with use_mesh(mesh), with_advice(recipe, mesh):
             rows = rows_here(mesh, pass_size)
             deal = Deal(recipe.batch_sizes, pass_size, rows)
             source = _batches(model, recipe, data, deal, run.seed)

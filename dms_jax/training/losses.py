@@ -19,7 +19,7 @@ the backward pass only scales the results: no logit is computed twice. Products 
 hidden states' type and are summed in at least float32, as is the gradient of the output matrix over
 all chunks.
 
-Inside `shard_map` over `data` everything here is of one shard's sequences.
+Inside `shard_map` everything here is of one shard's sequences, or of its tokens of them.
 """
 
 import dataclasses

@@ -6,6 +6,7 @@ H200. The rest of the memory is for the loss, the layer at work and what is gath
 """
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
@@ -17,7 +18,13 @@ SHARE_OF_MEMORY = 0.6
 
 
 def kept_bytes(
-    config: ModelConfig, recipe: Recipe, remat: Remat, sequences: int, *, model: int
+    config: ModelConfig,
+    recipe: Recipe,
+    remat: Remat,
+    sequences: int,
+    *,
+    model: int,
+    sequence: int = 1,
 ) -> float:
     """Returns the bytes of a device that all layers keep; 0 for "nothing", where it is unknown.
 
@@ -29,6 +36,7 @@ def kept_bytes(
       remat: what is computed again.
       sequences: sequences of a pass on a device.
       model: size of the axis `model`.
+      sequence: size of the axis `sequence`, which splits their tokens.
     """
     width, attended = config.hidden_size, config.num_heads * config.head_dim
     projected = attended + 2 * config.num_kv_heads * config.head_dim
@@ -39,7 +47,7 @@ def kept_bytes(
         "all_but_attention": width + attended / model,
         "everything": width,
     }
-    tokens = sequences * recipe.sequence_length
+    tokens = sequences * recipe.sequence_length / sequence
     size = jnp.dtype(recipe.compute_dtype or jnp.float32).itemsize
     return float(config.num_layers * tokens * values[remat] * size)
 
@@ -50,7 +58,7 @@ def settle(
     *,
     parameters: int,
     trained: int,
-    shards: tuple[int, int],
+    shards: tuple[int, int, int],
     memory: float | None,
 ) -> Recipe:
     """Returns the recipe with a choice of what is computed again.
@@ -60,16 +68,17 @@ def settle(
       config: the model's shape.
       parameters: number of all parameters.
       trained: number of those that are trained.
-      shards: sizes of the axes `data` and `model`.
+      shards: sizes of the axes `data`, `sequence` and `model`.
       memory: bytes of a device; None if that is not known.
     """
     if recipe.remat != "auto":
         return recipe
-    data, model = shards
+    data, sequence, model = shards
     sequences = recipe.pass_size(data) // data
-    kept = kept_bytes(config, recipe, "all_but_products", sequences, model=model)
+    split = dict(model=model, sequence=sequence)
+    kept = kept_bytes(config, recipe, "all_but_products", sequences, **split)
     # In float32 with two moments and a gradient, and all of them in the type of the passes.
-    state = (16 * trained + 2 * parameters) / (data * model)
+    state = (16 * trained + 2 * parameters) / math.prod(shards)
     fits = memory is not None and kept + state < SHARE_OF_MEMORY * memory
     chosen: Remat = "all_but_products" if fits else "all_but_attention"
     return dataclasses.replace(recipe, remat=chosen)

@@ -1,13 +1,15 @@
-"""How the passes of a training step see parameters and sequences that are split over `data`.
+"""How the passes of a training step see parameters and sequences that are split over a mesh.
 
-The gradients are computed inside `jax.shard_map` over `data`: every device runs its own sequences,
-and each collective of FSDP is one that is written here or in `dms_jax.sharding`:
+The gradients are computed inside `jax.shard_map` over `data` and `sequence`: every device runs its
+own sequences, or its own tokens of them, and each collective of FSDP is one that is written here or
+in `dms_jax.sharding`:
 
     matrices of the layers   gathered one layer at a time, in the type of the passes, and again in
                              the backward pass; gradients reduce-scattered in at least float32
     output matrix            gathered once a pass; its gradient reduce-scattered once
     embedding                never gathered: hidden states are exchanged (`layers.look_up`)
     norms, biases, adapters  on every device; gradients summed once a step
+    keys, values, decisions  gathered over `sequence`, a layer at a time (`model.split_rows`)
 
 so that the bytes of a device depend on its own tokens, and not on how many devices there are. Where
 memory allows, a step of several passes gathers the layers once, and reduces their gradients once.
@@ -15,15 +17,21 @@ The axis `model` is left to the partitioner.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax import sharding
+from dms_jax.errors import ConfigError
+from dms_jax.model.split_rows import PIECES
 from dms_jax.model.transformer import Layer
+from dms_jax.policies import Policy
+from dms_jax.training.recipe import Recipe
 
 _LAYERS = "layers."
 
@@ -47,6 +55,24 @@ def holds_whole_layers(
     return memory is not None and (2 * layers + 6 * own) / model < memory / 8
 
 
+def check_split(recipe: Recipe, policy: Policy, mesh: Mesh | None) -> None:
+    """Raises ConfigError if the tokens of the recipe's sequences cannot be split over a mesh."""
+    shards = sharding.mesh_sizes(mesh)[1]
+    if shards == 1:
+        return
+    if recipe.supervises:
+        raise ConfigError(
+            f"{policy.name} learns in the recipe {recipe.name} from what all queries make of each "
+            "key, and a mesh axis `sequence` splits the queries. Train on `data` and `model` alone."
+        )
+    if recipe.sequence_length % (PIECES * shards):
+        raise ConfigError(
+            f"Sequences of {recipe.sequence_length} tokens cannot be split over {shards} devices "
+            f"in {PIECES * shards} equal pieces. Set sequence_length to a multiple of "
+            f"{PIECES * shards}, or another size of the mesh axis `sequence`."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """The layout of the parameters of student and teacher, by name.
@@ -61,15 +87,30 @@ class Shards:
     whole_layers: bool = False
 
     @property
-    def over_data(self) -> bool:
-        """Whether there are several shards of sequences."""
-        return any(place.mesh.shape[sharding.DATA] > 1 for place in self.places.values())
+    def several(self) -> bool:
+        """Whether there are several shards of sequences or of their tokens."""
+        data, sequence, _ = self._sizes
+        return data * sequence > 1
+
+    @property
+    def of_a_row(self) -> int:
+        """The number of shards that the tokens of a sequence are split over."""
+        return self._sizes[1]
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return sharding.mesh_sizes(next((p.mesh for p in self.places.values()), None))  # pyright: ignore
 
     def axis(self, name: str) -> int | None:
-        """Returns the axis of a parameter that is split over `data`; None if it is not."""
-        if not self.over_data or sharding.DATA not in self.places[name].spec:
+        """Returns the axis of a parameter that is split over the shards; None if it is not."""
+        if not self.several:
             return None
-        return self.places[name].spec.index(sharding.DATA)
+        for axis, over in enumerate(self.places[name].spec):
+            if over is not None and sharding.MODEL not in (
+                over if isinstance(over, tuple) else (over,)
+            ):
+                return axis
+        return None
 
     def whole(self, arrays: Mapping[str, jax.Array], name: str, dtype: Any) -> jax.Array:
         """Returns a parameter in the type of the passes, as a constant, from its shards."""
@@ -112,41 +153,47 @@ class Shards:
         """Returns `function` over shards of the sequences, with its sums over all of them.
 
         The function takes (trained, frozen, teacher, passes, places, ...) and returns the gradients
-        of the trained parameters and other sums. Passes and places are [A, B, ...]; what comes
-        after them is the same for all shards.
+        of the trained parameters and other sums. Passes and places are [A, B, ...], with all tokens
+        of a sequence; what comes after them is the same for all shards. It also takes `shard`: the
+        number of the device's shard of each sequence's tokens, None if these are not split.
         """
-        if not self.over_data:
-            return function
+        if not self.several:
+            return functools.partial(function, shard=None)
+        split_rows = self.of_a_row > 1
 
         def mapped(*arguments):
             trained, frozen, teacher, *rest = arguments
             parameters = [self._specs(arrays) for arrays in (trained, frozen, teacher)]
             sequences = [PartitionSpec(None, sharding.DATA)] * 2
             mesh = next(iter(self.places.values())).mesh
+            shards = PartitionSpec(sharding.SEQUENCE) if split_rows else PartitionSpec()
             return jax.shard_map(
                 summed,
-                in_specs=(*parameters, *sequences, *[PartitionSpec()] * (len(rest) - 2)),
+                in_specs=(shards, *parameters, *sequences, *[PartitionSpec()] * (len(rest) - 2)),
                 out_specs=(parameters[0], PartitionSpec()),
                 # A kernel takes whole arrays, so an axis of one device is not left for later.
-                axis_names={sharding.DATA}
-                | {name for name, size in mesh.shape.items() if size == 1},
+                axis_names=_axes(mesh) | {name for name, size in mesh.shape.items() if size == 1},
                 check_vma=False,
-            )(*arguments)
+            )(jnp.arange(self.of_a_row), *arguments)
 
-        def summed(*arguments):
-            gradient, others = function(*arguments)
+        def summed(shard, *arguments):
+            gradient, others = function(*arguments, shard=shard[0] if split_rows else None)
             split = {name: x for name, x in gradient.items() if self.axis(name) is not None}
             copies = {name: x for name, x in gradient.items() if name not in split}
-            copies, others = jax.lax.psum((copies, others), sharding.DATA)
+            copies, others = jax.lax.psum((copies, others), sharding.shard_axes())
             return split | copies, others
 
         return mapped
 
     def _specs(self, arrays: Mapping[str, Any]) -> dict[str, PartitionSpec]:
-        """Returns how `shard_map` splits parameters: over `data` alone."""
+        """Returns how `shard_map` splits parameters: over its own axes alone."""
         specs = {}
         for name in arrays:
             axis = self.axis(name)
-            before = () if axis is None else (None,) * axis + (sharding.DATA,)
-            specs[name] = PartitionSpec(*before)
+            spec = () if axis is None else (None,) * axis + (self.places[name].spec[axis],)
+            specs[name] = PartitionSpec(*spec)
         return specs
+
+
+def _axes(mesh: Any) -> set[str]:
+    return {sharding.DATA, sharding.SEQUENCE} & set(mesh.shape)

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dms_jax.model.attention import Relaxation
 from dms_jax.model.rope import segment_positions
+from dms_jax.model.split_rows import Share, SplitRow, of_own_tokens
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.training import compression, losses, supervision
 from dms_jax.training.parameters import Parameters, Rebuild, decays, is_adapter
@@ -154,13 +155,22 @@ def make_gradients(
     def pass_dtype(arrays: Parameters) -> Any:
         return jnp.dtype(recipe.compute_dtype or arrays["embedding"].dtype)
 
-    def hidden_states(arrays: Parameters, rebuild, policy, sequences: Passes, **options: Any):
+    def share(arrays: Parameters, together: bool, row: SplitRow | None = None) -> Share:
+        """Returns what a device has of a pass; `together` it has all layers already."""
+        if not shards.several or together:
+            return Share(row=row)
+        return Share(functools.partial(shards.gather_layer, dtype=pass_dtype(arrays)), row)
+
+    def hidden_states(
+        arrays: Parameters, rebuild, policy, sequences: Passes, share, **options: Any
+    ):
         model = rebuild(arrays | {"embedding": arrays["embedding"].astype(pass_dtype(arrays))})
         return model(
-            sequences.tokens,
+            of_own_tokens(share.row, sequences.tokens),
             policy,
             segment_ids=sequences.segment_ids,
             unroll=recipe.unroll,
+            share=share,
             **options,
         )
 
@@ -175,16 +185,14 @@ def make_gradients(
 
     def supervised_loss(trained, frozen, sequences: Passes, schedule, rest):
         """The loss of a stage "supervise", in which only the adapter learns."""
-        weights, together = rest
+        weights, together, _ = rest
         learned = policy.retrofit.supervision
         assert learned is not None
         trained = {x: y if is_adapter(x) else jax.lax.stop_gradient(y) for x, y in trained.items()}
-        current, prepare = frozen | trained, None
-        if shards.over_data and not together:
-            prepare = functools.partial(shards.gather_layer, dtype=pass_dtype(current))
+        current = frozen | trained
         relaxation = Relaxation(supervised=True)
         result = hidden_states(
-            current, rebuild, policy, sequences, relaxation=relaxation, prepare=prepare
+            current, rebuild, policy, sequences, share(current, together), relaxation=relaxation
         )
         assert result.supervision is not None
         distance = supervision.supervised_loss(learned, result.supervision, schedule.supervised)
@@ -201,29 +209,25 @@ def make_gradients(
     def pass_loss(trained, frozen, own_teacher, sequences: Passes, schedule, keys, rest):
         if schedule.supervised is not None:
             return supervised_loss(trained, frozen, sequences, schedule, rest)
-        weights, together = rest
+        weights, together, row = rest
         current = frozen | trained
-        relaxation, prepare = None, None
+        relaxation, own = None, share(current, together, row)
         if policy.retrofit.possible:
             relaxation = Relaxation(noise_keys=keys, neuron_scale=schedule.neuron_scale)
-        if shards.over_data and not together:
-            prepare = functools.partial(shards.gather_layer, dtype=pass_dtype(current))
         result = hidden_states(
             current,
             rebuild,
             policy,
             sequences,
+            own,
             relaxation=relaxation,
             remat="all_but_attention" if recipe.remat == "auto" else recipe.remat,
-            prepare=prepare,
         )
         head = output_head(current, result.hidden, parameter=trained)
         teacher = None
         if recipe.loss == "distillation":
             original = jax.lax.stop_gradient(current | own_teacher)
-            taught = hidden_states(
-                original, rebuild_teacher, Vanilla(), sequences, prepare=prepare
-            ).hidden
+            taught = hidden_states(original, rebuild_teacher, Vanilla(), sequences, own).hidden
             taught = jax.lax.stop_gradient(taught)
             teacher = losses.Head(taught, head.matrix)
             if own_teacher:
@@ -231,9 +235,9 @@ def make_gradients(
         sums = losses.token_losses(
             head,
             teacher,
-            targets=jnp.roll(sequences.tokens, -1, axis=-1),
-            mask=sequences.distillation_mask(recipe.distillation_positions),
-            target_mask=sequences.target_mask,
+            targets=of_own_tokens(row, jnp.roll(sequences.tokens, -1, axis=-1)),
+            mask=of_own_tokens(row, sequences.distillation_mask(recipe.distillation_positions)),
+            target_mask=of_own_tokens(row, sequences.target_mask),
             direction=recipe.kl,
             temperature=recipe.distillation_temperature,
         )
@@ -251,6 +255,8 @@ def make_gradients(
         if recipe.head_balance:
             distance += recipe.head_balance * compression.head_spread(shares)
         per_position, per_target, per_sequence = weights
+        if row is not None:  # every shard has the decisions of all tokens, and counts its part
+            per_sequence /= row.shards
         parts = {
             "distillation_loss": sums.distillation * per_position,
             "lm_loss": sums.language_modeling * per_target,
@@ -261,8 +267,12 @@ def make_gradients(
         loss = parts[main] + parts["compression_loss"]
         return loss, {"loss": loss, **parts}
 
-    def of_shard(trained, frozen, teacher, passes: Passes, places, schedule, key, weights):
-        """Returns the sums over all passes of one shard's sequences."""
+    def of_shard(trained, frozen, teacher, passes: Passes, places, rest, shard):
+        """Returns the sums over all passes of one shard's sequences, or of its tokens of them."""
+        schedule, key, weights = rest
+        row = None
+        if shard is not None:
+            row = SplitRow(shard, shards.of_a_row, passes.tokens.shape[-1])
         together = shards.whole_layers and len(places) > 1
         dtype = pass_dtype(frozen | trained)
         whole = [trained, frozen, teacher]
@@ -273,7 +283,7 @@ def make_gradients(
             fold = jax.vmap(functools.partial(jax.random.fold_in, key))
             keys = None if key is None else fold(places)
             (_, parts), gradient = jax.value_and_grad(pass_loss, has_aux=True)(
-                *whole, sequences, schedule, keys, (weights, together)
+                *whole, sequences, schedule, keys, (weights, together, row)
             )
             return jax.tree.map(lambda x, like: x.astype(like.dtype), gradient, trained), parts
 
@@ -303,7 +313,7 @@ def make_gradients(
         )
         places = jnp.arange(num_passes * num_sequences).reshape(num_passes, num_sequences)
         return shards.map(of_shard)(
-            trained, constants.frozen, constants.teacher, passes, places, schedule, key, weights
+            trained, constants.frozen, constants.teacher, passes, places, (schedule, key, weights)
         )
 
     return gradients

@@ -1,12 +1,13 @@
 """The training state and its compiled step, on one device or sharded over a mesh.
 
 On a mesh, parameters and optimizer state are sharded by `sharding.TRAINING_RULES` (every matrix
-over `data`, heads and feed-forward over `model`) and sequences over `data`. What is frozen has the
-same places, the teacher shares the arrays of the student that are the same, and the trainer keeps
-no other copy of the model.
+over `data` and `sequence`, heads and feed-forward over `model`), and sequences over `data`. What is
+frozen has the same places, the teacher shares the arrays of the student that are the same, and the
+trainer keeps no other copy of the model.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 from dms_jax.training.compiling import compiler_options
+from dms_jax.training.out_of_memory import is_out_of_memory, smaller, warn_of_fallback
 from dms_jax.training.parameters import (
     Parameters,
     add_adapter,
@@ -36,7 +38,7 @@ from dms_jax.training.parameters import (
 from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.remat import settle
 from dms_jax.training.schedules import eviction_target
-from dms_jax.training.shards import Shards, holds_whole_layers
+from dms_jax.training.shards import Shards, check_split, holds_whole_layers
 from dms_jax.training.step import (
     Constants,
     Passes,
@@ -103,6 +105,7 @@ class Trainer:
         self, model: LanguageModel, policy: Policy, recipe: Recipe, seed: int, mesh: Mesh | None
     ):
         compilation.prepare()
+        check_split(recipe, policy, mesh)
         self._policy, self._mesh = policy, mesh
         self._target = eviction_target(recipe.compression_ratio)
         self._device = next(iter(model.transformer.embedding[...].devices()))
@@ -138,14 +141,14 @@ class Trainer:
             model, transformer=jax.eval_shape(lambda: transformer), policy=policy, mesh=mesh
         )
         count = lambda arrays: sum(x.size for x in arrays.values())  # noqa: E731
+        # Several processes would have to agree on another program.
+        self._may_keep_less = recipe.remat == "auto" and not processes.several()
         self.recipe = recipe = settle(
             recipe,
             model.config,
             parameters=count(arrays),
             trained=count(parts.trained),
-            shards=(1, 1)
-            if mesh is None
-            else (mesh.shape[sharding.DATA], mesh.shape[sharding.MODEL]),
+            shards=sharding.mesh_sizes(mesh),
             memory=self._memory,
         )
         self._layer_parameters = layer_parameters(transformer)
@@ -153,13 +156,19 @@ class Trainer:
         self._frozen_layers, self._has_teacher = trained_parts != "all", distilling
         self._optimizer = make_optimizer(recipe)
         self._state: TrainState | None = None
-        step = make_step(
+        self._fitting: set[tuple[str, int]] = set()  # programs that have run once
+        self._make_step = functools.partial(
+            make_step,
             self._rebuild,
             policy,
-            recipe,
             rebuild_teacher=rebuild_teacher,
             shards=None if mesh is None else self._shards(arrays),
         )
+        self._step = self._jitted_step()
+
+    def _jitted_step(self) -> Any:
+        """Returns the step of the recipe, to be compiled when it is first taken."""
+        step = self._make_step(self.recipe)
 
         def by_name(state, constants, passes, schedule):
             """The step of plain dictionaries: what is lowered describes them with no array."""
@@ -167,7 +176,7 @@ class Trainer:
             return step(state, *values)
 
         kept = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        self._step = jax.jit(
+        return jax.jit(
             by_name,
             donate_argnums=0,
             out_shardings=(kept, self._everywhere),
@@ -269,8 +278,36 @@ class Trainer:
           progress: what the step aims at.
         """
         inputs = self._inputs(batches, progress)
-        self.state, metrics = self._step(self.state, self._constants, *inputs)
-        return metrics
+        if not self._may_keep_less or (progress.stage.kind, len(batches)) in self._fitting:
+            self.state, metrics = self._step(self.state, self._constants, *inputs)
+            return metrics
+        while True:
+            try:
+                # What the devices lack they may say only when they run.
+                state, metrics = jax.block_until_ready(
+                    self._step(self.state, self._constants, *inputs)
+                )
+            except jax.errors.JaxRuntimeError as error:
+                self._keep_less(error)
+            else:
+                self.state = state
+                self._fitting.add((progress.stage.kind, len(batches)))
+                return metrics
+
+    def _keep_less(self, error: jax.errors.JaxRuntimeError) -> None:
+        """Makes a step that keeps less for the backward pass, if memory was what lacked.
+
+        Raises:
+          JaxRuntimeError: it was not, or nothing keeps less, or the state is gone.
+        """
+        assert self.recipe.remat != "auto"
+        after = smaller(self.recipe.remat)
+        gone = any(x.is_deleted() for x in jax.tree.leaves(self.state))
+        if after is None or gone or not is_out_of_memory(error):
+            raise error
+        warn_of_fallback(self.recipe.remat, after)
+        self.recipe = dataclasses.replace(self.recipe, remat=after)
+        self._step = self._jitted_step()
 
     def step_bytes(self, batches: list[Batch], progress: Progress) -> int | None:
         """Returns the bytes of a device that such a step takes, by the compiler; None if unknown.

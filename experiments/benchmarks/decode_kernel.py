@@ -183,7 +183,7 @@ def measure(case, seed, only) -> list[dict]:
     contenders = {
         "mosaic_gpu": lambda: paged(case, q, pools, lengths, "mosaic_gpu", False),
         "mosaic_gpu, plan included": lambda: paged(case, q, pools, lengths, "mosaic_gpu", True),
-        "triton": lambda: paged(case, q, pools, lengths, "triton", False),
+        "mosaic_mma": lambda: paged(case, q, pools, lengths, "mosaic_mma", False),
     }
     even = len(set(case.lengths)) == 1
     if even and case.dtype == "bfloat16" and case.pages_dtype is None:
@@ -198,7 +198,7 @@ def measure(case, seed, only) -> list[dict]:
             continue
         record = {"case": case.name, "implementation": name, "live_bytes": case.live_bytes}
         try:
-            if name.split(",")[0] in ("mosaic_gpu", "triton", "xla"):
+            if name.split(",")[0] in ("mosaic_gpu", "mosaic_mma", "xla"):
                 implementation = name.split(",")[0]
                 record["error"] = error_of(case, q, pools[0], lengths, implementation)
             timing = time_chain(make())
@@ -252,7 +252,7 @@ PICTURED = {
 }
 CONTENDERS = {
     "mosaic_gpu": ("this kernel (Mosaic GPU)", "#c0392b"),
-    "triton": ("this kernel (Triton)", "#e59866"),
+    "mosaic_mma": ("the kernel for other GPUs", "#e59866"),
     "cudnn, dense": ("cuDNN, no pages", "#2471a3"),
     "stock pallas": ("jax's own Pallas kernel", "#7d8c2f"),
     "xla": ("XLA", "#909497"),
@@ -268,32 +268,39 @@ def draw_picture(report: dict[str, Any], path: pathlib.Path) -> None:
 
     records = [r for r in report["records"] if "period_us" in r and r["case"] in PICTURED]
     names = [name for name in PICTURED if any(r["case"] == name for r in records)]
-    contenders = [name for name in CONTENDERS if any(r["implementation"] == name for r in records)]
-    figure, axes = plt.subplots(figsize=(10, 1.0 * len(names) + 1.4), layout="constrained")
-    height = 0.85 / len(contenders)
-    for i, contender in enumerate(contenders):
-        rates = {
-            r["case"]: r["terabytes_per_second"]
+    bars = [
+        [
+            (name, r)
+            for name in CONTENDERS
             for r in records
-            if r["implementation"] == contender
-        }
-        places = [names.index(case) + (i + 0.5) * height - 0.425 for case in rates]
-        label, colour = CONTENDERS[contender]
-        bars = axes.barh(places, list(rates.values()), 0.9 * height, color=colour)
-        for bar, rate in zip(bars, rates.values(), strict=True):
+            if (r["case"], r["implementation"]) == (case, name)
+        ]
+        for case in names
+    ]
+    figure, axes = plt.subplots(figsize=(10, 0.25 * sum(map(len, bars)) + 2), layout="constrained")
+    place, middles = 0.0, []
+    for found in bars:  # those of a case below each other, and a gap before the next case
+        middles.append(place + (len(found) - 1) / 2)
+        for name, record in found:
+            label, colour = CONTENDERS[name]
+            rate = record["terabytes_per_second"]
+            axes.barh(place, rate, 0.85, color=colour)
             inside = rate > 2
             axes.text(
                 rate + (-0.05 if inside else 0.05),
-                bar.get_y() + bar.get_height() / 2,
+                place,
                 f"{label} {rate:.2f}",
                 va="center",
                 ha="right" if inside else "left",
                 color="white" if inside else "black",
                 fontsize=8,
             )
+            place += 1
+        place += 0.8
     axes.axvline(report["read_terabytes_per_second"], color="black", lw=1, ls="--")
-    axes.text(report["read_terabytes_per_second"], -0.52, "a plain read ", ha="right", fontsize=8)
-    axes.set_yticks(range(len(names)), [PICTURED[name] for name in names])
+    axes.text(report["read_terabytes_per_second"], -0.8, "a plain read ", ha="right", fontsize=8)
+    axes.set_yticks(middles, [PICTURED[name] for name in names])
+    axes.set_ylim(-1.5, place - 0.8)
     axes.set_xlim(right=1.05 * report["read_terabytes_per_second"])
     axes.invert_yaxis()
     axes.set_xlabel("live keys and values read, TB/s (start to start, gaps included)")

@@ -4,9 +4,11 @@ Real model shapes, random weights, random prompts. Answers have lengths of their
 so that lanes are refilled one by one. Reported for each policy:
 
 - **first call**: seconds of the first call of the process, which compiles: one short answer for
-  each lane; how many programs, and the seconds that they took. With the cache of compiled programs
-  filled (a second process) these are loaded.
+  each lane, and for one in eight a second one; how many programs, and the seconds that they took.
+  With the cache of compiled programs filled (a second process) these are loaded.
 - **runs**: tokens per second of whole calls after it, and what they still compiled.
+- **prompts**: their programs, and the tokens of these with the padding; **steps**: those of all
+  lanes, idle ones included. Neither depends on the device.
 - **idle**: seconds in which the device had no chunk of steps or prompt to run, between two chunks.
 - **limit**: the same work at the rates of the data sheet: the weights once per step and each key
   and value that was read over the bandwidth, and the products of prompts over the matrix rate,
@@ -21,6 +23,7 @@ No request waits for a lane, so that each chunk is launched before the last one 
     python -m experiments.benchmarks.engine --requests 256
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import gc
@@ -42,28 +45,15 @@ from dms_jax.devices import DEVICES
 from dms_jax.generation import Engine, programs
 from dms_jax.generation.requests import Request, make_requests
 from dms_jax.model.caching import tree_bytes
-from experiments.benchmarks.decode_steps import SHAPES, random_model
 from experiments.benchmarks.kernel_timing import environment
-
-QWEN: dict[str, Any] = dict(
-    model_type="qwen2",
-    vocab_size=151936,
-    hidden_size=896,
-    intermediate_size=4864,
-    num_hidden_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
+from experiments.benchmarks.shapes import Shape, model_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Time the engine."""
 
-    shape: Literal["qwen2.5-0.5b", "llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "tiny"] = (
-        "qwen2.5-0.5b"
-    )
+    shape: Shape = "qwen2.5-0.5b"
     """Model whose shape is timed, with random weights."""
     policies: tuple[Literal["dense", "live"], ...] = ("dense",)
     """The plain cache, and one that keeps `live` tokens of each row."""
@@ -133,12 +123,17 @@ class Timeline:
     def __init__(self):
         self.launched: list[float] = []
         self.ended: list[concurrent.futures.Future[float]] = []
+        self.counts = collections.Counter[str]()
         self._watching = concurrent.futures.ThreadPoolExecutor(64)
         call = programs.Program.__call__
 
         def noted(program: programs.Program, *args: Any) -> Any:
             launched = time.perf_counter()
             results = call(program, *args)
+            if program is programs.extend:
+                self.counts.update(prompt_programs=1, padded_prompt_tokens=args[5].size)
+            elif program is programs.decode:
+                self.counts.update(lane_steps=args[9] * len(args[5]))
             if program in (programs.decode, programs.extend):
                 # Of results only the cache, which comes first, is donated to the next program.
                 self.ended.append(self._watching.submit(_ready, results[1:]))
@@ -152,8 +147,9 @@ class Timeline:
         ended = [each.result() for each in self.ended]
         between = zip(self.launched[1:], ended, strict=False)
         idle = [max(0.0, launched - before) for launched, before in between]
+        counts, self.counts = dict(self.counts), collections.Counter()
         self.launched, self.ended = [], []
-        return dict(launches=len(ended), idle_seconds=sum(idle))
+        return dict(launches=len(ended), idle_seconds=sum(idle)) | counts
 
 
 def _ready(results: Any) -> float:
@@ -252,7 +248,7 @@ def measure(
         figures |= timeline.take() | counts.take()
         return figures, [each.usage for each in done], engine
 
-    first = requests_of(config, model, 0)[: config.lanes]
+    first = requests_of(config, model, 0)[: config.lanes + max(1, config.lanes // 8)]
     for request in first:
         request.max_new_tokens = min(request.max_new_tokens, config.chunk)
     figures, _, engine = serve(first)
@@ -273,8 +269,7 @@ def main(config: Config) -> None:
     """Measures every policy and writes the figures as they come."""
     make_place("--out", config.out)
     counts, timeline, start = Compilations(), Timeline(), time.perf_counter()
-    shape = QWEN if config.shape == "qwen2.5-0.5b" else SHAPES[config.shape]
-    model = random_model(shape, jnp.dtype(config.dtype))
+    model = model_of(config.shape, jnp.dtype(config.dtype))
     jax.block_until_ready(jax.tree.leaves(model.transformer))
     results: dict[str, Any] = environment() | dict(
         command=command(),

@@ -29,13 +29,12 @@ from experiments.benchmarks.decode_steps import (
     Config as Steps,
 )
 from experiments.benchmarks.decode_steps import (
-    Shape,
     filled_runner,
-    model_of,
     row_lengths,
     time_runner,
 )
 from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.shapes import Shape, model_of
 
 NEAR_DENSE = 0.95
 

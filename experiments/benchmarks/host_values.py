@@ -8,7 +8,7 @@ one compiled loop; indices depend on what was fetched before, so nothing overlap
     device      rows gathered from device memory: what the fetch would cost without the host
     compute_on  gathered by the host's processor, in `compute_on("device_host")`
     in_place    the ordinary gather of the GPU over host memory that it can address (mapped)
-    triton      a Pallas kernel over an operand in `pinned_host`
+    kernel      `fetch_rows`, a Pallas kernel over an operand in `pinned_host`
     callback    `pure_callback` to NumPy
     reload      the whole layer's values copied to the device, then gathered there
 
@@ -50,6 +50,7 @@ from experiments.benchmarks.host_value_parts import (
     seconds,
 )
 from experiments.benchmarks.kernel_timing import require_gpu
+from pallas_kernels import fetch_rows
 
 
 def pinned() -> jax.sharding.Sharding:
@@ -141,24 +142,8 @@ def measure_carried() -> dict:
     return report
 
 
-def in_triton(values, index):
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plt
-
-    block = 16
-
-    def kernel(index_ref, values_ref, out_ref):
-        where = pl.ds(pl.program_id(0) * block, block)
-        rows = index_ref[where]
-        out_ref[where, :] = values_ref[rows, :]
-
-    return pl.pallas_call(
-        kernel,
-        grid=(index.size // block,),
-        out_shape=jax.ShapeDtypeStruct((index.size, HEAD_DIM), values.dtype),
-        compiler_params=plt.CompilerParams(num_warps=4),
-        name="fetch_rows",
-    )(index, values)
+def in_kernel(values, index):
+    return fetch_rows(values, index, implementation="mosaic_gpu")
 
 
 def through_callback(host_values):
@@ -240,7 +225,7 @@ def measure_fetch(way: str) -> dict:
             values, gather = jnp.asarray(pattern(num_rows)), on_device
         else:
             values = jax.device_put(pattern(num_rows), pinned())
-            gather = {"compute_on": on_host, "triton": in_triton}[way]
+            gather = {"compute_on": on_host, "kernel": in_kernel}[way]
         run = chain(gather)
         for top in (32, 128):
             index = indices(np.random.default_rng(0), 16, batch, top)
@@ -305,7 +290,7 @@ WAYS = {
     "compute_on": lambda: measure_fetch("compute_on"),
     "compute_on_carried": measure_carried,
     "in_place": lambda: measure_fetch("in_place"),
-    "triton": lambda: measure_fetch("triton"),
+    "kernel": lambda: measure_fetch("kernel"),
     "callback": lambda: measure_fetch("callback"),
     "reload": measure_reload,
     "top": measure_top,
@@ -329,7 +314,7 @@ def break_evens(report: dict) -> dict:
     read = 2 * 8 * KV_HEADS * CONTEXT * HEAD_DIM * 2
     device = read / report["scores"]["keys and values, batch 8"] * 1e6
     rates = {
-        "fetches": report["triton"]["batch 8, N 128"]["gigabytes a second"] * 1e9,
+        "fetches": report["kernel"]["batch 8, N 128"]["gigabytes a second"] * 1e9,
         "contiguous copies": report["link"]["host to device"] * 1e9,
     }
     return {"device GB/s": device / 1e9} | {

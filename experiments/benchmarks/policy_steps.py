@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from dms_jax.cache import Pool
 from dms_jax.command_line.comparison.measure import FAILURES, gave_up
 from dms_jax.command_line.comparison.runs import write
 from dms_jax.command_line.reports import make_folder
@@ -36,13 +35,11 @@ from dms_jax.policies import POLICIES, Policy
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.selective import SelectiveReading
 from experiments.benchmarks.decode_steps import (
-    SHAPES,
-    Shape,
     median_seconds,
-    model_of,
     read_rate,
     roofline,
 )
+from experiments.benchmarks.shapes import SHAPES, Shape, model_of
 
 CHUNK, WARMUP, REPEATS, WINDOW, PAGE_SIZE = 32, 2, 3, 256, 64
 
@@ -217,7 +214,8 @@ def filled_runner(
     pool = cache.pool
     runner.cache = dataclasses.replace(
         cache,
-        pool=Pool(
+        pool=dataclasses.replace(
+            pool,
             k_pages=fill(pool.k_pages, 1),
             v_pages=fill(pool.v_pages, 2),
             k_scales=None if pool.k_scales is None else jnp.ones_like(pool.k_scales),

@@ -25,8 +25,8 @@ import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.generation import Engine, Sampling, Update
-from experiments.benchmarks.decode_steps import SHAPES, Shape, random_model
 from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.shapes import SHAPES, Shape, random_model
 
 POLICIES = {
     "Vanilla": dms_jax.Vanilla(),

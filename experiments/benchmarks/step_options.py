@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,13 +27,20 @@ from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
-from experiments.benchmarks import decode_steps
+from experiments.benchmarks import decode_steps, shapes
 from experiments.benchmarks.kernel_timing import environment
 
 NO_ASYNC = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 TWO_LAYERS = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
 DEPENDENT = {"xla_gpu_enable_pdl": True, "xla_gpu_enable_pdl_launch": True}
+# Whole loops as parts of a CUDA graph, beside what is in one by default.
+LOOPS = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    )
+}
+UNROLLED = LOOPS | {"xla_gpu_command_buffer_unroll_loops": True}
 KERNEL, SCATTERS = "the kernel", "XLA's scatters"
 # Name, options beside `programs.GPU_OPTIONS`, and what writes new keys and values.
 VARIANTS: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -42,6 +50,12 @@ VARIANTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "concurrent, no asynchronous copies, two layers a graph",
         NO_ASYNC | CONCURRENT | TWO_LAYERS,
+        KERNEL,
+    ),
+    ("concurrent, no asynchronous copies, loops in a graph", NO_ASYNC | CONCURRENT | LOOPS, KERNEL),
+    (
+        "concurrent, no asynchronous copies, loops unrolled in a graph",
+        NO_ASYNC | CONCURRENT | UNROLLED,
         KERNEL,
     ),
     ("programmatic dependent launches", DEPENDENT, KERNEL),
@@ -54,7 +68,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any], str], ...] = (
 class Config:
     """Time decode steps under other options."""
 
-    shape: decode_steps.Shape = "llama-3.1-8b"
+    shape: shapes.Shape = "llama-3.1-8b"
     """Model whose shape is timed, with random weights."""
     batch: int = 32
     """Sequences that are decoded at a time."""
@@ -70,6 +84,8 @@ class Config:
     """Timed programs of a turn; the median counts."""
     turns: int = 3
     """How often each variant is timed."""
+    only: tuple[str, ...] = ()
+    """Words of which a variant's name has one; all variants if none are given."""
     dtype: str = "bfloat16"
     """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/decode/step_options.json")
@@ -122,22 +138,31 @@ def main(config: Config) -> list[dict[str, Any]]:
         chunk=config.chunk,
         repeats=config.repeats,
     )
-    model = decode_steps.model_of(config.shape, jnp.dtype(config.dtype))
+    model = shapes.model_of(config.shape, jnp.dtype(config.dtype))
     rate = decode_steps.read_rate()
     rows: list[dict[str, Any]] = []
+    variants = [
+        each for each in VARIANTS if not config.only or any(word in each[0] for word in config.only)
+    ]
     report = environment() | dict(command=command(), read_rate=rate, rows=rows)
     for ratio in config.ratios:
         own: list[dict[str, Any]] = [
             dict(options=name, compiler_options=options, write=write, ratio=ratio, step_ms=[])
-            for name, options, write in VARIANTS
+            for name, options, write in variants
         ]
-        compiled = [program_of(options) for _, options, _ in VARIANTS]
+        compiled = [program_of(options) for _, options, _ in variants]
         rows += own
         first: np.ndarray | None = None
         for _ in range(config.turns):
             for row, program in zip(own, compiled, strict=True):
-                with using(program, row["write"]) as drawn:
-                    figures = decode_steps.time_paged(steps, model, ratio, rate)
+                if "error" in row:
+                    continue
+                try:
+                    with using(program, row["write"]) as drawn:
+                        figures = decode_steps.time_paged(steps, model, ratio, rate)
+                except (jax.errors.JaxRuntimeError, ValueError) as error:
+                    row["error"] = str(error)[:500]  # options that this XLA does not know or bear
+                    continue
                 gc.collect()
                 first = drawn[0] if first is None else first
                 row["same_tokens"] = float((drawn[0] == first).mean())

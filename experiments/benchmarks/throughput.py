@@ -32,7 +32,7 @@ from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.model.caching import tree_bytes
 from dms_jax.policies import Policy
-from experiments.benchmarks import decode_steps
+from experiments.benchmarks import decode_steps, shapes
 from experiments.benchmarks.kernel_timing import environment
 
 Part = Literal["batch", "prompt", "kcache"]
@@ -56,7 +56,7 @@ class Config:
     parts: tuple[Part, ...] = ("batch", "prompt", "kcache")
     """What is measured: the largest batch, the first token of long prompts, KCache at its own
     shape."""
-    shape: decode_steps.Shape = "llama-3.1-8b"
+    shape: shapes.Shape = "llama-3.1-8b"
     """Model shape of the first two parts."""
     contexts: tuple[int, ...] = (8192, 32768)
     """Tokens that each sequence of a batch has seen."""
@@ -167,8 +167,8 @@ def measure_prompt(config: Config, model: dms_jax.LanguageModel, add: Any) -> No
 
 def measure_kcache(config: Config, add: Any) -> None:
     """Decoding at KCache's own shape: the time between first and last tokens."""
-    fields = LLAMA_2_7B if config.shape != "tiny" else decode_steps.SHAPES["tiny"]
-    model = decode_steps.random_model(fields, jnp.dtype(config.dtype))
+    fields = LLAMA_2_7B if config.shape != "tiny" else shapes.SHAPES["tiny"]
+    model = shapes.random_model(fields, jnp.dtype(config.dtype))
     context, new = config.kcache_context, config.kcache_tokens
     random = np.random.default_rng(0)
     whole = largest(config, model, context + new)
@@ -224,7 +224,7 @@ def main(config: Config) -> None:
         config.out.write_text(json.dumps(results, indent=1) + "\n")
 
     if {"batch", "prompt"} & set(config.parts):
-        model = decode_steps.model_of(config.shape, jnp.dtype(config.dtype))
+        model = shapes.model_of(config.shape, jnp.dtype(config.dtype))
         if "batch" in config.parts:
             measure_batch(config, model, add)
         if "prompt" in config.parts:

@@ -1,12 +1,12 @@
 """Times whole training steps: real model shapes, random weights and tokens, one to several GPUs.
 
 Each case is a retrofit by distillation (an adapter of DMS, passes in bfloat16) with a shape, a
-length, the weights that are trained, and a mesh of (data, model) devices. Cases that differ in the
-mesh alone have the same tokens a device. Reports tokens a second, the share of the devices' peak
-(model operations: neither recomputation nor padding counts), the memory that the compiler plans for
-the step beside what the device held at most so far in the process (of the step itself only if no
-case before took more), and the kernels of one step by family. Figures are written before the step
-that is profiled.
+length, the weights that are trained, and a mesh of (data, sequence, model) devices. Cases that
+differ in `data` or `model` alone have the same tokens a device; `sequence` splits those that there
+are. Reports tokens a second, the share of the devices' peak (model operations: neither
+recomputation nor padding counts), the memory that the compiler plans for the step beside what the
+device held at most so far in the process (of the step itself only if no case before took more), and
+the kernels of one step by family. Figures are written before the step that is profiled.
 
     python -m experiments.benchmarks.training --cases 1b 1b-fsdp2 1b-tp2 --out runs/training.json
 
@@ -88,6 +88,7 @@ class Case:
     sequences: int = 4
     trainable: Literal["all", "adapter"] = "all"
     data: int = 1
+    sequence: int = 1
     model: int = 1
     remat: str = "all_but_attention"
     packed: bool = False
@@ -95,6 +96,11 @@ class Case:
     unroll: bool = False
     chunk: int = losses.CHUNK_ELEMENTS
     compiler: str = "library"
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of the mesh."""
+        return self.data * self.sequence * self.model
 
 
 BASE, SMALL = Case(), Case("qwen2.5-0.5b", 2048, 8, packed=True)
@@ -107,6 +113,9 @@ CASES: dict[str, Case] = {
     "1b-passes": dataclasses.replace(BASE, passes=4),
     "1b-fsdp2-passes": dataclasses.replace(BASE, data=2, passes=4),
     "1b-32k": dataclasses.replace(BASE, length=32768, sequences=1),
+    "1b-32k-seq2": dataclasses.replace(BASE, length=32768, sequences=1, sequence=2),
+    "1b-64k": dataclasses.replace(BASE, length=65536, sequences=1),
+    "1b-64k-seq2": dataclasses.replace(BASE, length=65536, sequences=1, sequence=2),
     "0.5b": SMALL,
     "8b": LARGE,
     "8b-fsdp2": dataclasses.replace(LARGE, data=2),
@@ -115,11 +124,13 @@ CASES: dict[str, Case] = {
     "8b-all-fsdp2": dataclasses.replace(LARGE, length=4096, trainable="all", data=2),
     "8b-all-tp2": dataclasses.replace(LARGE, length=4096, sequences=2, trainable="all", model=2),
     "tiny": Case("tiny", 64, 2),
+    "tiny-seq2": Case("tiny", 64, 2, sequence=2, packed=True),
     "tiny-fsdp2": Case("tiny", 64, 2, data=2, packed=True),
 }
 
 # What a name may go on with.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "auto": {"remat": "auto"},
     "nothing": {"remat": "nothing"},
     "products": {"remat": "all_but_products"},
     "everything": {"remat": "everything"},
@@ -235,8 +246,8 @@ def batch_of(case: Case, vocab_size: int) -> dict[str, np.ndarray]:
 def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[], None]) -> None:
     """Times one case; its figures go into `row`, and are written before the profile."""
     mesh = None
-    if case.data * case.model > 1:
-        mesh = dms_jax.make_mesh(case.data, case.model)
+    if case.devices > 1:
+        mesh = dms_jax.make_mesh(case.data, case.model, sequence=case.sequence)
     shape = SHAPES[case.shape]
     recipe, policy = recipe_of(case), DMS(window=256, source="adapter")
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
@@ -267,7 +278,8 @@ def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[
         stats = jax.local_devices()[0].memory_stats() or {}
         row |= dict(
             tokens_per_second=round(rate),
-            tokens_per_second_and_device=round(rate / (case.data * case.model)),
+            tokens_per_second_and_device=round(rate / case.devices),
+            chosen_remat=trainer.recipe.remat,
             share_of_peak=None if share is None else round(share, 4),
             step_ms=[round(1e3 * each, 2) for each in times],
             first_step_s=round(first, 1),
@@ -318,7 +330,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     for name, case in cases.items():
         row: dict[str, Any] = dict(case=name, **dataclasses.asdict(case))
         rows.append(row)
-        if case.data * case.model > jax.device_count():
+        if case.devices > jax.device_count():
             row["left_out"] = "too few devices"
         elif time.perf_counter() - began > config.seconds:
             row["left_out"] = "no time left"

@@ -46,7 +46,8 @@ def problem_of(dim: int) -> Problem:
     """One sequence with the heads of an 8B model."""
     heads, kv_heads = (32, 8) if dim <= 128 else (16, 4)
     dtype = jnp.dtype(jnp.bfloat16)
-    return Problem(1, LENGTH, heads, kv_heads, dim, WINDOW, dim**-0.5, dtype, False, False)
+    options = dict(packed=False, placed=False, interpret=False)
+    return Problem(1, LENGTH, LENGTH, heads, kv_heads, dim, WINDOW, dim**-0.5, dtype, **options)
 
 
 def rings_of(part: str, problem: Problem) -> list[Ring]:

@@ -22,7 +22,7 @@ from experiments.benchmarks.kernel_timing import CALLS, measure_all, time_progra
 from pallas_kernels import write_pages
 from pallas_kernels.update import cases
 
-IMPLEMENTATIONS = ("xla", "mosaic_gpu", "triton")
+IMPLEMENTATIONS = ("xla", "mosaic_gpu")
 
 
 def draw_pool(case: cases.WriteCase, key: jax.Array) -> dict[str, jax.Array]:

@@ -30,7 +30,7 @@ OPERATION = Operation(
     "decode_attention",
     (
         Implementation("mosaic_gpu", "cuda", gpu.mosaic, gpu.why_not_mosaic),
-        Implementation("triton", "cuda", gpu.triton, gpu.why_not_triton),
+        Implementation("mosaic_mma", "cuda", gpu.mma, gpu.why_not_mma),
         deferred("mosaic_tpu", "tpu", "pallas_kernels.decode.tpu", "decode_attention_tpu"),
         Implementation("xla", None, reference.decode_attention_xla),
     ),
@@ -72,14 +72,14 @@ def decode_attention(
       k_scales: with float8 (e4m3) pages, the factor of each slot's key. With pages of 4 bits, uint8
         [N, P, D / 2] as `four_bits` packs them, [N, P, D / g]: one factor for each g numbers of a
         key. Only "xla" reads 4 bits.
-      v_scales: the same of each slot's value.
+      v_scales: the same of each slot's value; positive, and on Hopper at least 2^-100.
       plan: the plan that `decode_plan` returns for these lengths; index a plan of several layers by
         the layer first. None makes the plan here. On platforms whose kernel needs no plan it has no
         effect.
       debug: check that every live table entry is a page of the pool and that lengths fit the
         table. On concrete arrays this raises before anything is launched; under `jax.jit` it is a
         `checkify.check`, so wrap the function in `checkify.checkify`.
-      implementation: a name ("mosaic_gpu", "triton", "mosaic_tpu", "xla") forces one
+      implementation: a name ("mosaic_gpu", "mosaic_mma", "mosaic_tpu", "xla") forces one
         implementation; a sequence of names is tried in order; None chooses the best one for the
         platform that the call is lowered for.
 
@@ -130,7 +130,7 @@ def decode_plan(
     """
     allowed = [candidate.name for candidate in OPERATION.candidates(implementation)]
     hopper = target_gpu().capability == (9, 0)
-    name = "mosaic_gpu" if "mosaic_gpu" in allowed and hopper else "triton"
+    name = "mosaic_gpu" if "mosaic_gpu" in allowed and hopper else "mosaic_mma"
     shape = gpu.Shape(lengths.shape[-1], head_dim, page_size, columns, dtype)
     return gpu.plan_for(name, shape, lengths)
 

@@ -17,6 +17,7 @@ class DecodeCase:
       page_size: P, the number of slots in a page.
       dtype: dtype of the queries, and of the pages unless `pages_dtype` is given.
       pages_dtype: "float8_e4m3fn" for quantized pages.
+      value_scale: factor on the scales of the values of quantized pages.
       spare_pages: number of pages of the pool that no row owns.
       spare_columns: number of table columns beyond what the longest row needs.
       shuffled: rows own pages in random order, not one after another.
@@ -30,6 +31,7 @@ class DecodeCase:
     page_size: int = 64
     dtype: str = "bfloat16"
     pages_dtype: str | None = None
+    value_scale: float = 1.0
     spare_pages: int = 3
     spare_columns: int = 1
     shuffled: bool = True
@@ -83,8 +85,9 @@ CONTRACT: tuple[DecodeCase, ...] = (
     replace(BASE, name="float32_group8_head_dim96", dtype="float32", group=8, head_dim=96),
     replace(BASE, name="float32_head_dim256", dtype="float32", head_dim=256, lengths=(70, 0, 64)),
     replace(BASE, name="float8", pages_dtype="float8_e4m3fn"),
+    # Weights times such scales are zero in float16.
     replace(BASE, name="float8_group8_head_dim64", pages_dtype="float8_e4m3fn", group=8,
-            head_dim=64),
+            head_dim=64, value_scale=2.0**-40),
     replace(BASE, name="float8_page16", pages_dtype="float8_e4m3fn", page_size=16,
             lengths=(0, 1, 15, 16, 17, 83)),
     replace(BASE, name="page32", page_size=32, lengths=(0, 1, 31, 32, 33, 101)),
@@ -144,6 +147,7 @@ BENCHMARK: tuple[DecodeCase, ...] = (
     _benchmark("rows512_4096_head_dim96", [4096] * 512, head_dim=96),
     _benchmark("rows256_4096_head_dim256", [4096] * 256, head_dim=256),
     _benchmark("rows512_4096_float8", [4096] * 512, pages_dtype="float8_e4m3fn"),
+    _benchmark("rows128_32768_float8", [32768] * 128, pages_dtype="float8_e4m3fn"),
     _benchmark("rows256_4096_float32", [4096] * 256, dtype="float32"),
 )
 

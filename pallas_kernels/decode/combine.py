@@ -62,7 +62,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
     if spec.programs == 1:
         return result, lse
     parts = spec.out_rows // _BLOCK
-    threads = _THREADS if spec.rows * _MANY_CUTS <= spec.programs else 1
+    threads = _THREADS if spec.copies and spec.rows * _MANY_CUTS <= spec.programs else 1
 
     def body(
         tile_starts_ref,
@@ -87,7 +87,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
         first_slot = row + program - 1
         count = last - program + 2
 
-        if interpret is None:
+        if interpret is None and spec.copies:
             # Everything above was read while the attention kernel ran.
             plgpu.griddepcontrol_wait()
             plgpu.griddepcontrol_launch_dependents()

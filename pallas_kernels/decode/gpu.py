@@ -14,7 +14,7 @@ from pallas_kernels import tuned
 from pallas_kernels.decode.plan import DecodePlan, make_plan
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOG2_E, Spec
-from pallas_kernels.dispatch import target_gpu, triton_lacks
+from pallas_kernels.dispatch import mosaic_lacks, target_gpu
 from pallas_kernels.four_bits import PACKED
 
 # Number of rows that the matrix unit takes: several smaller pages make one tile.
@@ -65,8 +65,8 @@ def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
     )
     if found is not None:
         return found
-    if implementation == "triton":
-        return {"programs_per_core": 4, "num_warps": 4, "num_stages": 2}
+    if implementation == "mosaic_mma":
+        return {"programs_per_core": 4 if head_dim <= 128 else 2, "stages": 1}
     tile = tile_of(page_size)
     stage = 2 * tile * head_dim * size
     wanted = max(2, _BYTES_IN_FLIGHT // stage)
@@ -140,15 +140,18 @@ def why_not_mosaic(q, rows: Rows, plan, **static):
     return None
 
 
-def why_not_triton(q, rows: Rows, plan, **static):
-    """Returns why the Triton kernel cannot serve a call, or None."""
+def why_not_mma(q, rows: Rows, plan, **static):
+    """Returns why the kernel with Ampere's products cannot serve a call, or None."""
     del static
-    head_dim, page_size = q.shape[2], rows.page_size
-    lacks = triton_lacks(target_gpu(), rows.k_pages, rows.v_pages)
-    if reason := lacks or _why_no_kernel(q, rows.k_pages, plan):
+    gpu, head_dim, page_size = target_gpu(), q.shape[2], rows.page_size
+    if reason := mosaic_lacks(gpu) or _why_no_kernel(q, rows.k_pages, plan):
         return reason
-    if head_dim % 16 or head_dim > 256:
-        return f"serves head dims that are multiples of 16 up to 256, not {head_dim}"
+    if q.dtype == jnp.float32:
+        return "multiplies 16-bit numbers, not float32"
+    if rows.k_pages.dtype.itemsize == 1 and gpu.capability < (8, 9):
+        return f"float8 needs compute capability 8.9 (Ada), {gpu.kind} has {gpu.capability}"
+    if head_dim not in _HEAD_DIMS:
+        return f"serves head dims {_HEAD_DIMS}, not {head_dim}"
     if page_size not in _PAGE_SIZES:
         return f"serves page sizes {_PAGE_SIZES}, not {page_size}"
     return None
@@ -175,45 +178,58 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
         return_lse=return_lse,
         return_scores=return_scores,
     )
-    heads = _split(q, spec.operand, spec.parts) if spec.parts > 1 else q[None]
+    heads = _split(q, spec.operand, spec.parts) if spec.parts > 1 else narrow(q, spec.operand)[None]
     if interpret is not None:
         # The interpreter does not fill boxes that reach outside an array.
         heads = jnp.pad(heads, ((0, 0), (0, 0), (0, spec.columns - group), (0, 0)))
     out, lse, partials, partial_lse, scores = attend(spec, plan, heads, rows, interpret)
     out, lse = combine(spec, plan, partials, partial_lse, out, lse, interpret)
-    results = [_transpose(out, spec) if spec.transposed else out]
-    if return_lse:
-        results.append(lse[:, :group] / LOG2_E)
-    if return_scores:
-        scores = scores[:, : rows.slots, :group].swapaxes(1, 2) / LOG2_E
+    out = _transpose(out, spec) if spec.transposed else out
+    return _results(spec, rows, out, lse, scores)
+
+
+def mma(q, rows: Rows, plan, *, scale, return_lse, return_scores, interpret=None):
+    """Computes `decode_attention` with Ampere's products; returns a tuple of results."""
+    from pallas_kernels.decode.combine import combine
+    from pallas_kernels.decode.mma import attend
+
+    shape = _shape(q, rows)
+    if plan is None:
+        plan = plan_for("mosaic_mma", shape, rows.lengths)
+    spec = spec_of(
+        q,
+        rows.k_pages,
+        settings_of("mosaic_mma", shape),
+        tile=plan.tile,
+        programs=plan.programs,
+        scale=scale,
+        return_lse=return_lse,
+        return_scores=return_scores,
+        copies=False,
+    )
+    heads = jnp.pad(q, ((0, 0), (0, spec.columns - spec.group), (0, 0)))
+    out, lse, partials, partial_lse, scores = attend(spec, plan, heads, rows, interpret)
+    out, lse = combine(spec, plan, partials, partial_lse, out, lse, interpret)
+    return _results(spec, rows, _transpose(out, spec), lse, scores)
+
+
+def _results(spec: Spec, rows: Rows, out, lse, scores):
+    """Returns the results that were asked for, in natural logarithms."""
+    results = [out]
+    if spec.return_lse:
+        results.append(lse[:, : spec.group] / LOG2_E)
+    if spec.return_scores:
+        scores = scores[:, : rows.slots, : spec.group].swapaxes(1, 2) / LOG2_E
         results.append(_only_read(scores, rows.lengths))
     return tuple(results)
 
 
-def triton(q, rows: Rows, plan, *, scale, return_lse, return_scores, interpret=False):
-    """Computes `decode_attention` with the Triton kernel; returns a tuple of results."""
-    from pallas_kernels.decode.triton import decode_attention_triton
-
-    shape = _shape(q, rows)
-    if plan is None:
-        plan = plan_for("triton", shape, rows.lengths)
-    settings = settings_of("triton", shape)
-    out, lse, scores = decode_attention_triton(
-        q,
-        rows,
-        plan,
-        scale=scale,
-        return_scores=return_scores,
-        num_warps=settings["num_warps"],
-        num_stages=settings["num_stages"],
-        interpret=interpret,
-    )
-    results = [out]
-    if return_lse:
-        results.append(lse / LOG2_E)
-    if return_scores:
-        results.append(_only_read(scores[:, : q.shape[1]] / LOG2_E, rows.lengths))
-    return tuple(results)
+def narrow(q, operand):
+    """Converts queries to operands; of bfloat16 to float16 it clamps what is out of range."""
+    if q.dtype == operand:
+        return q
+    largest = float(jnp.finfo(operand).max)
+    return jnp.clip(q.astype(jnp.float32), -largest, largest).astype(operand)
 
 
 def _split(q, operand, parts):

@@ -8,6 +8,9 @@ query heads its columns, so that no arithmetic is spent on padding the heads to 
     P^T = exp2(scale log2(e) S^T - m)               m: running maximum of each column
     O^T [D, N] = exp2(m_old - m) O^T + V^T [D, tile] P^T
 
+Scales of float8 pages are factors on the scores and on P. For the latter m is the maximum of
+scores plus log2 of the values' scales, so that P stays in the range of float16.
+
 A row that one program reads whole is written to the result at once. Of other rows the programs
 leave normalized partial results with their base-2 log-sum-exp, which `combine` merges.
 
@@ -24,15 +27,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.operands import (
-    convert,
+    key_pairs,
     matmul,
     per_column,
+    prepare_values,
+    store_weights,
     swizzled,
-    value_operands,
+    value_pairs,
 )
 from pallas_kernels.decode.plan import stretch_start
 from pallas_kernels.decode.rows import Rows
-from pallas_kernels.decode.spec import LOG2_E, LOWEST, Spec
+from pallas_kernels.decode.spec import LEAST_SCALE, LOG2_E, LOWEST, Spec
 from pallas_kernels.stores import store
 
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -164,7 +169,7 @@ def _copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barr
         plgpu.barrier_wait(q_free.at[parity])
 
 
-def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
+def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers, interpreted: bool):
     """Runs the computing warpgroup, which attends to the copied pages."""
     out_ref, lse_ref, partial_ref, partial_lse_ref, scores_ref = outputs
     q_smem, k_smem, v_smem, k_scales, v_scales, key_smem, value_smem, p_smem, out_smem = smem
@@ -194,13 +199,8 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
             live = length - i * spec.tile
 
             plgpu.barrier_wait(k_full.at[slot])
-            keys = [k_smem.at[slot]]
-            if spec.convert:
-                keys = convert(spec, keys[0], key_smem.at[0], 0, spec.head_dim, None)
-                plgpu.commit_smem()
-            scores = matmul(
-                [(k, q) for a, k in enumerate(keys) for q in queries[: spec.parts - a]]
-            ) * (spec.scale * LOG2_E)
+            pairs = key_pairs(spec, k_smem.at[slot], key_smem, queries)
+            scores = matmul(pairs, tile_shape, interpreted) * (spec.scale * LOG2_E)
             if spec.scaled:
                 scores = scores * slot_factor(k_scales, slot)
             plgpu.barrier_arrive(k_free.at[slot])
@@ -210,32 +210,28 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
             if spec.return_scores:
                 store(scores_ref.at[row, pl.ds(i * spec.tile, spec.tile)], scores)
 
-            new_peak = jnp.maximum(peak, scores.max(axis=0))
+            scaled = scores
+            if spec.scaled:
+                plgpu.barrier_wait(v_full.at[slot])
+                factor = jnp.log2(slot_factor(v_scales, slot))
+                scaled = scores + jnp.maximum(factor, LEAST_SCALE)
+                scaled = jnp.where(read, scaled, jnp.full_like(scaled, -jnp.inf))
+            new_peak = jnp.maximum(peak, scaled.max(axis=0))
             weights = jnp.exp2(scores - per_column(new_peak, tile_shape))
             shrink = jnp.exp2(peak - new_peak)
             total = total * per_column(shrink, tile_shape) + weights
 
-            plgpu.barrier_wait(v_full.at[slot])
             if spec.scaled:
-                weighted = weights * slot_factor(v_scales, slot)
-                weights = jnp.where(read, weighted, jnp.zeros_like(weights))
-            for part in range(spec.parts):
-                piece = weights.astype(spec.operand)
-                p_smem.at[part].transpose((1, 0))[...] = piece
-                weights = weights - piece.astype(jnp.float32)
-            values = value_operands(spec, v_smem.at[slot], value_smem, live)
+                weights = jnp.exp2(scaled - per_column(new_peak, tile_shape))
+            store_weights(spec, weights, p_smem)
+            if not spec.scaled:
+                plgpu.barrier_wait(v_full.at[slot])
+            prepare_values(spec, v_smem.at[slot], value_smem, live)
             plgpu.commit_smem()
-            transposed = [p_smem.at[part].transpose((1, 0)) for part in range(spec.parts)]
+            products = value_pairs(spec, v_smem.at[slot], value_smem, p_smem)
             blocks = tuple(
-                block * per_column(shrink, block.shape)
-                + matmul(
-                    [
-                        (v.transpose((1, 0)), p)
-                        for a, v in enumerate(block_values)
-                        for p in transposed[: spec.parts - a]
-                    ]
-                )
-                for block, block_values in zip(blocks, values, strict=True)
+                block * per_column(shrink, block.shape) + matmul(pairs, block.shape)
+                for block, pairs in zip(blocks, products, strict=True)
             )
             plgpu.barrier_arrive(v_free.at[slot])
             return count + 1, new_peak, total, blocks
@@ -340,7 +336,7 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
     }
     if not spec.transposed:
         scratch["out_smem"] = plgpu.SMEM((spec.columns, spec.head_dim), spec.dtype)
-    if spec.convert:
+    if spec.stage_keys:
         scratch["key_smem"] = operand(
             (1, spec.parts, spec.tile, spec.head_dim), transforms=head_transforms
         )
@@ -375,8 +371,9 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
 
         @pl.when(thread == _COMPUTE)
         def _():
+            smem, interpreted = ring + factors + work, interpret is not None
             _compute_rows(
-                spec, plan_refs, lengths_ref, outputs, ring + factors + work, memory["barriers"]
+                spec, plan_refs, lengths_ref, outputs, smem, memory["barriers"], interpreted
             )
 
     kernel = plgpu.kernel(

@@ -1,10 +1,17 @@
 """Operands of the Hopper decode kernel in shared memory, and how pages are converted to them.
 
 The matrix unit takes bfloat16 (or float16) from shared memory. Other pages are converted: float8 to
-one bfloat16, with a scale per slot; float32 to a sum of three bfloat16 parts, of which all products
+one float16, with a scale per slot; float32 to a sum of three bfloat16 parts, of which all products
 above 2^-24 are computed, so that the precision of float32 is kept.
+
+The matrix unit takes its first operand from registers too, and rows of keys lie there as it wants
+them, so float8 keys go from a page to registers and no further. Values are transposed, which only
+shared memory does, and pass through a second buffer.
 """
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -29,9 +36,17 @@ def swizzled(width: int, dtype) -> tuple:
     return plgpu.TilingTransform((8, together)), swizzle
 
 
-def matmul(pairs):
-    """Sums the products of pairs of shared-memory operands, in float32 registers."""
-    shape = (pairs[0][0].shape[0], pairs[0][1].shape[1])
+def matmul(pairs, shape, interpreted: bool = False):
+    """Sums the products of pairs of operands, in float32 registers.
+
+    Args:
+      pairs: operands; the second of each in shared memory, the first there or in registers.
+      shape: shape of the products.
+      interpreted: whether the kernel runs in the interpreter.
+    """
+    if interpreted and isinstance(pairs[0][0], jax.Array):
+        # The interpreter's matrix unit takes both operands from shared memory.
+        return sum(lax.dot(a, b[...], preferred_element_type=jnp.float32) for a, b in pairs)
 
     def multiply(accumulator):
         for a, b in pairs:
@@ -53,21 +68,16 @@ def _pieces(spec: Spec, start: int, size: int):
         yield at, min(width, start + size - at)
 
 
-def _load(spec: Spec, page_smem, start: int, size: int, live):
-    """Loads columns of a page, with zeros from slot `live` on unless `live` is None."""
+def _load(spec: Spec, page_smem, start: int, size: int):
+    """Loads columns of a page in a dtype that operands are cut from."""
     piece = plgpu.load(page_smem.at[:, pl.ds(start, size)], layout=plgpu.Layout.WGMMA)
-    if spec.convert:
-        piece = piece.astype(jnp.float32)
-    if live is None:
-        return piece
-    slot = plgpu.broadcasted_iota(jnp.int32, piece.shape, 0, layout=plgpu.Layout.WGMMA)
-    return jnp.where(slot < live, piece, jnp.zeros_like(piece))
+    return piece.astype(spec.operand if spec.scaled else jnp.float32) if spec.convert else piece
 
 
-def convert(spec: Spec, page_smem, target_smem, start: int, size: int, live) -> list:
+def _convert(spec: Spec, page_smem, target_smem, start: int, size: int) -> list:
     """Writes columns of a page as operands that sum to them; returns the operands."""
     for at, width in _pieces(spec, start, size):
-        rest = _load(spec, page_smem, at, width, live)
+        rest = _load(spec, page_smem, at, width)
         for part in range(spec.parts):
             operand = rest.astype(spec.operand)
             target_smem[part, :, pl.ds(at - start, width)] = operand
@@ -76,20 +86,79 @@ def convert(spec: Spec, page_smem, target_smem, start: int, size: int, live) -> 
     return [target_smem.at[part] for part in range(spec.parts)]
 
 
-def value_operands(spec: Spec, page_smem, value_smem, live) -> list[list]:
-    """Returns for each block of D the operands of its values, with zeros in unread slots.
+def key_pairs(spec: Spec, page_smem, key_smem, queries) -> list[tuple]:
+    """Returns the pairs of operands whose products sum to those of a tile's keys and the queries.
+
+    Args:
+      spec: the static parameters.
+      page_smem: the keys, [tile, D].
+      key_smem: the buffer for keys that are converted in shared memory.
+      queries: the operands that sum to the queries, [D, N] each.
+    """
+    if spec.scaled:
+        (query,) = queries
+        return [
+            (_load(spec, page_smem, at, width), query.at[pl.ds(at, width)])
+            for at, width in _pieces(spec, 0, spec.head_dim)
+        ]
+    keys = [page_smem]
+    if spec.stage_keys:
+        keys = _convert(spec, page_smem, key_smem.at[0], 0, spec.head_dim)
+        plgpu.commit_smem()
+    return [(k, q) for a, k in enumerate(keys) for q in queries[: spec.parts - a]]
+
+
+def _clear(operand_smem, live) -> None:
+    """Writes zeros to the rows of an operand from slot `live` on."""
+    width = operand_smem.shape[1]
+    for start in range(0, width, _PIECE):
+        columns = pl.ds(start, min(_PIECE, width - start))
+        piece = plgpu.load(operand_smem.at[:, columns], layout=plgpu.Layout.WGMMA)
+        slot = plgpu.broadcasted_iota(jnp.int32, piece.shape, 0, layout=plgpu.Layout.WGMMA)
+        operand_smem[:, columns] = jnp.where(slot < live, piece, jnp.zeros_like(piece))
+
+
+def _value_operands(spec: Spec, page_smem, value_smem) -> list[list]:
+    """Returns for each block of D the operands that sum to its values."""
+    if not spec.stage_values:
+        return [[page_smem]]
+    return [
+        [value_smem.at[block, part] for part in range(spec.parts)]
+        for block in range(len(spec.blocks))
+    ]
+
+
+def prepare_values(spec: Spec, page_smem, value_smem, live) -> None:
+    """Makes the operands of a tile's values, with zeros in unread slots.
 
     Unread slots may hold NaN, and 0 * NaN is NaN, so their weights of zero do not mask them.
     """
     if spec.stage_values:
-        return [
-            convert(spec, page_smem, value_smem.at[block], start, size, live)
-            for block, (start, size) in enumerate(spec.blocks)
-        ]
+        for block, (start, size) in enumerate(spec.blocks):
+            _convert(spec, page_smem, value_smem.at[block], start, size)
 
     @pl.when(live < spec.tile)
-    def _clear():
-        for start, size in _pieces(spec, 0, spec.head_dim):
-            page_smem[:, pl.ds(start, size)] = _load(spec, page_smem, start, size, live)
+    def _():
+        for operand in itertools.chain(*_value_operands(spec, page_smem, value_smem)):
+            _clear(operand, live)
 
-    return [[page_smem]]
+
+def store_weights(spec: Spec, weights, p_smem) -> None:
+    """Writes weights [tile, N] as the operands that sum to them, [N, tile] each."""
+    for part in range(spec.parts):
+        piece = weights.astype(spec.operand)
+        p_smem.at[part].transpose((1, 0))[...] = piece
+        weights = weights - piece.astype(jnp.float32)
+
+
+def value_pairs(spec: Spec, page_smem, value_smem, p_smem) -> list[list[tuple]]:
+    """Returns for each block of D the pairs of operands whose products sum to V^T P^T."""
+    weights = [p_smem.at[part].transpose((1, 0)) for part in range(spec.parts)]
+    return [
+        [
+            (value.transpose((1, 0)), p)
+            for a, value in enumerate(values)
+            for p in weights[: spec.parts - a]
+        ]
+        for values in _value_operands(spec, page_smem, value_smem)
+    ]

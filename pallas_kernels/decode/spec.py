@@ -8,6 +8,8 @@ import jax.numpy as jnp
 LOG2_E = math.log2(math.e)
 # The initial running maximum: below every score, and its differences are finite, unlike -inf's.
 LOWEST = -1e30
+# The least log2 of a value's scale that counts: 2^100 weights of tokens sum to a float32.
+LEAST_SCALE = -100.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Spec:
       scale: factor on the scores.
       return_lse: write the log-sum-exp of whole rows.
       return_scores: write the scores.
+      copies: use the copy engine of Hopper, and launch kernels while those before them end.
     """
 
     rows: int
@@ -41,6 +44,7 @@ class Spec:
     scale: float
     return_lse: bool
     return_scores: bool
+    copies: bool = True
 
     @property
     def pages_a_tile(self) -> int:
@@ -59,13 +63,22 @@ class Spec:
 
     @property
     def operand(self) -> jnp.dtype:
-        """Dtype of the operands of the matrix unit."""
-        return jnp.dtype(jnp.float16 if self.dtype == jnp.float16 else jnp.bfloat16)
+        """Dtype of the operands of the matrix unit.
+
+        Hopper converts two float8 numbers to float16 in one instruction, to bfloat16 in four.
+        """
+        half = self.scaled or self.dtype == jnp.float16
+        return jnp.dtype(jnp.float16 if half else jnp.bfloat16)
 
     @property
     def convert(self) -> bool:
         """Whether pages must be converted to the dtype of the operands."""
         return self.pages_dtype != self.operand
+
+    @property
+    def stage_keys(self) -> bool:
+        """Whether keys pass through a second buffer, to be converted; float8 in registers."""
+        return self.convert and not self.scaled
 
     @property
     def parts(self) -> int:
@@ -95,7 +108,7 @@ class Spec:
     @property
     def share_stage(self) -> bool:
         """Whether converted keys and values share one buffer, one after the other."""
-        return self.convert and len(self.blocks) == 1
+        return self.stage_keys and len(self.blocks) == 1
 
     @property
     def out_rows(self) -> int:
@@ -106,16 +119,17 @@ class Spec:
     def transposed(self) -> bool:
         """Whether results are written as O^T, [R, out_rows, N], and transposed afterwards.
 
-        Only 16-bit registers can be stored transposed, and overlapping blocks would race.
+        Only 16-bit registers can be stored transposed, by the copy engine, and overlapping blocks
+        would race.
         """
-        return self.dtype.itemsize != 2 or len(self.blocks) > 1
+        return not self.copies or self.dtype.itemsize != 2 or len(self.blocks) > 1
 
     @property
     def shared_bytes(self) -> int:
         """Approximate shared memory of one program, in bytes."""
         page = self.tile * self.head_dim * self.pages_dtype.itemsize
         ring = 2 * self.stages * (page + (4 * self.tile if self.scaled else 0))
-        widths = self.convert * self.head_dim
+        widths = self.stage_keys * self.head_dim
         widths += (self.stage_values and not self.share_stage) * self.out_rows
         staged = 2 * self.parts * self.tile * widths
         heads = self.columns * self.head_dim * 2 * (2 * self.parts + 1)

@@ -81,7 +81,18 @@ def prefill(
     padded = pad_axis(q, 1, TILE)
     kv_heads, dtype = chunk.k.shape[2], jnp.dtype(q.dtype)
     problem = Problem(
-        batch, padded.shape[1], heads, kv_heads, dim, window, scale, dtype, False, interpret
+        B=batch,
+        T=padded.shape[1],
+        S=padded.shape[1],
+        H=heads,
+        K=kv_heads,
+        D=dim,
+        window=window,
+        scale=scale,
+        dtype=dtype,
+        packed=False,
+        placed=False,
+        interpret=interpret,
     )
     plan = make_plan(chunk, past, window, problem.rows, order_by_sort)
     stages = (ring or ring_of(problem)).stages

@@ -14,7 +14,7 @@ from pallas_kernels.select.reference import select_largest_xla
 OPERATION = Operation(
     "select_largest",
     (
-        deferred("triton", "cuda", "pallas_kernels.select.gpu", "select_largest_triton"),
+        deferred("mosaic_gpu", "cuda", "pallas_kernels.select.gpu", "select_largest_mosaic"),
         deferred("mosaic_tpu", "tpu", "pallas_kernels.select.tpu", "select_largest_tpu"),
         Implementation("xla", None, select_largest_xla),
     ),
@@ -33,9 +33,9 @@ def select_largest(
       scores: floating-point numbers, without NaN, which have no place in the order. -0.0 equals
         0.0.
       count: how many to find in each row; static, 1 to S.
-      implementation: a name ("triton", "mosaic_tpu", "xla") forces one implementation; a sequence
-        of names is tried in order; None chooses the best one for the platform that the call is
-        lowered for.
+      implementation: a name ("mosaic_gpu", "mosaic_tpu", "xla") forces one implementation; a
+        sequence of names is tried in order; None chooses the best one for the platform that the
+        call is lowered for.
 
     Returns:
       Indices of the `count` largest entries in ascending order; of equal entries, the first.

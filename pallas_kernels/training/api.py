@@ -5,6 +5,7 @@ where the bias of key j is log(1 - alpha_j), for any key bias. It is differentia
 bias, and uses memory linear in T.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -64,40 +65,46 @@ def check_arguments(inputs: Inputs, window) -> None:
     q, k, v, bias, segment_ids = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.segments
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"q and k must be [B, T, H, D] and [B, T, K, D], got {q.shape}, {k.shape}")
-    batch, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
+    batch, queries, heads, dim = q.shape
+    length, kv_heads = (queries if inputs.start is None else k.shape[1]), k.shape[2]
     if k.shape != (batch, length, kv_heads, dim) or v.shape != k.shape:
-        raise ValueError(f"k and v must be [B, T, K, D] beside q {q.shape}: {k.shape}, {v.shape}")
+        raise ValueError(f"k and v must be [B, S, K, D] beside q {q.shape}: {k.shape}, {v.shape}")
+    if queries > length:
+        raise ValueError(f"{queries} queries have no place among {length} keys")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
-    if length == 0:
+    if queries == 0:
         raise ValueError("the sequences are empty (T = 0)")
     if bias.shape != (batch, kv_heads, length):
-        raise ValueError(f"bias must be [B, K, T] = {(batch, kv_heads, length)}, got {bias.shape}")
+        raise ValueError(f"bias must be [B, K, S] = {(batch, kv_heads, length)}, got {bias.shape}")
     if not (q.dtype == k.dtype == v.dtype) or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q, k, v must share a float dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not isinstance(window, int) or window < 0:
         raise ValueError(f"window must be an integer >= 0, got {window!r}")
     if segment_ids is not None and segment_ids.shape != (batch, length):
-        raise ValueError(f"segment_ids must be [B, T], got {segment_ids.shape}")
+        raise ValueError(f"segment_ids must be [B, S], got {segment_ids.shape}")
+    if inputs.start is not None and jnp.shape(inputs.start) != ():
+        raise ValueError(f"start must be one number, got an array of {jnp.shape(inputs.start)}")
 
 
 def retrofit_attention(
     q: Float[Array, "B T H D"],
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
-    bias: Float[Array, "B K T"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    bias: Float[Array, "B K S"],
     *,
     window: int,
     scale: float,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    start: Int[Array, ""] | int | None = None,
     implementation: ImplementationChoice = None,
 ) -> Float[Array, "B T H D"]:
     """Computes causal attention with a bias on keys more than `window` tokens behind the query.
 
     Query i sees key j iff j <= i and both have the same segment id. `bias[b, k, j]` (<= 0, -inf
     for an evicted key) is added to the scores of key j iff i - j > window. Every query sees its own
-    key without a bias, so no softmax is empty.
+    key without a bias, so no softmax is empty. Of a row that is split over devices, T of its S
+    queries attend to all keys: those from `start` on.
 
     Args:
       q: rotated queries.
@@ -108,6 +115,7 @@ def retrofit_attention(
       scale: factor on the dot products.
       segment_ids: number of the document of each token, for documents packed into one sequence;
         None means one document.
+      start: the place in the row of the first query, at most S - T; None where T = S.
       implementation: a name ("mosaic_gpu", "mosaic_tpu", "xla") forces one implementation; a
         sequence of names is tried in order; None chooses the best one for the platform that the
         call is lowered for. "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_tpu" also float32; XLA
@@ -121,8 +129,12 @@ def retrofit_attention(
       ValueError: arguments disagree.
       NotImplementedError: no requested implementation can serve the call, with the reason.
     """
-    inputs = Inputs(q, k, v, bias, segment_ids)
+    start = None if start is None else jnp.asarray(start, jnp.int32)
+    inputs = Inputs(q, k, v, bias, segment_ids, start)
     check_arguments(inputs, window)
+    if segment_ids is not None and start is not None:
+        own = jax.lax.dynamic_slice_in_dim(segment_ids, start, q.shape[1], 1)
+        inputs = dataclasses.replace(inputs, query_segments=own)
     if implementation is not None and not isinstance(implementation, str):
         implementation = tuple(implementation)
     return _attend(inputs, window, float(scale), implementation)

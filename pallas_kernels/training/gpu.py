@@ -39,23 +39,31 @@ def _prepare(inputs: Inputs, window, scale, interpret) -> tuple[tiles.Problem, I
     arrays = (inputs.q, inputs.k, inputs.v)
     q, k, v = (pad_axis(pad_axis(x, 3, dim), 1, tiles.TILE) for x in arrays)
     raw_bias = jnp.maximum(inputs.bias.astype(jnp.float32), tiles.HIDDEN) / scale
-    segments = inputs.segments
-    if segments is not None:
-        segments = pad_axis(segments.astype(jnp.int32), 1, tiles.TILE, mode="edge")
+    segments = own_segments = None
+    if inputs.packed:
+        segments, own_segments = (
+            pad_axis(x.astype(jnp.int32), 1, tiles.TILE, mode="edge")
+            for x in (inputs.segments, inputs.own_segments)
+        )
     batch, length, heads, _ = q.shape
+    keys = k.shape[1]
     problem = tiles.Problem(
         batch,
         length,
+        keys,
         heads,
         k.shape[2],
         dim,
-        min(window, length),
+        min(window, keys),
         scale,
         jnp.dtype(q.dtype),
         inputs.packed,
+        inputs.start is not None,
         interpret,
     )
-    return problem, Inputs(q, k, v, pad_axis(raw_bias, 2, tiles.TILE), segments)
+    start = None if inputs.start is None else inputs.start.reshape(1)
+    raw_bias = pad_axis(raw_bias, 2, tiles.TILE)
+    return problem, Inputs(q, k, v, raw_bias, segments, start, own_segments)
 
 
 def forward(inputs: Inputs, *, window: int, scale: float, interpret: bool = False):
@@ -91,5 +99,6 @@ def backward(
     )
     dk, dv, dbias = key_gradients(problem, padded, residuals)
     dq = query_gradient(problem, padded, residuals)
-    dq, dk, dv = (x[:, :length, :, :dim] for x in (dq, dk, dv))
-    return dq, dk, dv, dbias[:, :, :length].astype(inputs.bias.dtype)
+    keys = inputs.k.shape[1]
+    dk, dv = (x[:, :keys, :, :dim] for x in (dk, dv))
+    return dq[:, :length, :, :dim], dk, dv, dbias[:, :, :keys].astype(inputs.bias.dtype)

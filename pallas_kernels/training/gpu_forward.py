@@ -67,9 +67,11 @@ def forward(
     }
     operands = [inputs.q, inputs.k, inputs.v, inputs.bias]
     if problem.packed:
-        memory, packed = tiles.segment_operands(problem, inputs.segments, ring)
+        memory, packed = tiles.segment_operands(problem, inputs, ring)
         scratch |= memory
         operands += packed
+    if problem.placed:
+        operands.append(inputs.start)
     if problem.interpret:
         scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), dtype)
     name = "retrofit_forward"
@@ -77,14 +79,16 @@ def forward(
 
 
 def _program(problem: Problem, inputs, outputs, memory):
-    q_ref, k_ref, v_ref, bias_ref, *segment_refs = inputs
+    q_ref, k_ref, v_ref, bias_ref, *rest = inputs
+    segment_refs, rest = tiles.segment_references(problem, rest)
     out_ref, lse_ref = outputs
     stages, block = memory.bias_tiles.shape
     shape = (ROWS, block)
     batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
     head, row0, q0 = tiles.head_and_query(problem, warpgroup)
-    first = segment_refs[1][batch, lax.div(q0, jnp.int32(problem.rows))] if problem.packed else 0
-    zones = tiles.key_zones(q0, problem.rows, problem.window, block, first)
+    first = segment_refs[2][batch, lax.div(q0, jnp.int32(problem.rows))] if problem.packed else 0
+    place, count = (rest[0][0], problem.S // block) if problem.placed else (0, None)
+    zones = tiles.key_zones(q0 + place, problem.rows, problem.window, block, first, count)
     end = zones[-1]
     multiplier = problem.scale * LOG2E
 
@@ -105,7 +109,7 @@ def _program(problem: Problem, inputs, outputs, memory):
                 bias_ref.at[batch, kv_head, keys], memory.bias_tiles.at[slot], ready
             )
             if problem.packed:
-                source = segment_refs[0].at[batch, keys]
+                source = segment_refs[1].at[batch, keys]
                 plgpu.copy_gmem_to_smem(source, memory.key_segments.at[slot], ready)
             plgpu.barrier_wait(memory.v_consumed.at[slot])
             plgpu.copy_gmem_to_smem(
@@ -144,7 +148,7 @@ def _program(problem: Problem, inputs, outputs, memory):
             slot = slot_of(tile)
 
             if bias == "select" or causal:
-                distance = tiles.distances(shape, row0, tile * block)
+                distance = tiles.distances(shape, row0 + place, tile * block)
             start = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
             if bias is not None:
                 start = tiles.columns_of(tiles.load_columns(memory.bias_tiles.at[slot]), shape)

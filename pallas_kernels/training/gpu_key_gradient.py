@@ -67,9 +67,12 @@ def key_gradients(
     if problem.packed:
         scratch["key_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
         scratch["query_segments"] = plgpu.SMEM((stages, block), jnp.int32)
-        overlap = tiles.segment_overlap(inputs.segments, keys, block)
+        others, own = inputs.query_segments, inputs.segments
+        overlap = tiles.segment_overlap(own, others, keys, block)
         last = overlap.shape[-1] - jnp.argmax(overlap[..., ::-1], axis=-1)
-        operands += [inputs.segments, last.astype(jnp.int32)]
+        operands += [others, own, last.astype(jnp.int32)]
+    if problem.placed:
+        operands.append(inputs.start)
     if problem.interpret:
         scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), dtype)
     out_type = (
@@ -79,26 +82,30 @@ def key_gradients(
     )
     # The first keys have the most queries: the first keys of all heads start first, so that no long
     # program is left for the end.
-    grid = {"keys": problem.T // keys, "heads": problem.K}
+    grid = {"keys": problem.S // keys, "heads": problem.K}
     return tiles.run(problem, _program, operands, out_type, scratch, grid, "retrofit_dkv")
 
 
 def _query_zones(problem: Problem, block: int, k0, last):
-    """Returns tiles (first, diagonal end, near end, boundary end, end) of keys [k0, k0 + keys)."""
+    """Returns tiles (first, diagonal end, near end, boundary end, end) of keys [k0, k0 + keys).
+
+    Places are counted from the first query, before which and after whose last there may be keys.
+    """
     keys, window = _keys(problem), problem.window
-    first = lax.div(k0, jnp.int32(block))
-    diagonal_end = jnp.minimum(tiles.ceil_div(k0 + keys, block), last)
+    first = jnp.minimum(lax.div(jnp.maximum(k0, 0), jnp.int32(block)), last)
+    diagonal_end = jnp.clip(tiles.ceil_div(jnp.maximum(k0 + keys, 0), block), first, last)
     # A tile is near iff its last query is within the window of the first key, and far iff its
     # first query is beyond the window of the last key.
     near_end = lax.div(jnp.maximum(k0 + window + 1, 0), jnp.int32(block))
-    boundary_end = tiles.ceil_div(k0 + keys + window, block)
+    boundary_end = tiles.ceil_div(jnp.maximum(k0 + keys + window, 0), block)
     near_end = jnp.clip(near_end, diagonal_end, last)
     boundary_end = jnp.clip(boundary_end, near_end, last)
     return first, diagonal_end, near_end, boundary_end, last
 
 
 def _program(problem: Problem, inputs, outputs, memory):
-    q_ref, k_ref, v_ref, bias_ref, do_ref, lse_ref, delta_ref, *segment_refs = inputs
+    q_ref, k_ref, v_ref, bias_ref, do_ref, lse_ref, delta_ref, *rest = inputs
+    segment_refs, rest = tiles.segment_references(problem, rest)
     dk_ref, dv_ref, dbias_ref = outputs
     stages, _, block = memory.column_values.shape
     shape, keys = (ROWS, block), _keys(problem)
@@ -106,8 +113,9 @@ def _program(problem: Problem, inputs, outputs, memory):
     batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
     kv_head, program = lax.axis_index("heads"), lax.axis_index("keys")
     k0 = program * keys
-    last = segment_refs[1][batch, program] if problem.packed else problem.T // block
-    first, *ends = _query_zones(problem, block, k0, jnp.int32(last))
+    last = segment_refs[2][batch, program] if problem.packed else problem.T // block
+    place = rest[0][0] if problem.placed else 0
+    first, *ends = _query_zones(problem, block, k0 - place, jnp.int32(last))
     trips = ends[-1] - first
 
     def slot_of(head, tile):
@@ -122,7 +130,7 @@ def _program(problem: Problem, inputs, outputs, memory):
                 (bias_ref.at[batch, kv_head, rows], memory.row_values.at[part]),
             ]
             if problem.packed:
-                pairs.append((segment_refs[0].at[batch, rows], memory.key_segments.at[part]))
+                pairs.append((segment_refs[1].at[batch, rows], memory.key_segments.at[part]))
             for source, target in pairs:
                 plgpu.copy_gmem_to_smem(source, target, memory.k_ready)
 
@@ -182,7 +190,7 @@ def _program(problem: Problem, inputs, outputs, memory):
                 plgpu.barrier_wait(memory.q_ready.at[slot])
                 if bias_zone == "select" or causal:
                     # Rows are keys here, so these are key - query.
-                    distance = tiles.distances(shape, row0, tile * block)
+                    distance = tiles.distances(shape, row0 - place, tile * block)
 
                 added = tiles.rows_of(bias, shape)
                 if bias_zone == "select":

@@ -47,9 +47,11 @@ def query_gradient(
     }
     operands = [inputs.q, inputs.k, inputs.v, inputs.bias, *residuals]
     if problem.packed:
-        memory, packed = tiles.segment_operands(problem, inputs.segments, ring)
+        memory, packed = tiles.segment_operands(problem, inputs, ring)
         scratch |= memory
         operands += packed
+    if problem.placed:
+        operands.append(inputs.start)
     if problem.interpret:
         scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), dtype)
     out_type = jax.ShapeDtypeStruct(inputs.q.shape, dtype)
@@ -58,13 +60,15 @@ def query_gradient(
 
 def _program(problem: Problem, inputs, outputs, memory):
     (dq_ref,) = outputs
-    q_ref, k_ref, v_ref, bias_ref, do_ref, lse_ref, delta_ref, *segment_refs = inputs
+    q_ref, k_ref, v_ref, bias_ref, do_ref, lse_ref, delta_ref, *rest = inputs
+    segment_refs, rest = tiles.segment_references(problem, rest)
     stages, block = memory.bias_tiles.shape
     shape = (ROWS, block)
     batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
     head, row0, q0 = tiles.head_and_query(problem, warpgroup)
-    first = segment_refs[1][batch, lax.div(q0, jnp.int32(problem.rows))] if problem.packed else 0
-    zones = tiles.key_zones(q0, problem.rows, problem.window, block, first)
+    first = segment_refs[2][batch, lax.div(q0, jnp.int32(problem.rows))] if problem.packed else 0
+    place, count = (rest[0][0], problem.S // block) if problem.placed else (0, None)
+    zones = tiles.key_zones(q0 + place, problem.rows, problem.window, block, first, count)
 
     def slot_of(tile):
         return lax.rem(tile, jnp.int32(stages))
@@ -84,7 +88,7 @@ def _program(problem: Problem, inputs, outputs, memory):
             )
             plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], memory.v_tiles.at[slot], ready)
             if problem.packed:
-                source = segment_refs[0].at[batch, keys]
+                source = segment_refs[1].at[batch, keys]
                 plgpu.copy_gmem_to_smem(source, memory.key_segments.at[slot], ready)
             return carry
 
@@ -119,7 +123,7 @@ def _program(problem: Problem, inputs, outputs, memory):
 
                 start = tiles.rows_of(minus_lse, shape)
                 if bias == "select" or causal:
-                    distance = tiles.distances(shape, row0, tile * block)
+                    distance = tiles.distances(shape, row0 + place, tile * block)
                 if bias is not None:
                     added = tiles.columns_of(tiles.load_columns(memory.bias_tiles.at[slot]), shape)
                     if bias == "select":

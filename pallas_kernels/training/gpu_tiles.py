@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuned
 from pallas_kernels.dispatch import target_gpu
+from pallas_kernels.training.inputs import Inputs
 
 ROWS = 64  # number of rows of one wgmma, and so of one computing warpgroup
 TILE = 128  # sequences are padded to a multiple of this
@@ -39,15 +40,17 @@ SHARED_BYTES, SPARE_BYTES = 227 * 1024, 8 * 1024
 
 @dataclass(frozen=True)
 class Problem:
-    """The static parameters of one call; T is already a multiple of TILE.
+    """The static parameters of one call; T queries and S keys are already multiples of TILE.
 
     Attributes:
       packed: there are segment ids.
+      placed: queries start at some place among the keys, which is known when the program runs.
       interpret: run in the interpreter, which accepts no wgmma operand in registers.
     """
 
     B: int
     T: int
+    S: int
     H: int
     K: int
     D: int
@@ -55,6 +58,7 @@ class Problem:
     scale: float
     dtype: jnp.dtype
     packed: bool
+    placed: bool
     interpret: bool
 
     @property
@@ -123,16 +127,20 @@ def ceil_div(a, b: int):
     return lax.div(a + (b - 1), jnp.int32(b))
 
 
-def key_zones(q0, rows: int, window: int, block: int, first):
+def key_zones(q0, rows: int, window: int, block: int, first, count: int | None = None):
     """Returns tile numbers (far end, boundary end, near end, end) for queries [q0, q0 + rows).
 
     Tiles hold `block` keys, and the far zone starts at tile `first`. All results are >= `first`.
+    With a `count` of tiles, some of the queries may be padding, past all keys.
     """
     near_end = lax.div(q0, jnp.int32(block))
     far_end = lax.div(jnp.maximum(q0 - window, 0), jnp.int32(block))
     boundary_end = ceil_div(jnp.maximum(q0 + rows - 1 - window, 0), block)
     boundary_end = jnp.clip(boundary_end, far_end, near_end)
     end = ceil_div(q0 + rows, block)
+    if count is not None:
+        ends = (far_end, boundary_end, near_end, end)
+        far_end, boundary_end, near_end, end = (jnp.minimum(x, count) for x in ends)
     return (
         jnp.maximum(far_end, first),
         jnp.maximum(boundary_end, first),
@@ -249,26 +257,34 @@ def zone_loops(body, bounds, carry, *, diagonal_bias: bool):
     return carry
 
 
-def segment_overlap(segments: jax.Array, rows: int, columns: int) -> jax.Array:
+def segment_overlap(of_rows: jax.Array, of_columns: jax.Array, rows: int, columns: int):
     """Returns which blocks of `rows` and of `columns` tokens may share a segment: [B, R, C]."""
-    row_blocks = segments.reshape(segments.shape[0], -1, rows)
-    column_blocks = segments.reshape(segments.shape[0], -1, columns)
+    row_blocks = of_rows.reshape(of_rows.shape[0], -1, rows)
+    column_blocks = of_columns.reshape(of_columns.shape[0], -1, columns)
     low = row_blocks.min(-1)[:, :, None], column_blocks.min(-1)[:, None, :]
     high = row_blocks.max(-1)[:, :, None], column_blocks.max(-1)[:, None, :]
     return (low[0] <= high[1]) & (low[1] <= high[0])
 
 
-def segment_operands(problem: Problem, segments, ring: Ring) -> tuple[dict, list]:
+def segment_operands(problem: Problem, inputs: Inputs, ring: Ring) -> tuple[dict, list]:
     """Returns the shared memory and the operands that packed documents add to a kernel over keys.
 
-    The operands are the segment ids and, for each program, the first tile of keys to visit.
+    The operands are the segment ids of queries and of keys and, for each program, the first tile of
+    keys to visit.
     """
     scratch = {
         "query_segments": plgpu.SMEM((COMPUTE, ROWS), jnp.int32),
         "key_segments": plgpu.SMEM((ring.stages, ring.block), jnp.int32),
     }
-    overlap = segment_overlap(segments, problem.rows, ring.block)
-    return scratch, [segments, jnp.argmax(overlap, axis=-1).astype(jnp.int32)]
+    own, others = inputs.query_segments, inputs.segments
+    overlap = segment_overlap(own, others, problem.rows, ring.block)
+    return scratch, [own, others, jnp.argmax(overlap, axis=-1).astype(jnp.int32)]
+
+
+def segment_references(problem: Problem, rest) -> tuple[list, list]:
+    """Returns the references of three operands of segments, if there are any, and the others."""
+    count = 3 if problem.packed else 0
+    return rest[:count], rest[count:]
 
 
 def head_and_query(problem: Problem, warpgroup):

@@ -13,11 +13,14 @@ class Inputs:
 
     Attributes:
       q: [B, T, H, D] queries; kernels for TPU take [B, K, G, T, D].
-      k: [B, T, K, D] keys; kernels for TPU take [B, K, T, D].
-      v: [B, T, K, D] values; kernels for TPU take [B, K, T, D].
-      bias: [B, K, T] bias of each key. Kernels take it finite, in float32 and divided by the scale;
-        those for TPU take [B, K, 1, T].
-      segments: [B, T] segment ids, or None for one document.
+      k: [B, S, K, D] keys; kernels for TPU take [B, K, S, D].
+      v: [B, S, K, D] values; kernels for TPU take [B, K, S, D].
+      bias: [B, K, S] bias of each key. Kernels take it finite, in float32 and divided by the scale;
+        those for TPU take [B, K, 1, S].
+      segments: [B, S] segment ids, or None for one document.
+      start: [] place of the first query among the keys; None for 0, and T = S. Kernels take it as
+        [1].
+      query_segments: [B, T] segment ids of the queries where there is a start.
     """
 
     # Arrays; jax also puts shapes and placeholders in their place.
@@ -26,6 +29,13 @@ class Inputs:
     v: Any
     bias: Any
     segments: Any = None
+    start: Any = None
+    query_segments: Any = None
+
+    @property
+    def own_segments(self) -> Any:
+        """The segment ids of the queries, [B, T], or None for one document."""
+        return self.segments if self.start is None else self.query_segments
 
     @property
     def packed(self) -> bool:

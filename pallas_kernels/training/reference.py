@@ -11,7 +11,8 @@ head k = h // G, and visibility V(i) = {j <= i : segment[j] = segment[i]},
 
 Queries are taken in blocks of `BLOCK`, each against keys that it may see: the sequence is cut into
 at most `SPANS` spans, and the blocks of a span read the keys up to the span's end, one block after
-the other. Memory is linear in T, and about half of the T x T products are never computed.
+the other. Memory is linear in T, and about half of the T x T products are never computed. Of
+queries that start at some place in the row, known when the program runs, each block reads all keys.
 """
 
 import math
@@ -78,14 +79,21 @@ class _Blocks:
 
     def __init__(self, inputs: Inputs, *, window: int, scale: float):
         q, self.k, self.v, self.segments = inputs.q, inputs.k, inputs.v, inputs.segments
-        self.length = q.shape[1]
+        self.length, self.keys, self.start = q.shape[1], self.k.shape[1], inputs.start
         self.block, self.kv_heads = min(BLOCK, self.length), self.k.shape[2]
         self.window, self.scale = window, scale
         compute = jnp.promote_types(q.dtype, jnp.float32)
         self.bias = jnp.maximum(inputs.bias.astype(compute), HIDDEN)
         self.q = self.split_heads(q)
         if self.segments is not None:
-            self.padded_segments = pad_axis(self.segments, 1, self.block, mode="edge")
+            self.padded_segments = pad_axis(inputs.own_segments, 1, self.block, mode="edge")
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(first block, number of blocks, number of keys) of each span."""
+        if self.start is None:
+            return list(_spans(self.length, self.block))
+        return [(0, -(-self.length // self.block), self.keys)]
 
     def split_heads(self, x: Array) -> Array:
         """Reshapes [B, T, H, D] to [B, padded T, K, G, D]."""
@@ -109,7 +117,7 @@ class _Blocks:
             self.bias[:, :, :keys],
             query_segments,
             key_segments,
-            index * self.block,
+            index * self.block + (0 if self.start is None else self.start),
             window=self.window,
             scale=self.scale,
         )
@@ -137,7 +145,7 @@ def forward(
         return output.astype(q.dtype), lse2
 
     outputs, sums = [], []
-    for first, count, keys in _spans(blocks.length, blocks.block):
+    for first, count, keys in blocks.spans:
         steps = jnp.arange(first, first + count)
         output, lse2 = lax.map(lambda index, keys=keys: block(index, keys), steps)
         outputs.append(output)
@@ -156,9 +164,9 @@ def backward(
     scale: float,
 ) -> tuple[
     Float[Array, "B T H D"],
-    Float[Array, "B T K D"],
-    Float[Array, "B T K D"],
-    Float[Array, "B K T"],
+    Float[Array, "B S K D"],
+    Float[Array, "B S K D"],
+    Float[Array, "B K S"],
 ]:
     """Computes the gradients of q, k, v and bias."""
     blocks = _Blocks(inputs, window=window, scale=scale)
@@ -186,7 +194,7 @@ def backward(
 
     dq_parts = []
     totals = tuple(jnp.zeros(x.shape, compute) for x in (k, v, bias))
-    for first, count, keys in _spans(blocks.length, blocks.block):
+    for first, count, keys in blocks.spans:
         axes = (1, 1, 2)
         dk, dv, dbias = (
             lax.slice_in_dim(x, 0, keys, axis=a) for x, a in zip(totals, axes, strict=True)

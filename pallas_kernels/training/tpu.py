@@ -33,11 +33,16 @@ def _prepare(inputs: Inputs, window, scale, interpret) -> tuple[Problem, Inputs]
     problem = Problem.make(inputs, window, scale, interpret)
     k, v = (pad_axis(jnp.swapaxes(x, 1, 2), 2, LANES) for x in (inputs.k, inputs.v))
     raw_bias = jnp.maximum(inputs.bias.astype(jnp.float32), HIDDEN) / scale
-    segments = inputs.segments
-    if segments is not None:
-        segments = pad_axis(segments.astype(jnp.int32), 1, LANES, mode="edge")
-    raw_bias = pad_axis(raw_bias, 2, LANES)
-    return problem, Inputs(problem.group(inputs.q), k, v, raw_bias[:, :, None], segments)
+    segments = own_segments = None
+    if inputs.packed:
+        segments, own_segments = (
+            pad_axis(x.astype(jnp.int32), 1, LANES, mode="edge")
+            for x in (inputs.segments, inputs.own_segments)
+        )
+    raw_bias = pad_axis(raw_bias, 2, LANES)[:, :, None]
+    start = None if inputs.start is None else inputs.start.reshape(1)
+    q = problem.group(inputs.q)
+    return problem, Inputs(q, k, v, raw_bias, segments, start, own_segments)
 
 
 def forward(inputs: Inputs, *, window: int, scale: float, interpret=False):
@@ -64,5 +69,6 @@ def backward(
     )
     dk, dv, dbias = key_gradients(problem, laid_out, residuals)
     dq = problem.ungroup(query_gradient(problem, laid_out, residuals), length)
-    dk, dv = (jnp.swapaxes(g, 1, 2)[:, :length] for g in (dk, dv))
-    return dq, dk, dv, dbias[:, :, 0, :length].astype(inputs.bias.dtype)
+    keys = inputs.k.shape[1]
+    dk, dv = (jnp.swapaxes(g, 1, 2)[:, :keys] for g in (dk, dv))
+    return dq, dk, dv, dbias[:, :, 0, :keys].astype(inputs.bias.dtype)

@@ -5,8 +5,6 @@ A program of `query_gradient` walks the key blocks of a query block, as in the f
 scores: dk, dv and dbias are summed in VMEM, and no two programs write to the same place.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,6 +18,7 @@ from pallas_kernels.training.tpu_forward import (
     query_operands,
     query_specs,
     same_segment,
+    unpack,
     visible_keys,
 )
 
@@ -31,7 +30,7 @@ def query_gradient(problem: Problem, inputs: Inputs, residuals: Residuals) -> ja
     return blocks.build(
         problem,
         _query_kernel,
-        (problem.B, problem.K, problem.T // problem.query, problem.T // problem.keys),
+        (problem.B, problem.K, problem.T // problem.query, problem.S // problem.keys),
         [*specs, query, row, row],
         query,
         jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype),
@@ -45,13 +44,9 @@ def query_gradient(problem: Problem, inputs: Inputs, residuals: Residuals) -> ja
 
 
 def _query_kernel(problem: Problem, *refs):
-    first = query_segments = key_segments = None
-    if problem.packed:
-        first, q_ref, k_ref, v_ref, bias_ref, query_segments, key_segments, *rest = refs
-    else:
-        q_ref, k_ref, v_ref, bias_ref, *rest = refs
+    start, first, (q_ref, k_ref, v_ref, bias_ref), segments, rest = unpack(problem, refs)
     do_ref, lse_ref, delta_ref, dq_ref, lse_column, delta_column, accumulator_ref = rest
-    i, j, visible = visible_keys(problem, first)
+    i, j, visible = visible_keys(problem, start, first)
 
     @pl.when(j == 0)
     def _():
@@ -65,11 +60,11 @@ def _query_kernel(problem: Problem, *refs):
         scores = blocks.product(problem, q, k_ref[...], (1, 1)) + lse_column[:, :1]
         seen = None
         if masked:
-            distance = blocks.distances(problem, i, j, transposed=False)
+            distance = blocks.distances(problem, i, j, start, transposed=False)
             scores += jnp.where(distance > problem.window, bias_ref[...], 0.0)
             seen = distance >= 0
             if problem.packed:
-                seen &= same_segment(problem, query_segments, key_segments)
+                seen &= same_segment(problem, *segments)
         elif bias:
             scores += bias_ref[...]
         weights = jnp.exp2(scores * problem.multiplier)
@@ -79,7 +74,7 @@ def _query_kernel(problem: Problem, *refs):
         ds = (weights * (dp + delta_column[:, :1])).astype(problem.dtype)
         accumulator_ref[...] += blocks.product(problem, ds, k_ref[...], (1, 0))
 
-    blocks.by_zone(problem, i, j, visible, body)
+    blocks.by_zone(problem, i, j, visible, body, start)
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _():
@@ -93,36 +88,41 @@ def key_gradients(
     """Computes dk, dv [B, K, T, D] and dbias [B, K, 1, T]."""
     query_blocks = problem.T // problem.query
 
-    def query_block(b, i, j, last):
-        first = lax.div(j * problem.keys, jnp.int32(problem.query))
-        return jnp.clip(i, first, last[0][b, j] if last else query_blocks - 1)
+    def query_block(b, i, j, scalars):
+        start, last = blocks.scalars_of(problem, scalars)
+        first = j * problem.keys - start
+        if problem.placed:  # there may be keys before the first query, and after the last
+            first = jnp.clip(first, 0, problem.T - 1)
+        first = lax.div(first, jnp.int32(problem.query))
+        return jnp.clip(i, first, last[b, j] if problem.packed else query_blocks - 1)
 
     query = pl.BlockSpec(
         (None, None, problem.G, problem.query, problem.D),
-        lambda b, h, j, i, *last: (b, h, 0, query_block(b, i, j, last), 0),
+        lambda b, h, j, i, *scalars: (b, h, 0, query_block(b, i, j, scalars), 0),
     )
     key = pl.BlockSpec((None, None, problem.keys, problem.D), lambda b, h, j, i, *_: (b, h, j, 0))
     bias = pl.BlockSpec((None, None, 1, problem.keys), lambda b, h, j, i, *_: (b, h, 0, j))
     row = pl.BlockSpec(
         (None, None, None, 1, problem.rows),
-        lambda b, h, j, i, *last: (b, h, query_block(b, i, j, last), 0, 0),
+        lambda b, h, j, i, *scalars: (b, h, query_block(b, i, j, scalars), 0, 0),
     )
     specs, operands = [query, key, key, bias], [inputs.q, inputs.k, inputs.v, inputs.bias]
+    last = None
     if problem.packed:
         specs.append(
             pl.BlockSpec(
                 (None, 1, problem.query),
-                lambda b, h, j, i, *last: (b, 0, query_block(b, i, j, last)),
+                lambda b, h, j, i, *scalars: (b, 0, query_block(b, i, j, scalars)),
             )
         )
         specs.append(pl.BlockSpec((None, 1, problem.keys), lambda b, h, j, i, *_: (b, 0, j)))
-        segments = inputs.segments[:, None]
-        last = blocks.segment_bounds(problem, inputs.segments)[1]
-        operands = [last, *operands, segments, segments]
+        own, others = inputs.query_segments, inputs.segments
+        last = blocks.segment_bounds(problem, own, others)[1]
+        operands += [own[:, None], others[:, None]]
     return blocks.build(
         problem,
         _key_kernel,
-        (problem.B, problem.K, problem.T // problem.keys, query_blocks),
+        (problem.B, problem.K, problem.S // problem.keys, query_blocks),
         [*specs, query, row, row],
         (key, key, bias),
         (
@@ -137,21 +137,15 @@ def key_gradients(
             pltpu.VMEM((problem.keys, LANES), jnp.float32),
         ],
         "retrofit_dkv",
-    )(*operands, *residuals)
+    )(*blocks.prefetched(problem, inputs, last), *operands, *residuals)
 
 
 def _key_kernel(problem: Problem, *refs):
-    last: Any = None
-    query_segments: Any = None
-    key_segments: Any = None
-    if problem.packed:
-        last, q_ref, k_ref, v_ref, bias_ref, query_segments, key_segments, *rest = refs
-    else:
-        q_ref, k_ref, v_ref, bias_ref, *rest = refs
+    start, last, (q_ref, k_ref, v_ref, bias_ref), segments, rest = unpack(problem, refs)
     do_ref, lse_ref, delta_ref, dk_ref, dv_ref, dbias_ref, *sums = rest
     dk_sum, dv_sum, dbias_sum, bias_column = sums
     j, i = pl.program_id(2), pl.program_id(3)
-    visible = (i + 1) * problem.query > j * problem.keys
+    visible = start + (i + 1) * problem.query > j * problem.keys
     if problem.packed:
         visible &= i <= last[pl.program_id(0), j]
 
@@ -167,13 +161,13 @@ def _key_kernel(problem: Problem, *refs):
         scores = blocks.product(problem, k_ref[...], q, (1, 1)) + lse_ref[...]
         seen = far = None
         if masked:
-            distance = blocks.distances(problem, i, j, transposed=True)
+            distance = blocks.distances(problem, i, j, start, transposed=True)
             far = distance > problem.window
             scores += jnp.where(far, bias_column[:, :1], 0.0)
             seen = distance >= 0
             if problem.packed:
-                own = blocks.to_column(key_segments[...])
-                seen &= own == jnp.concatenate([query_segments[...]] * problem.G, axis=1)
+                own = blocks.to_column(segments[1][...])
+                seen &= own == jnp.concatenate([segments[0][...]] * problem.G, axis=1)
         elif bias:
             scores += bias_column[:, :1]
         weights = jnp.exp2(scores * problem.multiplier)
@@ -187,7 +181,7 @@ def _key_kernel(problem: Problem, *refs):
             biased = ds if far is None else jnp.where(far, ds, 0.0)
             dbias_sum[...] += biased.sum(axis=1, keepdims=True)
 
-    blocks.by_zone(problem, i, j, visible, body)
+    blocks.by_zone(problem, i, j, visible, body, start)
 
     @pl.when(i == pl.num_programs(3) - 1)
     def _():

@@ -31,17 +31,19 @@ MAXIMUM_SCORES = 256 * 1024
 
 @dataclass(frozen=True)
 class Problem:
-    """The static parameters of one call; T is already a multiple of both block sizes.
+    """The static parameters of one call; T and S are already multiples of their block sizes.
 
     Attributes:
       query: number of tokens in a query block.
       keys: number of tokens in a key block.
       packed: there are segment ids.
+      placed: queries start at some place among the keys, which is known when the program runs.
       interpret: False, or the parameters of the TPU interpreter.
     """
 
     B: int
     T: int
+    S: int
     K: int
     G: int
     D: int
@@ -51,23 +53,28 @@ class Problem:
     query: int
     keys: int
     packed: bool
+    placed: bool
     interpret: object
 
     @classmethod
     def make(cls, inputs: Inputs, window: int, scale: float, interpret) -> "Problem":
         """Chooses the blocks, as large as about 1 MB of float32 scores allows."""
-        B, T, H, D = inputs.q.shape
+        B, _, H, D = inputs.q.shape
         K, dtype = inputs.k.shape[2], jnp.dtype(inputs.q.dtype)
         group = H // K
-        padded = -(-T // LANES) * LANES
-        sizes = [size for size in (512, 256, 128) if padded % size == 0]
+        padded, padded_keys = (-(-x.shape[1] // LANES) * LANES for x in (inputs.q, inputs.k))
         wide = max(1, D * dtype.itemsize // 256)
-        query = next((size for size in sizes if group * size * wide <= MAXIMUM_ROWS), LANES)
         scores = MAXIMUM_SCORES * 2 // dtype.itemsize
-        keys = next((size for size in sizes if group * query * size <= scores), LANES)
-        window = min(window, padded)
-        static = (window, scale, dtype, query, keys, inputs.packed, interpret)
-        return cls(B, padded, K, group, D, *static)
+
+        def largest(length: int, fits) -> int:
+            sizes = (size for size in (512, 256, 128) if length % size == 0)
+            return next((size for size in sizes if fits(size)), LANES)
+
+        query = largest(padded, lambda size: group * size * wide <= MAXIMUM_ROWS)
+        keys = largest(padded_keys, lambda size: group * query * size <= scores)
+        window, placed = min(window, padded_keys), inputs.start is not None
+        static = (window, scale, dtype, query, keys, inputs.packed, placed, interpret)
+        return cls(B, padded, padded_keys, K, group, D, *static)
 
     @property
     def rows(self) -> int:
@@ -123,17 +130,40 @@ def to_row(column):
     return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
 
 
-def segment_bounds(problem: Problem, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+def scalars_of(problem: Problem, references) -> tuple:
+    """Returns the place of the first query and the bounds, from references to what is prefetched.
+
+    They are 0 and None where the problem has none.
+    """
+    references = list(references)
+    start = references.pop(0)[0] if problem.placed else 0
+    return start, references.pop(0) if problem.packed else None
+
+
+def prefetched(problem: Problem, inputs: Inputs, bounds) -> list[jax.Array]:
+    """Returns the operands of `scalars_of`."""
+    return [inputs.start] * problem.placed + [bounds] * problem.packed
+
+
+def segment_bounds(
+    problem: Problem, own: jax.Array, others: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the first key block of each query block, and the last query block of each key block.
 
     Blocks outside of these have no segment in common.
+
+    Args:
+      problem: the static parameters.
+      own: the segments of the queries.
+      others: those of the keys.
     """
 
-    def interval(size):
+    def interval(segments, size):
         blocks = segments.reshape(problem.B, -1, size)
         return blocks.min(-1), blocks.max(-1)
 
-    (query_low, query_high), (key_low, key_high) = interval(problem.query), interval(problem.keys)
+    (query_low, query_high) = interval(own, problem.query)
+    (key_low, key_high) = interval(others, problem.keys)
     meet = query_low[:, :, None] <= key_high[:, None, :]
     meet &= key_low[:, None, :] <= query_high[:, :, None]
     first = jnp.argmax(meet, axis=2)
@@ -141,9 +171,9 @@ def segment_bounds(problem: Problem, segments: jax.Array) -> tuple[jax.Array, ja
     return first.astype(jnp.int32), last.astype(jnp.int32)
 
 
-def by_zone(problem: Problem, query_block, key_block, visible, body) -> None:
+def by_zone(problem: Problem, query_block, key_block, visible, body, start=0) -> None:
     """Calls `body(bias=, masked=)` for the zone of one block of scores, if it is visible."""
-    q0, k0 = query_block * problem.query, key_block * problem.keys
+    q0, k0 = start + query_block * problem.query, key_block * problem.keys
     below = k0 + problem.keys - 1 <= q0
     far = below & (q0 - (k0 + problem.keys - 1) > problem.window)
     near = below & (q0 + problem.query - 1 - k0 <= problem.window)
@@ -155,25 +185,25 @@ def by_zone(problem: Problem, query_block, key_block, visible, body) -> None:
     pl.when(visible & ~far & ~near)(lambda: body(bias=True, masked=True))
 
 
-def distances(problem: Problem, query_block, key_block, *, transposed: bool):
+def distances(problem: Problem, query_block, key_block, start, *, transposed: bool):
     """Returns query - key for every score of a block with the rows of all heads of a group."""
     shape = (problem.keys, problem.rows) if transposed else (problem.rows, problem.keys)
     queries = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0)
     keys = lax.broadcasted_iota(jnp.int32, shape, 0 if transposed else 1)
     # Rows are (head, query): the queries of every head start at the same token.
     queries = lax.rem(queries, jnp.int32(problem.query))
-    return (queries - keys) + (query_block * problem.query - key_block * problem.keys)
+    return (queries - keys) + (start + query_block * problem.query - key_block * problem.keys)
 
 
 def build(problem: Problem, kernel, grid, in_specs, out_specs, out_shape, scratch, name):
     """Builds a kernel whose last grid axis runs in sequence; `kernel` takes the problem first.
 
-    Packed problems have one prefetched operand, a bound from `segment_bounds`.
+    What is prefetched comes first (`prefetched`).
     """
     return pl.pallas_call(
         functools.partial(kernel, problem),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=int(problem.packed),
+            num_scalar_prefetch=problem.packed + problem.placed,
             grid=grid,
             in_specs=in_specs,
             out_specs=out_specs,

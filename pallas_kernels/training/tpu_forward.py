@@ -22,20 +22,23 @@ def query_specs(problem: Problem) -> tuple[list[pl.BlockSpec], pl.BlockSpec]:
     visible block, which has been copied already.
     """
 
-    def key_block(b, i, j, first):
-        last = lax.div((i + 1) * problem.query - 1, jnp.int32(problem.keys))
-        return jnp.clip(j, first[0][b, i] if first else 0, last)
+    def key_block(b, i, j, scalars):
+        start, first = blocks.scalars_of(problem, scalars)
+        last = lax.div(start + (i + 1) * problem.query - 1, jnp.int32(problem.keys))
+        if problem.placed:  # some of the queries may be padding, past all keys
+            last = jnp.minimum(last, problem.S // problem.keys - 1)
+        return jnp.clip(j, first[b, i] if problem.packed else 0, last)
 
     query = pl.BlockSpec(
         (None, None, problem.G, problem.query, problem.D), lambda b, h, i, j, *_: (b, h, 0, i, 0)
     )
     key = pl.BlockSpec(
         (None, None, problem.keys, problem.D),
-        lambda b, h, i, j, *first: (b, h, key_block(b, i, j, first), 0),
+        lambda b, h, i, j, *scalars: (b, h, key_block(b, i, j, scalars), 0),
     )
     bias = pl.BlockSpec(
         (None, None, 1, problem.keys),
-        lambda b, h, i, j, *first: (b, h, 0, key_block(b, i, j, first)),
+        lambda b, h, i, j, *scalars: (b, h, 0, key_block(b, i, j, scalars)),
     )
     specs = [query, key, key, bias]
     if problem.packed:
@@ -43,16 +46,16 @@ def query_specs(problem: Problem) -> tuple[list[pl.BlockSpec], pl.BlockSpec]:
         specs.append(
             pl.BlockSpec(
                 (None, 1, problem.keys),
-                lambda b, h, i, j, *first: (b, 0, key_block(b, i, j, first)),
+                lambda b, h, i, j, *scalars: (b, 0, key_block(b, i, j, scalars)),
             )
         )
     return specs, query
 
 
-def visible_keys(problem: Problem, first):
+def visible_keys(problem: Problem, start, first):
     """Returns (query block, key block, whether the first sees some of the second) of a program."""
     i, j = pl.program_id(2), pl.program_id(3)
-    visible = j * problem.keys < (i + 1) * problem.query
+    visible = j * problem.keys < start + (i + 1) * problem.query
     if problem.packed:
         visible &= j >= first[pl.program_id(0), i]
     return i, j, visible
@@ -65,13 +68,22 @@ def same_segment(problem: Problem, query_segments, key_segments):
 
 
 def query_operands(problem: Problem, inputs: Inputs) -> list[jax.Array]:
-    """Returns the operands of `query_specs`, after the prefetched one where there are segments."""
-    operands = [inputs.q, inputs.k, inputs.v, inputs.bias]
-    if not problem.packed:
-        return operands
-    segments = inputs.segments[:, None]
-    first = blocks.segment_bounds(problem, inputs.segments)[0]
-    return [first, *operands, segments, segments]
+    """Returns the operands of `query_specs`, after those that are prefetched."""
+    operands, first = [inputs.q, inputs.k, inputs.v, inputs.bias], None
+    if problem.packed:
+        own, others = inputs.query_segments, inputs.segments
+        first = blocks.segment_bounds(problem, own, others)[0]
+        operands += [own[:, None], others[:, None]]
+    return [*blocks.prefetched(problem, inputs, first), *operands]
+
+
+def unpack(problem: Problem, refs) -> tuple:
+    """Returns a kernel's start, bounds, [q, k, v, bias], [segments of queries, of keys], rest."""
+    count = problem.packed + problem.placed
+    start, bounds = blocks.scalars_of(problem, refs[:count])
+    inputs, refs = refs[count : count + 4], refs[count + 4 :]
+    segments = refs[:2] if problem.packed else (None, None)
+    return start, bounds, inputs, segments, refs[2 * problem.packed :]
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
@@ -82,7 +94,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     return blocks.build(
         problem,
         _kernel,
-        (problem.B, problem.K, count, problem.T // problem.keys),
+        (problem.B, problem.K, count, problem.S // problem.keys),
         specs,
         (query, row),
         (
@@ -99,13 +111,9 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def _kernel(problem: Problem, *refs):
-    first = None
-    if problem.packed:
-        first, q_ref, k_ref, v_ref, bias_ref, query_segments, key_segments, *rest = refs
-    else:
-        q_ref, k_ref, v_ref, bias_ref, *rest = refs
+    start, first, (q_ref, k_ref, v_ref, bias_ref), segments, rest = unpack(problem, refs)
     out_ref, lse_ref, maximum_ref, total_ref, accumulator_ref = rest
-    i, j, visible = visible_keys(problem, first)
+    i, j, visible = visible_keys(problem, start, first)
 
     @pl.when(j == 0)
     def _():
@@ -117,11 +125,11 @@ def _kernel(problem: Problem, *refs):
         q = q_ref[...].reshape(problem.rows, problem.D)
         scores = blocks.product(problem, q, k_ref[...], (1, 1))
         if masked:
-            distance = blocks.distances(problem, i, j, transposed=False)
+            distance = blocks.distances(problem, i, j, start, transposed=False)
             scores += jnp.where(distance > problem.window, bias_ref[...], 0.0)
             scores = jnp.where(distance >= 0, scores, HIDDEN)
             if problem.packed:
-                same = same_segment(problem, query_segments, key_segments)
+                same = same_segment(problem, *segments)
                 scores = jnp.where(same, scores, HIDDEN)
         elif bias:
             scores += bias_ref[...]
@@ -136,7 +144,7 @@ def _kernel(problem: Problem, *refs):
         values = blocks.product(problem, weights.astype(problem.dtype), v_ref[...], (1, 0))
         accumulator_ref[...] = accumulator_ref[...] * shrink + values
 
-    blocks.by_zone(problem, i, j, visible, body)
+    blocks.by_zone(problem, i, j, visible, body, start)
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _():

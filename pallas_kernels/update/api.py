@@ -20,8 +20,7 @@ from pallas_kernels.update.reference import is_slot, write_pages_xla
 OPERATION = Operation(
     "write_pages",
     (
-        Implementation("mosaic_gpu", "cuda", gpu.mosaic, gpu.why_not_mosaic),
-        Implementation("triton", "cuda", gpu.triton, gpu.why_not_triton),
+        Implementation("mosaic_gpu", "cuda", gpu.mosaic, gpu.why_not),
         deferred("mosaic_tpu", "tpu", "pallas_kernels.update.tpu", "write_pages_tpu"),
         Implementation("xla", None, write_pages_xla),
     ),
@@ -64,7 +63,7 @@ def write_pages(
       debug: refuse pages and offsets that are out of range, for rows that write, and pages that
         several rows write to. On concrete arrays this raises before anything is launched; under
         `jax.jit` it is a `checkify.check`, so wrap the function in `checkify.checkify`.
-      implementation: a name ("mosaic_gpu", "triton", "mosaic_tpu", "xla") forces one
+      implementation: a name ("mosaic_gpu", "mosaic_tpu", "xla") forces one
         implementation; a sequence of names is tried in order; None chooses the best one for the
         platform that the call is lowered for.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.command_line import compare
-from dms_jax.command_line.comparison import lessons, systems, texts
-from dms_jax.command_line.comparison.measure import Occasion
+from dms_jax.command_line.comparison import lessons, show, systems, texts
+from dms_jax.command_line.comparison.measure import Measured, Occasion
 from dms_jax.data import Documents
 from dms_jax.data.tasks import LinearEquation, Needle
 from dms_jax.policies import POLICIES
@@ -23,17 +24,19 @@ def test_rows_are_measured_written_and_shown(tmp_path, capsys):
         sequences=2,
         length=40,
         learn=(),
-        only=("StreamingLLM", "KCache", "float8"),
+        only=("StreamingLLM", "KCache", "float8", "int4"),
         out=tmp_path,
     )
     rows = {row.label: row for row in compare.main(config)}
-    assert set(rows) == {"dense", "float8", "StreamingLLM", "KCache"}
+    assert set(rows) == {"dense", "float8", "int4", "StreamingLLM", "KCache"}
     dense, streaming = rows["dense"], rows["StreamingLLM"]
     assert (dense.increase, dense.peak, dense.reads) == (0, 39, 39 * 40 / 2)
     assert streaming.peak == streaming.live == 10
     assert streaming.reads == 55 + 29 * 10
     assert streaming.nats == pytest.approx(dense.nats + streaming.increase)
     assert rows["float8"].bytes < dense.bytes / 2
+    assert rows["int4"].bytes < rows["float8"].bytes
+    assert rows["int4"].kv_dtype == "int4"
     # Two of five layers keep their values on the device; the others' are half of their bytes.
     assert rows["KCache"].bytes + rows["KCache"].host_bytes == dense.bytes
     assert rows["KCache"].host_bytes == dense.bytes * 3 // 10
@@ -46,7 +49,7 @@ def test_rows_are_measured_written_and_shown(tmp_path, capsys):
     again = dataclasses.replace(config, only=("TOVA",), merge=True)
     merged = compare.main(again)
     assert [row.label for row in merged] == [*rows, "TOVA"]
-    assert len(json.loads((tmp_path / "quality.json").read_text())["rows"]) == 5
+    assert len(json.loads((tmp_path / "quality.json").read_text())["rows"]) == 6
     # What earlier rows were measured with is not lost, and other text is not mixed with theirs.
     runs = json.loads((tmp_path / "quality.json").read_text())["runs"]
     assert [run["config"]["only"] for run in runs] == [str(config.only), "('TOVA',)"]
@@ -54,7 +57,7 @@ def test_rows_are_measured_written_and_shown(tmp_path, capsys):
         with pytest.raises(dms_jax.ConfigError, match="was measured with --"):
             compare.main(dataclasses.replace(again, **other))
     report = json.loads((tmp_path / "quality.json").read_text())
-    assert len(report["rows"]) == 5
+    assert len(report["rows"]) == 6
     # Nor what is called the same and is not.
     report["rows"][0]["nats"] += 0.01
     (tmp_path / "quality.json").write_text(json.dumps(report))
@@ -126,10 +129,23 @@ def test_nothing_runs_on_a_device_that_gave_up(tmp_path, monkeypatch):
     assert [row.failed for row in compare.main(again)] == [None, None]
 
 
+def test_one_sequence_has_no_error_to_show():
+    row = Measured(
+        "dense", 1.0, {}, None, nats=1.5, error=math.nan, increase_error=math.nan, reads=1.0
+    )
+    cells = show.text_cells(row, row)
+    assert cells["nats/token"] == "1.5000"
+    assert cells["above dense"] == "+0.0000"
+    cells = show.text_cells(dataclasses.replace(row, error=0.25), row)
+    assert cells["nats/token"] == "1.5000 ±0.2500"
+
+
 def test_every_system_takes_part_with_the_same_share(stories):
     lengths = np.array([100, 500, 600, 848])  # a mean of 512
     share = systems.Share.of(lengths, 4.0)
     assert np.minimum(lengths, share.limit).mean() == pytest.approx(128, abs=0.5)
+    labels = [one.label for one in systems.training_free(stories, 4.0)]
+    assert len(labels) == len(set(labels))  # none runs twice
     free = {
         one.label: one.policy(share).for_length(share.limit)
         for one in systems.training_free(stories, 4.0)
@@ -138,7 +154,8 @@ def test_every_system_takes_part_with_the_same_share(stories):
     learned = {
         name for name in ("DMS", "DMC", "KVzap", "KVpop") if POLICIES[name]().retrofit.needed
     }
-    assert set(free) | learned | {"Vanilla"} == set(POLICIES)
+    assert {*free, *learned, "Vanilla"} == set(POLICIES)
+    assert learned.isdisjoint(free)  # a row that needs a training would be one that fails
     for name, policy in free.items():
         own = getattr(policy, "scorer", policy)
         budget = getattr(own, "budget", getattr(own, "top", share.limit))
@@ -155,6 +172,7 @@ def test_every_system_takes_part_with_the_same_share(stories):
     assert more["DMS + Quest"].policy(share).over == dms_jax.DMS(window=8)
     assert more["DMS + KCache"].policy(share).top == share.limit // 2
     assert more["DMS + float8"].kv_dtype == "float8_e4m3"
+    assert more["DMS + int4"].kv_dtype == "int4"
 
 
 def test_solutions_count_and_prompts_do_not():

@@ -25,6 +25,20 @@ def test_one_answer_and_its_usage(capsys):
     assert "length" in shown
 
 
+def test_a_file_gets_the_text_as_it_is(monkeypatch, capsys):
+    """Lines of a terminal's width would be lines that the model did not write."""
+    monkeypatch.setenv("COLUMNS", "40")
+    prompt = "Once upon a time, there was a girl and a boy and"
+    quick = dict(max_new_tokens=40, temperature=0.0, page_size=16, chunk=8)
+    for prompts in ((prompt,), (prompt, "One day")):
+        texts = generate.main(generate.Config(prompts=prompts, **quick)).texts
+        shown = capsys.readouterr().out
+        assert len(texts[0]) > 80
+        assert all(
+            f"{prompt}\n{text}\n" in shown for prompt, text in zip(prompts, texts, strict=True)
+        )
+
+
 def test_several_answers_under_another_policy(capsys, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("Lily and Tom\n\nOne [bold]day\n")
@@ -55,6 +69,7 @@ def test_options_of_a_policy():
         ([], "There is no prompt"),
         (["--policy", "TOVA", "--options", "budget=8", "a"], "comes before --options"),
         (["a", "--model", "not/a/path/at/all"], "it is not a hub id"),
+        (["a", "--model", "absent.gguf"], "no directory or file absent.gguf"),
         (["a", "--policy", "DSM"], "Unknown cache policy 'DSM'"),
         (["a", "--policy", "TOVA", "--options", "budget"], "name=value or a JSON object"),
         (["a", "--policy", "TOVA", "--options", "bugdet=8"], "no option bugdet"),

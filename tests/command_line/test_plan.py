@@ -45,7 +45,8 @@ def test_the_retrofit_that_is_planned():
 def test_a_shape_is_that_of_a_directory(tmp_path):
     shape = plan.shape_of(str(assets.path("stories260k")))
     assert shape == dms_jax.load(assets.path("stories260k")).config
-    with pytest.raises(dms_jax.ConfigError, match=r"no directory, and none of the shapes llama"):
+    assert plan.shape_of("stories260k") == shape
+    with pytest.raises(dms_jax.ConfigError, match=r"none of the shapes llama.*ships \(stories"):
         plan.shape_of("llama-9")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(dms_jax.ConfigError, match=r"config\.json is not JSON"):

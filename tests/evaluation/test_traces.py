@@ -15,7 +15,8 @@ from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import POLICIES, model_for, stories
 
 SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=20, logprobs=True)
-SERVING = Serving(lanes=4, page_size=16, chunk=4)
+# The pool is of one size for answers of any length: they share programs.
+SERVING = Serving(lanes=4, memory=400_000, page_size=16, chunk=4)
 SNAPKV = dms_jax.SnapKV(budget=12, window=4, interval=5)
 
 

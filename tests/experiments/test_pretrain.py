@@ -75,6 +75,23 @@ def test_a_skipped_step_is_left_out_of_the_page(config, tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_no_panel_of_the_picture_has_more_than_six_lines(tmp_path, monkeypatch):
+    """Every part of the mixture is in one of them, with the loss of training beside it."""
+    from matplotlib import figure
+
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **options: drawn.append(self))
+    parts = {name: 0.1 * size for size, name in enumerate("abcdefg", 1)}
+    records = [
+        {"step": n, "skipped": 0, "tokens": 8, "lm_loss": 1.0, "evaluation": parts} for n in (1, 2)
+    ]
+    pretrain.draw(records, tmp_path / "curves.png")
+    lines = [[line.get_label() for line in axes.lines] for axes in drawn[0].axes]
+    assert max(map(len, lines)) <= 6
+    assert sorted(label[0] for panel in lines for label in panel[1:]) == sorted(parts)
+    assert {panel[0] for panel in lines} == {"training, all parts"}
+
+
 def test_minutes_become_steps_that_a_later_call_keeps(config, tmp_path, monkeypatch):
     """A step takes 0.5 s and an evaluation 1 s: how many fit beside compilation and writing."""
     config = dataclasses.replace(config, steps=None, minutes=10.0, evaluate_every=4, out=tmp_path)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import pytest
 
 import dms_jax
@@ -17,21 +16,20 @@ SIX = prompts((5, 9, 13, 7, 11, 3))
 
 def in_order(monkeypatch, engine, given, **options):
     """Returns the completions of a call, and the order in which chunks were launched and read."""
-    order, call, fetch = [], programs.Program.__call__, jax.device_get
+    order, call, read = [], programs.Program.__call__, Runner.read
 
     def launched(program, *arguments):
         if program is programs.decode:
             order.append("launch")
         return call(program, *arguments)
 
-    def fetched(values):
-        if isinstance(values, programs.Steps):
-            order.append("read")
-        return fetch(values)
+    def fetched(runner, chunk):
+        order.append("read")
+        return read(runner, chunk)
 
     with monkeypatch.context() as patch:
         patch.setattr(programs.Program, "__call__", launched)
-        patch.setattr(jax, "device_get", fetched)
+        patch.setattr(Runner, "read", fetched)
         completions = engine.generate(given, sampling=GREEDY, **options)
     return completions, order
 

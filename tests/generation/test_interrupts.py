@@ -22,13 +22,19 @@ from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts
 LIBRARY = str(Path(dms_jax.__file__).parent)
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
 TALK = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
-CASES = {name: POLICIES[name] for name in ("vanilla", "dms", "quest")} | {
+CASES = {name: POLICIES[name] for name in ("dms", "quest")} | {
     "kcache": dms_jax.KCache(top=4, first_layers=1)
 }
 
 
-def every_case(*names: str):
-    return pytest.mark.parametrize("policy", [CASES[name] for name in names], ids=names)
+def every_case(**lines: tuple[int, int]):
+    """Parametrizes a test with policies and which lines of the cleanup are struck: first and step.
+
+    They are the same lines for all: each policy may take every second one, between them each.
+    """
+    return pytest.mark.parametrize(
+        ("policy", "lines"), [(CASES[name], which) for name, which in lines.items()], ids=lines
+    )
 
 
 class Strike:
@@ -96,12 +102,12 @@ def model():
 
 
 @pytest.mark.slow
-@every_case(*CASES)
-def test_answers_after_an_interrupted_cleaning(policy):
+@every_case(dms=(1, 2), quest=(2, 2), kcache=(1, 1))
+def test_answers_after_an_interrupted_cleaning(policy, lines):
     given = prompts((5, 9, 13))
     expected = Engine(model(), policy, max_tokens=64, **SHAPE).generate(given, sampling=SHORT)
     engine = Engine(model(), policy, max_tokens=64, **SHAPE)
-    for nth in itertools.count(1):
+    for nth in itertools.count(*lines):
         struck = interrupted(
             lambda listen: engine.generate(given, sampling=SHORT, on_tokens=listen), nth
         )
@@ -113,13 +119,13 @@ def test_answers_after_an_interrupted_cleaning(policy):
 
 
 @pytest.mark.slow
-@every_case("dms", "kcache")
-def test_a_conversation_after_an_interrupted_cleaning(policy, monkeypatch):
+@every_case(dms=(1, 2), kcache=(2, 2))
+def test_a_conversation_after_an_interrupted_cleaning(policy, lines, monkeypatch):
     """The turn is interrupted before it reaches the cache, which then equals the history."""
     turns = prompts((9, 4))
     undisturbed = dms_jax.Conversation(model(), policy, **TALK)
     expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]
-    for nth in itertools.count(1):
+    for nth in itertools.count(*lines):
         conversation = dms_jax.Conversation(model(), policy, **TALK)
         conversation.say(turns[0], sampling=SHORT)
         strike = Strike(nth)

@@ -4,13 +4,21 @@ import dataclasses
 
 import chex
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dms_jax
 from dms_jax.generation import Engine
-from dms_jax.generation.sampling import Sampling, filter_logits, lanes_filter, sample
+from dms_jax.generation.sampling import (
+    Sampling,
+    draw,
+    filter_logits,
+    lanes_filter,
+    sample,
+    try_tokens,
+)
 from tests.generation.support import GREEDY, SHAPE, engine_for, log_softmax, model_for, prompts
 
 RULES = {
@@ -20,6 +28,8 @@ RULES = {
     "top-k": Sampling(top_k=3),
     "top-k of more than there are": Sampling(top_k=99),
     "top-p": Sampling(top_p=0.6),
+    "top-p of most": Sampling(top_p=0.8),
+    "top-p of most, and min-p": Sampling(temperature=1.5, top_p=0.8, min_p=0.15),
     "top-p of next to nothing": Sampling(top_p=1e-6),
     "top-p below the normal numbers of float32": Sampling(top_p=1e-40),
     "top-p that float32 makes zero": Sampling(top_p=1e-300),
@@ -134,14 +144,18 @@ def test_the_smallest_temperature_still_draws_among_equals():
     assert drawn == dict.fromkeys(drawn, few)
 
 
-def test_lanes_that_differ_draw_as_each_alone():
+@pytest.mark.parametrize("searched", [True, False], ids=["some searched", "none searched"])
+def test_lanes_that_differ_draw_as_each_alone(searched):
     samplings = {
         0: Sampling(temperature=0),
         1: Sampling(temperature=0.7, top_k=5),
         2: Sampling(top_p=0.6, min_p=0.05),
+        3: Sampling(temperature=1.5, top_p=0.8, min_p=0.05),
         4: Sampling(),
         5: Sampling(temperature=1e-30, top_k=10**9, top_p=1.0),
     }
+    if not searched:
+        samplings |= {lane: Sampling(top_p=0.9) for lane in (1, 2)}
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 300)) * 3, jnp.float32)
     logits = logits.at[0, 7].set(logits[0].max())  # of equal ones the first
     together = lanes_filter(samplings, 6)
@@ -188,6 +202,48 @@ def test_nothing_is_sorted():
     assert "argmax" in text
     assert "sort[" not in text
     assert "top_k[" not in text
+
+
+def passes_over_the_vocabulary(rule: Sampling, size: int = 300) -> tuple[int, int]:
+    """Returns how many sums and maxima over a vocabulary a draw takes, and how many loops."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    given = (jnp.zeros((2, size)), keys, jnp.zeros(2, int))
+    traced = jax.make_jaxpr(lambda *given: sample(*given, rule.filter)[0])(*given)
+    reductions = loops = 0
+    pending = [traced.jaxpr]
+    while pending:
+        for equation in pending.pop().eqns:
+            pending.extend(jax.extend.core.jaxprs_in_params(equation.params))
+            loops += equation.primitive.name in ("while", "scan", "cond")
+            reduces = equation.primitive.name in ("reduce_sum", "reduce_max", "argmax")
+            reductions += reduces and equation.invars[0].aval.shape[-1] == size
+    return reductions, loops
+
+
+def test_a_common_top_p_searches_for_nothing():
+    """A search reads the vocabulary eight times, with 15 sums each, in every step."""
+    plain, _ = passes_over_the_vocabulary(Sampling())
+    assert passes_over_the_vocabulary(Sampling(top_p=0.5))[1] == 1
+    reductions, loops = passes_over_the_vocabulary(Sampling(top_p=0.95))
+    assert loops == 0
+    assert reductions <= plain + 18  # 16 that share a kernel, the total, and the most likely token
+
+
+def test_trials_do_not_depend_on_how_many_there_are():
+    logits = jnp.asarray(np.stack([example(seed, 300) for seed in range(4)]))
+    keys = jax.random.split(jax.random.key(5), 4)
+    many = draw(logits, keys, 16)
+    chex.assert_trees_all_equal(draw(logits, keys), many[:, :1])
+    assert len(set(many[0].tolist())) > 4
+
+
+def test_where_no_trial_is_kept_the_most_likely_token_is_taken():
+    """Not with a top-p that is tried, but a rule may be given as numbers."""
+    rule = dataclasses.replace(Sampling(top_p=0.9).filter, top_p=1e-6)
+    logits = jnp.zeros((64, 5000)).at[:, 4321].set(0.01)
+    logits = logits - logits.max()
+    tokens = try_tokens(logits, jax.random.split(jax.random.key(0), 64), rule)
+    assert (np.asarray(tokens) == 4321).all()
 
 
 def test_a_vocabulary_of_many_blocks_is_drawn_from_as_a_whole():

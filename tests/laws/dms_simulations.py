@@ -7,6 +7,8 @@ from dms_jax.policies import DMS, draws
 from tests.oracles import dmc, dms, vanilla
 from tests.oracles.transformer import LayerInput
 
+PLENTY = 64  # longer than every sequence of the tests
+
 
 def dms_decisions(policy: DMS, layer: LayerInput):
     """Returns decisions [T, K] and the rotated q, k, v that attention sees."""
@@ -26,8 +28,9 @@ def dms_decisions(policy: DMS, layer: LayerInput):
         q, k, _ = layer.rotated
     if policy.decisions == "bernoulli":  # the draws are the policy's own
         rows = draws.row_hashes(policy.seed, jnp.asarray(layer.index), len(logits[0]))
-        drawn = draws.token_uniforms(rows, jnp.arange(len(logits))[None])[0].T
-        return (np.asarray(drawn) < dmc.sigmoid(logits)).astype(int), (q, k, layer.v)
+        # For so many tokens that one shape is compiled.
+        drawn = np.asarray(draws.token_uniforms(rows, jnp.arange(PLENTY)[None]))[0].T
+        return (drawn[: len(logits)] < dmc.sigmoid(logits)).astype(int), (q, k, layer.v)
     return dms.decide(logits), (q, k, layer.v)
 
 

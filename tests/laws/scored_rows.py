@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -51,11 +52,16 @@ def random_worth(scorer: RandomSelection, layer: int, kv_heads: int) -> scored.W
     """Returns the policy's own random scores; only the eviction is simulated."""
 
     def worth(t, held):
-        most = max(map(len, held))
-        drawn = scorer.draw(jnp.asarray(layer), jnp.arange(kv_heads), jnp.asarray([t]), most)
-        return [np.asarray(drawn[0, h, : len(ids)], float) for h, ids in enumerate(held)]
+        drawn = np.asarray(draws(scorer, kv_heads, layer, t), float)[0]
+        return [drawn[head, : len(ids)] for head, ids in enumerate(held)]
 
     return worth
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def draws(scorer: RandomSelection, kv_heads: int, layer, t):
+    """Returns the draws of a cut for so many slots that one shape of them is compiled."""
+    return scorer.draw(jnp.asarray(layer), jnp.arange(kv_heads), jnp.asarray([t]), PLENTY)
 
 
 def simulate(policy, layer, prompt_length, page_size):

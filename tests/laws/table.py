@@ -104,12 +104,17 @@ def simulate_streaming(policy, layer, prompt_length, page_size):
     return streaming.simulate(*layer.rotated, sinks=policy.sinks, recent=recent)
 
 
+@functools.cache
+def random_marks(policy: RandomEviction, layer: int, kv_heads: int, head_dim: int) -> np.ndarray:
+    """Returns the draws of so many tokens that one shape of them is compiled, [T, K]."""
+    nothing = np.zeros((1, LONG, kv_heads, head_dim))
+    return np.asarray(policy.decide(tokens_of(nothing, layer=layer)).marks)[0].T
+
+
 def simulate_random(policy, layer, prompt_length, page_size):
     """Simulates eviction with the policy's own random draws."""
     length, kv_heads, head_dim = layer.k.shape
-    nothing = np.zeros((1, length, kv_heads, head_dim))
-    decisions = policy.decide(tokens_of(nothing, layer=layer.index))
-    marks = np.asarray(decisions.marks)[0].T
+    marks = random_marks(policy, layer.index, kv_heads, head_dim)[:length]
     return dms.simulate(*layer.rotated, decisions=marks, window=policy.window, shift=0)
 
 

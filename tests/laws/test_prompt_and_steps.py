@@ -4,6 +4,9 @@
 2. a. A prompt in chunks of any size and then steps equal the simulation of that split.
    b. Policies that declare it agree with one pass over the whole sequence, for every split.
 3. Kept tokens, slots, reads and peaks are those of the simulation after every call.
+
+Every row runs a batch with a sequence that is all prompt, one that is all answer, and one of both;
+for the rows of group 2, of which every policy has one, whole batches are of a kind.
 """
 
 import dataclasses
@@ -35,7 +38,11 @@ from tests.support.cached_runs import Part, drive, poisoned_cache, ragged_parts
 
 TOLERANCE = 1e-10
 
+MIXED = (5, 19, 0)  # of LENGTHS: both, all prompt, all answer
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+one_group = pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.group == 2], ids=lambda row: row.name
+)
 
 
 def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
@@ -80,7 +87,7 @@ def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
     return difference.largest
 
 
-@every_row
+@one_group
 def test_steps_alone(row, record_property):
     prompts = [0, 0, 0]
     parts = ragged_parts(1, LENGTHS, prompts, width=1)
@@ -88,13 +95,19 @@ def test_steps_alone(row, record_property):
 
 
 @every_row
-@pytest.mark.parametrize("prompts", [LENGTHS, (13, 1, 22), (5, 19, 0)], ids=str)
-def test_ragged_chunks_of_a_prompt_then_steps(row, prompts, record_property):
+def test_ragged_chunks_of_a_prompt_then_steps(row, record_property):
+    parts = ragged_parts(2, LENGTHS, MIXED, width=WIDTH)
+    record_property("largest", float(check_run(row, MIXED, parts, seed=3)))
+
+
+@one_group
+@pytest.mark.parametrize("prompts", [LENGTHS, (13, 1, 22)], ids=str)
+def test_ragged_chunks_of_other_prompts(row, prompts, record_property):
     parts = ragged_parts(2, LENGTHS, prompts, width=WIDTH)
     record_property("largest", float(check_run(row, prompts, parts, seed=3)))
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.group == 2], ids=lambda row: row.name)
+@one_group
 def test_prompts_in_chunks_of_one_and_answers_in_chunks(row, record_property):
     """Checks answers in chunks, as when a preempted request recomputes its past."""
     prompts = (13, 1, 22)

@@ -3,6 +3,10 @@
 On a (2, 4) mesh sequences and KV heads are split, or only sequences where the KV heads do not
 divide by four, or only heads where the sequences do not divide by two. Everything is compared with
 the simulation, which the other laws compare one device with.
+
+Every row meets every layout once: answers come from a mesh that splits both, logits from one that
+splits sequences, scores from one that splits heads. Two rows, one whose tokens decide and one that
+selects pages, run each in each.
 """
 
 import dataclasses
@@ -96,6 +100,17 @@ TOKENS = random_tokens(60, 4, 16)
 PROMPTS = [row[:length].tolist() for row, length in zip(TOKENS, (5, 8, 1, 7), strict=True)]
 TOLERANCE = 1e-10
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+# Split are the sequences alone, the heads alone, or both.
+SEQUENCES, HEADS, BOTH = (2, 4), (4, 3), (4, 4)  # KV heads and sequences
+EVERYWHERE = ("DMS", "Quest")  # the first row of each
+
+
+def layouts(rows: list[Row], usual: tuple[int, int], *others: tuple[int, int]) -> list:
+    """Returns parameters: each row with its usual layout, and two rows with the others too."""
+    first = [next(row for row in rows if row.policy.name == name) for name in EVERYWHERE]
+    pairs = [(row, usual) for row in rows] + [(row, other) for other in others for row in first]
+    names = {SEQUENCES: "data", HEADS: "model", BOTH: "both"}
+    return [pytest.param(row, each, id=f"{names[each]}-{row.name}") for row, each in pairs]
 
 
 @functools.cache
@@ -131,10 +146,10 @@ def test_the_mesh_is_used():
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.kv_dtype is None], ids=lambda row: repr(row.policy)
+    ("row", "layout"), layouts([row for row in ROWS if row.kv_dtype is None], SEQUENCES, BOTH)
 )
-@pytest.mark.parametrize("num_kv_heads", [4, 2])
-def test_logits(row, num_kv_heads, record_property):
+def test_logits(row, layout, record_property):
+    num_kv_heads, _ = layout
     prompts = [len(prompt) for prompt in PROMPTS]
     got = on_mesh(row, num_kv_heads).logits(TOKENS, prompt_lengths=np.array(prompts))
     weights = oracle_weights(transformer_of(num_kv_heads))
@@ -199,9 +214,9 @@ def test_generate(row, record_property):
     record_property("largest", float(max(differences)))
 
 
-@every_row
-@pytest.mark.parametrize(("num_kv_heads", "num_sequences"), [(2, 4), (4, 3)], ids=["data", "model"])
-def test_score(row, num_kv_heads, num_sequences, record_property):
+@pytest.mark.parametrize(("row", "layout"), layouts(ROWS, HEADS, SEQUENCES))
+def test_score(row, layout, record_property):
+    num_kv_heads, num_sequences = layout
     model = on_mesh(row, num_kv_heads)
     weights = oracle_weights(transformer_of(num_kv_heads))
     tokens = [row[:length] for row, length in zip(TOKENS, (16, 9, 2, 13), strict=True)]

@@ -1,5 +1,6 @@
 """Every mutant can still be planted, and names tests that are there."""
 
+import json
 import re
 
 import pytest
@@ -32,3 +33,16 @@ def test_what_cannot_be_planted_says_why():
     assert mutant.plant("1 x 2") == "1 y 2"
     with pytest.raises(ValueError, match=r"occurs 2 times in b\.py"):
         mutant.plant("x x")
+
+
+def test_the_page_says_what_its_verdicts_cover():
+    """The table grows; verdicts of all of it are taken rarely."""
+    folder = ROOT / "experiments" / "results" / "mutants"
+    verdicts = json.loads((folder / "mutants.json").read_text(encoding="utf-8"))["mutants"]
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    killed = [entry for entry in verdicts.values() if entry["after"]["verdict"] == "killed"]
+    earlier = [entry for entry in verdicts.values() if "before" in entry]
+    assert f"**{len(verdicts)} mutants**" in page
+    assert f"all {len(killed)} were killed" in page
+    assert f"Of {len(earlier)} it also has" in page
+    assert verdicts.keys() <= {mutant.name for mutant in MUTANTS}

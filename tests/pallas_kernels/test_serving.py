@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import GPU
     ("kind", "capability", "expected"),
     [
         ("NVIDIA H100 80GB HBM3", (9, 0), ("mosaic_gpu", "mosaic_gpu")),
-        ("NVIDIA L4", (8, 9), ("triton", "xla")),
+        ("NVIDIA L4", (8, 9), ("mosaic_mma", "xla")),
         ("Tesla T4", (7, 5), ("xla", "xla")),
     ],
 )

@@ -20,7 +20,9 @@ H200 = DEFAULT_GPU.kind
 
 def problem_of(head_dim):
     dtype = jnp.dtype(jnp.bfloat16)
-    return gpu_tiles.Problem(1, 1024, 4, 2, head_dim, 100, 0.1, dtype, True, False)
+    return gpu_tiles.Problem(
+        1, 1024, 1024, 4, 2, head_dim, 100, 0.1, dtype, packed=True, placed=False, interpret=False
+    )
 
 
 def rings_of(head_dim):

@@ -175,6 +175,33 @@ def test_a_device_without_memory_is_no_mistake_of_the_client(idle, monkeypatch, 
     assert idle.ask(**LONG | {"max_tokens": 3})["usage"]["completion_tokens"] == 3
 
 
+def test_a_cancellation_outlives_a_chunk_that_fails(monkeypatch):
+    """It is for one that waits, and comes while a prompt is read whose next program fails."""
+    service, news = make_service(num_lanes=1), ([], [])
+    runner, calls = service.engine.runner, []
+    extend = runner.extend
+
+    def failing(*given, **more):
+        calls.append(more)
+        if len(calls) == 1:
+            service.cancel([1])
+        if len(calls) == 2:
+            assert service.engine._cancelled == {1}
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes")
+        return extend(*given, **more)
+
+    monkeypatch.setattr(runner, "extend", failing)
+    with service._changed:
+        for prompt, heard in zip([[1] * 40, [1, 70, 90]], news, strict=True):
+            service.submit([prompt], Sampling(temperature=0, max_new_tokens=5), heard.append)
+    service.start()
+    wait_until(lambda: not service._jobs)
+    assert service.drain(60.0)
+    assert [str(error) for error in news[1]] == ["The request was cancelled."]
+    assert isinstance(news[0][0], Exception)
+    assert len(calls) == 2
+
+
 def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
     """The pool is full: the younger request waits with a part of its answer, the older outgrows."""
     service, sampling = make_service(), Sampling(temperature=0, max_new_tokens=24, stop="quite")

@@ -62,6 +62,14 @@ def test_what_is_not_served_is_refused_by_name(client, chat, fields, param, word
     assert words in error["message"]
 
 
+def test_without_a_chat_template_the_other_address_is_named(client, monkeypatch):
+    tokenizer = client.service.engine.model.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    error = client.ask(chat=True, status=400, messages=SAY)["error"]
+    assert error["param"] == "messages"
+    assert "send the text as prompt to /v1/completions" in error["message"]
+
+
 def test_what_asks_for_nothing_is_accepted(idle):
     neutral = dict(presence_penalty=0, logit_bias={}, tools=[], user="me", suffix=None, stop=None)
     assert idle.ask(chat=True, messages=SAY, max_tokens=1, **neutral)["choices"]
@@ -78,14 +86,49 @@ def test_what_is_no_json_object_is_refused(client, body):
 def test_a_body_too_large_and_addresses_that_there_are_none_of(client):
     response = client.send(b'"' + b"a" * 2**24 + b'"')
     assert response.status == 413
-    assert "16,777,216 bytes" in json.loads(response.read())["error"]["message"]
+    assert json.loads(response.read())["error"]["message"] == (
+        "The body has more than 16,777,216 bytes, the most of a request here. Send its prompts in "
+        "several requests."
+    )
     error = client.ask(prompt="a", model="gpt", status=404)["error"]
     assert error["code"] == "model_not_found"
     assert "only 'stories'" in error["message"]
     status, text = client.get("/v1/chat")
-    assert (status, json.loads(text)["error"]["type"]) == (404, "invalid_request_error")
+    error = json.loads(text)["error"]
+    assert (status, error["type"]) == (404, "invalid_request_error")
+    assert error["message"].startswith("GET /v1/chat: Not Found. There are POST /v1/chat/comp")
     assert client.get("/v1/completions")[0] == 405
     assert client.get("/v1/models/gpt")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        (dict(prompt=["a"] * 13), "prompt", "13 answers (13 prompts, n=1)"),
+        (dict(prompt="a", n=13), "n", "13 answers (1 prompt, n=13)"),
+        (
+            dict(prompt=[[1, 2]] * 2**20, n=128),
+            "n",
+            "134,217,728 answers (1,048,576 prompts, n=128)",
+        ),
+    ],
+    ids=["prompts", "choices", "both"],
+)
+def test_more_answers_than_can_wait_are_refused_before_a_prompt_is_read(
+    client, monkeypatch, fields, param, said
+):
+    """A body of a few megabytes must not become lists of a hundred million prompts."""
+    from dms_jax.serving import protocol
+
+    def read(*arguments, **options):
+        raise AssertionError("a prompt was read")
+
+    monkeypatch.setattr(protocol, "encode_prompt", read)
+    error = client.ask(status=400, **fields)["error"]
+    assert error["param"] == param
+    assert error["message"] == (
+        f"{said} are asked for at once, and at most 12 can run or wait here. Ask for fewer."
+    )
 
 
 def test_models_and_health(client):

@@ -1,9 +1,11 @@
 """Compiles training steps over meshes ahead of time and prints their collectives as JSON.
 
-    python -m tests.training.collectives (cpu | TPU TOPOLOGY) SHARDS...
+    python -m tests.training.collectives (cpu | gpu | TPU TOPOLOGY) SHARDS[xSHARDS OF A ROW]...
 
 Run by `test_collectives.py` in a process of its own: one process loads libtpu at a time, and arrays
 can be abstract where types are not checked at run time. Nothing is executed.
+
+GPUs are H200s, compiled for by their own compiler (`make gpu-compiler`).
 """
 
 import collections
@@ -11,6 +13,7 @@ import json
 import math
 import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +26,9 @@ from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import DMS
+from dms_jax.training.compiling import GPU_OPTIONS
 from dms_jax.training.parameters import rebuilder, shardings
+from dms_jax.training.planning import gpu_compiler
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.shards import Shards
 from dms_jax.training.step import (
@@ -35,6 +40,8 @@ from dms_jax.training.step import (
     make_step,
 )
 
+# Where `make gpu-compiler` puts the plugin: in the environment it would slow every start of jax.
+GPU_COMPILER = Path(__file__).resolve().parents[2] / ".gpu_compiler"
 LAYERS, LENGTH, SEQUENCES, PASSES = 3, 256, 2, 2
 CONFIG = ModelConfig(
     vocab_size=1024,
@@ -113,10 +120,12 @@ def compiled_step(mesh: Mesh, *, trainable: str = "all", dtype=jnp.bfloat16):
     kept = jax.tree.map(lambda x: x.sharding, state)
     constants = Constants({}, others) if own else Constants(others, {})
     with jax.set_mesh(mesh):
-        lowered = jax.jit(step, donate_argnums=0, out_shardings=(kept, everywhere)).lower(
+        traced = jax.jit(step, donate_argnums=0, out_shardings=(kept, everywhere)).trace(
             state, constants, passes, schedule
         )
-        return lowered.compile()
+        platform = mesh.devices.flat[0].platform.replace("gpu", "cuda")
+        options = dict(GPU_OPTIONS) if platform == "cuda" else None
+        return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
 
 
 def collectives(text: str) -> list[tuple[str, str, int]]:
@@ -143,26 +152,44 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
     return results
 
 
-def bytes_of(arrays: str) -> int:
-    """Returns the bytes of arrays in the compiler's text."""
-    return sum(
-        _SIZES[kind] * math.prod(int(n) for n in shape.split(",") if n)
-        for kind, shape in _ARRAY.findall(arrays)
-    )
+def moved_bytes(kind: str, arrays: str, data: int) -> int:
+    """Returns the bytes of the whole arrays of a collective, without integers (tokens).
+
+    # In: reduce-scatter, f32[64,32], 4                Out: 32768, the compiler shows a shard
+    # In: all-gather, ((bf16[8,2]), bf16[8,4]), 2      Out: 64, of what starts it shows both
+    """
+
+    def of(text: str) -> int:
+        return sum(
+            _SIZES[kind] * math.prod(int(n) for n in shape.split(",") if n)
+            for kind, shape in _ARRAY.findall(text)
+            if kind in ("bf16", "f32")
+        )
+
+    if arrays.startswith("(("):
+        operands, _, results = arrays.partition("), ")
+        return max(of(operands), of(results))
+    return of(arrays) * (data if kind == "reduce-scatter" else 1)
 
 
-def mesh_of(devices, data: int, model: int) -> Mesh:
-    devices = np.array(devices[: data * model]).reshape(data, model)
-    return Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+def mesh_of(devices, data: int, sequence: int = 1) -> Mesh:
+    sizes = {"data": data, "sequence": sequence, "model": 1}
+    if sequence == 1:
+        del sizes["sequence"]
+    shape = tuple(sizes.values())
+    devices = np.array(devices[: data * sequence]).reshape(shape)
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "cpu":
         devices = jax.devices()
+    elif sys.argv[1] == "gpu":
+        devices = gpu_compiler.devices("h200", 8, a_host=8)
     else:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1])
         devices = topology.devices
-    for data in map(int, sys.argv[2:]):
-        compiled = compiled_step(mesh_of(devices, data, 1))
+    for shards in sys.argv[2:]:
+        compiled = compiled_step(mesh_of(devices, *map(int, shards.split("x"))))
         for each in collectives(compiled.as_text()):
-            print(json.dumps((data, *each)))
+            print(json.dumps((shards, *each)))

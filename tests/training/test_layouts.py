@@ -30,12 +30,12 @@ from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
 from dms_jax.training.trainer import Trainer, rows_here
 from tests.support.models import random_model, tiny_config
-from tests.training.tiny import EAGER, LENGTH, documents, recipe
+from tests.training.tiny import EAGER, documents, recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = dataclasses.replace(tiny_config(num_heads=8, num_kv_heads=4), vocab_size=32)
 STAGE = Stage("ramp", 20, 1e-3, 4.0, adapter_learning_rate=1e-2)
-SEQUENCES, STEPS = 16, 20
+SEQUENCES, STEPS, LENGTH = 16, 20, 16
 
 
 def trained(mesh, passes, trainable):
@@ -48,6 +48,7 @@ def trained(mesh, passes, trainable):
         options = recipe(
             STAGE,
             batch_size=SEQUENCES,
+            sequence_length=LENGTH,
             remat="all_but_attention",
             trainable=trainable,
             low_rank=LowRank(rank=2),
@@ -83,20 +84,24 @@ def alone(trainable):
 
 
 @pytest.mark.parametrize(
-    ("data", "model", "passes", "trainable", "together"),
+    ("data", "sequence", "model", "passes", "trainable", "together"),
     [
-        (8, 1, 2, "all", True),
-        (4, 2, 1, "all", False),
-        (2, 4, 4, "all", False),
-        (1, 8, 1, "all", False),  # twice as many devices as KV heads
-        (8, 1, 1, "low_rank", False),
+        (8, 1, 1, 2, "all", True),
+        (4, 1, 2, 1, "all", False),
+        (2, 1, 4, 4, "all", False),
+        (1, 1, 8, 1, "all", False),  # twice as many devices as KV heads
+        (8, 1, 1, 1, "low_rank", False),
+        (1, 8, 1, 1, "all", False),
+        (2, 4, 1, 2, "all", True),
+        (2, 2, 2, 1, "all", False),
     ],
 )
-def test_a_layout_changes_nothing(data, model, passes, trainable, together, monkeypatch):
+def test_a_layout_changes_nothing(data, sequence, model, passes, trainable, together, monkeypatch):
     """Neither do passes, nor whether a step gathers the layers once or in every pass."""
     if together:
         monkeypatch.setattr(library, "data_sheet", lambda kind: DEVICES["h200"])
-    seen, records, moments, exported = trained(make_mesh(data, model), passes, trainable)
+    mesh = make_mesh(data, model, sequence=sequence)
+    seen, records, moments, exported = trained(mesh, passes, trainable)
     same, expected, others, export = alone(trainable)
     assert 0.01 < expected[-1]["evicted"] < 0.9
     chex.assert_trees_all_equal(seen, same)
@@ -176,7 +181,7 @@ def test_a_stage_is_compiled_once():
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_NUM_CPU_DEVICES": "2",
     }
     done = subprocess.run(
         [sys.executable, "-c", COUNTED], capture_output=True, text=True, env=environment

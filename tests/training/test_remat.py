@@ -1,6 +1,7 @@
 """What the backward pass computes again, where a recipe leaves it open."""
 
 import dataclasses
+import warnings
 
 import jax
 import numpy as np
@@ -8,16 +9,18 @@ import pytest
 
 from dms_jax.command_line.shapes import SHAPES
 from dms_jax.devices import DEVICES
+from dms_jax.errors import OutOfMemoryError
 from dms_jax.model import low_rank
 from dms_jax.policies import DMS
 from dms_jax.sharding import make_mesh
+from dms_jax.training import retrofit
 from dms_jax.training import trainer as library
 from dms_jax.training.planning.lowering import AbstractStep
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.remat import kept_bytes, settle
 from dms_jax.training.trainer import Trainer
 from tests.support.models import tiny_config
-from tests.training.tiny import ADAPTER, language_model, recipe
+from tests.training.tiny import ADAPTER, documents, language_model, recipe
 
 OPEN = Recipe("open", (Stage("ramp", 10, 1e-5, 4.0),), sequence_length=4096, batch_size=4)
 
@@ -47,12 +50,12 @@ def test_products_are_kept_where_memory_allows(
         config,
         parameters=size,
         trained=size if trainable == "all" else 10**6,
-        shards=(1, 1),
+        shards=(1, 1, 1),
         memory=None if device is None else float(DEVICES[device].memory),
     )
     assert settled == dataclasses.replace(open_one, remat=expected)
     told = dataclasses.replace(open_one, remat="everything")
-    assert settle(told, config, parameters=1, trained=1, shards=(1, 1), memory=1e15) == told
+    assert settle(told, config, parameters=1, trained=1, shards=(1, 1, 1), memory=1e15) == told
 
 
 def test_tensor_parallelism_does_not_split_hidden_states():
@@ -75,7 +78,7 @@ def test_tensor_parallelism_does_not_split_hidden_states():
         SHAPES["llama-3.1-70b"],
         parameters=size,
         trained=size,
-        shards=(32, 8),
+        shards=(32, 1, 8),
         memory=float(memory),
     )
     assert settled.remat == "all_but_attention"
@@ -97,3 +100,53 @@ def test_trainer_and_plan_choose_alike(monkeypatch):
         assert trainer.recipe == step.recipe
         chosen.append(step.recipe.remat)
     assert chosen == ["all_but_products", "all_but_attention"]
+
+
+class Exhausted:
+    """A step that runs out of memory unless layers keep little enough; it stands in for jax.jit."""
+
+    def __init__(self, monkeypatch, fits):
+        self.tried, self._make = [], library.Trainer._jitted_step
+        self._fits = fits
+        monkeypatch.setattr(library.Trainer, "_jitted_step", lambda trainer: self.step_of(trainer))
+
+    def step_of(self, trainer):
+        remat = trainer.recipe.remat
+
+        def step(*arguments):
+            self.tried.append(remat)
+            if remat not in self._fits:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9")
+            return self._make(trainer)(*arguments)
+
+        return step
+
+
+def run(**changes):
+    options = dict(data=documents(), progress=False)
+    made = recipe(Stage("ramp", 2, 1e-3, 4.0), remat="auto")
+    return retrofit(
+        language_model(), ADAPTER, recipe=dataclasses.replace(made, **changes), **options
+    )
+
+
+def test_a_first_step_that_does_not_fit_keeps_less(monkeypatch):
+    steps = Exhausted(monkeypatch, fits={"everything"})
+    again = r"remat='all_but_attention'; it is compiled again with remat='everything'"
+    with pytest.warns(UserWarning, match=again):
+        run()
+    assert steps.tried == ["all_but_attention", "everything", "everything"]
+
+
+@pytest.mark.parametrize("remat", ["auto", "nothing"])
+def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
+    """What a recipe says is left as it is; there, nothing falls back."""
+    steps = Exhausted(monkeypatch, fits=())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(
+            OutOfMemoryError, match=r"micro_batch_size.*a mesh.*dms-jax plan.*ing 9"
+        ):
+            run(remat=remat)
+    expected = ["all_but_attention", "everything"] if remat == "auto" else ["nothing"]
+    assert steps.tried == expected

@@ -5,11 +5,11 @@ import pathlib
 from typing import Any
 
 import dms_jax
-from dms_jax.command_line.comparison.systems import training_free
+from dms_jax.command_line.comparison.systems import FEW_BITS, training_free
 
 # The rows that each thing to learn brings.
 LEARNED = {
-    "DMS": ("DMS", "DMS + Quest", "DMS + KCache", "DMS + float8"),
+    "DMS": ("DMS", "DMS + Quest", "DMS + KCache", *(f"DMS + {bits}" for bits in FEW_BITS)),
     "DMC": ("DMC", "DMC, nothing merged"),
     "GQA": ("GQA", "GQA + DMS", "GQA + DMC", "GQA + DMC, nothing merged"),
 }
@@ -52,14 +52,14 @@ def check_labels(config: Any, model: dms_jax.LanguageModel) -> None:
     learnt = [label for each in config.learn for label in LEARNED[each]]
     entries = brought(config.checkpoints)
     names = [(label, ratio) for label, ratio, _ in entries]
-    own = {"dense", "float8", *free, *learnt}
+    own = {"dense", *FEW_BITS, *free, *learnt}
     if again := sorted(
         {name for name, ratio in names if names.count((name, ratio)) > 1 or name in own}
     ):
         raise dms_jax.ConfigError(
             f"--checkpoints: another row is called {', '.join(again)}; give other labels."
         )
-    over = {f"{name} + {way}" for name, _ in names for way in ("Quest", "KCache", "float8")}
+    over = {f"{name} + {way}" for name, _ in names for way in ("Quest", "KCache", *FEW_BITS)}
     known = own | over | {name for name, _ in names}
     if unknown := [label for label in config.only if label not in known]:
         raise dms_jax.ConfigError(

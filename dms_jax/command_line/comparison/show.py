@@ -1,5 +1,6 @@
 """The tables and the picture of a comparison."""
 
+import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,11 +30,16 @@ def in_order(rows: Sequence[Measured]) -> list[Measured]:
     return sorted(rows, key=lambda row: (row.ratio, row.failed is not None, row.increase))
 
 
+def _error(error: float, digits: int) -> str:
+    """A standard error behind its figure; nothing where there is none, of a single sequence."""
+    return f" ±{error:.{digits}f}" if math.isfinite(error) else ""
+
+
 def text_cells(row: Measured, dense: Measured) -> dict[str, str]:
     """What a row says of the text, by column."""
     return {
-        "nats/token": f"{row.nats:.4f} ±{row.error:.4f}",
-        "above dense": f"{row.increase:+.4f} ±{row.increase_error:.4f}",
+        "nats/token": f"{row.nats:.4f}{_error(row.error, 4)}",
+        "above dense": f"{row.increase:+.4f}{_error(row.increase_error, 4)}",
         "live": f"{row.live:.0f}",
         "peak": f"{row.peak:.0f}",
         "reads": f"{row.reads:,.0f}",
@@ -48,9 +54,9 @@ def answer_cells(row: Measured, dense: Measured) -> dict[str, str]:
     cells = {}
     for name, part in row.answers.items():
         whole = dense.answers[name]
-        cells[f"{name}, %"] = f"{100 * part['accuracy']:.1f} ±{100 * part['error']:.1f}"
+        cells[f"{name}, %"] = f"{100 * part['accuracy']:.1f}{_error(100 * part['error'], 1)}"
         cells[f"change ({name})"] = (
-            f"{100 * part['change']:+.1f} ±{100 * part['change_error']:.1f}"
+            f"{100 * part['change']:+.1f}{_error(100 * part['change_error'], 1)}"
             if row is not dense
             else "-"
         )
@@ -64,7 +70,7 @@ def brief_cells(row: Measured, dense: Measured) -> dict[str, str]:
     cells = {}
     for name, part in row.answers.items():
         times = [dense.answers[name][x] / max(part[x], 1e-9) for x in ("peak", "reads")]
-        figure = f"{100 * part['accuracy']:.1f} ±{100 * part['error']:.1f}"
+        figure = f"{100 * part['accuracy']:.1f}{_error(100 * part['error'], 1)}"
         cells[f"{name}, %, peak, reads"] = f"{figure} ÷{times[0]:.2f} ÷{times[1]:.2f}"
     return cells
 
@@ -100,7 +106,7 @@ def _print(
     console.print(table)
 
 
-def picture(path: pathlib.Path, rows: Sequence[Measured], *, title: str) -> None:
+def picture(path: pathlib.Path, rows: Sequence[Measured], *, model: str) -> None:
     """Draws the loss above dense against what was measured of reads and live tokens.
 
     Six lines at most, those of `DRAWN` that were measured; the tables have the others. Where there
@@ -115,12 +121,14 @@ def picture(path: pathlib.Path, rows: Sequence[Measured], *, title: str) -> None
     parts = list(dense.answers)
     figure = Figure(figsize=(11, 0.6 + 3.8 * (1 + len(parts))), layout="constrained")
     left_out = len(measured) - len(labels)
+    title = f"{model}: {len(labels)} cache policies"
     figure.suptitle(f"{title}; {left_out} others are in the tables" if left_out else title)
     grid = figure.subplots(1 + len(parts), 2, squeeze=False, sharey="row")
     panels = (("peak", "times fewer live tokens at the peak"), ("reads", "times fewer reads"))
+    named: list[tuple[Any, list[tuple[float, float, str, str]]]] = []
 
     def draw(axes: Any, point: Callable[[Measured], tuple[float, float, float] | None]) -> None:
-        ends = []
+        ends, least = [], 1.0
         for label, colour in zip(labels, COLOURS, strict=False):
             found = [point(row) for row in others if row.label == label]
             points = sorted(each for each in found if each is not None)
@@ -128,25 +136,19 @@ def picture(path: pathlib.Path, rows: Sequence[Measured], *, title: str) -> None
                 fewer, height, error = zip(*points, strict=True)
                 axes.errorbar(fewer, height, error, marker="o", ms=4, capsize=2, color=colour)
                 ends.append((fewer[-1], height[-1], label, colour))
+                least = min(least, fewer[0])  # below 1 where wrong answers are longer
         axes.set_xscale("log", base=2)
-        ticks = [2**power for power in range(6)]
-        axes.set_xticks(ticks, [f"{tick}x" for tick in ticks])
-        axes.set_xlim(0.8, max([end[0] for end in ends], default=2) * 2.2)
+        ticks = [2.0**power for power in range(-3, 6)]
+        axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+        axes.set_xlim(0.8 * least, max([end[0] for end in ends], default=2) * 2.2)
         axes.grid(alpha=0.3)
-        _label_apart(axes, ends)
+        named.append((axes, ends))
 
     def against_dense(row: Measured, field: str) -> tuple[float, float, float]:
         return getattr(dense, field) / getattr(row, field), row.increase, row.increase_error
 
     for axes, (field, text) in zip(grid[0], panels, strict=True):
-        draw(
-            axes,
-            lambda row, f=field: (
-                getattr(dense, f) / getattr(row, f),
-                row.increase,
-                row.increase_error,
-            ),
-        )
+        draw(axes, lambda row, f=field: against_dense(row, f))
         axes.axhline(0, color="#222222", linewidth=0.8)
         axes.set_xlabel(text)
     low = [0, 0.01, 0.03, 0.1, 0.3, 1, 3]
@@ -167,17 +169,21 @@ def picture(path: pathlib.Path, rows: Sequence[Measured], *, title: str) -> None
             draw(axes, lambda row, n=name, f=field: answered(row, n, f))
             axes.axhline(100 * dense.answers[name]["accuracy"], color="#222222", linewidth=0.8)
             axes.set_xlabel(text)
-        line[0].set_ylabel(f"{name}, % right")
+        line[0].set(ylabel=f"{name}, % right", ylim=(-9, None))  # room for names at the bottom
+    figure.draw_without_rendering()  # places are known after it
+    for axes, ends in named:
+        _label_apart(axes, ends)
     figure.savefig(path, dpi=110)
 
 
 def _label_apart(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
     """Writes names where lines end, one below another where they would meet."""
-    axes.figure.canvas.draw()  # limits are known after it
+    from matplotlib.patheffects import withStroke
+
     lowest = float("inf")
     for x, y, label, colour in sorted(ends, key=lambda end: -axes.transData.transform(end[:2])[1]):
         place = axes.transData.transform((x, y))[1]
-        lowest = min(place, lowest - 12 * axes.figure.dpi / 100)
+        lowest = min(place, lowest - 12 * axes.figure.dpi / 72)  # 12 points, of letters of 9
         axes.annotate(
             label,
             (x, y),
@@ -186,4 +192,6 @@ def _label_apart(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
             color=colour,
             va="center",
             fontsize=9,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
+            zorder=4,
         )

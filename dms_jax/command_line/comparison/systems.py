@@ -19,6 +19,7 @@ from dms_jax.policies.periodic_eviction import Scorer
 
 # A system that cuts rows every so often does so once every so many tokens here.
 INTERVAL = 16
+FEW_BITS = {"float8": "float8_e4m3", "int4": "int4"}  # by label, what the cache is stored in
 WHOLE = dict(compression_ratio=1)  # budgets come with the sequences: one program for all of them
 
 
@@ -82,7 +83,7 @@ def training_free(model: dms_jax.LanguageModel, ratio: float) -> Iterator[System
     for name, make in makers.items():
         yield System(name, ratio, model, make)
     for name, kind in POLICIES.items():
-        if issubclass(kind, BudgetedPolicy):
+        if issubclass(kind, BudgetedPolicy) and not kind().retrofit.needed:
             yield System(name, ratio, model, _budgeted(kind))
     snapkv = _budgeted(dms_jax.SnapKV)
     yield System("AdaKV", ratio, model, lambda share: dms_jax.AdaKV(scorer=snapkv(share)))
@@ -98,9 +99,7 @@ def _makers(ratio: float) -> dict[str, Callable[[Share], Policy]]:
         return dms_jax.RandomEviction(window=recent, rate=float(gone / old))
 
     return {
-        "StreamingLLM": lambda share: dms_jax.StreamingLLM(budget=share.limit),
         "RandomEviction": random,
-        "Quest": lambda share: dms_jax.Quest(budget=share.limit),
         "KCache": lambda share: dms_jax.KCache(top=share.limit),
         # As it is: nothing was trained for it.
         "FixedPooling": lambda share: FixedPooling(every=int(ratio)),
@@ -134,4 +133,5 @@ def combined(base: System) -> Iterator[System]:
 
     yield dataclasses.replace(base, label=f"{base.label} + Quest", policy=quest)
     yield dataclasses.replace(base, label=f"{base.label} + KCache", policy=kcache)
-    yield dataclasses.replace(base, label=f"{base.label} + float8", kv_dtype="float8_e4m3")
+    for label, kv_dtype in FEW_BITS.items():
+        yield dataclasses.replace(base, label=f"{base.label} + {label}", kv_dtype=kv_dtype)

@@ -13,7 +13,6 @@ measured.
 import dataclasses
 import itertools
 import pathlib
-import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +35,7 @@ from dms_jax.analysis import View, eviction_page, memory_trace, retention, token
 from dms_jax.analysis.plots import Point, compression_figure
 from dms_jax.analysis.summaries import ratios
 from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json
+from dms_jax.command_line.writing import Writer
 from dms_jax.data import Documents
 from dms_jax.generation import Update
 from dms_jax.training import recipes
@@ -309,21 +309,21 @@ def tell_a_story(console: Console, model: dms_jax.LanguageModel, page_size: int)
     prompt = "Once upon a time, there was a little dog who"
     console.print(f"\n[bold]A new story from the compressed cache[/bold]\n{prompt} ...")
 
+    writer = Writer(console, 78)
+
     def write(update: Update) -> None:
-        console.print(update.text, end="", markup=False, soft_wrap=True)
+        writer.write(update.text, last=update.finished)
 
     out = dms_jax.generate(
         model,
         [prompt],
         sampling=dms_jax.Sampling(temperature=0.7, top_p=0.9, max_new_tokens=300, seed=3),
         page_size=page_size,
-        on_tokens=write if console.is_terminal else None,
+        on_tokens=write,
     )
-    if not console.is_terminal:
-        console.print(textwrap.fill(out.texts[0], 78), markup=False)
     usage = out.usage
     console.print(
-        f"\n\n{usage.prompt_tokens + usage.new_tokens} tokens, {usage.live_tokens:.0f} live at the "
+        f"\n{usage.prompt_tokens + usage.new_tokens} tokens, {usage.live_tokens:.0f} live at the "
         f"end: {usage.compression_ratio:.1f} times fewer; {usage.cache_bytes / 1e3:.0f} kB."
     )
 
@@ -362,7 +362,8 @@ def main(config: Config) -> list[Row]:
         f"[bold]2. Retrofit[/bold] to compression ratio {config.ratio:g}, window {config.window}: "
         "about a minute"
     )
-    model, early, seconds = retrofit(config, base, console.print)
+    # print, which the bar of the retrofit puts above itself; another console would write into it.
+    model, early, seconds = retrofit(config, base, print)
     console.print("[bold]3. Decode[/bold] the same tokens from small caches")
     with progress:
         row = bench.run(f"DMS, trained to ratio {config.early_ratio:g}", "DMS", early, early.policy)

@@ -32,6 +32,15 @@ TASKS: tuple[Task, ...] = (
     Needle(size=300),
 )
 
+LEGEND = """\
+peak: most tokens in the cache, fewer: how many times; reads: entries read.
+
+Where to go on:
+  dms-jax generate --model reasoner-11m-dms "Problem: Compute 7 * 6. Solution:"
+  dms-jax chat --help       talk with a checkpoint of yours, from a small cache
+  dms-jax compare --help    every policy on one checkpoint, beside each other
+  dms-jax retrofit --help   train a checkpoint to need less"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -78,6 +87,7 @@ def main(config: Config) -> dict[str, Result]:
         console.rule(task.name)
         _show(console, task.problem("test", 0), index, results, config)
     console.print(_table(results))
+    console.print(LEGEND)
     return results
 
 
@@ -101,9 +111,10 @@ def _show(
 
 
 def _table(results: dict[str, Result]) -> Table:
-    table = Table(box=SIMPLE, title="Right answers; tokens in the cache and read, a sequence")
-    for heading in ("", *(task.name for task in TASKS), "peak tokens", "tokens read", "fewer"):
-        table.add_column(heading, justify="right" if heading else "left")
+    title = "Right answers; tokens in the cache and read, a sequence"
+    table = Table(box=SIMPLE, title=title, padding=(0, 1, 0, 0))
+    for heading in ("", *(task.name for task in TASKS), "peak", "reads", "fewer"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     dense = results["dense"]
     for name, result in results.items():
         right = (result.of_task(task.name).scores for task in TASKS)

@@ -109,6 +109,7 @@ class Plan:
       parameters: parameters of the model.
       stages: what each stage takes, in their order.
       here: whether the programs are those of devices that are here.
+      sequence: devices along `sequence`.
     """
 
     machine: Machine
@@ -118,6 +119,7 @@ class Plan:
     parameters: int
     stages: tuple[StagePlan, ...]
     here: bool = False
+    sequence: int = 1
 
     @property
     def exact(self) -> bool:
@@ -186,6 +188,7 @@ def plan(
     recipe: Recipe,
     machine: str,
     model_shards: int = 1,
+    sequence_shards: int = 1,
     dtype: str = "bfloat16",
     here: bool = False,
 ) -> Plan:
@@ -196,8 +199,9 @@ def plan(
       policy: the policy to train for; None for vanilla.
       recipe: the recipe of the run.
       machine: a TPU slice ("v5p-128", "v6e-256") or a number of devices ("8xh200").
-      model_shards: devices along which heads and feed-forward are split; the others split
-        sequences, and shards of every parameter.
+      model_shards: devices along which heads and feed-forward are split.
+      sequence_shards: devices along which the tokens of each sequence are split; what is left
+        splits sequences, and both hold shards of every parameter.
       dtype: type of the model's parameters.
       here: whether the machine is this one, whose own compiler is asked; nothing runs on it.
 
@@ -212,17 +216,23 @@ def plan(
     check_policy(policy)
     target = find_machine(machine)
     shards = check("plan: model_shards", model_shards, Count)
-    if target.count % shards:
+    of_rows = check("plan: sequence_shards", sequence_shards, Count)
+    if target.count % (shards * of_rows):
+        asked = f"model_shards={shards}"
+        if of_rows > 1:
+            asked = f"model_shards={shards} times sequence_shards={of_rows}"
         raise ConfigError(
-            f"plan: {target.name} has {target.count} devices, which model_shards={shards} does "
-            "not divide."
+            f"plan: {target.name} has {target.count} devices, which {asked} does not divide."
         )
-    data = target.count // shards
+    data = target.count // (shards * of_rows)
     # In the order of the topology: the places of real devices are chosen when they are there.
     found = target.devices_here() if here else target.devices()
-    devices = np.array(found, object).reshape(data, shards)
-    axes = (sharding.DATA, sharding.MODEL)
-    mesh = jax.sharding.Mesh(devices, axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sizes = {sharding.DATA: data, sharding.SEQUENCE: of_rows, sharding.MODEL: shards}
+    if of_rows == 1:
+        del sizes[sharding.SEQUENCE]
+    devices = np.array(found, object).reshape(tuple(sizes.values()))
+    types = (jax.sharding.AxisType.Auto,) * len(sizes)
+    mesh = jax.sharding.Mesh(devices, tuple(sizes), axis_types=types)
     step = AbstractStep(config, policy, recipe, mesh, dtype, memory=float(target.device.memory))
     recipe = step.recipe
     return Plan(
@@ -231,23 +241,24 @@ def plan(
         recipe=recipe,
         policy=policy,
         parameters=sum(x.size for x in jax.tree.leaves(step.parameters)),
-        stages=_stages(step, config, recipe, policy, data),
+        stages=_stages(step, config, recipe, policy, mesh),
         here=here,
+        sequence=of_rows,
     )
 
 
 def _stages(
-    step: AbstractStep, config: ModelConfig, recipe: Recipe, policy: Policy, data: int
+    step: AbstractStep, config: ModelConfig, recipe: Recipe, policy: Policy, mesh: jax.sharding.Mesh
 ) -> tuple[StagePlan, ...]:
     """Returns what each stage takes; steps that take the same arguments are one program."""
-    size = recipe.pass_size(data)
+    size = recipe.pass_size(mesh.shape[sharding.DATA])
     programs: list[tuple[StepInputs, tuple[Memory, list[Collective]]]] = []
     planned = []
     for stage in recipe.stages_for(policy):
         inputs = step.inputs(stage)
         done = [result for known, result in programs if known == inputs]
         if not done:
-            done = [_compile(step, inputs, config, recipe, data)]
+            done = [_compile(step, inputs, config, recipe, mesh)]
             programs.append((inputs, done[0]))
         memory, found = done[0]
         executed, needed = _operations(config, step, recipe, policy, stage)
@@ -257,7 +268,11 @@ def _stages(
 
 
 def _compile(
-    step: AbstractStep, inputs: StepInputs, config: ModelConfig, recipe: Recipe, data: int
+    step: AbstractStep,
+    inputs: StepInputs,
+    config: ModelConfig,
+    recipe: Recipe,
+    mesh: jax.sharding.Mesh,
 ) -> tuple[Memory, list[Collective]]:
     """Returns the memory on each device, and the collectives."""
     of_kind = lambda mark: float(  # noqa: E731
@@ -279,8 +294,9 @@ def _compile(
         program = collectives(compiled.as_text(), step.devices)
     passes, sequences, _ = next(iter(inputs.passes.values())).shape
     assert recipe.remat != "auto"
-    model = step.devices // data
-    kept = kept_bytes(config, recipe, recipe.remat, sequences // data, model=model)
+    data, sequence, model = sharding.mesh_sizes(mesh)
+    split = dict(model=model, sequence=sequence)
+    kept = kept_bytes(config, recipe, recipe.remat, sequences // data, **split)
     kept = min(temporary, kept)
     several = passes > 1 or recipe.trained_for(step.policy) == "all"
     gradients = min(temporary - kept, trained) if several else 0.0

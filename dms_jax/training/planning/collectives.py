@@ -122,12 +122,27 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
 
 
 def _measure(kind: str, line: str, devices: int) -> tuple[str, str, int, float]:
-    """Returns the kind, shape, group size and bytes sent of a collective."""
-    head = line.partition(", metadata=")[0].partition("replica_groups=")[0]
-    # The results come first; of a start in parts they hold operands too.
-    arrays = [(_size(*match.groups()), match[0]) for match in _ARRAY.finditer(head)]
-    size, shape = max(arrays, default=(0, ""))
+    """Returns the kind, largest shape, group size and bytes sent of a collective.
+
+    Several arrays may be sent together; what starts a collective shows operands and results.
+
+    # f32[2] reduce-scatter(%a)                                        Out: 8 bytes a device
+    # ((bf16[2], bf16[4]), (bf16[4], bf16[8])) all-gather-start(%a, %b)      24 bytes in all
+    # (bf16[2], bf16[4]) all-gather-start(%a)                                 8 bytes in all
+    """
+    text = _without_layouts(_INSTRUCTION.match(line)[2])  # pyright: ignore
+    types, operation, _ = re.split(r"([a-z][a-z\-]*)\(", text, maxsplit=1)[:3]
+    arrays = lambda part: [(_size(*x.groups()), x[0]) for x in _ARRAY.finditer(part)]  # noqa: E731
+    total = lambda part: sum(size for size, _ in arrays(part))  # noqa: E731
     group = _group_size(line, devices)
+    if types.startswith("(("):
+        operands, _, results = types.partition("), ")
+        size = max(total(operands), total(results))
+    elif operation.endswith("-start") and kind != "all-reduce":
+        size = max(arrays(types), default=(0, ""))[0]
+    else:
+        size = total(types) * (group if operation == "reduce-scatter" else 1)
+    _, shape = max(arrays(types), default=(0, ""))
     share = 1.0 if kind == "collective-permute" else (group - 1) / group
     return kind, shape, group, size * share * (2 if kind == "all-reduce" else 1)
 

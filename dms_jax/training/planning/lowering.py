@@ -29,7 +29,7 @@ from dms_jax.training.parameters import (
 )
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.remat import settle
-from dms_jax.training.shards import Shards, holds_whole_layers
+from dms_jax.training.shards import Shards, check_split, holds_whole_layers
 from dms_jax.training.step import (
     Constants,
     Passes,
@@ -92,6 +92,7 @@ class AbstractStep:
         *,
         memory: float | None = None,
     ):
+        check_split(recipe, policy, mesh)
         self._memory = memory
         self.policy, self.devices = policy, mesh.size
         self._mesh = mesh
@@ -113,7 +114,7 @@ class AbstractStep:
             config,
             parameters=count(self.parameters),
             trained=count(self._trained(trained)),
-            shards=(mesh.shape[sharding.DATA], mesh.shape[sharding.MODEL]),
+            shards=sharding.mesh_sizes(mesh),
             memory=memory,
         )
 

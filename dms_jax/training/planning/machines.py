@@ -3,9 +3,9 @@
     v5p-128            a TPU slice by its type: v5p counts cores, two a chip; v5e and v6e chips
     8xh200, h200       GPUs, eight to a host
 
-TPU programs are compiled for their own topology. There is no compiler for GPUs without a GPU: their
-plan compiles the same step for as many chips of v5p, which partitions it alike; or, where as many
-GPUs are here, for these, by their own compiler.
+TPU programs are compiled for their own topology, and those of H100 and H200 by their own compiler
+where it is installed (`gpu_compiler`) or where the GPUs are. Otherwise the plan of GPUs compiles
+the same step for as many chips of v5p, which partitions it alike.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import jax
 
 from dms_jax.devices import DEVICES, Device, data_sheet
 from dms_jax.errors import ConfigError
+from dms_jax.training.planning import gpu_compiler
 
 GPUS_A_HOST = 8
 _CORES_A_CHIP = {"v5p": 2, "v5e": 1, "v6e": 1}
@@ -47,18 +48,23 @@ class Machine:
     @property
     def compiled(self) -> bool:
         """Whether the plan's program is that of the machine's own compiler."""
+        return self.is_tpu or gpu_compiler.compiles_for(self.kind)
+
+    @property
+    def is_tpu(self) -> bool:
+        """Whether the devices are chips of a TPU slice."""
         return self.kind in _CORES_A_CHIP
 
     @property
     def topology(self) -> str:
-        """Name of the TPU topology to compile for; it may have more devices than are used."""
-        kind = self.kind if self.compiled else _STAND_IN
+        """Name of the TPU topology that stands for it; it may have more devices than are used."""
+        kind = self.kind if self.is_tpu else _STAND_IN
         return f"{kind}:{_grid(self.count, 3 if kind == 'v5p' else 2)}"
 
     def bandwidth(self, group: int) -> float:
         """Returns the bytes per second a device sends in a collective over `group` devices."""
         device = self.device
-        within = self.compiled or group <= GPUS_A_HOST
+        within = self.is_tpu or group <= GPUS_A_HOST
         return float((device.link if within else device.network) or device.bandwidth)
 
     def devices_here(self) -> list[Any]:
@@ -81,6 +87,8 @@ class Machine:
         Raises:
           ConfigError: libtpu is not installed.
         """
+        if not self.is_tpu and self.compiled:
+            return gpu_compiler.devices(self.kind, self.count, a_host=GPUS_A_HOST)
         from jax.experimental import topologies
 
         try:

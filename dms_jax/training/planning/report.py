@@ -21,6 +21,7 @@ def report(plan: "Plan") -> str:
 def _head(plan: "Plan") -> list[str]:
     recipe, machine = plan.recipe, plan.machine
     data, model = plan.mesh
+    of_rows = f"sequence {plan.sequence}, " if plan.sequence > 1 else ""
     trained = {
         "all": "all weights",
         "adapter": "the adapter beside frozen weights",
@@ -32,7 +33,7 @@ def _head(plan: "Plan") -> list[str]:
     lines = [
         f"{plan.parameters / 1e9:.1f}B parameters, {short(plan.policy)}, {recipe.name}: {trained}, "
         f"{recipe.loss.replace('_', ' ')}",
-        f"On {machine.count} {machine.kind} ({machine.name}): data {data}, model {model}",
+        f"On {machine.count} {machine.kind} ({machine.name}): data {data}, {of_rows}model {model}",
         f"{sum(stage.steps for stage in plan.stages):,} optimizer steps ({stages}), "
         f"{plan.tokens / 1e9:.3g}B tokens",
         f"A step: {passes} pass{'es' * (counts[-1] > 1)} of {recipe.pass_size(data)} sequences of "
@@ -40,8 +41,9 @@ def _head(plan: "Plan") -> list[str]:
     ]
     if not plan.exact:
         lines.append(
-            f"Estimated: no compiler for GPUs works without one. The program is that of "
-            f"{machine.topology} (TPU), partitioned alike; its temporaries and fusions are a TPU's."
+            f"Estimated: the program is that of {machine.topology} (TPU), partitioned alike; its "
+            "temporaries and fusions are a TPU's. For H100 and H200 their own compiler makes it: "
+            "pip install jax-cuda13-pjrt jax-cuda13-plugin (of jax's version; no GPU needed)."
         )
     return lines
 
@@ -167,6 +169,9 @@ def _advice(plan: "Plan") -> list[str]:
             advice.append(
                 f"model_shards={2 * model}: heads, feed-forward and logits are split further"
             )
+            advice.append(
+                f"sequence_shards={2 * plan.sequence}: tokens of a sequence are split further"
+            )
             advice.append(f"a sequence_length of {recipe.sequence_length // 2:,} or less")
     elif plan.communication_seconds(plan.longest) > plan.compute_seconds(plan.longest):
         if recipe.micro_batch_size and data * recipe.micro_batch_size < recipe.batch_size:
@@ -174,7 +179,7 @@ def _advice(plan: "Plan") -> list[str]:
                 f"micro_batch_size={2 * recipe.micro_batch_size}, if memory allows: parameters are "
                 "gathered once a pass, and there would be half as many"
             )
-        if not machine.compiled and model > GPUS_A_HOST:
+        if not machine.is_tpu and model > GPUS_A_HOST:
             advice.append(f"model_shards of at most {GPUS_A_HOST}: within one host")
     if not advice:
         return []

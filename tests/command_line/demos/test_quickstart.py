@@ -1,8 +1,14 @@
 """The quickstart, with hardly any training: every row, file and figure that it promises."""
 
+import io
 import json
+import re
+import sys
 
+import numpy as np
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
 import dms_jax
 from dms_jax.command_line.demos import quickstart
@@ -46,6 +52,29 @@ def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "A new story from the compressed cache" in printed
     assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
+
+
+def test_what_is_told_during_the_retrofit_stands_above_its_bar(monkeypatch, tmp_path):
+    """Not behind the bar's figures, where it was cut off."""
+    out = io.StringIO()
+    out.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(quickstart, "held_out", lambda *_: np.zeros((1, 4), np.int32))
+    monkeypatch.setattr(quickstart.Bench, "run", lambda *_: None)
+
+    def retrofit(model, *_, on_snapshot, **options):
+        with Progress(console=Console(force_terminal=True), auto_refresh=False) as bar:
+            bar.add_task("training")
+            bar.refresh()
+            for ratio in (2.0, 4.0):
+                on_snapshot(ratio, model)
+        raise KeyboardInterrupt  # what comes after it is another test's
+
+    monkeypatch.setattr(quickstart.dms_jax, "retrofit", retrofit)
+    with pytest.raises(KeyboardInterrupt):
+        quickstart.main(quickstart.Config(out=tmp_path))
+    for ratio in (2, 4):
+        assert re.search(rf"\x1b\[2K  ratio {ratio} after 0 s\n", out.getvalue())
 
 
 def test_budgets_for_equal_reads_and_equal_peak():

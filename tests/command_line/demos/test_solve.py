@@ -1,16 +1,19 @@
 """The demonstration of the reasoning models: what it shows is what was decoded."""
 
+import re
+
 import chex
 import pytest
 
 import dms_jax
+from dms_jax.command_line import COMMANDS
 from dms_jax.command_line.demos import solve
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 def test_the_shipped_models_solve_the_same_problems_side_by_side(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     results = solve.main(solve.Config(problems=1, lines=4))
     shown = capsys.readouterr().out
     dense, compressed = results.values()
@@ -30,3 +33,10 @@ def test_the_shipped_models_solve_the_same_problems_side_by_side(capsys, monkeyp
     fewer = dense.peak_per_problem / compressed.peak_per_problem
     assert fewer > 4
     assert f"{fewer:.1f}x" in shown
+    table = shown[shown.index(" linear ") :]
+    assert all(task.name in table for task in solve.TASKS)
+    assert "…" not in table
+    assert max(map(len, shown.splitlines())) <= 80
+    assert solve.LEGEND in shown  # as its lines are
+    for line in re.findall(r"dms-jax \w+", solve.LEGEND):
+        assert line.split()[1] in COMMANDS

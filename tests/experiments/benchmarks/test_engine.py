@@ -27,12 +27,15 @@ def test_a_first_call_and_whole_calls_are_timed(tmp_path):
     script.main(config)
     (policy,) = json.loads(out.read_text())["policies"]
     first, (run,) = policy["first_call"], policy["runs"]
-    assert first["requests"] == 2
-    assert first["new_tokens"] <= 2 * config.chunk
+    assert first["requests"] == 3
+    assert first["new_tokens"] <= 3 * config.chunk
     assert first["programs"] > 3
     assert run["requests"] == 3
     assert 15 <= run["prompt_tokens"] <= 27
     assert run["tokens_per_second"] == run["new_tokens"] / run["seconds"]
+    assert run["padded_prompt_tokens"] >= run["prompt_tokens"]
+    assert run["launches"] - run["prompt_programs"] == run["lane_steps"] / (4 * config.lanes)
+    assert run["lane_steps"] >= run["new_tokens"] - run["requests"]
     limit = run["limit"]
     parts = ("weights_seconds", "cache_seconds", "prefill_seconds")
     assert limit["seconds"] == pytest.approx(sum(limit[part] for part in parts))

@@ -8,7 +8,7 @@ import pytest
 
 import dms_jax
 from experiments.benchmarks import even_heads
-from experiments.benchmarks.decode_steps import model_of
+from experiments.benchmarks.shapes import model_of
 
 
 def test_all_forms_hold_the_same_tokens():

@@ -32,6 +32,11 @@ def test_what_is_timed_is_what_pages_say():
     assert {row["command"] for row in report["rows"]} == {step.command for step in STEPS.values()}
     for row in report["rows"]:
         assert f"{row['processor_seconds']:,.1f} | {row['wall_seconds']:,.1f} |" in page
+    three = [row for row in report["rows"] if row["what"].startswith("three commands")]
+    seconds = [sum(row[each] for row in three) for each in ("processor_seconds", "wall_seconds")]
+    together = f"took {seconds[0]:.0f} seconds of processor time"
+    assert together in told
+    assert f"{seconds[1] / 60:.1f} minutes on two" in told
     for name in ("token", "retrofit", "story", "frontier"):
         assert f"\n{STEPS[name].command}\n" in told
     assert "dms_jax.retrofit(" in first_results.block()

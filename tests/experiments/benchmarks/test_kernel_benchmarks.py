@@ -46,14 +46,14 @@ def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, un
     monkeypatch.setattr(timing, "device_events", device_events)
     case = next(one for one in script.cases.CONTRACT if one.name in ("width7", "base"))
     monkeypatch.setattr(script.cases, "BENCHMARK", (case,))
-    monkeypatch.setattr(script, "IMPLEMENTATIONS", ("xla", "triton"))
+    monkeypatch.setattr(script, "IMPLEMENTATIONS", ("xla", "mosaic_gpu"))
     script.main(script.Config(out=tmp_path))
     report = json.loads((tmp_path / f"{name}.json").read_text())
     done, refused = report["records"]
     assert done["right"]
     assert done[unit] == pytest.approx(4 - 1 / timing.CALLS, abs=0.01)
     assert (done["kernels_us"], done["launches"]) == (3, 1)
-    assert (refused["implementation"], refused["case"]) == ("triton", case.name)
+    assert (refused["implementation"], refused["case"]) == ("mosaic_gpu", case.name)
     assert "failed" in refused
     # The committed report is of the same form.
     committed = json.loads((ROOT / "experiments/results/kernels" / f"{name}.json").read_text())

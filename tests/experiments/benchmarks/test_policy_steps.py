@@ -8,7 +8,9 @@ import dms_jax
 from experiments.benchmarks import policy_steps
 
 
-@pytest.mark.parametrize("label", ["DMS (drawn) + Quest", "H2O", "KCache", "SnapKV"])
+@pytest.mark.parametrize(
+    "label", ["DMS (drawn) + Quest", "H2O", "KCache", "SnapKV", "Vanilla + float8"]
+)
 def test_speed_is_taken_at_a_length_that_is_set(tmp_path, label):
     config = policy_steps.Config(
         shape="tiny", context=640, batch=1, ratios=(2.0,), only=(label,), out=tmp_path
@@ -16,7 +18,8 @@ def test_speed_is_taken_at_a_length_that_is_set(tmp_path, label):
     (row,) = policy_steps.main(config)
     assert "failed" not in row
     assert row["label"] == label
-    assert row["live"] == pytest.approx({"H2O": 321, "KCache": 640}.get(label, 320), rel=0.05)
+    live = {"H2O": 321, "KCache": 640, "Vanilla + float8": 640}.get(label, 320)
+    assert row["live"] == pytest.approx(live, rel=0.05)
     assert row["step_ms"] > 0
     # The cut comes after the steps that were timed, and takes what an interval had added.
     assert row.get("cut_slots", 80) == pytest.approx(80, abs=1)

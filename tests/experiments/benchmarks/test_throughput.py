@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import pytest
 
 import dms_jax
-from experiments.benchmarks import decode_steps, throughput
+from experiments.benchmarks import shapes, throughput
 from experiments.benchmarks.throughput import Config
 
 
 def test_the_largest_batch_fills_the_memory_and_no_more(monkeypatch):
     config = Config(shape="tiny", dtype="float32")
-    model = decode_steps.model_of("tiny", jnp.float32)
+    model = shapes.model_of("tiny", jnp.float32)
     # 2 layers, 2 KV heads, 16 numbers: a page of 64 tokens is 2 * 64 * 16 * 4 = 8,192 bytes, and
     # 100 tokens take 3 pages of each of the 4 rows: 98,304 bytes.
     weights = throughput.tree_bytes(model.transformer)

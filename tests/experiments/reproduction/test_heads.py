@@ -106,7 +106,7 @@ def test_the_script_writes_pictures_pages_and_verdicts(tmp_path, monkeypatch):
     monkeypatch.setattr(heads, "retrofits", untrained)
     runs = tmp_path / "runs"
     out = tmp_path / "out"
-    config = heads.Config(out=out, runs=runs, problems=2, length=160, needles=2, stories=2)
+    config = heads.Config(out=out, runs=runs, problems=2, length=112, needles=2, stories=2)
     results = heads.main(config)
     written = {path.name for path in out.iterdir()}
     pictures = {"ratios", "training", "length", "distance", "position", "kinds", "agreement"}

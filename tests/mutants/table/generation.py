@@ -33,6 +33,27 @@ MUTANTS = [
         (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
     ),
     Mutant(
+        "generation: a token is taken though more likely ones reach the mass",
+        FOLDER + "sampling.py",
+        "kept = sums < rule.top_p *",
+        "kept = 0 * sums < rule.top_p *",
+        (f"{SAMPLING}::test_draws_follow_the_filtered_distribution",),
+    ),
+    Mutant(
+        "generation: min-p is left out where tokens are tried",
+        FOLDER + "sampling.py",
+        "if rule.switches.min_p:\n        likely =",
+        "if False:\n        likely =",
+        (f"{SAMPLING}::test_draws_follow_the_filtered_distribution",),
+    ),
+    Mutant(
+        "generation: booleans are read from the words of what lies before them",
+        FOLDER + "packing.py",
+        "            start = end\n",
+        "            start = end - (leaf.dtype == bool)\n",
+        ("tests/generation/test_packing.py::test_what_is_packed_is_read_again",),
+    ),
+    Mutant(
         "generation: top-k is left out beside top-p",
         FOLDER + "sampling.py",
         "if rule.switches.top_k:",

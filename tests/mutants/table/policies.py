@@ -9,6 +9,7 @@ from tests.mutants.mutant import Mutant
 FOLDER = "dms_jax/policies/"
 STEPS = "tests/laws/test_prompt_and_steps.py::test_steps_alone"
 CHUNKS = "tests/laws/test_prompt_and_steps.py::test_ragged_chunks_of_a_prompt_then_steps"
+OTHER_CHUNKS = "tests/laws/test_prompt_and_steps.py::test_ragged_chunks_of_other_prompts"
 MERGING = "tests/policies/test_merging.py"
 FLOAT32 = "tests/policies/test_float32_sums.py"
 ALLOCATION = "tests/policies/test_allocation.py"
@@ -102,21 +103,21 @@ MUTANTS = [
         FOLDER + "h2o.py",
         "recent = budget - budget // 2",
         "recent = budget // 2",
-        (f"{STEPS}[H2O-budget=7-G=4-page=4]",),
+        (f"{CHUNKS}[H2O-budget=7-G=4-page=4]",),
     ),
     Mutant(
         "policies: the newest token of a cut is one too late",
         FOLDER + "values.py",
         "return self.first + jnp.maximum(self.count, 1) - 1",
         "return self.first + jnp.maximum(self.count, 1)",
-        (f"{CHUNKS}[(13, 1, 22)-H2O-budget=9-prefill=dense_then_evict-G=2-page=4]",),
+        (f"{OTHER_CHUNKS}[(13, 1, 22)-H2O-budget=9-prefill=dense_then_evict-G=2-page=4]",),
     ),
     Mutant(
         "policies: SnapKV's ring loses its oldest query",
         FOLDER + "snapkv.py",
         "keep = (index < last) & (index >= last - self.window)",
         "keep = (index < last) & (index > last - self.window)",
-        (f"{CHUNKS}[(13, 1, 22)-SnapKV-budget=9-interval=4-window=3-G=2-page=4]",),
+        (f"{OTHER_CHUNKS}[(13, 1, 22)-SnapKV-budget=9-interval=4-window=3-G=2-page=4]",),
     ),
     Mutant(
         "policies: ExpectedAttention counts the sinks before a chunk",
@@ -124,8 +125,8 @@ MUTANTS = [
         "before = jnp.maximum(chunk.first - self.sinks, 0)",
         "before = jnp.maximum(chunk.first, 0)",
         (
-            f"{CHUNKS}[(13, 1, 22)-ExpectedAttention-budget=9-interval=4-future=16-epsilon=0.01-"
-            "G=2-page=4]",
+            f"{OTHER_CHUNKS}[(13, 1, 22)-ExpectedAttention-budget=9-interval=4-future=16-"
+            "epsilon=0.01-G=2-page=4]",
         ),
     ),
     Mutant(

@@ -42,9 +42,10 @@ def run(implementation, arrays, tile):
     plan = make_plan(rows.lengths, tile=tile, programs=programs)
     # Plans may be longer than it takes.
     plan = jax.tree.map(lambda x: jnp.pad(x, (0, 3), constant_values=1 << 20), plan)
-    if implementation == "triton":
-        return gpu.triton(q, rows, plan, **wanted, interpret=True), False
     parameters = plgpu.InterpretGPUParams(detect_races=True)
+    if implementation == "mosaic_mma":
+        results = gpu.mma(q, rows, plan, **wanted, interpret=parameters)
+        return jax.block_until_ready(results), gpu_interpreter.get_races().races_found
     settings = {"programs_per_core": 1, "stages": 2}
     results = gpu.mosaic(q, rows, plan, **wanted, settings=settings, interpret=parameters)
     return jax.block_until_ready(results), gpu_interpreter.get_races().races_found

@@ -33,6 +33,31 @@ def test_the_platform_is_that_of_lowering():
     assert "stablehlo.add" in function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_a_kernel_is_traced_for_its_platform_alone():
+    traced = []
+
+    def card(x):
+        traced.append(x.dtype)
+        return x * 3
+
+    operation = Operation(
+        "triple",
+        (Implementation("card", "cuda", card), Implementation("plain", None, lambda x: x + x + x)),
+    )
+    x = np.float32([2.0, 5.0])
+    function = jax.jit(lambda x: operation(None, x))
+    chex.assert_trees_all_equal(function(x), 3 * x)
+    assert not traced
+    lowered = function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.multiply" in lowered
+    assert "stablehlo.add" not in lowered
+    assert traced == [np.float32]
+
+    both = jax.jit(jax.vmap(jax.value_and_grad(lambda x: operation(None, x))))
+    chex.assert_trees_all_equal(both(x), (3 * x, np.full_like(x, 3.0)))
+    assert "stablehlo.multiply" in both.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+
 class TestNames(chex.TestCase):
     """A name forces its implementation."""
 
@@ -73,9 +98,10 @@ def decode(case, implementation=None, **options):
     ("name", "implementation", "marker"),
     [
         ("base", None, "mosaic_gpu"),
-        ("base", "triton", "triton"),
-        ("base", ("triton", "mosaic_gpu"), "triton"),
-        ("float32_head_dim256", None, "triton"),
+        ("base", "mosaic_mma", "decode_attention_mma"),
+        ("base", ("mosaic_mma", "mosaic_gpu"), "decode_attention_mma"),
+        ("float8_page16", None, "decode_attention_mma"),
+        ("float32_head_dim256", None, XLA),
         ("head_dim8", None, XLA),
         ("base", "xla", XLA),
     ],
@@ -95,11 +121,11 @@ L4, B200 = GPU("NVIDIA L4", 58, (8, 9)), GPU("NVIDIA B200", 148, (10, 0))
     ("card", "name", "marker"),
     [
         (T4, "base", XLA),
-        (A100, "base", "triton"),
+        (A100, "base", "decode_attention_mma"),
         (A100, "float8", XLA),
-        (L4, "base", "triton"),
-        (L4, "float8", "triton"),
-        (B200, "base", "triton"),
+        (L4, "base", "decode_attention_mma"),
+        (L4, "float8", "decode_attention_mma"),
+        (B200, "base", "decode_attention_mma"),
     ],
     ids=lambda x: getattr(x, "kind", None),
 )
@@ -107,14 +133,13 @@ def test_other_generations_of_gpus(card, name, marker, monkeypatch):
     monkeypatch.setattr(gpu, "target_gpu", lambda: card)
     function, shapes = decode(cases.by_name(name))
     text = lower_for_cuda(function, **shapes)
-    assert "mosaic_gpu" not in text
     assert marker in text
     assert (XLA in text) == (marker == XLA)
 
 
 def test_a_kernel_that_a_card_lacks_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(gpu, "target_gpu", lambda: T4)
-    function, shapes = decode(cases.BASE, ("mosaic_gpu", "triton"))
+    function, shapes = decode(cases.BASE, ("mosaic_gpu", "mosaic_mma"))
     with pytest.raises(NotImplementedError) as refusal:
         jax.eval_shape(function, **shapes)
     assert "needs compute capability 9.0 (Hopper), Tesla T4 has (7, 5)" in str(refusal.value)
@@ -132,21 +157,6 @@ def test_decode_attention_without_an_accelerator_is_xla():
         decode_attention(**inputs, scale=0.1, implementation="mosaic_gpu")
 
 
-def test_float8_pools_that_triton_cannot_address_are_refused():
-    """In arrays of 2 to 4 GiB Pallas counts numbers of a byte in 32 bits, with a sign."""
-    function, shapes = decode(cases.by_name("float8"), "triton")
-    for pages, served in ((2**18, True), (2**18 + 1, False), (2**19 + 1, True)):
-        pool = jax.ShapeDtypeStruct((pages, 64, 128), jnp.float8_e4m3fn)
-        scales = jax.ShapeDtypeStruct((pages, 64), jnp.float32)
-        large = dict.fromkeys(("k_pages", "v_pages"), pool)
-        large |= dict.fromkeys(("k_scales", "v_scales"), scales)
-        if served:
-            jax.eval_shape(function, **shapes | large)
-            continue
-        with pytest.raises(NotImplementedError, match="cannot address 2147491840 float8 numbers"):
-            jax.eval_shape(function, **shapes | large)
-
-
 @pytest.mark.parametrize("rows", [0, -1])
 def test_a_plan_of_other_steps_is_refused(rows):
     """Of several layers, or of fewer rows."""
@@ -159,10 +169,10 @@ def test_a_plan_of_other_steps_is_refused(rows):
 
 
 def test_all_reasons_of_a_refusal_are_told():
-    function, shapes = decode(cases.by_name("float64"), ("mosaic_gpu", "triton", "mosaic_tpu"))
+    function, shapes = decode(cases.by_name("float64"), ("mosaic_gpu", "mosaic_mma", "mosaic_tpu"))
     with pytest.raises(NotImplementedError) as refusal:
         jax.eval_shape(function, **shapes)
-    for reason in ("mosaic_gpu: ", "triton: ", "mosaic_tpu: "):
+    for reason in ("mosaic_gpu: ", "mosaic_mma: ", "mosaic_tpu: "):
         assert reason in str(refusal.value)
 
 

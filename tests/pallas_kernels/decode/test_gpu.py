@@ -25,11 +25,11 @@ pytestmark = pytest.mark.gpu
 SCALE = 0.1
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_mma"])
 @pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda c: c.name)
 def test_every_case_agrees_with_the_oracle(case, implementation):
     arrays = as_arrays(decode_inputs(case, seed=11))
-    why_not = {"mosaic_gpu": gpu.why_not_mosaic, "triton": gpu.why_not_triton}[implementation]
+    why_not = {"mosaic_gpu": gpu.why_not_mosaic, "mosaic_mma": gpu.why_not_mma}[implementation]
     if reason := why_not(*split_rows(arrays), plan=None):
         pytest.skip(reason)
     run = jax.jit(
@@ -46,12 +46,12 @@ def test_every_case_agrees_with_the_oracle(case, implementation):
     chex.assert_trees_all_equal(first, second)
     want = decode_oracle(decode_inputs(case, seed=11), SCALE)
     assert relative_error(first[0], want[0]) <= TOLERANCE[case.dtype]
-    rounded = case.pages_dtype is not None and implementation == "triton"
+    rounded = case.pages_dtype is not None and implementation == "mosaic_mma"
     for got, oracle in zip(first[1:], want[1:], strict=True):
         assert relative_error(got, oracle) <= (1e-2 if rounded else 2e-5)
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_mma"])
 def test_a_pool_of_more_than_two_to_the_31_elements(implementation):
     """The rows lie at the far end of a pool of 2.2e9 elements."""
     pages = 2_200_000_000 // (64 * 128)

@@ -13,9 +13,9 @@ from tests.pallas_kernels.support import TOLERANCE, interpret, split_rows, struc
 
 SCRIPT = Path(__file__).with_name("interpreted.py")
 # Cases of one process: enough to make up for its start, few enough to share the cores.
-TOGETHER = 12
-# The Triton form has no memory to race for: one case of each feature.
-TRITON = ["base", "group16_head_dim256", "head_dim96", "float8_page16", "page16", "one_long_row"]
+TOGETHER = 13
+# One case of each feature.
+MMA = ["base", "group16_head_dim256", "head_dim96", "float8_page16", "page16", "one_long_row"]
 
 
 def tpu_serves(case) -> bool:
@@ -26,7 +26,7 @@ def groups() -> list:
     # What needs more shared memory than there is still runs in the interpreter of Mosaic GPU.
     served = {
         "mosaic_gpu": [case.name for case in cases.CONTRACT],
-        "triton": TRITON,
+        "mosaic_mma": MMA,
         "mosaic_tpu": [case.name for case in cases.CONTRACT if tpu_serves(case)],
     }
     return [
@@ -47,6 +47,6 @@ def test_kernel_agrees_with_the_oracle(implementation, names):
         out, lse, scores = record["errors"]
         assert not record["raced"], record
         assert out <= TOLERANCE[case.dtype], record
-        # The Triton form rounds scaled float8 keys to bfloat16.
-        rounded = case.pages_dtype is not None and implementation == "triton"
+        # The form with Ampere's products rounds scaled float8 keys to bfloat16.
+        rounded = case.pages_dtype is not None and implementation == "mosaic_mma"
         assert max(lse, scores) <= (1e-2 if rounded else 1e-5), record

@@ -2,12 +2,13 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import decode_attention, decode_plan
-from pallas_kernels.decode import cases
+from pallas_kernels.decode import cases, gpu
 from tests.pallas_kernels.support import lower_for_cuda, structs
 
 # Float32 pages of 256 with their bfloat16 parts do not fit in shared memory; 16 scales are too few
@@ -16,11 +17,11 @@ NOT_FOR_HOPPER = {
     "float32_head_dim256": "bytes of shared memory",
     "float8_page16": "copies scales",
 }
+# One case of each feature of the form with Ampere's products.
+MMA = ("base", "group16_head_dim256", "head_dim96", "float8_page16", "group7_head_dim64_page16")
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-@pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda c: c.name)
-def test_lowers_with_all_results(case, implementation):
+def lowered(case, implementation):
     function = functools.partial(
         decode_attention,
         scale=0.1,
@@ -28,14 +29,31 @@ def test_lowers_with_all_results(case, implementation):
         return_scores=True,
         implementation=implementation,
     )
-    if implementation == "mosaic_gpu" and case.name in NOT_FOR_HOPPER:
+    return lower_for_cuda(function, **structs(case))
+
+
+@pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda c: c.name)
+def test_lowers_with_all_results(case):
+    if case.name in NOT_FOR_HOPPER:
         with pytest.raises(NotImplementedError, match=NOT_FOR_HOPPER[case.name]):
-            lower_for_cuda(function, **structs(case))
+            lowered(case, "mosaic_gpu")
         return
-    text = lower_for_cuda(function, **structs(case))
+    text = lowered(case, "mosaic_gpu")
     # The Hopper kernel's plan is a kernel too.
-    assert text.count("stablehlo.custom_call") == {"mosaic_gpu": 3, "triton": 2}[implementation]
+    assert text.count("stablehlo.custom_call") == 3
     assert "stablehlo.dot_general" not in text
+
+
+@pytest.mark.parametrize("name", MMA)
+def test_lowers_with_the_products_of_ampere(name):
+    text = lowered(cases.by_name(name), "mosaic_mma")
+    assert text.count("stablehlo.custom_call") == 2
+    assert "stablehlo.dot_general" not in text
+
+
+def test_what_the_products_of_ampere_do_not_serve_is_said():
+    with pytest.raises(NotImplementedError, match="multiplies 16-bit numbers, not float32"):
+        lowered(cases.by_name("float32"), "mosaic_mma")
 
 
 @pytest.mark.parametrize("case", cases.BENCHMARK, ids=lambda c: c.name)
@@ -51,6 +69,22 @@ def test_no_work_on_arrays_around_the_kernel():
     for operation in ("stablehlo.pad", "stablehlo.transpose", "stablehlo.convert"):
         shapes = [line for line in text.splitlines() if operation in line and "bf16" in line]
         assert not shapes
+
+
+def test_float8_pages_take_queries_of_float16():
+    """A page goes to float16 in one instruction for two numbers; queries follow it."""
+    case = cases.by_name("float8")
+    function = functools.partial(decode_attention, scale=0.1, implementation="mosaic_gpu")
+    text = lower_for_cuda(function, **structs(case))
+    assert f"tensor<1x{case.rows}x{case.group}x{case.head_dim}xf16>" in text
+
+
+def test_queries_stay_finite_in_float16():
+    q = jnp.array([0.0, -1.5, 2.0**-14, 448.0, -1e30, 1e30], jnp.bfloat16)
+    got = gpu.narrow(q, jnp.float16)
+    assert got.dtype == jnp.float16
+    want = [0.0, -1.5, 2.0**-14, 448.0, -65504.0, 65504.0]
+    chex.assert_trees_all_equal(got, jnp.array(want, jnp.float16))
 
 
 def test_the_merge_in_place_is_shielded_from_slices():

@@ -1,4 +1,8 @@
-"""The TPU kernel compiled ahead of time: within VMEM and SMEM of each kind of chip."""
+"""The TPU kernel compiled ahead of time: within VMEM and SMEM of each kind of chip.
+
+Every case with all results, which take the most memory; those that differ in what a block of the
+kernel is (heads, dtype, table) without them too.
+"""
 
 from pathlib import Path
 
@@ -6,16 +10,20 @@ from tests.pallas_kernels.support import compile_for_tpu, for_each_tpu
 
 SCRIPT = Path(__file__).with_name("compile_for_tpu.py")
 CASES = (
+    "base+",
+    "group16+",
+    "head_dim64+",
+    "head_dim96+",
+    "head_dim256+",
+    "group16_head_dim256+",
+    "float32+",
+    "float32_head_dim256+",
+    "page16+",
+    "page128+",
+    "large+",
     "base",
-    "group16",
     "head_dim64",
-    "head_dim96",
-    "head_dim256",
-    "group16_head_dim256",
     "float32",
-    "float32_head_dim256",
-    "page16",
-    "page128",
     "large",
 )
 
@@ -23,6 +31,4 @@ CASES = (
 @for_each_tpu
 def test_kernel_compiles(kind, topology):
     lines = compile_for_tpu(SCRIPT, kind, topology, *CASES)
-    assert lines == [
-        f"{name} {everything} kernel" for name in CASES for everything in (False, True)
-    ]
+    assert lines == [f"{name} kernel" for name in CASES]

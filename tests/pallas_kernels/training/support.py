@@ -1,5 +1,7 @@
 """Inputs and the NumPy oracle of training attention, written from the equations of the paper."""
 
+import dataclasses
+
 import chex
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
@@ -44,6 +46,27 @@ def operands(inputs, segments):
     """The arguments of the kernels, from those of a case."""
     arrays = (jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias"))
     return Inputs(*arrays, None if segments is None else jnp.asarray(segments))
+
+
+def in_pieces(inputs, do, run, cuts):
+    """Output and gradients of a row whose queries attend in pieces, each from its place.
+
+    `run(inputs, do)` returns those of one piece; gradients of keys add up.
+    """
+    ends = [*cuts, inputs.q.shape[1]]
+    results = []
+    for start, end in zip([0, *cuts], ends, strict=True):
+        own = None if inputs.segments is None else inputs.segments[:, start:end]
+        piece = dataclasses.replace(
+            inputs, q=inputs.q[:, start:end], start=jnp.int32(start), query_segments=own
+        )
+        results.append(run(piece, do[:, start:end]))
+    output, dq, *of_keys = zip(*results, strict=True)
+    sums = (
+        sum(jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)) for x in each)
+        for each in of_keys
+    )
+    return jnp.concatenate(output, 1), jnp.concatenate(dq, 1), *sums
 
 
 def oracle(inputs, segments, window, scale):

@@ -14,27 +14,29 @@ from pallas_kernels import retrofit_attention
 from pallas_kernels.training import cases, gpu, tpu
 from pallas_kernels.training.inputs import Inputs
 from tests.pallas_kernels.support import interpret, lower_for_cuda, poison_free_memory
-from tests.pallas_kernels.training.support import check, draw, operands
+from tests.pallas_kernels.training.support import check, draw, in_pieces, operands
 from tests.pallas_kernels.training.test_reference import attend
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
 
-def structs(case):
-    """Shapes of q, k, v, bias, do and the segment ids (or None)."""
-    q, kv = (case.B, case.T, case.H, case.D), (case.B, case.T, case.K, case.D)
+def structs(case, *, queries=None):
+    """Shapes of q, k, v, bias, do and, if there are any, segment ids and place of the queries."""
+    q, kv = (case.B, queries or case.T, case.H, case.D), (case.B, case.T, case.K, case.D)
     shapes = {"q": q, "k": kv, "v": kv, "do": q}
     arrays = {n: jax.ShapeDtypeStruct(s, jnp.dtype(case.dtype)) for n, s in shapes.items()}
     arrays["bias"] = jax.ShapeDtypeStruct((case.B, case.K, case.T), jnp.float32)
     if case.segments:
         arrays["segments"] = jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)
+    if queries:
+        arrays["start"] = jax.ShapeDtypeStruct((), jnp.int32)
     return arrays
 
 
 def both(case, implementation):
     """Forward and backward as one function of the arrays of `structs`."""
 
-    def run(q, k, v, bias, do, segments=None):
+    def run(q, k, v, bias, do, segments=None, start=None):
         def forward(q, k, v, bias):
             return retrofit_attention(
                 q,
@@ -44,6 +46,7 @@ def both(case, implementation):
                 window=case.window,
                 scale=case.D**-0.5,
                 segment_ids=segments,
+                start=start,
                 implementation=implementation,
             )
 
@@ -56,24 +59,30 @@ def both(case, implementation):
 @pytest.mark.slow
 def test_gpu_kernels_in_the_interpreter():
     """Slots reused and races looked for; packed and ragged; an odd group; D = 256."""
-    names = ("plain", "packed", "odd_group", "dim_256")
+    names = ("plain", "packed", "odd_group", "dim_256", "packed:75")
     lines = interpret(Path(__file__).with_name("interpreted.py"), *names)
-    assert lines == [f"{name} ok" for name in names]
+    assert lines == [f"{name.partition(':')[0]} ok" for name in names]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ragged", "packed", "float32_packed"])
+@pytest.mark.parametrize("name", ["ragged", "packed", "float32_packed", "packed in pieces"])
 def test_tpu_kernels_in_the_interpreter(name):
+    name, _, in_parts = name.partition(" ")
     case = BY_NAME[name]
     inputs, segments = draw(case)
     arrays, do = operands(inputs, segments), jnp.asarray(inputs["do"])
     parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     options = {"window": case.window, "scale": case.D**-0.5, "interpret": parameters}
-    output, lse2 = tpu.forward(arrays, **options)
-    assert not interpret_pallas_call.races.races_found
-    gradients = tpu.backward(arrays, output, lse2, do, **options)
-    assert not interpret_pallas_call.races.races_found
-    check(case, (output, *gradients), inputs, segments)
+
+    def run(arrays, do):
+        output, lse2 = tpu.forward(arrays, **options)
+        assert not interpret_pallas_call.races.races_found
+        gradients = tpu.backward(arrays, output, lse2, do, **options)
+        assert not interpret_pallas_call.races.races_found
+        return output, *gradients
+
+    results = in_pieces(arrays, do, run, (75, 205)) if in_parts else run(arrays, do)
+    check(case, results, inputs, segments)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +90,12 @@ def test_tpu_kernels_in_the_interpreter(name):
 )
 def test_gpu_kernels_lower(name):
     text = lower_for_cuda(both(BY_NAME[name], "mosaic_gpu"), **structs(BY_NAME[name]))
+    assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
+
+
+def test_gpu_kernels_lower_for_a_piece_of_a_row():
+    case = BY_NAME["packed"]
+    text = lower_for_cuda(both(case, "mosaic_gpu"), **structs(case, queries=140))
     assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
 
 
@@ -96,15 +111,18 @@ def test_gpu_kernels_lower(name):
         ("v5p:2x2x1", "sixteen_groups"),
         ("v6e:2x2", "packed"),
         ("v6e:2x2", "dim_96"),
+        ("v5p:2x2x1", "packed from a place"),
     ],
 )
 def test_tpu_kernels_compile(topology, name):
     wide = cases.TrainingCase("float32_wide", 1, 1024, 4, 2, 256, 100, dtype="float32")
+    name, _, placed = name.partition(" ")
     case = BY_NAME.get(name, wide)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     sharding = jax.sharding.SingleDeviceSharding(devices[0])
     arrays = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), structs(case)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        structs(case, queries=140 if placed else None),
     )
     # None picks by the platform that is lowered for, which is not the one that traces.
     traced = jax.jit(lambda arrays: both(case, None)(**arrays)).trace(arrays)
@@ -174,3 +192,21 @@ def test_every_case_on_the_card(case):
     results = attend(case, inputs, segments, "mosaic_gpu")
     check(case, results, inputs, segments)
     chex.assert_trees_all_equal(results, attend(case, inputs, segments, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "packed", "odd_group", "dim_256", "evicted"])
+def test_a_row_in_pieces_on_the_card(name):
+    case = BY_NAME[name]
+    inputs, segments = draw(case)
+    poison_free_memory()
+
+    @jax.jit
+    def run(arrays, do):
+        options = {"window": case.window, "scale": case.D**-0.5}
+        output, lse2 = gpu.forward(arrays, **options)
+        return output, *gpu.backward(arrays, output, lse2, do, **options)
+
+    cuts = (case.T // 4, case.T // 2 + 5)
+    results = in_pieces(operands(inputs, segments), jnp.asarray(inputs["do"]), run, cuts)
+    check(case, results, inputs, segments)

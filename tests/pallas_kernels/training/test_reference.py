@@ -12,7 +12,7 @@ from pallas_kernels import retrofit_attention
 from pallas_kernels.training import cases
 from pallas_kernels.training.api import check_arguments
 from pallas_kernels.training.inputs import Inputs
-from tests.pallas_kernels.training.support import check, draw, oracle
+from tests.pallas_kernels.training.support import check, draw, in_pieces, operands, oracle
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
@@ -63,6 +63,36 @@ def test_sequences_of_several_spans():
     case = dataclasses.replace(BY_NAME["float32_packed"], T=1500, D=8, segments=700, window=130)
     inputs, segments = draw(case)
     check(case, attend(case, inputs, segments), inputs, segments)
+
+
+@pytest.mark.parametrize("name", ["ragged", "packed"])
+def test_a_row_in_pieces_is_the_row(name):
+    """Queries from a place in the row on attend to all keys, as where it is split over devices."""
+    case = BY_NAME[name]
+    inputs, segments = draw(case, dtype="float64")
+
+    @jax.jit
+    def run(arrays, do):
+        def forward(q, k, v, bias):
+            return retrofit_attention(
+                q,
+                k,
+                v,
+                bias,
+                window=case.window,
+                scale=case.D**-0.5,
+                segment_ids=arrays.segments,
+                start=arrays.start,
+                implementation="xla",
+            )
+
+        output, pullback = jax.vjp(forward, arrays.q, arrays.k, arrays.v, arrays.bias)
+        return output, *pullback(do)
+
+    with jax.enable_x64(True):
+        arrays, do = operands(inputs, segments), jnp.asarray(inputs["do"])
+        results = in_pieces(arrays, do, run, (67, 134))
+    check(case, results, inputs, segments, tolerance=1e-12)
 
 
 def test_the_oracle_differentiates():

@@ -56,17 +56,18 @@ def meeting(segments, rows, columns):
 def test_blocks_of_one_document_meet(rows, columns):
     random = np.random.default_rng(rows + 2 * columns)
     segments = sorted_segments(random, 3, 1024)
-    found = gpu_tiles.segment_overlap(jnp.asarray(segments, jnp.int32), rows, columns)
+    found = gpu_tiles.segment_overlap(*[jnp.asarray(segments, jnp.int32)] * 2, rows, columns)
     chex.assert_trees_all_equal(found, meeting(segments, rows, columns))
     # With padding, 0, at the end blocks may seem to meet that do not; never the other way round.
     segments[:, 900:] = 0
-    found = gpu_tiles.segment_overlap(jnp.asarray(segments, jnp.int32), rows, columns)
+    found = gpu_tiles.segment_overlap(*[jnp.asarray(segments, jnp.int32)] * 2, rows, columns)
     assert (np.asarray(found) >= meeting(segments, rows, columns)).all()
 
 
 def gpu_problem(**changes):
-    options = dict(B=1, T=256, H=4, K=2, D=128, window=16, scale=1.0, packed=False, interpret=True)
-    return gpu_tiles.Problem(**(options | {"dtype": jnp.dtype("bfloat16")} | changes))
+    options = dict(B=1, T=256, S=256, H=4, K=2, D=128, window=16, scale=1.0, interpret=True)
+    options |= dict(dtype=jnp.dtype("bfloat16"), packed=False, placed=False)
+    return gpu_tiles.Problem(**(options | changes))
 
 
 def test_a_ring_fits_beside_what_stays():
@@ -132,7 +133,7 @@ def test_bounds_on_a_tpu_reach_every_block_of_a_document():
     problem = tpu_problem(dtype="float32", packed=True)
     random = np.random.default_rng(7)
     segments = sorted_segments(random, 1, problem.T)
-    first, last = tpu_blocks.segment_bounds(problem, jnp.asarray(segments, jnp.int32))
+    first, last = tpu_blocks.segment_bounds(problem, *[jnp.asarray(segments, jnp.int32)] * 2)
     meet = meeting(segments, problem.query, problem.keys)
     blocks = np.arange(meet.shape[1])[:, None]
     bounds = (meet.argmax(2), np.where(meet, blocks, -1).max(1))

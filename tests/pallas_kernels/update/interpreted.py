@@ -25,8 +25,6 @@ from tests.pallas_kernels.update.support import (
 
 def run(implementation, arrays):
     """Run a case; the results and whether memory was raced for."""
-    if implementation == "triton":
-        return gpu.triton(*operands(arrays), interpret=True), False
     if implementation == "mosaic_tpu":
         # Several blocks of rows, the last of them not full.
         tpu._VMEM_BYTES = 1 << 16

@@ -12,7 +12,6 @@ from tests.pallas_kernels.update.support import operands, write_structs
 SCRIPT = Path(__file__).with_name("interpreted.py")
 SERVED = {
     "mosaic_gpu": [case.name for case in cases.CONTRACT],
-    "triton": [case.name for case in cases.CONTRACT if case.head_dim != 96],
     "mosaic_tpu": [
         case.name for case in cases.CONTRACT if tpu.why_not(*operands(write_structs(case))) is None
     ],

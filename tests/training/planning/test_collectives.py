@@ -63,6 +63,26 @@ def test_loops_count_as_often_as_they_run():
     assert collectives("", 8) == []
 
 
+# What the GPU's compiler writes: several arrays are sent together.
+COMBINED = """\
+ENTRY %main.9 (a: f32[8]) -> f32[8] {
+  %all-gather-start.1 = ((bf16[64,8]{1,0}, bf16[4,2]{1,0}), (bf16[64,16]{1,0}, bf16[4,4]{1,0})) all-gather-start(%a, %b), channel_id=1, replica_groups={{0,1}}, dimensions={1}
+  %all-gather-start.2 = (bf16[64,4]{1,0}, bf16[64,8]{1,0}) all-gather-start(%c), channel_id=2, replica_groups=[1,2]<=[2], dimensions={1}
+  %reduce-scatter.1 = (f32[8,4]{1,0}, f32[2]{0}) reduce-scatter(%d, %e), channel_id=3, replica_groups={{0,1}}, to_apply=%add
+  %all-reduce-start.1 = (f32[16]{0}, f32[8]{0}) all-reduce-start(%f, %g), channel_id=4, replica_groups={{0,1}}, to_apply=%add
+}
+"""
+
+
+def test_arrays_that_are_sent_together_all_count():
+    assert collectives(COMBINED, 2) == [
+        Collective("all-gather", "bf16[64,16]", 2, 1, (64 * 16 + 16) * 2 / 2),
+        Collective("all-gather", "bf16[64,8]", 2, 1, 64 * 8 * 2 / 2),
+        Collective("reduce-scatter", "f32[8,4]", 2, 1, 2 * (8 * 4 + 2) * 4 / 2),
+        Collective("all-reduce", "f32[16]", 2, 1, 2 * (16 + 8) * 4 / 2),
+    ]
+
+
 def test_a_compiled_program():
     """Three layers, each gathered from 8 shards once and needed by all of them."""
     mesh = make_mesh(8, 1)

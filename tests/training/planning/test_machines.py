@@ -24,7 +24,7 @@ from dms_jax.training.planning import find_machine
 def test_machines(name, kind, count, topology):
     machine = find_machine(name)
     assert (machine.kind, machine.count, machine.topology) == (kind, count, topology)
-    assert machine.compiled == kind.startswith("v")
+    assert machine.is_tpu == kind.startswith("v")
 
 
 @pytest.mark.parametrize("name", ["h300", "0xh200", "9999999xh200", "v6e-0", "", "h200-x"])

@@ -90,7 +90,7 @@ def test_a_plan_that_fits_is_told_without_advice():
         "On 8 h200 (8xh200): data 8, model 1",
         "2,300 optimizer steps (2,000 of neuron_decay, 300 of ramp), 9.65B tokens",
         "A step: 128 passes of 8 sequences of 4,096 tokens",
-        "Estimated: no compiler for GPUs works without one",
+        "Estimated: the program is that of v5p:2x2x2 (TPU)",
         "together                                         55.00",
         "of h200: fits",
         "45 GB sent",
@@ -220,7 +220,7 @@ def test_gpus_that_are_here_compile_for_themselves(monkeypatch):
     assert plan.memory.exact
     assert plan.memory.temporaries > 0
     assert plan.memory.parameters == pytest.approx(4 * plan.parameters, rel=1e-3)
-    assert "Estimated: no compiler" not in str(plan)
+    assert "Estimated: the program" not in str(plan)
     with pytest.raises(ConfigError, match=r"16xh200.*there are 8 of them here"):
         dms_jax.plan(config, recipe=made, machine="16xh200", here=True)
     with pytest.raises(ConfigError, match=r"v5p-16.*there are 0 of them here"):

@@ -1,0 +1,64 @@
+"""Text as it is written: on a terminal lines break between words, elsewhere it stays as it is."""
+
+import re
+
+from rich.cells import cell_len
+from rich.console import Console
+
+# Text without spaces, as of Chinese, is not held back for longer than this.
+_LONGEST_WORD = 30
+_PARTS = re.compile(r"\n|[^\S\n]+|\S+")
+
+
+class Writer:
+    """Writes the pieces of a text as they come.
+
+    A word is written when its end is known, because a line that it does not fit into ends before
+    it.
+
+    Args:
+      console: where to.
+      width: columns of a line; those of a terminal unless given, and no end of lines elsewhere.
+    """
+
+    def __init__(self, console: Console, width: int | None = None):
+        self._console = console
+        self._width = width or (console.width if console.is_terminal else None)
+        self._held, self._spaces, self._column = "", "", 0
+
+    def write(self, text: str, *, last: bool = False) -> None:
+        """Writes a piece, and with the last one what was held back and the end of the line."""
+        if self._width is None:
+            self._out(text + "\n" * last)
+            return
+        text = self._held + text
+        word = re.search(r"\S*$", text)
+        whole = len(text) if last or word is None else word.start()
+        if len(text) - whole > _LONGEST_WORD:
+            whole = len(text)
+        self._held = text[whole:]
+        for part in _PARTS.findall(text[:whole]):
+            self._write(part, self._width)
+        if last:
+            self._out("\n")
+            self._spaces, self._column = "", 0
+
+    def _write(self, part: str, width: int) -> None:
+        """Writes a word, or remembers the spaces before the next one."""
+        if part == "\n":
+            self._out(part)
+            self._spaces, self._column = "", 0
+        elif part.isspace():
+            self._spaces += part
+        else:
+            if self._column + cell_len(self._spaces + part) > width and self._column:
+                self._out("\n")
+                self._spaces, self._column = "", 0
+            self._out(self._spaces + part)
+            self._column += cell_len(self._spaces + part)
+            if self._column > width:  # a word longer than a line, which the terminal breaks
+                self._column %= width
+            self._spaces = ""
+
+    def _out(self, text: str) -> None:
+        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,60 @@
+"""What training does when a device runs out of memory.
+
+Where the recipe leaves open what is computed again (`remat="auto"`), the first step of a program
+falls back to keeping less. Everything else ends with an error that says what to change.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import jax
+
+from dms_jax.errors import OutOfMemoryError, plain
+from dms_jax.model.language_model import PACKAGE
+from dms_jax.model.rematerialisation import Remat
+from dms_jax.training.recipe import Recipe
+
+# From what takes the most memory to what takes the least.
+_ORDER: tuple[Remat, ...] = ("nothing", "all_but_products", "all_but_attention", "everything")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device's memory did not suffice."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def smaller(remat: Remat) -> Remat | None:
+    """Returns what keeps less for the backward pass; None if nothing does."""
+    return next(iter(_ORDER[_ORDER.index(remat) + 1 :]), None)
+
+
+def warn_of_fallback(before: Remat, after: Remat) -> None:
+    """Says that a step is compiled again."""
+    warnings.warn(
+        f"The step ran out of the device's memory with remat={before!r}; it is compiled again "
+        f"with remat={after!r}. Say so in the recipe to save the first compilation.",
+        skip_file_prefixes=(PACKAGE,),
+    )
+
+
+@contextlib.contextmanager
+def with_advice(recipe: Recipe, mesh: jax.sharding.Mesh | None) -> Iterator[None]:
+    """A context whose errors of allocation on the device say what would take less of it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        changes = ["remat='everything'"] if recipe.remat != "everything" else []
+        if recipe.micro_batch_size != 1 and recipe.batch_size > 1:
+            changes.insert(0, "a smaller micro_batch_size (1), whose passes take turns")
+        if recipe.trainable == "all":
+            changes.append("trainable='adapter' or 'low_rank', without moments of frozen weights")
+        larger = "more devices" if mesh is None else f"more than {mesh.size} devices"
+        changes += [f"a mesh of {larger}", f"sequence_length below {recipe.sequence_length:,}"]
+        raise OutOfMemoryError(
+            f"The device ran out of memory in training. What takes less: {'; '.join(changes)}. "
+            "dms_jax.plan (dms-jax plan) says beforehand what fits. The device said: "
+            f"{plain(error, 300)}"
+        ) from error

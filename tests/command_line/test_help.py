@@ -1,0 +1,90 @@
+"""What --help prints fills the lines of a terminal, and no line is longer than it."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+
+from dms_jax.command_line import COMMANDS, help_texts, main, running
+
+WIDTH = 78  # of 80, where a captured output has no boxes
+
+
+def shown(arguments, columns, monkeypatch, capsys) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--help"])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[name] for name in COMMANDS] + [["retrofit", "custom"], ["retrofit", "self-taught"]],
+    ids=" ".join,
+)
+def test_lines_are_filled(arguments, monkeypatch, capsys):
+    """No line of an explanation ends where the next word would have had room."""
+    text = shown(arguments, 80, monkeypatch, capsys)
+    prose, _, listed = text.partition("\nusage: ")
+    rows = [row[2:] for row in listed.splitlines()[1:]]
+    assert max(map(len, rows)) <= WIDTH
+    for line, below in itertools.pairwise(rows):
+        column = len(below) - len(below.lstrip())
+        if column > 2 and line[column - 2 : column] == "  " and line[column:].strip():
+            word = re.split(r"(?<=,)|\s", below.lstrip(), maxsplit=1)[0]
+            assert len(line.rstrip()) + 1 + len(word) > WIDTH, f"{line!r} has room for {word!r}"
+    assert max(len(row) for row in prose.splitlines() if not row.startswith(" ")) <= 80
+    assert "\n\n\n" not in text
+    assert "(default: )" not in text
+    assert "(default: '')" not in text
+
+
+def test_a_description_is_wrapped_and_its_commands_are_not():
+    text = """What it
+does.
+
+    first --option
+    second
+
+And then `this
+goes` (on and on)."""
+    assert help_texts.filled(text, 12).splitlines() == [
+        *("What it", "does.", "", "    first --option", "    second", ""),
+        *("And then", "`this goes`", "(on and on)."),
+    ]
+
+
+def test_the_width_is_that_of_the_terminal(monkeypatch, capsys):
+    longest = {}
+    for columns in (60, 80, 400):
+        prose = shown(["assets"], columns, monkeypatch, capsys).split("usage:")[0]
+        longest[columns] = max(map(len, prose.splitlines()))
+    assert longest[60] <= 60
+    assert longest[80] <= 80
+    assert longest[400] <= help_texts.LONGEST
+
+
+def test_an_explanation_over_several_lines_is_one_paragraph(monkeypatch, capsys):
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        """Settings."""
+
+        words: tuple[str, ...] = ()
+        """One,
+        (two) and
+        3."""
+        number: int = 5
+        """A number."""
+
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        running.run(print, Config, description="It does.", program="it", arguments=["--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("It does.\n\nusage: it [-h]")
+    assert "One, (two) and 3. (default: none)" in text
+    assert "A number. (default: 5)" in text
+    got = []
+    running.run(got.append, Config, description="", program="it", arguments=["--words", "a", "b"])
+    assert got == [Config(words=("a", "b"))]

@@ -1,0 +1,77 @@
+"""Text as it is written: whole words on a terminal, nothing added to it elsewhere."""
+
+import io
+import itertools
+import random
+
+import pytest
+from rich.console import Console
+
+from dms_jax.command_line.writing import Writer
+
+STORY = (
+    "Once upon a time, there was a little girl who loved to play outside in the sunshine.\n\n"
+    "  She had a friend, Antidisestablishmentarianism, and a dog.\nThe end"
+)
+
+
+def written(text: str, width: int | None, *, terminal: bool = False, seed: int = 0) -> str:
+    """The text through a writer, in pieces that end anywhere."""
+    out, rng = io.StringIO(), random.Random(seed)
+    console = Console(file=out, width=20, force_terminal=terminal, color_system=None)
+    writer, rest = Writer(console, width), text
+    while rest:
+        size = rng.randint(1, 9)
+        piece, rest = rest[:size], rest[size:]
+        writer.write(piece, last=not rest)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lines_end_between_words(seed):
+    for text in (written(STORY, 40, seed=seed), written(STORY, None, terminal=True, seed=seed)):
+        assert text.split() == STORY.split()
+    lines = written(STORY, 40, seed=seed).splitlines()
+    assert lines == [
+        "Once upon a time, there was a little",
+        "girl who loved to play outside in the",
+        "sunshine.",
+        "",
+        "  She had a friend,",
+        "Antidisestablishmentarianism, and a dog.",
+        "The end",
+    ]
+
+
+def test_no_line_is_longer_and_none_could_have_had_the_next_word():
+    """At every width: a line that is full to its last column ends there too."""
+    text = STORY.replace("\n", " ").replace("  ", " ")
+    for width in range(30, 70):
+        lines = written(text, width, seed=width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert " ".join(lines).split() == text.split()
+        for line, below in itertools.pairwise(lines):
+            assert len(line) + 1 + len(below.split()[0]) > width
+
+
+def test_elsewhere_it_is_as_it_was():
+    """A file or a pipe gets the model's own text."""
+    assert written(STORY, None) == STORY + "\n"
+
+
+def test_text_without_spaces_is_not_held_back():
+    out = io.StringIO()
+    writer = Writer(Console(file=out, width=20), 20)
+    for _ in range(10):
+        writer.write("今天天气很好")
+    assert len(out.getvalue()) >= 30
+
+
+def test_what_is_cut_off_is_written_by_the_last_piece():
+    out = io.StringIO()
+    writer = Writer(Console(file=out), 20)
+    writer.write("One two")
+    assert out.getvalue() == "One"
+    writer.write("", last=True)
+    writer.write("three", last=True)
+    assert out.getvalue() == "One two\nthree\n"
