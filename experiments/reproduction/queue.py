@@ -4,11 +4,12 @@ A job is done when its files are there, so that nothing is repeated and a run ca
 anywhere. A lock, made by one process alone, says who does a job.
 
 After some errors of a GPU every later program of its process fails too. Such a process gives its
-job back, for one more process to try, and ends; `processes` starts another one in its place. On
-H200s with CUDA 13.0 and jax 0.11.2 that happens where two processes share a GPU: decoding beside one
-that multiplies large matrices ended so within a minute in four of five tries. The one core dump that
-was read shows an illegal instruction inside a product of cuBLAS (`nvjet_sm90_tst_64x72_64x12_2x4`),
-without programmatic launches too. With one process a GPU it was not seen.
+job back, for one more process to try, and ends; `processes` starts another one in its place.
+On H200s with CUDA 13.0 and jax 0.11.2 it happens where two processes share a GPU: decoding beside
+one that multiplies large matrices ended so within a minute in four of five tries. The core dump
+that was read shows an illegal instruction inside a product of cuBLAS
+(`nvjet_sm90_tst_64x72_64x12_2x4`), without programmatic launches too. With one process a GPU it
+was not seen.
 """
 
 import os
