@@ -85,4 +85,4 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .jax_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .gpu_compiler .jax_cache .pytest_cache .ruff_cache .hypothesis
