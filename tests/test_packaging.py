@@ -131,3 +131,24 @@ def test_a_gpu_compiler_that_cannot_be_fetched_stops_no_other_test(tmp_path):
     assert run("test").returncode
     cleaned = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True)
     assert ".gpu_compiler" in cleaned.stdout
+
+
+def test_the_gpu_compiler_is_installed_by_uv_where_it_made_the_environment(tmp_path):
+    """An environment of uv has no pip."""
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    for name in ("requirements.lock", "pyproject.toml", ".venv/bin/python", "bin/uv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('#!/bin/sh\n[ "$1" = -c ] && echo plugin==1\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "bin/uv").write_text('#!/bin/sh\necho "$@"\nmkdir -p .gpu_compiler\n')
+    (tmp_path / ".venv/installed").touch()
+    done = subprocess.run(
+        ["make", "-s", "gpu-compiler"],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("pip install --python .venv/bin/python ")
+    assert "--target .gpu_compiler plugin==1" in done.stdout
