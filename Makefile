@@ -46,7 +46,9 @@ gpu-compiler: .gpu_compiler/installed
 
 # Compiles for GPUs that are not there (tests/training/test_collectives.py): 142 MB, no CUDA needed.
 .gpu_compiler/installed: requirements.lock | $(STAMP)
-	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(@D) $$($(RUN) -c \
+	if command -v uv >/dev/null; then pip="uv pip install --python $(RUN)"; \
+	else pip="$(RUN) -m pip install"; fi; \
+	$$pip --quiet --no-deps --upgrade --target $(@D) $$($(RUN) -c \
 	  'import jax; print(*(f"jax-cuda13-{part}=={jax.__version__}" for part in ("pjrt", "plugin")))')
 	touch $@
 
@@ -85,4 +87,4 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .jax_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .gpu_compiler .jax_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """What is built and published: the wheel, what it leaves out, extras, addresses, version."""
 
+import os
 import re
 import subprocess
 import sys
@@ -110,3 +111,44 @@ def test_extras_are_added_to_the_editable_install():
     assert "sh .ci/install .venv cuda,eval" in said
     script = (ROOT / ".ci" / "install").read_text()
     assert script.count('--editable ".[$extras]"') == 2
+
+
+def test_a_gpu_compiler_that_cannot_be_fetched_stops_no_other_test(tmp_path):
+    """There is none for some platforms, and its one test is skipped without it."""
+    make = tmp_path / "make"
+    make.write_text('#!/bin/sh\necho "made $1"\n[ "$1" != "$FAILS" ]\n')
+    make.chmod(0o755)
+
+    def run(fails):
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FAILS": fails}
+        command = ["sh", str(ROOT / ".ci" / "run")]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    done = run("gpu-compiler")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1::2] == ["gpu-compiler", "test", "lint", "newest"]
+    assert "its test is skipped" in done.stderr
+    assert run("test").returncode
+    cleaned = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True)
+    assert ".gpu_compiler" in cleaned.stdout
+
+
+def test_the_gpu_compiler_is_installed_by_uv_where_it_made_the_environment(tmp_path):
+    """An environment of uv has no pip."""
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    for name in ("requirements.lock", "pyproject.toml", ".venv/bin/python", "bin/uv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('#!/bin/sh\n[ "$1" = -c ] && echo plugin==1\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "bin/uv").write_text('#!/bin/sh\necho "$@"\nmkdir -p .gpu_compiler\n')
+    (tmp_path / ".venv/installed").touch()
+    done = subprocess.run(
+        ["make", "-s", "gpu-compiler"],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("pip install --python .venv/bin/python ")
+    assert "--target .gpu_compiler plugin==1" in done.stdout

@@ -2,6 +2,7 @@
 
 import typing
 
+from dms_jax.model.split_rows import PIECES
 from dms_jax.training.display import short
 from dms_jax.training.planning.machines import GPUS_A_HOST
 
@@ -166,12 +167,16 @@ def _advice(plan: "Plan") -> list[str]:
         if passing > room / 4:
             if recipe.remat != "everything":
                 advice.append("remat='everything': layers are computed again in the backward pass")
-            advice.append(
-                f"model_shards={2 * model}: heads, feed-forward and logits are split further"
-            )
-            advice.append(
-                f"sequence_shards={2 * plan.sequence}: tokens of a sequence are split further"
-            )
+            halves = machine.count % (2 * model * plan.sequence) == 0
+            if halves:
+                advice.append(
+                    f"model_shards={2 * model}: heads, feed-forward and logits are split further"
+                )
+            pieces = 2 * PIECES * plan.sequence
+            if halves and recipe.sequence_length % pieces == 0 and not recipe.supervises:
+                advice.append(
+                    f"sequence_shards={2 * plan.sequence}: tokens of a sequence are split further"
+                )
             advice.append(f"a sequence_length of {recipe.sequence_length // 2:,} or less")
     elif plan.communication_seconds(plan.longest) > plan.compute_seconds(plan.longest):
         if recipe.micro_batch_size and data * recipe.micro_batch_size < recipe.batch_size:

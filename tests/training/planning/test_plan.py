@@ -20,6 +20,7 @@ from dms_jax.training.planning import (
     StagePlan,
     api,
     find_machine,
+    gpu_compiler,
     machines,
 )
 from dms_jax.training.planning.collectives import Collective
@@ -81,7 +82,8 @@ def test_every_stage_counts_by_itself():
         assert line in text
 
 
-def test_a_plan_that_fits_is_told_without_advice():
+def test_a_plan_that_fits_is_told_without_advice(monkeypatch):
+    monkeypatch.setattr(gpu_compiler, "compiles_for", lambda kind: False)
     plan = planned()
     assert plan.fits
     text = str(plan)
@@ -102,6 +104,8 @@ def test_a_plan_that_fits_is_told_without_advice():
         assert line in text
     assert "What would change that" not in text
     assert "Estimated" not in str(planned("v5p-16")).splitlines()[4]
+    monkeypatch.setattr(gpu_compiler, "compiles_for", lambda kind: True)
+    assert "Estimated: the program" not in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +136,23 @@ def test_what_to_change(changes, advice):
     plan = planned(**changes)
     assert f"  - {advice}" in str(plan)
     assert plan.fits == ("memory" not in changes)
+
+
+@pytest.mark.parametrize(
+    ("machine", "made", "possible"),
+    [
+        ("8xh200", RECIPE, True),
+        ("8xh200", dataclasses.replace(RECIPE, sequence_length=4098), False),
+        ("h200", RECIPE, False),
+        # It learns from all queries in one place.
+        ("8xh200", dataclasses.replace(recipes.kvzap(), micro_batch_size=1), False),
+    ],
+)
+def test_a_split_is_advised_only_where_it_is_possible(machine, made, possible):
+    wide = dataclasses.replace(MEMORY, temporaries=200e9)
+    text = str(planned(machine, made, memory=wide))
+    assert ("sequence_shards=2" in text) == possible
+    assert ("model_shards=2" in text) == (machine != "h200")
 
 
 def test_a_program_that_was_refused_is_told():
