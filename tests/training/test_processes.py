@@ -17,7 +17,7 @@ from dms_jax.processes import Agreement, arguments, connect, gather, slices
 from tests.training.killing import EXPORT, compare, finish, moments, start
 
 # One program for all tests: it is compiled once.
-TOLD: dict[str, Any] = dict(float64=True, mesh=[4, 2], steps=10)
+TOLD: dict[str, Any] = dict(float64=True, mesh=[4, 2], steps=20)
 
 
 def run(count: int, out: pathlib.Path, **told: Any) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path, whole):
-    """Losses and gradients of 10 steps in float64, and the export."""
+    """Losses and gradients of 20 steps in float64, and the export."""
     (alone,) = run(1, tmp_path / "alone", **TOLD)
     out, both = whole
     assert [each["ended"] for each in both] == ["done", "done"]
@@ -54,7 +54,7 @@ def test_two_processes_are_one_run(tmp_path, whole):
     ]
     chex.assert_trees_all_equal(*narrow)
     logged = (out / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in logged] == list(range(1, 11))
+    assert [json.loads(line)["step"] for line in logged] == list(range(1, 21))
 
 
 @pytest.mark.slow
