@@ -107,10 +107,11 @@ class Screen:
             self._writer.write(self._texts[update.index], last=True)
 
     def _show_prompt(self, index: int) -> None:
-        whole = not self._console.is_terminal  # a file gets the lines that there are
-        self._console.print(
-            self._prompts[index], style="bold", markup=False, highlight=False, soft_wrap=whole
-        )
+        prompt = self._prompts[index]
+        if self._console.is_terminal:
+            self._console.print(prompt, style="bold", markup=False, emoji=False, highlight=False)
+        else:  # a file gets the prompt as it is
+            self._writer.write(prompt, last=True)
 
 
 def usage_table(generation: Generation, policy: str, seconds: float) -> Table:

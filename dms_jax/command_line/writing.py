@@ -4,6 +4,7 @@ import re
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.segment import Segment, Segments
 
 # Text without spaces, as of Chinese, is not held back for longer than this.
 _LONGEST_WORD = 30
@@ -29,7 +30,8 @@ class Writer:
     def write(self, text: str, *, last: bool = False) -> None:
         """Writes a piece, and with the last one what was held back and the end of the line."""
         if self._width is None:
-            self._out(text + "\n" * last)
+            # As a segment: of a text the console would expand tabs and drop carriage returns.
+            self._console.print(Segments([Segment(text + "\n" * last)]), end="", soft_wrap=True)
             return
         text = self._held + text
         word = re.search(r"\S*$", text)
@@ -61,4 +63,6 @@ class Writer:
             self._spaces = ""
 
     def _out(self, text: str) -> None:
-        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            text, end="", markup=False, emoji=False, highlight=False, soft_wrap=True
+        )

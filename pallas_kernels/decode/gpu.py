@@ -97,14 +97,17 @@ def spec_of(q, k_pages, settings, **fields) -> Spec:
     )
 
 
-def _why_no_kernel(q, k_pages, plan) -> str | None:
+def _why_no_kernel(q, rows: Rows, plan) -> str | None:
     """Returns why no GPU kernel can serve a call, or None."""
+    k_pages = rows.k_pages
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"computes in at most float32, not {q.dtype}"
     if k_pages.dtype == PACKED:
         return "does not read pages of 4 bits"
     if k_pages.dtype.itemsize == 1 and q.dtype == jnp.float32:
         return "reads float8 pages for bfloat16 or float16 queries only"
+    if other := [x.dtype for x in rows.scales if x.dtype != jnp.float32]:
+        return f"reads scales in float32, not {other[0]}"
     if q.shape[1] > 16:
         return f"serves groups of at most 16 query heads, not {q.shape[1]}"
     if plan is not None and (plan.tile % _TILE or plan.tile % k_pages.shape[1]):
@@ -119,7 +122,7 @@ def why_not_mosaic(q, rows: Rows, plan, **static):
     k_pages, page_size, head_dim = rows.k_pages, rows.page_size, q.shape[2]
     if gpu.capability != (9, 0):
         return f"needs compute capability 9.0 (Hopper), {gpu.kind} has {gpu.capability}"
-    if reason := _why_no_kernel(q, k_pages, plan):
+    if reason := _why_no_kernel(q, rows, plan):
         return reason
     if head_dim not in _HEAD_DIMS:
         return f"serves head dims {_HEAD_DIMS}, not {head_dim}"
@@ -144,7 +147,7 @@ def why_not_mma(q, rows: Rows, plan, **static):
     """Returns why the kernel with Ampere's products cannot serve a call, or None."""
     del static
     gpu, head_dim, page_size = target_gpu(), q.shape[2], rows.page_size
-    if reason := mosaic_lacks(gpu) or _why_no_kernel(q, rows.k_pages, plan):
+    if reason := mosaic_lacks(gpu) or _why_no_kernel(q, rows, plan):
         return reason
     if q.dtype == jnp.float32:
         return "multiplies 16-bit numbers, not float32"

@@ -28,6 +28,8 @@ def why_not(inputs: Inputs, *rest, window: int, scale: float) -> str | None:
         return f"serves bfloat16 operands alone, got {q.dtype}"
     if q.shape[3] > HEAD_DIMS[-1]:
         return f"the head dim may be {HEAD_DIMS[-1]} at most, got {q.shape[3]}"
+    if inputs.bias.dtype == jnp.float64:
+        return "computes the bias and its gradient in float32, not in float64"
     if scale <= 0:
         return f"scale must be positive, got {scale}"
     return None

@@ -23,6 +23,8 @@ def why_not(inputs: Inputs, *rest, window: int, scale: float) -> str | None:
         return f"the head dim may be 256 at most, got {q.shape[3]}"
     if group > 16:
         return f"a KV head may serve 16 query heads at most, got {group}"
+    if inputs.bias.dtype == jnp.float64:
+        return "computes the bias and its gradient in float32, not in float64"
     if scale <= 0:
         return f"scale must be positive, got {scale}"
     return None

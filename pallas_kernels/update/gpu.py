@@ -25,7 +25,7 @@ _COLUMNS = 8
 
 def why_not(pages, new, page, offset) -> str | None:
     """Returns why the kernel cannot serve a call, or None."""
-    del new, page, offset
+    del page, offset
     head_dim = pages[0].shape[2]
     if head_dim % _COLUMNS:
         return f"serves head dims that are multiples of {_COLUMNS}, not {head_dim}"
@@ -33,6 +33,9 @@ def why_not(pages, new, page, offset) -> str | None:
         return f"writes numbers of at most 32 bits, not {pages[0].dtype}"
     if pages[0].dtype == PACKED:
         return "does not write pages of 4 bits"
+    for old, its_new in zip(pages, new, strict=True):
+        if old.dtype != its_new.dtype:
+            return f"does not convert scales of {its_new.dtype} to {old.dtype}"
     return mosaic_lacks(target_gpu())
 
 

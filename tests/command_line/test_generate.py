@@ -1,8 +1,10 @@
 """`dms-jax generate`: what it shows, and what it says to mistakes."""
 
 import inspect
+import io
 
 import pytest
+from rich.console import Console
 
 import dms_jax
 from dms_jax.command_line import generate
@@ -37,6 +39,13 @@ def test_a_file_gets_the_text_as_it_is(monkeypatch, capsys):
         assert all(
             f"{prompt}\n{text}\n" in shown for prompt, text in zip(prompts, texts, strict=True)
         )
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_of_pictures_in_a_prompt_are_no_pictures(terminal):
+    out, prompt = io.StringIO(), "a :dog: in [bold]"
+    generate.Screen(Console(file=out, force_terminal=terminal, color_system=None), [prompt])
+    assert out.getvalue() == prompt + "\n"
 
 
 def test_several_answers_under_another_policy(capsys, tmp_path):

@@ -57,6 +57,13 @@ def test_no_line_is_longer_and_none_could_have_had_the_next_word():
 def test_elsewhere_it_is_as_it_was():
     """A file or a pipe gets the model's own text."""
     assert written(STORY, None) == STORY + "\n"
+    odd = "all:\n\tcc -o :dog: main.c\r\n[bold]x[/bold]\f" + 30 * " wide"
+    for seed in range(4):
+        assert written(odd, None, seed=seed) == odd + "\n"
+
+
+def test_names_of_pictures_are_no_pictures():
+    assert written("a :dog: here", None, terminal=True) == "a :dog: here\n"
 
 
 def test_text_without_spaces_is_not_held_back():

@@ -113,6 +113,17 @@ def test_decode_attention_for_cuda(name, implementation, marker):
     assert (XLA in text) == (marker == XLA)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_scales_that_are_not_float32_are_left_to_xla(dtype):
+    function, shapes = decode(cases.by_name("float8"))
+    with jax.enable_x64(dtype == "float64"):
+        for name in ("k_scales", "v_scales"):
+            shapes[name] = jax.ShapeDtypeStruct(shapes[name].shape, jnp.dtype(dtype))
+            text = lower_for_cuda(function, **shapes)
+            assert "mosaic_gpu" not in text
+            assert XLA in text
+
+
 T4, A100 = GPU("Tesla T4", 40, (7, 5)), GPU("NVIDIA A100-SXM4-40GB", 108, (8, 0))
 L4, B200 = GPU("NVIDIA L4", 58, (8, 9)), GPU("NVIDIA B200", 148, (10, 0))
 

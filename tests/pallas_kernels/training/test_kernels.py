@@ -145,6 +145,19 @@ def test_float32_on_a_gpu_is_full_float32():
     assert "HIGHEST" in text
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_bias_of_float64_has_its_gradient_in_float64(platform):
+    case = BY_NAME["plain"]
+    with jax.enable_x64(True):
+        shapes = structs(case)
+        shapes["bias"] = jax.ShapeDtypeStruct(shapes["bias"].shape, jnp.float64)
+        traced = jax.jit(lambda arrays: both(case, None)(**arrays)).trace(shapes)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        chex.assert_type(traced.out_info[1][3], jnp.float64)
+    assert "mosaic_gpu" not in text
+    assert "tpu_custom_call" not in text
+
+
 @pytest.mark.parametrize(
     ("name", "implementation", "reason"),
     [
@@ -172,7 +185,8 @@ def test_reasons_name_the_limit():
     def reason(module, dtype="bfloat16", dim=64, heads=4, scale=1.0):
         q = jax.ShapeDtypeStruct((1, 8, heads, dim), jnp.dtype(dtype))
         k = jax.ShapeDtypeStruct((1, 8, 1, dim), jnp.dtype(dtype))
-        return module.why_not(Inputs(q, k, k, None), window=1, scale=scale)
+        bias = jax.ShapeDtypeStruct((1, 1, 8), jnp.float32)
+        return module.why_not(Inputs(q, k, k, bias), window=1, scale=scale)
 
     for module in (gpu, tpu):
         assert reason(module) is None

@@ -160,6 +160,13 @@ def test_float64_is_xla_for_cuda():
         assert SCATTER in lowered(cases.by_name("float64"))
 
 
+@pytest.mark.parametrize("name", ["k_scales", "v_new_scales"])
+def test_scales_that_are_converted_are_left_to_xla(name):
+    shapes = write_structs(cases.by_name("float8"))
+    shapes[name] = jax.ShapeDtypeStruct(shapes[name].shape, jnp.bfloat16)
+    assert SCATTER in lower_for_cuda(write_pages, **shapes)
+
+
 @pytest.mark.parametrize(
     ("card", "name", "scatter"),
     [
