@@ -38,6 +38,8 @@ class Tokenizer:
         backend: the `tokenizers.Tokenizer` that does the work.
         special_tokens: name ("bos_token", ...) to text, of those that the checkpoint declares.
         chat_template: jinja source, or None.
+        template_variables: variables of the template besides those that a call gives; see
+            `LanguageModel.with_template`.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.template_variables: dict[str, Any] = {}
         self._extra = dict(extra or {})
         for name, text in self.special_tokens.items():
             if backend.token_to_id(text) is None:
@@ -167,6 +170,7 @@ class Tokenizer:
             DataError: the checkpoint has no chat template, or it rejects these messages.
         """
         template = self.chat_template
+        variables = self.template_variables | variables
         if isinstance(template, Mapping):
             wanted = "tool_use" if variables.get("tools") and "tool_use" in template else "default"
             template = template.get(wanted)

@@ -22,9 +22,7 @@ from rich.table import Table
 
 import dms_jax
 from dms_jax.command_line.generating import Generating
-from dms_jax.command_line.options import read_options
 from dms_jax.command_line.writing import Writer
-from dms_jax.evaluation import Chat
 from dms_jax.generation import Generation, Update
 from dms_jax.generation.requests import Prompt
 from dms_jax.policies import Policy, Vanilla
@@ -45,8 +43,6 @@ class Config(Generating):
     """More prompts, one a line; empty lines are left out."""
     chat: bool = False
     """Write each prompt as a user's message, with the checkpoint's chat template."""
-    template: tuple[str, ...] = ()
-    """Variables of the chat template, as name=value (enable_thinking=false for Qwen3)."""
     samples: int = 1
     """Answers to each prompt; they differ unless the temperature is 0."""
 
@@ -68,21 +64,13 @@ def read_prompts(config: Config) -> list[str]:
     return prompts
 
 
-def as_prompts(config: Config, model: dms_jax.LanguageModel, texts: list[str]) -> list[Prompt]:
+def as_prompts(config: Config, texts: list[str]) -> list[Prompt]:
     """The texts as the model is to read them."""
     if not config.chat:
         if config.template:
             raise dms_jax.ConfigError("--template is for a chat template: give --chat too.")
         return list(texts)
-    messages = [[{"role": "user", "content": text}] for text in texts]
-    if not config.template:
-        return list(messages)
-    variables = Chat(variables=read_options(config.template)).variables
-    written = [
-        model.tokenizer.apply_chat_template(each, add_generation_prompt=True, **variables)
-        for each in messages
-    ]
-    return [model.tokenizer.encode(text, add_special_tokens=False) for text in written]
+    return [[{"role": "user", "content": text}] for text in texts]
 
 
 class Screen:
@@ -173,7 +161,7 @@ def main(config: Config) -> Generation:
         raise dms_jax.ConfigError(f"--samples must be at least 1, got {config.samples}.")
     model = config.load()
     texts = [text for text in texts for _ in range(config.samples)]
-    prompts = as_prompts(config, model, texts)
+    prompts = as_prompts(config, texts)
     start = time.perf_counter()
     generation = dms_jax.generate(
         model,

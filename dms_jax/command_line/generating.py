@@ -5,7 +5,13 @@ import inspect
 from typing import Any, Literal
 
 import dms_jax
-from dms_jax.command_line.options import SHIPPED, find_adapter, find_model, read_policy
+from dms_jax.command_line.options import (
+    SHIPPED,
+    find_adapter,
+    find_model,
+    read_options,
+    read_policy,
+)
 from dms_jax.policies import Policy
 
 SAMPLING = dms_jax.Sampling()
@@ -54,12 +60,15 @@ class Generating:
     """Decode steps per compiled program: text arrives this often."""
     kv_dtype: str | None = CALL["kv_dtype"]
     """Type of the cache where it is not that of the weights: float8_e4m3, or int4."""
+    template: tuple[str, ...] = ()
+    """Variables of the chat template, as name=value (enable_thinking=false for Qwen3)."""
 
     def load(self) -> dms_jax.LanguageModel:
         """The model."""
-        return dms_jax.load(
+        model = dms_jax.load(
             find_model(self.model), dtype=self.dtype, adapter=find_adapter(self.adapter)
         )
+        return model.with_template(**read_options(self.template)) if self.template else model
 
     def make_policy(self) -> Policy | None:
         """The policy that is named."""

@@ -22,7 +22,7 @@ import pathlib
 
 import dms_jax
 from dms_jax import assets, processes
-from dms_jax.command_line.options import find_model
+from dms_jax.command_line.options import find_model, read_options
 from dms_jax.command_line.ratio_pictures import RatioPictures
 from dms_jax.command_line.reports import can_draw, reserve_folder
 from dms_jax.command_line.retrofitting import Config
@@ -109,6 +109,8 @@ def main(config: Config | SelfTaught) -> None:
         base = dms_jax.load(
             find_model(config.model), mesh=mesh, adapter=config.adapter, for_training=True
         )
+        if config.template:
+            base = base.with_template(**read_options(config.template))
     board = None
     if config.tensorboard and processes.is_first():
         board = TensorBoard(config.out / "tensorboard")

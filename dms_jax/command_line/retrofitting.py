@@ -95,6 +95,9 @@ class Config:
     """Template of prompts, with fields in braces: "Solve: {problem}". Takes --response too."""
     response: str | None = None
     """Template of responses, with fields in braces: "{solution}". Takes --prompt too."""
+    template: tuple[str, ...] = ()
+    """Variables of the chat template that writes conversations, as name=value
+    (enable_thinking=false)."""
     longest: int | None = None
     """Leave out documents of more characters."""
     verified: bool = False

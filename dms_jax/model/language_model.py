@@ -1,6 +1,7 @@
 """A loaded model: parameters, tokenizer, and the cache policy that its checkpoint declares."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -65,6 +66,29 @@ class LanguageModel:
     def dtype(self) -> jnp.dtype:
         """Floating-point type of the parameters and of the cache."""
         return self.transformer.embedding[...].dtype
+
+    def with_template(self, **variables: Any) -> "LanguageModel":
+        """Returns the model with variables of its chat template, wherever messages are written.
+
+        Prompts, conversations and training data go through the same template:
+        `model.with_template(enable_thinking=False)` for Qwen3.
+
+        Raises:
+          ConfigError: the model has no chat template, or a variable comes from the messages.
+        """
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                f"This model has no chat template, so that {show(sorted(variables))} cannot be "
+                "variables of it. Set model.tokenizer.chat_template first."
+            )
+        if taken := {"messages", "add_generation_prompt"} & variables.keys():
+            raise ConfigError(
+                f"{', '.join(sorted(taken))} comes from the messages and cannot be given as a "
+                "variable of the chat template."
+            )
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.template_variables = tokenizer.template_variables | variables
+        return dataclasses.replace(self, tokenizer=tokenizer)
 
     def place(self) -> "LanguageModel":
         """Returns the model with its parameters placed for decoding.

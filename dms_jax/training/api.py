@@ -141,6 +141,7 @@ def train(
             "policy": policy.to_dict(),
             "seed": run.seed,
             "data": _fingerprint(data),
+            "template": repr(sorted(getattr(model.tokenizer, "template_variables", {}).items())),
             "weights": base_digest(model, policy, recipe),
         }
         directory = RunDirectory(

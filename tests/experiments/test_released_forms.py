@@ -13,6 +13,7 @@ from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.command_line import evaluate, generate
 from dms_jax.command_line.running import run
 from dms_jax.config import ModelConfig
+from dms_jax.generation.prompts import encode_prompts
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "experiments/docs/pages/index.md"
 # As Qwen3's: thinking is the default, and without it the answer begins after empty thoughts.
@@ -72,7 +73,8 @@ def test_a_prompt_is_written_with_the_variable_and_answered(
 
     def generate_few(model, prompts, **options):
         assert model.policy.name == "DMS"
-        read.extend(model.tokenizer.decode(each, skip_special_tokens=False) for each in prompts)
+        tokens = encode_prompts(model, prompts)
+        read.extend(model.tokenizer.decode(each, skip_special_tokens=False) for each in tokens)
         return answer(model, prompts, **options)
 
     monkeypatch.setattr(dms_jax, "generate", generate_few)
@@ -107,5 +109,5 @@ def test_variables_without_a_chat_are_refused(checkpoint):
     config = generate.Config(prompts=("a",), model=str(checkpoint), template=("a=1",))
     with pytest.raises(dms_jax.ConfigError, match="give --chat too"):
         generate.main(config)
-    with pytest.raises(dms_jax.ConfigError, match="cannot be given in variables"):
+    with pytest.raises(dms_jax.ConfigError, match="messages comes from the messages"):
         generate.main(dataclasses.replace(config, chat=True, template=("messages=1",)))

@@ -8,6 +8,7 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
+from dms_jax.data.encoding import encode_document
 from dms_jax.errors import CapacityError, ConfigError, DataError
 from dms_jax.generation.runner import Runner
 from tests.generation.support import GREEDY, POLICIES, engine_for, model_for, prompts, stories
@@ -177,6 +178,34 @@ def test_chat_turns_are_written_once(chatting, fed):
     assert second.tokens == expected.tokens
     third = conversation.say(user("on it"), sampling=dataclasses.replace(SHORT, max_new_tokens=2))
     assert third.usage.prompt_tokens == 1 + len(encode("</s>[user] on it[assistant] ", False))
+
+
+def test_variables_of_the_template_reach_all_that_writes_messages(chatting, fed):
+    """Prompts, every turn of a conversation, and documents to train on."""
+    chatting.tokenizer.chat_template = TEMPLATE + "{{ thinking | default('') }}"
+    thinking = chatting.with_template(thinking="hm")
+    encode = chatting.tokenizer.encode
+
+    def text_of(model):
+        fed.clear()
+        dms_jax.generate(model, [user("A cat")], sampling=SHORT, chunk=8, prefill_chunk=8)
+        return sum(fed)
+
+    assert text_of(thinking) == len(encode("<s>[user] A cat[assistant] hm", False))
+    assert text_of(chatting) == len(encode("<s>[user] A cat[assistant] ", False))
+    written = thinking.tokenizer.apply_chat_template(user("A cat"), thinking="no")
+    assert written == "<s>[user] A cat[assistant] no"  # what a call gives goes first
+
+    trained = encode_document(user("A cat"), thinking.tokenizer)
+    assert list(trained) == encode("<s>[user] A cat" + "hm", False)
+
+
+def test_variables_that_no_template_takes_are_refused(chatting):
+    with pytest.raises(ConfigError, match="messages comes from the messages"):
+        chatting.with_template(messages=[])
+    chatting.tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"no chat template, so that.*enable_thinking"):
+        chatting.with_template(enable_thinking=False)
 
 
 def test_an_answer_that_ended_is_not_ended_twice(chatting):
