@@ -1,6 +1,8 @@
-"""Memory, bandwidth and peak rate of accelerators, for estimates and utilisation."""
+"""Memory, bandwidth and peak rate of accelerators, and what they say when memory runs out."""
 
 import dataclasses
+
+import jax
 
 from dms_jax.checks import Options, Positive
 
@@ -54,3 +56,8 @@ def data_sheet(kind: str) -> Device | None:
     """Returns the figures of a kind of device (`jax.Device.device_kind`); None if it is unknown."""
     name = _KINDS.get(kind)
     return None if name is None else DEVICES[name]
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error means that the device could not allocate memory."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)

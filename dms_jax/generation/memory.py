@@ -21,7 +21,7 @@ from dms_jax import sharding
 from dms_jax.cache.pages import few_sizes
 from dms_jax.checks import Count, CountOnDevice, Positive, Ratio, check, show
 from dms_jax.config import ModelConfig
-from dms_jax.devices import DEVICES, Device
+from dms_jax.devices import DEVICES, Device, out_of_memory
 from dms_jax.errors import CapacityError, ConfigError, OutOfMemoryError
 from dms_jax.model.caching import entry_bytes, layer_page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
@@ -249,11 +249,6 @@ def fits_device(otherwise: str) -> Iterator[None]:
         if not out_of_memory(error):
             raise
         raise OutOfMemoryError(otherwise) from error
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error means that the device could not allocate memory."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _gigabytes(size: float | int) -> str:

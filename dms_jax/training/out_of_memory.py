@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import jax
 
+from dms_jax.devices import out_of_memory
 from dms_jax.errors import OutOfMemoryError, plain
 from dms_jax.model.language_model import PACKAGE
 from dms_jax.model.rematerialisation import Remat
@@ -17,11 +18,6 @@ from dms_jax.training.recipe import Recipe
 
 # From what takes the most memory to what takes the least.
 _ORDER: tuple[Remat, ...] = ("nothing", "all_but_products", "all_but_attention", "everything")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device's memory did not suffice."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def smaller(remat: Remat) -> Remat | None:
@@ -44,7 +40,7 @@ def with_advice(recipe: Recipe, mesh: jax.sharding.Mesh | None) -> Iterator[None
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
+        if not out_of_memory(error):
             raise
         changes = ["remat='everything'"] if recipe.remat != "everything" else []
         if recipe.micro_batch_size != 1 and recipe.batch_size > 1:

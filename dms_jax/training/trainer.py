@@ -17,13 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from dms_jax import compilation, processes, sharding
 from dms_jax.data.batches import Batch
-from dms_jax.devices import data_sheet
+from dms_jax.devices import data_sheet, out_of_memory
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 from dms_jax.training.compiling import compiler_options
-from dms_jax.training.out_of_memory import is_out_of_memory, smaller, warn_of_fallback
+from dms_jax.training.out_of_memory import smaller, warn_of_fallback
 from dms_jax.training.parameters import (
     Parameters,
     add_adapter,
@@ -303,7 +303,7 @@ class Trainer:
         assert self.recipe.remat != "auto"
         after = smaller(self.recipe.remat)
         gone = any(x.is_deleted() for x in jax.tree.leaves(self.state))
-        if after is None or gone or not is_out_of_memory(error):
+        if after is None or gone or not out_of_memory(error):
             raise error
         warn_of_fallback(self.recipe.remat, after)
         self.recipe = dataclasses.replace(self.recipe, remat=after)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from dms_jax.generation.memory import out_of_memory
+from dms_jax.devices import out_of_memory
 from experiments.reproduction.files import (
     give_back,
     provenance,

@@ -11,9 +11,10 @@ from flax import nnx
 
 import dms_jax
 from dms_jax.config import ModelConfig, Rope
+from dms_jax.devices import out_of_memory
 from dms_jax.errors import CapacityError, ConfigError, OutOfMemoryError
 from dms_jax.generation import Device, Engine, memory
-from dms_jax.generation.memory import out_of_memory, pool_pages
+from dms_jax.generation.memory import pool_pages
 from tests.generation.support import POLICIES, model_for, prompts
 
 LLAMA_8B = ModelConfig(

@@ -10,6 +10,7 @@ import numpy as np
 import dms_jax
 from dms_jax.command_line.comparison.systems import Share, System
 from dms_jax.data.tasks import Task
+from dms_jax.devices import out_of_memory
 from dms_jax.evaluation import (
     Result,
     Serving,
@@ -18,7 +19,6 @@ from dms_jax.evaluation import (
     mean_over_problems,
     standard_error,
 )
-from dms_jax.generation.memory import out_of_memory
 from dms_jax.policies import Policy
 
 # What a system may come to: the library or a kernel does not serve it, or the device fails.
