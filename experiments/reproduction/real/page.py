@@ -9,6 +9,7 @@ from dms_jax.evaluation import Measured
 from experiments.reproduction.claims.cells import percent, table, within
 from experiments.reproduction.files import wrap, write_json, write_text
 from experiments.reproduction.real import figures, legends
+from experiments.reproduction.real.plan import asked_of
 from experiments.reproduction.real.results import (
     CHAINS,
     TASKS,
@@ -22,11 +23,11 @@ from experiments.reproduction.real.systems import (
     CONTROL,
     FREE,
     OTHERS,
-    PLANNED,
     QWEN,
     SHIPPED,
     SMOLLM2,
     TRAININGS,
+    UNSEEN,
     VANILLA,
     WINDOW,
 )
@@ -110,14 +111,13 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
 
 
 def _opening(results: Results) -> str:
-    record = next(iter(results.records.values()))
+    runs = results.runs
     both = {
         QWEN: "- Qwen2.5-Coder-0.5B-Instruct (Apache-2.0): a 4-bit GGUF of 491,400,064 bytes, "
         "SHA-256 begins 1d961463.",
         SMOLLM2: "- SmolLM2-135M-Instruct (Apache-2.0): a GGUF.",
     }
     measured = {model for model, _, _ in results.records}
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return "\n".join(
         [
             "Two models, read into bfloat16; neither is part of this repository. Each was "
@@ -125,12 +125,26 @@ def _opening(results: Results) -> str:
             "",
             *(words for model, words in both.items() if model in measured),
             "",
-            "Whatever is compared was measured in one run, from the paged cache with the policy's "
-            "own eviction. Errors are one standard error, of differences paired by problem.",
+            "Everything was measured from the paged cache with the policy's own eviction. Errors "
+            "are one standard error, of differences paired by problem. "
+            + (_OF_RUNS if len(runs) > 1 else "Whatever is compared was measured in one run."),
             "",
-            f"{record['device']}, {versions}, {record['date']}.",
+            *(
+                (f"- Run {number}: " if len(runs) > 1 else "") + _provenance(runs[number])
+                for number in sorted(runs, reverse=True)
+            ),
         ]
     )
+
+
+def _provenance(record: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"{record['device']}, {versions}, {record['date']}."
+
+
+def shown(results: Results, label: str, record: dict[str, Any]) -> str:
+    """A system in words; with the run, where another than the last one measured it."""
+    return name_of(label) + (f" (run {record['run']})" if record["run"] != results.run else "")
 
 
 def name_of(label: str) -> str:
@@ -144,14 +158,21 @@ def name_of(label: str) -> str:
     training = TRAININGS[system]
     if training.policy is None:
         return "trained further (the control)"
-    if not training.evicts_as_trained:
-        return f"{training.policy.name}, window {WINDOW}"
     words = [training.policy.name, _KINDS[training.trainable]]
+    if not training.evicts_as_trained:
+        words[1:] = [f"window {WINDOW}"]
     words += [f"window {training.policy.window}"] if isinstance(training.policy, DMS) else []
-    words += [f"at {setting}" if float(setting) in training.snapshots else f"to {setting}"]
+    if training.evicts_as_trained:
+        words += [f"at {setting}" if float(setting) in training.snapshots else f"to {setting}"]
     words += [training.words] if training.words else []
-    words += ["half the tokens"] if training.share == 0.5 else []
+    words += [f"{training.share:g} of the tokens"] if training.share < 1 else []
     return ", ".join(words)
+
+
+_OF_RUNS = (
+    "A row that names a run is of that earlier one: the same problems, with retrofits and answers "
+    "of its own, and differences from what that run measured, where it did."
+)
 
 
 # -- verdicts -------------------------------------------------------------------------------------
@@ -173,7 +194,7 @@ def best_free(results: Results, peak: float) -> str | None:
 
 def verdicts(results: Results) -> str:
     """A line for each bar."""
-    main = end_of(PLANNED)
+    main = end_of(results.judged)
     record = results.get(QWEN, main, "gsm8k")
     if record is None:
         lines = ["- The retrofit that was to be judged was not measured."]
@@ -181,8 +202,8 @@ def verdicts(results: Results) -> str:
         fewer = results.fewer(QWEN, main, "gsm8k") or 0.0
         held = "**holds**" if fewer >= FEWER else "**does not hold**"
         lines = [
-            f"- Qwen2.5-Coder-0.5B, {name_of(main)} (the library's recipe as it stands, chosen "
-            f"before this run): peak {record['peak']:.0f}, {fewer:.2f} times smaller; at least "
+            f"- Qwen2.5-Coder-0.5B, {name_of(main)} (chosen by the rule below, on training "
+            f"questions alone): peak {record['peak']:.0f}, {fewer:.2f} times smaller; at least "
             f"{FEWER:g} times: {held}."
         ]
         for measure, how in (("gsm8k", "greedy"), ("frontier", "eight chains a problem")):
@@ -191,7 +212,7 @@ def verdicts(results: Results) -> str:
                 held = within(gap, POINTS)
                 lines += [f"- GSM8K, {how}: within {POINTS:g} points of {what}: {held}."]
         lines += [_against_free(results, main, record["peak"])]
-    lines += _nearest(results)
+    lines += _chosen(results)
     if results.get(SMOLLM2, VANILLA, "piqa") is None:
         return "\n".join([*lines, "- SmolLM2-135M-Instruct: **not measured**."])
     told = ((SHIPPED, "the adapter that ships"), ("smollm2-low-rank-w16", "low rank"))
@@ -204,17 +225,25 @@ def verdicts(results: Results) -> str:
     return "\n".join(lines)
 
 
-def _nearest(results: Results) -> list[str]:
-    """The training that divergence would have chosen, if it is another one."""
-    nearest = next(iter(results.rivals()), PLANNED)
-    if nearest == PLANNED:
+def _chosen(results: Results) -> list[str]:
+    """How the rivals stood on the questions that chose between them, and how the other did."""
+    asked = results.rivals(UNSEEN)
+    if len(asked) < 2:
         return []
-    gap = results.gap(QWEN, end_of(nearest), VANILLA, "gsm8k")
-    return [
-        f"- Of {len(results.rivals())} trainings to that ratio the one with the least divergence "
-        f"on training questions that were held out is {name_of(end_of(nearest))}; GSM8K, greedy: "
-        f"within {POINTS:g} points of the model itself: {within(gap, POINTS)}."
+    told = []
+    for name in asked:
+        solved = percent(score(results.records[QWEN, end_of(name), UNSEEN]))
+        far = results.trainings[name]["held_out"]["distillation"]
+        told.append(f"{name_of(end_of(name))}: {solved}%, {far:.4f} nats")
+    lines = [
+        f"- Training questions in no lesson, greedily, and divergence: {'; '.join(told)}. Judged "
+        f"is {name_of(end_of(results.judged))}."
     ]
+    for name in asked:
+        gap = results.gap(QWEN, end_of(name), VANILLA, "gsm8k")
+        if name != results.judged and gap is not None:
+            lines.append(f"- The other, GSM8K, greedy: {percent(gap, sign=True)} to itself.")
+    return lines
 
 
 def _against_free(results: Results, main: str, peak: float) -> str:
@@ -248,10 +277,10 @@ def gsm8k(results: Results) -> str:
             continue
         gaps = [results.gap(QWEN, label, each, "gsm8k") for each in compared]
         fewer = results.fewer(QWEN, label, "gsm8k")
-        name = name_of(label)
+        name = shown(results, label, record)
         rows.append(
             [
-                f"**{name}**" if label == end_of(PLANNED) else name,
+                f"**{name}**" if label == end_of(results.judged) else name,
                 percent(score(record)),
                 *("" if gap is None or gap == Measured(0, 0) else _sign(gap) for gap in gaps),
                 f"{record['peak']:.0f}",
@@ -275,13 +304,14 @@ def _sign(gap: Measured) -> str:
 def trainings(results: Results) -> str:
     """Each training: what it took, and how far its end is from the model."""
     rows = []
-    for name, log in results.trainings.items():
-        training = TRAININGS[name]
+    for log in (*results.trainings.values(), *results.earlier_trainings):
+        training = TRAININGS[log["training"]]
         measure = "gsm8k" if training.model == QWEN else "piqa"
-        record = results.get(training.model, end_of(name), measure)
+        label = f"{training.name}-at{log['recipe']['ratio']:g}"
+        record = results.get(training.model, label, measure)
         rows.append(
             [
-                f"{training.model}: {name_of(end_of(name))}",
+                f"{training.model}: {shown(results, label, log)}",
                 f"{log['documents']:,}",
                 f"{log['tokens'] / 1e6:.1f}",
                 f"{log['seconds']:.0f}",
@@ -318,7 +348,7 @@ def gains(results: Results) -> str:
         if label in (VANILLA, end_of(CONTROL)) or points is None:
             continue
         gains = [points.average_gain("DMS", "vanilla", axis) for axis in ("reads", "peak")]
-        name = f"**{name_of(label)}**" if label == end_of(PLANNED) else name_of(label)
+        name = f"**{name_of(label)}**" if label == end_of(results.judged) else name_of(label)
         one = results.gap(QWEN, label, VANILLA, "frontier")
         rows.append([name, *(percent(gain, sign=True) for gain in (one, *gains))])
     if not rows:
@@ -333,7 +363,12 @@ def gains(results: Results) -> str:
 def smollm2(results: Results) -> str:
     """Each task of SmolLM2, with the peak beside it."""
     order = [VANILLA]
-    order += [end_of(each.name) for each in TRAININGS.values() if each.model == SMOLLM2]
+    order += [
+        job.label
+        for each in TRAININGS.values()
+        if each.model == SMOLLM2
+        for job in asked_of(each, "piqa")
+    ]
     order += [name for name in FREE if name != VANILLA]
     rows = []
     for label in order:
@@ -343,19 +378,24 @@ def smollm2(results: Results) -> str:
         gap = results.mean_gap(label, VANILLA) if label != VANILLA else None
         cells = [_with_peak(record, task) for record, task in zip(found, _TASK_LABELS, strict=True)]
         mean = "" if label == VANILLA else percent(gap, sign=True)
-        rows.append([name_of(label), *cells, mean])
+        own = next(record for record in found if record)
+        rows.append([shown(results, label, own), *cells, mean])
     return table(["", *_TASK_LABELS.values(), "mean to vanilla"], rows)
 
 
 def others(results: Results) -> str:
     """Each other task of Qwen, with the peak beside it."""
-    labels = [VANILLA, *map(end_of, TRAININGS), *(name for name in FREE if name != VANILLA)]
+    learned = [label for model, label, on in results.records if model == QWEN and on in OTHERS]
+    learned = [label for label in learned if label not in FREE]
+    free = [name for name in FREE if name != VANILLA]
+    labels = dict.fromkeys([VANILLA, *learned, *free])
     rows = []
     for label in labels:
         found = [results.get(QWEN, label, task) for task in OTHERS]
         if any(found):
             cells = [_with_peak(each, task) for each, task in zip(found, OTHERS, strict=True)]
-            rows.append([name_of(label), *cells])
+            own = next(record for record in found if record)
+            rows.append([shown(results, label, own), *cells])
     return table(["", "MATH-500", "HumanEval", "RULER's needles"], rows)
 
 
@@ -381,6 +421,6 @@ def speed(config: Config, record: dict[str, Any]) -> str:
         )
     text = (
         f"Qwen2.5-Coder-0.5B, {config.speed_batch} sequences of {config.speed_context:,} tokens, "
-        f"budgets of a quarter, {record['device']}."
+        f"budgets of a quarter, {record['device']}, {record['date']}."
     )
     return text + "\n\n" + table(["", "ms a step", "ms a cut", "MB", "reads a row"], rows)
