@@ -69,8 +69,9 @@ class Results:
             raise dms_jax.ConfigError(f"--earlier {config.earlier} is not there.")
         earlier = {}
         for row in page["systems"]:
-            number, key = row.get("run", 1), _key(row)
+            number = row.get("run", 1)
             if number != config.run:
+                key = _key(row)
                 scores = "loss" if key[2] == "text" else "scores"
                 problems = {"per_problem": {scores: row["per_problem"]}}
                 earlier[number, *key] = row | {"run": number} | problems
