@@ -17,6 +17,7 @@ another GPU; `--join` gives a GPU that has become free to a run that is at work.
 results.json` shows beside a run what earlier ones measured and it did not.
 """
 
+import dataclasses
 import pathlib
 import sys
 import tarfile
@@ -28,6 +29,7 @@ from experiments.reproduction.processes import run_workers
 from experiments.reproduction.real.jobs import check_settings
 from experiments.reproduction.real.page import write_pages
 from experiments.reproduction.real.plan import Paths, jobs
+from experiments.reproduction.real.results import THREE
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import PLANNED, RIVAL, TRAININGS
 from experiments.reproduction.runs import carry_out, require_results, status
@@ -45,7 +47,8 @@ def main(config: Config) -> int:
         end = start + 60 * config.deadline_minutes
         run_workers(JOBS, config.out, config.processes, end)
         return status(config)
-    config = carry_out(config, JOBS, check_settings)
+    told = dict(run=config.run, earlier=config.earlier)  # of this call, also of a report alone
+    config = dataclasses.replace(carry_out(config, JOBS, check_settings), **told)
     if config.pack is not None:
         pack(config, config.pack)
     paths = Paths(config)
@@ -68,7 +71,7 @@ def pack(config: Config, folder: pathlib.Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     whole = folder / "real-models.tar.gz"
-    names = ["summaries", "jobs", "failed", "config.json"]
+    names = ["summaries", "jobs", "failed", "config.json", THREE]
     names += [path.name for path in config.out.glob("worker-*.log")]
     names += [str(f.relative_to(config.out)) for f in config.out.glob("results/*/*/*.json")]
     # What was answered says where an answer went another way; 0.5 MB a system.

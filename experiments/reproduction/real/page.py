@@ -32,7 +32,7 @@ from experiments.reproduction.real.systems import (
     WINDOW,
 )
 
-POINTS, FEWER, BELOW, SMALL_POINTS = 2.0, 3.0, 10.0, 1.0  # the bars
+POINTS, FEWER, BELOW, SMALL_POINTS, MINUTES = 2.0, 3.0, 10.0, 1.0, 15  # the bars
 _KINDS = {"all": "all weights", "low_rank": "low rank", "adapter": "adapter"}
 _FREE_LABELS = {
     VANILLA: "vanilla",
@@ -107,7 +107,7 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
     if results.speed is not None:
         parts += ["## Milliseconds a step", speed(config, results.speed), legends.SPEED]
     parts += ["## Again", legends.AGAIN]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _opening(results: Results) -> str:
@@ -212,7 +212,7 @@ def verdicts(results: Results) -> str:
                 held = within(gap, POINTS)
                 lines += [f"- GSM8K, {how}: within {POINTS:g} points of {what}: {held}."]
         lines += [_against_free(results, main, record["peak"])]
-    lines += _chosen(results)
+    lines += _chosen(results) + _three(results)
     if results.get(SMOLLM2, VANILLA, "piqa") is None:
         return "\n".join([*lines, "- SmolLM2-135M-Instruct: **not measured**."])
     told = ((SHIPPED, "the adapter that ships"), ("smollm2-low-rank-w16", "low rank"))
@@ -244,6 +244,20 @@ def _chosen(results: Results) -> list[str]:
         if name != results.judged and gap is not None:
             lines.append(f"- The other, GSM8K, greedy: {percent(gap, sign=True)} to itself.")
     return lines
+
+
+def _three(results: Results) -> list[str]:
+    """How long a user waits, from an empty directory to a page."""
+    told = results.three
+    if told is None or told["calls"][-1]["exit"]:
+        return ["- Three commands from an empty directory to its page: **not measured**."]
+    stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in told["stages"].items())
+    held = "**holds**" if told["seconds"] < 60 * MINUTES else "**does not hold**"
+    return [
+        f"- Three commands from an empty directory to its page: {told['seconds']:.0f} s on one "
+        f"card ({stages}; the library was {told['installed']}, the questions were copied); under "
+        f"{MINUTES} minutes: {held}. The third: `{told['command']}`."
+    ]
 
 
 def _against_free(results: Results, main: str, peak: float) -> str:

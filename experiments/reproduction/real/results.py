@@ -27,6 +27,7 @@ from experiments.reproduction.real.systems import (
 
 TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "needle")  # accuracies of SmolLM2
 CHAINS = (1, 2, 4, 8)
+THREE = "three/three.json"  # what `three_commands.sh` wrote, in the run directory
 Key = tuple[str, str, str]  # model, label of the system, measure
 
 
@@ -41,6 +42,7 @@ class Results:
       speed: rows of the timed steps, all of one run, with the device; None if there are none.
       earlier: (run, model, label, measure) -> figures, of other runs.
       earlier_trainings: thinned logs of other runs.
+      three: seconds of the three commands from an empty directory; None if they were not timed.
     """
 
     run: int
@@ -51,6 +53,7 @@ class Results:
         default_factory=dict
     )
     earlier_trainings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    three: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, config: Config) -> "Results":
@@ -62,8 +65,9 @@ class Results:
         speed = next((records.pop(key) for key in list(records) if key[2] == "speed"), None)
         logs = {name: read_json(Paths(config).summary(name)) for name in TRAININGS}
         trainings = {name: log | {"run": config.run} for name, log in logs.items() if log}
+        three = read_json(root / THREE)
         if config.earlier is None:
-            return cls(config.run, records, trainings, speed)
+            return cls(config.run, records, trainings, speed, three=three)
         page = read_json(config.earlier)
         if page is None:
             raise dms_jax.ConfigError(f"--earlier {config.earlier} is not there.")
@@ -79,7 +83,8 @@ class Results:
             records.setdefault(tuple(key), row)
         logs = [{"run": 1} | log for log in page["trainings"]]
         before = [log for log in logs if log["run"] != config.run]
-        return cls(config.run, records, trainings, speed or page["speed"], earlier, before)
+        speed, three = speed or page["speed"], three or page.get("three")
+        return cls(config.run, records, trainings, speed, earlier, before, three)
 
     @property
     def runs(self) -> dict[int, dict[str, Any]]:
@@ -224,7 +229,8 @@ class Results:
             own["per_problem"] = problems.get("scores") or problems.get("loss")
             kept.append(own)
         trainings = [*self.trainings.values(), *self.earlier_trainings]
-        return {"systems": kept, "trainings": trainings, "speed": self.speed}
+        told = {"speed": self.speed, "three": self.three}
+        return {"systems": kept, "trainings": trainings, **told}
 
 
 def _key(row: dict[str, Any]) -> Key:

@@ -11,7 +11,7 @@ from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
 from experiments.reproduction.real import page
 from experiments.reproduction.real.plan import Job, Paths, free
-from experiments.reproduction.real.results import TASKS, Results
+from experiments.reproduction.real.results import TASKS, THREE, Results
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import PLANNED, RIVAL, TRAININGS
 from experiments.reproduction.runs import write_plan
@@ -197,6 +197,20 @@ def test_rows_of_an_earlier_run_are_paired_with_the_model_of_that_run(config):
         Results.read(dataclasses.replace(config, earlier=pathlib.Path("nowhere.json")))
 
 
+def test_the_three_commands_are_judged_by_their_seconds(config):
+    assert "to its page: **not measured**" in page.verdicts(Results.read(config))
+    told = {"calls": [{"exit": 0}], "stages": {"sampling": 90.2, "training": 250.0}}
+    told |= {"command": "dms-jax x", "installed": "on the path already", "seconds": 512.3}
+    write_json(config.out / THREE, told)
+    said = page.verdicts(Results.read(config))
+    assert "to its page: 512 s on one card (sampling 90, training 250; the library was on" in said
+    assert "under 15 minutes: **holds**. The third: `dms-jax x`." in said
+    write_json(config.out / THREE, told | {"seconds": 901.0})
+    assert "15 minutes: **does not hold**" in page.verdicts(Results.read(config))
+    write_json(config.out / THREE, told | {"calls": [{"exit": 1}]})
+    assert "to its page: **not measured**" in page.verdicts(Results.read(config))
+
+
 def test_several_chains_of_a_problem_count_as_their_mean(config):
     paths = Paths(config)
     scores = {"vanilla": [[1, 1], [0, 0], [1, 0]], PLANNED: [[1, 0], [0, 0], [0, 0]]}
@@ -217,12 +231,18 @@ def test_without_a_control_there_is_no_column_for_it(config):
 def test_the_report_is_written_again_from_the_files(config):
     write_plan(config)
     folder = config.out / "pages"
+    row = {**figures(100, 90.0), "model": "qwen", "system": "h2o", "setting": ""}
+    row |= {"measure": "gsm8k", "per_problem": row["per_problem"]["scores"]}
+    before = config.out / "before.json"
+    write_json(before, {"systems": [row], "trainings": [], "speed": None})
     told = dataclasses.replace(config, only="report", pages=folder, qwen="", data=None)
+    told = dataclasses.replace(told, run=2, earlier=before)
     assert real_models.main(told) == 0
     text = (folder / "README.md").read_text()
     assert "| **DMS, low rank, window 16, to 3.3** | 29.0 ± 2.3 | -1.0 ± 0.5 |" in text
     assert "| vanilla | 2 | 50.0 ± 50.0 | 50 | 5 |" in text
     assert "| DMS, adapter, window 16, to 4 | 45.0 (40) |" in text
+    assert "| H2O (run 1) | 25.0" in text
     assert (folder / "gsm8k.png").exists()
     assert (folder / "smollm2.png").exists()
     kept = read_json(folder / "results.json")["systems"]
