@@ -4,11 +4,11 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from dms_jax import DMS
 from dms_jax.evaluation import Measured
-from experiments.reproduction.claims.cells import percent, table, within
+from experiments.reproduction.claims.cells import percent, table
 from experiments.reproduction.files import wrap, write_json, write_text
 from experiments.reproduction.real import figures, legends
+from experiments.reproduction.real.names import name_of, shown
 from experiments.reproduction.real.plan import asked_of
 from experiments.reproduction.real.results import (
     CHAINS,
@@ -24,33 +24,12 @@ from experiments.reproduction.real.systems import (
     FREE,
     OTHERS,
     QWEN,
-    SHIPPED,
     SMOLLM2,
     TRAININGS,
-    UNSEEN,
     VANILLA,
-    WINDOW,
 )
+from experiments.reproduction.real.verdicts import verdicts
 
-POINTS, FEWER, BELOW, SMALL_POINTS, MINUTES = 2.0, 3.0, 10.0, 1.0, 15  # the bars
-_KINDS = {"all": "all weights", "low_rank": "low rank", "adapter": "adapter"}
-_FREE_LABELS = {
-    VANILLA: "vanilla",
-    "tova": "TOVA",
-    "expected": "ExpectedAttention",
-    "snapkv": "SnapKV",
-    "streaming": "StreamingLLM",
-    "h2o": "H2O",
-    "quest": "Quest",
-    "kcache": "KCache",
-    "vanilla-float8": "vanilla, float8",
-    "dms-float8": "DMS of the verdict, float8",
-    "tova-mean": "TOVA, equal mean",
-    "expected-mean": "ExpectedAttention, equal mean",
-    "streaming-mean": "StreamingLLM, equal mean",
-    "tova-half-more": "TOVA, 1.5 times the budget",
-    "expected-half-more": "ExpectedAttention, 1.5 times the budget",
-}
 _TASK_LABELS = {
     "hellaswag": "HellaSwag",
     "arc_easy": "ARC easy",
@@ -59,8 +38,6 @@ _TASK_LABELS = {
     "needle": "needles",
     "text": "text, nats",
 }
-# What leaves the memory as it is: it reads fewer entries, or holds them in fewer bytes.
-_WHOLE = (VANILLA, "quest", "kcache", "vanilla-float8")
 
 
 def write_pages(config: Config, folder: pathlib.Path) -> None:
@@ -142,135 +119,10 @@ def _provenance(record: dict[str, Any]) -> str:
     return f"{record['device']}, {versions}, {record['date']}."
 
 
-def shown(results: Results, label: str, record: dict[str, Any]) -> str:
-    """A system in words; with the run, where another than the last one measured it."""
-    return name_of(label) + (f" (run {record['run']})" if record["run"] != results.run else "")
-
-
-def name_of(label: str) -> str:
-    """A system in words.
-
-    # In: "low-rank-w16-at3.5"  Out: "DMS, low rank, window 16, to 3.5"     "tova"  "TOVA"
-    """
-    system, _, setting = label.partition("-at")
-    if system not in TRAININGS:
-        return _FREE_LABELS[system]
-    training = TRAININGS[system]
-    if training.policy is None:
-        return "trained further (the control)"
-    words = [training.policy.name, _KINDS[training.trainable]]
-    if not training.evicts_as_trained:
-        words[1:] = [f"window {WINDOW}"]
-    words += [f"window {training.policy.window}"] if isinstance(training.policy, DMS) else []
-    if training.evicts_as_trained:
-        words += [f"at {setting}" if float(setting) in training.snapshots else f"to {setting}"]
-    words += [training.words] if training.words else []
-    words += [f"{training.share:g} of the tokens"] if training.share < 1 else []
-    return ", ".join(words)
-
-
 _OF_RUNS = (
     "A row that names a run is of that earlier one: the same problems, with retrofits and answers "
     "of its own, and differences from what that run measured, where it did."
 )
-
-
-# -- verdicts -------------------------------------------------------------------------------------
-
-
-def best_free(results: Results, peak: float) -> str | None:
-    """The method without training that solves most with at most 5% more than a peak."""
-    candidates = [
-        label
-        for label in results.labels(QWEN, "gsm8k")
-        if label in FREE
-        and label not in _WHOLE
-        and FREE[label].trained is None
-        and results.records[QWEN, label, "gsm8k"]["peak"] <= 1.05 * peak
-    ]
-    of = lambda label: score(results.records[QWEN, label, "gsm8k"]).value  # noqa: E731
-    return max(candidates, key=of, default=None)
-
-
-def verdicts(results: Results) -> str:
-    """A line for each bar."""
-    main = end_of(results.judged)
-    record = results.get(QWEN, main, "gsm8k")
-    if record is None:
-        lines = ["- The retrofit that was to be judged was not measured."]
-    else:
-        fewer = results.fewer(QWEN, main, "gsm8k") or 0.0
-        held = "**holds**" if fewer >= FEWER else "**does not hold**"
-        lines = [
-            f"- Qwen2.5-Coder-0.5B, {name_of(main)} (chosen by the rule below, on training "
-            f"questions alone): peak {record['peak']:.0f}, {fewer:.2f} times smaller; at least "
-            f"{FEWER:g} times: {held}."
-        ]
-        for measure, how in (("gsm8k", "greedy"), ("frontier", "eight chains a problem")):
-            for other, what in ((VANILLA, "itself"), (end_of(CONTROL), "the control")):
-                gap = results.gap(QWEN, main, other, measure)
-                held = within(gap, POINTS)
-                lines += [f"- GSM8K, {how}: within {POINTS:g} points of {what}: {held}."]
-        lines += [_against_free(results, main, record["peak"])]
-    lines += _chosen(results) + _three(results)
-    if results.get(SMOLLM2, VANILLA, "piqa") is None:
-        return "\n".join([*lines, "- SmolLM2-135M-Instruct: **not measured**."])
-    told = ((SHIPPED, "the adapter that ships"), ("smollm2-low-rank-w16", "low rank"))
-    for training, what in told:
-        gap = results.mean_gap(end_of(training), VANILLA)
-        lines += [
-            f"- SmolLM2, {what}, nominal ratio 4: mean of its tasks within {SMALL_POINTS:g} point "
-            f"of itself: {within(gap, SMALL_POINTS)}."
-        ]
-    return "\n".join(lines)
-
-
-def _chosen(results: Results) -> list[str]:
-    """How the rivals stood on the questions that chose between them, and how the other did."""
-    asked = results.rivals(UNSEEN)
-    if len(asked) < 2:
-        return []
-    told = []
-    for name in asked:
-        solved = percent(score(results.records[QWEN, end_of(name), UNSEEN]))
-        far = results.trainings[name]["held_out"]["distillation"]
-        told.append(f"{name_of(end_of(name))}: {solved}%, {far:.4f} nats")
-    lines = [
-        f"- Training questions in no lesson, greedily, and divergence: {'; '.join(told)}. Judged "
-        f"is {name_of(end_of(results.judged))}."
-    ]
-    for name in asked:
-        gap = results.gap(QWEN, end_of(name), VANILLA, "gsm8k")
-        if name != results.judged and gap is not None:
-            lines.append(f"- The other, GSM8K, greedy: {percent(gap, sign=True)} to itself.")
-    return lines
-
-
-def _three(results: Results) -> list[str]:
-    """How long a user waits, from an empty directory to a page."""
-    told = results.three
-    if told is None or told["calls"][-1]["exit"]:
-        return ["- Three commands from an empty directory to its page: **not measured**."]
-    stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in told["stages"].items())
-    held = "**holds**" if told["seconds"] < 60 * MINUTES else "**does not hold**"
-    return [
-        f"- Three commands from an empty directory to its page: {told['seconds']:.0f} s on one "
-        f"card ({stages}; the library was {told['installed']}, the questions were copied); under "
-        f"{MINUTES} minutes: {held}. The third: `{told['command']}`."
-    ]
-
-
-def _against_free(results: Results, main: str, peak: float) -> str:
-    best = best_free(results, peak)
-    line = f"- The best method without training at that peak at least {BELOW:g} points lower: "
-    if best is None:
-        return line + "**not measured**."
-    gap = results.gap(QWEN, main, best, "gsm8k")
-    assert gap is not None
-    holds = gap.value >= BELOW / 100
-    beyond = "" if gap.beyond(BELOW / 100) or not holds else " on the mean"
-    word = f"**holds{beyond}**" if holds else "**does not hold**"
-    return f"{line}{word} ({percent(gap, sign=True)} above {name_of(best)})."
 
 
 # -- tables ---------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ mkdir -p "$DIR" && cd "$DIR" || exit 1
 export JAX_COMPILATION_CACHE_DIR=$PWD/compiled # nothing is compiled before
 begin=$(date +%s.%N)
 installed="on the path already"
-if [ -n "$WHEEL" ]; then # its dependencies are there
-  $PYTHON -m pip install -q --no-index --no-deps --upgrade --target site "$WHEEL" || exit 1
+pip="$PYTHON -m pip install -q --no-index --no-deps --upgrade --target site"
+if [ -n "$WHEEL" ] && $pip "$WHEEL"; then # its dependencies are there
   installed="installed from its wheel, beside its dependencies"
   export PYTHONPATH=$PWD/site:${PYTHONPATH:-}
 fi
