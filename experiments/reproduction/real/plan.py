@@ -108,7 +108,8 @@ def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
     yield [free(QWEN, VANILLA, FRONTIER)]
     yield [asked_of(each, FRONTIER)[0] for each in judged[:1]]
     for each in others:
-        yield [*trained([each]), *asked_of(each)]
+        yield [*trained([each]), asked_of(each)[0]]
+    yield [job for each in others for job in asked_of(each)]
     yield from _small(config, [each for each in wanted if each.model == SMOLLM2])
     yield [job for each in rivals for job in asked_of(each)]
     yield [asked_of(each, FRONTIER)[0] for each in judged]

@@ -66,9 +66,9 @@ def test_what_the_verdicts_need_comes_first():
         "asking-qwen-control-at3.3-gsm8k",
         f"asking-qwen-{PLANNED}-at3.3-frontier",
         "training-qwen-low-rank-to-4",
-        "asking-qwen-low-rank-to-4-at2-gsm8k",
         "training-qwen-dmc",
         "asking-qwen-dmc-at4-gsm8k",
+        "asking-qwen-low-rank-to-4-at2-gsm8k",
         "lessons-smollm2-0",
         "asking-smollm2-smollm2-adapter-w16-at4-needle",
         "training-smollm2-smollm2-low-rank-w16",
@@ -131,7 +131,7 @@ def test_trainings_that_are_in_no_verdict_begin_in_the_order_of_the_settings():
     assert trained == [PLANNED, "kvpop", "dmc", "smollm2-control"]
     asked = [job.system for job in found if job.kind == "asking" and job.setting]
     assert asked[:3] == [PLANNED, PLANNED, PLANNED]
-    assert asked[3:6] == ["kvpop", "dmc", "dmc"]
+    assert asked[3:6] == ["kvpop", "dmc", "dmc"]  # at its end, and on the way
 
 
 def test_only_the_models_that_are_given_are_measured(tmp_path):
