@@ -5,6 +5,7 @@ gets the budget at which its peak equals the one that the reference retrofit was
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -90,7 +91,9 @@ class Training:
         return recipe if self.policy is not None else recipe.control(_DMS)
 
 
-def _merging(ratio: float, *, trainable: Any, tokens: int, **sizes: Any) -> Recipe:
+def _merging(
+    ratio: float, *, trainable: Any, tokens: int, answers_only: bool = True, **sizes: Any
+) -> Recipe:
     """DMC: a neuron is faded out first."""
     steps = max(10, round(tokens / (sizes["batch_size"] * sizes["sequence_length"])))
     decay, ramp = steps // 5, steps // 2
@@ -104,7 +107,7 @@ def _merging(ratio: float, *, trainable: Any, tokens: int, **sizes: Any) -> Reci
         trainable=trainable,
         compression_weight=10.0,
         packing="first_fit",
-        answers_only=True,
+        answers_only=answers_only,
         **sizes,
     )
 
@@ -184,7 +187,7 @@ TRAININGS = {
             ratio=4.0,
             snapshots=(2.0,),
             trainable="all",
-            make=_merging,
+            make=functools.partial(_merging, answers_only=False),  # texts have none
         ),
         Training(
             SHIPPED,

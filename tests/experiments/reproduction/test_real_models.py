@@ -50,6 +50,13 @@ def test_what_is_planned_is_the_librarys_recipe_at_its_ratio():
     assert control.trainable == recipe.trainable == "low_rank"
 
 
+def test_texts_without_answers_are_learned_whole():
+    for training in TRAININGS.values():
+        if training.model == systems.SMOLLM2:  # which reads texts too
+            assert not training.recipe(GIVEN).answers_only
+    assert TRAININGS["dmc"].recipe(GIVEN).answers_only
+
+
 def test_what_the_verdicts_need_comes_first():
     names = [job.name for job in plan.jobs(GIVEN)]
     assert len(set(names)) == len(names)
