@@ -6,14 +6,18 @@ compared with itself, with itself trained further on the same tokens, and with w
 training at as many measured live tokens.
 
     python -m experiments.reproduction.real_models --qwen qwen.gguf --smollm2 smollm2.gguf \
-        --data data --processes 4 --deadline-minutes 9
+        --data data --processes 2 --deadline-minutes 20
     python -m experiments.reproduction.real_models --only report
 
 Work is split into jobs that write files. A run that was cut off goes on where it stopped when the
 same command is given again; what is there is not done twice, a training goes on from its
-checkpoint, and an evaluation after the answers that it has.
+checkpoint, and an evaluation after the answers that it has. `--self-taught DIR` takes answers and
+the planned retrofit from a run of `dms-jax retrofit self-taught`, even while it is at work on
+another GPU; `--join` gives a GPU that has become free to a run that is at work. `--run 2 --earlier
+results.json` shows beside a run what earlier ones measured and it did not.
 """
 
+import dataclasses
 import pathlib
 import sys
 import tarfile
@@ -21,11 +25,13 @@ import time
 
 from dms_jax.command_line.running import run
 from experiments.reproduction.first_curve import split
+from experiments.reproduction.processes import run_workers
 from experiments.reproduction.real.jobs import check_settings
 from experiments.reproduction.real.page import write_pages
 from experiments.reproduction.real.plan import Paths, jobs
+from experiments.reproduction.real.results import THREE
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import PLANNED, TRAININGS
+from experiments.reproduction.real.systems import PLANNED, RIVAL, TRAININGS
 from experiments.reproduction.runs import carry_out, require_results, status
 
 JOBS = "experiments.reproduction.real.jobs"
@@ -37,7 +43,12 @@ _PART_BYTES = 15_000_000
 def main(config: Config) -> int:
     """Does what is left of the plan and writes the page; 1 if a job failed."""
     start = time.time()
-    config = carry_out(config, JOBS, check_settings)
+    if config.join:
+        end = start + 60 * config.deadline_minutes
+        run_workers(JOBS, config.out, config.processes, end)
+        return status(config)
+    told = dict(run=config.run, earlier=config.earlier)  # of this call, also of a report alone
+    config = dataclasses.replace(carry_out(config, JOBS, check_settings), **told)
     if config.pack is not None:
         pack(config, config.pack)
     paths = Paths(config)
@@ -54,19 +65,19 @@ def main(config: Config) -> int:
 
 
 def pack(config: Config, folder: pathlib.Path) -> None:
-    """Puts results, logs and one adapter into an archive, cut into parts; no weights of a model.
+    """Puts results, logs and two adapters into an archive, cut into parts; no weights of a model.
 
-    Of the adapters there is the one that is judged: all of them would be most of the archive.
+    Of the adapters there are those of which one is judged: all would be most of the archive.
     """
     folder.mkdir(parents=True, exist_ok=True)
     whole = folder / "real-models.tar.gz"
-    names = ["summaries", "jobs", "failed", "config.json"]
+    names = ["summaries", "jobs", "failed", "config.json", THREE]
     names += [path.name for path in config.out.glob("worker-*.log")]
     names += [str(f.relative_to(config.out)) for f in config.out.glob("results/*/*/*.json")]
     # What was answered says where an answer went another way; 0.5 MB a system.
     names += [str(f.relative_to(config.out)) for f in config.out.glob(_ANSWERS)]
     names += [str(f.relative_to(config.out)) for f in config.out.glob(_TIMED)]
-    names += [f"trainings/{PLANNED}/model"]
+    names += [f"trainings/{name}/model" for name in (PLANNED, RIVAL)]
     names += [f"trainings/{name}/log.jsonl" for name in TRAININGS]
     with tarfile.open(whole, "w:gz") as archive:
         for name in names:

@@ -13,7 +13,6 @@ from dms_jax.evaluation import Measured
 from experiments.reproduction.real.results import TASKS, Results, end_of, score
 from experiments.reproduction.real.systems import (
     CONTROL,
-    PLANNED,
     QWEN,
     SHIPPED,
     SMOLLM2,
@@ -50,7 +49,7 @@ def draw(results: Results, folder: pathlib.Path) -> set[str]:
     if results.get(QWEN, VANILLA, "gsm8k"):
         _gsm8k(results, folder / "gsm8k.png")
         drawn.add("gsm8k.png")
-    points = results.frontier({VANILLA: "vanilla", end_of(PLANNED): "DMS"})
+    points = results.frontier({VANILLA: "vanilla", end_of(results.judged): "DMS"})
     if points is not None:
         hyperscaling_figure(
             folder / "frontier.png", points, title="GSM8K by vote, at equal reads and equal peak"
@@ -68,7 +67,7 @@ def _gsm8k(results: Results, path: pathlib.Path) -> None:
     shown = {
         "the model itself": (VANILLA, _COLOURS[5]),
         "trained further": (end_of(CONTROL), _COLOURS[5]),
-        "DMS": (end_of(PLANNED), _COLOURS[0]),
+        "DMS": (end_of(results.judged), _COLOURS[0]),
         "DMC": (end_of("dmc"), _COLOURS[0]),
         "KVzap": (end_of("kvzap"), _COLOURS[0]),
         "KVpop": (end_of("kvpop"), _COLOURS[0]),

@@ -37,8 +37,9 @@ from experiments.reproduction.real.speed import time_methods
 from experiments.reproduction.real.systems import FREE, TRAININGS, Training
 
 _LOGGED_EVERY = 10
+_CHECKPOINT_EVERY = 100  # steps, where a checkpoint holds no whole model
 # What may change from one command to the next of a run.
-_FREE = ("data", "trainings", "lanes", "qwen", "smollm2")
+_FREE = ("data", "trainings", "lanes", "qwen", "smollm2", "self_taught", "join", "run", "earlier")
 
 
 class Worker(Queue[Paths]):
@@ -77,33 +78,29 @@ class Worker(Queue[Paths]):
             own = [job for job in own if job.kind == "speed"]
         return [job for job in own if not self.paths.done(job)]
 
+    def _busy(self) -> bool:
+        """Whether others may still make something to go on with."""
+        awaited = [self.paths.taught(job) for job in jobs(self.config)]
+        return super()._busy() or any(path is not None and not path.exists() for path in awaited)
+
     def _lessons(self, job: Job) -> None:
+        taught = self.paths.taught(job)
+        if taught is not None:  # the journal has every answer, and nothing is sampled
+            journal = self.paths.lessons(job.model, job.system).with_suffix("")
+            shutil.copytree(taught.parent / "answers", journal, dirs_exist_ok=True)
         write_lessons(self.config, self.base(job.model), job.model, int(job.system))
 
     def _training(self, job: Job) -> None:
         config, training = self.config, TRAININGS[job.system]
         base = self.base(job.model)
         documents = training_documents(config, job.model, base)
-        held_out = None
-        if training.policy is None or training.evicts_as_trained:
-            answers = held_out_exchanges(config, job.model)
-            held_out = HeldOut(self_taught(config, job.model), base, answers)
         folder = self.paths.training(training.name)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = dict(
-            policy=training.policy,
-            data=Documents(documents),
-            out=folder,
-            adapter_only=training.adapter_only,
-            checkpoint_every=10**6,  # at its end, and where the time is over
-            evaluate=held_out,
-            evaluate_every=10**6,
-            progress=False,
-        )
-        if not self._train(base, training, options):
-            shutil.rmtree(folder)
-            write_text(self._remat, "Activations did not fit the memory: layers are recomputed.\n")
-            self._train(base, training, options)
+        taught = self.paths.taught(job)
+        if taught is not None:
+            left_out = shutil.ignore_patterns("checkpoints", ".lock")
+            shutil.copytree(taught.parent, folder, dirs_exist_ok=True, ignore=left_out)
+        else:
+            self._train_anew(job, training, base, documents)
         steps = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         record = {
             "training": training.name,
@@ -115,9 +112,35 @@ class Worker(Queue[Paths]):
             "bytes": sum(f.stat().st_size for f in (folder / "model").glob("*.safetensors")),
             "held_out": steps[-1].get("evaluation"),
             "steps": runs.thinned(steps, _LOGGED_EVERY),
+            **provenance(),
         }
         write_json(self.paths.summary(training.name), record)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # nothing is left to resume
+
+    def _train_anew(
+        self, job: Job, training: Training, base: LanguageModel, documents: list[Any]
+    ) -> None:
+        """Trains, or goes on; what is left is in the run directory of the training."""
+        config, folder, held_out = self.config, self.paths.training(training.name), None
+        if training.policy is None or training.evicts_as_trained:
+            answers = held_out_exchanges(config, job.model)
+            held_out = HeldOut(self_taught(config, job.model), base, answers)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = dict(
+            policy=training.policy,
+            data=Documents(documents),
+            out=folder,
+            adapter_only=training.adapter_only,
+            # And at its end, and where the time is over.
+            checkpoint_every=_CHECKPOINT_EVERY if training.adapter_only else 10**6,
+            evaluate=held_out,
+            evaluate_every=10**6,
+            progress=False,
+        )
+        if not self._train(base, training, options):
+            shutil.rmtree(folder)
+            write_text(self._remat, "Activations did not fit the memory: layers are recomputed.\n")
+            self._train(base, training, options)
 
     def _train(self, base: LanguageModel, training: Training, options: dict[str, Any]) -> bool:
         """Trains; False if the first pass did not fit the memory."""

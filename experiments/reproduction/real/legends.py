@@ -14,12 +14,14 @@ GSM8K = (
     "group."
 )
 TRAINING = (
-    "Sampled answers to GSM8K's training questions, one at temperature 0.7 and one at 1.0, that "
-    "the model ended itself, packed by first fit into 2,048 tokens, 16 sequences a step. DMS is "
+    "Answers to GSM8K's training questions, one at temperature 0.7, one at 1.0 and one greedy, "
+    "that the model ended itself, packed by first fit into 2,048 tokens, 16 sequences a step; run "
+    "1 had no greedy ones, and 1,000 questions more. DMS is "
     "trained as `recipes.dms_self_taught` says: prompts are in the loss; the ratio rises linearly "
     "over half of the steps and then stays, while the rates fall to zero (2e-4 for low-rank "
     "updates, 1e-5 for all weights, 3e-4 for the adapter). The control has the same tokens, "
-    "rates and low-rank updates, and learns to predict the answers instead.\n\n"
+    "rates and low-rank updates, and learns to predict the answers instead. What took 0.3 of the "
+    "tokens is compared among itself, with the same lessons in the same order.\n\n"
     "from attention first: `recipes.dms_warm_up`, a fifth of the steps teaches the adapter which "
     "tokens later queries attend to. with a floor a layer: `recipes.dms_layer_floor`. KVzap and "
     "KVpop: scorers alone, beside frozen weights. DMC: all weights, 1e-4, no prompts in the "
@@ -27,7 +29,7 @@ TRAINING = (
     "divergence: nats a token from the model itself, on the tokens of its answers to questions "
     "that were held out, with what the policy evicts. reached: tokens over tokens that were not "
     "marked, at the last step. score: GSM8K, greedy, for Qwen, PIQA for SmolLM2. seconds: of the "
-    "steps, beside two other processes on the same card."
+    "steps, alone on the card; in run 1 beside two other processes."
 )
 SMOLLM2_TRAINING = "SmolLM2 read texts and retrieval problems beside its answers."
 OTHERS = (
@@ -58,9 +60,10 @@ AGAIN = """The models and the data are the reader's own; see `--help` for the fi
 
 ```
 python -m experiments.reproduction.real_models --qwen qwen.gguf --smollm2 smollm2.gguf \\
-    --data data --processes 6 --deadline-minutes 9 --out runs/real-models
-python -m experiments.reproduction.real_models --only report --out runs/real-models \\
-    --pages experiments/results/real_models
+    --data data --processes 2 --deadline-minutes 20 --out runs/real-models
+python -m experiments.reproduction.real_models --only report --out runs/real-models --run 2 \\
+    --earlier experiments/results/real_models/results.json --pages experiments/results/real_models
 ```
 
-The same command goes on where it was cut off. `results.json` holds every figure."""
+The same command goes on where it was cut off. `--self-taught DIR` takes answers and the planned
+retrofit from a run of `dms-jax retrofit self-taught`. `results.json` holds every figure."""

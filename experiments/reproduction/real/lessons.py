@@ -1,4 +1,4 @@
-"""What the models learn from: their own judged answers; for SmolLM2 also texts and retrieval."""
+"""What the models learn from: their own answers; for SmolLM2 also texts and retrieval."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import numpy as np
 import dms_jax
 from dms_jax import LanguageModel
 from dms_jax.command_line.self_taught.answering import sample
-from dms_jax.command_line.self_taught.questions import Questions, read_questions
+from dms_jax.command_line.self_taught.questions import read_questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Exchange
 from dms_jax.data.tasks import Needle, VariableTracking
@@ -46,7 +46,7 @@ def self_taught(config: Config, model: str) -> SelfTaught:
 
 
 def write_lessons(config: Config, model: LanguageModel, name: str, shard: int) -> None:
-    """Samples and judges answers to a share of the questions; the first has those held out."""
+    """Samples answers to a share of the questions; the first has those held out."""
     paths, own = Paths(config), self_taught(config, name)
     whole = read_questions(own, model)
     share = _share(whole.training, shard, len(shards(config, name)))
@@ -64,14 +64,9 @@ def write_lessons(config: Config, model: LanguageModel, name: str, shard: int) -
                 "prompt": questions.tokens[number],
                 "response": completion.tokens,
                 "ended": completion.finish_reason == "end",
-                "correct": _correct(questions, number, completion.text),
             }
         )
     write_text(place, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _correct(questions: Questions, number: int, text: str) -> bool:
-    return questions.score(number, text) == 1
 
 
 def _share(numbers: range, shard: int, count: int) -> range:

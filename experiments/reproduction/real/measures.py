@@ -21,6 +21,7 @@ from dms_jax.policies import Policy
 from experiments.reproduction.claims.jobs import answer_numbers
 from experiments.reproduction.real.plan import FRONTIER
 from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.systems import UNSEEN
 
 PAGE_SIZE = 16  # as Quest is published
 CHOICES = {
@@ -64,8 +65,8 @@ def measure(
         length = getattr(config, LENGTHS[name])
         tasks = [RULER(task, length=length) for task in NEEDLES]
         count = len(tasks) * config.needle_problems
-        greedy = Sampling(temperature=0)
-        return _of_answers(evaluate(model, tasks, problems=count, sampling=greedy, **told))
+        told["sampling"] = Sampling(temperature=0)
+        return _of_answers(evaluate(model, tasks, problems=count, **told))
     chat = Chat() if getattr(model.tokenizer, "chat_template", None) else None
     style: Any = "plain" if chat is None else "boxed"
     asked: dict[str, Any] = dict(chat=chat, out=folder, **told)
@@ -80,6 +81,12 @@ def measure(
         sampling = Sampling(temperature=0, max_new_tokens=config.other_new_tokens)
         sizes = dict(problems=config.other_problems)
         return _of_answers(evaluate(model, task, sampling=sampling, **sizes, **asked))
+    greedy = Sampling(temperature=0, max_new_tokens=config.max_new_tokens)
+    if name == UNSEEN:
+        task = GSM8K(path=config.data / "gsm8k" / "train.jsonl", style=style)
+        problems = min(config.unseen, len(task.records) - config.held_out - config.questions)
+        sizes = dict(start=config.questions, problems=problems)
+        return _of_answers(evaluate(model, task, sampling=greedy, **sizes, **asked))
     task = GSM8K(path=config.data / "gsm8k" / "test.jsonl", style=style)
     if name == FRONTIER:
         sampling = Sampling(
@@ -88,8 +95,7 @@ def measure(
         sizes = dict(problems=config.frontier_problems, chains=config.frontier_chains)
         found = evaluate(model, task, sampling=sampling, **sizes, **asked)
         return _of_answers(found) | _of_chains(found)
-    sampling = Sampling(temperature=0, max_new_tokens=config.max_new_tokens)
-    return _of_answers(evaluate(model, task, problems=config.problems, sampling=sampling, **asked))
+    return _of_answers(evaluate(model, task, problems=config.problems, sampling=greedy, **asked))
 
 
 def _of_answers(result: Result) -> dict[str, Any]:

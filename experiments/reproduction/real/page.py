@@ -4,11 +4,12 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from dms_jax import DMS
 from dms_jax.evaluation import Measured
-from experiments.reproduction.claims.cells import percent, table, within
+from experiments.reproduction.claims.cells import percent, table
 from experiments.reproduction.files import wrap, write_json, write_text
 from experiments.reproduction.real import figures, legends
+from experiments.reproduction.real.names import name_of, shown
+from experiments.reproduction.real.plan import asked_of
 from experiments.reproduction.real.results import (
     CHAINS,
     TASKS,
@@ -22,34 +23,13 @@ from experiments.reproduction.real.systems import (
     CONTROL,
     FREE,
     OTHERS,
-    PLANNED,
     QWEN,
-    SHIPPED,
     SMOLLM2,
     TRAININGS,
     VANILLA,
-    WINDOW,
 )
+from experiments.reproduction.real.verdicts import verdicts
 
-POINTS, FEWER, BELOW, SMALL_POINTS = 2.0, 3.0, 10.0, 1.0  # the bars
-_KINDS = {"all": "all weights", "low_rank": "low rank", "adapter": "adapter"}
-_FREE_LABELS = {
-    VANILLA: "vanilla",
-    "tova": "TOVA",
-    "expected": "ExpectedAttention",
-    "snapkv": "SnapKV",
-    "streaming": "StreamingLLM",
-    "h2o": "H2O",
-    "quest": "Quest",
-    "kcache": "KCache",
-    "vanilla-float8": "vanilla, float8",
-    "dms-float8": "DMS of the verdict, float8",
-    "tova-mean": "TOVA, equal mean",
-    "expected-mean": "ExpectedAttention, equal mean",
-    "streaming-mean": "StreamingLLM, equal mean",
-    "tova-half-more": "TOVA, 1.5 times the budget",
-    "expected-half-more": "ExpectedAttention, 1.5 times the budget",
-}
 _TASK_LABELS = {
     "hellaswag": "HellaSwag",
     "arc_easy": "ARC easy",
@@ -58,8 +38,6 @@ _TASK_LABELS = {
     "needle": "needles",
     "text": "text, nats",
 }
-# What leaves the memory as it is: it reads fewer entries, or holds them in fewer bytes.
-_WHOLE = (VANILLA, "quest", "kcache", "vanilla-float8")
 
 
 def write_pages(config: Config, folder: pathlib.Path) -> None:
@@ -106,18 +84,17 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
     if results.speed is not None:
         parts += ["## Milliseconds a step", speed(config, results.speed), legends.SPEED]
     parts += ["## Again", legends.AGAIN]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _opening(results: Results) -> str:
-    record = next(iter(results.records.values()))
+    runs = results.runs
     both = {
         QWEN: "- Qwen2.5-Coder-0.5B-Instruct (Apache-2.0): a 4-bit GGUF of 491,400,064 bytes, "
         "SHA-256 begins 1d961463.",
         SMOLLM2: "- SmolLM2-135M-Instruct (Apache-2.0): a GGUF.",
     }
     measured = {model for model, _, _ in results.records}
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return "\n".join(
         [
             "Two models, read into bfloat16; neither is part of this repository. Each was "
@@ -125,109 +102,27 @@ def _opening(results: Results) -> str:
             "",
             *(words for model, words in both.items() if model in measured),
             "",
-            "Whatever is compared was measured in one run, from the paged cache with the policy's "
-            "own eviction. Errors are one standard error, of differences paired by problem.",
+            "Everything was measured from the paged cache with the policy's own eviction. Errors "
+            "are one standard error, of differences paired by problem. "
+            + (_OF_RUNS if len(runs) > 1 else "Whatever is compared was measured in one run."),
             "",
-            f"{record['device']}, {versions}, {record['date']}.",
+            *(
+                (f"- Run {number}: " if len(runs) > 1 else "") + _provenance(runs[number])
+                for number in sorted(runs, reverse=True)
+            ),
         ]
     )
 
 
-def name_of(label: str) -> str:
-    """A system in words.
-
-    # In: "low-rank-w16-at3.5"  Out: "DMS, low rank, window 16, to 3.5"     "tova"  "TOVA"
-    """
-    system, _, setting = label.partition("-at")
-    if system not in TRAININGS:
-        return _FREE_LABELS[system]
-    training = TRAININGS[system]
-    if training.policy is None:
-        return "trained further (the control)"
-    if not training.evicts_as_trained:
-        return f"{training.policy.name}, window {WINDOW}"
-    words = [training.policy.name, _KINDS[training.trainable]]
-    words += [f"window {training.policy.window}"] if isinstance(training.policy, DMS) else []
-    words += [f"at {setting}" if float(setting) in training.snapshots else f"to {setting}"]
-    words += [training.words] if training.words else []
-    words += ["half the tokens"] if training.share == 0.5 else []
-    return ", ".join(words)
+def _provenance(record: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"{record['device']}, {versions}, {record['date']}."
 
 
-# -- verdicts -------------------------------------------------------------------------------------
-
-
-def best_free(results: Results, peak: float) -> str | None:
-    """The method without training that solves most with at most 5% more than a peak."""
-    candidates = [
-        label
-        for label in results.labels(QWEN, "gsm8k")
-        if label in FREE
-        and label not in _WHOLE
-        and FREE[label].trained is None
-        and results.records[QWEN, label, "gsm8k"]["peak"] <= 1.05 * peak
-    ]
-    of = lambda label: score(results.records[QWEN, label, "gsm8k"]).value  # noqa: E731
-    return max(candidates, key=of, default=None)
-
-
-def verdicts(results: Results) -> str:
-    """A line for each bar."""
-    main = end_of(PLANNED)
-    record = results.get(QWEN, main, "gsm8k")
-    if record is None:
-        lines = ["- The retrofit that was to be judged was not measured."]
-    else:
-        fewer = results.fewer(QWEN, main, "gsm8k") or 0.0
-        held = "**holds**" if fewer >= FEWER else "**does not hold**"
-        lines = [
-            f"- Qwen2.5-Coder-0.5B, {name_of(main)} (the library's recipe as it stands, chosen "
-            f"before this run): peak {record['peak']:.0f}, {fewer:.2f} times smaller; at least "
-            f"{FEWER:g} times: {held}."
-        ]
-        for measure, how in (("gsm8k", "greedy"), ("frontier", "eight chains a problem")):
-            for other, what in ((VANILLA, "itself"), (end_of(CONTROL), "the control")):
-                gap = results.gap(QWEN, main, other, measure)
-                held = within(gap, POINTS)
-                lines += [f"- GSM8K, {how}: within {POINTS:g} points of {what}: {held}."]
-        lines += [_against_free(results, main, record["peak"])]
-    lines += _nearest(results)
-    if results.get(SMOLLM2, VANILLA, "piqa") is None:
-        return "\n".join([*lines, "- SmolLM2-135M-Instruct: **not measured**."])
-    told = ((SHIPPED, "the adapter that ships"), ("smollm2-low-rank-w16", "low rank"))
-    for training, what in told:
-        gap = results.mean_gap(end_of(training), VANILLA)
-        lines += [
-            f"- SmolLM2, {what}, nominal ratio 4: mean of its tasks within {SMALL_POINTS:g} point "
-            f"of itself: {within(gap, SMALL_POINTS)}."
-        ]
-    return "\n".join(lines)
-
-
-def _nearest(results: Results) -> list[str]:
-    """The training that divergence would have chosen, if it is another one."""
-    nearest = next(iter(results.rivals()), PLANNED)
-    if nearest == PLANNED:
-        return []
-    gap = results.gap(QWEN, end_of(nearest), VANILLA, "gsm8k")
-    return [
-        f"- Of {len(results.rivals())} trainings to that ratio the one with the least divergence "
-        f"on training questions that were held out is {name_of(end_of(nearest))}; GSM8K, greedy: "
-        f"within {POINTS:g} points of the model itself: {within(gap, POINTS)}."
-    ]
-
-
-def _against_free(results: Results, main: str, peak: float) -> str:
-    best = best_free(results, peak)
-    line = f"- The best method without training at that peak at least {BELOW:g} points lower: "
-    if best is None:
-        return line + "**not measured**."
-    gap = results.gap(QWEN, main, best, "gsm8k")
-    assert gap is not None
-    holds = gap.value >= BELOW / 100
-    beyond = "" if gap.beyond(BELOW / 100) or not holds else " on the mean"
-    word = f"**holds{beyond}**" if holds else "**does not hold**"
-    return f"{line}{word} ({percent(gap, sign=True)} above {name_of(best)})."
+_OF_RUNS = (
+    "A row that names a run is of that earlier one: the same problems, with retrofits and answers "
+    "of its own, and differences from what that run measured, where it did."
+)
 
 
 # -- tables ---------------------------------------------------------------------------------------
@@ -248,10 +143,10 @@ def gsm8k(results: Results) -> str:
             continue
         gaps = [results.gap(QWEN, label, each, "gsm8k") for each in compared]
         fewer = results.fewer(QWEN, label, "gsm8k")
-        name = name_of(label)
+        name = shown(results, label, record)
         rows.append(
             [
-                f"**{name}**" if label == end_of(PLANNED) else name,
+                f"**{name}**" if label == end_of(results.judged) else name,
                 percent(score(record)),
                 *("" if gap is None or gap == Measured(0, 0) else _sign(gap) for gap in gaps),
                 f"{record['peak']:.0f}",
@@ -275,13 +170,14 @@ def _sign(gap: Measured) -> str:
 def trainings(results: Results) -> str:
     """Each training: what it took, and how far its end is from the model."""
     rows = []
-    for name, log in results.trainings.items():
-        training = TRAININGS[name]
+    for log in (*results.trainings.values(), *results.earlier_trainings):
+        training = TRAININGS[log["training"]]
         measure = "gsm8k" if training.model == QWEN else "piqa"
-        record = results.get(training.model, end_of(name), measure)
+        label = f"{training.name}-at{log['recipe']['ratio']:g}"
+        record = results.get(training.model, label, measure)
         rows.append(
             [
-                f"{training.model}: {name_of(end_of(name))}",
+                f"{training.model}: {shown(results, label, log)}",
                 f"{log['documents']:,}",
                 f"{log['tokens'] / 1e6:.1f}",
                 f"{log['seconds']:.0f}",
@@ -318,7 +214,7 @@ def gains(results: Results) -> str:
         if label in (VANILLA, end_of(CONTROL)) or points is None:
             continue
         gains = [points.average_gain("DMS", "vanilla", axis) for axis in ("reads", "peak")]
-        name = f"**{name_of(label)}**" if label == end_of(PLANNED) else name_of(label)
+        name = f"**{name_of(label)}**" if label == end_of(results.judged) else name_of(label)
         one = results.gap(QWEN, label, VANILLA, "frontier")
         rows.append([name, *(percent(gain, sign=True) for gain in (one, *gains))])
     if not rows:
@@ -333,7 +229,12 @@ def gains(results: Results) -> str:
 def smollm2(results: Results) -> str:
     """Each task of SmolLM2, with the peak beside it."""
     order = [VANILLA]
-    order += [end_of(each.name) for each in TRAININGS.values() if each.model == SMOLLM2]
+    order += [
+        job.label
+        for each in TRAININGS.values()
+        if each.model == SMOLLM2
+        for job in asked_of(each, "piqa")
+    ]
     order += [name for name in FREE if name != VANILLA]
     rows = []
     for label in order:
@@ -343,19 +244,24 @@ def smollm2(results: Results) -> str:
         gap = results.mean_gap(label, VANILLA) if label != VANILLA else None
         cells = [_with_peak(record, task) for record, task in zip(found, _TASK_LABELS, strict=True)]
         mean = "" if label == VANILLA else percent(gap, sign=True)
-        rows.append([name_of(label), *cells, mean])
+        own = next(record for record in found if record)
+        rows.append([shown(results, label, own), *cells, mean])
     return table(["", *_TASK_LABELS.values(), "mean to vanilla"], rows)
 
 
 def others(results: Results) -> str:
     """Each other task of Qwen, with the peak beside it."""
-    labels = [VANILLA, *map(end_of, TRAININGS), *(name for name in FREE if name != VANILLA)]
+    learned = [label for model, label, on in results.records if model == QWEN and on in OTHERS]
+    learned = [label for label in learned if label not in FREE]
+    free = [name for name in FREE if name != VANILLA]
+    labels = dict.fromkeys([VANILLA, *learned, *free])
     rows = []
     for label in labels:
         found = [results.get(QWEN, label, task) for task in OTHERS]
         if any(found):
             cells = [_with_peak(each, task) for each, task in zip(found, OTHERS, strict=True)]
-            rows.append([name_of(label), *cells])
+            own = next(record for record in found if record)
+            rows.append([shown(results, label, own), *cells])
     return table(["", "MATH-500", "HumanEval", "RULER's needles"], rows)
 
 
@@ -381,6 +287,6 @@ def speed(config: Config, record: dict[str, Any]) -> str:
         )
     text = (
         f"Qwen2.5-Coder-0.5B, {config.speed_batch} sequences of {config.speed_context:,} tokens, "
-        f"budgets of a quarter, {record['device']}."
+        f"budgets of a quarter, {record['device']}, {record['date']}."
     )
     return text + "\n\n" + table(["", "ms a step", "ms a cut", "MB", "reads a row"], rows)

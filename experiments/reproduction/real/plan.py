@@ -1,6 +1,6 @@
 """The jobs, and where their files are.
 
-lessons/MODEL/SHARD.jsonl             sampled answers, judged; SHARD/ is the journal of it
+lessons/MODEL/SHARD.jsonl             sampled answers; SHARD/ is the journal of it
 trainings/NAME/                       a run directory of `dms_jax.train`: log, snapshots, model
 summaries/NAME.json                   the thinned log of a training that is done
 results/MODEL/SYSTEM/MEASURE.json     figures of one system; answers/ beside it is its journal
@@ -24,27 +24,18 @@ from experiments.reproduction.real.systems import (
     PLANNED,
     QWEN,
     REFERENCE,
+    RIVAL,
     SMOLLM2,
     TRAININGS,
+    UNSEEN,
     VANILLA,
     Training,
 )
 
 SPEED = "speed"
 FRONTIER = "frontier"
-RATIO = TRAININGS[PLANNED].ratio
 _FREE_ELSEWHERE = ("tova", "expected", "streaming")
-_FIRST_FREE = (
-    "expected",
-    "tova",
-    "h2o",
-    "streaming",
-    "quest",
-    "kcache",
-    "vanilla-float8",
-    "dms-float8",
-    "snapkv",
-)
+_AT_THE_PEAK = ("expected", "tova", "h2o", "streaming")  # the best of them is in a verdict
 _ELSEWHERE = 2  # other retrofits that are asked other tasks, in the order of the settings
 
 
@@ -78,7 +69,10 @@ class Job:
 
 
 def jobs(config: Config) -> list[Job]:
-    """Everything, in the order in which it is begun; trainings in the order of the settings.
+    """Everything, in the order in which it is begun.
+
+    One worker has a GPU to itself, so that trainings stand between the questions: first what the
+    verdicts need, then trainings in the order of the settings, each with its questions.
 
     Raises:
       ConfigError: a training of the settings is not known, or nothing is given to measure.
@@ -91,37 +85,53 @@ def jobs(config: Config) -> list[Job]:
             raise dms_jax.ConfigError(f"there is no training {name!r}; there are {known}")
     names = dict.fromkeys(config.trainings or TRAININGS)
     wanted = [TRAININGS[name] for name in names if TRAININGS[name].model in config.models]
-    # What a GPU is kept busy with comes first: only one worker of each trains.
-    order = lessons(config, QWEN) + trained(wanted) + lessons(config, SMOLLM2)
-    for part in _asked(wanted):
+    order: list[Job] = []
+    for part in _parts(config, wanted):
         order += [job for job in part if job.model in config.models and job not in order]
     return order
 
 
-def _asked(wanted: list[Training]) -> Iterator[list[Job]]:
-    """The questions, those of the verdicts first; some of them more than once."""
+def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
+    """The jobs in the order of their worth; some of them more than once."""
     large = [each for each in wanted if each.model == QWEN]
-    small = [each for each in wanted if each.model == SMOLLM2]
+    rivals = [each for each in large if each.name in (PLANNED, RIVAL)]
     judged = [each for each in large if each.name in (PLANNED, CONTROL)]
-    smaller = [each for each in large if each.evicts_as_trained and each not in judged]
-    yield [free(QWEN, VANILLA), Job("speed", QWEN, SPEED), free(QWEN, VANILLA, FRONTIER)]
-    for measure in ("gsm8k", FRONTIER):
-        yield [asked_of(each, measure)[0] for each in judged]
-    yield [job for each in large for job in asked_of(each)]
-    yield [free(QWEN, name) for name in _FIRST_FREE]
-    for measure in MEASURES[SMOLLM2]:
-        yield [free(SMOLLM2, VANILLA, measure)]
-        yield [asked_of(each, measure)[0] for each in small]
-    for measure in OTHERS:
+    others = [each for each in large if each not in (*rivals, *judged)]
+    yield lessons(config, QWEN)
+    yield [free(QWEN, VANILLA), Job("speed", QWEN, SPEED)]
+    yield trained(rivals)
+    for measure in (UNSEEN, "gsm8k"):
+        yield [asked_of(each, measure)[0] for each in rivals]
+    yield trained(judged)
+    yield [free(QWEN, name) for name in _AT_THE_PEAK]
+    yield [asked_of(each, "gsm8k")[0] for each in judged]
+    yield [free(QWEN, VANILLA, FRONTIER)]
+    yield [asked_of(each, FRONTIER)[0] for each in judged[:1]]
+    for each in others:
+        yield [*trained([each]), asked_of(each)[0]]
+    yield [job for each in others for job in asked_of(each)]
+    yield from _small(config, [each for each in wanted if each.model == SMOLLM2])
+    yield [job for each in rivals for job in asked_of(each)]
+    yield [asked_of(each, FRONTIER)[0] for each in judged]
+    for measure in (UNSEEN, *OTHERS):
         yield [free(QWEN, VANILLA, measure)]
-        yield [asked_of(each, measure)[0] for each in (*judged, *smaller[:_ELSEWHERE])]
-    for measure in MEASURES[SMOLLM2]:
-        yield [free(SMOLLM2, name, measure) for name in _FREE_ELSEWHERE]
-    yield [asked_of(each, FRONTIER)[0] for each in smaller if each.ratio > RATIO]
+        yield [asked_of(each, measure)[0] for each in (*judged, *others[:_ELSEWHERE])]
+    yield [free(QWEN, name) for name in FREE]
     for measure in reversed(OTHERS):
         yield [free(QWEN, name, measure) for name in _FREE_ELSEWHERE]
-    yield [free(QWEN, name) for name in FREE]
-    yield [job for each in smaller for job in asked_of(each, FRONTIER)]
+    yield [job for each in (*rivals, *others) for job in asked_of(each, FRONTIER)]
+
+
+def _small(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
+    """SmolLM2's: what ships, each training with its questions, and what needs no training."""
+    yield lessons(config, SMOLLM2)
+    for measure in MEASURES[SMOLLM2]:
+        yield [free(SMOLLM2, VANILLA, measure)]
+        yield [asked_of(each, measure)[0] for each in wanted if each.ships]
+    for place, each in enumerate(wanted):
+        if place == 2:  # the retrofit and its control are there
+            yield [free(SMOLLM2, n, m) for m in MEASURES[SMOLLM2] for n in _FREE_ELSEWHERE]
+        yield [*trained([each]), *asked_of(each)]
     for measure in MEASURES[SMOLLM2]:
         yield [free(SMOLLM2, name, measure) for name in FREE if SMOLLM2 in FREE[name].models]
 
@@ -193,6 +203,16 @@ class Paths(Places):
         job = Job("asking", model, training.name, f"{training.ratio:g}", measure)
         return self.result(job)
 
+    def taught(self, job: Job) -> pathlib.Path | None:
+        """What a job takes from a run of `dms-jax retrofit self-taught`; None if it does not."""
+        folder = self.config.self_taught
+        if folder is None or job.model != QWEN:
+            return None
+        if job.kind == "lessons":
+            return folder / "lessons.json"
+        is_planned = job.kind == "training" and job.system == PLANNED
+        return folder / "training" / "model" if is_planned else None
+
     def done(self, job: Job) -> bool:
         """Whether the files are there that a job is there to write."""
         if job.kind == "lessons":
@@ -203,6 +223,9 @@ class Paths(Places):
 
     def ready(self, job: Job) -> bool:
         """Whether what a job needs is there."""
+        elsewhere = self.taught(job)
+        if elsewhere is not None:
+            return elsewhere.exists()
         if job.kind == "training":
             every = shards(self.config, job.model)
             return all(self.lessons(job.model, shard).exists() for shard in every)

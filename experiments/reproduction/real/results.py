@@ -1,4 +1,4 @@
-"""What a run directory holds: figures of each system, paired with each other."""
+"""What a run directory and the page before it hold: figures of each system, paired."""
 
 import dataclasses
 import math
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+import dms_jax
 from dms_jax.evaluation import Measured, difference, majority, mean_over_problems
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
 from dms_jax.policies import DMS
@@ -19,38 +20,94 @@ from experiments.reproduction.real.systems import (
     QWEN,
     SMOLLM2,
     TRAININGS,
+    UNSEEN,
     VANILLA,
     Training,
 )
 
 TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "needle")  # accuracies of SmolLM2
 CHAINS = (1, 2, 4, 8)
+THREE = "three/three.json"  # what `three_commands.sh` wrote, in the run directory
+Key = tuple[str, str, str]  # model, label of the system, measure
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Every figure of a run.
+    """Every figure of a run, and what only earlier ones measured.
 
     Attributes:
-      records: (model, label of the system, measure) -> its figures.
-      trainings: name -> thinned log.
-      speed: rows of the timed steps, with the device; None if there are none.
+      run: number of this run.
+      records: (model, label of the system, measure) -> its figures; `run` says whose they are.
+      trainings: name -> thinned log, of this run.
+      speed: rows of the timed steps, all of one run, with the device; None if there are none.
+      earlier: (run, model, label, measure) -> figures, of other runs.
+      earlier_trainings: thinned logs of other runs.
+      three: seconds of the three commands from an empty directory; None if they were not timed.
     """
 
-    records: dict[tuple[str, str, str], dict[str, Any]]
+    run: int
+    records: dict[Key, dict[str, Any]]
     trainings: dict[str, dict[str, Any]]
     speed: dict[str, Any] | None
+    earlier: dict[tuple[int, str, str, str], dict[str, Any]] = dataclasses.field(
+        default_factory=dict
+    )
+    earlier_trainings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    three: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, config: Config) -> "Results":
-        """All files of a run directory."""
+        """All files of a run directory, and of the page of earlier runs if it is given."""
         root, records = config.out, {}
         for path in sorted(root.glob("results/*/*/*.json")):
             model, label, measure = (*path.parts[-3:-1], path.stem)
-            records[model, label, measure] = read_json(path)
+            records[model, label, measure] = read_json(path) | {"run": config.run}
         speed = next((records.pop(key) for key in list(records) if key[2] == "speed"), None)
         logs = {name: read_json(Paths(config).summary(name)) for name in TRAININGS}
-        return cls(records, {name: log for name, log in logs.items() if log}, speed)
+        trainings = {name: log | {"run": config.run} for name, log in logs.items() if log}
+        three = read_json(root / THREE)
+        if config.earlier is None:
+            return cls(config.run, records, trainings, speed, three=three)
+        page = read_json(config.earlier)
+        if page is None:
+            raise dms_jax.ConfigError(f"--earlier {config.earlier} is not there.")
+        earlier = {}
+        for row in page["systems"]:
+            number = row.get("run", 1)
+            if number != config.run:
+                key = _key(row)
+                scores = "loss" if key[2] == "text" else "scores"
+                problems = {"per_problem": {scores: row["per_problem"]}}
+                earlier[number, *key] = row | {"run": number} | problems
+        for (_, *key), row in sorted(earlier.items(), reverse=True):  # of several the last one
+            records.setdefault(tuple(key), row)
+        logs = [{"run": 1} | log for log in page["trainings"]]
+        before = [log for log in logs if log["run"] != config.run]
+        speed, three = speed or page["speed"], three or page.get("three")
+        return cls(config.run, records, trainings, speed, earlier, before, three)
+
+    @property
+    def runs(self) -> dict[int, dict[str, Any]]:
+        """Number of each run -> one of its records, which says the device and the date."""
+        return {record["run"]: record for record in reversed(self.records.values())}
+
+    @property
+    def judged(self) -> str:
+        """The training that the verdicts are about.
+
+        Of the rivals the one that solves most of the training questions that are in no lesson; of
+        those that are within one error of it, the nearest to the model. No test problem is looked
+        at. The planned one where that was not measured.
+        """
+        asked = self.rivals(UNSEEN)
+        if not asked:
+            return PLANNED
+        best = max(asked, key=lambda name: self.records[QWEN, end_of(name), UNSEEN]["score"][0])
+        return next(name for name in asked if name == best or self._level(name, best))
+
+    def _level(self, name: str, best: str) -> bool:
+        gap = self.gap(QWEN, end_of(name), end_of(best), UNSEEN)
+        return gap is not None and abs(gap.value) <= gap.error
 
     def get(self, model: str, label: str, measure: str) -> dict[str, Any] | None:
         """The figures of a system; None if there are none."""
@@ -69,15 +126,20 @@ class Results:
         Args:
           measure: only trainings that it was taken of; None for all.
         """
-        asked = lambda name: measure is None or self.get(QWEN, end_of(name), measure)  # noqa: E731
+        asked = lambda name: measure is None or (QWEN, end_of(name), measure) in self.records  # noqa: E731
         names = [name for name in self.trainings if _rival(TRAININGS[name]) and asked(name)]
         return sorted(names, key=lambda name: self.trainings[name]["held_out"]["distillation"])
 
     def gap(self, model: str, one: str, other: str, measure: str) -> Measured | None:
-        """The score of one system less that of another, paired by problem."""
+        """The score of one system less that of another of the same run, paired by problem.
+
+        Where that run did not ask the other one, it is the other's of another run.
+        """
         left, right = (self.get(model, label, measure) for label in (one, other))
         if left is None or right is None:
             return None
+        if left["run"] != right["run"]:  # in one run, if it was measured there
+            right = self.earlier.get((left["run"], model, other, measure), right)
         key = "loss" if measure == "text" else "scores"
         of = [np.asarray(each["per_problem"][key], np.float64) for each in (left, right)]
         # Of several chains of a problem their mean counts.
@@ -95,6 +157,8 @@ class Results:
     def fewer(self, model: str, label: str, measure: str) -> float | None:
         """How many times smaller the peak is than the vanilla one."""
         own, vanilla = (self.get(model, each, measure) for each in (label, VANILLA))
+        if own and vanilla:
+            vanilla = self.earlier.get((own["run"], model, VANILLA, measure), vanilla)
         return vanilla["peak"] / own["peak"] if own and vanilla else None
 
     def votes(self, label: str, chains: int) -> tuple[np.ndarray, float, float] | None:
@@ -103,7 +167,7 @@ class Results:
         The mean over the disjoint groups of so many chains.
         """
         record = self.get("qwen", label, "frontier")
-        if record is None:
+        if record is None or "chains_of_problems" not in record:  # a page keeps no chains
             return None
         own = {name: np.asarray(each) for name, each in record["chains_of_problems"].items()}
         count = own["scores"].shape[1] // chains
@@ -128,7 +192,7 @@ class Results:
         points = []
         for label, name in names.items():
             record = self.get("qwen", label, "frontier")
-            if record is None:
+            if record is None or "chains_of_problems" not in record:
                 return None
             own = {key: np.asarray(each) for key, each in record["chains_of_problems"].items()}
             for chains in CHAINS:
@@ -155,7 +219,8 @@ class Results:
     def to_dict(self) -> dict[str, Any]:
         """All figures as JSON data, of each problem its score alone."""
         kept = []
-        for record in self.records.values():
+        replaced = [row for row in self.earlier.values() if self.records[_key(row)] is not row]
+        for record in (*self.records.values(), *replaced):
             own = {
                 k: v for k, v in record.items() if k not in ("per_problem", "chains_of_problems")
             }
@@ -163,7 +228,14 @@ class Results:
             problems = record.get("per_problem", {})
             own["per_problem"] = problems.get("scores") or problems.get("loss")
             kept.append(own)
-        return {"systems": kept, "trainings": list(self.trainings.values()), "speed": self.speed}
+        trainings = [*self.trainings.values(), *self.earlier_trainings]
+        told = {"speed": self.speed, "three": self.three}
+        return {"systems": kept, "trainings": trainings, **told}
+
+
+def _key(row: dict[str, Any]) -> Key:
+    setting = f"-at{row['setting']}" if row["setting"] else ""
+    return row["model"], row["system"] + setting, row["measure"]
 
 
 def end_of(name: str) -> str:

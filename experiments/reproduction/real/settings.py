@@ -29,21 +29,33 @@ class Config:
     """Folder for an archive of results and adapters; nowhere unless given."""
     processes: int = 1
     """Workers, which take turns on the GPUs."""
+    join: bool = False
+    """Work beside a command that is at work in the run directory already, on another GPU."""
+    run: int = 1
+    """Number of this run among those whose figures the page shows."""
+    earlier: pathlib.Path | None = None
+    """A page's results.json: what runs of other numbers measured is shown beside this one's."""
     deadline_minutes: float = 1e6
     """Nothing starts later than this after the beginning, and trainings stop at a checkpoint."""
     only: Literal["all", "jobs", "speed", "report"] = "all"
     """"jobs" writes no page; nor does "speed", which times steps and does no other job; "report"
     does no job and writes the page from what is there."""
     trainings: tuple[str, ...] = ()
-    """Only these trainings, in this order; all unless given."""
+    """Only these trainings, those that are not in a verdict in this order; all unless given."""
 
-    shards: int = 14
+    shards: int = 2
     """Jobs that the sampling of Qwen's answers is split into; SmolLM2's are a quarter of them."""
-    questions: int = 7345
-    """Training questions of GSM8K that are answered; the last ones of the file are held out."""
+    self_taught: pathlib.Path | None = None
+    """Run directory of `dms-jax retrofit self-taught` with the same settings: Qwen's answers and
+    the planned retrofit are taken from there, as soon as they are; `--shards 1` goes with it."""
+    questions: int = 6345
+    """Training questions of GSM8K that are answered, the first ones."""
+    unseen: int = 1000
+    """Training questions after them, in no lesson, that are asked to choose between retrofits."""
     held_out: int = 128
-    """Training questions that nothing is trained on, for the divergence of each training."""
-    temperatures: tuple[float, ...] = (0.7, 1.0)
+    """The last training questions; nothing is trained on them, and each training's divergence is
+    measured on answers to them."""
+    temperatures: tuple[float, ...] = (0.7, 1.0, 0.0)
     """Sampling temperatures; each question is answered once at every one of them."""
     max_new_tokens: int = 400
     """Most new tokens of an answer."""
@@ -59,8 +71,8 @@ class Config:
     micro_batch_size: int = 8
     """Sequences that a device passes forward and back at a time."""
     tokens: int = 610 * 32768
-    """Tokens of a training of Qwen; some take half of them."""
-    small_tokens: int = 10_000_000
+    """Tokens of a training of Qwen; those that are compared among themselves take a share."""
+    small_tokens: int = 8_000_000
     """Tokens of a training of SmolLM2."""
 
     problems: int | None = None
@@ -91,7 +103,7 @@ class Config:
     """Tokens that each sequence has seen whose steps are timed."""
     speed_batch: int = 64
     """Sequences whose steps are timed."""
-    lanes: int = 672
+    lanes: int = 1320
     """Sequences in the cache at a time."""
 
     def __post_init__(self):

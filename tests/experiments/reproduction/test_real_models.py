@@ -20,7 +20,7 @@ from experiments.reproduction.real.budgets import budget_of_mean, calibrated, fi
 from experiments.reproduction.real.jobs import Worker, check_settings
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import CONTROL, FREE, PLANNED, TRAININGS
+from experiments.reproduction.real.systems import CONTROL, FREE, PLANNED, RIVAL, TRAININGS
 from experiments.reproduction.runs import read_plan, write_plan
 
 GIVEN = Config(qwen="reasoner-11m", smollm2="reasoner-11m", data=pathlib.Path("data"))
@@ -41,37 +41,52 @@ def test_every_training_has_a_recipe_of_the_plans_tokens_that_settles():
         assert recipe.stages[-1].final_learning_rate in (0, 1e-5)
 
 
-def test_what_is_judged_is_the_librarys_recipe_as_it_stands():
+def test_what_is_planned_is_the_librarys_recipe_at_its_ratio():
     recipe = TRAININGS[PLANNED].recipe(GIVEN)
-    assert dataclasses.replace(recipe, name="dms_self_taught") == dms_jax.recipes.dms_self_taught()
+    same = dataclasses.replace(recipe, name="dms_self_taught", snapshots=())
+    assert same == dms_jax.recipes.dms_self_taught(TRAININGS[PLANNED].ratio)
     control = TRAININGS[CONTROL].recipe(GIVEN)
     assert control.total_tokens(dms_jax.Vanilla()) == recipe.total_tokens(dms_jax.DMS())
     assert control.trainable == recipe.trainable == "low_rank"
 
 
-def test_lessons_come_first_then_what_is_trained_and_the_verdict():
+def test_texts_without_answers_are_learned_whole():
+    for training in TRAININGS.values():
+        if training.model == systems.SMOLLM2:  # which reads texts too
+            assert not training.recipe(GIVEN).answers_only
+    assert TRAININGS["dmc"].recipe(GIVEN).answers_only
+
+
+def test_what_the_verdicts_need_comes_first():
     names = [job.name for job in plan.jobs(GIVEN)]
     assert len(set(names)) == len(names)
     order = [
         "lessons-qwen-0",
-        f"training-qwen-{PLANNED}",
-        "training-qwen-control",
-        "training-qwen-dmc",
-        "lessons-smollm2-0",
         "asking-qwen-vanilla-gsm8k",
         "speed-qwen-speed",
-        f"asking-qwen-{PLANNED}-at3.5-gsm8k",
-        "asking-qwen-control-at3.5-frontier",
-        "asking-qwen-dmc-at4-gsm8k",
-        "asking-qwen-dmc-at2-gsm8k",
+        f"training-qwen-{PLANNED}",
+        f"training-qwen-{RIVAL}",
+        f"asking-qwen-{PLANNED}-at3.3-unseen",
+        f"asking-qwen-{RIVAL}-at3.3-gsm8k",
+        "training-qwen-control",
         "asking-qwen-h2o-gsm8k",
+        "asking-qwen-control-at3.3-gsm8k",
+        f"asking-qwen-{PLANNED}-at3.3-frontier",
+        "training-qwen-low-rank-to-4",
+        "training-qwen-dmc",
+        "asking-qwen-dmc-at4-gsm8k",
+        "asking-qwen-low-rank-to-4-at2-gsm8k",
+        "lessons-smollm2-0",
         "asking-smollm2-smollm2-adapter-w16-at4-needle",
-        "asking-qwen-vanilla-math500",
-        f"asking-qwen-{PLANNED}-at3.5-math500",
+        "training-smollm2-smollm2-low-rank-w16",
+        "training-smollm2-smollm2-control",
         "asking-smollm2-tova-hellaswag",
-        "asking-qwen-low-rank-to-8-at8-frontier",
+        "training-smollm2-smollm2-dmc",
+        "asking-qwen-control-at3.3-frontier",
+        "asking-qwen-vanilla-math500",
+        f"asking-qwen-{PLANNED}-at3.3-math500",
+        "asking-qwen-quest-gsm8k",
         "asking-qwen-tova-math500",
-        "asking-smollm2-h2o-text",
     ]
     places = [names.index(name) for name in order]
     assert places == sorted(places)
@@ -80,12 +95,50 @@ def test_lessons_come_first_then_what_is_trained_and_the_verdict():
     assert [name.split("-")[2] for name in scorers if "gsm8k" in name][:2] == ["kvzap", "kvpop"]
 
 
-def test_trainings_begin_in_the_order_of_the_settings():
-    chosen = ("smollm2-control", "dmc", PLANNED)
+def test_answers_and_the_planned_retrofit_may_come_from_the_command(tmp_path, monkeypatch):
+    """They are awaited, copied, and neither sampled nor trained again."""
+    config = dataclasses.replace(
+        GIVEN, out=tmp_path / "out", self_taught=tmp_path / "taught", smollm2="", shards=1
+    )
+    worker, paths = Worker(config, 1e18), Paths(config)
+    taught = (Job("lessons", "qwen", "0"), Job("training", "qwen", PLANNED))
+    assert [paths.ready(job) for job in taught] == [False, False]
+    assert worker._busy()
+    (config.self_taught / "answers").mkdir(parents=True)
+    (config.self_taught / "answers" / "journal").write_text("answers")
+    (config.self_taught / "lessons.json").write_text("{}")
+    assert [paths.ready(job) for job in taught] == [True, False]
+    steps = [{"step": n, "tokens": 8, "seconds": 1.0} for n in (1, 2)]
+    steps[-1]["evaluation"] = {"distillation": 0.5}
+    model = config.self_taught / "training" / "model"
+    model.mkdir(parents=True)
+    (model / "adapter.safetensors").write_bytes(b"1234")
+    (model.parent / "log.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (model.parent / "checkpoints").mkdir()
+    assert not worker._busy()
+    monkeypatch.setattr(Worker, "base", lambda *_: None)
+    monkeypatch.setattr(real_jobs, "write_lessons", lambda *_: None)
+    monkeypatch.setattr(real_jobs, "training_documents", lambda *_: [1, 2, 3])
+    for job in taught:
+        assert worker._take(job)
+        worker._do(job)
+    assert (paths.root / "lessons" / "qwen" / "0" / "journal").read_text() == "answers"
+    assert (paths.model(PLANNED, "3.3") / "adapter.safetensors").exists()
+    assert not (paths.training(PLANNED) / "checkpoints").exists()
+    summary = json.loads(paths.summary(PLANNED).read_text())
+    figures = [summary[name] for name in ("documents", "tokens", "seconds", "bytes", "held_out")]
+    assert figures == [3, 16, 2.0, 4, {"distillation": 0.5}]
+    assert paths.taught(Job("training", "qwen", RIVAL)) is None
+
+
+def test_trainings_that_are_in_no_verdict_begin_in_the_order_of_the_settings():
+    chosen = ("smollm2-control", "kvpop", "dmc", PLANNED)
     found = plan.jobs(dataclasses.replace(GIVEN, trainings=chosen))
-    assert tuple(job.system for job in found if job.kind == "training") == chosen
+    trained = [job.system for job in found if job.kind == "training"]
+    assert trained == [PLANNED, "kvpop", "dmc", "smollm2-control"]
     asked = [job.system for job in found if job.kind == "asking" and job.setting]
-    assert asked[:4] == [PLANNED, PLANNED, "dmc", "dmc"]
+    assert asked[:3] == [PLANNED, PLANNED, PLANNED]
+    assert asked[3:6] == ["kvpop", "dmc", "dmc"]  # at its end, and on the way
 
 
 def test_only_the_models_that_are_given_are_measured(tmp_path):
@@ -107,7 +160,7 @@ def test_a_method_waits_for_what_its_budget_comes_from(tmp_path):
     assert not paths.ready(tova)
     write_json(paths.result(free("qwen", "vanilla")), {})
     assert not paths.ready(tova)
-    write_json(paths.result(Job("asking", "qwen", PLANNED, "3.5", "gsm8k")), {})
+    write_json(paths.result(Job("asking", "qwen", PLANNED, "3.3", "gsm8k")), {})
     assert paths.ready(tova)
     training = Job("training", "qwen", PLANNED)
     assert not paths.ready(training)
@@ -128,7 +181,7 @@ def test_a_method_waits_for_what_its_budget_comes_from(tmp_path):
 def test_a_scorer_waits_for_its_training_and_for_what_it_is_to_hold(tmp_path):
     paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
     scorer = Job("asking", "qwen", "kvpop", "3.5", "gsm8k")
-    reference = paths.result(Job("asking", "qwen", PLANNED, "3.5", "gsm8k"))
+    reference = paths.result(Job("asking", "qwen", PLANNED, "3.3", "gsm8k"))
     for place in (paths.model("kvpop", "3.5") / "x", reference):
         assert not paths.ready(scorer)
         write_json(place, {})
@@ -180,7 +233,7 @@ def test_other_settings_than_those_of_the_run_are_refused(tmp_path):
     write_plan(config)
     assert read_plan(Config, tmp_path) == config
     check_settings(dataclasses.replace(config, processes=3, lanes=8, trainings=("control",)))
-    with pytest.raises(dms_jax.ConfigError, match="shards=14, not 3"):
+    with pytest.raises(dms_jax.ConfigError, match="shards=2, not 3"):
         check_settings(dataclasses.replace(config, shards=3))
 
 
@@ -252,10 +305,10 @@ def test_shares_are_all_questions_and_none_twice():
 def test_trainings_read_what_the_model_ended(tmp_path):
     config = dataclasses.replace(GIVEN, out=tmp_path, shards=1)
     row = {"question": 0, "answer": 0, "held_out": False, "prompt": [1], "response": [2, 3]}
-    kept = row | {"ended": True, "correct": True}
+    kept = row | {"ended": True}
     rows = [
         kept,
-        kept | {"correct": False, "response": [4]},
+        kept | {"response": [4]},
         kept | {"ended": False},
         kept | {"held_out": True, "response": [5]},
     ]

@@ -6,18 +6,19 @@ import pathlib
 import numpy as np
 import pytest
 
+import dms_jax
 from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
 from experiments.reproduction.real import page
 from experiments.reproduction.real.plan import Job, Paths, free
-from experiments.reproduction.real.results import TASKS, Results
+from experiments.reproduction.real.results import TASKS, THREE, Results
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import PLANNED, TRAININGS
+from experiments.reproduction.real.systems import PLANNED, RIVAL, TRAININGS
 from experiments.reproduction.runs import write_plan
 
 PROBLEMS = 400
-MAIN = Job("asking", "qwen", PLANNED, "3.5", "gsm8k")
-CONTROL = Job("asking", "qwen", "control", "3.5", "gsm8k")
+MAIN = Job("asking", "qwen", PLANNED, "3.3", "gsm8k")
+CONTROL = Job("asking", "qwen", "control", "3.3", "gsm8k")
 VERSIONS = {"versions": {"jax": "0"}, "date": "2026-01-01", "device": "a card"}
 
 
@@ -122,32 +123,92 @@ def test_a_miss_is_said(config):
     assert "was not measured" in page.verdicts(Results.read(config))
 
 
-def test_the_planned_training_is_judged_and_the_nearest_is_named_beside_it(config):
+def test_questions_in_no_lesson_choose_and_divergence_between_the_level(config):
     paths = Paths(config)
-    low = Job("asking", "qwen", "warm-up-w16", "3.5", "gsm8k")
-    write_json(paths.result(low), figures(119, 100.0))
+    rival = Job("asking", "qwen", RIVAL, "3.3", "gsm8k")
+    write_json(paths.result(rival), figures(119, 100.0))
     step = {"evicted": 0.7}
     for name, held_out in (
         (PLANNED, 0.02),
-        ("warm-up-w16", 0.01),
+        (RIVAL, 0.01),
         ("control", 0.0),  # evicts nothing
         ("kvzap", None),  # is not trained for a ratio
         ("low-rank-to-8", 0.0),  # goes elsewhere
         ("smollm2-low-rank-w16", 0.0),
     ):
         log = {"documents": 1, "tokens": 1, "seconds": 1, "bytes": 1, "steps": [step]}
+        log |= {"training": name, "recipe": {"ratio": TRAININGS[name].ratio}}
         far = held_out if held_out is None else {"distillation": held_out}
         write_json(paths.summary(name), {**log, "held_out": far})
     results = Results.read(config)
-    assert results.rivals() == ["warm-up-w16", PLANNED]
+    assert results.rivals() == [RIVAL, PLANNED]
+    assert results.judged == PLANNED  # neither was asked
+    assert "in no lesson" not in page.verdicts(results)
+    for name, right, judged in ((PLANNED, 110, None), (RIVAL, 109, RIVAL), (RIVAL, 100, PLANNED)):
+        job = Job("asking", "qwen", name, "3.3", "unseen")
+        write_json(paths.result(job), figures(right, 100.0))
+        results = Results.read(config)
+        assert results.judged == (judged or PLANNED)
     said = page.verdicts(results)
-    assert "low rank, window 16, to 3.5 (the library's recipe as it stands, chosen before" in said
-    assert "Of 2 trainings to that ratio the one with the least divergence" in said
-    assert "to 3.5, from attention first; GSM8K, greedy: within 2 points of the model" in said
-    assert "| **DMS, low rank, window 16, to 3.5** | 29.0" in page.gsm8k(results)
-    assert "| qwen: KVzap, window 16 | 1 | 0.0 | 1 | 0.00 | - | - | - |" in page.trainings(results)
-    paths.summary("warm-up-w16").unlink()
-    assert "Of 2 trainings" not in page.verdicts(Results.read(config))
+    assert "low rank, window 16, to 3.3 (chosen by the rule below" in said
+    assert "attention first: 25.0 ± 2.2%, 0.0100 nats; DMS, low rank, window 16, to 3.3: " in said
+    assert "Judged is DMS, low rank, window 16, to 3.3.\n- The other, GSM8K, greedy: -0.2" in said
+    assert "| **DMS, low rank, window 16, to 3.3** | 29.0" in page.gsm8k(results)
+    row = "| qwen: KVzap, window 16, 0.3 of the tokens | 1 | 0.0 | 1 | 0.00 | - | - | - |"
+    assert row in page.trainings(results)
+
+
+def test_rows_of_an_earlier_run_are_paired_with_the_model_of_that_run(config):
+    before = {"policy": {}, "date": "2025-12-31"}
+    old = dict(model="qwen", measure="gsm8k", **before)
+    vanilla, ours = figures(150, 370.0), figures(130, 120.0)
+    rows = [
+        {**vanilla, **old, "system": "vanilla", "setting": ""},
+        {**ours, **old, "system": PLANNED, "setting": "3.5"},
+        {**figures(1, 1.0), **old, "system": "quest", "setting": ""},  # measured again
+    ]
+    for row in rows:
+        row["per_problem"] = row["per_problem"]["scores"]
+    log = {"training": PLANNED, "recipe": {"ratio": 3.5}, "steps": [{"evicted": 0.5}]}
+    log |= {"documents": 7, "tokens": 1, "seconds": 1, "bytes": 1, "held_out": None}
+    file = config.out / "before.json"
+    write_json(file, {"systems": rows, "trainings": [log], "speed": {"rows": [], "device": "one"}})
+    now = dataclasses.replace(config, run=2, earlier=file)
+    results = Results.read(now)
+    lost = results.gap("qwen", f"{PLANNED}-at3.5", "vanilla", "gsm8k")
+    assert lost.value == pytest.approx(-20 / PROBLEMS)  # of 150, not of this run's 120
+    across = results.gap("qwen", f"{PLANNED}-at3.5", "tova", "gsm8k")
+    assert across.value == pytest.approx(90 / PROBLEMS)
+    assert results.fewer("qwen", f"{PLANNED}-at3.5", "gsm8k") == pytest.approx(370 / 120)
+    said = page.gsm8k(results)
+    assert "| DMS, low rank, window 16, to 3.5 (run 1) | 32.5 ± 2.3 | -5.0 ± 1.1 |" in said
+    assert said.count("\n| vanilla |") == 1
+    assert "| Quest | 29.8" in said
+    assert "to 3.5 (run 1) | 7 |" in page.trainings(results)
+    opening = page._opening(results)
+    assert "- Run 2: a card, jax 0, 2026-01-01.\n- Run 1: a card, jax 0, 2025-12-31." in opening
+    assert results.speed["device"] == "one"
+    # The page that was written gives the same again, with this run's rows from its own files.
+    write_json(file, results.to_dict())
+    again = Results.read(now)
+    assert again.to_dict() == results.to_dict()
+    assert page.gsm8k(again) == said
+    with pytest.raises(dms_jax.ConfigError, match=r"nowhere\.json is not there"):
+        Results.read(dataclasses.replace(config, earlier=pathlib.Path("nowhere.json")))
+
+
+def test_the_three_commands_are_judged_by_their_seconds(config):
+    assert "to its page: **not measured**" in page.verdicts(Results.read(config))
+    told = {"calls": [{"exit": 0}], "stages": {"sampling": 90.2, "training": 250.0}}
+    told |= {"command": "dms-jax x", "installed": "on the path already", "seconds": 512.3}
+    write_json(config.out / THREE, told)
+    said = page.verdicts(Results.read(config))
+    assert "to its page: 512 s on one card (sampling 90, training 250; the library was on" in said
+    assert "under 15 minutes: **holds**. The third: `dms-jax x`." in said
+    write_json(config.out / THREE, told | {"seconds": 901.0})
+    assert "15 minutes: **does not hold**" in page.verdicts(Results.read(config))
+    write_json(config.out / THREE, told | {"calls": [{"exit": 1}]})
+    assert "to its page: **not measured**" in page.verdicts(Results.read(config))
 
 
 def test_several_chains_of_a_problem_count_as_their_mean(config):
@@ -170,12 +231,18 @@ def test_without_a_control_there_is_no_column_for_it(config):
 def test_the_report_is_written_again_from_the_files(config):
     write_plan(config)
     folder = config.out / "pages"
+    row = {**figures(100, 90.0), "model": "qwen", "system": "h2o", "setting": ""}
+    row |= {"measure": "gsm8k", "per_problem": row["per_problem"]["scores"]}
+    before = config.out / "before.json"
+    write_json(before, {"systems": [row], "trainings": [], "speed": None})
     told = dataclasses.replace(config, only="report", pages=folder, qwen="", data=None)
+    told = dataclasses.replace(told, run=2, earlier=before)
     assert real_models.main(told) == 0
     text = (folder / "README.md").read_text()
-    assert "| **DMS, low rank, window 16, to 3.5** | 29.0 ± 2.3 | -1.0 ± 0.5 |" in text
+    assert "| **DMS, low rank, window 16, to 3.3** | 29.0 ± 2.3 | -1.0 ± 0.5 |" in text
     assert "| vanilla | 2 | 50.0 ± 50.0 | 50 | 5 |" in text
     assert "| DMS, adapter, window 16, to 4 | 45.0 (40) |" in text
+    assert "| H2O (run 1) | 25.0" in text
     assert (folder / "gsm8k.png").exists()
     assert (folder / "smollm2.png").exists()
     kept = read_json(folder / "results.json")["systems"]
@@ -184,10 +251,10 @@ def test_the_report_is_written_again_from_the_files(config):
 
 def test_systems_have_names():
     for label, name in (
-        ("low-rank-to-8-at8", "DMS, low rank, window 16, to 8, half the tokens"),
-        ("floor-w16-at3.5", "DMS, low rank, window 16, to 3.5, with a floor a layer"),
-        ("kvpop-at3.5", "KVpop, window 16"),
-        ("dmc-at2", "DMC, all weights, at 2, half the tokens"),
+        ("low-rank-to-8-at8", "DMS, low rank, window 16, to 8, 0.3 of the tokens"),
+        ("low-rank-to-4-at2", "DMS, low rank, window 16, at 2, 0.3 of the tokens"),
+        ("kvpop-at3.5", "KVpop, window 16, 0.3 of the tokens"),
+        ("dmc-at2", "DMC, all weights, at 2, 0.3 of the tokens"),
         ("control-at3.5", "trained further (the control)"),
         ("tova-mean", "TOVA, equal mean"),
     ):

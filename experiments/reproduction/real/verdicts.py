@@ -1,0 +1,114 @@
+"""A verdict on each bar."""
+
+from experiments.reproduction.claims.cells import percent, within
+from experiments.reproduction.real.names import name_of
+from experiments.reproduction.real.results import Results, end_of, score
+from experiments.reproduction.real.systems import (
+    CONTROL,
+    FREE,
+    QWEN,
+    SHIPPED,
+    SMOLLM2,
+    UNSEEN,
+    VANILLA,
+)
+
+POINTS, FEWER, BELOW, SMALL_POINTS, MINUTES = 2.0, 3.0, 10.0, 1.0, 15  # the bars
+
+# What leaves the memory as it is: it reads fewer entries, or holds them in fewer bytes.
+_WHOLE = (VANILLA, "quest", "kcache", "vanilla-float8")
+
+
+def best_free(results: Results, peak: float) -> str | None:
+    """The method without training that solves most with at most 5% more than a peak."""
+    candidates = [
+        label
+        for label in results.labels(QWEN, "gsm8k")
+        if label in FREE
+        and label not in _WHOLE
+        and FREE[label].trained is None
+        and results.records[QWEN, label, "gsm8k"]["peak"] <= 1.05 * peak
+    ]
+    of = lambda label: score(results.records[QWEN, label, "gsm8k"]).value  # noqa: E731
+    return max(candidates, key=of, default=None)
+
+
+def verdicts(results: Results) -> str:
+    """A line for each bar."""
+    main = end_of(results.judged)
+    record = results.get(QWEN, main, "gsm8k")
+    if record is None:
+        lines = ["- The retrofit that was to be judged was not measured."]
+    else:
+        fewer = results.fewer(QWEN, main, "gsm8k") or 0.0
+        held = "**holds**" if fewer >= FEWER else "**does not hold**"
+        lines = [
+            f"- Qwen2.5-Coder-0.5B, {name_of(main)} (chosen by the rule below, on training "
+            f"questions alone): peak {record['peak']:.0f}, {fewer:.2f} times smaller; at least "
+            f"{FEWER:g} times: {held}."
+        ]
+        for measure, how in (("gsm8k", "greedy"), ("frontier", "eight chains a problem")):
+            for other, what in ((VANILLA, "itself"), (end_of(CONTROL), "the control")):
+                gap = results.gap(QWEN, main, other, measure)
+                held = within(gap, POINTS)
+                lines += [f"- GSM8K, {how}: within {POINTS:g} points of {what}: {held}."]
+        lines += [_against_free(results, main, record["peak"])]
+    lines += _chosen(results) + _three(results)
+    if results.get(SMOLLM2, VANILLA, "piqa") is None:
+        return "\n".join([*lines, "- SmolLM2-135M-Instruct: **not measured**."])
+    told = ((SHIPPED, "the adapter that ships"), ("smollm2-low-rank-w16", "low rank"))
+    for training, what in told:
+        gap = results.mean_gap(end_of(training), VANILLA)
+        lines += [
+            f"- SmolLM2, {what}, nominal ratio 4: mean of its tasks within {SMALL_POINTS:g} point "
+            f"of itself: {within(gap, SMALL_POINTS)}."
+        ]
+    return "\n".join(lines)
+
+
+def _chosen(results: Results) -> list[str]:
+    """How the rivals stood on the questions that chose between them, and how the other did."""
+    asked = results.rivals(UNSEEN)
+    if len(asked) < 2:
+        return []
+    told = []
+    for name in asked:
+        solved = percent(score(results.records[QWEN, end_of(name), UNSEEN]))
+        far = results.trainings[name]["held_out"]["distillation"]
+        told.append(f"{name_of(end_of(name))}: {solved}%, {far:.4f} nats")
+    lines = [
+        f"- Training questions in no lesson, greedily, and divergence: {'; '.join(told)}. Judged "
+        f"is {name_of(end_of(results.judged))}."
+    ]
+    for name in asked:
+        gap = results.gap(QWEN, end_of(name), VANILLA, "gsm8k")
+        if name != results.judged and gap is not None:
+            lines.append(f"- The other, GSM8K, greedy: {percent(gap, sign=True)} to itself.")
+    return lines
+
+
+def _three(results: Results) -> list[str]:
+    """How long a user waits, from an empty directory to a page."""
+    told = results.three
+    if told is None or told["calls"][-1]["exit"]:
+        return ["- Three commands from an empty directory to its page: **not measured**."]
+    stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in told["stages"].items())
+    held = "**holds**" if told["seconds"] < 60 * MINUTES else "**does not hold**"
+    return [
+        f"- Three commands from an empty directory to its page: {told['seconds']:.0f} s on one "
+        f"card ({stages}; the library was {told['installed']}, the questions were copied); under "
+        f"{MINUTES} minutes: {held}. The third: `{told['command']}`."
+    ]
+
+
+def _against_free(results: Results, main: str, peak: float) -> str:
+    best = best_free(results, peak)
+    line = f"- The best method without training at that peak at least {BELOW:g} points lower: "
+    if best is None:
+        return line + "**not measured**."
+    gap = results.gap(QWEN, main, best, "gsm8k")
+    assert gap is not None
+    holds = gap.value >= BELOW / 100
+    beyond = "" if gap.beyond(BELOW / 100) or not holds else " on the mean"
+    word = f"**holds{beyond}**" if holds else "**does not hold**"
+    return f"{line}{word} ({percent(gap, sign=True)} above {name_of(best)})."
