@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.util
-import json
 import os
 import pathlib
 import platform
@@ -16,6 +15,7 @@ import jax
 
 import dms_jax
 from dms_jax.command_line.running import command
+from dms_jax.json_text import json_text
 
 
 def provenance(config: Any) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def can_draw(path: pathlib.Path) -> bool:
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:
-    """Writes a file beside its place and renames it."""
+    """Writes a file beside its place and renames it; what is not finite becomes null."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json_text(data, indent=1) + "\n", encoding="utf-8")
     part.replace(path)

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import run
+from dms_jax.json_text import json_text
 from experiments.benchmarks import decode_steps
 from experiments.benchmarks.kernel_timing import command_line, environment
 from experiments.benchmarks.shapes import Shape, model_of
@@ -138,7 +139,7 @@ def main(config: Config) -> dict[str, Any]:
         step_ms=1e3 * seconds,
         **summarise(events, config.chunk, model.config.num_layers),
     )
-    config.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    config.out.write_text(json_text(figures, indent=1) + "\n", encoding="utf-8")
     print({key: figures[key] for key in ("step_ms", "launches_a_layer", "busy_ms", "busy_share")})
     return figures
 

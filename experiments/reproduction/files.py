@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import dms_jax
+from dms_jax.json_text import json_text
 
 _WIDTH = 100  # of a line of a page
 
@@ -25,8 +26,8 @@ def provenance() -> dict[str, Any]:
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:
-    """Writes a file beside its place and renames it."""
-    write_text(path, json.dumps(data) + "\n")
+    """Writes a file beside its place and renames it; what is not finite becomes null."""
+    write_text(path, json_text(data) + "\n")
 
 
 def write_text(path: pathlib.Path, text: str) -> None:

@@ -1,12 +1,12 @@
 """The page of the first curve: verdicts by tests on the numbers, tables, commands, time."""
 
 import dataclasses
-import json
 import pathlib
 import textwrap
 from typing import Any
 
 from dms_jax.evaluation import Measured, percent
+from dms_jax.json_text import json_text
 from experiments.reproduction.curve import figure
 from experiments.reproduction.curve.analysis import Axis, Results
 from experiments.reproduction.curve.plan import (
@@ -33,7 +33,7 @@ def write_pages(config: Config, folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     figure.draw(results, folder / "figure.png")
     data = summary(config, results)
-    write_text(folder / "results.json", json.dumps(data, indent=1) + "\n")
+    write_text(folder / "results.json", json_text(data, indent=1) + "\n")
     notes = folder / "notes.md"
     parts = [
         _head(config, data),
