@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 import textwrap
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from importlib import metadata
 from typing import Any
 
@@ -60,6 +60,22 @@ def write_arrays(path: pathlib.Path, **arrays: Any) -> None:
     with part.open("wb") as file:
         np.savez_compressed(file, **arrays)
     part.replace(path)
+
+
+def command(program: str, options: Iterable[str]) -> str:
+    """A command as a block of a page, over as many lines as it takes.
+
+    Args:
+      program: what is called.
+      options: each with its values, which stay on a line with it.
+    """
+    lines = [program]
+    for option in options:
+        if len(f"    {lines[-1]} {option} \\") > _WIDTH:
+            lines.append(f"    {option}")
+        else:
+            lines[-1] += f" {option}"
+    return " \\\n".join(f"    {line}" for line in lines)
 
 
 def wrap(page: str) -> str:
