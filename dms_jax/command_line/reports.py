@@ -65,11 +65,13 @@ def make_place(option: str, path: pathlib.Path) -> None:
     """Makes the folder of a file that will be written.
 
     Raises:
-      ConfigError: that cannot be done, or a folder has the name.
+      ConfigError: that cannot be done, or what has the name is a folder, or no file at all.
     """
     make_folder(option, path.parent)
     if path.is_dir():
         raise dms_jax.ConfigError(f"{option} {path}: a folder has this name; name a file.")
+    if path.exists() and not path.is_file():  # a device or a pipe, which a file would replace
+        raise dms_jax.ConfigError(f"{option} {path}: this is no file; name one.")
 
 
 def read_file(option: str, path: pathlib.Path) -> bytes:

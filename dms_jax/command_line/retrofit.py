@@ -5,7 +5,7 @@ Starts from a named set of options, each of which can be changed; without a name
     dms-jax retrofit stories260k --compression-ratio 4 --out runs/small
     dms-jax retrofit --model path/to/model --data train.jsonl --out runs/mine
     dms-jax retrofit custom --help
-    dms-jax retrofit self-taught --model m.gguf --prompts questions.jsonl --out runs/x
+    dms-jax retrofit self-taught --model m.gguf --prompts questions.jsonl
 
 Started again with the same options it goes on from the latest checkpoint. Of several processes, on
 several hosts, each is started with the same command (experiments/launch of a checkout). The result,
@@ -111,7 +111,7 @@ def main(config: Config | SelfTaught) -> None:
             find_model(config.model), mesh=mesh, adapter=config.adapter, for_training=True
         )
         if config.template:
-            base = base.with_template(**read_options(config.template))
+            base = base.with_template(**read_options(config.template, "--template"))
         board = None
         if config.tensorboard and processes.is_first():
             board = closing.enter_context(
