@@ -35,6 +35,7 @@ from dms_jax.generation.sampling import Sampling
 from dms_jax.json_text import json_text
 from dms_jax.model.caching import tree_bytes
 from dms_jax.model.rope import apply_rope, rope_tables
+from experiments.benchmarks import traces
 from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.shapes import SHAPES, Shape, model_of
 
@@ -189,7 +190,7 @@ def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple
     run()
     seconds = median_seconds(run, config.repeats, warmup=1) / config.chunk
     if config.profile is not None:
-        with jax.profiler.trace(str(config.profile / profile)):
+        with traces.profiled(config.profile / profile):
             run()
     return seconds, float(np.mean(reads[1:]))
 

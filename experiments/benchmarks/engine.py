@@ -10,6 +10,8 @@ so that lanes are refilled one by one. Reported for each policy:
 - **prompts**: their programs, and the tokens of these with the padding; **steps**: those of all
   lanes, idle ones included. Neither depends on the device.
 - **idle**: seconds in which the device had no chunk of steps or prompt to run, between two chunks.
+- **profile**, where asked: one more short call under jax's profiler, and what of every program the
+  device ran (`traces`).
 - **limit**: the same work at the rates of the data sheet: the weights once per step and each key
   and value that was read over the bandwidth, and the products of prompts over the matrix rate,
   with as many sequences at a time as lanes and memory hold.
@@ -45,6 +47,7 @@ from dms_jax.generation import Engine, programs
 from dms_jax.generation.requests import Request, make_requests
 from dms_jax.json_text import json_text
 from dms_jax.model.caching import tree_bytes
+from experiments.benchmarks import traces
 from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.shapes import Shape, model_of
 
@@ -77,6 +80,8 @@ class Config:
     """Share of probability that tokens are drawn from."""
     runs: int = 2
     """Calls that are timed after the first, which compiles."""
+    profile: bool = False
+    """Also profile a short call: two chunks of steps, and an eighth of the lanes refilled."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
     device: str = "h200"
@@ -87,7 +92,7 @@ class Config:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1:
+            if type(value) is int and value < 1:  # no bool
                 raise dms_jax.ConfigError(f"{field.name} must be positive, got {value}")
 
 
@@ -248,10 +253,13 @@ def measure(
         figures |= timeline.take() | counts.take()
         return figures, [each.usage for each in done], engine
 
-    first = requests_of(config, model, 0)[: config.lanes + max(1, config.lanes // 8)]
-    for request in first:
-        request.max_new_tokens = min(request.max_new_tokens, config.chunk)
-    figures, _, engine = serve(first)
+    def short(seed: int, chunks: int) -> list[Request]:
+        some = requests_of(config, model, seed)[: config.lanes + max(1, config.lanes // 8)]
+        for request in some:
+            request.max_new_tokens = min(request.max_new_tokens, chunks * config.chunk)
+        return some
+
+    figures, _, engine = serve(short(0, chunks=1))
     print(name, "first call", figures, flush=True)
     results: dict[str, Any] = dict(policy=str(policy), first_call=figures, runs=[])
     for seed in range(1, config.runs + 1):
@@ -262,6 +270,13 @@ def measure(
         figures["share_of_limit"] = figures["limit"]["seconds"] / figures["seconds"]
         results["runs"].append(figures)
         print(name, figures, flush=True)
+    if config.profile:
+        del engine
+        gc.collect()
+        with traces.traced() as trace:
+            figures, _, engine = serve(short(config.runs + 1, chunks=2))
+        results["profile"] = figures | dict(calls=dict(trace.calls), kernels=trace.programs())
+        print(name, "profile", figures, flush=True)
     return results
 
 

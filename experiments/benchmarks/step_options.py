@@ -5,6 +5,8 @@ functions of `decode_steps`); that they draw the same tokens is checked. What ca
 choice in `dms_jax.generation.programs`.
 
     python -m experiments.benchmarks.step_options
+    python -m experiments.benchmarks.step_options --only ours --shape qwen2.5-0.5b --batch 256 \
+        --context 256 --ratios 1
 """
 
 import contextlib
@@ -32,7 +34,6 @@ from experiments.benchmarks.kernel_timing import environment
 
 NO_ASYNC = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-TWO_LAYERS = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
 DEPENDENT = {"xla_gpu_enable_pdl": True, "xla_gpu_enable_pdl_launch": True}
 # Whole loops as parts of a CUDA graph, beside what is in one by default.
 LOOPS = {
@@ -41,23 +42,23 @@ LOOPS = {
     )
 }
 UNROLLED = LOOPS | {"xla_gpu_command_buffer_unroll_loops": True}
+OURS = programs.GPU_STEP_OPTIONS
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+ANY_SIZE = {"xla_gpu_graph_min_graph_size": 1}
+NOT_TUNED = {"xla_gpu_autotune_level": 0}
 KERNEL, SCATTERS = "the kernel", "XLA's scatters"
 # Name, options beside `programs.GPU_OPTIONS`, and what writes new keys and values.
 VARIANTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("XLA's defaults", {}, KERNEL),
     ("concurrent", CONCURRENT, KERNEL),
     ("concurrent, no asynchronous copies", NO_ASYNC | CONCURRENT, KERNEL),
-    (
-        "concurrent, no asynchronous copies, two layers a graph",
-        NO_ASYNC | CONCURRENT | TWO_LAYERS,
-        KERNEL,
-    ),
-    ("concurrent, no asynchronous copies, loops in a graph", NO_ASYNC | CONCURRENT | LOOPS, KERNEL),
-    (
-        "concurrent, no asynchronous copies, loops unrolled in a graph",
-        NO_ASYNC | CONCURRENT | UNROLLED,
-        KERNEL,
-    ),
+    ("ours", OURS, KERNEL),
+    ("ours, no graphs", OURS | NO_GRAPHS, KERNEL),
+    ("ours, loops unrolled in a graph", OURS | UNROLLED, KERNEL),
+    ("ours, loops in a graph", OURS | LOOPS, KERNEL),
+    ("ours, dependent launches", OURS | DEPENDENT, KERNEL),
+    ("ours, graphs of any size", OURS | ANY_SIZE, KERNEL),
+    ("ours, products not tuned", OURS | NOT_TUNED, KERNEL),
     ("programmatic dependent launches", DEPENDENT, KERNEL),
     ("programmatic dependent launches, no asynchronous copies", NO_ASYNC | DEPENDENT, KERNEL),
     ("XLA's defaults", {}, SCATTERS),

@@ -21,12 +21,15 @@ def test_a_first_call_and_whole_calls_are_timed(tmp_path):
         memory=1e6,
         chunk=4,
         runs=1,
+        profile=True,
         dtype="float32",
         out=out,
     )
     script.main(config)
     (policy,) = json.loads(out.read_text())["policies"]
     first, (run,) = policy["first_call"], policy["runs"]
+    assert policy["profile"]["kernels"] == {}  # no GPU
+    assert policy["profile"]["new_tokens"] <= 3 * 2 * config.chunk
     assert first["requests"] == 3
     assert first["new_tokens"] <= 3 * config.chunk
     assert first["programs"] > 3
@@ -46,5 +49,6 @@ def test_a_first_call_and_whole_calls_are_timed(tmp_path):
 
 
 def test_every_size_is_at_least_one():
+    assert not script.Config().profile
     with pytest.raises(dms_jax.ConfigError, match="lanes must be positive, got 0"):
         script.Config(lanes=0)

@@ -3,7 +3,11 @@
 import gzip
 import json
 
+import jax
+import jax.numpy as jnp
+
 from experiments.benchmarks import step_launches as script
+from experiments.benchmarks import traces
 
 
 def event(name, ts, dur, module="jit_decode", pid=1):
@@ -20,6 +24,7 @@ def test_launches_and_busy_time_are_counted(tmp_path):
             events.append(event("nvjet_tst_64x40_64x16_2x4_h", start + 5, 15))
         events.append(event("argmax", 190 + 100 * step, 10))
     events.append(event("python", 0, 1000, pid=2))
+    events.append(event("cuGraphLaunch", 0, 1000, pid=2))
     processes = {1: "/device:GPU:0", 2: "/host:CPU"}
     names = [
         dict(ph="M", pid=pid, name="process_name", args={"name": name})
@@ -27,18 +32,28 @@ def test_launches_and_busy_time_are_counted(tmp_path):
     ]
     with gzip.open(tmp_path / "vm.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events[::-1] + names}, file)
-    found = script.device_events(tmp_path)
-    assert len(found) == 11
-    figures = script.summarise(found, steps=2, num_layers=2)
-    assert figures["launches_a_step"] == 5
-    assert figures["launches_a_layer"] == 2
+    trace = traces.read(tmp_path)
+    assert len(trace.kernels) == 11
+    assert trace.calls == {"cuGraphLaunch": 1}
+    kernels = trace.of("decode")
+    assert script.launches_a_layer(kernels, steps=2, num_layers=2) == 2
+    figures = traces.summarise(kernels, runs=2)
+    assert figures["launches"] == 5
     assert figures["busy_ms"] == 0.05  # 20 a layer and 10 at the end, of 100
     assert figures["busy_share"] == 0.5
-    assert [each["name"] for each in figures["families"]] == [
-        "nvjet_tst_h",
-        "loop_add_fusion",
-        "argmax",
+    assert figures["families"] == [
+        dict(name="argmax", launches=1, us=10, wait_us=40),
+        dict(name="loop_add_fusion", launches=2, us=20, wait_us=10),
+        dict(name="nvjet_tst_h", launches=2, us=30, wait_us=0),
     ]
+    assert figures["in_order"][0] == ("loop_add_fusion_0", 10, 0)
+    assert list(trace.programs()) == ["decode", "clear"]
+
+
+def test_what_runs_in_a_context_is_profiled():
+    with traces.traced() as trace:
+        jax.block_until_ready(jax.jit(jnp.sin)(1.0))
+    assert trace.kernels == []  # no GPU
 
 
 def test_where_no_gpu_is_nothing_is_counted(tmp_path):
@@ -53,6 +68,7 @@ def test_where_no_gpu_is_nothing_is_counted(tmp_path):
         out=tmp_path / "launches.json",
     )
     figures = script.main(config)
-    assert figures["launches_a_step"] == 0
+    assert figures["profiled_step"]["launches"] == 0
     assert figures["step_ms"] > 0
+    assert figures["share_of_roofline"] > 0
     assert json.loads(config.out.read_text()) == figures

@@ -1,0 +1,134 @@
+"""What jax's profiler saw a GPU run: kernels by program and family, and the waits between them.
+
+A kernel's wait is the time before it in which nothing ran. In a CUDA graph the launches of the
+kernels cost the host nothing, and the calls of the driver say how many graphs there were.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import gzip
+import json
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+# Names in the profiler's trace.
+_PROCESS, _MODULE = "process_name", "hlo_module"
+# Calls of CUDA's driver that start work or wait for it.
+_CALLS = re.compile(r"cu(da)?(Graph(Launch|Exec|Instantiate)|Launch|Mem(cpy|set)|\w*Synchronize)")
+# Families and kernels in order that are listed.
+_LISTED, _IN_ORDER = 30, 60
+
+
+@dataclasses.dataclass
+class Trace:
+    """What a profile holds.
+
+    Attributes:
+      kernels: kernels and copies on a GPU, in order; "ts" and "dur" are microseconds.
+      calls: calls of CUDA's driver from the host, by name.
+    """
+
+    kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def of(self, program: str) -> list[dict[str, Any]]:
+        """Returns the kernels of a jitted function, in order."""
+        return [each for each in self.kernels if _program(each) == program]
+
+    def programs(self) -> dict[str, dict[str, Any]]:
+        """Returns the figures of every jitted function that ran, those that took longest first."""
+        found = {name: summarise(self.of(name)) for name in {_program(x) for x in self.kernels}}
+        return dict(sorted(found.items(), key=lambda each: -each[1]["busy_ms"]))
+
+
+def _program(kernel: dict[str, Any]) -> str:
+    return kernel["args"].get(_MODULE, "").removeprefix("jit_")
+
+
+def profiled(folder: str | pathlib.Path) -> AbstractContextManager[None]:
+    """A context whose programs are profiled into a folder, without the host's Python."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # a trace has room for a million events
+    return jax.profiler.trace(str(folder), profiler_options=options)
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[Trace]:
+    """Profiles what runs inside the context; the trace that it yields is filled at its end."""
+    trace = Trace()
+    with tempfile.TemporaryDirectory() as folder:
+        with profiled(folder):
+            yield trace
+        found = read(pathlib.Path(folder))
+    trace.kernels, trace.calls = found.kernels, found.calls
+
+
+def read(folder: pathlib.Path) -> Trace:
+    """Returns what a profiler's folder holds."""
+    (path,) = folder.rglob("*.trace.json.gz")
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    names = {each["pid"]: each["args"]["name"] for each in events if each.get("name") == _PROCESS}
+    devices = {pid for pid, name in names.items() if "GPU" in name}
+    timed = [each for each in events if each.get("ph") == "X"]
+    kernels = [each for each in timed if each["pid"] in devices]
+    calls = [each["name"] for each in timed if each["pid"] not in devices]
+    return Trace(
+        kernels=sorted(kernels, key=lambda each: each["ts"]),
+        calls=collections.Counter(name for name in calls if _CALLS.match(name)),
+    )
+
+
+def summarise(kernels: list[dict[str, Any]], runs: float = 1) -> dict[str, Any]:
+    """Returns launches, the time in which at least one ran, and the longest families.
+
+    Args:
+      kernels: kernels and copies, in order.
+      runs: number of runs (such as steps) over which all but the shares are averaged.
+    """
+    families = collections.defaultdict[str, list[tuple[float, float]]](list)
+    in_order: list[tuple[str, float, float]] = []
+    busy, end = 0.0, kernels[0]["ts"] if kernels else 0.0
+    for each in kernels:
+        start, stop = max(each["ts"], end), each["ts"] + each["dur"]
+        wait = start - end
+        busy, end = busy + max(0.0, stop - start), max(end, stop)
+        families[family(each["name"])].append((each["dur"], wait))
+        in_order.append((each["name"][:80], round(each["dur"], 2), round(wait, 2)))
+    span = end - kernels[0]["ts"] if kernels else 0.0
+    longest = sorted(families.items(), key=lambda each: -sum(map(sum, each[1])))[:_LISTED]
+    middle = len(in_order) // 2
+    return dict(
+        launches=len(kernels) / runs,
+        span_ms=1e-3 * span / runs,
+        busy_ms=1e-3 * busy / runs,
+        busy_share=busy / span if span else None,
+        families=[
+            dict(
+                name=name,
+                launches=len(each) / runs,
+                us=round(sum(own for own, _ in each) / runs, 3),
+                wait_us=round(sum(wait for _, wait in each) / runs, 3),
+            )
+            for name, each in longest
+        ],
+        # Name, microseconds and those of the wait before it, from the middle.
+        in_order=in_order[middle : middle + _IN_ORDER],
+    )
+
+
+def family(name: str) -> str:
+    """Returns the name of a kernel without its number, and of a product without its tiles.
+
+    # In: loop_add_fusion_12_double_buffer_clone  Out: loop_add_fusion
+    # In: nvjet_sm90_tst_64x40_64x16_2x4_h_badd_NNT  Out: nvjet_sm90_tst_h_badd_NNT
+    """
+    name = re.sub(r"_\d+x\d+", "", name.replace("_double_buffer_clone", ""))
+    return re.sub(r"_\d+$", "", name)[:60]
