@@ -24,6 +24,7 @@ from dms_jax.command_line.reports import make_folder, provenance
 from dms_jax.command_line.running import run
 from dms_jax.json_text import json_text
 from dms_jax.training import recipes
+from experiments.reproduction.files import error_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ def show(console: Console, rows: list[Row]) -> None:
         table.add_row(
             row.label,
             f"{row.nats:.4f}",
-            f"{row.increase:+.4f} ± {row.increase_error:.4f}",
+            f"{row.increase:+.4f} {error_text(row.increase_error, '.4f')}",
             f"{row.peak_tokens:.0f}",
             f"{row.peak_ratio:.2f}x",
             f"{row.reads_ratio:.2f}x",

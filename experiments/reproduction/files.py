@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import os
 import pathlib
 import textwrap
@@ -60,6 +61,15 @@ def write_arrays(path: pathlib.Path, **arrays: Any) -> None:
     with part.open("wb") as file:
         np.savez_compressed(file, **arrays)
     part.replace(path)
+
+
+def error_text(error: float | None, form: str) -> str:
+    """A standard error on a page; that of a single observation is unknown: NaN, and null in JSON.
+
+    # In: 0.0213, ".2f"  Out: "± 0.02"       nan, ".2f"  "± unknown"
+    """
+    known = error is not None and not math.isnan(error)
+    return f"± {error:{form}}" if known else "± unknown"
 
 
 def command(program: str, options: Iterable[str]) -> str:

@@ -1,11 +1,15 @@
 """Files of run directories and pages: whole or not there; lines of a page that fit."""
 
+import math
 import shlex
 
 import numpy as np
 import pytest
 
-from experiments.reproduction.files import command, wrap, write_arrays
+from dms_jax.evaluation import Measured
+from experiments.reproduction.claims import cells
+from experiments.reproduction.evictions import page as evictions
+from experiments.reproduction.files import command, error_text, wrap, write_arrays
 
 
 def test_arrays_that_were_cut_off_while_they_were_written_are_not_there(tmp_path, monkeypatch):
@@ -37,6 +41,15 @@ def test_text_of_a_page_is_wrapped_and_nothing_else():
     assert lines[1].endswith("word last")
     link = "[" + "x" * 120 + "](there)"
     assert wrap(f"see {link}") == f"see\n{link}"
+
+
+def test_an_error_that_is_unknown_is_said_to_be():
+    assert error_text(0.0213, ".2f") == "± 0.02"
+    assert error_text(math.nan, ".2f") == error_text(None, ".2f") == "± unknown"
+    # Where pages are made of it: read from JSON, of one problem.
+    assert evictions._percent({"accuracy": 0.5, "error": None}) == "50.0 ± unknown"
+    assert evictions._nats({"difference": 0.25, "error": math.nan}) == "+0.2500 ± unknown"
+    assert cells.percent(Measured(0.5, math.nan)) == "50.0 ± unknown"
 
 
 def test_a_command_takes_as_many_lines_as_it_needs():
