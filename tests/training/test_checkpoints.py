@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dms_jax.data.fingerprint import fingerprint
 from dms_jax.data.sources import as_source
 from dms_jax.errors import CheckpointError, ConfigError, TrainingDivergedError
-from dms_jax.evaluation.sandbox.inside import kernel
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
@@ -31,6 +30,7 @@ from dms_jax.training.recipe import Stage
 from dms_jax.training.run_directory import RunDirectory
 from tests.support.models import random_model
 from tests.training.tiny import EAGER, documents, language_model, recipe
+from tests.training.without_privileges import held_back, run_again
 
 RECIPE = recipe(Stage("ramp", 6, 1e-3, 4.0, adapter_learning_rate=1e-2), batch_size=4)
 STEEP = recipe(Stage("ramp", 2, 1e-3, 2.0), Stage("ramp", 4, 1e30, 4.0), batch_size=4)
@@ -269,30 +269,10 @@ def test_a_mounted_disk_that_is_full(tmp_path):
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-WITHOUT_PRIVILEGES = """
-import os, pytest, runpy, sys
-os.environ["PRIVILEGES"] = "dropped"
-runpy.run_path(sys.argv[1])["drop_capabilities"]()
-sys.exit(pytest.main(sys.argv[2:]))
-"""
-
-
-def held_back(folder):
-    """Whether permissions hold this process back; root's hold nobody back."""
-    folder.mkdir(mode=0o500)
-    return not os.access(folder, os.W_OK)
-
-
 def test_a_directory_that_is_made_unwritable_in_the_middle(tmp_path, request):
     """For root in a process that has given up its privileges, where it is an owner like others."""
     if not held_back(tmp_path / "locked"):
-        assert os.environ.get("PRIVILEGES") != "dropped", "root could not give up its privileges"
-        name = f"{__file__}::{request.node.name}"
-        options = ["-n", "0", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "again")]
-        told = [sys.executable, "-c", WITHOUT_PRIVILEGES, kernel.__file__, name, *options]
-        done = subprocess.run(told, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "1 passed" in done.stdout
+        run_again(f"{__file__}::{request.node.name}", tmp_path / "again")
         return
     directory = opened(tmp_path)
     directory.save(1, state(1), None)
