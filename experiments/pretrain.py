@@ -39,6 +39,7 @@ from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
 from dms_jax.data.batches import Batch
 from dms_jax.data.mixture import Mixture, MixtureBatches, standard_parts
+from dms_jax.json_text import json_text
 from dms_jax.training import held_out_loss
 from experiments.configs.pretrain import Config
 
@@ -91,7 +92,7 @@ def main(config: Config) -> None:
     summary = summarise(config, plan, trained, records, time.perf_counter() - began)
     write_json(config.out / "summary.json", summary)
     draw(records, config.out / "curves.png")
-    print(json.dumps(summary["result"], indent=2))
+    print(json_text(summary["result"], indent=2))
 
 
 def prepare(config: Config) -> tuple[dms_jax.LanguageModel, Mixture]:
@@ -233,7 +234,7 @@ def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     """Writes a file beside its place and renames it."""
     beside = path.with_name(f".{path.name}")
-    beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    beside.write_text(json_text(content, indent=2, default=str) + "\n", encoding="utf-8")
     beside.replace(path)
 
 

@@ -1,6 +1,7 @@
 """The rules of the house that a machine can check: imports, files, calls, comparisons."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
 IMPORT_ORDER = """
 errors
 checks
-assets compilation config_checks devices processes
+assets compilation config_checks devices json_text processes
 config sharding
 cache
 policies
@@ -202,6 +203,40 @@ def test_calls_are_short():
         for line in long_parameter_lists(path)
     ]
     assert not long, "\n".join(long)
+
+
+def figures_past_json_text(path: Path) -> list[str]:
+    """Laid-out JSON that a file writes by itself, and with it NaN, which is not JSON."""
+    return [
+        f"{path.relative_to(ROOT)}:{node.lineno} calls json.dumps, not json_text"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "json.dumps"
+        and any(each.arg == "indent" for each in node.keywords)
+    ]
+
+
+def test_figures_are_written_in_one_way():
+    """Configurations and indices of checkpoints (`dms_jax/checkpoint`) hold none."""
+    files = [
+        path
+        for package in ("dms_jax", "experiments")
+        for path in python_files(package)
+        if not {"checkpoint", "assets"} & set(path.relative_to(ROOT).parts)
+        and path.name not in ("json_text.py", "checkpoints.py")
+    ]
+    violations = [line for path in files for line in figures_past_json_text(path)]
+    assert not violations, "\n".join(violations)
+
+
+def test_committed_figures_are_json():
+    def refuse(word):
+        raise ValueError(f"{word} is not JSON")
+
+    results = sorted((ROOT / "experiments" / "results").rglob("*.json"))
+    assert results
+    for path in results:
+        json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
 
 
 def import_seconds(modules: str) -> tuple[float, str]:

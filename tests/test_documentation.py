@@ -41,6 +41,12 @@ LINES = [
 ]
 
 
+def test_commands_need_no_scrolling():
+    """In the width of a page; a longer one goes on behind a backslash."""
+    texts = [text for kind in ("sh", "text") for text in blocks(kind).values()]
+    assert max(len(line) for text in texts for line in text.splitlines()) <= 100
+
+
 @pytest.mark.parametrize("name", PYTHON)
 def test_every_block_of_python_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

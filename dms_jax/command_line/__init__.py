@@ -22,9 +22,9 @@ COMMANDS = {
     "retrofit": "train a checkpoint to run with a small cache",
     "plan": "what a retrofit takes on a machine, before it is paid for",
     "evaluate": "let a model answer the problems of a task, and score the answers",
-    "hyperscale": "longer answers and more chains at equal reads and equal peak memory",
+    "hyperscale": "longer answers and more chains at equal reads and equal peak",
     "compare": "every cache policy on one checkpoint and one text",
-    "demo": "retrofit a small model, then watch a larger one reason from a small cache",
+    "demo": "retrofit a small model, watch one reason from a small cache",
     "policies": "every cache policy with its options and their defaults",
     "assets": "fetch the models and texts that do not come with the wheel",
 }

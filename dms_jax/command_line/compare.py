@@ -95,13 +95,14 @@ class Config:
     only: tuple[str, ...] = ()
     """Labels to run beside dense; all unless given."""
     learn: tuple[str, ...] = ("DMS", "DMC", "GQA")
-    """What to retrofit; --learn with nothing leaves --checkpoints alone."""
+    """What to retrofit; --learn with nothing after it retrofits nothing, and of learned systems
+    --checkpoints alone take part."""
     merge: bool = False
     """Add to the rows that the results hold already, or put new ones in their places."""
     join: tuple[pathlib.Path, ...] = ()
     """Folders of other runs over the same text and problems: one table, nothing measured."""
-    deadline_minutes: float = 1e6
-    """No row is begun later than this after the start."""
+    deadline_minutes: float | None = None
+    """No row is begun later than this after the start; every row unless given."""
 
     lessons: str = ""
     """What the learned systems read: stories, or mixture (that of reasoner-11m, its default)."""
@@ -295,7 +296,8 @@ def in_time(systems: Iterator[System], end: float, tell: Any) -> Iterator[System
 
 def measure(config: Config, tell: Any) -> dict[str, Measured]:
     """Runs the comparison."""
-    end = time.monotonic() + 60 * config.deadline_minutes
+    minutes = math.inf if config.deadline_minutes is None else config.deadline_minutes
+    end = time.monotonic() + 60 * minutes
     model = load(config, config.adapter)
     check_labels(config, model)
     for name, folder in (("out", config.out), ("save", config.save)):

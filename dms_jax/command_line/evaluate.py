@@ -1,15 +1,15 @@
 r"""Let a model answer the problems of a task from a small cache, and score the answers.
 
     dms-jax evaluate --task reasoning --chains 16
-    dms-jax evaluate --model path/to/model --task needle --task-options size=600 \
-        --policy TOVA --options budget=128 --out runs/needle.json
+    dms-jax evaluate --model path/to/model --task needle \
+        --task-options size=600 --policy TOVA --options budget=128
 
     dms-jax evaluate --task gsm8k --task-options path=gsm8k/test.jsonl --chat
     dms-jax evaluate --task mmlu --task-options path=mmlu/test few_shot=5 \
         examples=mmlu/dev --problems 200
 
-    dms-jax evaluate --model path/to/model --task humaneval --allow-code --chat \
-        --chains 10 --task-options path=HumanEval.jsonl.gz 'sandbox={"seconds": 5}'
+    dms-jax evaluate --model path/to/model --task humaneval --allow-code \
+        --chat --chains 10 --task-options path=HumanEval.jsonl.gz
 
     dms-jax evaluate --model path/to/model --task ruler --temperature 0 \
         --problems 1100 --task-options length=4096 essays=PaulGrahamEssays.json
@@ -128,7 +128,7 @@ class Config:
         """Returns the chat template's form of a question; None to ask in plain text."""
         if not self.chat:
             return None
-        return Chat(system=self.system, variables=read_options(self.template))
+        return Chat(system=self.system, variables=read_options(self.template, "--template"))
 
 
 def main(config: Config) -> Result | ChoiceResult:

@@ -1,9 +1,10 @@
-"""Complete prompts from a small cache, as they are written, with what each of them used.
+r"""Complete prompts from a small cache, as they are written, with what each of them used.
 
     dms-jax generate "Once upon a time"
-    dms-jax generate "Lily and Tom" --policy TOVA --options budget=64 --temperature 0
-    dms-jax generate "Prove that ..." --model path/to/checkpoint --chat --samples 4
-    dms-jax generate "Hi" --model nvidia/Qwen3-8B-DMS-8x --chat --template enable_thinking=true
+    dms-jax generate "Lily and Tom" --policy TOVA --options budget=64
+    dms-jax generate "Prove that ..." --model path/to/model --chat --samples 4
+    dms-jax generate "Hi" --model nvidia/Qwen3-8B-DMS-8x --chat \
+        --template enable_thinking=true
     dms-jax generate --file prompts.txt --policy TOVA --options '{"budget": 64}'
 
 Prompts come first: --options, --template and --stop take every word up to the next option.

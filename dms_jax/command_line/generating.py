@@ -68,7 +68,11 @@ class Generating:
         model = dms_jax.load(
             find_model(self.model), dtype=self.dtype, adapter=find_adapter(self.adapter)
         )
-        return model.with_template(**read_options(self.template)) if self.template else model
+        return (
+            model.with_template(**read_options(self.template, "--template"))
+            if self.template
+            else model
+        )
 
     def make_policy(self) -> Policy | None:
         """The policy that is named."""

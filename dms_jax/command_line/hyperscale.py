@@ -1,13 +1,14 @@
 r"""Compare systems over lengths of answers and numbers of chains, at equal reads and equal peak.
 
-    dms-jax hyperscale --lengths 128 256 512 --chains 1 4 16 --out runs/hyperscale
+    dms-jax hyperscale --lengths 128 256 512 --chains 1 4 16 --out runs/wider
     dms-jax hyperscale --systems Vanilla TOVA,compression_ratio=4 \
-        TOVA,compression_ratio=8 DMS,model=runs/dms4,ratio=4 DMS,model=runs/dms8,ratio=8
+        TOVA,compression_ratio=8 DMS,model=runs/dms4,ratio=4 \
+        DMS,model=runs/dms8,ratio=8
 
 A small setting that takes under a minute on two CPU cores:
 
-    dms-jax hyperscale --task linear --problems 8 --lengths 64 128 --chains 1 4 \
-        --systems Vanilla DMS,model=reasoner-11m-dms,ratio=8
+    dms-jax hyperscale --task linear --problems 8 --lengths 64 128 \
+        --chains 1 4 --systems Vanilla DMS,model=reasoner-11m-dms,ratio=8
 
 Problems are made from seeds, or read from a file, as by `dms-jax evaluate`. With `--out` every
 answer is written as it ends, and the same call goes on after them.
@@ -130,7 +131,7 @@ def read_system(text: str, default: str, load) -> System:
     # "DMS,model=reasoner-11m-dms,ratio=8" is the checkpoint's own DMS, named "DMS"
     """
     policy, *options = text.split(",")
-    fields = read_options(options)
+    fields = read_options(options, "--systems")
     model = load(str(fields.pop("model", default)))
     name, ratio = fields.pop("name", policy), fields.pop("ratio", None)
     own = not fields and model.policy is not None and model.policy.name == policy

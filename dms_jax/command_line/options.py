@@ -72,7 +72,7 @@ def read_tasks(name: str, options: Sequence[str], *, allow_code: bool = False) -
       options: as they are written on a command line.
       allow_code: whether tasks may run what a model wrote, in a sandbox.
     """
-    fields = read_options(options)
+    fields = read_options(options, "--task-options")
     if name == "ruler":
         return list(_ruler(fields))
     if name not in TASKS:
@@ -119,7 +119,7 @@ def _ruler(fields: dict[str, Any]) -> Sequence[Task]:
 
 def read_choices(name: str, options: Sequence[str]) -> ChoiceTask:
     """The task of a name that is answered by likelihood."""
-    fields = read_options(options)
+    fields = read_options(options, "--task-options")
     _check_path(name, CHOICES[name], fields)
     return CHOICES[name](**fields)
 
@@ -130,27 +130,25 @@ def _check_path(name: str, task: type, fields: Mapping[str, Any]) -> None:
         raise dms_jax.ConfigError(f"--task {name} reads a file: --task-options path=FILE.")
 
 
-def read_options(options: Sequence[str]) -> dict[str, Any]:
-    """Options given as name=value, or as one JSON object."""
+def read_options(options: Sequence[str], named: str = "--options") -> dict[str, Any]:
+    """Options given as name=value, or as one JSON object, after the option of this name."""
     fields: dict[str, Any] = {}
     for option in options:
         name, separator, value = option.partition("=")
         if option.lstrip().startswith("{"):
-            fields |= _object(option)
+            fields |= _object(option, named)
         elif separator:
             fields[name.strip()] = _value(value)
         else:
-            raise dms_jax.ConfigError(
-                f"--options takes name=value or a JSON object, got {option!r}."
-            )
+            raise dms_jax.ConfigError(f"{named} takes name=value or a JSON object, got {option!r}.")
     return fields
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: str, named: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
     except ValueError as error:
-        raise dms_jax.ConfigError(f"--options {text!r} is not a JSON object: {error}") from error
+        raise dms_jax.ConfigError(f"{named} {text!r} is not a JSON object: {error}") from error
 
 
 def _value(text: str) -> Any:

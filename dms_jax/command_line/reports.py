@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.util
-import json
 import os
 import pathlib
 import platform
@@ -16,6 +15,7 @@ import jax
 
 import dms_jax
 from dms_jax.command_line.running import command
+from dms_jax.json_text import json_text
 
 
 def provenance(config: Any) -> dict[str, Any]:
@@ -65,11 +65,13 @@ def make_place(option: str, path: pathlib.Path) -> None:
     """Makes the folder of a file that will be written.
 
     Raises:
-      ConfigError: that cannot be done, or a folder has the name.
+      ConfigError: that cannot be done, or what has the name is a folder, or no file at all.
     """
     make_folder(option, path.parent)
     if path.is_dir():
         raise dms_jax.ConfigError(f"{option} {path}: a folder has this name; name a file.")
+    if path.exists() and not path.is_file():  # a device or a pipe, which a file would replace
+        raise dms_jax.ConfigError(f"{option} {path}: this is no file; name one.")
 
 
 def read_file(option: str, path: pathlib.Path) -> bytes:
@@ -93,7 +95,7 @@ def can_draw(path: pathlib.Path) -> bool:
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:
-    """Writes a file beside its place and renames it."""
+    """Writes a file beside its place and renames it; what is not finite becomes null."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json_text(data, indent=1) + "\n", encoding="utf-8")
     part.replace(path)

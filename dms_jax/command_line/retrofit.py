@@ -5,7 +5,7 @@ Starts from a named set of options, each of which can be changed; without a name
     dms-jax retrofit stories260k --compression-ratio 4 --out runs/small
     dms-jax retrofit --model path/to/model --data train.jsonl --out runs/mine
     dms-jax retrofit custom --help
-    dms-jax retrofit self-taught --model m.gguf --prompts questions.jsonl --out runs/x
+    dms-jax retrofit self-taught --model m.gguf --prompts questions.jsonl
 
 Started again with the same options it goes on from the latest checkpoint. Of several processes, on
 several hosts, each is started with the same command (experiments/launch of a checkout). The result,
@@ -18,6 +18,7 @@ exported, and writes a page into out/README.md; each stage leaves files, and the
 on after a stop.
 """
 
+import contextlib
 import pathlib
 
 import dms_jax
@@ -104,35 +105,37 @@ def main(config: Config | SelfTaught) -> None:
     say = print if processes.is_first() else (lambda _: None)
     mesh = config.make_mesh()
     recipe, policy = config.make_recipe(), config.make_policy()
-    with reserve_folder("--out", config.out):
+    with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:
         data = config.make_data()
         base = dms_jax.load(
             find_model(config.model), mesh=mesh, adapter=config.adapter, for_training=True
         )
         if config.template:
-            base = base.with_template(**read_options(config.template))
-    board = None
-    if config.tensorboard and processes.is_first():
-        board = TensorBoard(config.out / "tensorboard")
-    pictures = None
-    if config.pictures and can_draw(config.out / "ratios"):
-        pictures = RatioPictures(config.out / "ratios", data, recipe.sequence_length)
-    model = dms_jax.retrofit(
-        base,
-        policy,
-        recipe=recipe,
-        data=data,
-        out=config.out,
-        seed=config.seed,
-        mesh=mesh,
-        checkpoint_every=config.checkpoint_every,
-        checkpoint_minutes=config.checkpoint_minutes,
-        keep_checkpoints=config.keep_checkpoints,
-        restart_from=config.restart_from,
-        adapter_only=config.adapter_only,
-        on_step=board,
-        on_snapshot=pictures,
-    )
+            base = base.with_template(**read_options(config.template, "--template"))
+        board = None
+        if config.tensorboard and processes.is_first():
+            board = closing.enter_context(
+                contextlib.closing(TensorBoard(config.out / "tensorboard"))
+            )
+        pictures = None
+        if config.pictures and can_draw(config.out / "ratios"):
+            pictures = RatioPictures(config.out / "ratios", data, recipe.sequence_length)
+        model = dms_jax.retrofit(
+            base,
+            policy,
+            recipe=recipe,
+            data=data,
+            out=config.out,
+            seed=config.seed,
+            mesh=mesh,
+            checkpoint_every=config.checkpoint_every,
+            checkpoint_minutes=config.checkpoint_minutes,
+            keep_checkpoints=config.keep_checkpoints,
+            restart_from=config.restart_from,
+            adapter_only=config.adapter_only,
+            on_step=board,
+            on_snapshot=pictures,
+        )
     if pictures is not None:
         pictures(float(recipe.compression_ratio), model)
     what = "adapter" if config.adapter_only else "model"

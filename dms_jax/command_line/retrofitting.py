@@ -107,16 +107,16 @@ class Config:
     tokens: int | None = None
     """Tokens of the whole run, in place of steps."""
     sequence_length: int | None = None
-    """Tokens a training sequence; None takes the recipe's."""
+    """Tokens a training sequence; the recipe's unless given."""
     batch_size: int | None = None
-    """Sequences an optimizer step; None takes the recipe's."""
+    """Sequences an optimizer step; the recipe's unless given."""
     micro_batch_size: int | None = None
-    """Sequences a device passes forward and back at a time; None takes the recipe's."""
+    """Sequences a device passes forward and back at a time; the recipe's unless given."""
     remat: Remat | Literal["auto"] | None = None
     """What the backward pass computes again of each layer, from what takes the most memory to what
     takes the least; "auto" chooses by the device's memory. The recipe's own unless given."""
     learning_rate: float | None = None
-    """Constant rate of everything that is trained, in every stage; None takes the recipe's."""
+    """Constant rate of everything that is trained, in every stage; the recipe's unless given."""
     distillation_temperature: float | None = None
     """Divides the logits of student and teacher before they are compared: above 1 unlikely tokens
     count more. The recipe's own unless given, which is 1."""

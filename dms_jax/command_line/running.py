@@ -73,9 +73,8 @@ def _from_starting_point(
     """
     if given and given[0] in help_texts.ASKED:
         help_texts.show(description, given)
-        tyro.extras.overridable_config_cli(
-            points, prog=program, description="", args=given, registry=help_texts.REGISTRY
-        )
+        help_texts.show_points(program, points)
+        sys.exit(0)
     there_are = f"there are {', '.join(points)} ({program} --help)."
     if not given:
         raise dms_jax.ConfigError(f"{program} takes a starting point or options; {there_are}")

@@ -1,8 +1,9 @@
-"""Answer requests over HTTP as OpenAI's API does, many at a time from one small cache.
+r"""Answer requests over HTTP as OpenAI's API does, many at a time from one small cache.
 
     dms-jax serve
-    dms-jax serve --model path/to/checkpoint --policy TOVA --options budget=1024 --port 8000
-    dms-jax serve --model nvidia/Qwen3-8B-DMS-8x --lanes 64 --memory-gb 40 --host 0.0.0.0
+    dms-jax serve --model path/to/model --policy TOVA --options budget=1024
+    dms-jax serve --model nvidia/Qwen3-8B-DMS-8x --lanes 64 --memory-gb 40 \
+        --host 0.0.0.0 --port 8000
 
 Any client of OpenAI's API talks to it at http://HOST:PORT/v1: chat and text completions, streamed
 or whole. Requests join those that run. The options of sampling are those of requests that do not

@@ -1,6 +1,5 @@
 """`evaluate`: answers to the problems of a task, decoded from the real paged cache and scored."""
 
-import json
 import pathlib
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from dms_jax.generation import Sampling
 from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.prompts import check_call
 from dms_jax.generation.requests import Completion
+from dms_jax.json_text import json_text
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
@@ -109,7 +109,7 @@ def _write(folder: pathlib.Path, result: Result) -> None:
     rows = [{"label": ", ".join(result.tasks), **data}]
     if len(result.tasks) > 1:
         rows += [{"label": name, **result.of_task(name).to_dict()} for name in result.tasks]
-    contents = {"results.json": json.dumps(data, indent=1), "table.md": summary_table(rows)}
+    contents = {"results.json": json_text(data, indent=1), "table.md": summary_table(rows)}
     write_files(folder, contents)
 
 

@@ -35,6 +35,7 @@ from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.traces import Answer, cut, depends_on_length
 from dms_jax.generation import Sampling
 from dms_jax.generation.prompts import check_call
+from dms_jax.json_text import json_text
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy, Vanilla
 
@@ -280,7 +281,7 @@ class Plan:
         if self.out is None or not result.points:
             return
         contents = {
-            "results.json": json.dumps(result.to_dict(), indent=1),
+            "results.json": json_text(result.to_dict(), indent=1),
             "table.md": "\n\n".join([result.table(), result.gains_table()]),
         }
         write_files(self.out, contents)

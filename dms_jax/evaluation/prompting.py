@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.checks import Options
 from dms_jax.data.tasks import Problem, Task
-from dms_jax.errors import ConfigError, DataError
+from dms_jax.errors import DataError
 from dms_jax.evaluation.tasks.files import FileProblem
 from dms_jax.evaluation.tasks.prefilled import PrefilledProblem
 from dms_jax.evaluation.tasks.ruler import RULER
 from dms_jax.generation.prompts import encode_prompt
 from dms_jax.generation.requests import Request
 from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.template_variables import check_template_variables
 
 SEPARATOR = "\n\n"  # between worked examples in plain text
 
@@ -39,11 +40,7 @@ class Chat(Options):
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "variables", dict(self.variables))
-        if taken := {"messages", "add_generation_prompt"} & self.variables.keys():
-            raise ConfigError(
-                f"Chat: {', '.join(sorted(taken))} comes from the problem and cannot be given in "
-                "variables."
-            )
+        check_template_variables("Chat", self.variables)
 
 
 def encode_problem(

@@ -21,6 +21,7 @@ from dms_jax.checks import show
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.caching import init_cache
+from dms_jax.model.template_variables import check_template_variables
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.policies.base import check_adapter, check_policy
@@ -67,25 +68,21 @@ class LanguageModel:
         """Floating-point type of the parameters and of the cache."""
         return self.transformer.embedding[...].dtype
 
-    def with_template(self, **variables: Any) -> "LanguageModel":
+    def with_template(self, /, **variables: Any) -> "LanguageModel":
         """Returns the model with variables of its chat template, wherever messages are written.
 
         Prompts, conversations and training data go through the same template:
         `model.with_template(enable_thinking=False)` for Qwen3.
 
         Raises:
-          ConfigError: the model has no chat template, or a variable comes from the messages.
+          ConfigError: the model has no chat template, or each conversation sets a variable itself.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ConfigError(
                 f"This model has no chat template, so that {show(sorted(variables))} cannot be "
                 "variables of it. Set model.tokenizer.chat_template first."
             )
-        if taken := {"messages", "add_generation_prompt"} & variables.keys():
-            raise ConfigError(
-                f"{', '.join(sorted(taken))} comes from the messages and cannot be given as a "
-                "variable of the chat template."
-            )
+        check_template_variables("with_template", variables)
         tokenizer = copy.copy(self.tokenizer)
         tokenizer.template_variables = tokenizer.template_variables | variables
         return dataclasses.replace(self, tokenizer=tokenizer)

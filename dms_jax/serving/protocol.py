@@ -15,6 +15,7 @@ from dms_jax.errors import ConfigError, DataError, DmsJaxError, plain
 from dms_jax.generation import Sampling
 from dms_jax.generation.prompts import encode_prompt
 from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.template_variables import check_template_variables
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -306,13 +307,11 @@ def _chat_prompt(given: Mapping[str, Any], model: LanguageModel) -> list[int]:
         raise RefusalError("messages must be a list that is not empty.", param="messages")
     said = [_message(message, place) for place, message in enumerate(messages)]
     variables = given.get("chat_template_kwargs", {})
-    reserved = {"messages", "add_generation_prompt", "tools", "documents", "template", "self"}
-    if not isinstance(variables, dict) or reserved & variables.keys():
-        raise RefusalError(
-            "chat_template_kwargs must be an object of the template's own variables, got "
-            f"{show(variables)}.",
-            param="chat_template_kwargs",
-        )
+    name = "chat_template_kwargs"
+    try:
+        check_template_variables(name, check(name, variables, Mapping))
+    except ConfigError as error:
+        raise RefusalError(error, param=name) from None
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise RefusalError("The model came without a tokenizer; send token ids as a prompt.")

@@ -29,6 +29,7 @@ from dms_jax.training.options import RunKeywords, RunOptions
 from dms_jax.training.out_of_memory import with_advice
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.run_directory import RunDirectory
+from dms_jax.training.shards import check_split
 from dms_jax.training.trainer import Trainer, rows_here
 
 # What a run may be resumed with another value of: how the passes of a step are cut and computed.
@@ -132,7 +133,11 @@ def train(
             f"mesh=make_mesh(data=..., model=...) of {jax.device_count()} devices."
         )
     pass_size = recipe.pass_size(1 if mesh is None else mesh.shape[sharding.DATA])
-    directory = None
+    check_split(recipe, policy, mesh)
+    rows = rows_here(mesh, pass_size)
+    deal = Deal(recipe.batch_sizes, pass_size, rows)
+    source = _batches(model, recipe, data, deal, run.seed)
+    directory = None  # after all that can be refused, which leaves none
     if out is not None:
         settings = {
             "model": dataclasses.asdict(model.config),
@@ -153,9 +158,6 @@ def train(
         )
     try:
         with use_mesh(mesh), with_advice(recipe, mesh):
-            rows = rows_here(mesh, pass_size)
-            deal = Deal(recipe.batch_sizes, pass_size, rows)
-            source = _batches(model, recipe, data, deal, run.seed)
             trainer = Trainer(model, policy, recipe, run.seed, mesh)
             if directory is not None:
                 _resume(trainer, source, directory)

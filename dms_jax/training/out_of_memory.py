@@ -14,7 +14,9 @@ from dms_jax.devices import out_of_memory
 from dms_jax.errors import OutOfMemoryError, plain
 from dms_jax.model.language_model import PACKAGE
 from dms_jax.model.rematerialisation import Remat
+from dms_jax.sharding import mesh_sizes
 from dms_jax.training.recipe import Recipe
+from dms_jax.training.shards import finer_split
 
 # From what takes the most memory to what takes the least.
 _ORDER: tuple[Remat, ...] = ("nothing", "all_but_products", "all_but_attention", "everything")
@@ -48,7 +50,14 @@ def with_advice(recipe: Recipe, mesh: jax.sharding.Mesh | None) -> Iterator[None
         if recipe.trainable == "all":
             changes.append("trainable='adapter' or 'low_rank', without moments of frozen weights")
         larger = "more devices" if mesh is None else f"more than {mesh.size} devices"
-        changes += [f"a mesh of {larger}", f"sequence_length below {recipe.sequence_length:,}"]
+        changes.append(f"a mesh of {larger}")
+        length = recipe.sequence_length
+        if finer := finer_split(recipe, mesh_sizes(mesh)[1]):
+            changes.append(
+                f"make_mesh(..., sequence={finer}) or --sequence-shards {finer}, so that devices "
+                f"share the {length:,} tokens of each sequence"
+            )
+        changes.append(f"sequence_length below {length:,}")
         raise OutOfMemoryError(
             f"The device ran out of memory in training. What takes less: {'; '.join(changes)}. "
             "dms_jax.plan (dms-jax plan) says beforehand what fits. The device said: "

@@ -12,7 +12,6 @@ locks the directory and logs; all of them write and read checkpoints.
 """
 
 import json
-import math
 import os
 import pathlib
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 
 from dms_jax import processes
 from dms_jax.errors import CheckpointError, ConfigError, DmsJaxError
+from dms_jax.json_text import json_text
 from dms_jax.training.checkpoints import Checkpoints, Meta
 from dms_jax.training.run_lock import RunLock
 
@@ -189,7 +189,7 @@ class RunDirectory:
         try:
             if self._log is None:
                 self._log = self._open_log(record["step"])
-            self._log.write(json.dumps(_finite(record)) + "\n")
+            self._log.write(json_text(record) + "\n")
             self._log.flush()
         except OSError as error:
             warnings.warn(
@@ -231,13 +231,6 @@ class RunDirectory:
             for file in (self._log, self._lock):
                 if file is not None:
                     file.close()
-
-
-def _finite(value: Any) -> Any:
-    """Returns JSON data with null for each number that is not finite."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check_writable(path: pathlib.Path) -> None:

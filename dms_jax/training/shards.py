@@ -73,6 +73,12 @@ def check_split(recipe: Recipe, policy: Policy, mesh: Mesh | None) -> None:
         )
 
 
+def finer_split(recipe: Recipe, shards: int) -> int | None:
+    """Returns the next larger size of the axis `sequence`, as advice; None if it is refused."""
+    possible = not recipe.supervises and recipe.sequence_length % (2 * PIECES * shards) == 0
+    return 2 * shards if possible else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """The layout of the parameters of student and teacher, by name.

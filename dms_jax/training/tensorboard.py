@@ -10,27 +10,34 @@ class TensorBoard:
     """Writes every number of each record as a scalar, by the number of its step.
 
     Args:
-      folder: where TensorBoard is to look (`tensorboard --logdir`).
+      folder: where TensorBoard is to look (`tensorboard --logdir`); made with the first record.
 
     Raises:
       ConfigError: tensorboardX is not installed.
-      CheckpointError: the folder cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike):
         try:
-            import tensorboardX
+            from tensorboardX import SummaryWriter
         except ImportError as error:
             raise ConfigError(
                 "TensorBoard takes tensorboardX: pip install 'dms-jax[tensorboard]'."
             ) from error
-        try:
-            self._writer = tensorboardX.SummaryWriter(os.fspath(folder))
-        except OSError as error:
-            raise CheckpointError(f"{folder} cannot be written: {error.strerror}.") from error
+        self._open, self._folder, self._writer = SummaryWriter, os.fspath(folder), None
 
     def __call__(self, record: dict[str, Any]) -> None:
-        """Writes a record; what it holds in `evaluation` is written under that name."""
+        """Writes a record; what it holds in `evaluation` is written under that name.
+
+        Raises:
+          CheckpointError: the folder cannot be written.
+        """
+        if self._writer is None:
+            try:
+                self._writer = self._open(self._folder)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._folder} cannot be written: {error.strerror}."
+                ) from error
         step = record["step"]
         numbers = {name: value for name, value in record.items() if name != "step"}
         for name, value in numbers.pop("evaluation", {}).items():
@@ -42,4 +49,5 @@ class TensorBoard:
 
     def close(self) -> None:
         """Writes what is left."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()

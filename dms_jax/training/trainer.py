@@ -38,7 +38,7 @@ from dms_jax.training.parameters import (
 from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.remat import settle
 from dms_jax.training.schedules import eviction_target
-from dms_jax.training.shards import Shards, check_split, holds_whole_layers
+from dms_jax.training.shards import Shards, holds_whole_layers
 from dms_jax.training.step import (
     Constants,
     Passes,
@@ -105,7 +105,6 @@ class Trainer:
         self, model: LanguageModel, policy: Policy, recipe: Recipe, seed: int, mesh: Mesh | None
     ):
         compilation.prepare()
-        check_split(recipe, policy, mesh)
         self._policy, self._mesh = policy, mesh
         self._target = eviction_target(recipe.compression_ratio)
         self._device = next(iter(model.transformer.embedding[...].devices()))

@@ -26,6 +26,7 @@ import numpy as np
 from dms_jax.command_line.options import check_names
 from dms_jax.command_line.reports import make_folder, read_file
 from dms_jax.command_line.running import run
+from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import (
     CALLS,
     ROTATED_BYTES,
@@ -369,7 +370,7 @@ def main(config: Config) -> None:
             if (record["case"], record["implementation"]) not in measured
         ]
         report["records"].sort(key=lambda record: order[record["case"]])
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        path.write_text(json_text(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ reaches in the same run.
 import concurrent.futures
 import dataclasses
 import gc
-import json
 import math
 import multiprocessing
 import pathlib
@@ -33,6 +32,7 @@ from dms_jax.command_line.running import command, run
 from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
+from dms_jax.json_text import json_text
 from dms_jax.model.caching import tree_bytes
 from dms_jax.model.rope import apply_rope, rope_tables
 from experiments.benchmarks import traces
@@ -335,7 +335,7 @@ def main(config: Config) -> None:
             for key, value in figures.items()
         }
         print(shape, name, shown, flush=True)
-        config.out.write_text(json.dumps(results, indent=1) + "\n")
+        config.out.write_text(json_text(results, indent=1) + "\n")
 
     for shape in config.shapes:
         model = model_of(shape, jnp.dtype(config.dtype))

@@ -29,7 +29,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import gc
-import json
 import pathlib
 import sys
 import time
@@ -46,6 +45,7 @@ from dms_jax.command_line.running import command, run
 from dms_jax.devices import DEVICES
 from dms_jax.generation import Engine, programs
 from dms_jax.generation.requests import Request, make_requests
+from dms_jax.json_text import json_text
 from dms_jax.model.caching import tree_bytes
 from experiments.benchmarks import traces
 from experiments.benchmarks.kernel_timing import environment
@@ -295,7 +295,7 @@ def main(config: Config) -> None:
     )
     for name in config.policies:
         results["policies"].append(measure(config, model, name, counts, timeline))
-        config.out.write_text(json.dumps(results, indent=1) + "\n")
+        config.out.write_text(json_text(results, indent=1) + "\n")
         gc.collect()
 
 

@@ -12,7 +12,6 @@ meets all alike.
 
 import dataclasses
 import gc
-import json
 import pathlib
 import sys
 from typing import Any, Literal
@@ -23,6 +22,7 @@ import numpy as np
 import dms_jax
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import command, run
+from dms_jax.json_text import json_text
 from dms_jax.policies import Policy
 from dms_jax.training.parameters import add_adapter
 from experiments.benchmarks.decode_steps import (
@@ -174,7 +174,7 @@ def main(config: Config) -> None:
                     print({name: row[name] for name in row if name != "rounds_ms"}, flush=True)
                     done = [one for one in results["rows"] if one["rounds_ms"]]
                     path = config.out / "even_heads.json"
-                    path.write_text(json.dumps(results | dict(rows=done), indent=1) + "\n")
+                    path.write_text(json_text(results | dict(rows=done), indent=1) + "\n")
         del model
         gc.collect()
     head = f"# Even and uneven heads\n\nDevice: {results['device']}. "

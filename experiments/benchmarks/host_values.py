@@ -36,6 +36,7 @@ import numpy as np
 from dms_jax.command_line.options import check_names
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
+from dms_jax.json_text import json_text
 from experiments.benchmarks.host_value_parts import (
     CONTEXT,
     DEVICE,
@@ -373,9 +374,9 @@ def main(config: Config) -> None:
         print(
             f"{way} ({time.perf_counter() - started:.0f} s): {json.dumps(report[way])}", flush=True
         )
-        (config.out / "host_values.json").write_text(json.dumps(report, indent=1) + "\n")
+        (config.out / "host_values.json").write_text(json_text(report, indent=1) + "\n")
     report["break-even S / N"] = break_evens(report)
-    (config.out / "host_values.json").write_text(json.dumps(report, indent=1) + "\n")
+    (config.out / "host_values.json").write_text(json_text(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

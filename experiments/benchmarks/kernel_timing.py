@@ -25,6 +25,7 @@ import numpy as np
 import dms_jax
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import command
+from dms_jax.json_text import json_text
 from pallas_kernels import tuned
 from pallas_kernels.decode.cases import DecodeCase
 
@@ -130,7 +131,7 @@ def measure_all(
             record["failed"] = str(reason).splitlines()[0][:200]
         report["records"].append(record)
         print(record, flush=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        path.write_text(json_text(report, indent=1) + "\n")
 
 
 def time_chain(chain: Callable[[], jax.Array]) -> Timing:
@@ -258,4 +259,4 @@ def save_settings(folder: pathlib.Path, kernel: str, entry: dict) -> None:
     entries[json.dumps(entry["when"])] = entry | {"command": command_line()}
     # The first entry that applies is taken: those for little work come first.
     report["kernels"][kernel] = sorted(entries.values(), key=lambda e: "small" not in e["when"])
-    path.write_text(json.dumps(report | environment(), indent=1) + "\n")
+    path.write_text(json_text(report | environment(), indent=1) + "\n")

@@ -10,7 +10,6 @@ python -m experiments.benchmarks.look_up_gradient --out runs/look_up.json
 """
 
 import dataclasses
-import json
 import pathlib
 import statistics
 import sys
@@ -23,6 +22,7 @@ import numpy as np
 
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
+from dms_jax.json_text import json_text
 from dms_jax.model import layers
 from experiments.benchmarks.kernel_timing import environment
 
@@ -104,7 +104,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                 dict(shape=name, form=form, ms=round(ms, 3), repeats_its_bits=same, off=off)
             )
             print(rows[-1], flush=True)
-            config.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            config.out.write_text(json_text(report, indent=1) + "\n", encoding="utf-8")
     return rows
 
 

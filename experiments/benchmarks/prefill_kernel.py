@@ -9,7 +9,6 @@ counted in. The output is checked against the float32 XLA reference in the same 
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 import statistics
@@ -25,6 +24,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
+from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import command_line, environment, require_gpu
 from pallas_kernels import prefill_attention
 
@@ -139,8 +139,8 @@ def main(config: Config) -> None:
             for name, entries in kernels.items()
         },
     }
-    (config.out / "prefill_kernel.json").write_text(json.dumps(report, indent=1))
-    print(json.dumps({k: v for k, v in report.items() if k != "kernels"}, indent=1))
+    (config.out / "prefill_kernel.json").write_text(json_text(report, indent=1))
+    print(json_text({k: v for k, v in report.items() if k != "kernels"}, indent=1))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ each that compiles, and the median counts.
 
 import dataclasses
 import gc
-import json
 import pathlib
 import sys
 import time
@@ -25,6 +24,7 @@ import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.generation import Engine, Sampling, Update
+from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.shapes import SHAPES, Shape, random_model
 
@@ -134,7 +134,7 @@ def main(config: Config) -> None:
         results["rows"].append(figures)
         shown = {kind: f"{1e3 * seconds:.1f} ms" for kind, seconds in figures["seconds"].items()}
         print(name, shown, f"{figures['chains_over_one']:.2f} times one chain", flush=True)
-        config.out.write_text(json.dumps(results, indent=1) + "\n")
+        config.out.write_text(json_text(results, indent=1) + "\n")
         gc.collect()
         jax.clear_caches()
 

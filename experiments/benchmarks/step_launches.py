@@ -13,7 +13,6 @@ their share of the step's roofline (`decode_steps`), stand beside them.
 
 import collections
 import dataclasses
-import json
 import pathlib
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import run
+from dms_jax.json_text import json_text
 from experiments.benchmarks import decode_steps, traces
 from experiments.benchmarks.kernel_timing import command_line, environment
 from experiments.benchmarks.shapes import Shape, model_of
@@ -81,7 +81,7 @@ def main(config: Config) -> dict[str, Any]:
         calls_a_step={name: count / config.chunk for name, count in trace.calls.items()},
         profiled_step=traces.summarise(kernels, config.chunk),
     )
-    config.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    config.out.write_text(json_text(figures, indent=1) + "\n", encoding="utf-8")
     print({key: figures[key] for key in ("step_ms", "share_of_roofline", "launches_a_layer")})
     return figures
 

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import gc
 import inspect
-import json
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
+from dms_jax.json_text import json_text
 from experiments.benchmarks import decode_steps, shapes
 from experiments.benchmarks.kernel_timing import environment
 
@@ -174,7 +174,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                     f"{row['same_tokens']:.0%} of the tokens the same",
                     flush=True,
                 )
-                config.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                config.out.write_text(json_text(report, indent=1) + "\n", encoding="utf-8")
     return rows
 
 

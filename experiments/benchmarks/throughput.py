@@ -16,7 +16,6 @@ Weights are random; the model is Llama-3.1-8B's shape but for KCache.
 
 import dataclasses
 import gc
-import json
 import math
 import pathlib
 import sys
@@ -30,6 +29,7 @@ import numpy as np
 import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
+from dms_jax.json_text import json_text
 from dms_jax.model.caching import tree_bytes
 from dms_jax.policies import Policy
 from experiments.benchmarks import decode_steps, shapes
@@ -221,7 +221,7 @@ def main(config: Config) -> None:
             for key, value in figures.items()
         }
         print(part, shown, flush=True)
-        config.out.write_text(json.dumps(results, indent=1) + "\n")
+        config.out.write_text(json_text(results, indent=1) + "\n")
 
     if {"batch", "prompt"} & set(config.parts):
         model = shapes.model_of(config.shape, jnp.dtype(config.dtype))

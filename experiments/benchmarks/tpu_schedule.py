@@ -27,6 +27,7 @@ import dms_jax
 from dms_jax.command_line.reports import make_folder, provenance
 from dms_jax.command_line.running import run
 from dms_jax.devices import DEVICES
+from dms_jax.json_text import json_text
 from experiments.benchmarks import tpu_bundles
 from experiments.benchmarks.tpu_bundles import Loop
 
@@ -261,7 +262,7 @@ def main(config: Config) -> None:
             for record in kind(name, CHIPS[name]):
                 print(json.dumps(record), flush=True)
                 report["records"].append(record)
-        (config.out / "schedule.json").write_text(json.dumps(report, indent=1) + "\n")
+        (config.out / "schedule.json").write_text(json_text(report, indent=1) + "\n")
         (config.out / "README.md").write_text(page(report["records"]))
 
 

@@ -17,7 +17,6 @@ import collections
 import contextlib
 import dataclasses
 import gc
-import json
 import pathlib
 import re
 import statistics
@@ -34,6 +33,7 @@ import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.config import ModelConfig
+from dms_jax.json_text import json_text
 from dms_jax.model.language_model import use_mesh
 from dms_jax.policies import DMS
 from dms_jax.training import compiling, losses
@@ -324,7 +324,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     report = environment() | dict(command=command(), devices=jax.device_count(), rows=rows)
 
     def write() -> None:
-        config.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        config.out.write_text(json_text(report, indent=1) + "\n", encoding="utf-8")
 
     began = time.perf_counter()
     for name, case in cases.items():

@@ -28,6 +28,7 @@ from jax.experimental.mosaic.gpu import profiler
 from dms_jax.command_line.options import check_names
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
+from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import command_line, require_gpu, versions
 from pallas_kernels.training import cases, reference, retrofit_attention
 from pallas_kernels.training.inputs import Inputs
@@ -324,12 +325,12 @@ def main(config: Config) -> None:
         print(
             "  times faster:", {name: round(value, 3) for name, value in ratios.items()}, flush=True
         )
-        target.write_text(json.dumps(report, indent=1))
+        target.write_text(json_text(report, indent=1))
     if config.memory:
         for length in MEMORY_LENGTHS:
             report["memory"].append(memory_of(length))
             print(report["memory"][-1], flush=True)
-        target.write_text(json.dumps(report, indent=1))
+        target.write_text(json_text(report, indent=1))
         draw_picture(report, config.out / "training_kernels.png")
 
 

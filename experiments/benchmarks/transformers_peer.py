@@ -11,7 +11,6 @@ before jax takes the memory. What does not run is reported as such.
 
 import concurrent.futures
 import dataclasses
-import json
 import multiprocessing
 import pathlib
 import sys
@@ -26,6 +25,7 @@ import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import run
 from dms_jax.generation import Engine, Sampling
+from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import command_line, environment
 from experiments.benchmarks.shapes import SHAPES, Shape, model_of
 
@@ -159,7 +159,7 @@ def main(config: Config) -> dict[str, Any]:
     def add(name: str, figures: dict[str, Any]) -> None:
         rows.append(dict(name=name, **figures))
         print(rows[-1], flush=True)
-        config.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        config.out.write_text(json_text(results, indent=1) + "\n", encoding="utf-8")
 
     spawn = multiprocessing.get_context("spawn")
     for form in config.forms:

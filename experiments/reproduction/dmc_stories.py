@@ -22,7 +22,9 @@ from dms_jax import assets
 from dms_jax.command_line.demos.quickstart import LENGTH, Bench, Row, held_out
 from dms_jax.command_line.reports import make_folder, provenance
 from dms_jax.command_line.running import run
+from dms_jax.json_text import json_text
 from dms_jax.training import recipes
+from experiments.reproduction.files import error_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,7 @@ def main(config: Config) -> list[Row]:
         "recipes": [dataclasses.asdict(recipes.dmc_quickstart(ratio)) for ratio in config.ratios],
         "rows": [dataclasses.asdict(row) for row in bench.rows],
     }
-    (config.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (config.out / "results.json").write_text(json_text(results, indent=1) + "\n")
     console.print(f"Written: {config.out / 'results.json'}", highlight=False)
     return bench.rows
 
@@ -97,7 +99,7 @@ def show(console: Console, rows: list[Row]) -> None:
         table.add_row(
             row.label,
             f"{row.nats:.4f}",
-            f"{row.increase:+.4f} ± {row.increase_error:.4f}",
+            f"{row.increase:+.4f} {error_text(row.increase_error, '.4f')}",
             f"{row.peak_tokens:.0f}",
             f"{row.peak_ratio:.2f}x",
             f"{row.reads_ratio:.2f}x",

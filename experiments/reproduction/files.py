@@ -2,16 +2,18 @@
 
 import datetime
 import json
+import math
 import os
 import pathlib
 import textwrap
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 
 import dms_jax
+from dms_jax.json_text import json_text
 
 _WIDTH = 100  # of a line of a page
 
@@ -25,8 +27,8 @@ def provenance() -> dict[str, Any]:
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:
-    """Writes a file beside its place and renames it."""
-    write_text(path, json.dumps(data) + "\n")
+    """Writes a file beside its place and renames it; what is not finite becomes null."""
+    write_text(path, json_text(data) + "\n")
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
@@ -59,6 +61,31 @@ def write_arrays(path: pathlib.Path, **arrays: Any) -> None:
     with part.open("wb") as file:
         np.savez_compressed(file, **arrays)
     part.replace(path)
+
+
+def error_text(error: float | None, form: str) -> str:
+    """A standard error on a page; that of a single observation is unknown: NaN, and null in JSON.
+
+    # In: 0.0213, ".2f"  Out: "± 0.02"       nan, ".2f"  "± unknown"
+    """
+    known = error is not None and not math.isnan(error)
+    return f"± {error:{form}}" if known else "± unknown"
+
+
+def command(program: str, options: Iterable[str]) -> str:
+    """A command as a block of a page, over as many lines as it takes.
+
+    Args:
+      program: what is called.
+      options: each with its values, which stay on a line with it.
+    """
+    lines = [program]
+    for option in options:
+        if len(f"    {lines[-1]} {option} \\") > _WIDTH:
+            lines.append(f"    {option}")
+        else:
+            lines[-1] += f" {option}"
+    return " \\\n".join(f"    {line}" for line in lines)
 
 
 def wrap(page: str) -> str:

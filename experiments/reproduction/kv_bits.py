@@ -16,6 +16,7 @@ Errors are standard errors over sequences.
 
 import dataclasses
 import functools
+import math
 import pathlib
 import sys
 import time
@@ -40,6 +41,7 @@ from dms_jax.command_line.running import run
 from dms_jax.model.caching import entry_bytes, init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Vanilla
+from experiments.reproduction.files import error_text
 
 PAGE = 64
 POLICY = Vanilla()
@@ -165,10 +167,15 @@ def figures(
 
 
 def mean(values: list[np.ndarray]) -> dict[str, float]:
-    """The mean over the tokens of all sequences, and its standard error over sequences."""
+    """The mean over the tokens of all sequences, and its standard error over sequences.
+
+    The error of a single sequence is unknown, NaN.
+    """
     sums, counts = np.array([x.sum() for x in values]), np.array([len(x) for x in values])
     ratio = sums.sum() / counts.sum()
-    spread = ((sums - ratio * counts) ** 2).sum() * len(sums) / max(len(sums) - 1, 1)
+    if len(sums) == 1:
+        return {"mean": float(ratio), "error": math.nan}
+    spread = ((sums - ratio * counts) ** 2).sum() * len(sums) / (len(sums) - 1)
     return {"mean": float(ratio), "error": float(spread**0.5 / counts.sum())}
 
 
@@ -208,8 +215,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         more, far = row["more"], row["divergence"]
         lines.append(
             f"| {row['cache']} | {row['bits']:.3g} | {row['bytes_a_token']:,} "
-            f"| {row['perplexity']:.4g} | {more['mean']:+.4f} ± {more['error']:.4f} "
-            f"| {far['mean']:.5f} ± {far['error']:.5f} | {row['other_likeliest']['mean']:.1%} |"
+            f"| {row['perplexity']:.4g} | {more['mean']:+.4f} {error_text(more['error'], '.4f')} "
+            f"| {far['mean']:.5f} {error_text(far['error'], '.5f')} "
+            f"| {row['other_likeliest']['mean']:.1%} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 import dms_jax
-from dms_jax.command_line import COMMANDS, main, policy_options, running
+from dms_jax.command_line import COMMANDS, main, policy_options, reports, running
 from dms_jax.policies import POLICIES
 from tests.test_architecture import ROOT
 
@@ -256,3 +256,29 @@ def test_a_report_tells_the_command_without_its_folder(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/dms-jax", "compare", *arguments])
     told = running.command(without=("--out", "--save"))
     assert told == "dms-jax compare --only TOVA 'DMS (drawn)'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["generate", "Hi", "--policy", "TOVA", "--options", "budget"], "--options"),
+        (["evaluate", "--task", "needle", "--task-options", "size"], "--task-options"),
+        (["evaluate", "--chat", "--template", "enable_thinking"], "--template"),
+        (["hyperscale", "--systems", "TOVA,budget"], "--systems"),
+    ],
+)
+def test_a_malformed_option_is_called_by_its_name(arguments, named, capsys):
+    assert main(arguments) == 2
+    assert f"ConfigError: {named} takes name=value" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
+def test_a_report_takes_the_place_of_files_alone(tmp_path):
+    """Root's --out /dev/null would otherwise leave a file there, for every program."""
+    pipe = tmp_path / "null"
+    os.mkfifo(pipe)
+    with pytest.raises(dms_jax.ConfigError, match="null: this is no file; name one"):
+        reports.make_place("--out", pipe)
+    with pytest.raises(dms_jax.ConfigError, match="a folder has this name"):
+        reports.make_place("--out", tmp_path)
+    reports.make_place("--out", tmp_path / "new" / "figures.json")

@@ -129,15 +129,43 @@ def test_nothing_runs_on_a_device_that_gave_up(tmp_path, monkeypatch):
     assert [row.failed for row in compare.main(again)] == [None, None]
 
 
-def test_one_sequence_has_no_error_to_show():
-    row = Measured(
-        "dense", 1.0, {}, None, nats=1.5, error=math.nan, increase_error=math.nan, reads=1.0
+def test_errors_that_one_sequence_leaves_unknown_are_null_and_said_to_be_unknown(tmp_path, capsys):
+    def refuse(word):
+        raise ValueError(f"{word} is not JSON")
+
+    config = compare.Config(
+        ratios=(4.0,), sequences=1, length=24, learn=(), only=("StreamingLLM",), out=tmp_path
     )
-    cells = show.text_cells(row, row)
-    assert cells["nats/token"] == "1.5000"
-    assert cells["above dense"] == "+0.0000"
-    cells = show.text_cells(dataclasses.replace(row, error=0.25), row)
-    assert cells["nats/token"] == "1.5000 ±0.2500"
+    compare.main(config)
+    path = tmp_path / "quality.json"
+    report = json.loads(path.read_text(), parse_constant=refuse)
+    assert [(row["error"], row["increase_error"]) for row in report["rows"]] == [(None, None)] * 2
+    streaming = report["rows"][1]
+    wanted = f"{streaming['nats']:.4f} ±unknown", f"{streaming['increase']:+.4f} ±unknown"
+    for text in (capsys.readouterr().out, (tmp_path / "tables.md").read_text()):
+        assert all(each in text for each in wanted)
+        assert "nan" not in text
+    # Rows that were read again are shown as those that were measured.
+    compare.main(dataclasses.replace(config, only=("TOVA",), merge=True))
+    text = capsys.readouterr().out
+    assert all(each in text for each in wanted)
+    again = json.loads(path.read_text(), parse_constant=refuse)["rows"]
+    assert again[1] == streaming
+    assert [row["label"] for row in again] == ["dense", "StreamingLLM", "TOVA"]
+
+
+def test_answers_to_one_problem_keep_an_unknown_error():
+    part = dict(accuracy=1.0, error=None, change=0.0, change_error=None, peak=8.0, reads=2.0)
+    data = dataclasses.asdict(Measured("dense", 1.0, {}, None, nats=1.5, reads=1.0))
+    row = Measured.from_dict({**data, "answers": {"needle": {**part, "policy": {"top": None}}}})
+    other = dataclasses.replace(row, label="TOVA")
+    assert math.isnan(row.answers["needle"]["error"])
+    assert row.answers["needle"]["policy"] == {"top": None}
+    assert (row.kv_dtype, row.failed) == (None, None)
+    assert show.answer_cells(other, row)["needle, %"] == "100.0 ±unknown"
+    assert show.answer_cells(other, row)["change (needle)"] == "+0.0 ±unknown"
+    known = dataclasses.replace(row, error=0.25)
+    assert show.text_cells(known, row)["nats/token"] == "1.5000 ±0.2500"
 
 
 def test_every_system_takes_part_with_the_same_share(stories):

@@ -3,10 +3,12 @@
 import dataclasses
 import itertools
 import re
+from typing import Literal
 
 import pytest
+import tyro
 
-from dms_jax.command_line import COMMANDS, help_texts, main, running
+from dms_jax.command_line import COMMANDS, help_texts, main, retrofit, running
 
 WIDTH = 78  # of 80, where a captured output has no boxes
 
@@ -35,10 +37,25 @@ def test_lines_are_filled(arguments, monkeypatch, capsys):
         if column > 2 and line[column - 2 : column] == "  " and line[column:].strip():
             word = re.split(r"(?<=,)|\s", below.lstrip(), maxsplit=1)[0]
             assert len(line.rstrip()) + 1 + len(word) > WIDTH, f"{line!r} has room for {word!r}"
-    assert max(len(row) for row in prose.splitlines() if not row.startswith(" ")) <= 80
+    assert max(map(len, prose.splitlines())) <= 80
     assert "\n\n\n" not in text
     assert "(default: )" not in text
     assert "(default: '')" not in text
+    assert not re.search(r"\{None|\[\[|\[STR \[|None takes|default: None|\(required", listed)
+
+
+def test_the_list_of_commands_fits_a_terminal(capsys):
+    assert main(["--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_starting_points_are_a_list(monkeypatch, capsys):
+    text = shown(["retrofit"], 80, monkeypatch, capsys)
+    usage, _, points = text.partition("\nusage: ")[2].partition("\n\n")
+    assert usage == "dms-jax retrofit [STARTING-POINT] [OPTIONS]"
+    names = [line.split()[0] for line in points.splitlines() if re.match(r"  \S", line)]
+    assert names == list(retrofit.PRESETS)
+    assert points.endswith("shows the options of one. Without a name: custom.\n")
 
 
 def test_a_description_is_wrapped_and_its_commands_are_not():
@@ -77,6 +94,16 @@ def test_an_explanation_over_several_lines_is_one_paragraph(monkeypatch, capsys)
         3."""
         number: int = 5
         """A number."""
+        few: int | None = None
+        """Few."""
+        most: float | None = 2.5
+        """Most."""
+        many: int | Literal["all"] = 1
+        """Many."""
+        kind: Literal["a", "b"] | None = None
+        """Kind."""
+        names: tyro.conf.Positional[tuple[str, ...]] = ()
+        """Names."""
 
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
@@ -85,6 +112,14 @@ def test_an_explanation_over_several_lines_is_one_paragraph(monkeypatch, capsys)
     assert text.startswith("It does.\n\nusage: it [-h]")
     assert "One, (two) and 3. (default: none)" in text
     assert "A number. (default: 5)" in text
+    listed = text.partition("\nusage: ")[2]
+    assert listed.splitlines()[0] == "it [-h] [OPTIONS] [NAME ...]"
+    for takes in ("words STR ...", "few INT", "most FLOAT|None", "many INT|all", "kind a|b"):
+        assert re.search(rf"--{re.escape(takes)}\s", listed)
+    assert "Few. (default: none)" in text
     got = []
     running.run(got.append, Config, description="", program="it", arguments=["--words", "a", "b"])
-    assert got == [Config(words=("a", "b"))]
+    more = ["c", "--most", "None", "--few", "3", "--many", "all", "--kind", "b"]
+    running.run(got.append, Config, description="", program="it", arguments=more)
+    told = Config(few=3, most=None, many="all", kind="b", names=("c",))
+    assert got == [Config(words=("a", "b")), told]

@@ -136,6 +136,33 @@ def test_what_is_missing_is_told(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(sequence_shards=2, sequence_length=30), "30 tokens cannot be split over 2 devices"),
+        (dict(data_shards=4, batch_size=6), "a batch of 6 does not divide into passes"),
+        (dict(sequence_length=100_000), "do not fit the model's 512 positions"),
+    ],
+)
+def test_refused_settings_leave_nothing_behind(options, says, tmp_path):
+    config = dataclasses.replace(
+        retrofit.PRESETS["stories260k"][1], out=tmp_path / "runs" / "one", tensorboard=True
+    )
+    with pytest.raises(dms_jax.ConfigError, match=says):
+        retrofit.main(dataclasses.replace(config, **options))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_there_stays_when_settings_are_refused(tmp_path):
+    config = dataclasses.replace(
+        retrofit.PRESETS["stories260k"][1], out=tmp_path / "one", sequence_length=100_000
+    )
+    config.out.mkdir()
+    with pytest.raises(dms_jax.ConfigError, match="512 positions"):
+        retrofit.main(config)
+    assert list(config.out.iterdir()) == []
+
+
 def test_malformed_lines_up_to_a_share_and_answers_alone(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "Once", "response": " upon a time"}\noops\n')

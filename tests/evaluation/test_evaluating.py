@@ -308,7 +308,7 @@ def test_a_problem_is_asked_through_the_chat_template(gpqa):
 def test_a_model_without_a_chat_template_is_told_so(gpqa):
     with pytest.raises(DataError, match=r"gpqa: chat prompts were requested.* no chat template"):
         evaluate(stories(), gpqa, chat=Chat())
-    with pytest.raises(ConfigError, match="messages comes from the problem"):
+    with pytest.raises(ConfigError, match="Chat: messages cannot be given"):
         Chat(variables={"messages": []})
 
 

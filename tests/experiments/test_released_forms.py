@@ -109,5 +109,5 @@ def test_variables_without_a_chat_are_refused(checkpoint):
     config = generate.Config(prompts=("a",), model=str(checkpoint), template=("a=1",))
     with pytest.raises(dms_jax.ConfigError, match="give --chat too"):
         generate.main(config)
-    with pytest.raises(dms_jax.ConfigError, match="messages comes from the messages"):
+    with pytest.raises(dms_jax.ConfigError, match="messages cannot be given as a variable"):
         generate.main(dataclasses.replace(config, chat=True, template=("messages=1",)))

@@ -201,7 +201,7 @@ def test_variables_of_the_template_reach_all_that_writes_messages(chatting, fed)
 
 
 def test_variables_that_no_template_takes_are_refused(chatting):
-    with pytest.raises(ConfigError, match="messages comes from the messages"):
+    with pytest.raises(ConfigError, match="with_template: messages cannot be given"):
         chatting.with_template(messages=[])
     chatting.tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"no chat template, so that.*enable_thinking"):

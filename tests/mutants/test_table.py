@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.mutants import __main__
 from tests.mutants.mutant import Mutant
 from tests.mutants.planting import ROOT
 from tests.mutants.table import MUTANTS
@@ -46,3 +47,20 @@ def test_the_page_says_what_its_verdicts_cover():
     assert f"all {len(killed)} were killed" in page
     assert f"Of {len(earlier)} it also has" in page
     assert verdicts.keys() <= {mutant.name for mutant in MUTANTS}
+
+
+def test_a_later_run_adds_to_a_file_and_says_when_it_was(tmp_path):
+    path, (first, second, third) = tmp_path / "mutants.json", MUTANTS[:3]
+    killed = {"verdict": "killed", "seconds": 1.0, "tests": []}
+    data = __main__.merged(path, {first.name: killed}, "after")
+    assert data["mutants"] == {first.name: {"file": first.file, "after": killed}}
+    data["after"]["date"] = "1999-12-31"
+    path.write_text(json.dumps(data))
+    assert first not in __main__.without_verdict(path, "after")
+    assert __main__.without_verdict(path, "before") == list(MUTANTS)
+    again = __main__.merged(path, {second.name: killed}, "after")
+    assert again["after"]["date"] == "1999-12-31"
+    assert again["mutants"][first.name]["after"] == killed
+    assert again["mutants"][second.name]["after"].keys() == {*killed, "date"}
+    path.write_text(json.dumps(again))
+    assert __main__.without_verdict(path, "after")[0] == third

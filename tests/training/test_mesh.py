@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dms_jax.command_line.retrofitting import Config
-from dms_jax.errors import ConfigError
+from dms_jax.errors import ConfigError, DataError
 from dms_jax.policies import DMC, KVzap
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
@@ -103,6 +103,19 @@ def test_rows_that_cannot_be_split_are_refused():
     learning = recipe(Stage("supervise", 2, 1e-3), sequence_length=16)
     with pytest.raises(ConfigError, match=r"KVzap learns.*`sequence` splits the queries"):
         check_split(learning, KVzap(), mesh)
+
+
+def test_what_is_refused_leaves_no_directory(tmp_path):
+    refused = [
+        dict(recipe=recipe(sequence_length=12), mesh=make_mesh(1, 1, sequence=4)),
+        dict(recipe=recipe(batch_size=2), mesh=make_mesh(4, 1)),
+        dict(data=[]),
+    ]
+    for options in refused:
+        told: dict[str, Any] = dict(recipe=recipe(), data=documents()) | options
+        with pytest.raises((ConfigError, DataError)):
+            retrofit(language_model(), EAGER, out=tmp_path / "run", **told)
+        assert not (tmp_path / "run").exists()
 
 
 def test_the_command_line_makes_a_mesh_with_rows_split():

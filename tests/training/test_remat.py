@@ -18,6 +18,7 @@ from dms_jax.training import trainer as library
 from dms_jax.training.planning.lowering import AbstractStep
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.remat import kept_bytes, settle
+from dms_jax.training.shards import check_split, finer_split
 from dms_jax.training.trainer import Trainer
 from tests.support.models import tiny_config
 from tests.training.tiny import ADAPTER, documents, language_model, recipe
@@ -145,8 +146,25 @@ def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(
-            OutOfMemoryError, match=r"micro_batch_size.*a mesh.*dms-jax plan.*ing 9"
+            OutOfMemoryError,
+            match=r"micro_batch_size.*a mesh.*sequence=2\) or --sequence-shards 2.*jax plan.*ing 9",
         ):
             run(remat=remat)
     expected = ["all_but_attention", "everything"] if remat == "auto" else ["nothing"]
     assert steps.tried == expected
+
+
+def test_sequences_are_to_be_split_only_where_that_is_possible():
+    """Followed, the advice is no error of settings."""
+    for length, shards, finer in (
+        (4096, 1, 2),
+        (4096, 4, 8),
+        (12, 1, 2),
+        (12, 2, None),
+        (30, 1, None),
+    ):
+        assert finer_split(recipe(sequence_length=length), shards) == finer
+        if finer is not None:
+            mesh = make_mesh(1, 1, sequence=finer)
+            check_split(recipe(sequence_length=length), ADAPTER, mesh)
+    assert finer_split(recipe(Stage("supervise", 2, 1e-3), sequence_length=4096), 1) is None

@@ -1,7 +1,9 @@
 """One system at a time over the same text, and the same problems."""
 
 import dataclasses
+import math
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -95,7 +97,8 @@ class Measured:
     """What a system was seen to do.
 
     Tokens and reads are averages over layers and the KV heads of the original, so that half as many
-    heads count as half as many tokens.
+    heads count as half as many tokens. A figure that is unknown, such as the error of a single
+    sequence, is NaN.
 
     Attributes:
       label, ratio, policy, kv_dtype: what ran on the text, and its nominal ratio.
@@ -133,6 +136,14 @@ class Measured:
     seconds: float = 0.0
     failed: str | None = None
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Measured":
+        """A row of a report, where a figure that is unknown is null."""
+        figures = [field.name for field in dataclasses.fields(cls) if field.type is float]
+        row = _numbers(data, figures)
+        row["answers"] = {name: _numbers(part, part) for name, part in data["answers"].items()}
+        return cls(**row)
+
     @property
     def name(self) -> str:
         """Label and ratio."""
@@ -148,6 +159,11 @@ class Measured:
             f"{self.name}: {self.nats:.4f} nats ({self.increase:+.4f}), peak {self.peak:.0f}, "
             f"reads {self.reads:,.0f}{solved}, {self.seconds:.0f} s"
         )
+
+
+def _numbers(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The same data, with NaN for each of the figures that is None."""
+    return dict(data) | {name: math.nan for name in names if data.get(name, 0.0) is None}
 
 
 class Bench:

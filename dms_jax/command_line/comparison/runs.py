@@ -8,7 +8,7 @@ from typing import Any
 
 import dms_jax
 from dms_jax.command_line.comparison.measure import Measured
-from dms_jax.command_line.reports import make_folder, provenance
+from dms_jax.command_line.reports import make_folder, provenance, write_json
 
 # What was decoded, and from what pages; what was asked, and how the answers were drawn.
 TEXT = ("model", "text", "sequences", "length", "page_size")
@@ -25,7 +25,7 @@ def read_report(path: pathlib.Path) -> dict[str, Any]:
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        rows = [Measured(**row) for row in report["rows"]]
+        rows = [Measured.from_dict(row) for row in report["rows"]]
         if not rows or rows[0].label != "dense" or rows[0].failed is not None:
             raise ValueError("its first row is not that of dense")
         return {place: report[place] for place in (*PLACES, "tokens")} | {
@@ -112,11 +112,8 @@ def write(config: Any, name: str, content: dict[str, Any]) -> None:
       ConfigError: the folder cannot be written to.
     """
     make_folder("--out", config.out)
-    path = config.out / name
-    part = path.with_name(f"{name}.part")
     try:
-        part.write_text(json.dumps(provenance(config) | content, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        write_json(config.out / name, provenance(config) | content)
     except OSError as error:
         raise dms_jax.ConfigError(f"--out {config.out}: {error.strerror}.") from error
 

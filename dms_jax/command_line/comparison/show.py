@@ -21,8 +21,8 @@ Averages over sequences, layers and KV heads.
   (Quest, KCache) it is each one's count.
 - kB: pages and policy state of a sequence on the device, at its end and at most. Values that
   KCache moves to host memory are not among them.
-- ±: one standard error over sequences or problems. That of "above dense" is of the
-  differences, pair by pair."""
+- ±: one standard error over sequences or problems, unknown of a single one. That of
+  "above dense" is of the differences, pair by pair."""
 
 
 def in_order(rows: Sequence[Measured]) -> list[Measured]:
@@ -31,8 +31,8 @@ def in_order(rows: Sequence[Measured]) -> list[Measured]:
 
 
 def _error(error: float, digits: int) -> str:
-    """A standard error behind its figure; nothing where there is none, of a single sequence."""
-    return f" ±{error:.{digits}f}" if math.isfinite(error) else ""
+    """A standard error behind its figure."""
+    return f" ±{error:.{digits}f}" if math.isfinite(error) else " ±unknown"
 
 
 def text_cells(row: Measured, dense: Measured) -> dict[str, str]:

@@ -12,6 +12,7 @@ measured.
 
 import dataclasses
 import itertools
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from dms_jax.analysis.summaries import ratios
 from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json
 from dms_jax.command_line.writing import Writer
 from dms_jax.data import Documents
+from dms_jax.evaluation import standard_error
 from dms_jax.generation import Update
 from dms_jax.training import recipes
 
@@ -71,7 +73,8 @@ class Config:
 class Row:
     """One way to keep a cache, measured over all sequences.
 
-    `increase` is against dense on the same tokens, so its error is that of the difference.
+    `increase` is against dense on the same tokens, so its error is that of the difference. Errors
+    of a single sequence are unknown: NaN.
     """
 
     label: str
@@ -131,11 +134,6 @@ class Bench:
         self.rows.append(row)
         self.report(row)
         return row
-
-
-def standard_error(values: np.ndarray) -> float:
-    """Standard error of the mean."""
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
 def held_out(model: dms_jax.LanguageModel, count: int) -> np.ndarray:
@@ -218,7 +216,8 @@ def show(console: Console, rows: list[Row]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for index, row in enumerate(rows):
         dense = row.method == "dense"
-        increase = f"{row.increase:.4f} ±{row.increase_error:.4f}"
+        known = not math.isnan(row.increase_error)
+        increase = f"{row.increase:.4f} ±{f'{row.increase_error:.4f}' if known else 'unknown'}"
         table.add_row(
             row.label,
             f"(loss {row.nats:.4f})" if dense else increase,
@@ -257,6 +256,8 @@ def verdict(row: Row, rival: Row) -> str:
     """Says which of two rows loses less, if the difference is more than two standard errors."""
     gap = rival.increase - row.increase
     error = float(np.hypot(row.increase_error, rival.increase_error))
+    if math.isnan(error):
+        return f"{rival.increase:+.4f}, of which a single sequence decides nothing"
     if abs(gap) <= 2 * error:
         return f"{rival.increase:+.4f}, no difference beyond the error"
     return (

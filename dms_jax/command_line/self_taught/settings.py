@@ -93,7 +93,7 @@ class SelfTaught:
     batch_size: int = RECIPE.batch_size
     """Sequences of an optimizer step."""
     micro_batch_size: int | None = None
-    """Sequences a device passes forward and back at a time; None takes the recipe's."""
+    """Sequences a device passes forward and back at a time; the recipe's unless given."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the passes of training."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -167,7 +167,7 @@ class SelfTaught:
         has_template = getattr(model.tokenizer, "chat_template", None) is not None
         if self.chat == "no" or (self.chat == "auto" and not has_template):
             return None
-        return Chat(system=self.system, variables=read_options(self.template))
+        return Chat(system=self.system, variables=read_options(self.template, "--template"))
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that a directory is for, as JSON data.

@@ -2,9 +2,9 @@
 
 import typing
 
-from dms_jax.model.split_rows import PIECES
 from dms_jax.training.display import short
 from dms_jax.training.planning.machines import GPUS_A_HOST
+from dms_jax.training.shards import finer_split
 
 if typing.TYPE_CHECKING:
     from dms_jax.training.planning.api import Plan, StagePlan
@@ -172,11 +172,8 @@ def _advice(plan: "Plan") -> list[str]:
                 advice.append(
                     f"model_shards={2 * model}: heads, feed-forward and logits are split further"
                 )
-            pieces = 2 * PIECES * plan.sequence
-            if halves and recipe.sequence_length % pieces == 0 and not recipe.supervises:
-                advice.append(
-                    f"sequence_shards={2 * plan.sequence}: tokens of a sequence are split further"
-                )
+            if halves and (finer := finer_split(recipe, plan.sequence)):
+                advice.append(f"sequence_shards={finer}: tokens of a sequence are split further")
             advice.append(f"a sequence_length of {recipe.sequence_length // 2:,} or less")
     elif plan.communication_seconds(plan.longest) > plan.compute_seconds(plan.longest):
         if recipe.micro_batch_size and data * recipe.micro_batch_size < recipe.batch_size:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dms_jax.evaluation import Measured, difference, mean_over_seeds
 from experiments.reproduction.claims.results import Results
 from experiments.reproduction.claims.systems import VANILLA
+from experiments.reproduction.files import error_text
 
 ERRORS = 2  # standard errors beyond which a difference counts
 HEADS = ("", "seeds", "reasoning, %", "above vanilla", "peak", "reads", "tracking, %")
@@ -17,7 +18,7 @@ def percent(value: Measured | None, *, sign: bool = False) -> str:
     if value is None:
         return "-"
     number = f"{100 * value.value:+.1f}" if sign else f"{100 * value.value:.1f}"
-    return f"{number} ± {100 * value.error:.1f}"
+    return f"{number} {error_text(100 * value.error, '.1f')}"
 
 
 def verdict(gap: Measured | None) -> str:

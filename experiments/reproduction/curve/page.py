@@ -1,12 +1,12 @@
 """The page of the first curve: verdicts by tests on the numbers, tables, commands, time."""
 
 import dataclasses
-import json
 import pathlib
 import textwrap
 from typing import Any
 
 from dms_jax.evaluation import Measured, percent
+from dms_jax.json_text import json_text
 from experiments.reproduction.curve import figure
 from experiments.reproduction.curve.analysis import Axis, Results
 from experiments.reproduction.curve.plan import (
@@ -18,7 +18,7 @@ from experiments.reproduction.curve.plan import (
     Paths,
     jobs,
 )
-from experiments.reproduction.files import provenance, read_json, wrap, write_text
+from experiments.reproduction.files import command, provenance, read_json, wrap, write_text
 from experiments.reproduction.runs import BASE
 
 RIVALS = ("TOVA", "StreamingLLM")
@@ -33,7 +33,7 @@ def write_pages(config: Config, folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     figure.draw(results, folder / "figure.png")
     data = summary(config, results)
-    write_text(folder / "results.json", json.dumps(data, indent=1) + "\n")
+    write_text(folder / "results.json", json_text(data, indent=1) + "\n")
     notes = folder / "notes.md"
     parts = [
         _head(config, data),
@@ -346,11 +346,12 @@ def _time(config: Config, data: dict[str, Any]) -> str:
     failed = sorted(path.stem for path in (paths.root / "failed").glob("*.txt"))
     text = f"""## Reproduce
 
-    python -m experiments.reproduction.first_curve{_options(config)} --processes 8
+{command("python -m experiments.reproduction.first_curve", [*_options(config), "--processes 8"])}
+
     python -m experiments.reproduction.first_curve --only report --pages FOLDER
 
-All settings are in results.json. All jobs together took {data["job_seconds"] / 60:.1f} minutes,
-compilation included; workers that share a GPU count each."""
+All settings are in results.json. The jobs took {data["job_seconds"] / 60:.1f} minutes in all, with
+compilation; where workers shared a GPU, the minutes of each are counted."""
     if left:
         text += f"\n\nNot done: {', '.join(left)}."
     if failed:
@@ -358,16 +359,16 @@ compilation included; workers that share a GPU count each."""
     return text
 
 
-def _options(config: Config) -> str:
+def _options(config: Config) -> list[str]:
     """Every setting as options of the command line, but for places and processes.
 
     The defaults too: they may be others when the command is given again.
     """
-    options = ""
+    options = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in _ELSEWHERE or value is None or value == ():
             continue
         values = value if isinstance(value, tuple) else (value,)
-        options += f" --{field.name.replace('_', '-')} {' '.join(map(str, values))}"
+        options.append(f"--{field.name.replace('_', '-')} {' '.join(map(str, values))}")
     return options

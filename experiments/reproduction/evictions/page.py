@@ -20,7 +20,7 @@ from experiments.reproduction.evictions.plan import (
     Config,
     Paths,
 )
-from experiments.reproduction.files import read_json, write_json, write_text
+from experiments.reproduction.files import error_text, read_json, write_json, write_text
 
 REFERENCE = "dms"
 Point = tuple[float, np.ndarray]  # peak tokens, and a number for each problem
@@ -264,15 +264,19 @@ def _verdicts(config: Config, found: dict[tuple[str, float, str], dict[str, Any]
 
 
 def _percent(part: dict[str, Any]) -> str:
-    return f"{100 * part['accuracy']:.1f} ± {100 * part['error']:.1f}"
+    return f"{100 * part['accuracy']:.1f} {_in_points(part['error'])}"
+
+
+def _in_points(error: float | None) -> str:
+    return error_text(None if error is None else 100 * error, ".1f")
 
 
 def _points(row: dict[str, Any] | None) -> str:
-    return "" if row is None else f"{100 * row['difference']:+.1f} ± {100 * row['error']:.1f}"
+    return "" if row is None else f"{100 * row['difference']:+.1f} {_in_points(row['error'])}"
 
 
 def _nats(row: dict[str, Any] | None) -> str:
-    return "" if row is None else f"{row['difference']:+.4f} ± {row['error']:.4f}"
+    return "" if row is None else f"{row['difference']:+.4f} {error_text(row['error'], '.4f')}"
 
 
 def show(folder: pathlib.Path) -> str:
@@ -280,6 +284,6 @@ def show(folder: pathlib.Path) -> str:
     rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["against_dms"]
     return "\n".join(
         f"{row['system']} at 1/{row['ratio']:g}, {row['measure']}: {row['difference']:+.4f} "
-        f"± {row['error']:.4f}"
+        f"{error_text(row['error'], '.4f')}"
         for row in rows
     )

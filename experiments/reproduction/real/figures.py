@@ -96,7 +96,7 @@ def _gsm8k(results: Results, path: pathlib.Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(100 * score(record).value + 1 for _, record, _ in found))
     axes.set_xlabel("GSM8K, % of 1,319 problems" if _whole(found) else "GSM8K, %")
-    axes.set_title("Qwen2.5-Coder-0.5B-Instruct: accuracy, and the peak of live tokens")
+    figure.suptitle("Qwen2.5-Coder-0.5B-Instruct: accuracy, and the peak of live tokens")
     figure.savefig(path, dpi=_DPI)
 
 

@@ -98,6 +98,14 @@ def test_verdict_needs_two_standard_errors():
     assert "DMS is better by 0.0100" in quickstart.verdict(dms, row(0.020, 0.001))
     assert "DMS is worse by 0.0100" in quickstart.verdict(dms, row(0.000, 0.001))
     assert "no difference" in quickstart.verdict(dms, row(0.012, 0.001))
+    alone = quickstart.standard_error(np.array([0.5]))  # of a single sequence
+    assert quickstart.verdict(row(0.010, alone), row(0.020, alone)) == (
+        "+0.0200, of which a single sequence decides nothing"
+    )
+    out = io.StringIO()
+    quickstart.show(Console(file=out, width=80), [row(0.010, alone), row(0.020, alone)])
+    assert "0.0200 ±unknown" in out.getvalue()
+    assert "nan" not in out.getvalue()
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path):

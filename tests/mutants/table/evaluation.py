@@ -247,4 +247,18 @@ MUTANTS = [
         "shape = (problems, len(lengths), len(depths))",
         ("tests/evaluation/test_needle_grid.py",),
     ),
+    Mutant(
+        "evaluation: a figure that is unknown is NaN in JSON",
+        "dms_jax/json_text.py",
+        "json.dumps(_known(data), indent=indent, default=default, allow_nan=False)",
+        "json.dumps(data, indent=indent, default=default)",
+        ("tests/test_json_text.py",),
+    ),
+    Mutant(
+        "evaluation: a chat takes any name for a variable of its template",
+        FOLDER + "prompting.py",
+        'check_template_variables("Chat", self.variables)',
+        "pass",
+        ("tests/model/test_template_variables.py",),
+    ),
 ]

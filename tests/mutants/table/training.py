@@ -203,4 +203,11 @@ MUTANTS = [
         "for row in range(len(self._deal.rows))]\n        self._first",
         ("tests/data/test_lanes.py::test_the_rows_are_the_same_however_they_are_split",),
     ),
+    Mutant(
+        "training: a split that is refused has made its directory before",
+        "dms_jax/training/api.py",
+        "    check_split(recipe, policy, mesh)\n",
+        "",
+        ("tests/training/test_mesh.py::test_what_is_refused_leaves_no_directory",),
+    ),
 ]

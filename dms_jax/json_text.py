@@ -1,0 +1,35 @@
+"""Figures as JSON text, in which a number that is unknown is null.
+
+JSON has no words for NaN and infinity. Python writes them all the same, and other programs then
+refuse the whole file. What writes figures writes them through here.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def json_text(
+    data: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None
+) -> str:
+    """Returns data as JSON text, with null for each number that is not finite.
+
+    Args:
+      data: dictionaries, lists, tuples, strings, numbers, truth values and None.
+      indent: spaces of each level; everything on one line if None.
+      default: what makes JSON data of anything else, which is refused if None.
+
+    Raises:
+      TypeError: there is something else in it, and no `default`.
+    """
+    return json.dumps(_known(data), indent=indent, default=default, allow_nan=False)
+
+
+def _known(value: Any) -> Any:
+    # In: {"mean": 1.5, "error": nan}  Out: {"mean": 1.5, "error": None}
+    if isinstance(value, dict):
+        return {name: _known(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_known(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,57 @@
+"""Names that no caller may give a chat template, wherever variables of it are given."""
+
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.evaluation import Chat
+from dms_jax.generation import Sampling
+from dms_jax.serving.protocol import RefusalError, read_ask
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def model():
+    loaded = dms_jax.load(assets.path("stories260k"))
+    loaded.tokenizer.chat_template = "{{ messages[0].content }}{{ tools }}{{ bos_token }}"
+    return loaded
+
+
+def evaluated(model, variables):
+    """What an evaluation writes."""
+    chat = Chat(variables=variables)
+    return model.tokenizer.apply_chat_template(MESSAGES, **chat.variables)
+
+
+def told(model, variables):
+    """What a model writes that was told once."""
+    return model.with_template(**variables).tokenizer.apply_chat_template(MESSAGES)
+
+
+def served(model, variables):
+    """What a server writes."""
+    fields = {"messages": MESSAGES, "chat_template_kwargs": variables, "max_tokens": 1}
+    options = dict(defaults=Sampling(), max_tokens=8, most=1, seed=0)
+    ask = read_ask(fields, chat=True, model=model, **options)
+    return model.tokenizer.decode(ask.prompts[0])
+
+
+WAYS = pytest.mark.parametrize("write", [evaluated, told, served])
+
+
+@WAYS
+@pytest.mark.parametrize("name", ["template", "messages", "add_generation_prompt", "self"])
+def test_what_a_conversation_sets_is_refused_everywhere(write, name, model):
+    with pytest.raises((dms_jax.ConfigError, RefusalError), match=rf": {name} cannot be given"):
+        write(model, {name: "x"})
+
+
+@WAYS
+def test_everything_else_reaches_the_template(write, model):
+    assert write(model, {"tools": "a tool", "bos_token": "!"}).endswith("Hia tool!")
+
+
+def test_names_are_texts():
+    with pytest.raises(dms_jax.ConfigError, match=r"Chat: the names .* are texts, got 1"):
+        Chat(variables={1: 2})
