@@ -1,8 +1,7 @@
-"""The copying warpgroup of the Hopper decode kernel, which keeps the ring of pages full.
+"""The warpgroups of the Hopper decode kernel that supply it: one copies, one converts.
 
-Values of float8 pages it converts too: the computing warpgroup, whose steps wait for one another,
-finds them in the form that the matrix unit takes. The tile that is converted is the oldest one of
-the ring, so that the copies of the others are under way meanwhile.
+One keeps the ring of pages full. Where pages are float8, another converts their values, so that the
+computing warpgroup, whose steps wait for one another, finds them as the matrix unit takes them.
 """
 
 import jax.numpy as jnp
@@ -24,12 +23,12 @@ def copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barri
       lengths_ref: number of live slots of each row.
       table_ref: page numbers of each row.
       inputs: queries, pages of keys and of values, then their scales if there are any.
-      smem: their buffers in shared memory, and that of the converted values.
+      smem: their buffers in shared memory.
       barriers: see `mosaic.attend`.
     """
     q_ref, k_ref, v_ref, *scale_refs = inputs
-    q_smem, k_smem, v_smem, k_scales_smem, v_scales_smem, value_smem = smem
-    q_full, q_free, k_full, k_free, v_full, v_free, c_full, c_free = barriers
+    q_smem, k_smem, v_smem, k_scales_smem, v_scales_smem = smem
+    q_full, q_free, k_full, k_free, v_full, v_free, _, _ = barriers
     k_scales, v_scales = scale_refs or (None, None)
 
     def last_page(length):
@@ -63,26 +62,9 @@ def copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barri
                 for _ in range(spec.copies_a_page):
                     plgpu.barrier_arrive(full.at[slot])
 
-    def convert(count, live):
-        """Converts the values of the tile that was copied as number `count`."""
-        slot, buffer = lax.rem(count, spec.stages), lax.rem(count, CONVERTED)
-        plgpu.barrier_wait(c_free.at[buffer])
-        plgpu.barrier_wait(v_full.at[slot])
-        prepare_values(spec, v_smem.at[slot], value_smem.at[buffer], live)
-        plgpu.barrier_arrive(v_free.at[slot])
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(c_full.at[buffer])
-
-    # How many tiles are copied before one is converted, and the live slots of those tiles.
-    lag = spec.stages - 1 if spec.scaled else 0
-    lives = (jnp.int32(0),) * lag
-    if spec.scaled:
-        for slot in range(spec.stages):
-            plgpu.barrier_arrive(v_free.at[slot])
-
     def visit(row, lo, hi, length, whole, state):
         del whole
-        count, segment, *lives = state
+        count, segment = state
         parity = lax.rem(segment, 2)
         plgpu.barrier_wait(q_free.at[parity])
         for part in range(spec.query_parts):
@@ -96,7 +78,7 @@ def copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barri
             )
 
         def step(i, carry):
-            count, pages, *lives = carry
+            count, pages = carry
             slot = lax.rem(count, spec.stages)
             following = pages_of(row, i + 1, length)
             live = last_page(length) + 1 - i * spec.pages_a_tile
@@ -104,33 +86,51 @@ def copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barri
             copy(pages, live, slot, k_ref, k_scales, k_smem, k_scales_smem, k_full)
             plgpu.barrier_wait(v_free.at[slot])
             copy(pages, live, slot, v_ref, v_scales, v_smem, v_scales_smem, v_full)
-            if spec.scaled:
-                lives = [*lives, length - i * spec.tile]
+            return count + 1, following
 
-                @pl.when(count >= lag)
-                def _():
-                    convert(count - lag, lives[0])
+        count, _ = lax.fori_loop(lo, hi, step, (count, pages_of(row, lo, length)))
+        return count, segment + 1
 
-            return (count + 1, following, *lives[1:])
-
-        start = (count, pages_of(row, lo, length), *lives)
-        count, _, *lives = lax.fori_loop(lo, hi, step, start)
-        return (count, segment + 1, *lives)
-
-    start = (jnp.int32(0), jnp.int32(0), *lives)
-    count, _, *lives = walk_rows(plan_refs, lengths_ref, spec, visit, start)
-    if spec.scaled:
-        for at, live in zip(range(-lag, 0), lives, strict=True):
-
-            @pl.when(count + at >= 0)
-            def _(at=at, live=live):
-                convert(count + at, live)
-
-        for buffer in range(CONVERTED):
-            plgpu.barrier_wait(c_free.at[buffer])
+    walk_rows(plan_refs, lengths_ref, spec, visit, (jnp.int32(0), jnp.int32(0)))
     # Wait until every slot is free, so that no arrival is left unobserved.
     for slot in range(spec.stages):
         plgpu.barrier_wait(k_free.at[slot])
         plgpu.barrier_wait(v_free.at[slot])
     for parity in range(2):
         plgpu.barrier_wait(q_free.at[parity])
+
+
+def convert_rows(spec: Spec, plan_refs, lengths_ref, v_smem, value_smem, barriers) -> None:
+    """Runs the converting warpgroup.
+
+    Args:
+      spec: the static parameters.
+      plan_refs: the arrays of the plan.
+      lengths_ref: number of live slots of each row.
+      v_smem: the ring of pages of values.
+      value_smem: the buffers of converted values.
+      barriers: see `mosaic.attend`.
+    """
+    _, _, _, _, v_full, v_free, c_full, c_free = barriers
+    for slot in range(spec.stages):
+        plgpu.barrier_arrive(v_free.at[slot])
+
+    def visit(row, lo, hi, length, whole, count):
+        del row, whole
+
+        def step(i, count):
+            slot, buffer = lax.rem(count, spec.stages), lax.rem(count, CONVERTED)
+            plgpu.barrier_wait(c_free.at[buffer])
+            plgpu.barrier_wait(v_full.at[slot])
+            live = length - i * spec.tile
+            prepare_values(spec, v_smem.at[slot], value_smem.at[buffer], live)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(v_free.at[slot])
+            plgpu.barrier_arrive(c_full.at[buffer])
+            return count + 1
+
+        return lax.fori_loop(lo, hi, step, count)
+
+    walk_rows(plan_refs, lengths_ref, spec, visit, jnp.int32(0))
+    for buffer in range(CONVERTED):
+        plgpu.barrier_wait(c_free.at[buffer])

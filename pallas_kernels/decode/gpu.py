@@ -228,6 +228,16 @@ def _results(spec: Spec, rows: Rows, out, lse, scores):
     return tuple(results)
 
 
+def _round(x, finfo):
+    """Rounds float32 to a dtype of fewer bits; XLA may drop a plain conversion there and back."""
+    rounded = lax.reduce_precision(x, exponent_bits=finfo.nexp, mantissa_bits=finfo.nmant)
+    if finfo.nexp == jnp.finfo(jnp.float32).nexp:
+        return rounded
+    # Of numbers below the normal ones it makes zeros.
+    unit = float(finfo.smallest_subnormal)
+    return jnp.where(jnp.abs(x) < float(finfo.tiny), jnp.round(x / unit) * unit, rounded)
+
+
 def query_operands(q, spec: Spec):
     """Writes queries as operands of the matrix unit (see `operands`), [parts, R, G, D].
 
@@ -242,8 +252,7 @@ def query_operands(q, spec: Spec):
         step = 1 / QUERY_STEP
     pieces = []
     for _ in range(spec.query_parts - 1):
-        # XLA may simplify away a plain conversion to fewer bits and back.
-        rounded = lax.reduce_precision(rest, exponent_bits=finfo.nexp, mantissa_bits=finfo.nmant)
+        rounded = _round(rest, finfo)
         pieces.append(rounded)
         rest = (rest - rounded) * step
     # One kernel, that writes each operand where it belongs.

@@ -1,7 +1,8 @@
 """Paged decode attention for Hopper GPUs, in Pallas's Mosaic GPU form.
 
 A program walks its stretch of the line of tiles (see `plan`). One warpgroup copies pages into a
-ring buffer in shared memory (see `copying`), one computes. Keys are the 64-row operand of the matrix unit and the G
+ring buffer in shared memory, one computes, and one converts the values of float8 pages for it (see
+`copying`). Keys are the 64-row operand of the matrix unit and the G
 query heads its columns, so that no arithmetic is spent on padding the heads to 64 rows:
 
     S^T [tile, N] = K [tile, D] Q^T [D, N]          N = 8 or 16 columns, the first G of them used
@@ -26,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode.copying import copy_rows
+from pallas_kernels.decode.copying import convert_rows, copy_rows
 from pallas_kernels.decode.operands import (
     matmul,
     multiply_keys,
@@ -43,7 +44,7 @@ from pallas_kernels.stores import store
 
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 _PER_SLOT = plgpu.Layout.WGMMA.reduce(1)
-_COMPUTE, _COPY = 0, 1
+_COMPUTE, _COPY, _CONVERT = 0, 1, 2
 
 
 def write_result(spec: Spec, out_ref, out_smem, row, blocks) -> None:
@@ -96,7 +97,8 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
             scores = scores * (spec.scale * LOG2_E)
             if spec.scaled:
                 scores = scores * slot_factor(k_scales, slot)
-            plgpu.barrier_arrive(k_free.at[slot])
+            if not spec.scaled:
+                plgpu.barrier_arrive(k_free.at[slot])
             position = plgpu.broadcasted_iota(jnp.int32, tile_shape, 0, layout=plgpu.Layout.WGMMA)
             read = position < live
             scores = jnp.where(read, scores, jnp.full_like(scores, -jnp.inf))
@@ -107,7 +109,6 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
             if spec.scaled:
                 plgpu.barrier_wait(v_full.at[slot])
                 factor = jnp.log2(slot_factor(v_scales, slot))
-                plgpu.barrier_arrive(v_free.at[slot])
                 scaled = scores + jnp.maximum(factor, LEAST_SCALE)
                 scaled = jnp.where(read, scaled, jnp.full_like(scaled, -jnp.inf))
             new_peak = jnp.maximum(peak, scaled.max(axis=0))
@@ -120,13 +121,18 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
             store_weights(spec, weights, p_smem)
             if spec.scaled:
                 buffer = lax.rem(count, CONVERTED)
-                values, full, free = value_smem.at[buffer], c_full.at[buffer], c_free.at[buffer]
+                values, free = value_smem.at[buffer], c_free.at[buffer]
+                plgpu.commit_smem()
+                # Threads have read the scales, and the copy engine writes the next ones: it is
+                # `commit_smem` that orders the two.
+                plgpu.barrier_arrive(k_free.at[slot])
+                plgpu.barrier_arrive(v_free.at[slot])
+                plgpu.barrier_wait(c_full.at[buffer])
             else:
-                values, full, free = value_smem, v_full.at[slot], v_free.at[slot]
-            plgpu.barrier_wait(full)
-            if not spec.scaled:
+                values, free = value_smem, v_free.at[slot]
+                plgpu.barrier_wait(v_full.at[slot])
                 prepare_values(spec, v_smem.at[slot], values, live)
-            plgpu.commit_smem()
+                plgpu.commit_smem()
             products = value_pairs(spec, v_smem.at[slot], values, p_smem)
             blocks = tuple(
                 block * per_column(shrink, block.shape) + matmul(pairs, block.shape)
@@ -275,8 +281,14 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
 
         @pl.when(thread == _COPY)
         def _():
-            smem = [*ring, *factors, memory.get("value_smem")]
-            copy_rows(spec, plan_refs, lengths_ref, table_ref, inputs, smem, barriers)
+            copy_rows(spec, plan_refs, lengths_ref, table_ref, inputs, [*ring, *factors], barriers)
+
+        if spec.scaled:
+
+            @pl.when(thread == _CONVERT)
+            def _():
+                values = memory["v_smem"], memory["value_smem"]
+                convert_rows(spec, plan_refs, lengths_ref, *values, barriers)
 
         @pl.when(thread == _COMPUTE)
         def _():
@@ -288,7 +300,7 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
         scratch_types=scratch,
         grid=(spec.programs,),
         grid_names=("program",),
-        num_threads=2,
+        num_threads=2 + spec.scaled,
         thread_name="thread",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,

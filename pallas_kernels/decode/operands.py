@@ -10,7 +10,7 @@ bits (e5m2), each scaled to the range of the first:
     q = q_0 + 2^-3 q_1 + 2^-6 q_2,    q_0 = e5m2(q), q_1 = e5m2(2^3 (q - q_0)), q_2 = e5m2(2^6 (...))
 
 Rounding leaves at most half a unit of the last bit, so three hold any 11 significant bits: bfloat16
-has 8 and float16 11. What is below 2^-14, the least normal number of e5m2, is off by 2^-21 at most.
+has 8 and float16 11. An element is exact if its last bit is 2^-22 or more, else off by 2^-23 at most.
 All three are columns of one product, and are summed in float32. Within a product Hopper aligns 32
 numbers and the sum so far to the largest exponent and keeps 13 bits below it, so that
 
