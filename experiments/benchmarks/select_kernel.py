@@ -61,11 +61,16 @@ class Config:
 
     out: pathlib.Path = pathlib.Path("runs/kernels")
     """Folder for the figures, select.json."""
+    cases: tuple[str, ...] = tuple(case.name for case in cases.BENCHMARK)
+    """Cases to time, by name; all of the benchmark's unless given."""
+    only: tuple[str, ...] = IMPLEMENTATIONS
+    """Implementations to time; all unless given."""
 
 
 def main(config: Config) -> None:
     """Measure, print, and write the report."""
-    measure_all(config.out / "select.json", cases.BENCHMARK, IMPLEMENTATIONS, measure)
+    wanted = map(cases.by_name, config.cases)
+    measure_all(config.out / "select.json", wanted, config.only, measure)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,21 @@
 """Operands of the Hopper decode kernel in shared memory, and how pages are converted to them.
 
-The matrix unit takes bfloat16 (or float16) from shared memory. Float32 pages are converted, to a sum
-of three bfloat16 parts, of which all products above 2^-24 are computed, so that the precision of
-float32 is kept.
+The matrix unit takes bfloat16 (or float16) from shared memory. Float32 pages are converted, to a
+sum of three bfloat16 parts, of which all products above 2^-24 are computed, so that the precision
+of float32 is kept.
 
 Float8 keys are multiplied as they are, by queries that are a sum of float8 numbers of 3 significant
 bits (e5m2), each scaled to the range of the first:
 
-    q = q_0 + 2^-3 q_1 + 2^-6 q_2,    q_0 = e5m2(q), q_1 = e5m2(2^3 (q - q_0)), q_2 = e5m2(2^6 (...))
+    q = q_0 + 2^-3 q_1 + 2^-6 q_2,    q_i = e5m2(2^(3 i) (q - what those before it sum to))
 
 Rounding leaves at most half a unit of the last bit, so three hold any 11 significant bits: bfloat16
-has 8 and float16 11. An element is exact if its last bit is 2^-22 or more, else off by 2^-23 at most.
-All three are columns of one product, and are summed in float32. Within a product Hopper aligns 32
-numbers and the sum so far to the largest exponent and keeps 13 bits below it, so that
+has 8 and float16 11. An element is exact if its last bit is 2^-22 or more, else off by at most
+2^-23. All three are columns of one product, and are summed in float32. What is left is the adder of
+Hopper's matrix unit, which for float8 aligns the products of 32 elements and the sum so far to the
+largest exponent among them, and truncates each to 13 bits below it:
 
-    |error of a score| <= 2^-13 33 (D / 32) max_d |q_d k_d|,
-
-at most, and about 2^-13 of the score where signs vary (`tests/pallas_kernels/float8.py`).
+    |error of q . k| <= sum_blocks 33 2^-13 max(|q_d k_d| of the block, |sum of those before|)
 
 Float8 values must be transposed, which the matrix unit does for numbers of 16 bits alone. They are
 converted to float16, two numbers in one instruction, in a second buffer.
@@ -24,7 +23,6 @@ converted to float16, two numbers in one instruction, in a second buffer.
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl

@@ -10,10 +10,11 @@ until exactly `count` reach l, which for distinct numbers happens long before l 
 numbers equal to l the first are selected.
 
 Mosaic GPU has no scatter, so the selected indices are not written to their places: each place looks
-for its index, as on a TPU. The row is taken as a matrix of 64 lines. Products with a triangle of
-ones count the selected numbers of each line up to each column, and a comparison of all pairs of
-lines those before each line. Shorter rows leave the last lines empty. Of 64 places at a time, one product picks the counts of each place's
-line, and the number of counts that do not exceed the place is its column.
+for its index, as on a TPU. The row is taken as a matrix of 64 lines, of which a short row leaves
+the last ones empty. Products with a triangle of ones count the selected numbers of each line up to
+each column, and a comparison of all pairs of lines those before each line. Of 64 places at a time,
+one product picks the counts of each place's line, and the number of counts that do not exceed the
+place is its column.
 
 A longer row is cut into groups of W neighbors. The `count` largest scores are in the `count` groups
 with the largest maxima, so first those groups are selected, then the scores in them: with

@@ -2,14 +2,12 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels import decode_attention, decode_plan
-from pallas_kernels.decode import cases, gpu
+from pallas_kernels.decode import cases
 from tests.pallas_kernels.support import lower_for_cuda, structs
 
 # Float32 pages of 256 with their bfloat16 parts do not fit in shared memory; 16 scales are too few
@@ -70,45 +68,6 @@ def test_no_work_on_arrays_around_the_kernel():
     for operation in ("stablehlo.pad", "stablehlo.transpose", "stablehlo.convert"):
         shapes = [line for line in text.splitlines() if operation in line and "bf16" in line]
         assert not shapes
-
-
-def test_float8_keys_are_multiplied_as_they_are():
-    """By queries of three operands, which one kernel of XLA writes."""
-    case = cases.by_name("float8")
-    function = functools.partial(decode_attention, scale=0.1, implementation="mosaic_gpu")
-    text = lower_for_cuda(function, **structs(case))
-    assert f"tensor<3x{case.rows}x{case.group}x{case.head_dim}xf8E5M2>" in text
-    assert "stablehlo.concatenate" not in text
-
-
-def float8_spec(dtype):
-    shapes = structs(cases.by_name("float8"))
-    q = jax.ShapeDtypeStruct(shapes["q"].shape, dtype)
-    unused = {"tile": 64, "programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
-    return gpu.spec_of(q, shapes["k_pages"], {"stages": 1}, **unused)
-
-
-def sum_of_operands(operands):
-    """What the kernel multiplies keys by, in float64."""
-    return sum(np.asarray(part, np.float64) * 2.0 ** (-3 * i) for i, part in enumerate(operands))
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_operands_of_float8_hold_every_query(dtype):
-    """Every number of 16 bits: exact if its last bit is 2^-22 or more, else within 2^-23."""
-    every = jax.lax.bitcast_convert_type(jnp.arange(1 << 16, dtype=jnp.uint16), dtype)
-    exact = np.asarray(every, np.float64)
-    exact = exact[~np.isnan(exact)]
-    got = jax.jit(gpu.query_operands, static_argnums=1)(
-        jnp.asarray(exact, dtype)[None, None], float8_spec(dtype)
-    )
-    assert got.dtype == jnp.float8_e5m2
-    got = sum_of_operands(got)[0, 0]
-    largest = float(jnp.finfo(jnp.float8_e5m2).max)
-    want = np.clip(exact, -largest, largest)
-    kept = np.fmod(want, 2.0**-22) == 0
-    chex.assert_trees_all_equal(got[kept], want[kept])
-    assert np.abs(got - want).max() <= 2.0**-23
 
 
 def test_the_merge_in_place_is_shielded_from_slices():
