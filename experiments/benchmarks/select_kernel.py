@@ -61,11 +61,13 @@ class Config:
 
     out: pathlib.Path = pathlib.Path("runs/kernels")
     """Folder for the figures, select.json."""
+    only: tuple[str, ...] = IMPLEMENTATIONS
+    """Implementations to time; both unless given."""
 
 
 def main(config: Config) -> None:
     """Measure, print, and write the report."""
-    measure_all(config.out / "select.json", cases.BENCHMARK, IMPLEMENTATIONS, measure)
+    measure_all(config.out / "select.json", cases.BENCHMARK, config.only, measure)
 
 
 if __name__ == "__main__":

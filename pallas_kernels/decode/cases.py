@@ -85,6 +85,8 @@ CONTRACT: tuple[DecodeCase, ...] = (
     replace(BASE, name="float32_group8_head_dim96", dtype="float32", group=8, head_dim=96),
     replace(BASE, name="float32_head_dim256", dtype="float32", head_dim=256, lengths=(70, 0, 64)),
     replace(BASE, name="float8", pages_dtype="float8_e4m3fn"),
+    replace(BASE, name="float8_one_long_row", pages_dtype="float8_e4m3fn",
+            lengths=(1, 20 * _P + 1, 0, 2)),
     # Weights times such scales are zero in float16.
     replace(BASE, name="float8_group8_head_dim64", pages_dtype="float8_e4m3fn", group=8,
             head_dim=64, value_scale=2.0**-40),

@@ -4,6 +4,7 @@ The kernels' modules are imported when a call is traced: Pallas for GPUs takes a
 jax itself.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import tuned
 from pallas_kernels.decode.plan import DecodePlan, make_plan
 from pallas_kernels.decode.rows import Rows
-from pallas_kernels.decode.spec import LOG2_E, Spec
+from pallas_kernels.decode.spec import LOG2_E, QUERY_STEP, Spec
 from pallas_kernels.dispatch import mosaic_lacks, target_gpu
 from pallas_kernels.four_bits import PACKED
 
@@ -181,7 +182,7 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
         return_lse=return_lse,
         return_scores=return_scores,
     )
-    heads = _split(q, spec.operand, spec.parts) if spec.parts > 1 else narrow(q, spec.operand)[None]
+    heads = query_operands(q, spec)
     if interpret is not None:
         # The interpreter does not fill boxes that reach outside an array.
         heads = jnp.pad(heads, ((0, 0), (0, 0), (0, spec.columns - group), (0, 0)))
@@ -227,23 +228,40 @@ def _results(spec: Spec, rows: Rows, out, lse, scores):
     return tuple(results)
 
 
-def narrow(q, operand):
-    """Converts queries to operands; of bfloat16 to float16 it clamps what is out of range."""
-    if q.dtype == operand:
-        return q
-    largest = float(jnp.finfo(operand).max)
-    return jnp.clip(q.astype(jnp.float32), -largest, largest).astype(operand)
+def _round(x, finfo):
+    """Rounds float32 to a dtype of fewer bits; XLA may drop a plain conversion there and back."""
+    rounded = lax.reduce_precision(x, exponent_bits=finfo.nexp, mantissa_bits=finfo.nmant)
+    if finfo.nexp == jnp.finfo(jnp.float32).nexp:
+        return rounded
+    # Of numbers below the normal ones it makes zeros.
+    unit = float(finfo.smallest_subnormal)
+    return jnp.where(jnp.abs(x) < float(finfo.tiny), jnp.round(x / unit) * unit, rounded)
 
 
-def _split(q, operand, parts):
-    """Writes float32 queries as a sum of operands, [parts, R, G, D]."""
-    pieces, rest = [], q
-    for _ in range(parts):
-        # XLA may simplify away a plain conversion to bfloat16 and back.
-        rounded = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
-        pieces.append(rounded.astype(operand))
-        rest = rest - rounded
-    return jnp.stack(pieces)
+def query_operands(q, spec: Spec):
+    """Writes queries as operands of the matrix unit (see `operands`), [parts, R, G, D].
+
+    Those of float8 clamp what is out of range.
+    """
+    if spec.query_parts == 1:
+        return q.astype(spec.query)[None]
+    finfo, step = jnp.finfo(spec.query), 1.0
+    rest = q.astype(jnp.float32)
+    if spec.scaled:
+        rest = jnp.clip(rest, float(finfo.min), float(finfo.max))
+        step = 1 / QUERY_STEP
+    pieces = []
+    for _ in range(spec.query_parts - 1):
+        rounded = _round(rest, finfo)
+        pieces.append(rounded)
+        rest = (rest - rounded) * step
+    # One kernel, that writes each operand where it belongs.
+    part = lax.broadcasted_iota(jnp.int32, (spec.query_parts, 1, 1, 1), 0)
+    return functools.reduce(
+        lambda later, at: jnp.where(part == at, pieces[at], later),
+        reversed(range(spec.query_parts - 1)),
+        jnp.broadcast_to(rest, (spec.query_parts, *q.shape)),
+    ).astype(spec.query)
 
 
 def _transpose(out, spec: Spec):

@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode.mosaic import walk_rows
 from pallas_kernels.decode.operands import per_column
+from pallas_kernels.decode.plan import walk_rows
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOG2_E, LOWEST, Spec
 from pallas_kernels.mma import ACC, LHS, RHS, mma

@@ -1,23 +1,34 @@
 """Operands of the Hopper decode kernel in shared memory, and how pages are converted to them.
 
-The matrix unit takes bfloat16 (or float16) from shared memory. Other pages are converted: float8 to
-one float16, with a scale per slot; float32 to a sum of three bfloat16 parts, of which all products
-above 2^-24 are computed, so that the precision of float32 is kept.
+The matrix unit takes bfloat16 (or float16) from shared memory. Float32 pages are converted, to a
+sum of three bfloat16 parts, of which all products above 2^-24 are computed, so that the precision
+of float32 is kept.
 
-The matrix unit takes its first operand from registers too, and rows of keys lie there as it wants
-them, so float8 keys go from a page to registers and no further. Values are transposed, which only
-shared memory does, and pass through a second buffer.
+Float8 keys are multiplied as they are, by queries that are a sum of float8 numbers of 3 significant
+bits (e5m2), each scaled to the range of the first:
+
+    q = q_0 + 2^-3 q_1 + 2^-6 q_2,    q_i = e5m2(2^(3 i) (q - what those before it sum to))
+
+Rounding leaves at most half a unit of the last bit, so three hold any 11 significant bits: bfloat16
+has 8 and float16 11. An element is exact if its last bit is 2^-22 or more, else off by at most
+2^-23. All three are columns of one product, and are summed in float32. What is left is the adder of
+Hopper's matrix unit, which for float8 aligns the products of 32 elements and the sum so far to the
+largest exponent among them, and truncates each to 13 bits below it:
+
+    |error of q . k| <= sum_blocks 33 2^-13 max(|q_d k_d| of the block, |sum of those before|)
+
+Float8 values must be transposed, which the matrix unit does for numbers of 16 bits alone. They are
+converted to float16, two numbers in one instruction, in a second buffer.
 """
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode.spec import Spec
+from pallas_kernels.decode.spec import QUERY_STEP, Spec
 
 # Number of columns of a page that are held in registers at a time.
 _PIECE = 64
@@ -36,17 +47,8 @@ def swizzled(width: int, dtype) -> tuple:
     return plgpu.TilingTransform((8, together)), swizzle
 
 
-def matmul(pairs, shape, interpreted: bool = False):
-    """Sums the products of pairs of operands, in float32 registers.
-
-    Args:
-      pairs: operands; the second of each in shared memory, the first there or in registers.
-      shape: shape of the products.
-      interpreted: whether the kernel runs in the interpreter.
-    """
-    if interpreted and isinstance(pairs[0][0], jax.Array):
-        # The interpreter's matrix unit takes both operands from shared memory.
-        return sum(lax.dot(a, b[...], preferred_element_type=jnp.float32) for a, b in pairs)
+def matmul(pairs, shape):
+    """Sums the products of pairs of operands in shared memory, in float32 registers."""
 
     def multiply(accumulator):
         for a, b in pairs:
@@ -86,26 +88,32 @@ def _convert(spec: Spec, page_smem, target_smem, start: int, size: int) -> list:
     return [target_smem.at[part] for part in range(spec.parts)]
 
 
-def key_pairs(spec: Spec, page_smem, key_smem, queries) -> list[tuple]:
-    """Returns the pairs of operands whose products sum to those of a tile's keys and the queries.
+def multiply_keys(spec: Spec, page_smem, key_smem, q_smem):
+    """Returns the products of a tile's keys and the queries, [tile, N].
 
     Args:
       spec: the static parameters.
       page_smem: the keys, [tile, D].
-      key_smem: the buffer for keys that are converted in shared memory.
-      queries: the operands that sum to the queries, [D, N] each.
+      key_smem: the buffer for keys that are converted.
+      q_smem: the operands that make the queries, one below the other, [parts N, D].
     """
+    width = spec.columns
     if spec.scaled:
-        (query,) = queries
-        return [
-            (_load(spec, page_smem, at, width), query.at[pl.ds(at, width)])
-            for at, width in _pieces(spec, 0, spec.head_dim)
-        ]
+        shape = (spec.tile, spec.query_parts * width)
+        products = matmul([(page_smem, q_smem.transpose((1, 0)))], shape)
+        total = products[:, -width:]
+        for part in reversed(range(spec.query_parts - 1)):
+            total = total * QUERY_STEP + products[:, part * width : (part + 1) * width]
+        return total
+    queries = [
+        q_smem.at[pl.ds(part * width, width)].transpose((1, 0)) for part in range(spec.query_parts)
+    ]
     keys = [page_smem]
     if spec.stage_keys:
         keys = _convert(spec, page_smem, key_smem.at[0], 0, spec.head_dim)
         plgpu.commit_smem()
-    return [(k, q) for a, k in enumerate(keys) for q in queries[: spec.parts - a]]
+    pairs = [(k, q) for a, k in enumerate(keys) for q in queries[: spec.parts - a]]
+    return matmul(pairs, (spec.tile, width))
 
 
 def _clear(operand_smem, live) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 # Up to this many rows a masked sum over all pairs of rows is one small kernel, cheaper than a scan.
@@ -87,3 +88,35 @@ def make_plan(lengths: Int[Array, "*L R"], *, tile: int, programs: int) -> Decod
     ends = tile_starts[..., None, 1:]
     edge_rows = jnp.sum(ends <= edge[..., None], axis=-1, dtype=jnp.int32)
     return DecodePlan(tile_starts, edge_rows, tile, programs)
+
+
+def walk_rows(plan_refs, lengths_ref, spec, visit, start_state):
+    """Visits the rows of this program's stretch in order, inside a kernel.
+
+    Calls `visit(row, lo, hi, length, whole, state) -> state` where [lo, hi) are the row's live
+    tiles in this stretch, and `whole` says that no other program reads the row. The start, the end
+    and the length of a row are loaded one row ahead.
+    """
+    tile_starts_ref, edge_rows_ref = plan_refs
+    program = lax.axis_index("program")
+    total = tile_starts_ref[spec.rows]
+    first_row, last_row = edge_rows_ref[program], edge_rows_ref[spec.programs + program]
+    start = stretch_start(total, program, spec.programs)
+    stop = stretch_start(total, program + 1, spec.programs)
+
+    def bounds(row):
+        row = jnp.minimum(row, spec.rows - 1)
+        return tile_starts_ref[row], tile_starts_ref[row + 1], lengths_ref[row]
+
+    def step(row, carry):
+        (row_start, row_stop, length), state = carry
+        following = bounds(row + 1)
+        lo = jnp.maximum(start, row_start) - row_start
+        hi = jnp.minimum(stop, row_stop) - row_start
+        whole = (lo == 0) & (hi == row_stop - row_start)
+        live = (length + (spec.tile - 1)) // spec.tile
+        state = visit(row, lo, jnp.minimum(hi, live), length, whole, state)
+        return following, state
+
+    _, state = lax.fori_loop(first_row, last_row + 1, step, (bounds(first_row), start_state))
+    return state

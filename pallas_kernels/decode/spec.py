@@ -10,6 +10,10 @@ LOG2_E = math.log2(math.e)
 LOWEST = -1e30
 # The least log2 of a value's scale that counts: 2^100 weights of tokens sum to a float32.
 LEAST_SCALE = -100.0
+# Factor between the operands that float8 queries are a sum of: one has three significant bits.
+QUERY_STEP = 2.0**-3
+# Number of tiles of float8 values that are held converted.
+CONVERTED = 2
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Spec:
 
     @property
     def operand(self) -> jnp.dtype:
-        """Dtype of the operands of the matrix unit.
+        """Dtype of weights and values, and of keys and queries unless pages are float8.
 
         Hopper converts two float8 numbers to float16 in one instruction, to bfloat16 in four.
         """
@@ -77,13 +81,23 @@ class Spec:
 
     @property
     def stage_keys(self) -> bool:
-        """Whether keys pass through a second buffer, to be converted; float8 in registers."""
+        """Whether keys pass through a second buffer, to be converted; float8 keys do not."""
         return self.convert and not self.scaled
 
     @property
     def parts(self) -> int:
         """Number of operands whose sum is a page."""
         return 3 if self.pages_dtype == jnp.float32 else 1
+
+    @property
+    def query_parts(self) -> int:
+        """Number of operands that make the queries: three of 3 significant bits hold 11."""
+        return 3 if self.scaled else self.parts
+
+    @property
+    def query(self) -> jnp.dtype:
+        """Dtype of the operands that make the queries."""
+        return jnp.dtype(jnp.float8_e5m2) if self.scaled else self.operand
 
     @property
     def scaled(self) -> bool:
@@ -131,6 +145,7 @@ class Spec:
         ring = 2 * self.stages * (page + (4 * self.tile if self.scaled else 0))
         widths = self.stage_keys * self.head_dim
         widths += (self.stage_values and not self.share_stage) * self.out_rows
-        staged = 2 * self.parts * self.tile * widths
-        heads = self.columns * self.head_dim * 2 * (2 * self.parts + 1)
+        staged = 2 * self.parts * self.tile * widths * (CONVERTED if self.scaled else 1)
+        queries = 2 * self.query_parts * self.query.itemsize
+        heads = self.columns * self.head_dim * (queries + 2)
         return ring + staged + heads + 2 * self.parts * self.columns * self.tile + 8192

@@ -10,10 +10,11 @@ until exactly `count` reach l, which for distinct numbers happens long before l 
 numbers equal to l the first are selected.
 
 Mosaic GPU has no scatter, so the selected indices are not written to their places: each place looks
-for its index, as on a TPU. The row is taken as a matrix of 64 lines. Products with a triangle of
-ones count the selected numbers of each line up to each column, and a comparison of all pairs of
-lines those before each line. Of 64 places at a time, one product picks the counts of each place's
-line, and the number of counts that do not exceed the place is its column.
+for its index, as on a TPU. The row is taken as a matrix of 64 lines, of which a short row leaves
+the last ones empty. Products with a triangle of ones count the selected numbers of each line up to
+each column, and a comparison of all pairs of lines those before each line. Of 64 places at a time,
+one product picks the counts of each place's line, and the number of counts that do not exceed the
+place is its column.
 
 A longer row is cut into groups of W neighbors. The `count` largest scores are in the `count` groups
 with the largest maxima, so first those groups are selected, then the scores in them: with
@@ -40,6 +41,8 @@ from pallas_kernels.stores import store
 
 # Lines of the matrix that a row is taken as; columns come in multiples of 16.
 _LINES, _COLUMNS = 64, 16
+# Threads of a program, each of which holds a part of a row.
+_THREADS = 128
 # Maximum number of scores of a program: counts up to 128 in a line are exact in bfloat16.
 _MOST = 1 << 13
 _LOWEST = -(2**31)
@@ -61,7 +64,7 @@ def _ordered(scores: Float[Array, "..."]) -> Int[Array, "..."]:
     return jnp.where(bits < 0, _LOWEST - bits, bits)
 
 
-def _threshold(keys: Int[Array, " S"], count: int) -> Int[Array, ""]:
+def _threshold(keys: Int[Array, "lines columns"], count: int) -> Int[Array, ""]:
     """Returns a threshold that exactly `count` keys reach, or the largest one that more reach."""
 
     def unfinished(state):
@@ -93,24 +96,34 @@ def _load_lines(ref, layout):
     return lax.broadcast_in_dim(vector, (_LINES, _LINES), [1])
 
 
-def _body(flat_ref, lines_ref, out_ref, memory, *, count: int, interpret: bool):
-    totals_smem, starts_smem, ends_smem, counts_smem = memory
+def _body(scores_ref, out_ref, memory, *, count: int, interpret: bool):
+    totals_smem, starts_smem, ends_smem, counts_smem, keys_smem = memory
     row = lax.axis_index("row")
-    columns = lines_ref.shape[2]
+    _, lines, columns = scores_ref.shape
     square, block = (_LINES, _LINES), (_LINES, _COLUMNS)
 
     def fill(shape, value, dtype):
         return jnp.full(shape, value, dtype)
 
-    width = flat_ref.shape[1]
-    strided = plgpu.Layout.WG_STRIDED((width,), min(8, width // 128, 16 // flat_ref.dtype.itemsize))
-    keys = _ordered(plgpu.load(flat_ref.at[row], layout=strided))
+    def strided(lines, size):
+        shape = (lines, columns)
+        return plgpu.Layout.WG_STRIDED(shape, math.gcd(lines * columns // _THREADS, 16 // size))
+
+    keys = _ordered(
+        plgpu.load(scores_ref.at[row], layout=strided(lines, scores_ref.dtype.itemsize))
+    )
+    store(keys_smem.at[pl.ds(0, lines)], keys)
+    if lines < _LINES:
+        # Smaller than any number, and last: never selected, as there are `count` others.
+        rest = _LINES - lines
+        padding = plgpu.layout_cast(fill((rest, columns), _LOWEST, jnp.int32), strided(rest, 4))
+        store(keys_smem.at[pl.ds(lines, rest)], padding)
     threshold = _threshold(keys, count)
     # Of the numbers equal to the threshold, as many are selected.
     needed = count - jnp.where(keys > threshold, 1, 0).sum()
 
-    # The scores again, as operands of products.
-    keys = _ordered(plgpu.load(lines_ref.at[row], layout=LHS, optimized=False))
+    # The keys again, as operands of products.
+    keys = plgpu.load(keys_smem, layout=LHS, optimized=False)
     more, same = keys > threshold, keys == threshold
 
     def marks(one, other, dtype):
@@ -194,24 +207,28 @@ def select_largest_mosaic(
     """
     if scores.shape[1] > _MOST:
         return _by_groups(scores, count, interpret)
-    # Padding is smallest and comes last, so it is never selected: there are `count` other scores.
-    scores = pad_axis(scores, 1, _LINES * _COLUMNS, constant_values=-jnp.inf)
     rows, width = scores.shape
-    columns = width // _LINES
+    columns = -(-width // (_LINES * _COLUMNS)) * _COLUMNS
+    # Padding is smallest and comes last, so it is never selected: there are `count` other scores.
+    scores = pad_axis(scores, 1, math.lcm(_THREADS, columns), constant_values=-jnp.inf)
 
-    def body(flat_ref, lines_ref, out_ref, *memory):
-        _body(flat_ref, lines_ref, out_ref, memory, count=count, interpret=interpret is not None)
+    def body(scores_ref, out_ref, *memory):
+        _body(scores_ref, out_ref, memory, count=count, interpret=interpret is not None)
 
     per_line = plgpu.SMEM((_LINES,), jnp.int32)
     found = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, -(-count // _LINES) * _LINES), jnp.int32),
-        scratch_types=[per_line] * 3 + [plgpu.SMEM((_LINES, columns), jnp.bfloat16)],
+        scratch_types=[
+            *[per_line] * 3,
+            plgpu.SMEM((_LINES, columns), jnp.bfloat16),
+            plgpu.SMEM((_LINES, columns), jnp.int32),
+        ],
         grid=(rows,),
         grid_names=("row",),
         interpret=interpret,
         kernel_name="select_largest",
-    )(scores, scores.reshape(rows, _LINES, columns))
+    )(scores.reshape(rows, -1, columns))
     return found[:, :count]
 
 

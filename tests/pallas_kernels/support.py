@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import chex
-import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -91,6 +91,36 @@ def decode_oracle(inputs, scale):
             out[row, head] = weights @ read["v"] / weights.sum()
             scores[row, head, :length] = s
     return out, lse, scores
+
+
+def float8_score_bound(inputs, scale):
+    """How far Hopper's float8 adder may take each score from its oracle, [R, G, slots].
+
+    Queries are cut into numbers of 3 significant bits; of each, the products with a key are added
+    32 at a time to the sum so far, all truncated to 13 bits below the largest exponent of them.
+    """
+    q, scales = inputs["q"].astype(np.float64), inputs["k_scales"].astype(np.float64)
+    size, slots = scales.shape[1], inputs["page_table"].shape[1] * scales.shape[1]
+    bound = np.zeros((*q.shape[:2], slots))
+    for row, length in enumerate(inputs["lengths"]):
+        where = [(inputs["page_table"][row, j // size], j % size) for j in range(length)]
+        if not where:
+            continue
+        index = tuple(np.array(where).T)
+        keys = inputs["k_pages"][index].astype(np.float64)
+        rest, loss = q[row], 0.0
+        for part in range(3):
+            factor = 8.0**part
+            operand = (rest * factor).astype(ml_dtypes.float8_e5m2).astype(np.float64) / factor
+            rest = rest - operand
+            products = operand[:, None] * keys
+            blocks = products.reshape(*products.shape[:2], -1, 32)
+            largest = np.abs(blocks).max(-1)
+            before = np.abs(np.cumsum(blocks.sum(-1), -1)[..., :-1])
+            largest[..., 1:] = np.maximum(largest[..., 1:], before)
+            loss = loss + 33 * 2.0**-13 * largest.sum(-1)
+        bound[row, :, :length] = scale * np.abs(scales[index]) * loss
+    return bound
 
 
 def relative_error(got, want):
@@ -177,9 +207,16 @@ def run_apart(script, *arguments, **environment):
 
 
 def interpret(script, *arguments):
-    """Run a script that interprets kernels."""
+    """Run a script that interprets kernels with races looked for: the lines that it printed.
+
+    The interpreters keep of the last kernel alone whether it raced, but print every race they find.
+    """
     # With fewer threads than a program has warpgroups the interpreter of Mosaic GPU waits for ever.
-    return run_apart(script, *arguments, JAX_PLATFORMS="cpu", NPROC="4", JAX_NUM_CPU_DEVICES="1")
+    settings = {"JAX_PLATFORMS": "cpu", "NPROC": "4", "JAX_NUM_CPU_DEVICES": "1"}
+    lines = run_apart(script, *arguments, **settings)
+    races = [i for i, line in enumerate(lines) if "RACE DETECTED" in line]
+    assert not races, "\n".join(lines[races[0] : races[0] + 7])
+    return lines
 
 
 def compile_for_tpu(script, kind, topology, *arguments):

@@ -10,6 +10,7 @@ from tests.mutants.mutant import Mutant
 DECODE = "pallas_kernels/decode/"
 TRAINING = "pallas_kernels/training/"
 PLAN = "tests/pallas_kernels/decode/test_plan.py"
+INTERPRETED = "tests/pallas_kernels/decode/test_interpreted.py"
 PREFILL = "tests/pallas_kernels/prefill/test_prefill.py"
 VISITS = f"{PREFILL}::test_the_plan_visits_what_is_seen_and_nothing_else"
 TILES = "tests/pallas_kernels/training/test_tiles.py"
@@ -45,6 +46,16 @@ MUTANTS = [
         """    share = jnp.int32(program) * jnp.int32(total) // programs
     return share""",
         (f"{PLAN}::test_long_lines_do_not_overflow",),
+    ),
+    Mutant(
+        "kernels: scales of float8 pages are given up before the fence",
+        DECODE + "mosaic.py",
+        """                plgpu.commit_smem()
+                # Threads""",
+        "                # Threads",
+        (
+            f"{INTERPRETED}::test_kernel_agrees_with_the_oracle[mosaic_gpu-float32_group8_head_dim96]",
+        ),
     ),
     Mutant(
         "kernels: Hopper's plan counts rows that are not there",

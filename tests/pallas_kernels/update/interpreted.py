@@ -8,8 +8,6 @@ import json
 import sys
 
 import jax
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as gpu_interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
@@ -24,25 +22,25 @@ from tests.pallas_kernels.update.support import (
 
 
 def run(implementation, arrays):
-    """Run a case; the results and whether memory was raced for."""
+    """Run a case; races are printed."""
     if implementation == "mosaic_tpu":
         # Several blocks of rows, the last of them not full.
         tpu._VMEM_BYTES = 1 << 16
         parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
         results = tpu.write_pages_tpu(*operands(arrays), interpret=parameters)
-        return jax.block_until_ready(results), tpu_interpreter.races.races_found
+        return jax.block_until_ready(results)
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     results = gpu.mosaic(*operands(arrays), interpret=parameters)
-    return jax.block_until_ready(results), gpu_interpreter.get_races().races_found
+    return jax.block_until_ready(results)
 
 
 def main(implementation, names):
-    """Run the cases, check them, and say whether memory was raced for."""
+    """Run the cases and check them."""
     for name in names:
         inputs = write_inputs(cases.by_name(name))
-        results, raced = run(implementation, as_arrays(inputs))
+        results = run(implementation, as_arrays(inputs))
         assert_same_bits(results, write_oracle(inputs))
-        print(json.dumps({"case": name, "raced": bool(raced)}), flush=True)
+        print(json.dumps({"case": name}), flush=True)
 
 
 if __name__ == "__main__":

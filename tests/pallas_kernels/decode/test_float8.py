@@ -1,0 +1,91 @@
+"""Float8 keys are multiplied as they are: what queries become, and how far scores may be off."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import decode_attention
+from pallas_kernels.decode import cases, gpu
+from tests.pallas_kernels.support import (
+    decode_inputs,
+    decode_oracle,
+    float8_score_bound,
+    lower_for_cuda,
+    structs,
+)
+
+SCALE = 0.1
+
+
+def test_float8_keys_are_multiplied_as_they_are():
+    """By queries of three operands, which one kernel of XLA writes."""
+    case = cases.by_name("float8")
+    function = functools.partial(decode_attention, scale=0.1, implementation="mosaic_gpu")
+    text = lower_for_cuda(function, **structs(case))
+    assert f"tensor<3x{case.rows}x{case.group}x{case.head_dim}xf8E5M2>" in text
+    assert "stablehlo.concatenate" not in text
+
+
+def float8_spec(dtype):
+    shapes = structs(cases.by_name("float8"))
+    q = jax.ShapeDtypeStruct(shapes["q"].shape, dtype)
+    unused = {"tile": 64, "programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
+    return gpu.spec_of(q, shapes["k_pages"], {"stages": 1}, **unused)
+
+
+def sum_of_operands(operands):
+    """What the kernel multiplies keys by, in float64."""
+    return sum(np.asarray(part, np.float64) * 2.0 ** (-3 * i) for i, part in enumerate(operands))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_operands_of_float8_hold_every_query(dtype):
+    """Every number of 16 bits: exact if its last bit is 2^-22 or more, else within 2^-23."""
+    every = jax.lax.bitcast_convert_type(jnp.arange(1 << 16, dtype=jnp.uint16), dtype)
+    exact = np.asarray(every, np.float64)
+    exact = exact[~np.isnan(exact)]
+    got = jax.jit(gpu.query_operands, static_argnums=1)(
+        jnp.asarray(exact, dtype)[None, None], float8_spec(dtype)
+    )
+    assert got.dtype == jnp.float8_e5m2
+    got = sum_of_operands(got)[0, 0]
+    largest = float(jnp.finfo(jnp.float8_e5m2).max)
+    want = np.clip(exact, -largest, largest)
+    kept = np.fmod(want, 2.0**-22) == 0
+    chex.assert_trees_all_equal(got[kept], want[kept])
+    assert np.abs(got - want).max() <= 2.0**-23
+
+
+def added_as_hopper_does(operand, keys):
+    """Products of [G, D] and [S, D], 32 at a time with the sum so far, by an adder of 13 bits."""
+    total = np.zeros((operand.shape[0], keys.shape[0]))
+    for start in range(0, keys.shape[1], 32):
+        part = slice(start, start + 32)
+        terms = np.concatenate([operand[:, None, part] * keys[:, part], total[..., None]], -1)
+        unit = 2.0 ** (np.frexp(np.abs(terms).max(-1, keepdims=True))[1] - 1 - 13)
+        total = (np.trunc(terms / unit) * unit).sum(-1)
+    return total
+
+
+@pytest.mark.parametrize("parts", [3, 1])
+def test_the_bound_holds_for_the_adder_and_not_for_fewer_operands(parts):
+    case = cases.by_name("float8")
+    inputs = decode_inputs(case)
+    bound, (_, _, want) = float8_score_bound(inputs, SCALE), decode_oracle(inputs, SCALE)
+    operands = np.asarray(gpu.query_operands(inputs["q"], float8_spec(jnp.bfloat16)), np.float64)
+    within = []
+    for row, length in enumerate(case.lengths):
+        where = [(inputs["page_table"][row, j // 64], j % 64) for j in range(length)]
+        if not where:
+            continue
+        index = tuple(np.array(where).T)
+        keys = inputs["k_pages"][index].astype(np.float64)
+        got = sum(added_as_hopper_does(operands[i, row], keys) / 8.0**i for i in range(parts))
+        oracle, most = want[row, :, :length], bound[row, :, :length]
+        off = np.abs(got * SCALE * inputs["k_scales"][index] - oracle)
+        within.append((off <= most + 2e-5 * np.abs(oracle)).all())
+    assert all(within) == (parts == 3)
