@@ -6,6 +6,7 @@ module is collected. Processes that tests start inherit it.
 - CPU with 8 fake devices, unless `--gpu` asks for the card (then the tests marked `gpu` run too).
 - libtpu is told where it is, so that a test can compile for TPU on a machine without one.
 - Compiled functions are kept in `.jax_cache` of the checkout and shared by all workers.
+- Annotations of shapes are checked, from a function's first call (`support/annotations.py`).
 - XLA compiles quickly rather than well; a test that runs for longer than it compiles, or that is
   about what the compiler makes, asks for the fixture `optimized`.
 
@@ -22,6 +23,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support import annotations
 from tests.support.reseeding import Reseeding
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -61,6 +63,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "jax" in sys.modules:
         raise pytest.UsageError("jax was imported before tests/conftest.py could set it up")
+    # Containers often keep Python from writing what it compiled: then every process of the tests
+    # compiles all of the sources again.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    annotations.install()
     if config.getoption("--gpu"):
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"
         # Several processes share the card, so none may take all of its memory at the start.

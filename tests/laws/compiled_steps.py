@@ -42,6 +42,7 @@ from dms_jax.policies import (
     SnapKV,
     StreamingLLM,
 )
+from tests.support.ahead import compile_ahead
 
 SMALL_OPTIONS = {
     DMS: dict(window=64),
@@ -61,6 +62,7 @@ SMALL_OPTIONS |= {kind: dict(budget=128, interval=64) for kind in SCORERS}
 BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
 POOL_FACTOR = 256  # pages of the pool to those of its rows
 COPIED_AT_A_TIME = 64  # pages
+TOPOLOGY = "v5p:2x2x1"
 COPIES: dict = {}  # reports of programs that were compiled, by the cache
 
 
@@ -107,7 +109,7 @@ def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
 
 def on_tpu() -> NamedSharding:
     """Returns a sharding on one chip of a TPU topology; no TPU is needed."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY)
     mesh = Mesh(np.array(topology.devices[:1]).reshape(1, 1), ("data", "model"))
     return NamedSharding(mesh, PartitionSpec())
 
@@ -121,7 +123,7 @@ def on_gpu() -> NamedSharding:
 def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
     """Returns the pool's copies, aliasing and memory in a compiled chunk."""
     shapes = arguments(policy, num_layers=3, pool_factor=pool_factor, place=place)
-    return report_of(programs.decode.lower(*shapes).compile(), shapes)
+    return report_of(programs.decode.lower(*shapes), shapes, place)
 
 
 def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:
@@ -144,12 +146,14 @@ def compile_copies(shapes, place: NamedSharding) -> dict:
         for shape in ((1, 2, COPIED_AT_A_TIME), (BATCH,))
     )
     lowered = sharing.copy_lanes.lower(shapes[1], pages, lanes, KV_HEADS)
-    return report_of(lowered.compile(), shapes)
+    return report_of(lowered, shapes, place)
 
 
-def report_of(compiled, shapes) -> dict:
+def report_of(lowered, shapes, place: NamedSharding) -> dict:
     """Returns the pool's copies, aliasing and memory in a compiled program over a cache."""
-    pool, lines = shapes[1].k_pages, compiled.as_text().splitlines()
+    device = place.mesh.devices.flat[0]
+    report = compile_ahead(lowered, TOPOLOGY if device.platform == "tpu" else device.device_kind)
+    pool, lines = shapes[1].k_pages, report.text.splitlines()
     text = f"bf16[{','.join(map(str, pool.shape))}]"
     # `copy` moves an array, `copy-start` does so while other work goes on.
     copies = [
@@ -166,11 +170,10 @@ def report_of(compiled, shapes) -> dict:
         for line in lines
         if "kind=kLoop" in line and any(each in line.partition(" fusion(")[0] for each in cut)
     ]
-    memory = compiled.memory_analysis()
     return dict(
         pool_bytes=2 * pool.size * pool.dtype.itemsize,
-        aliased=memory.alias_size_in_bytes,
-        temporary=memory.temp_size_in_bytes,
+        aliased=report.memory.alias_size_in_bytes,
+        temporary=report.memory.temp_size_in_bytes,
         slot_numbers=sum(
             leaf.size * leaf.dtype.itemsize
             for leaf in jax.tree.leaves(shapes[1].page_state)

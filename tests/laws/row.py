@@ -73,7 +73,7 @@ class Row:
         after_prompt = self.cuts == "after the prompt" and done == prompt_length
         return (trace.kept if after_prompt or self.cuts == "always" else trace.live)[done - 1]
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         options = _options(self.policy)
         options += [f"G={self.group}", f"page={self.page_size}"]

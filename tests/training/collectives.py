@@ -39,6 +39,7 @@ from dms_jax.training.step import (
     make_optimizer,
     make_step,
 )
+from tests.support.ahead import compile_ahead
 
 # Where `make gpu-compiler` puts the plugin: in the environment it would slow every start of jax.
 GPU_COMPILER = Path(__file__).resolve().parents[2] / ".gpu_compiler"
@@ -62,7 +63,7 @@ _ARRAY = re.compile(r"(bf16|f32|s32|u32|pred)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|to_apply|calls|called_computations)=\{?%([\w.-]+)")
 
 
-def compiled_step(mesh: Mesh, *, trainable: str = "all", dtype=jnp.bfloat16):
+def compiled_step(mesh: Mesh, target: str, *, trainable: str = "all", dtype=jnp.bfloat16) -> str:
     """Compiles a step with the same sequences a shard on any mesh."""
     policy = DMS(window=16, source="adapter")
     batch = SEQUENCES * mesh.shape["data"]
@@ -125,7 +126,8 @@ def compiled_step(mesh: Mesh, *, trainable: str = "all", dtype=jnp.bfloat16):
         )
         platform = mesh.devices.flat[0].platform.replace("gpu", "cuda")
         options = dict(GPU_OPTIONS) if platform == "cuda" else None
-        return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
+        lowered = traced.lower(lowering_platforms=(platform,))
+        return compile_ahead(lowered, f"{target} {dict(mesh.shape)}", options).text
 
 
 def collectives(text: str) -> list[tuple[str, str, int]]:
@@ -190,6 +192,6 @@ if __name__ == "__main__":
         topology = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1])
         devices = topology.devices
     for shards in sys.argv[2:]:
-        compiled = compiled_step(mesh_of(devices, *map(int, shards.split("x"))))
-        for each in collectives(compiled.as_text()):
+        text = compiled_step(mesh_of(devices, *map(int, shards.split("x"))), sys.argv[1])
+        for each in collectives(text):
             print(json.dumps((shards, *each)))

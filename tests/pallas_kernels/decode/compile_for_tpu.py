@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import decode_attention
 from pallas_kernels.decode import cases
 from tests.pallas_kernels.support import structs
+from tests.support.ahead import compile_ahead
 
 # Tables of 2 MiB: twice the scalar memory of a chip.
 LARGE = cases.DecodeCase("large", (100,) * 512, spare_columns=1022)
@@ -35,8 +36,8 @@ def main(topology, names):
         run = functools.partial(
             decode_attention, scale=0.1, return_lse=everything, return_scores=everything
         )
-        compiled = jax.jit(lambda inputs, run=run: run(**inputs)).trace(shapes).lower().compile()
-        kernel = "tpu_custom_call" in compiled.as_text()
+        lowered = jax.jit(lambda inputs, run=run: run(**inputs)).trace(shapes).lower()
+        kernel = "tpu_custom_call" in compile_ahead(lowered, topology).text
         print(f"{name} {'kernel' if kernel else 'no kernel'}", flush=True)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import write_pages
 from pallas_kernels.update import cases, tpu
 from tests.pallas_kernels.update.support import write_structs
+from tests.support.ahead import compile_ahead
 
 # As many rows as their addresses may be in scalar memory.
 MOST_ROWS = cases.WriteCase("most_rows", tpu._MOST_ROWS)
@@ -27,10 +28,10 @@ def main(topology, names):
         shapes = write_structs(case, sharding)
         pool = {key: shapes.pop(key) for key in ("k_pages", "v_pages")}
         run = jax.jit(lambda pool, rest: write_pages(**pool, **rest), donate_argnums=0)
-        compiled = run.trace(pool, shapes).lower().compile()
+        report = compile_ahead(run.trace(pool, shapes).lower(), topology)
         size = sum(x.size * x.dtype.itemsize for x in pool.values())
-        memory = compiled.memory_analysis()
-        kernel = "tpu_custom_call" in compiled.as_text()
+        memory = report.memory
+        kernel = "tpu_custom_call" in report.text
         in_place = memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < size / 8
         print(f"{name} {kernel} {in_place}", flush=True)
 
