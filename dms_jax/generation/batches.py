@@ -17,7 +17,7 @@ The width of a prompt's chunks depends on its own length only, and so does what 
 
 import dataclasses
 import functools
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,25 @@ class Shapes:
         lanes = [lane for lane, own in width_of.items() if own == width]
         entries = min(self.entries(width), key=lambda each: self._cost(len(lanes), width, each))
         return lanes[:entries], width, entries
+
+    def batches(self, counts: Iterable[int], *, refilled: bool) -> set[tuple[int, int]]:
+        """Returns the widths and entries of the programs that read prompts.
+
+        Args:
+          counts: numbers of tokens of the prompts that are read together at first.
+          refilled: whether others like them come later, a few at a time.
+        """
+        left = dict(enumerate(counts))
+        found = set[tuple[int, int]]()
+        while left:
+            lanes, width, entries = self.next_batch(left)
+            found |= {(width, each) for each in (self.entries(width) if refilled else [entries])}
+            for lane in lanes:
+                # More chunks of the widest than can be read at once are as good as many.
+                left[lane] = min(left[lane], 4 * self.widths[0]) - width
+                if left[lane] <= 0:
+                    del left[lane]
+        return found
 
     def entries(self, width: int) -> list[int]:
         """Returns the numbers of entries of programs of a width, the smallest first."""
