@@ -87,8 +87,9 @@ class Shapes:
             lanes, width, entries = self.next_batch(left)
             found |= {(width, each) for each in (self.entries(width) if refilled else [entries])}
             for lane in lanes:
-                # More chunks of the widest than can be read at once are as good as many.
-                left[lane] = min(left[lane], 4 * self.widths[0]) - width
+                left[lane] -= width
+                # Chunks of the widest beyond a few are as the few; what remains after them counts.
+                left[lane] -= max(0, left[lane] // self.widths[0] - 3) * self.widths[0]
                 if left[lane] <= 0:
                     del left[lane]
         return found

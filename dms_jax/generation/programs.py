@@ -75,10 +75,10 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 # only, and with all three (`experiments/results/decode/step_options.json`): 6.61, 6.29 and 6.26
 # over an eighth of 8192 tokens (medians of three runs); 13.23, 13.08 and 13.00 over all (one run).
 #
-# Loops are parts of a graph too, unrolled, where the host would launch a graph for every two layers:
-# 1.89 ms a step in place of 2.04 with Qwen2.5-0.5B's shape and 256 sequences of 256 tokens
-# (`experiments/results/engine/step_options.json`). A condition ends a graph, and such a graph
-# contains the layers of one step; without one it contains all steps of a program.
+# Loops are parts of a graph too, unrolled: otherwise the host launches one for every two layers. A
+# step with Qwen2.5-0.5B's shape and 256 sequences of 256 tokens takes 1.89 ms in place of 2.04
+# (`experiments/results/engine/step_options.json`). A condition is part of none: a graph ends there,
+# and holds the layers of one step; in a program without conditions it holds all steps.
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
