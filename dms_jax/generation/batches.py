@@ -88,8 +88,8 @@ class Shapes:
             found |= {(width, each) for each in (self.entries(width) if refilled else [entries])}
             for lane in lanes:
                 left[lane] -= width
-                # Chunks of the widest beyond a few are as the few; what remains after them counts.
-                left[lane] -= max(0, left[lane] // self.widths[0] - 3) * self.widths[0]
+                # Chunks beyond so many are as those; what remains after them counts.
+                left[lane] -= max(0, left[lane] // self.widths[0] - _EXACT) * self.widths[0]
                 if left[lane] <= 0:
                     del left[lane]
         return found
@@ -109,6 +109,8 @@ class Shapes:
         return next(holding, self.widths[0])
 
 
+# Chunks of a prompt that are looked at one by one.
+_EXACT = 64
 # Narrower programs would take as long: they read the weights.
 _NARROWEST = 16
 # Parameters that a token is multiplied by in the time that the launches of a layer take: 0.1 ms

@@ -225,8 +225,6 @@ class Engine:
         try:
             with room, self.runner.working():
                 if requests and not any(request.seen or request.before for request in requests):
-                    longest = max(len(request.prompt) for request in requests)
-                    self.runner.expect(longest + num_steps)
                     compile_first(self.runner, self._shapes, requests, *compiled)
                 while self._arrivals.receive(self.runner, waiting, self._running):
                     if self._cancelled:  # meanwhile: their lanes are free, and none is for them

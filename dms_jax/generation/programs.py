@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
+from dms_jax.generation.drawing import sample
 from dms_jax.generation.packing import Packed
-from dms_jax.generation.sampling import Filter, sample
+from dms_jax.generation.sampling import Filter
 from dms_jax.model.caching import cache_shape, cache_specs, init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy

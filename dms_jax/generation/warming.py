@@ -50,6 +50,7 @@ def compile_first(
     if refilled:
         counts = [len(request.prompt) for request in requests]
     batches = sorted(shapes.batches(counts, refilled=refilled))
+    runner.expect(max(len(request.prompt) for request in requests) + num_steps)
     pages = runner.table_width(1)
     key = (rule.switches, rule.logprobs, num_steps, end_tokens, pages, *batches)
     if key in compiled:

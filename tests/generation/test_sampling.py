@@ -11,15 +11,8 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine
-from dms_jax.generation.sampling import (
-    Sampling,
-    Scaled,
-    draw,
-    filter_logits,
-    lanes_filter,
-    sample,
-    try_tokens,
-)
+from dms_jax.generation.drawing import Scaled, draw, filter_logits, sample, try_tokens
+from dms_jax.generation.sampling import Sampling, lanes_filter
 from tests.generation.support import GREEDY, SHAPE, engine_for, log_softmax, model_for, prompts
 
 RULES = {
