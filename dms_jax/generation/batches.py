@@ -17,7 +17,7 @@ The width of a prompt's chunks depends on its own length only, and so does what 
 
 import dataclasses
 import functools
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,26 @@ class Shapes:
         entries = min(self.entries(width), key=lambda each: self._cost(len(lanes), width, each))
         return lanes[:entries], width, entries
 
+    def batches(self, counts: Iterable[int], *, refilled: bool) -> set[tuple[int, int]]:
+        """Returns the widths and entries of the programs that read prompts.
+
+        Args:
+          counts: numbers of tokens of the prompts that are read together at first.
+          refilled: whether others like them come later, a few at a time.
+        """
+        left = dict(enumerate(counts))
+        found = set[tuple[int, int]]()
+        while left:
+            lanes, width, entries = self.next_batch(left)
+            found |= {(width, each) for each in (self.entries(width) if refilled else [entries])}
+            for lane in lanes:
+                left[lane] -= width
+                # Chunks beyond so many are as those; what remains after them counts.
+                left[lane] -= max(0, left[lane] // self.widths[0] - _EXACT) * self.widths[0]
+                if left[lane] <= 0:
+                    del left[lane]
+        return found
+
     def entries(self, width: int) -> list[int]:
         """Returns the numbers of entries of programs of a width, the smallest first."""
         most = min(max(1, self.tokens // width), self.num_lanes)
@@ -89,6 +109,8 @@ class Shapes:
         return next(holding, self.widths[0])
 
 
+# Chunks of a prompt that are looked at one by one.
+_EXACT = 64
 # Narrower programs would take as long: they read the weights.
 _NARROWEST = 16
 # Parameters that a token is multiplied by in the time that the launches of a layer take: 0.1 ms

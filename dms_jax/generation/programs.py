@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
+from dms_jax.generation.drawing import sample
 from dms_jax.generation.packing import Packed
-from dms_jax.generation.sampling import Filter, sample
+from dms_jax.generation.sampling import Filter
 from dms_jax.model.caching import cache_shape, cache_specs, init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
@@ -74,7 +75,16 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 # step with Llama-3.1-8B's shape and 32 sequences on an H200, without the options, with concurrency
 # only, and with all three (`experiments/results/decode/step_options.json`): 6.61, 6.29 and 6.26
 # over an eighth of 8192 tokens (medians of three runs); 13.23, 13.08 and 13.00 over all (one run).
+#
+# Loops are parts of a graph too, unrolled: otherwise the host launches one for every two layers. A
+# step with Qwen2.5-0.5B's shape and 256 sequences of 256 tokens takes 1.89 ms in place of 2.04
+# (`experiments/results/engine/step_options.json`). A condition is part of none: a graph ends there,
+# and holds the layers of one step; in a program without conditions it holds all steps.
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
+    ),
+    "xla_gpu_command_buffer_unroll_loops": True,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
     "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper",

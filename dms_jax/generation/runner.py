@@ -63,6 +63,7 @@ class Runner(Rows):
         whole = policy.footprint(positions, page_size=page_size)
         self._keeps_all = whole.at_least >= positions
         self._max_length = 0  # tokens of the longest sequence so far
+        self._expected_slots = 1
         self.raise_max_length(1)
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
@@ -369,9 +370,19 @@ class Runner(Rows):
         self.unread = self.unread + counts
         return self.read(LaunchedSteps(steps, tokens[-1], counts, (), tail, table))
 
+    def expect(self, tokens: int) -> None:
+        """Makes page tables wide enough for a sequence of so many tokens before it grows to it.
+
+        Each width is a program to compile: those for the first tokens of long prompts, and for the
+        first steps, have no other one than those for the last.
+        """
+        limit = None if self.policy.shrinks else self._slot_limit
+        slots = tokens if limit is None else min(tokens, limit)
+        self._expected_slots = max(self._expected_slots, slots)
+
     def table_width(self, slots: int) -> int:
         """Returns the pages of a row in the compiled page table if the longest row has `slots`."""
-        widest = -(-slots // self.page_size)
+        widest = -(-max(slots, self._expected_slots) // self.page_size)
         if self._table_width is not None:
             return max(self._table_width, widest)
         limit = None if self.policy.shrinks else self._slot_limit

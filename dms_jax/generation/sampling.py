@@ -1,4 +1,4 @@
-"""Choosing the next token: temperature, top-k, top-p, min-p, and seeds that ignore the batch.
+"""How tokens are chosen: temperature, top-k, top-p, min-p, and seeds that ignore the batch.
 
 The draws never depend on the batch. The logits do, through rounding: a sum in another order
 differs in the last bit, and where two next tokens are nearly equally likely the answer diverges
@@ -15,29 +15,22 @@ between batches of 4 or 24 and one prompt at a time (shipped models; answers to 
 
 import dataclasses
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int, Key, Shaped, UInt
 
 from dms_jax.checks import Count, Number, Options, Range, Seed, Share, Whole, show
 from dms_jax.errors import ConfigError
 
 # The smallest normal number. A device may flush smaller ones to zero, among them the inverse that
 # it multiplies by in place of a division.
-_SMALLEST = float(np.finfo(np.float32).tiny)
-# Tokens of a block; the vocabularies of common models are multiples of it.
-_BLOCK = 128
+SMALLEST = float(np.finfo(np.float32).tiny)
 # More tokens than any vocabulary has.
 _ALL = 2**31 - 1
-# Tokens that are drawn from all before one of them is taken, and the least top-p for which that is
-# enough: none of them is kept once in 4 billion draws. Random numbers have 8 million values.
-_TRIALS, _LEAST_TRIED = 16, 0.75
+# The least top-p for which the few tokens that are tried are enough (`drawing`).
+_LEAST_TRIED = 0.75
 
 
 class Switches(NamedTuple):
@@ -146,7 +139,7 @@ class Sampling(Options):
             search=self.top_k > 0 or bool(np.float32(top_p) < _LEAST_TRIED),
         )
         return Filter(
-            temperature=min(max(temperature, _SMALLEST), 1 / _SMALLEST),
+            temperature=min(max(temperature, SMALLEST), 1 / SMALLEST),
             top_k=min(self.top_k, _ALL) if switches.top_k else _ALL,
             top_p=top_p if switches.top_p else math.inf,
             log_min_p=math.log(min_p) if switches.min_p else -math.inf,
@@ -183,183 +176,3 @@ def lanes_filter(samplings: Mapping[int, Sampling], num_lanes: int) -> Filter:
         switches=Switches(greedy=False, top_k=True, top_p=True, min_p=True, search=True),
         logprobs=True,
     )
-
-
-def sample(
-    logits: Float[Array, "B V"],
-    keys: Key[Array, " B"],
-    positions: Int[Array, " B"],
-    rule: Filter,
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Draws one token per row.
-
-    Args:
-      logits: logits of the next token.
-      keys: one random key per request.
-      positions: position of the token to draw; each position has its own draw.
-      rule: the filter.
-
-    Returns:
-      The tokens, and their log-probabilities under the unfiltered distribution.
-    """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if rule.switches.greedy:
-        tokens = jnp.argmax(logits, -1)
-    else:
-        # Relative to the largest, so that no temperature is too small to divide by.
-        relative = logits - logits.max(-1, keepdims=True)
-        keys = jax.vmap(jax.random.fold_in)(keys, positions)
-        tokens = draw_kept(relative / rule.temperature, keys, rule)
-        if rule.greedy is not None:
-            tokens = jnp.where(rule.greedy, jnp.argmax(logits, -1), tokens)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
-    return tokens.astype(jnp.int32), logprobs
-
-
-def draw_kept(
-    logits: Float[Array, "B V"], keys: Key[Array, " B"], rule: Filter
-) -> Int[Array, " B"]:
-    """Draws one of the tokens that the rule keeps per row; see `draw`.
-
-    Which ones these are is searched for only where few may be kept.
-    """
-
-    def search() -> Int[Array, " B"]:
-        return draw(filter_logits(logits, rule), keys)[:, 0]
-
-    if rule.searched is None:
-        return search() if rule.switches.search else try_tokens(logits, keys, rule)
-    tried = try_tokens(logits, keys, rule)
-    return jax.lax.cond(
-        rule.searched.any(), lambda: jnp.where(rule.searched, search(), tried), lambda: tried
-    )
-
-
-def try_tokens(
-    logits: Float[Array, "B V"], keys: Key[Array, " B"], rule: Filter
-) -> Int[Array, " B"]:
-    """Draws from all tokens until top-p keeps one; of as many as never occur, the most likely one.
-
-    The distribution is that over the tokens that are kept, and no others need to be known: a token
-    is kept if the more likely ones do not reach top-p, which one pass says of all that were drawn.
-    """
-    likely = logits
-    if rule.switches.min_p:
-        likely = jnp.where(logits < rule.log_min_p, -jnp.inf, logits)
-    if not rule.switches.top_p:
-        return draw(likely, keys)[:, 0]
-    tokens = draw(likely, keys, _TRIALS)
-    drawn = jnp.take_along_axis(logits, tokens, axis=-1)
-    sums = _sums_of_some(logits, jnp.exp, drawn, operator.gt)
-    kept = sums < rule.top_p * jnp.exp(logits).sum(-1, keepdims=True)
-    first = jnp.take_along_axis(tokens, jnp.argmax(kept, -1)[:, None], axis=-1)[:, 0]
-    return jnp.where(kept.any(-1), first, jnp.argmax(logits, -1))
-
-
-def draw(
-    logits: Float[Array, "B V"], keys: Key[Array, " B"], count: int = 1
-) -> Int[Array, "B count"]:
-    """Draws tokens, each of a probability proportional to exp(logit).
-
-    First a block of tokens by its probability and then a token of the block: random numbers are
-    needed for the blocks and for one block, not for every token of the vocabulary. The first ones
-    do not depend on how many are drawn.
-
-    Args:
-      logits: relative to the largest, so that none is above 0.
-      keys: one random key per row.
-      count: tokens per row.
-    """
-    size = logits.shape[-1]
-    pad = [(0, 0), (0, -size % _BLOCK)]
-    blocks = jnp.pad(logits, pad, constant_values=-jnp.inf).reshape(len(logits), -1, _BLOCK)
-    likely = jnp.log(jnp.exp(blocks).sum(-1))
-    categorical = jax.vmap(jax.vmap(jax.random.categorical, (0, None)))
-    keys = jax.vmap(lambda key: jax.random.split(key, (count, 2)))(keys)
-    block = categorical(keys[:, :, 0], likely)
-    within = jnp.take_along_axis(blocks, block[:, :, None], axis=1)
-    return block * _BLOCK + jax.vmap(jax.vmap(jax.random.categorical))(keys[:, :, 1], within)
-
-
-def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B V"]:
-    """Sets the logits of excluded tokens to -inf: top-k, then top-p, then min-p.
-
-    Tokens of equal likelihood share a fate. Nothing is sorted: the least likely token that stays is
-    found by a search that reads the logits a few times.
-
-    Args:
-      logits: relative to the largest, so that none is far above 0.
-      rule: the filter.
-    """
-    if rule.switches.top_k:
-        least = least_kept(logits, lambda x: jnp.ones_like(x, jnp.int32), rule.top_k)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if rule.switches.top_p:
-        # A token stays if the more likely ones do not reach top_p yet. The first always does, even
-        # where the device treats a tiny top_p as zero.
-        budget = rule.top_p * jnp.exp(logits).sum(-1, keepdims=True)
-        least = least_kept(logits, jnp.exp, jnp.maximum(budget, _SMALLEST))
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if rule.switches.min_p:
-        floor = logits.max(-1, keepdims=True) + rule.log_min_p
-        logits = jnp.where(logits < floor, -jnp.inf, logits)
-    return logits
-
-
-def least_kept(
-    x: Float[Array, "B V"], weigh: Callable[[Array], Array], budget: Any
-) -> Float[Array, "B 1"]:
-    """Returns the least number whose greater ones have weights that sum to less than the budget.
-
-    The search goes over the bits of numbers, in an integer form that has their order, four at a
-    time and the highest first: of the 16 values of a digit, the first beyond which less than the
-    budget remains. Each digit takes one pass over the numbers.
-
-    Args:
-      x: the numbers.
-      weigh: returns the weight of each, at least 0.
-      budget: the sum that the greater numbers must not reach, above 0; a number, or one per row.
-    """
-    size = jnp.finfo(x.dtype).bits
-    unsigned = jnp.dtype(f"uint{size}")
-    digits = jnp.arange(1, 16, dtype=unsigned)
-
-    def next_digit(index: Int[Array, ""], found: UInt[Array, "B 1"]) -> UInt[Array, "B 1"]:
-        shift = (size - 4 - 4 * index).astype(unsigned)
-        starts = _number(found + (digits << shift), x.dtype)
-        reached = _sums_of_some(x, weigh, starts, operator.ge) >= budget
-        return found + (reached.sum(-1, keepdims=True, dtype=unsigned) << shift)
-
-    start = jnp.zeros((len(x), 1), unsigned)
-    return _number(jax.lax.fori_loop(0, size // 4, next_digit, start), x.dtype)
-
-
-def _sums_of_some(
-    x: Float[Array, "B V"],
-    weigh: Callable[[Array], Array],
-    starts: Float[Array, "B n"],
-    chosen: Callable[[Array, Array], Array],
-) -> Shaped[Array, "B n"]:
-    """Returns the weights of the numbers that `chosen(numbers, start)` says, summed per start."""
-    # Together with what changes: otherwise XLA would keep the weights in memory beside the
-    # numbers and read both, where they are quickly computed again.
-    own, starts = jax.lax.optimization_barrier((x, starts))
-    weights = weigh(own)
-    # Sums with equal inputs, which a GPU computes in one kernel.
-    sums = [
-        jnp.sum(jnp.where(chosen(own, starts[:, i : i + 1]), weights, 0), -1, dtype=weights.dtype)
-        for i in range(starts.shape[1])
-    ]
-    return jnp.stack(sums, -1)
-
-
-def _number(ordered: UInt[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-    """Returns the numbers of integers that have the order of the numbers; below all of them -inf.
-
-    # In (16 bits): 0x3fff, 0x8000, 0xc000  Out: -2, 0, 2
-    """
-    sign = ordered.dtype.type(1 << (8 * ordered.dtype.itemsize - 1))
-    bits = jnp.where(ordered >= sign, ordered ^ sign, ~ordered)
-    number = jax.lax.bitcast_convert_type(bits, dtype)
-    return jnp.where(jnp.isnan(number) & (ordered < sign), -jnp.inf, number)

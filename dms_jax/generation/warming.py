@@ -1,10 +1,12 @@
-"""The programs that requests need first, compiled at the same time instead of one by one.
+"""The programs that requests need, compiled at the same time instead of one by one.
 
 They are traced here, one after the other, and compiled in threads; the calls that need them find
-them compiled. Other shapes of prompts, and wider page tables, are compiled when they occur.
+them compiled. What nobody knows yet is compiled when it occurs: page tables for answers that
+outgrow those of the prompts, and prompts that are recomputed after a preemption.
 """
 
 import concurrent.futures
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -27,9 +29,9 @@ def compile_first(
     end_tokens: tuple[int, ...],
     compiled: set[Hashable],
 ) -> None:
-    """Compiles the first program of prompts, of tokens after them, and of steps.
+    """Compiles the programs of prompts, of tokens after them, and of steps.
 
-    If requests wait for a lane, then also the program of the few prompts that come when some end.
+    If requests wait for a lane, then also those of the few prompts that come when some end.
 
     Args:
       runner: the runner that will launch them.
@@ -43,13 +45,14 @@ def compile_first(
     model, num_lanes = runner.model, len(runner.seen)
     # Equal prompts are read once; those of chains are mostly one list.
     prompts = {id(request.prompt): request.prompt for request in requests[:num_lanes]}
-    left = {tuple(prompt): len(prompt) for prompt in prompts.values()}
-    longest = max(left.values())
-    _, width, entries = shapes.next_batch(left)
-    pages = [runner.table_width(min(longest, width)), runner.table_width(longest + num_steps)]
-    fewest = shapes.entries(width)[0] if len(requests) > num_lanes else entries
-    sizes = {num_lanes} if runner.fixed_lanes else {entries, fewest}
-    key = (rule.switches, rule.logprobs, num_steps, end_tokens, width, *sorted(sizes), *pages)
+    counts = [len(prompt) for prompt in {tuple(prompt) for prompt in prompts.values()}]
+    refilled = len(requests) > num_lanes
+    if refilled:
+        counts = [len(request.prompt) for request in requests]
+    batches = sorted(shapes.batches(counts, refilled=refilled))
+    runner.expect(max(len(request.prompt) for request in requests) + num_steps)
+    pages = runner.table_width(1)
+    key = (rule.switches, rule.logprobs, num_steps, end_tokens, pages, *batches)
     if key in compiled:
         return
     compiled.add(key)
@@ -61,20 +64,21 @@ def compile_first(
     def table(batch: int, width: int) -> np.ndarray:
         return np.zeros((num_layers, batch, num_kv_heads, width), np.int32)
 
-    def extend(entries: int) -> tuple[programs.Program, tuple[Any, ...]]:
+    def extend(width: int, entries: int) -> tuple[programs.Program, tuple[Any, ...]]:
+        entries = num_lanes if runner.fixed_lanes else entries
         counts, ends = np.zeros(entries, np.int32), np.zeros(entries, bool)
         rows = None if runner.fixed_lanes else counts
         tokens = np.zeros((entries, width), np.int32)
-        given = (*cached, table(entries, pages[0]), rows, tokens, counts, ends, runner.policy, True)
+        given = (*cached, table(entries, pages), rows, tokens, counts, ends, runner.policy, True)
         return programs.extend, given
 
     calls: tuple[tuple[programs.Program, tuple[Any, ...]], ...] = (
-        *map(extend, sizes),
+        *itertools.starmap(extend, batches),
         (
             programs.decode,
             (
                 *cached,
-                table(num_lanes, pages[1]),
+                table(num_lanes, pages),
                 runner.everywhere(lanes),
                 lanes,
                 keys,

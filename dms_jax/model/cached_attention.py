@@ -16,6 +16,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dms_jax import sharding
+from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
 from dms_jax.model.attention import decide, rotate
 from dms_jax.model.cutting import cut_layer, gather_rows, split_heads
@@ -24,7 +25,7 @@ from dms_jax.model.layer_cache import LayerCache
 from dms_jax.policies.base import Policy
 from dms_jax.policies.values import Chunk, Observation, Placement, Tokens
 from dms_jax.sharding import axes, partition
-from pallas_kernels import decode_attention, prefill_attention
+from pallas_kernels import DecodePlan, decode_attention, decode_plan, prefill_attention
 
 
 @no_type_check  # jax also builds it from shapes and from partitions
@@ -52,6 +53,25 @@ def in_one_pass(policy: Policy, num_tokens: int, *, prompt: bool) -> bool:
     if policy.parallel == "always":
         return num_tokens > 1
     return prompt and policy.parallel == "prompts"
+
+
+def plan_steps(cache: Cache, counts: Int[Array, " B"]) -> DecodePlan | None:
+    """Returns the plan of one token's attention in every layer, made at once.
+
+    What a token evicts is known only in its layer, so each row is planned with one slot more than
+    it has. On a mesh a row's plan belongs to its device, and is made there, in each layer.
+    """
+    if sharding.has_mesh():
+        return None
+    num_layers, _, _, columns = cache.page_table.shape
+    lengths = jnp.where(counts[:, None] > 0, cache.lengths + 1, 0)
+    return decode_plan(
+        lengths.reshape(num_layers, -1),
+        columns=columns,
+        page_size=cache.page_size,
+        head_dim=cache.k_pages.shape[-1],
+        dtype=cache.k_pages.dtype,
+    )
 
 
 def attend_cached(
@@ -209,6 +229,7 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
                 return_scores=policy.observes_weights,
                 k_scales=cache.pool.k_scales,
                 v_scales=cache.pool.v_scales,
+                plan=chunk.plan if reading.lengths is placement.lengths else None,
             )
             if policy.observes_weights:
                 out, lse, scores = result

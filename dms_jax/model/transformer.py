@@ -19,7 +19,7 @@ from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
 from dms_jax.config import ModelConfig
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
-from dms_jax.model.cached_attention import attend_cached, in_one_pass, in_use
+from dms_jax.model.cached_attention import attend_cached, in_one_pass, in_use, plan_steps
 from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
@@ -301,12 +301,12 @@ class Transformer(nnx.Module):
 
         def body(carry, layer, index, group, rows):
             x, pool, page_state = carry
-            page_table, lengths, row_state = rows
+            page_table, lengths, row_state, plan = rows
             attended = attend_cached(
                 group.policy,
                 LayerCache(pool, PolicyState(rows=row_state, pages=page_state)),
                 layer.projections(x, group.policy, positions, index),
-                dataclasses.replace(shared, page_table=page_table, lengths=lengths),
+                dataclasses.replace(shared, page_table=page_table, lengths=lengths, plan=plan),
                 prompt=prompt,
                 host=host if group.host_values else None,
             )
@@ -320,14 +320,16 @@ class Transformer(nnx.Module):
             return carry, (rows, *totals)
 
         carry = (x, cache.pool, cache.page_state)
-        rows = (cache.page_table, cache.lengths, cache.row_state)
+        one_step = tokens.shape[1] == 1 and not in_one_pass(policy, 1, prompt=prompt)
+        plan = plan_steps(cache, counts) if one_step else None
+        rows = (cache.page_table, cache.lengths, cache.row_state, plan)
         carry, ((lengths, row_state), live, reads) = self._scan_layers(body, carry, policy, rows)
         x, pool, page_state = carry
         live, reads = (
             in_use(lengths, counts) if each is None else each.sum(0, dtype=jnp.int32)
             for each in (live, reads)
         )
-        if not in_one_pass(policy, tokens.shape[1], prompt=prompt) and tokens.shape[1] == 1:
+        if one_step:
             state = PolicyState(rows=row_state, pages=page_state)
             pool, state, lengths, read_again = cut_layers(
                 policy,

@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.sharding import axes
+from pallas_kernels import DecodePlan
 
 FOREVER = 2**30  # later than any query; an int32 that can be added to
 NOT_STORED = -1  # the slot of a token that is evicted before the end of its chunk
@@ -100,6 +101,8 @@ class Chunk:
       lengths: slots in use in each row before the chunk.
       max_lengths: maximum length of each sequence: its prompt and its longest answer.
       ends_prompt: whether the chunk's last token is the last one of its prompt.
+      plan: how a GPU's programs share the rows of a step (`pallas_kernels.decode_plan`), made for
+        rows with one more slot each; None if it is made where it is needed.
       static: properties that are known when the program is traced.
     """
 
@@ -113,6 +116,7 @@ class Chunk:
     lengths: Int[Array, "B K"] = struct.field(metadata=ROWS)
     max_lengths: Int[Array, " B"] | None = struct.field(default=None, metadata=SEQUENCES)
     ends_prompt: Bool[Array, " B"] | None = struct.field(default=None, metadata=SEQUENCES)
+    plan: DecodePlan | None = None
     static: Static = struct.field(pytree_node=False, default=Static())
 
     @property

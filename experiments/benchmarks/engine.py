@@ -15,6 +15,8 @@ so that lanes are refilled one by one. Reported for each policy:
 - **limit**: the same work at the rates of the data sheet: the weights once per step and each key
   and value that was read over the bandwidth, and the products of prompts over the matrix rate,
   with as many sequences at a time as lanes and memory hold.
+- **limit_measured**: the same at the rates that a large read and a large product of bfloat16
+  (8192 x 4096 x 28672 and back, a hundred of them) reach in the same run.
 
     python -m experiments.benchmarks.engine --out experiments/results/engine/qwen2.5-0.5b.json
     python -m experiments.benchmarks.engine --shape llama-3.1-8b --lanes 96 --memory 12e9 \
@@ -32,7 +34,7 @@ import gc
 import pathlib
 import sys
 import time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +50,7 @@ from dms_jax.generation.requests import Request, make_requests
 from dms_jax.json_text import json_text
 from dms_jax.model.caching import tree_bytes
 from experiments.benchmarks import traces
+from experiments.benchmarks.decode_steps import median_seconds, read_rate
 from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.shapes import Shape, model_of
 
@@ -185,11 +188,40 @@ def sampling_of(config: Config) -> dms_jax.Sampling:
     )
 
 
+class Rates(NamedTuple):
+    """What limits a run: bytes and operations a second."""
+
+    bandwidth: float
+    peak: float
+
+
+def measured_rates() -> Rates:
+    """Returns the rates of a large read and of a large product of bfloat16, long enough to warm."""
+    on_cpu = jax.default_backend() == "cpu"
+    rows, inner, columns, times = (64, 64, 64, 2) if on_cpu else (8192, 4096, 28672, 100)
+    x = jax.random.normal(jax.random.key(0), (rows, inner), jnp.bfloat16)
+    up, down = (
+        jax.random.normal(jax.random.key(1), shape, jnp.bfloat16) * shape[0] ** -0.5
+        for shape in ((inner, columns), (columns, inner))
+    )
+
+    def multiply(x, up, down):
+        return jax.lax.fori_loop(0, times // 2, lambda _, x: jnp.dot(jnp.dot(x, up), down), x)
+
+    program = programs.Program(multiply)
+    seconds = median_seconds(lambda: program(x, up, down), 3, warmup=1)
+    return Rates(read_rate(), 2 * times * rows * inner * columns / seconds)
+
+
 def limit_of(
-    config: Config, model: dms_jax.LanguageModel, usages: list[Usage], page_size: int
+    config: Config,
+    model: dms_jax.LanguageModel,
+    usages: list[Usage],
+    page_size: int,
+    rates: Rates,
 ) -> dict[str, float]:
-    """Returns the seconds of the same work at the rates of the data sheet; see the module."""
-    device, shape = DEVICES[config.device], model.config
+    """Returns the seconds of the same work at these rates; see the module."""
+    shape = model.config
     weights = tree_bytes(model.transformer)
     if not shape.tie_embeddings:
         weights -= tree_bytes(model.transformer.embedding)
@@ -204,9 +236,9 @@ def limit_of(
     parameters = (tree_bytes(model.transformer) - tree_bytes(model.transformer.embedding)) / (
         jnp.dtype(model.dtype).itemsize
     )
-    steps = new / at_once * weights / device.bandwidth
-    reads = sum(use.kv_reads for use in usages) * rows * entry / device.bandwidth
-    prefill = 2 * parameters * prompt / device.peak
+    steps = new / at_once * weights / rates.bandwidth
+    reads = sum(use.kv_reads for use in usages) * rows * entry / rates.bandwidth
+    prefill = 2 * parameters * prompt / rates.peak
     return dict(
         sequences_at_once=at_once,
         weights_seconds=steps,
@@ -223,6 +255,7 @@ def measure(
     name: str,
     counts: Compilations,
     timeline: Timeline,
+    rates: Rates,
 ) -> dict[str, Any]:
     """Times the first call and whole calls of one policy."""
     policy = dms_jax.Vanilla() if name == "dense" else dms_jax.StreamingLLM(budget=config.live)
@@ -266,8 +299,16 @@ def measure(
         del engine
         gc.collect()  # two caches may not fit
         figures, usages, engine = serve(requests_of(config, model, seed))
-        figures["limit"] = limit_of(config, model, usages, engine.options.page_size)
-        figures["share_of_limit"] = figures["limit"]["seconds"] / figures["seconds"]
+        device = DEVICES[config.device]
+        for name_of, given in (
+            ("limit", Rates(device.bandwidth, device.peak)),
+            ("limit_measured", rates),
+        ):
+            limit = limit_of(config, model, usages, engine.options.page_size, given)
+            figures |= {
+                name_of: limit,
+                f"share_of_{name_of}": limit["seconds"] / figures["seconds"],
+            }
         results["runs"].append(figures)
         print(name, figures, flush=True)
     if config.profile:
@@ -286,15 +327,18 @@ def main(config: Config) -> None:
     counts, timeline, start = Compilations(), Timeline(), time.perf_counter()
     model = model_of(config.shape, jnp.dtype(config.dtype))
     jax.block_until_ready(jax.tree.leaves(model.transformer))
+    model_seconds, rates = time.perf_counter() - start, measured_rates()
+    print("measured", rates, flush=True)
     results: dict[str, Any] = environment() | dict(
         command=command(),
         config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
         compiled_in=jax.config.jax_compilation_cache_dir,
-        model_seconds=time.perf_counter() - start,
+        model_seconds=model_seconds,
+        measured_rates=rates._asdict(),
         policies=[],
     )
     for name in config.policies:
-        results["policies"].append(measure(config, model, name, counts, timeline))
+        results["policies"].append(measure(config, model, name, counts, timeline, rates))
         config.out.write_text(json_text(results, indent=1) + "\n")
         gc.collect()
 

@@ -106,3 +106,25 @@ def test_any_prompts_run_to_their_end_in_a_handful_of_shapes(shapes, most):
                     del left[lane]
         assert tokens == 0
     assert len(seen) <= most
+
+
+@pytest.mark.parametrize("refilled", [True, False])
+@pytest.mark.parametrize("longest", [60, 300, 5000])
+def test_the_shapes_that_prompts_need_are_known_before_any_runs(refilled, longest):
+    """Also where lanes are refilled, a few at a time."""
+    random = np.random.default_rng(longest)
+    counts = random.integers(1, longest, 40).tolist()
+    known, seen = SHAPES.batches(counts, refilled=refilled), set()
+    batches = [counts, *(counts[i : i + 3] for i in range(0, 40, 3))] if refilled else [counts]
+    for batch in batches:
+        left = dict(enumerate(batch))
+        while left:
+            lanes, width, entries = SHAPES.next_batch(left)
+            seen.add((width, entries))
+            left = {
+                lane: count - width * (lane in lanes)
+                for lane, count in left.items()
+                if lane not in lanes or count > width
+            }
+    assert seen <= known
+    assert len(known) <= 4

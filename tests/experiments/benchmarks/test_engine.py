@@ -26,7 +26,8 @@ def test_a_first_call_and_whole_calls_are_timed(tmp_path):
         out=out,
     )
     script.main(config)
-    (policy,) = json.loads(out.read_text())["policies"]
+    results = json.loads(out.read_text())
+    (policy,) = results["policies"]
     first, (run,) = policy["first_call"], policy["runs"]
     assert policy["profile"]["kernels"] == {}  # no GPU
     assert policy["profile"]["new_tokens"] <= 3 * 2 * config.chunk
@@ -46,6 +47,13 @@ def test_a_first_call_and_whole_calls_are_timed(tmp_path):
     # The output matrix is as large as the embedding, of which a step reads only a few rows.
     steps = run["new_tokens"] / 2
     assert limit["weights_seconds"] == pytest.approx(steps * weights / 4.8e12, rel=1e-3)
+    rates, measured = results["measured_rates"], run["limit_measured"]
+    assert measured["weights_seconds"] == pytest.approx(
+        steps * weights / rates["bandwidth"], rel=1e-3
+    )
+    ratio = measured["prefill_seconds"] / limit["prefill_seconds"]
+    assert ratio == pytest.approx(989e12 / rates["peak"], rel=1e-2)
+    assert run["share_of_limit_measured"] == measured["seconds"] / run["seconds"]
 
 
 def test_every_size_is_at_least_one():

@@ -18,7 +18,7 @@ MUTANTS = [
     ),
     Mutant(
         "serving: a greedy lane among others draws",
-        "dms_jax/generation/sampling.py",
+        "dms_jax/generation/drawing.py",
         "if rule.greedy is not None:",
         "if False:",
         (f"{SAMPLING}::test_lanes_that_differ_draw_as_each_alone",),
