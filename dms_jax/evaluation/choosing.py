@@ -6,7 +6,7 @@ Two scores, as in lm-evaluation-harness: **acc**, how often the right option is 
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,30 @@ def evaluate_choices(
         raise DataError("evaluate_choices needs a tokenizer, and this model came without one.")
     count = max(1, len(task.records) - start) if problems is None else problems
     questions = [task.choices(index) for index in range(start, start + count)]
+    settings = {"task": task.to_dict(), "policy": policy.to_dict(), "start": start}
+    return choose(model, questions, policy=policy, serving=serving, settings=settings)
+
+
+def choose(
+    model: LanguageModel,
+    questions: Sequence[Choices],
+    *,
+    policy: Policy,
+    serving: Serving | None,
+    settings: Mapping[str, Any],
+) -> ChoiceResult:
+    """Answers questions, which may be of several tasks: they share lanes and compiled programs.
+
+    Args:
+      model: with a tokenizer.
+      questions: with their options; at least one.
+      policy: of the cache.
+      serving: options of the cache; `Serving()` if None.
+      settings: of the result.
+
+    Raises:
+      DataError, CapacityError: see `evaluate_choices`.
+    """
     begin = time.perf_counter()
     pairs = [
         encode_pair(model, context, f" {continuation}")
@@ -145,7 +169,7 @@ def evaluate_choices(
     found = iter(likelihoods(model, pairs, policy=policy, serving=serving))
     answers = [[next(found) for _ in question.continuations] for question in questions]
     return ChoiceResult(
-        settings={"task": task.to_dict(), "policy": policy.to_dict(), "start": start},
+        settings=settings,
         logprobs=tuple(np.asarray([each.logprob for each in own]) for own in answers),
         lengths=tuple(_lengths(question) for question in questions),
         gold=np.asarray([question.gold for question in questions]),

@@ -31,7 +31,7 @@ from experiments.reproduction.real.page import write_pages
 from experiments.reproduction.real.plan import Paths, jobs
 from experiments.reproduction.real.results import THREE
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import PLANNED, RIVAL, TRAININGS
+from experiments.reproduction.real.systems import TRAININGS, judged_first
 from experiments.reproduction.runs import carry_out, require_results, status
 
 JOBS = "experiments.reproduction.real.jobs"
@@ -77,7 +77,7 @@ def pack(config: Config, folder: pathlib.Path) -> None:
     # What was answered says where an answer went another way; 0.5 MB a system.
     names += [str(f.relative_to(config.out)) for f in config.out.glob(_ANSWERS)]
     names += [str(f.relative_to(config.out)) for f in config.out.glob(_TIMED)]
-    names += [f"trainings/{name}/model" for name in (PLANNED, RIVAL)]
+    names += [f"trainings/{name}/model" for name in judged_first(config)]
     names += [f"trainings/{name}/log.jsonl" for name in TRAININGS]
     with tarfile.open(whole, "w:gz") as archive:
         for name in names:

@@ -12,10 +12,9 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import KVpop, KVzap, Policy
 from experiments.reproduction.files import read_json
 from experiments.reproduction.real.plan import Job, Paths, free
-from experiments.reproduction.real.systems import VANILLA, Free
+from experiments.reproduction.real.systems import CHOICES, VANILLA, Free
 
 _ROWS = 8  # answers of a batch that a threshold is taken from
-SHARES = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # questions of very different lengths
 
 
 def calibrated(paths: Paths, job: Job, method: Free) -> Policy:
@@ -27,7 +26,7 @@ def calibrated(paths: Paths, job: Job, method: Free) -> Policy:
     assert method.make is not None
     vanilla = read_json(paths.result(free(job.model, VANILLA, job.measure)))
     reference = read_json(paths.reference(job.model, job.measure))
-    if job.measure in SHARES:
+    if job.measure == CHOICES:  # questions of very different lengths
         ratio = vanilla["peak"] / reference["peak"] / method.times
         return method.make(compression_ratio=max(ratio, 1.0))
     budget = reference["peak"]

@@ -1,5 +1,6 @@
 """What is asked of a model under a policy: accuracy, loss, and what its cache held."""
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -12,19 +13,21 @@ from dms_jax.evaluation import (
     Result,
     Serving,
     evaluate,
-    evaluate_choices,
+    mean_over_problems,
     perplexity,
 )
+from dms_jax.evaluation.choosing import choose
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import ARC, GSM8K, MATH500, PIQA, RULER, HellaSwag, HumanEval
+from dms_jax.evaluation.tasks.choices import Choices
 from dms_jax.policies import Policy
 from experiments.reproduction.claims.jobs import answer_numbers
 from experiments.reproduction.real.plan import FRONTIER
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import UNSEEN
+from experiments.reproduction.real.systems import CHOICES, UNSEEN
 
 PAGE_SIZE = 16  # as Quest is published
-CHOICES = {
+TASKS_OF_CHOICES = {
     "hellaswag": (HellaSwag, "commonsense/hellaswag_sample.jsonl"),
     "arc_easy": (ARC, "arc/arc_easy.jsonl"),
     "arc_challenge": (ARC, "arc/ARC-Challenge-Test.jsonl"),
@@ -45,16 +48,15 @@ def measure(
 ) -> dict[str, Any]:
     """Figures of a model under a policy: `score` with its error, `peak`, and those of the measure.
 
+    "choices" also has `tasks`: name -> score, peak and problems of each.
+
     Answers go into the folder as they end; what is there is not asked again.
     """
     assert config.data is not None
     serving = Serving(lanes=config.lanes, page_size=PAGE_SIZE, kv_dtype=kv_dtype)
     told: dict[str, Any] = dict(policy=policy, serving=serving)
-    if name in CHOICES:
-        kind, file = CHOICES[name]
-        task = kind(path=config.data / file)
-        count = min(config.choices, len(task.records))
-        return _of_choices(evaluate_choices(model, task, problems=count, **told))
+    if name == CHOICES:
+        return _of_choices(choose(model, _questions(config), settings={}, **told))
     if name == "text":
         path = config.data / "text" / "wikitext-2" / "test.txt"
         sizes = dict(window=config.window, max_tokens=config.text_tokens)
@@ -126,8 +128,30 @@ def _of_chains(result: Result) -> dict[str, Any]:
     return {"chains_of_problems": chains}
 
 
+def _questions(config: Config) -> list[Choices]:
+    """Questions of every task with choices, whose group is the task.
+
+    They are asked together, since a policy's programs take longer to compile than to run.
+    """
+    assert config.data is not None
+    found = []
+    for name, (kind, file) in TASKS_OF_CHOICES.items():
+        task = kind(path=config.data / file)
+        numbers = range(min(config.choices, len(task.records)))
+        found += [dataclasses.replace(task.choices(number), group=name) for number in numbers]
+    return found
+
+
 def _of_choices(result: ChoiceResult) -> dict[str, Any]:
-    found = result.to_dict()
-    del found["policy"]
-    right = (result.chosen_norm == result.gold).astype(int).tolist()
-    return {**found, "score": result.accuracy_norm.to_list(), "per_problem": {"scores": right}}
+    """Figures of all questions; `tasks` has those of each task."""
+    right, groups = result.chosen_norm == result.gold, np.asarray(result.groups)
+    tasks = {}
+    for name in TASKS_OF_CHOICES:
+        own = right[groups == name].astype(int)
+        tasks[name] = {
+            "score": mean_over_problems(own[:, None]).to_list(),
+            "peak": float(result.peak[groups == name].mean()),
+            "per_problem": {"scores": own.tolist()},
+        }
+    score = result.accuracy_norm.to_list()
+    return {"score": score, "peak": float(result.peak.mean()), "tasks": tasks}

@@ -19,17 +19,18 @@ from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     CONTROL,
     FREE,
+    KEPT,
     MEASURES,
     OTHERS,
     PLANNED,
     QWEN,
-    REFERENCE,
-    RIVAL,
     SMOLLM2,
     TRAININGS,
     UNSEEN,
     VANILLA,
     Training,
+    judged_first,
+    reference,
 )
 
 SPEED = "speed"
@@ -79,7 +80,7 @@ def jobs(config: Config) -> list[Job]:
     """
     if not config.models or config.data is None:
         raise dms_jax.ConfigError("give --data, and --qwen or --smollm2 or both.")
-    for name in config.trainings:
+    for name in (*config.trainings, *filter(None, [config.judged])):
         if name not in TRAININGS:
             known = ", ".join(TRAININGS)
             raise dms_jax.ConfigError(f"there is no training {name!r}; there are {known}")
@@ -94,8 +95,9 @@ def jobs(config: Config) -> list[Job]:
 def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
     """The jobs in the order of their worth; some of them more than once."""
     large = [each for each in wanted if each.model == QWEN]
-    rivals = [each for each in large if each.name in (PLANNED, RIVAL)]
-    judged = [each for each in large if each.name in (PLANNED, CONTROL)]
+    first = judged_first(config)
+    rivals = [each for each in large if each.name in first]
+    judged = [each for each in large if each.name in (first[0], CONTROL)]
     others = [each for each in large if each not in (*rivals, *judged)]
     yield lessons(config, QWEN)
     yield [free(QWEN, VANILLA), Job("speed", QWEN, SPEED)]
@@ -184,7 +186,8 @@ class Paths(Places):
     def model(self, name: str, setting: str) -> pathlib.Path:
         """What a training exported at a ratio, or what ships."""
         if TRAININGS[name].ships:
-            return assets.path(TRAININGS[name].ships)
+            kept = KEPT / TRAININGS[name].ships
+            return kept if kept.is_dir() else assets.path(TRAININGS[name].ships)
         if float(setting) in TRAININGS[name].snapshots:
             return self.training(name) / "snapshots" / setting
         return self.training(name) / "model"
@@ -199,7 +202,7 @@ class Paths(Places):
 
     def reference(self, model: str, measure: str) -> pathlib.Path:
         """The figures of the retrofit that others are compared with at equal live tokens."""
-        training = TRAININGS[REFERENCE[model]]
+        training = reference(self.config, model)
         job = Job("asking", model, training.name, f"{training.ratio:g}", measure)
         return self.result(job)
 

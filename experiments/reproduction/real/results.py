@@ -37,6 +37,7 @@ class Results:
 
     Attributes:
       run: number of this run.
+      decided: the training that the verdicts are about, if it was decided before the run.
       records: (model, label of the system, measure) -> its figures; `run` says whose they are.
       trainings: name -> thinned log, of this run.
       speed: rows of the timed steps, all of one run, with the device; None if there are none.
@@ -54,6 +55,7 @@ class Results:
     )
     earlier_trainings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     three: dict[str, Any] | None = None
+    decided: str = ""
 
     @classmethod
     def read(cls, config: Config) -> "Results":
@@ -61,13 +63,15 @@ class Results:
         root, records = config.out, {}
         for path in sorted(root.glob("results/*/*/*.json")):
             model, label, measure = (*path.parts[-3:-1], path.stem)
-            records[model, label, measure] = read_json(path) | {"run": config.run}
+            record = read_json(path) | {"run": config.run}
+            for task, own in record.pop("tasks", {measure: {}}).items():
+                records[model, label, task] = record | own | {"measure": task}
         speed = next((records.pop(key) for key in list(records) if key[2] == "speed"), None)
         logs = {name: read_json(Paths(config).summary(name)) for name in TRAININGS}
         trainings = {name: log | {"run": config.run} for name, log in logs.items() if log}
         three = read_json(root / THREE)
         if config.earlier is None:
-            return cls(config.run, records, trainings, speed, three=three)
+            return cls(config.run, records, trainings, speed, three=three, decided=config.judged)
         page = read_json(config.earlier)
         if page is None:
             raise dms_jax.ConfigError(f"--earlier {config.earlier} is not there.")
@@ -84,7 +88,8 @@ class Results:
         logs = [{"run": 1} | log for log in page["trainings"]]
         before = [log for log in logs if log["run"] != config.run]
         speed, three = speed or page["speed"], three or page.get("three")
-        return cls(config.run, records, trainings, speed, earlier, before, three)
+        told = (earlier, before, three, config.judged)
+        return cls(config.run, records, trainings, speed, *told)
 
     @property
     def runs(self) -> dict[int, dict[str, Any]]:
@@ -97,8 +102,11 @@ class Results:
 
         Of the rivals the one that solves most of the training questions that are in no lesson; of
         those that are within one error of it, the nearest to the model. No test problem is looked
-        at. The planned one where that was not measured.
+        at. The planned one where that was not measured. If it was decided before the run, nothing
+        chooses.
         """
+        if self.decided:
+            return self.decided
         asked = self.rivals(UNSEEN)
         if not asked:
             return PLANNED

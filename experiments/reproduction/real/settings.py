@@ -40,6 +40,9 @@ class Config:
     only: Literal["all", "jobs", "speed", "report"] = "all"
     """"jobs" writes no page; nor does "speed", which times steps and does no other job; "report"
     does no job and writes the page from what is there."""
+    judged: str = ""
+    """The training that the verdicts are about, where it is decided before the run; unless given,
+    training questions in no lesson choose between two."""
     trainings: tuple[str, ...] = ()
     """Only these trainings, those that are not in a verdict in this order; all unless given."""
 

@@ -42,10 +42,12 @@ def verdicts(results: Results) -> str:
     else:
         fewer = results.fewer(QWEN, main, "gsm8k") or 0.0
         held = "**holds**" if fewer >= FEWER else "**does not hold**"
+        how = "decided before the run"
+        if not results.decided:
+            how = "chosen by the rule below, on training questions alone"
         lines = [
-            f"- Qwen2.5-Coder-0.5B, {name_of(main)} (chosen by the rule below, on training "
-            f"questions alone): peak {record['peak']:.0f}, {fewer:.2f} times smaller; at least "
-            f"{FEWER:g} times: {held}."
+            f"- Qwen2.5-Coder-0.5B, {name_of(main)} ({how}): peak {record['peak']:.0f}, "
+            f"{fewer:.2f} times smaller; at least {FEWER:g} times: {held}."
         ]
         for measure, how in (("gsm8k", "greedy"), ("frontier", "eight chains a problem")):
             for other, what in ((VANILLA, "itself"), (end_of(CONTROL), "the control")):

@@ -80,7 +80,7 @@ def test_what_the_verdicts_need_comes_first():
         "asking-smollm2-smollm2-adapter-w16-at4-needle",
         "training-smollm2-smollm2-low-rank-w16",
         "training-smollm2-smollm2-control",
-        "asking-smollm2-tova-hellaswag",
+        "asking-smollm2-tova-choices",
         "training-smollm2-smollm2-dmc",
         "asking-qwen-control-at3.3-frontier",
         "asking-qwen-vanilla-math500",
@@ -267,9 +267,9 @@ def test_methods_hold_as_much_as_the_reference_did(tmp_path):
     assert budget("tova-half-more") == 181
     # 199 steps over more than 100 tokens and 19 of 60 in the mean: (199 b + 19 * 60) / 218 >= 99
     assert budget("tova-mean") == 103
-    write_json(paths.result(free("smollm2", "vanilla", "piqa")), {"peak": 90.0})
-    write_json(paths.reference("smollm2", "piqa"), {"peak": 40.0})
-    policy = calibrated(paths, free("smollm2", "tova", "piqa"), FREE["tova"])
+    write_json(paths.result(free("smollm2", "vanilla", "choices")), {"peak": 90.0})
+    write_json(paths.reference("smollm2", "choices"), {"peak": 40.0})
+    policy = calibrated(paths, free("smollm2", "tova", "choices"), FREE["tova"])
     assert policy == dms_jax.TOVA(compression_ratio=2.25)
 
 

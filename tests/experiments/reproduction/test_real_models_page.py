@@ -9,14 +9,16 @@ import pytest
 import dms_jax
 from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
-from experiments.reproduction.real import page
+from experiments.reproduction.real import page, systems
+from experiments.reproduction.real.measures import TASKS_OF_CHOICES
 from experiments.reproduction.real.plan import Job, Paths, free
-from experiments.reproduction.real.results import TASKS, THREE, Results
+from experiments.reproduction.real.results import THREE, Results
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import PLANNED, RIVAL, TRAININGS
 from experiments.reproduction.runs import write_plan
 
 PROBLEMS = 400
+SMALL = (systems.CHOICES, "needle")  # what the mean of SmolLM2's tasks is of
 MAIN = Job("asking", "qwen", PLANNED, "3.3", "gsm8k")
 CONTROL = Job("asking", "qwen", "control", "3.3", "gsm8k")
 VERSIONS = {"versions": {"jax": "0"}, "date": "2026-01-01", "device": "a card"}
@@ -55,10 +57,12 @@ def config(tmp_path):
         (free("qwen", "quest"), 119, 360.0),  # holds everything
     ):
         write_json(paths.result(job), figures(right, peak))
-    for task in TASKS:
-        write_json(paths.result(free("smollm2", "vanilla", task)), figures(200, 80.0))
-        adapter = Job("asking", "smollm2", "smollm2-adapter-w16", "4", task)
-        write_json(paths.result(adapter), figures(180, 40.0))
+    for measure in SMALL:
+        adapter = Job("asking", "smollm2", "smollm2-adapter-w16", "4", measure)
+        small = (free("smollm2", "vanilla", measure), figures(200, 80.0))
+        for job, own in (small, (adapter, figures(180, 40.0))):
+            four = {"tasks": dict.fromkeys(TASKS_OF_CHOICES, own)}
+            write_json(paths.result(job), own | (four if measure == systems.CHOICES else {}))
     chains = {
         "scores": [[1, 0], [0, 0]],
         "answer_scores": [[1, 0], [0, 0]],
@@ -116,8 +120,8 @@ def test_a_miss_is_said(config):
     for system in ("tova", "expected"):
         write_json(paths.result(free("qwen", system)), figures(99, 150.0))
     assert "10 points lower: **does not hold**" in page.verdicts(Results.read(config))
-    for task in TASKS:
-        paths.result(free("smollm2", "vanilla", task)).unlink()
+    for measure in SMALL:
+        paths.result(free("smollm2", "vanilla", measure)).unlink()
     assert "SmolLM2-135M-Instruct: **not measured**" in page.verdicts(Results.read(config))
     paths.result(MAIN).unlink()
     assert "was not measured" in page.verdicts(Results.read(config))
