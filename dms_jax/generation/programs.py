@@ -76,15 +76,10 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 # only, and with all three (`experiments/results/decode/step_options.json`): 6.61, 6.29 and 6.26
 # over an eighth of 8192 tokens (medians of three runs); 13.23, 13.08 and 13.00 over all (one run).
 #
-# Loops are parts of a graph too, unrolled: otherwise the host launches one for every two layers. A
-# step with Qwen2.5-0.5B's shape and 256 sequences of 256 tokens takes 1.89 ms in place of 2.04
-# (`experiments/results/engine/step_options.json`). A condition is part of none: a graph ends there,
-# and holds the layers of one step; in a program without conditions it holds all steps.
+# Loops stay outside of graphs. Unrolled in one, a step with Qwen2.5-0.5B's shape and 256 sequences
+# of 256 tokens takes 1.89 ms in place of 2.04 (`experiments/results/engine/step_options.json`). But
+# a cold call of the engine and two runs after it, 25 s otherwise, had then not ended after 50.
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
-    ),
-    "xla_gpu_command_buffer_unroll_loops": True,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
     "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper",

@@ -42,8 +42,7 @@ LOOPS = {
     )
 }
 OURS = programs.GPU_STEP_OPTIONS
-LOOPS_OF = ("xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_unroll_loops")
-NO_LOOPS = {name: value for name, value in OURS.items() if name not in LOOPS_OF}
+UNROLLED = LOOPS | {"xla_gpu_command_buffer_unroll_loops": True}
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 ANY_SIZE = {"xla_gpu_graph_min_graph_size": 1}
 NOT_TUNED = {"xla_gpu_autotune_level": 0}
@@ -55,9 +54,8 @@ VARIANTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("concurrent, no asynchronous copies", NO_ASYNC | CONCURRENT, KERNEL),
     ("ours", OURS, KERNEL),
     ("ours, no graphs", OURS | NO_GRAPHS, KERNEL),
-    ("ours, no loops in a graph", NO_LOOPS, KERNEL),
-    ("ours, loops in a graph, not unrolled", NO_LOOPS | LOOPS, KERNEL),
-    ("ours, conditions in a graph", OURS | LOOPS, KERNEL),
+    ("ours, loops in a graph", OURS | LOOPS, KERNEL),
+    ("ours, loops unrolled in a graph", OURS | UNROLLED, KERNEL),
     ("ours, dependent launches", OURS | DEPENDENT, KERNEL),
     ("ours, graphs of any size", OURS | ANY_SIZE, KERNEL),
     ("ours, products not tuned", OURS | NOT_TUNED, KERNEL),
