@@ -113,7 +113,7 @@ def test_what_is_learned_is_the_importance_in_the_models_own_attention(policy):
             chex.assert_trees_all_close(predicted[known], own[known], rtol=1e-9)
 
 
-@pytest.mark.parametrize("policy", [ZAP], ids=repr)
+@pytest.mark.parametrize("policy", [ZAP, WARM], ids=repr)
 def test_sinks_are_the_first_tokens_of_each_document(policy):
     """KVzap learns nothing of them, which it keeps; DMS learns to keep them."""
     model = random_model(tiny_config(), adapter=policy.retrofit.adapter, seed=2)
