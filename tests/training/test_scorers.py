@@ -113,11 +113,12 @@ def test_what_is_learned_is_the_importance_in_the_models_own_attention(policy):
             chex.assert_trees_all_close(predicted[known], own[known], rtol=1e-9)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("policy", [ZAP, WARM], ids=repr)
 def test_sinks_are_the_first_tokens_of_each_document(policy):
     """KVzap learns nothing of them, which it keeps; DMS learns to keep them."""
     model = random_model(tiny_config(), adapter=policy.retrofit.adapter, seed=2)
-    ids = np.repeat([[1, 2, 0]], [12, 15, 3], axis=1)
+    ids = jnp.repeat(jnp.asarray([[1, 2, 0]]), np.array([12, 15, 3]), axis=1)
     tokens = np.random.default_rng(5).integers(0, VOCABULARY, ids.shape)
     see = lambda m, t: m(t, policy, segment_ids=ids, relaxation=Relaxation(supervised=True))  # noqa: E731
     seen = jax.jit(see)(model, tokens).supervision
