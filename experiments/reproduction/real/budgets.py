@@ -33,9 +33,9 @@ def calibrated(paths: Paths, job: Job, method: Free) -> Policy:
     vanilla = read_json(paths.result(free(job.model, VANILLA, job.measure)))
     reference = read_json(paths.reference(job.model, job.measure))
     if job.measure in SHARES:
-        ratio = vanilla["peak"] / reference["peak"] / method.times
+        ratio = _peak(vanilla) / _peak(reference) / method.times
         return method.make(compression_ratio=max(ratio, 1.0))
-    budget = reference["peak"]
+    budget = _peak(reference)
     if method.equal == "mean":
         lengths = vanilla["per_problem"]
         prompts, answers = (np.asarray(lengths[n]) for n in ("prompt_tokens", "new_tokens"))
@@ -55,8 +55,8 @@ def fitted(
       policy: as it was trained.
       held_out: answers that nothing was trained on, from which a threshold is taken.
     """
-    vanilla = read_json(paths.result(free(job.model, VANILLA, job.measure)))["peak"]
-    peak = read_json(paths.reference(job.model, job.measure))["peak"]
+    vanilla = _peak(read_json(paths.result(free(job.model, VANILLA, job.measure))))
+    peak = _peak(read_json(paths.reference(job.model, job.measure)))
     if isinstance(policy, KVpop):
         if job.measure in SHARES:
             return dataclasses.replace(policy, compression_ratio=max(vanilla / peak, 1.0))
@@ -74,6 +74,11 @@ def fitted(
             tokens[place, : len(row)], segments[place, : len(row)] = row, 1
         batches.append({"tokens": tokens, "segment_ids": segments})
     return dms_jax.calibrate(model, batches, compression_ratio=max(ratio, 1.0), policy=policy)
+
+
+def _peak(figures: dict[str, Any]) -> float:
+    """Most live tokens of a sequence; a problem has those of all its chains."""
+    return figures["peak"] / figures.get("chains", 1)
 
 
 @dataclasses.dataclass(frozen=True)

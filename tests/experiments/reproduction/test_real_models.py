@@ -293,6 +293,11 @@ def test_scorers_hold_as_much_as_the_reference_did(tmp_path, monkeypatch):
     assert ratio == pytest.approx((386 - always) / (120.4 - always))
     assert kept == [[1, 2, 3] * 8, [1, 2, 3]]
     assert policy == kvzap
+    # Peaks of a problem are those of its chains together, and each has a budget.
+    write_json(paths.result(free("qwen", "vanilla", "frontier")), {"peak": 8 * 386.0, "chains": 8})
+    write_json(paths.reference("qwen", "frontier"), {"peak": 8 * 128.2, "chains": 8})
+    job = Job("asking", "qwen", "kvpop", "3.5", "frontier")
+    assert fitted(paths, job, None, TRAININGS["kvpop"].policy, []).budget == 127
     write_json(paths.result(free("qwen", "vanilla", "piqa")), {"peak": 90.0})
     write_json(paths.reference("qwen", "piqa"), {"peak": 40.0})
     job = Job("asking", "qwen", "kvpop", "3.5", "piqa")  # questions of very different lengths
