@@ -24,8 +24,9 @@ class Supervision:
 
     Attributes:
       predicted: what the policy says of each key (`Policy.predictions`).
-      importance: logarithm of the importance of each key to queries beyond the window.
-      known: keys that such a query follows.
+      importance: logarithm of the importance of each key to queries beyond the window; 0 for the
+        attention sinks (`FutureAttention.sinks`).
+      known: keys that such a query follows, without the sinks where importance itself is learned.
     """
 
     predicted: Float[Array, "*L B K T"]
@@ -73,6 +74,12 @@ def supervise(
         scale=scale,
         segment_ids=segment_ids,
     )
+    sinks = tokens.positions < seen_as.sinks
+    known = found.known
+    if seen_as.learns == "importance":
+        known = known & ~sinks
     return Supervision(
-        predicted=policy.predictions(decisions), importance=found.log, known=found.known
+        predicted=policy.predictions(decisions),
+        importance=jnp.where(sinks[:, None], 0, found.log),
+        known=known,
     )

@@ -50,14 +50,19 @@ class DelayedEviction(Policy):
         """Distance from a key to the token that marks it, between 0 and visible_window + 1."""
         return 0
 
+    @property
+    def always_kept(self) -> int:
+        """Slots of a long row that no decision frees: the current token and its window."""
+        return self.visible_window + 1
+
     def share_kept(self, compression_ratio: float | int) -> float:
         """Returns the expected fraction of tokens that are kept when they leave the window."""
         return 1 / compression_ratio if self.retrofit.needed else 1.0
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
-        """Returns the window and the expected number of kept tokens before it."""
-        window = min(self.visible_window + 1, tokens)
-        slots = window + (tokens - window) * self.share_kept(compression_ratio)
+        """Returns what is always kept and the expected number of other tokens that are."""
+        always = min(self.always_kept, tokens)
+        slots = always + (tokens - always) * self.share_kept(compression_ratio)
         return Footprint(slots, 0, None, reads=slots, attended=slots)
 
     def init_state(self, shape: CacheShape) -> PolicyState:

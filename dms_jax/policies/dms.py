@@ -29,6 +29,7 @@ from jaxtyping import Array, Float
 from dms_jax.checks import Positive, Seed, Whole, require
 from dms_jax.policies import draws
 from dms_jax.policies.delayed_eviction import DelayedEviction
+from dms_jax.policies.importance import SINKS
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
 from dms_jax.policies.values import (
     AdapterShape,
@@ -87,7 +88,7 @@ class DMS(DelayedEviction):
             decisions=f"DMS(source={self.source!r}, shift={self.shift}, per={self.per!r})",
             borrowed_neurons=None if self.source == "adapter" else neuron,
             adapter=AdapterShape() if self.source == "adapter" else None,
-            supervision=FutureAttention(self.window, "least_important")
+            supervision=FutureAttention(self.window, "least_important", sinks=SINKS)
             if self.source == "adapter"
             else None,
         )

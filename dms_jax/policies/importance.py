@@ -10,7 +10,9 @@ attention after its norm, and W_o^h the rows of the output projection that read 
 count; a key that none of them follows has no importance (`known`). KVzip takes the queries of a
 repetition of the text; here they are those of the text itself, as in training DMS.
 
-The logarithm is what a scorer predicts. Weights below exp(-16) count as that.
+The logarithm is what a scorer predicts. Weights below exp(-16) count as that. The first tokens of
+a document are not judged by it (`FutureAttention.sinks`): their weights are large and their values
+small, so that little is missed of what they add, but without them all other weights grow.
 """
 
 from typing import no_type_check
@@ -25,6 +27,7 @@ from dms_jax.policies.values import FutureAttention
 # A scorer predicts SCALE * output + LEVEL: a tenth of the weights reaches the level of the scores.
 SCALE, LEVEL = 10.0, -6.0
 LEAST = -16.0
+SINKS = 4  # first tokens that importance does not judge
 BLOCK = 128  # queries whose weights exist at a time
 
 

@@ -1,7 +1,7 @@
 """KVzap (Jegou and Jeblick, arXiv 2601.07891): a scorer predicts a token's importance.
 
     log s_j = 10 scorer(x_j) - 6     d_j = 1[log s_j < threshold]
-    key j is visible to query i  iff  i - j <= window  or  d_j = 0
+    key j is visible to query i  iff  i - j <= window  or  d_j = 0  or  j < sinks
 
 The factor and the constant are ours: Adam then reaches the level of the scores in a few steps. The
 scorer reads the residual stream as DMS's adapter does: one linear map per layer, or two layers
@@ -12,8 +12,12 @@ with DMS, and one training serves every ratio. `dms_jax.calibrate` finds the thr
 share of the tokens of held-out text.
 
 What differs from the publication: KVzip+ takes the attention of a repetition of the text and from
-all of it, and here it is the text's own queries beyond the window (`importance.py`); and the
-publication trains outside of the model, on sampled tokens.
+all of it, and here it is the text's own queries beyond the window (`importance.py`); the
+publication trains outside of the model, on sampled tokens; and `sinks` are ours.
+
+The first tokens are kept unasked. Attention rests on them although their values are next to
+nothing, and the importance of a key is its weight times the norm of its value: it says that they
+may go, and a model that loses them writes nonsense. So nothing is learned of them either.
 
 In training under its own decisions, which the publication does not have, the relaxation is DMS's
 with the logit `threshold - log s_j`.
@@ -21,11 +25,12 @@ with the logit `threshold - log s_j`.
 
 import dataclasses
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from dms_jax.checks import Number, Positive, Whole
 from dms_jax.policies.delayed_eviction import DelayedEviction
-from dms_jax.policies.importance import LEVEL, predicted
+from dms_jax.policies.importance import LEVEL, SINKS, predicted
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
 from dms_jax.policies.values import (
     AdapterShape,
@@ -37,6 +42,8 @@ from dms_jax.policies.values import (
     Tokens,
 )
 
+NEVER = -1e30  # logit of what is not decided
+
 
 @dataclasses.dataclass(frozen=True)
 class KVzap(DelayedEviction):
@@ -47,21 +54,23 @@ class KVzap(DelayedEviction):
       threshold: least logarithm of the importance of a token that is kept.
       hidden: hidden units of the scorer; 0 for a linear one.
       temperature: tau of the relaxation.
+      sinks: number of first tokens that are never evicted.
     """
 
     window: Whole = 128
     threshold: Number = LEVEL
     hidden: Whole = 64
     temperature: Positive = 0.1
+    sinks: Whole = SINKS
 
     @property
     def retrofit(self) -> Retrofit:
-        """The scorer. Window and threshold may change after training."""
+        """The scorer. Window, threshold and sinks may change after training."""
         return Retrofit(
             possible=True,
             decisions=f"KVzap(hidden={self.hidden})",
             adapter=AdapterShape(hidden=self.hidden, bias=True),
-            supervision=FutureAttention(self.window),
+            supervision=FutureAttention(self.window, sinks=self.sinks),
         )
 
     @property
@@ -69,11 +78,16 @@ class KVzap(DelayedEviction):
         """See `Policy.visible_window`: the policy's window."""
         return self.window
 
+    @property
+    def always_kept(self) -> int:
+        """See `DelayedEviction.always_kept`: the sinks too."""
+        return self.window + 1 + self.sinks
+
     def decide(self, tokens: Tokens) -> Decisions:
-        """Returns the logits, threshold - log s, and the decisions (strictly above 0)."""
+        """Returns the logits, threshold - log s, and the decisions: above 0 and not of a sink."""
         assert tokens.adapter_logits is not None
         logits = self.threshold - predicted(tokens.adapter_logits)
-        return Decisions(logits=logits, marks=logits > 0)
+        return Decisions(logits=logits, marks=(logits > 0) & self._evictable(tokens))
 
     def predictions(self, decisions: Decisions) -> Float[Array, "B K T"]:
         """Returns the predicted logarithm of the importance of each key."""
@@ -84,9 +98,14 @@ class KVzap(DelayedEviction):
         """Returns each key's bias, log(1 - alpha)."""
         assert chunk.decisions.logits is not None
         noisy = noisy_logits(chunk.decisions.logits, noise, self.temperature)
+        noisy = jnp.where(self._evictable(chunk.tokens), noisy, NEVER)
         return Relaxed(
             k=chunk.tokens.k,
             v=chunk.tokens.v,
             bias=log_keep(noisy),
             decisions=straight_through(noisy),
         )
+
+    def _evictable(self, tokens: Tokens) -> Bool[Array, "B 1 T"]:
+        """Returns which tokens are not sinks."""
+        return (tokens.positions >= self.sinks)[:, None]

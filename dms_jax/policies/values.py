@@ -351,11 +351,14 @@ class FutureAttention:
       window: distance up to which queries do not count, because they see the key in any case.
       learns: the importance of each key, or which keys are the least important.
       reduction: whether the largest weight of a key counts, or the mean.
+      sinks: number of first tokens of a document that are not judged by their importance: nothing
+        is learned of them, or (`least_important`) that they are the most important ones.
     """
 
     window: int
     learns: Literal["importance", "least_important"] = "importance"
     reduction: Literal["max", "mean"] = "max"
+    sinks: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

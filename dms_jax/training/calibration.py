@@ -28,10 +28,11 @@ def calibrate(
     """Returns the policy with the threshold that keeps 1 / compression_ratio of held-out tokens.
 
     The share is over all layers and heads together, of the tokens that a query beyond the window
-    follows: with the window a sequence keeps more. Decisions are those under full attention, from
-    which those of a model that evicts differ a little. KVzap is trained without a threshold and
-    needs this; the `alpha_offset` of DMS, which is trained for its ratio, is moved by it to other
-    ratios nearby.
+    follows, without KVzap's sinks: with these and the window a sequence keeps more. Decisions are
+    those under full attention. A model that evicts has other hidden states and writes other texts:
+    who needs a number of live tokens measures it (`Usage`) and moves the threshold on from here.
+    KVzap is trained without a threshold and needs this; the `alpha_offset` of DMS, which is trained
+    for its ratio, is moved by it to other ratios nearby.
 
     Args:
       model: a model with a scorer that was trained.

@@ -28,7 +28,11 @@ def outputs(layer: LayerInput) -> tuple[np.ndarray, np.ndarray]:
 def simulate_kvzap(policy: KVzap, layer, prompt_length, page_size):
     scores, _ = outputs(layer)
     return kvzap.simulate(
-        *layer.rotated, scores=scores, threshold=policy.threshold, window=policy.window
+        *layer.rotated,
+        scores=scores,
+        threshold=policy.threshold,
+        window=policy.window,
+        sinks=policy.sinks,
     )
 
 
@@ -49,10 +53,10 @@ def rows() -> list[Row]:
     uneven = functools.partial(Row, simulate=simulate_kvzap)
     even = functools.partial(Row, simulate=simulate_kvpop, ordered=False)
     return [
-        uneven(KVzap(window=0, hidden=0), group=1, page_size=3),
+        uneven(KVzap(window=0, hidden=0, sinks=0), group=1, page_size=3),
         uneven(KVzap(window=4, hidden=6, threshold=-5.5), group=2, page_size=5),
-        uneven(KVzap(window=3, hidden=5, threshold=-6.5), group=4, page_size=4),
-        uneven(KVzap(window=6, hidden=0, threshold=-5.0), group=8, page_size=7),
+        uneven(KVzap(window=3, hidden=5, threshold=-6.5, sinks=1), group=4, page_size=4),
+        uneven(KVzap(window=6, hidden=0, threshold=-5.0, sinks=9), group=8, page_size=7),
         uneven(KVzap(window=2, hidden=4, threshold=-1e6), group=4, page_size=5, identity=True),
         # Not window 0: equal tokens have equal scores in the first layer, and which one goes is
         # then a matter of rounding.

@@ -33,7 +33,7 @@ POLICIES_UNDER_TEST = [
     DMC(offset=0.1),
     DMC(offset=-0.3, neuron="first", per="layer", window=3),
     DMC(offset=0.1, importance="uniform", window=None),
-    KVzap(window=3, hidden=6),
+    KVzap(window=3, hidden=6, sinks=2),
 ]
 every_form = pytest.mark.parametrize("policy", POLICIES_UNDER_TEST, ids=repr)
 
@@ -100,6 +100,7 @@ def soft_dms(policy, layer, noise):
 def soft_kvzap(policy, layer, noise):
     scores, _ = scorer_outputs(layer)
     _, _, decisions, bias = dms.gate(policy.threshold - scores, noise, policy.temperature)
+    decisions[: policy.sinks] = bias[: policy.sinks] = 0
     outputs = dms.soft_attention(*layer.rotated, bias, window=policy.window, shift=0)
     return outputs, decisions
 

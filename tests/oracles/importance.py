@@ -4,8 +4,9 @@
     s_j   = the largest c_hij over i and the query heads h of the group (KVzip+, KVzap), or the mean
 
 a are the softmax weights of full causal attention, x_i the input of the layer's attention. The
-logarithm is bounded below by -16. The scorer: norm, a linear map, or two with GELU (tanh form)
-between them; the output times 10 and minus 6 is the logarithm.
+logarithm is bounded below by -16. That of the first `sinks` tokens of a document is unknown, or for
+a policy that has to learn to keep them (`sinks_known`) 0. The scorer: norm, a linear map, or two
+with GELU (tanh form) between them; the output times 10 and minus 6 is the logarithm.
 """
 
 import numpy as np
@@ -16,7 +17,18 @@ SCALE, LEVEL, LEAST = 10.0, -6.0, -16.0
 
 
 def log_importance(
-    q, k, v, inputs, output, *, window: int, reduction: str = "max", documents=None, scale=None
+    q,
+    k,
+    v,
+    inputs,
+    output,
+    *,
+    window: int,
+    reduction: str = "max",
+    documents=None,
+    scale=None,
+    sinks: int = 0,
+    sinks_known: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the logarithm [T, K] and which tokens have one [T].
 
@@ -42,6 +54,8 @@ def log_importance(
     result = np.full((length, kv_heads), LEAST)
     for j in np.flatnonzero(known):
         result[j] = [max(np.log(reduce(head)), LEAST) for head in given[j]]
+        if list(documents[:j]).count(documents[j]) < sinks:
+            result[j], known[j] = 0.0, sinks_known
     return result, known
 
 

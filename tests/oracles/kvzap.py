@@ -1,8 +1,8 @@
 """KVzap (Jegou and Jeblick 2026): a token whose predicted importance is low leaves the window.
 
 score_j [T, K] predicts the logarithm of the token's importance. While i - j <= window query i sees
-key j; after that only if score_j >= threshold. A token that leaves the window with a lower score
-gives its slot to the token that pushes it out.
+key j; after that only if score_j >= threshold or j < sinks. A token that leaves the window and that
+nothing keeps gives its slot to the token that pushes it out.
 """
 
 import numpy as np
@@ -10,13 +10,13 @@ import numpy as np
 from tests.oracles.trace import Recorder, Trace, as_float64, attend_live, default_scale
 
 
-def slots_per_step(scores, threshold: float, window: int) -> list[list[int]]:
+def slots_per_step(scores, threshold: float, window: int, sinks: int = 0) -> list[list[int]]:
     """The slots of one head after each token."""
     slots: list[int] = []
     steps = []
     for t in range(len(scores)):
         leaving = t - window - 1
-        if leaving >= 0 and scores[leaving] < threshold:
+        if leaving >= sinks and scores[leaving] < threshold:
             slots[slots.index(leaving)] = t
         else:
             slots.append(t)
@@ -24,11 +24,11 @@ def slots_per_step(scores, threshold: float, window: int) -> list[list[int]]:
     return steps
 
 
-def simulate(q, k, v, *, scores, threshold: float, window: int) -> Trace:
+def simulate(q, k, v, *, scores, threshold: float, window: int, sinks: int = 0) -> Trace:
     """Simulate over q [T, H, D], k, v [T, K, D], all rotated, and scores [T, K]."""
     q, k, v, scores = as_float64(q, k, v, scores)
     scale = default_scale(q, None)
-    heads = [slots_per_step(head, threshold, window) for head in scores.T]
+    heads = [slots_per_step(head, threshold, window, sinks) for head in scores.T]
     recorder = Recorder(q.shape[1])
     for t in range(len(q)):
         live = [head[t] for head in heads]
@@ -36,8 +36,8 @@ def simulate(q, k, v, *, scores, threshold: float, window: int) -> Trace:
     return recorder.trace()
 
 
-def visible(scores, threshold: float, window: int) -> np.ndarray:
+def visible(scores, threshold: float, window: int, sinks: int = 0) -> np.ndarray:
     """The same as a mask [T, T] (query, key), from the definition and without a cache."""
     query, key = np.indices((len(scores), len(scores)))
-    kept = np.asarray(scores)[None] >= threshold
+    kept = (np.asarray(scores)[None] >= threshold) | (key < sinks)
     return (key <= query) & ((query - key <= window) | kept)

@@ -97,6 +97,8 @@ def test_what_is_learned_is_the_importance_in_the_models_own_attention(policy):
                 layer.weights.o.kernel,
                 window=learned.window,
                 reduction=learned.reduction,
+                sinks=learned.sinks,
+                sinks_known=isinstance(policy, DMS),
             )
             chex.assert_trees_all_equal(np.asarray(seen.known[layer.index, row]), known)
             got = np.asarray(seen.importance[layer.index, row]).T
@@ -109,6 +111,25 @@ def test_what_is_learned_is_the_importance_in_the_models_own_attention(policy):
                 own = np.roll(raw, -1, 0) * policy.alpha_scale - policy.alpha_offset
             predicted = np.asarray(seen.predicted[layer.index, row]).T
             chex.assert_trees_all_close(predicted[known], own[known], rtol=1e-9)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("policy", [ZAP, WARM], ids=repr)
+def test_sinks_are_the_first_tokens_of_each_document(policy):
+    """KVzap learns nothing of them, which it keeps; DMS learns to keep them."""
+    model = random_model(tiny_config(), adapter=policy.retrofit.adapter, seed=2)
+    ids = jnp.repeat(jnp.asarray([[1, 2, 0]]), np.array([12, 15, 3]), axis=1)
+    tokens = np.random.default_rng(5).integers(0, VOCABULARY, ids.shape)
+    see = lambda m, t: m(t, policy, segment_ids=ids, relaxation=Relaxation(supervised=True))  # noqa: E731
+    seen = jax.jit(see)(model, tokens).supervision
+    known, sinks = np.asarray(seen.known[:, 0]), [0, 1, 2, 3, 12, 13, 14, 15]
+    if policy is WARM:
+        assert known[:, sinks].all()
+        assert not np.asarray(seen.importance[:, 0])[..., sinks].any()
+    else:
+        assert not known[:, sinks].any()
+    assert known[:, [4, 6, 16, 21]].all()
+    assert (np.asarray(seen.importance[:, 0])[..., [4, 6, 16, 21]] < 0).all()
 
 
 def test_low_rank_updates_count_in_what_is_learned():

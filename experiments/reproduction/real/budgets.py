@@ -1,7 +1,9 @@
 """Budgets at which a method holds as much as the reference retrofit was measured to hold."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,9 @@ from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.systems import CHOICES, VANILLA, Free
 
 _ROWS = 8  # answers of a batch that a threshold is taken from
+_MOST_TRIES = 10  # thresholds that are asked with
+_NEAR = 0.02  # share by which two peaks may differ that count as equal
+_STEP = 1.5  # of a threshold, for a peak e times as large as the wanted one
 
 
 def calibrated(paths: Paths, job: Job, method: Free) -> Policy:
@@ -27,9 +32,9 @@ def calibrated(paths: Paths, job: Job, method: Free) -> Policy:
     vanilla = read_json(paths.result(free(job.model, VANILLA, job.measure)))
     reference = read_json(paths.reference(job.model, job.measure))
     if job.measure == CHOICES:  # questions of very different lengths
-        ratio = vanilla["peak"] / reference["peak"] / method.times
+        ratio = _peak(vanilla) / _peak(reference) / method.times
         return method.make(compression_ratio=max(ratio, 1.0))
-    budget = reference["peak"]
+    budget = _peak(reference)
     if method.equal == "mean":
         lengths = vanilla["per_problem"]
         prompts, answers = (np.asarray(lengths[n]) for n in ("prompt_tokens", "new_tokens"))
@@ -40,7 +45,7 @@ def calibrated(paths: Paths, job: Job, method: Free) -> Policy:
 def fitted(
     paths: Paths, job: Job, model: LanguageModel, policy: Policy, held_out: Sequence[Exchange]
 ) -> Policy:
-    """The policy of a scorer of importance at the budget for a measure.
+    """The policy of a scorer of importance at the budget for a measure; `matched` goes on from it.
 
     Args:
       paths: where the figures are of what it is to hold as much as.
@@ -49,12 +54,15 @@ def fitted(
       policy: as it was trained.
       held_out: answers that nothing was trained on, from which a threshold is taken.
     """
-    vanilla = read_json(paths.result(free(job.model, VANILLA, job.measure)))["peak"]
-    peak = read_json(paths.reference(job.model, job.measure))["peak"]
-    if isinstance(policy, KVpop):  # one more is live while a query attends
+    vanilla = _peak(read_json(paths.result(free(job.model, VANILLA, job.measure))))
+    peak = _peak(read_json(paths.reference(job.model, job.measure)))
+    if isinstance(policy, KVpop):
+        if job.measure == CHOICES:
+            return dataclasses.replace(policy, compression_ratio=max(vanilla / peak, 1.0))
+        # One more is live while a query attends.
         return dataclasses.replace(policy, budget=max(round(peak) - 1, policy.least_budget))
     assert isinstance(policy, KVzap)
-    ratio = (vanilla - policy.window) / max(peak - policy.window, 1.0)
+    ratio = (vanilla - policy.always_kept) / max(peak - policy.always_kept, 1.0)
     rows = [whole(each) for each in held_out]
     longest = max(map(len, rows))
     batches = []
@@ -65,6 +73,65 @@ def fitted(
             tokens[place, : len(row)], segments[place, : len(row)] = row, 1
         batches.append({"tokens": tokens, "segment_ids": segments})
     return dms_jax.calibrate(model, batches, compression_ratio=max(ratio, 1.0), policy=policy)
+
+
+def _peak(figures: dict[str, Any]) -> float:
+    """Most live tokens of a sequence; a problem has those of all its chains."""
+    return figures["peak"] / figures.get("chains", 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """What was found at a threshold at which the peak is the wanted one.
+
+    Attributes:
+      policy: with the threshold.
+      found: the figures of it.
+      tries: thresholds that were asked with, the last one among them, and the peaks they gave.
+    """
+
+    policy: KVzap
+    found: dict[str, Any]
+    tries: tuple[tuple[float, float], ...]
+
+
+def matched(ask: Callable[[KVzap], dict[str, Any]], policy: KVzap, peak: float) -> Match:
+    """Moves a threshold until what is measured holds as many tokens as something else did.
+
+    A threshold from texts that the whole model wrote does not say what is held by a model that
+    evicts: its hidden states are others, and so are its answers and their lengths. Scores decide
+    nothing here.
+
+    Args:
+      ask: figures of a policy in use, among them `peak`.
+      policy: where to begin.
+      peak: tokens to hold, within 2 percent.
+
+    Raises:
+      DataError: no threshold of ten gave that peak.
+    """
+    threshold, tries = policy.threshold, []
+    more = fewer = None  # thresholds that hold too many and too few, the nearest, with their gaps
+    for number in range(_MOST_TRIES):
+        asked = dataclasses.replace(policy, threshold=threshold)
+        found = ask(asked)
+        tries.append((threshold, found["peak"]))
+        gap = math.log(found["peak"] / peak)
+        if abs(found["peak"] / peak - 1) <= _NEAR:
+            return Match(asked, found, tuple(tries))
+        if gap > 0:
+            more = (threshold, gap)
+        else:
+            fewer = (threshold, gap)
+        if more is None or fewer is None:
+            threshold += _STEP * gap * 2**number
+        else:  # a line between them, but never so near to an end that nothing is learned
+            part = min(max(more[1] / (more[1] - fewer[1]), 0.15), 0.85)
+            threshold = more[0] + part * (fewer[0] - more[0])
+    raise dms_jax.DataError(
+        f"No threshold of KVzap gave a peak of {peak:.1f} tokens: "
+        + ", ".join(f"{peak:.1f} at {threshold:.3f}" for threshold, peak in tries)
+    )
 
 
 def budget_of_mean(prompts: np.ndarray, answers: np.ndarray, live: float) -> int:

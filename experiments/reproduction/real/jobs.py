@@ -17,13 +17,13 @@ from dms_jax.command_line.options import SHIPPED
 from dms_jax.command_line.self_taught.measuring import HeldOut
 from dms_jax.data import Documents
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import Policy
+from dms_jax.policies import KVzap, Policy
 from dms_jax.training import train
 from experiments.reproduction import runs
-from experiments.reproduction.files import provenance, write_json, write_text
+from experiments.reproduction.files import provenance, read_json, write_json, write_text
 from experiments.reproduction.processes import own_place
 from experiments.reproduction.queue import Queue
-from experiments.reproduction.real.budgets import calibrated, fitted
+from experiments.reproduction.real.budgets import Match, calibrated, fitted, matched
 from experiments.reproduction.real.lessons import (
     held_out_exchanges,
     self_taught,
@@ -171,8 +171,12 @@ class Worker(Queue[Paths]):
         self.check_time()
         model, policy, kv_dtype = self._system(job)
         start = time.time()
-        folder = self.paths.result(job).with_suffix("")
-        found = measure(self.config, model, policy, job.measure, folder, kv_dtype=kv_dtype)
+        folder, tries = self.paths.result(job).with_suffix(""), None
+        if isinstance(policy, KVzap):
+            match = self._matched(job, model, policy, folder)
+            policy, found, tries = match.policy, match.found, match.tries
+        else:
+            found = measure(self.config, model, policy, job.measure, folder, kv_dtype=kv_dtype)
         record = {
             "model": job.model,
             "system": job.system,
@@ -180,6 +184,7 @@ class Worker(Queue[Paths]):
             "measure": job.measure,
             "policy": policy.to_dict(),
             "kv_dtype": kv_dtype,
+            "thresholds": tries,
             "wall_seconds": time.time() - start,
             "device": jax.devices()[0].device_kind,
             **found,
@@ -187,6 +192,27 @@ class Worker(Queue[Paths]):
         }
         write_json(self.paths.result(job), record)
         print(f"  {job.label} {job.measure}: {record['score']}, peak {record['peak']:.1f}")
+
+    def _matched(
+        self, job: Job, model: LanguageModel, policy: KVzap, folder: pathlib.Path
+    ) -> Match:
+        """Asks with one threshold after another; the answers with the last one stay."""
+
+        def place(asked: KVzap) -> pathlib.Path:
+            return folder.with_name(f"{folder.name}-at{asked.threshold:.6f}")
+
+        def ask(asked: KVzap) -> dict[str, Any]:
+            self.check_time()
+            return measure(self.config, model, asked, job.measure, place(asked), kv_dtype=None)
+
+        peak = read_json(self.paths.reference(job.model, job.measure))["peak"]
+        match = matched(ask, policy, peak)
+        if place(match.policy).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            place(match.policy).rename(folder)
+        for left in folder.parent.glob(f"{folder.name}-at*"):
+            shutil.rmtree(left)
+        return match
 
     def _system(self, job: Job) -> tuple[LanguageModel, Policy, str | None]:
         """The model, the policy and the type of the cache of a job that asks."""
