@@ -30,7 +30,8 @@ from pallas_kernels.decode.plan import make_plan
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.dispatch import target_gpu
 
-KERNEL = "decode_attention/mosaic_gpu"
+IMPLEMENTATION = "mosaic_gpu"
+KERNEL = f"decode_attention/{IMPLEMENTATION}"
 _SHARED_BYTES = 227 * 1024
 # Fewer bytes in flight on a core cannot keep the memory busy.
 _LEAST_IN_FLIGHT = 32 * 1024
@@ -38,26 +39,31 @@ _LEAST_IN_FLIGHT = 32 * 1024
 
 def choices_for(case) -> list[dict[str, int]]:
     """List the settings whose programs fit on a core."""
-    size = jnp.dtype(case.pages_dtype or case.dtype).itemsize
-    shapes = structs_of(case)
+    shapes, shape = structs_of(case), shape_of(case)
     fitting = []
     for programs, stages in itertools.product((1, 2), range(1, 6)):
         settings = {"programs_per_core": programs, "stages": stages}
         spec = gpu.spec_of(
             *shapes,
             settings,
-            tile=gpu.tile_of(case.page_size),
+            tile=gpu.tile_of(IMPLEMENTATION, shape),
             programs=programs,
             scale=1.0,
             return_lse=False,
             return_scores=False,
         )
-        in_flight = programs * stages * 2 * spec.tile * case.head_dim * size
+        in_flight = programs * stages * 2 * spec.tile * shape.head_dim * shape.itemsize
         fits = programs * spec.shared_bytes <= _SHARED_BYTES
         enough = _LEAST_IN_FLIGHT <= in_flight <= 4 * _LEAST_IN_FLIGHT
         if fits and (enough or stages == 1):
             fitting.append(settings)
     return fitting
+
+
+def shape_of(case) -> gpu.Shape:
+    """What settings are chosen by."""
+    dtype = case.pages_dtype or case.dtype
+    return gpu.Shape(case.rows, case.head_dim, case.page_size, case.columns, dtype)
 
 
 def structs_of(case):
@@ -72,7 +78,7 @@ def structs_of(case):
 def compile_chain(case, pools, lengths, q, settings):
     """Compile a chain of calls with these settings."""
     programs = settings["programs_per_core"] * target_gpu().cores
-    plan = make_plan(lengths, tile=gpu.tile_of(case.page_size), programs=programs)
+    plan = make_plan(lengths, tile=gpu.tile_of(IMPLEMENTATION, shape_of(case)), programs=programs)
     options = {"scale": case.head_dim**-0.5, "return_lse": False, "return_scores": False}
 
     def call(q, pool, lengths, plan):
@@ -98,7 +104,8 @@ def tune(case) -> dict:
     when = {
         "head_dim": case.head_dim,
         "page_size": case.page_size,
-        "bytes": jnp.dtype(case.pages_dtype or case.dtype).itemsize,
+        "bytes": shape_of(case).itemsize,
+        "tile": gpu.tile_of(IMPLEMENTATION, shape_of(case)),
     }
     if case.name.endswith("small"):
         when["small"] = True

@@ -20,6 +20,9 @@ from pallas_kernels.four_bits import PACKED
 
 # Number of rows that the matrix unit takes: several smaller pages make one tile.
 _TILE = 64
+# Tables of long rows of float8 pages: an H200 is faster with one program on a core, whose tiles are
+# twice as large. No rows shorter than these were timed so.
+_LONG_TILE, _LONG_ROW, _LONG_HEAD_DIM = 128, 4096, 128
 _HEAD_DIMS = (64, 96, 128, 256)
 _PAGE_SIZES = (16, 32, 64, 128)
 _SHARED_BYTES = 227 * 1024
@@ -28,11 +31,6 @@ _COPY_ALIGNMENT = 128  # bytes, of the addresses that the copy engine writes to 
 _BYTES_IN_FLIGHT = 64 * 1024
 # Below this many bytes of rows per core latency counts, not throughput.
 _SMALL_BYTES = 1 << 20
-
-
-def tile_of(page_size: int) -> int:
-    """Returns how many slots the kernels process at a time: one page, or several small ones."""
-    return max(_TILE, page_size)
 
 
 class Shape(NamedTuple):
@@ -44,31 +42,60 @@ class Shape(NamedTuple):
     columns: int
     dtype: DTypeLike
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def copies_scales(self) -> bool:
+        """Whether the copy engine can copy the scales of a page."""
+        return 4 * self.page_size % _COPY_ALIGNMENT == 0
+
+    @property
+    def small(self) -> bool:
+        """Whether the table has room for so little that latency counts."""
+        slots = self.rows * self.columns * self.page_size
+        return 2 * slots * self.head_dim * self.itemsize < _SMALL_BYTES * target_gpu().cores
+
 
 def _shape(q, rows: Rows) -> Shape:
     columns = rows.page_table.shape[1]
     return Shape(q.shape[0], q.shape[2], rows.page_size, columns, rows.k_pages.dtype)
 
 
+def tile_of(implementation: str, shape: Shape) -> int:
+    """Returns how many slots a kernel processes at a time: one page, or several small ones."""
+    large = (
+        implementation == "mosaic_gpu"
+        and shape.itemsize == 1
+        and shape.head_dim == _LONG_HEAD_DIM
+        and shape.copies_scales
+        and shape.columns * shape.page_size >= _LONG_ROW
+        and not shape.small
+    )
+    return max(_LONG_TILE if large else _TILE, shape.page_size)
+
+
 def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
     """Returns the programs per core and their parameters: as measured, else by heuristic."""
-    gpu = target_gpu()
-    rows, head_dim, page_size, columns, dtype = shape
-    size = jnp.dtype(dtype).itemsize
-    small = 2 * rows * columns * page_size * head_dim * size < _SMALL_BYTES * gpu.cores
+    head_dim, page_size, size = shape.head_dim, shape.page_size, shape.itemsize
+    tile = tile_of(implementation, shape)
     found = tuned.lookup(
-        gpu.kind,
+        target_gpu().kind,
         f"decode_attention/{implementation}",
         head_dim=head_dim,
         page_size=page_size,
         bytes=size,
-        small=small,
+        tile=tile,
+        small=shape.small,
     )
     if found is not None:
         return found
     if implementation == "mosaic_mma":
         return {"programs_per_core": 4 if head_dim <= 128 else 2, "stages": 1}
-    tile = tile_of(page_size)
+    if tile > max(_TILE, page_size):
+        return {"programs_per_core": 1, "stages": 3}
     stage = 2 * tile * head_dim * size
     wanted = max(2, _BYTES_IN_FLIGHT // stage)
     # Float32 pages need second buffers of three bfloat16 parts, with blocks of values beside keys.
@@ -81,7 +108,7 @@ def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
 def plan_for(implementation: str, shape: Shape, lengths, make=make_plan) -> DecodePlan:
     """Makes the plan of an implementation for rows of these lengths."""
     programs = target_gpu().cores * settings_of(implementation, shape)["programs_per_core"]
-    return make(lengths, tile=tile_of(shape.page_size), programs=programs)
+    return make(lengths, tile=tile_of(implementation, shape), programs=programs)
 
 
 def spec_of(q, k_pages, settings, **fields) -> Spec:
@@ -129,11 +156,12 @@ def why_not_mosaic(q, rows: Rows, plan, **static):
         return f"serves head dims {_HEAD_DIMS}, not {head_dim}"
     if page_size not in _PAGE_SIZES:
         return f"serves page sizes {_PAGE_SIZES}, not {page_size}"
-    if k_pages.dtype.itemsize == 1 and 4 * page_size % _COPY_ALIGNMENT:
+    shape = _shape(q, rows)
+    if shape.itemsize == 1 and not shape.copies_scales:
         least = _COPY_ALIGNMENT // 4
         return f"copies scales for float8 pages of at least {least} tokens, not {page_size}"
-    settings = settings_of("mosaic_gpu", _shape(q, rows))
-    tile = tile_of(page_size) if plan is None else plan.tile
+    settings = settings_of("mosaic_gpu", shape)
+    tile = tile_of("mosaic_gpu", shape) if plan is None else plan.tile
     unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
     spec = spec_of(q, k_pages, settings, tile=tile, **unknown)
     if spec.shared_bytes > _SHARED_BYTES:

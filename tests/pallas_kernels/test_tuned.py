@@ -77,7 +77,7 @@ def test_decode_settings_fit_in_shared_memory(card, case, monkeypatch):
     q = jax.ShapeDtypeStruct((case.rows, case.group, case.head_dim), case.dtype)
     pages = jax.ShapeDtypeStruct((case.pages, case.page_size, case.head_dim), dtype)
     unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
-    tile = gpu.tile_of(case.page_size)
+    tile = gpu.tile_of("mosaic_gpu", shape)
     spec = gpu.spec_of(q, pages, settings, tile=tile, **unknown)
     assert settings["programs_per_core"] * spec.shared_bytes <= SHARED_BYTES
 
@@ -91,5 +91,5 @@ def test_the_measured_card_has_settings_for_every_kernel():
             assert found("retrofit_attention/mosaic_gpu", part=part, head_dim=head_dim)
     for head_dim in (64, 96, 128, 256):
         assert found("prefill_attention/mosaic_gpu", part="forward", head_dim=head_dim)
-        shape = {"head_dim": head_dim, "page_size": 64, "bytes": 2, "small": False}
+        shape = {"head_dim": head_dim, "page_size": 64, "bytes": 2, "tile": 64, "small": False}
         assert found("decode_attention/mosaic_gpu", **shape)

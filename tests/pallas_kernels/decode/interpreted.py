@@ -1,7 +1,7 @@
 """Run decode cases in a kernel's interpreter and print what came out, one JSON line a case.
 
 The interpreters of Mosaic run threads of their own and can stop for ever, so tests run them here,
-in a process that can be ended. Usage: interpreted.py IMPLEMENTATION CASE...
+in a process that can be ended. Usage: interpreted.py IMPLEMENTATION TILE CASE...
 """
 
 import json
@@ -50,12 +50,12 @@ def run(implementation, arrays, tile):
     return jax.block_until_ready(results)
 
 
-def main(implementation, names):
-    """Run the cases and print their errors."""
+def main(implementation, tile, names):
+    """Run the cases in tiles of this many slots, or of a page, and print their errors."""
     for name in names:
         case = cases.by_name(name)
         inputs = decode_inputs(case)
-        results = run(implementation, as_arrays(inputs), gpu.tile_of(case.page_size))
+        results = run(implementation, as_arrays(inputs), max(tile, case.page_size))
         errors = [
             relative_error(got, want)
             for got, want in zip(results, decode_oracle(inputs, SCALE), strict=True)
@@ -64,4 +64,4 @@ def main(implementation, names):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -17,6 +17,9 @@ TOGETHER = 13
 # One case of each feature.
 MMA = ["base", "group16_head_dim256", "head_dim96", "float8_page16", "page16", "one_long_row"]
 
+# Rows of float8 pages that are long are read in tiles of two pages.
+LONG_TILE = ["float8", "float8_one_long_row", "float8_group8_head_dim64", "float8_page16"]
+
 
 def tpu_serves(case) -> bool:
     return tpu.why_not(*split_rows(structs(case)), plan=None) is None
@@ -30,16 +33,18 @@ def groups() -> list:
         "mosaic_tpu": [case.name for case in cases.CONTRACT if tpu_serves(case)],
     }
     return [
-        pytest.param(implementation, names[at : at + TOGETHER], id=f"{implementation}-{names[at]}")
+        pytest.param(
+            implementation, 64, names[at : at + TOGETHER], id=f"{implementation}-{names[at]}"
+        )
         for implementation, names in served.items()
         for at in range(0, len(names), TOGETHER)
-    ]
+    ] + [pytest.param("mosaic_gpu", 128, LONG_TILE, id="mosaic_gpu-tiles_of_128")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("implementation", "names"), groups())
-def test_kernel_agrees_with_the_oracle(implementation, names):
-    lines = interpret(SCRIPT, implementation, *names)
+@pytest.mark.parametrize(("implementation", "tile", "names"), groups())
+def test_kernel_agrees_with_the_oracle(implementation, tile, names):
+    lines = interpret(SCRIPT, implementation, str(tile), *names)
     records = [json.loads(line) for line in lines if line.startswith("{")]
     assert [record["case"] for record in records] == names
     for record in records:

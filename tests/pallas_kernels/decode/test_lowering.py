@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases
+from pallas_kernels.decode.plan import make_plan
 from tests.pallas_kernels.support import lower_for_cuda, structs
 
 # Float32 pages of 256 with their bfloat16 parts do not fit in shared memory; 16 scales are too few
@@ -41,6 +42,24 @@ def test_lowers_with_all_results(case):
     # The Hopper kernel's plan is a kernel too.
     assert text.count("stablehlo.custom_call") == 3
     assert "stablehlo.dot_general" not in text
+
+
+@pytest.mark.parametrize("name", ["float8", "float8_one_long_row", "float8_group8_head_dim64"])
+def test_lowers_float8_in_tiles_of_two_pages(name):
+    case = cases.by_name(name)
+    shapes = structs(case)
+    function = functools.partial(
+        decode_attention, scale=0.1, return_lse=True, return_scores=True,
+        implementation="mosaic_gpu",
+    )  # fmt: skip
+
+    def planned(lengths, **inputs):
+        plan = make_plan(lengths, tile=128, programs=132)
+        return function(**inputs, lengths=lengths, plan=plan)
+
+    text = lower_for_cuda(planned, **shapes)
+    assert text.count("stablehlo.custom_call") == 2
+    assert f"tensor<{case.rows}x{-(-case.columns // 2) * 128}x8xf32>" in text
 
 
 @pytest.mark.parametrize("name", MMA)

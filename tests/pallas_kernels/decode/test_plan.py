@@ -83,6 +83,31 @@ def test_decode_plan_counts_tiles_of_whole_pages():
     assert plan.programs % 132 == 0
 
 
+@pytest.mark.parametrize(
+    ("changed", "tile", "programs_per_core"),
+    [
+        ({}, 128, 1),
+        ({"page_size": 32, "columns": 128}, 128, 1),
+        ({"page_size": 16, "columns": 256}, 64, 1),  # the other kernel's pages
+        ({"columns": 63}, 64, 2),  # shorter rows than were measured
+        ({"rows": 64}, 64, 2),  # room for little
+        ({"head_dim": 64}, 64, 2),
+        ({"dtype": "bfloat16"}, 64, 2),
+    ],
+)
+def test_long_rows_of_float8_are_read_in_tiles_of_128(changed, tile, programs_per_core):
+    shape = {"rows": 512, "columns": 64, "page_size": 64, "head_dim": 128}
+    shape |= {"dtype": "float8_e4m3fn"} | changed
+    plan = decode_plan(jnp.zeros(shape.pop("rows"), jnp.int32), **shape)
+    assert (plan.tile, plan.programs) == (tile, 132 * programs_per_core)
+
+
+def test_the_products_of_ampere_take_tiles_of_64():
+    lengths = jnp.full(512, 4096)
+    shape = {"columns": 64, "page_size": 64, "head_dim": 128, "dtype": "float8_e4m3fn"}
+    assert decode_plan(lengths, **shape, implementation="mosaic_mma").tile == 64
+
+
 def draw_lengths(rows):
     rng = np.random.default_rng(rows)
     return jnp.asarray(rng.integers(0, 3000, rows) * (rng.random(rows) < 0.8), jnp.int32)
