@@ -10,7 +10,7 @@ import dms_jax
 from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
 from experiments.reproduction.real import page, systems
-from experiments.reproduction.real.measures import TASKS_OF_CHOICES
+from experiments.reproduction.real.measures import NEEDLES, TASKS_OF_CHOICES
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.results import THREE, Results
 from experiments.reproduction.real.settings import Config
@@ -61,8 +61,10 @@ def config(tmp_path):
         adapter = Job("asking", "smollm2", "smollm2-adapter-w16", "4", measure)
         small = (free("smollm2", "vanilla", measure), figures(200, 80.0))
         for job, own in (small, (adapter, figures(180, 40.0))):
-            four = {"tasks": dict.fromkeys(TASKS_OF_CHOICES, own)}
-            write_json(paths.result(job), own | (four if measure == systems.CHOICES else {}))
+            tasks = dict.fromkeys(TASKS_OF_CHOICES, own)
+            if measure == "needle":  # of one score, with figures of each needle beside it
+                tasks = dict.fromkeys(NEEDLES, {"accuracy": own["score"]})
+            write_json(paths.result(job), own | {"tasks": tasks})
     chains = {
         "scores": [[1, 0], [0, 0]],
         "answer_scores": [[1, 0], [0, 0]],
