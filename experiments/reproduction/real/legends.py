@@ -56,8 +56,9 @@ SPEED = (
     "accuracy tables are shorter than this context, where weights are most of what a step "
     "reads."
 )
-AGAIN = """The library is installed; the models and the data are the reader's own (`--help` says which files, and
-the first lines of this page which models). On one GPU, or on several that workers take turns on:
+AGAIN = """The library is installed; the models and the data are the reader's own (`--help` says
+which files, and the first lines of this page which models). On one GPU, or on several that workers
+take turns on:
 
 ```
 python -m experiments.reproduction.real_models --qwen qwen.gguf --smollm2 smollm2.gguf \\
@@ -65,12 +66,13 @@ python -m experiments.reproduction.real_models --qwen qwen.gguf --smollm2 smollm
     --earlier experiments/results/real_models/results.json --pages runs/real-models/page
 ```
 
-The page of the new run shows beside it what runs 1 and 2 measured and it did not. `--deadline-minutes 20`
-ends the command after that time, and the same command goes on where it was cut off. `--trainings` and
-`--judged` choose what is trained and what the verdicts are about; with `--judged warm-up-w16` it is run 3.
+The page of the new run shows beside it what runs 1 and 2 measured and it did not.
+`--deadline-minutes 20` ends the command after that time, and the same command goes on where it was
+cut off. `--trainings` and `--judged` choose what is trained and what the verdicts are about; with
+`--judged warm-up-w16` it is run 3.
 
-On two GPUs as run 2: one samples, trains and is timed by the three commands, while the other asks and then
-trains what is left; the first joins it.
+On two GPUs as run 2: one samples, trains and is timed by the three commands, while the other asks
+and then trains what is left; the first joins it.
 
 ```
 export QWEN=$PWD/qwen.gguf QUESTIONS=$PWD/data/gsm8k/train.jsonl
@@ -86,7 +88,7 @@ python -m experiments.reproduction.real_models --only report --out runs/real-mod
     --earlier experiments/results/real_models/results.json --pages runs/real-models/page
 ```
 
-In run 2 SmolLM2 was asked by a plan of its own: `--smollm2 smollm2.gguf --data data --processes 3 --shards 1
---lanes 2048 --small-tokens 6000000 --trainings smollm2-low-rank-w16 smollm2-control smollm2-adapter-w16`; its
-`results` and `summaries` were copied into the run directory before the report. `results.json` holds every
-figure."""
+In run 2 SmolLM2 was asked by a plan of its own: `--smollm2 smollm2.gguf --data data --processes 3
+--shards 1 --lanes 2048 --small-tokens 6000000 --trainings smollm2-low-rank-w16 smollm2-control
+smollm2-adapter-w16`; its `results` and `summaries` were copied into the run directory before the
+report. `results.json` holds every figure."""
