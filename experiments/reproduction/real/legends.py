@@ -29,7 +29,7 @@ TRAINING = (
     "divergence: nats a token from the model itself, on the tokens of its answers to questions "
     "that were held out, with what the policy evicts. reached: tokens over tokens that were not "
     "marked, at the last step. score: GSM8K, greedy, for Qwen, PIQA for SmolLM2. seconds: of the "
-    "steps, alone on the card; in run 1 beside two other processes."
+    "steps, alone on the card; in run 1, and of SmolLM2, beside two other processes."
 )
 SMOLLM2_TRAINING = "SmolLM2 read texts and retrieval problems beside its answers."
 OTHERS = (
@@ -56,14 +56,39 @@ SPEED = (
     "accuracy tables are shorter than this context, where weights are most of what a step "
     "reads."
 )
-AGAIN = """The models and the data are the reader's own; see `--help` for the files.
+AGAIN = """The library is installed; the models and the data are the reader's own (`--help` says
+which files, and the first lines of this page which models). On one GPU, or on several that workers
+take turns on:
 
 ```
 python -m experiments.reproduction.real_models --qwen qwen.gguf --smollm2 smollm2.gguf \\
-    --data data --processes 2 --deadline-minutes 20 --out runs/real-models
-python -m experiments.reproduction.real_models --only report --out runs/real-models --run 2 \\
-    --earlier experiments/results/real_models/results.json --pages experiments/results/real_models
+    --data data --processes 2 --out runs/real-models --run 3 \\
+    --earlier experiments/results/real_models/results.json --pages runs/real-models/page
 ```
 
-The same command goes on where it was cut off. `--self-taught DIR` takes answers and the planned
-retrofit from a run of `dms-jax retrofit self-taught`. `results.json` holds every figure."""
+The page of the new run shows beside it what runs 1 and 2 measured and it did not.
+`--deadline-minutes 20` ends the command after that time, and the same command goes on where it was
+cut off. `--trainings` and `--judged` choose what is trained and what the verdicts are about; with
+`--judged warm-up-w16` it is run 3.
+
+On two GPUs as run 2: one samples, trains and is timed by the three commands, while the other asks
+and then trains what is left; the first joins it.
+
+```
+export QWEN=$PWD/qwen.gguf QUESTIONS=$PWD/data/gsm8k/train.jsonl
+mkdir -p runs/real-models
+CUDA_VISIBLE_DEVICES=1 python -m experiments.reproduction.real_models --qwen qwen.gguf \\
+    --smollm2 smollm2.gguf --data data --out runs/real-models --shards 1 \\
+    --self-taught runs/three/run --only jobs &
+CUDA_VISIBLE_DEVICES=0 bash experiments/reproduction/real/three_commands.sh runs/three
+CUDA_VISIBLE_DEVICES=0 python -m experiments.reproduction.real_models --out runs/real-models --join
+wait
+mkdir -p runs/real-models/three && cp runs/three/three.json runs/real-models/three/
+python -m experiments.reproduction.real_models --only report --out runs/real-models --run 3 \\
+    --earlier experiments/results/real_models/results.json --pages runs/real-models/page
+```
+
+In run 2 SmolLM2 was asked by a plan of its own: `--smollm2 smollm2.gguf --data data --processes 3
+--shards 1 --lanes 2048 --small-tokens 6000000 --trainings smollm2-low-rank-w16 smollm2-control
+smollm2-adapter-w16`; its `results` and `summaries` were copied into the run directory before the
+report. `results.json` holds every figure."""

@@ -92,7 +92,8 @@ def _opening(results: Results) -> str:
     both = {
         QWEN: "- Qwen2.5-Coder-0.5B-Instruct (Apache-2.0): a 4-bit GGUF of 491,400,064 bytes, "
         "SHA-256 begins 1d961463.",
-        SMOLLM2: "- SmolLM2-135M-Instruct (Apache-2.0): a GGUF.",
+        SMOLLM2: "- SmolLM2-135M-Instruct (Apache-2.0): a GGUF of 98,362,432 bytes, SHA-256 begins "
+        "b179c952.",
     }
     measured = {model for model, _, _ in results.records}
     return "\n".join(

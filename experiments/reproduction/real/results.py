@@ -15,6 +15,7 @@ from experiments.reproduction.files import read_json
 from experiments.reproduction.real.plan import Job, Paths
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
+    CHOICES,
     MEASURES,
     PLANNED,
     QWEN,
@@ -64,7 +65,8 @@ class Results:
         for path in sorted(root.glob("results/*/*/*.json")):
             model, label, measure = (*path.parts[-3:-1], path.stem)
             record = read_json(path) | {"run": config.run}
-            for task, own in record.pop("tasks", {measure: {}}).items():
+            parts = record.pop("tasks") if measure == CHOICES else {measure: {}}
+            for task, own in parts.items():
                 records[model, label, task] = record | own | {"measure": task}
         speed = next((records.pop(key) for key in list(records) if key[2] == "speed"), None)
         logs = {name: read_json(Paths(config).summary(name)) for name in TRAININGS}
@@ -228,10 +230,9 @@ class Results:
         """All figures as JSON data, of each problem its score alone."""
         kept = []
         replaced = [row for row in self.earlier.values() if self.records[_key(row)] is not row]
+        left_out = ("per_problem", "chains_of_problems", "path")
         for record in (*self.records.values(), *replaced):
-            own = {
-                k: v for k, v in record.items() if k not in ("per_problem", "chains_of_problems")
-            }
+            own = {k: v for k, v in record.items() if k not in left_out}
             own["task"] = None  # has paths
             problems = record.get("per_problem", {})
             own["per_problem"] = problems.get("scores") or problems.get("loss")

@@ -116,7 +116,7 @@ def _scorer(recipe: Callable[..., Recipe]) -> Callable[..., Recipe]:
     return lambda ratio, trainable, **sizes: recipe(**sizes)
 
 
-# Adapters of earlier runs, so that they can be asked more.
+# The judged adapters of earlier runs, so that they can be asked more.
 KEPT = pathlib.Path(__file__).parents[2] / "results" / "real_models" / "adapters"
 # The verdict is about one of the rivals, which questions in no lesson choose (`Results.judged`),
 # or about the training that the settings name.
@@ -168,12 +168,6 @@ TRAININGS = {
         Training("all-to-8", ratio=8.0, trainable="all", share=_SHARE),
         Training(
             "low-rank-w16-kept", ratio=_RATIO, ships="low-rank-w16", words="the adapter of run 2"
-        ),
-        Training(
-            "warm-up-w16-kept",
-            ratio=_RATIO,
-            ships="warm-up-w16",
-            words="from attention first, the adapter of run 2",
         ),
         Training("smollm2-low-rank-w16", model=SMOLLM2, ratio=4.0),
         Training("smollm2-control", model=SMOLLM2, policy=None, ratio=4.0),

@@ -141,6 +141,41 @@ def test_trainings_that_are_in_no_verdict_begin_in_the_order_of_the_settings():
     assert asked[3:6] == ["kvpop", "dmc", "dmc"]  # at its end, and on the way
 
 
+def test_a_training_that_was_decided_before_the_run_stands_for_election_alone(tmp_path):
+    config = dataclasses.replace(GIVEN, judged=RIVAL, smollm2="", out=tmp_path)
+    names = [job.name for job in plan.jobs(config)]
+    order = [
+        f"training-qwen-{RIVAL}",
+        f"asking-qwen-{RIVAL}-at3.3-gsm8k",
+        "training-qwen-control",
+        "asking-qwen-h2o-gsm8k",
+        f"asking-qwen-{RIVAL}-at3.3-frontier",
+        f"training-qwen-{PLANNED}",
+    ]
+    places = [names.index(name) for name in order]
+    assert places == sorted(places)
+    paths = Paths(config)
+    tova = free("qwen", "tova")
+    write_json(paths.result(free("qwen", "vanilla")), {"peak": 384.0})
+    write_json(paths.result(Job("asking", "qwen", PLANNED, "3.3", "gsm8k")), {"peak": 90.0})
+    assert not paths.ready(tova)  # what others hold as much as is another one
+    write_json(paths.result(Job("asking", "qwen", RIVAL, "3.3", "gsm8k")), {"peak": 120.0})
+    assert paths.ready(tova)
+    assert calibrated(paths, tova, FREE["tova"]).budget == 120
+    with pytest.raises(dms_jax.ConfigError, match="no training 'warm'; there are low-rank-w16, "):
+        plan.jobs(dataclasses.replace(config, judged="warm"))
+
+
+def test_what_ships_is_there():
+    paths = Paths(GIVEN)
+    shipped = [each for each in TRAININGS.values() if each.ships]
+    assert {each.model for each in shipped} == {systems.QWEN, systems.SMOLLM2}
+    for each in shipped:
+        adapter = paths.model(each.name, f"{each.ratio:g}") / "dms_adapter.json"
+        policy = dms_jax.policies.from_dict(json.loads(adapter.read_text())["policy"])
+        assert policy == each.policy
+
+
 def test_only_the_models_that_are_given_are_measured(tmp_path):
     for config in (dataclasses.replace(GIVEN, qwen=""), dataclasses.replace(GIVEN, smollm2="")):
         assert {job.model for job in plan.jobs(config)} == set(config.models)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import dms_jax
 from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
 from experiments.reproduction.real import page, systems
-from experiments.reproduction.real.measures import TASKS_OF_CHOICES
+from experiments.reproduction.real.measures import NEEDLES, TASKS_OF_CHOICES
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.results import THREE, Results
 from experiments.reproduction.real.settings import Config
@@ -61,8 +62,10 @@ def config(tmp_path):
         adapter = Job("asking", "smollm2", "smollm2-adapter-w16", "4", measure)
         small = (free("smollm2", "vanilla", measure), figures(200, 80.0))
         for job, own in (small, (adapter, figures(180, 40.0))):
-            four = {"tasks": dict.fromkeys(TASKS_OF_CHOICES, own)}
-            write_json(paths.result(job), own | (four if measure == systems.CHOICES else {}))
+            tasks = dict.fromkeys(TASKS_OF_CHOICES, own)
+            if measure == "needle":  # of one score, with figures of each needle beside it
+                tasks = {name: {"accuracy": own["score"]} for name in NEEDLES}
+            write_json(paths.result(job), own | {"tasks": tasks})
     chains = {
         "scores": [[1, 0], [0, 0]],
         "answer_scores": [[1, 0], [0, 0]],
@@ -162,6 +165,21 @@ def test_questions_in_no_lesson_choose_and_divergence_between_the_level(config):
     assert row in page.trainings(results)
 
 
+def test_a_verdict_that_was_decided_before_the_run_is_about_that_training(config):
+    paths = Paths(config)
+    for name, right in ((PLANNED, 119), (RIVAL, 110)):
+        write_json(paths.result(Job("asking", "qwen", name, "3.3", "gsm8k")), figures(right, 118.0))
+    decided = dataclasses.replace(config, judged=RIVAL)
+    results = Results.read(decided)
+    assert (results.judged, Results.read(config).judged) == (RIVAL, PLANNED)
+    said = page.verdicts(results)
+    assert "to 3.3, from attention first (decided before the run): peak 118" in said
+    assert "GSM8K, greedy: within 2 points of itself: **does not hold** (-2.5 ± 0.8)" in said
+    assert "| **DMS, low rank, window 16, to 3.3, from attention first** | 27.5" in page.gsm8k(
+        results
+    )
+
+
 def test_rows_of_an_earlier_run_are_paired_with_the_model_of_that_run(config):
     before = {"policy": {}, "date": "2025-12-31"}
     old = dict(model="qwen", measure="gsm8k", **before)
@@ -241,6 +259,13 @@ def test_the_report_is_written_again_from_the_files(config):
     write_json(before, {"systems": [row], "trainings": [], "speed": None})
     told = dataclasses.replace(config, only="report", pages=folder, qwen="", data=None)
     told = dataclasses.replace(told, run=2, earlier=before)
+    assert real_models.main(told) == 0
+    assert not (folder / "smollm2.png").exists()  # there is nothing to compare with
+    paths = Paths(config)
+    for measure in SMALL:
+        place = paths.result(free("smollm2", "tova", measure))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(paths.reference("smollm2", measure), place)
     assert real_models.main(told) == 0
     text = (folder / "README.md").read_text()
     assert "| **DMS, low rank, window 16, to 3.3** | 29.0 ± 2.3 | -1.0 ± 0.5 |" in text

@@ -11,9 +11,14 @@ from experiments.reproduction.real.systems import PLANNED, QWEN, VANILLA
 def test_nothing_of_a_picture_touches_its_edge(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: drawn.append(self))
-    record = {"score": [0.25, 0.01], "peak": 111.4, "per_problem": {"scores": [1.0, 0.0] * 30}}
+    record = {
+        "run": 1,
+        "score": [0.25, 0.01],
+        "peak": 111.4,
+        "per_problem": {"scores": [1.0, 0.0] * 30},
+    }
     labels = (VANILLA, end_of(PLANNED), "expected", "h2o")
-    results = Results({(QWEN, label, "gsm8k"): record for label in labels}, {}, None)
+    results = Results(1, {(QWEN, label, "gsm8k"): record for label in labels}, {}, None)
     assert figures.draw(results, tmp_path) == {"gsm8k.png"}
     (picture,) = drawn
     picture.draw_without_rendering()
