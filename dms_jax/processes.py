@@ -155,6 +155,18 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
+    """Raises ConfigError if a process of several would have no part in a run on a mesh."""
+    taking_part = set() if mesh is None else {each.process_index for each in mesh.devices.flat}
+    left = sorted(set(range(jax.process_count())) - taking_part)
+    if several() and left:
+        raise ConfigError(
+            f"{jax.process_count()} processes train on one mesh over their {jax.device_count()} "
+            f"devices, and this one has none of process {', '.join(map(str, left))}. Give "
+            f"mesh=make_mesh(...) of {jax.device_count()} devices (--data-shards all)."
+        )
+
+
 class Agreement:
     """What all processes decide together, again and again, in the same order in each of them.
 

@@ -127,11 +127,7 @@ def train(
     if mesh is None:
         context = jax.sharding.get_mesh()
         mesh = model.mesh if context.empty else context
-    if mesh is None and processes.several():
-        raise ConfigError(
-            f"{jax.process_count()} processes train on one mesh over all of their devices. Give "
-            f"mesh=make_mesh(data=..., model=...) of {jax.device_count()} devices."
-        )
+    processes.check_mesh(mesh)
     pass_size = recipe.pass_size(1 if mesh is None else mesh.shape[sharding.DATA])
     check_split(recipe, policy, mesh)
     rows = rows_here(mesh, pass_size)

@@ -14,7 +14,10 @@ from safetensors.numpy import load_file
 from dms_jax import processes
 from dms_jax.errors import ConfigError
 from dms_jax.processes import Agreement, arguments, connect, gather, slices
+from dms_jax.sharding import make_mesh
+from dms_jax.training import retrofit
 from tests.training.killing import EXPORT, compare, finish, moments, start
+from tests.training.tiny import EAGER, documents, language_model, recipe
 
 # One program for all tests: it is compiled once.
 TOLD: dict[str, Any] = dict(float64=True, mesh=[4, 2], steps=20)
@@ -171,6 +174,19 @@ def test_an_environment_that_is_not_whole_is_refused(environment, message):
 def test_processes_are_told_all_or_nothing():
     with pytest.raises(ConfigError, match="num_processes, process_id is missing"):
         connect("first:99")
+
+
+def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
+    """It failed where no row was left to draw, and the others waited for that process."""
+    meshes = [None, make_mesh(4, 2)]
+    for mesh in meshes:
+        processes.check_mesh(mesh)
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 3)
+    for mesh, left in zip(meshes, ("0, 1, 2", "1, 2"), strict=True):
+        with pytest.raises(ConfigError, match=rf"3 processes .* of process {left}\. Give mesh="):
+            processes.check_mesh(mesh)
+        with pytest.raises(ConfigError, match=rf"this one has none of process {left}\."):
+            retrofit(language_model(), EAGER, recipe=recipe(), data=documents(), mesh=mesh)
 
 
 def test_a_single_process_is_left_as_it_is():
