@@ -40,6 +40,9 @@ _SHUTDOWN_SECONDS = 60
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 _TPU_DEVICES = (pathlib.Path("/dev/accel0"), pathlib.Path("/dev/vfio/0"))
 
+# Marks an error that the other processes were told of.
+_TOLD = "_told_to_other_processes"
+
 _agreements = itertools.count()
 
 
@@ -190,8 +193,12 @@ class Agreement:
         return tuple(any(each[at] == "1" for each in told.values()) for at in range(len(wishes)))
 
     def fail(self, error: BaseException) -> None:
-        """Lets the other processes know that this one goes no further."""
-        if several() and not isinstance(error, OtherProcessError):
+        """Lets the other processes know that this one goes no further.
+
+        An error that they were told of in another agreement is not told again: they are leaving.
+        """
+        if several() and not isinstance(error, OtherProcessError) and _TOLD not in vars(error):
+            vars(error)[_TOLD] = True
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             try:
                 self._exchange(f"!{plain(what, 2000)}", _FAREWELL_SECONDS)

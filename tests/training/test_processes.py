@@ -92,6 +92,29 @@ def test_an_error_of_one_ends_all(tmp_path):
     assert one["ended"].startswith("OtherProcessError: Process 1 of this run failed: ValueError")
 
 
+@pytest.mark.slow
+def test_an_export_that_fails_ends_all_in_order(tmp_path):
+    """Its error is told once: who told it again waited for processes that had left."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "snapshots").write_text("")
+    # Raises if the exit of one is not 0.
+    one, other = run(2, tmp_path / "run", snapshots=[1.5], **TOLD)
+    assert one["ended"].startswith("CheckpointError: the checkpoint cannot be written to")
+    assert other["ended"].startswith("OtherProcessError: Process 0 of this run failed: Checkp")
+
+
+def test_an_error_is_told_once(monkeypatch):
+    told = []
+    monkeypatch.setattr(processes, "several", lambda: True)
+    monkeypatch.setattr(Agreement, "_exchange", lambda self, text, seconds=0: told.append(text))
+    error = ValueError("full")
+    Agreement().first_done(error)
+    Agreement().fail(error)
+    assert told == ["!ValueError: full"]
+    Agreement().fail(ValueError("full"))
+    assert len(told) == 2
+
+
 SLURM = {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_NODELIST": "node[1-4]",
