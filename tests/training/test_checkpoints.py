@@ -343,6 +343,13 @@ def test_other_data_and_weights_are_refused_and_moved_files_are_not(model, tmp_p
     (tmp_path / "c.jsonl").write_text("\n".join([*lines[:5], "{oops", *lines[6:]]))
     with pytest.raises(DataError, match=r"c\.jsonl, line 6: this is not JSON"):
         fingerprint(as_source(tmp_path / "c.jsonl"))
+    # Of 2,000 the second is not sampled: what stops a run there can be mended in its place.
+    many = [json.dumps({"text": str(i)}) for i in range(2000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(many))
+    (tmp_path / "b.jsonl").write_text("\n".join([many[0], "{oops", *many[2:]]))
+    assert fingerprint(as_source(tmp_path / "a.jsonl")) == fingerprint(
+        as_source(tmp_path / "b.jsonl")
+    )
     arrays = [np.arange(4), np.arange(5)]
     assert fingerprint(as_source(arrays)) == fingerprint(as_source([x.tolist() for x in arrays]))
 
