@@ -40,6 +40,9 @@ _SHUTDOWN_SECONDS = 60
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 _TPU_DEVICES = (pathlib.Path("/dev/accel0"), pathlib.Path("/dev/vfio/0"))
 
+# Marks an error that the other processes were told of.
+_TOLD = "_told_to_other_processes"
+
 _agreements = itertools.count()
 
 
@@ -155,6 +158,18 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
+    """Raises ConfigError if a process of several would have no part in a run on a mesh."""
+    taking_part = set() if mesh is None else {each.process_index for each in mesh.devices.flat}
+    left = sorted(set(range(jax.process_count())) - taking_part)
+    if several() and left:
+        raise ConfigError(
+            f"{jax.process_count()} processes train on one mesh over their {jax.device_count()} "
+            f"devices, and this one has none of process {', '.join(map(str, left))}. Give "
+            f"mesh=make_mesh(...) of {jax.device_count()} devices (--data-shards all)."
+        )
+
+
 class Agreement:
     """What all processes decide together, again and again, in the same order in each of them.
 
@@ -178,8 +193,12 @@ class Agreement:
         return tuple(any(each[at] == "1" for each in told.values()) for at in range(len(wishes)))
 
     def fail(self, error: BaseException) -> None:
-        """Lets the other processes know that this one goes no further."""
-        if several() and not isinstance(error, OtherProcessError):
+        """Lets the other processes know that this one goes no further.
+
+        An error that they were told of in another agreement is not told again: they are leaving.
+        """
+        if several() and not isinstance(error, OtherProcessError) and _TOLD not in vars(error):
+            vars(error)[_TOLD] = True
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             try:
                 self._exchange(f"!{plain(what, 2000)}", _FAREWELL_SECONDS)

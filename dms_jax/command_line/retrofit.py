@@ -104,6 +104,7 @@ def main(config: Config | SelfTaught) -> None:
     processes.connect(config.coordinator, config.processes, config.process)
     say = print if processes.is_first() else (lambda _: None)
     mesh = config.make_mesh()
+    processes.check_mesh(mesh)
     recipe, policy = config.make_recipe(), config.make_policy()
     with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:
         data = config.make_data()

@@ -39,7 +39,7 @@ def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
         return np.concatenate(parts)
     if _is_chat(document):
         text = _template(document, tokenizer, add_generation_prompt=False)
-        return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        return np.asarray(_encode(text, tokenizer), np.int32)
     if isinstance(document, Exchange):
         return np.concatenate([tokens for tokens, _ in _pieces(document, tokenizer)])
     tokens = np.asarray(document)
@@ -162,7 +162,12 @@ def _chat(messages: list[Any], tokenizer: Any, first: int = 0) -> Pieces:
 
 
 def _encode(text: str, tokenizer: Any) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False) if text else []
+    """Returns the token ids of a text as it is, in the time and memory of its pieces."""
+    ids, start = [], 0
+    while start < len(text):
+        part, start = piece(text, start, tokenizer)
+        ids += part
+    return ids
 
 
 def _ids(tokens: Any) -> np.ndarray:

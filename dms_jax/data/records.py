@@ -131,12 +131,13 @@ class Records(Source):
         kept, wrong, first = array.array("q"), 0, None
         for place in range(self.count()):
             try:
-                if self._read(place) is not None:
+                if fields.document(self.record(place)) is not None:
                     kept.append(place)
             except DataError as error:
                 if fields.malformed == 0:
-                    raise
-                wrong, first = wrong + 1, first or error
+                    raise self._located(place, error) from error
+                # Where a record is takes a while to say, and it is said of one.
+                wrong, first = wrong + 1, first or self._located(place, error)
         if wrong:
             told = f"{wrong} of {self.count()} lines are malformed"
             if wrong > fields.malformed * self.count():
@@ -163,7 +164,10 @@ class Records(Source):
         try:
             return self._fields.document(self.record(place))
         except DataError as error:
-            raise DataError(f"{self.place(place)}: {error}") from error
+            raise self._located(place, error) from error
+
+    def _located(self, place: int, error: DataError) -> DataError:
+        return DataError(f"{self.place(place)}: {error}")
 
     def _place(self, index: int) -> int:
         return index if self._kept is None else self._kept[index]

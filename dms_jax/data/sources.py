@@ -41,6 +41,7 @@ __all__ = [
 
 SEPARATOR = "<|endoftext|>"
 _MARK = codecs.BOM_UTF8
+_COUNTED_AT_A_TIME = 2**24  # bytes whose lines are counted
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 
@@ -81,9 +82,11 @@ class _Files(Records):
 
     def place(self, place: int) -> str:
         """Returns the file and line of a span, for messages."""
-        file = self._file(place)
-        before = self._bytes[file][: self._starts[place]]
-        return f"{self._paths[file]}, line {before.count(b'\n') + 1}"
+        file, end = self._file(place), self._starts[place]
+        content, before = self._bytes[file], 0
+        for start in range(0, end, _COUNTED_AT_A_TIME):
+            before += content[start : min(start + _COUNTED_AT_A_TIME, end)].count(b"\n")
+        return f"{self._paths[file]}, line {before + 1}"
 
     def _text(self, place: int) -> str:
         span = self._bytes[self._file(place)][self._starts[place] : self._ends[place]]

@@ -127,15 +127,13 @@ def train(
     if mesh is None:
         context = jax.sharding.get_mesh()
         mesh = model.mesh if context.empty else context
-    if mesh is None and processes.several():
-        raise ConfigError(
-            f"{jax.process_count()} processes train on one mesh over all of their devices. Give "
-            f"mesh=make_mesh(data=..., model=...) of {jax.device_count()} devices."
-        )
+    processes.check_mesh(mesh)
     pass_size = recipe.pass_size(1 if mesh is None else mesh.shape[sharding.DATA])
     check_split(recipe, policy, mesh)
     rows = rows_here(mesh, pass_size)
     deal = Deal(recipe.batch_sizes, pass_size, rows)
+    if not hasattr(data, "__next__"):
+        data = as_source(data)
     source = _batches(model, recipe, data, deal, run.seed)
     directory = None  # after all that can be refused, which leaves none
     if out is not None:
@@ -269,9 +267,8 @@ def _check_adapter_only(model: LanguageModel, policy: Policy, recipe: Recipe) ->
 def _batches(model: LanguageModel, recipe: Recipe, data: Any, deal: Deal, seed: int) -> Any:
     if hasattr(data, "__next__"):
         return data
-    source = as_source(data)
     return lane_batches(
-        AnswersOnly(source) if recipe.answers_only else source,
+        AnswersOnly(data) if recipe.answers_only else data,
         model.tokenizer,
         deal=deal,
         length=recipe.sequence_length,
@@ -283,7 +280,7 @@ def _batches(model: LanguageModel, recipe: Recipe, data: Any, deal: Deal, seed: 
 
 def _fingerprint(data: Any) -> str | None:
     """Returns what tells data from other data; None for iterators."""
-    return None if hasattr(data, "__next__") else fingerprint(as_source(data))
+    return None if hasattr(data, "__next__") else fingerprint(data)
 
 
 def _ignored_tokens(model: LanguageModel, recipe: Recipe) -> tuple[int, ...]:

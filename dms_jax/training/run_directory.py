@@ -214,7 +214,8 @@ class RunDirectory:
         """Returns the records of the log before `next_step`; broken lines are left out."""
         path = self.path / "log.jsonl"
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        for line in text.splitlines():
             try:
                 record = json.loads(line)
                 kept += [record] if record["step"] < next_step else []

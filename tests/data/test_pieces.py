@@ -12,7 +12,7 @@ import pytest
 
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
-from dms_jax.data import batches, encode_document, pieces
+from dms_jax.data import Exchange, batches, encode_answers, encode_document, pieces
 from dms_jax.data.pieces import piece
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
@@ -52,6 +52,30 @@ def test_pieces_are_the_whole(short_pieces, name, breaks):
     sizes = np.diff(ends)
     assert len(sizes) > len(text) / 400
     assert max(sizes) <= 600
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2"])
+def test_long_turns_and_responses_are_tokenized_in_pieces_too(short_pieces, name, monkeypatch):
+    """A reasoning trace of megabytes is an answer, and took as long as a text of them."""
+    own, end = tokenizer(name), {"gpt2": "<|endoftext|>", "mistral": "</s>", "qwen2": "<|im_end|>"}
+    own.chat_template = (
+        "{% for turn in messages %}{{ turn.role }}\n{{ turn.content }}" + end[name] + "\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    long = "\n\n".join(assets.stories("valid")[:4])
+    chat = [{"role": "user", "content": long}, {"role": "assistant", "content": f"Yes.\n{long}"}]
+    whole = own.encode(own.apply_chat_template(chat, False), add_special_tokens=False)
+    encode, sizes = Tokenizer.encode, []
+
+    def watched(self, text, *options, **named):
+        sizes.append(len(text))
+        return encode(self, text, *options, **named)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    assert encode_document(chat, own).tolist() == whole
+    answers, counts = encode_answers(Exchange(long, chat[1]["content"]), own)
+    assert max(sizes) < 700 < len(long)
+    assert own.decode(answers[counts]) == own.decode(encode(own, f"Yes.\n{long}{end[name]}", False))
 
 
 def test_a_text_without_a_place_to_cut_stays_whole(short_pieces):

@@ -72,6 +72,17 @@ def test_malformed_lines_are_left_out_up_to_a_share(tmp_path):
         JsonLines(one, malformed=1.5)
 
 
+def test_only_the_malformed_line_that_is_told_is_counted(tmp_path, monkeypatch):
+    """The number of a line takes all that is before it: of every one it would take for ever."""
+    told = []
+    place = JsonLines.place
+    monkeypatch.setattr(JsonLines, "place", lambda *args: told.append(args[1]) or place(*args))
+    path = write(tmp_path / "a.jsonl", '{"text": "a"}\n' + "oops\n" * 50)
+    with pytest.warns(UserWarning, match=r"50 of 51 lines .*a\.jsonl, line 2: this is not JSON"):
+        JsonLines(path, malformed=1.0)
+    assert told == [1]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -50,7 +50,7 @@ def main(told: dict[str, Any]) -> None:
         result = retrofit(
             model,
             EAGER,
-            recipe=recipe(ramp, batch_size=8),
+            recipe=recipe(ramp, batch_size=8, snapshots=tuple(told.get("snapshots", ()))),
             data=documents(),
             mesh=mesh,
             out=told["out"],

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dms_jax.data.fingerprint import fingerprint
 from dms_jax.data.sources import as_source
-from dms_jax.errors import CheckpointError, ConfigError, TrainingDivergedError
+from dms_jax.errors import CheckpointError, ConfigError, DataError, TrainingDivergedError
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
@@ -316,6 +316,15 @@ def test_a_log_that_cannot_be_written_is_a_warning(tmp_path):
     directory.close()
 
 
+def test_a_damaged_log_keeps_no_run_from_going_on(tmp_path):
+    whole, log = '{"step": %d, "skipped": true}\n', tmp_path / "log.jsonl"
+    log.write_bytes((whole % 1).encode() + b"\xff\x00 {\n" + (whole % 2).encode() + b'{"step"')
+    with contextlib.closing(opened(tmp_path)) as directory:
+        assert directory.skipped_steps(2) == 2
+        directory.log({"step": 3})
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3]
+
+
 def test_other_data_and_weights_are_refused_and_moved_files_are_not(model, tmp_path):
     lines = [json.dumps({"text": ""}), *(json.dumps({"text": str(i)}) for i in range(9))]
     one = dict(data=documents(), out=tmp_path / "run")
@@ -331,6 +340,16 @@ def test_other_data_and_weights_are_refused_and_moved_files_are_not(model, tmp_p
     (tmp_path / "c.jsonl").write_text("\n".join(lines[:-1]))
     a, b, c = (fingerprint(as_source(tmp_path / f"{name}.jsonl")) for name in "abc")
     assert a == b != c
+    (tmp_path / "c.jsonl").write_text("\n".join([*lines[:5], "{oops", *lines[6:]]))
+    with pytest.raises(DataError, match=r"c\.jsonl, line 6: this is not JSON"):
+        fingerprint(as_source(tmp_path / "c.jsonl"))
+    # Of 2,000 the second is not sampled: what stops a run there can be mended in its place.
+    many = [json.dumps({"text": str(i)}) for i in range(2000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(many))
+    (tmp_path / "b.jsonl").write_text("\n".join([many[0], "{oops", *many[2:]]))
+    assert fingerprint(as_source(tmp_path / "a.jsonl")) == fingerprint(
+        as_source(tmp_path / "b.jsonl")
+    )
     arrays = [np.arange(4), np.arange(5)]
     assert fingerprint(as_source(arrays)) == fingerprint(as_source([x.tolist() for x in arrays]))
 

@@ -14,7 +14,10 @@ from safetensors.numpy import load_file
 from dms_jax import processes
 from dms_jax.errors import ConfigError
 from dms_jax.processes import Agreement, arguments, connect, gather, slices
+from dms_jax.sharding import make_mesh
+from dms_jax.training import retrofit
 from tests.training.killing import EXPORT, compare, finish, moments, start
+from tests.training.tiny import EAGER, documents, language_model, recipe
 
 # One program for all tests: it is compiled once.
 TOLD: dict[str, Any] = dict(float64=True, mesh=[4, 2], steps=20)
@@ -87,6 +90,29 @@ def test_an_error_of_one_ends_all(tmp_path):
     one, other = run(2, tmp_path / "run", fail=[1, 1], **TOLD)
     assert other["ended"] == "ValueError: a callback that fails"
     assert one["ended"].startswith("OtherProcessError: Process 1 of this run failed: ValueError")
+
+
+@pytest.mark.slow
+def test_an_export_that_fails_ends_all_in_order(tmp_path):
+    """Its error is told once: who told it again waited for processes that had left."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "snapshots").write_text("")
+    # Raises if the exit of one is not 0.
+    one, other = run(2, tmp_path / "run", snapshots=[1.5], **TOLD)
+    assert one["ended"].startswith("CheckpointError: the checkpoint cannot be written to")
+    assert other["ended"].startswith("OtherProcessError: Process 0 of this run failed: Checkp")
+
+
+def test_an_error_is_told_once(monkeypatch):
+    told = []
+    monkeypatch.setattr(processes, "several", lambda: True)
+    monkeypatch.setattr(Agreement, "_exchange", lambda self, text, seconds=0: told.append(text))
+    error = ValueError("full")
+    Agreement().first_done(error)
+    Agreement().fail(error)
+    assert told == ["!ValueError: full"]
+    Agreement().fail(ValueError("full"))
+    assert len(told) == 2
 
 
 SLURM = {
@@ -171,6 +197,19 @@ def test_an_environment_that_is_not_whole_is_refused(environment, message):
 def test_processes_are_told_all_or_nothing():
     with pytest.raises(ConfigError, match="num_processes, process_id is missing"):
         connect("first:99")
+
+
+def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
+    """It failed where no row was left to draw, and the others waited for that process."""
+    meshes = [None, make_mesh(4, 2)]
+    for mesh in meshes:
+        processes.check_mesh(mesh)
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 3)
+    for mesh, left in zip(meshes, ("0, 1, 2", "1, 2"), strict=True):
+        with pytest.raises(ConfigError, match=rf"3 processes .* of process {left}\. Give mesh="):
+            processes.check_mesh(mesh)
+        with pytest.raises(ConfigError, match=rf"this one has none of process {left}\."):
+            retrofit(language_model(), EAGER, recipe=recipe(), data=documents(), mesh=mesh)
 
 
 def test_a_single_process_is_left_as_it_is():
