@@ -8,8 +8,8 @@ GSM8K = (
     "MB: the most that its pages and the policy's state took.\n\n"
     "What needs no training has the budget at which its peak equals that of the judged retrofit "
     "(in bold), unless it says otherwise; SnapKV and ExpectedAttention cut every 16 tokens, and "
-    "the budget leaves room for them. KVpop has that budget too, and KVzap a threshold from "
-    "held-out questions that is to give that peak. Quest, KCache and float8 hold every token. "
+    "the budget leaves room for them. KVpop has that budget too, and KVzap the threshold that was "
+    "measured to hold that peak within 2%. Quest, KCache and float8 hold every token. "
     "Quest and KCache choose for each query head, and their reads add up over the seven of a "
     "group."
 )
