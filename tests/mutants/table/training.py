@@ -187,14 +187,14 @@ MUTANTS = [
         FOLDER + "api.py",
         '"data": _fingerprint(data),',
         '"data": None,',
-        (f"{CHECKPOINTS}::test_other_data_and_weights_are_refused_and_moved_files_are_not",),
+        (f"{CHECKPOINTS}::test_other_data_and_weights_are_refused",),
     ),
     Mutant(
         "run directory: other weights are taken for the same",
         FOLDER + "api.py",
         '"weights": base_digest(model, policy, recipe),',
         '"weights": None,',
-        (f"{CHECKPOINTS}::test_other_data_and_weights_are_refused_and_moved_files_are_not",),
+        (f"{CHECKPOINTS}::test_other_data_and_weights_are_refused",),
     ),
     Mutant(
         "lanes: a row takes the lane of its place among the rows of its process",
