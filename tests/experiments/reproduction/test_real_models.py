@@ -4,11 +4,9 @@ import dataclasses
 import json
 import pathlib
 
-import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.data import Exchange
 from experiments.reproduction import real_models
 from experiments.reproduction.files import write_json
 from experiments.reproduction.processes import own_place, place_of
@@ -16,7 +14,7 @@ from experiments.reproduction.queue import OutOfTimeError
 from experiments.reproduction.real import jobs as real_jobs
 from experiments.reproduction.real import lessons, plan, systems
 from experiments.reproduction.real import speed as real_speed
-from experiments.reproduction.real.budgets import budget_of_mean, calibrated, fitted, matched
+from experiments.reproduction.real.budgets import calibrated
 from experiments.reproduction.real.jobs import Worker, check_settings
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.settings import Config
@@ -270,125 +268,6 @@ def test_other_settings_than_those_of_the_run_are_refused(tmp_path):
     check_settings(dataclasses.replace(config, processes=3, lanes=8, trainings=("control",)))
     with pytest.raises(dms_jax.ConfigError, match="shards=2, not 3"):
         check_settings(dataclasses.replace(config, shards=3))
-
-
-# -- budgets --------------------------------------------------------------------------------------
-
-
-def test_the_budget_of_a_mean_is_the_smallest_that_holds_as_many():
-    prompts, answers = np.asarray([2]), np.asarray([5])  # steps at 3, 4, 5 and 6 tokens
-    assert budget_of_mean(prompts, answers, 3.0) == 3
-    assert budget_of_mean(prompts, answers, 3.75) == 4
-    assert budget_of_mean(prompts, answers, 4.5) == 6
-    assert budget_of_mean(prompts, answers, 9.0) == 6  # as many as there are
-    random = np.random.default_rng(0)
-    prompts, answers = random.integers(1, 9, 20), random.integers(1, 30, 20)
-    live = [min(p + s, 7) for p, a in zip(prompts, answers, strict=True) for s in range(1, a)]
-    assert budget_of_mean(prompts, answers, float(np.mean(live))) == 7
-
-
-def test_methods_hold_as_much_as_the_reference_did(tmp_path):
-    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
-    lengths = {"prompt_tokens": [100, 50], "new_tokens": [200, 20]}
-    write_json(paths.result(free("qwen", "vanilla")), {"peak": 384.0, "per_problem": lengths})
-    write_json(paths.reference("qwen", "gsm8k"), {"peak": 120.4, "mean_live": 99.0})
-
-    def budget(name: str) -> int:
-        policy = calibrated(paths, free("qwen", name), FREE[name])
-        return policy.top if isinstance(policy, dms_jax.KCache) else policy.budget
-
-    assert budget("tova") == budget("streaming") == budget("h2o") == budget("kcache") == 120
-    assert budget("expected") == budget("snapkv") == 120 - systems.INTERVAL
-    assert budget("tova-half-more") == 181
-    # 199 steps over more than 100 tokens and 19 of 60 in the mean: (199 b + 19 * 60) / 218 >= 99
-    assert budget("tova-mean") == 103
-    write_json(paths.result(free("smollm2", "vanilla", "choices")), {"peak": 90.0})
-    write_json(paths.reference("smollm2", "choices"), {"peak": 40.0})
-    policy = calibrated(paths, free("smollm2", "tova", "choices"), FREE["tova"])
-    assert policy == dms_jax.TOVA(compression_ratio=2.25)
-
-
-def test_scorers_hold_as_much_as_the_reference_did(tmp_path, monkeypatch):
-    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
-    write_json(paths.result(free("qwen", "vanilla")), {"peak": 386.0})
-    write_json(paths.reference("qwen", "gsm8k"), {"peak": 120.4})
-    job = Job("asking", "qwen", "kvpop", "3.5", "gsm8k")
-    policy = fitted(paths, job, None, TRAININGS["kvpop"].policy, [])
-    assert policy == dms_jax.KVpop(budget=119, window=16)  # one more while a query attends
-
-    def calibrate(model, batches, *, compression_ratio, policy):
-        kept = [batch["tokens"][batch["segment_ids"] > 0].tolist() for batch in batches]
-        return compression_ratio, kept, policy
-
-    monkeypatch.setattr(dms_jax, "calibrate", calibrate)
-    exchange = Exchange(np.asarray([1, 2], np.int32), np.asarray([3], np.int32))
-    kvzap = TRAININGS["kvzap"].policy
-    ratio, kept, policy = fitted(paths, job, None, kvzap, [exchange] * 9)
-    always = 16 + 1 + 4  # the window with the current token, and the sinks
-    assert ratio == pytest.approx((386 - always) / (120.4 - always))
-    assert kept == [[1, 2, 3] * 8, [1, 2, 3]]
-    assert policy == kvzap
-    # Peaks of a problem are those of its chains together, and each has a budget.
-    write_json(paths.result(free("qwen", "vanilla", "frontier")), {"peak": 8 * 386.0, "chains": 8})
-    write_json(paths.reference("qwen", "frontier"), {"peak": 8 * 128.2, "chains": 8})
-    job = Job("asking", "qwen", "kvpop", "3.5", "frontier")
-    assert fitted(paths, job, None, TRAININGS["kvpop"].policy, []).budget == 127
-    write_json(paths.result(free("qwen", "vanilla", "piqa")), {"peak": 90.0})
-    write_json(paths.reference("qwen", "piqa"), {"peak": 40.0})
-    job = Job("asking", "qwen", "kvpop", "3.5", "piqa")  # questions of very different lengths
-    assert fitted(paths, job, None, TRAININGS["kvpop"].policy, []).compression_ratio == 2.25
-
-
-@pytest.mark.parametrize("start", [-9.0, -5.1, -2.0])
-@pytest.mark.parametrize("drift", [0.0, 0.4])
-def test_a_threshold_is_moved_until_as_much_is_held(start, drift):
-    asked = []
-
-    def ask(policy):
-        """386 tokens of which the window stays; more is evicted, and answers are shorter."""
-        asked.append(policy.threshold)
-        share = 1 / (1 + np.exp(1.4 * (policy.threshold + 5.5)))
-        length = 386 * (1 - drift * (1 - share))
-        return {"peak": 21 + (length - 21) * share, "score": len(asked)}
-
-    found = matched(ask, dms_jax.KVzap(window=16, threshold=start), 127.0)
-    assert found.found["peak"] == pytest.approx(127, rel=0.02)
-    assert found.policy == dms_jax.KVzap(window=16, threshold=asked[-1])
-    assert found.found["score"] == len(asked) == len(found.tries) <= 8
-    assert found.tries[-1] == (asked[-1], found.found["peak"])
-
-
-def test_a_peak_that_no_threshold_gives_is_an_error():
-    ask = lambda policy: {"peak": 300.0 if policy.threshold < -5 else 60.0}  # noqa: E731
-    with pytest.raises(
-        dms_jax.DataError, match=r"a peak of 127\.0 tokens: 300\.0 at -6\.000, 60\.0"
-    ):
-        matched(ask, dms_jax.KVzap(window=16), 127.0)
-
-
-def test_answers_at_the_threshold_that_holds_stay(tmp_path, monkeypatch):
-    config = dataclasses.replace(GIVEN, out=tmp_path)
-    job = Job("asking", "qwen", "kvzap", "3.5", "gsm8k")
-    worker = Worker(config, deadline=1e12)
-    write_json(worker.paths.reference("qwen", "gsm8k"), {"peak": 100.0})
-    policy = dms_jax.KVzap(window=16)
-    monkeypatch.setattr(worker, "_system", lambda job: (None, policy, None))
-
-    def measure(config, model, policy, name, folder, *, kv_dtype):
-        folder.mkdir(parents=True)
-        (folder / "answers.jsonl").write_text(f"{policy.threshold}")
-        return {"score": [0.5, 0.1], "peak": 100 * np.exp(-5 - policy.threshold)}
-
-    monkeypatch.setattr(real_jobs, "measure", measure)
-    worker._asking(job)
-    place = worker.paths.result(job)
-    record = json.loads(place.read_text())
-    assert record["peak"] == pytest.approx(100, rel=0.02)
-    assert record["thresholds"][0] == [-6.0, pytest.approx(100 * np.e)]
-    assert record["thresholds"][-1] == [record["policy"]["threshold"], record["peak"]]
-    assert sorted(path.name for path in place.parent.iterdir()) == ["gsm8k", "gsm8k.json"]
-    answers = (place.with_suffix("") / "answers.jsonl").read_text()
-    assert answers == str(record["policy"]["threshold"])
 
 
 # -- lessons --------------------------------------------------------------------------------------
