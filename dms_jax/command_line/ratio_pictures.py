@@ -28,9 +28,7 @@ class RatioPictures:
         self._folder, self._data, self._length = folder, data, min(length, LENGTH)
 
     def __call__(self, ratio: float, model: LanguageModel) -> None:
-        """Draws the picture; a model on a mesh is left out, because its caches lie apart."""
-        if model.mesh is not None:
-            return
+        """Draws the picture; the model is on one device."""
         options: dict[str, Any] = dict(batch_size=SEQUENCES, length=self._length, seed=None)
         drawn = next(batches(self._data, model.tokenizer, **options))["tokens"]
         found = retention(model, np.asarray(drawn))

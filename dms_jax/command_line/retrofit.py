@@ -105,6 +105,11 @@ def main(config: Config | SelfTaught) -> None:
     say = print if processes.is_first() else (lambda _: None)
     mesh = config.make_mesh()
     processes.check_mesh(mesh)
+    if config.pictures and mesh is not None:
+        raise dms_jax.ConfigError(
+            "--pictures draws a model on one device, and this run is over several; "
+            "leave it out. The ratio of every step is in out/log.jsonl."
+        )
     recipe, policy = config.make_recipe(), config.make_policy()
     with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:
         data = config.make_data()

@@ -141,6 +141,7 @@ def test_what_is_missing_is_told(tmp_path):
     [
         (dict(sequence_shards=2, sequence_length=30), "30 tokens cannot be split over 2 devices"),
         (dict(data_shards=4, batch_size=6), "a batch of 6 does not divide into passes"),
+        (dict(data_shards=2, pictures=True), "--pictures draws a model on one device"),
         (dict(sequence_length=100_000), "do not fit the model's 512 positions"),
     ],
 )
