@@ -112,7 +112,7 @@ def evaluate_choices(
     Args:
       model: a model with a tokenizer.
       task: one of `dms_jax.evaluation.tasks` that is answered by likelihood.
-      policy: the checkpoint's own if None.
+      policy: the cache policy; the checkpoint's own if None.
       problems: number of questions; all of the file if None.
       start: index of the first question.
       serving: options of the cache; `Serving()` if None.
@@ -153,9 +153,9 @@ def choose(
     Args:
       model: with a tokenizer.
       questions: with their options; at least one.
-      policy: of the cache.
+      policy: the cache policy.
       serving: options of the cache; `Serving()` if None.
-      settings: of the result.
+      settings: what the result says of how it was made.
 
     Raises:
       DataError, CapacityError: see `evaluate_choices`.

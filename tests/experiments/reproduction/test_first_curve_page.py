@@ -177,7 +177,7 @@ def test_a_rival_that_was_not_measured_is_neither_beaten_nor_unbeaten():
 
 def test_the_command_names_every_setting():
     """Defaults may change; a page says what was done."""
-    options = page._options(Config())
+    options = " ".join(page._options(Config()))
     assert "--learning-rate 3e-05" in options
     assert "--ladder 2.0 3.0 4.0 6.0 8.0 12.0" in options
     assert "--out" not in options
