@@ -187,13 +187,12 @@ def draw(
 def _choose(weights: Float[Array, "B c n"], uniform: Float[Array, "B m"]) -> Int[Array, "B m"]:
     """Chooses an index by its weight, with a number between 0 and 1, less than 1.
 
-    It is the first at which the sum of the weights up to it exceeds that share of the total. The
-    sums of zeros and of what is left out round alike, so an index of weight 0 is never chosen.
+    It is the first at which the sum of the weights up to it exceeds that share of the total. An
+    index of weight 0 is never chosen: sums may be rounded differently from one index to the next,
+    so its own is not looked at.
     """
-    index = jnp.arange(weights.shape[-1])
-    until = index <= index[:, None]
-    sums = jnp.where(until, weights[..., None, :], 0).sum(-1)
-    return jnp.argmax(sums > uniform[..., None] * sums[..., -1:], -1)
+    sums = jnp.where(weights > 0, jnp.cumsum(weights, -1), 0)
+    return jnp.argmax(sums > uniform[..., None] * sums.max(-1, keepdims=True), -1)
 
 
 def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B V"]:

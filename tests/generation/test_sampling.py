@@ -120,6 +120,15 @@ def test_draws_follow_the_filtered_distribution(name):
     )
 
 
+def test_drawing_takes_no_more_memory_than_the_tokens_that_are_tried():
+    """Of each row 16 blocks of 128; a square of them would be 64 MB for 64 rows."""
+    rows, vocabulary = 64, 300
+    inputs = jnp.zeros((rows, vocabulary)), jax.random.split(jax.random.key(0), rows)
+    program = jax.jit(sample).lower(*inputs, jnp.arange(rows), Sampling(top_p=0.9).filter)
+    blocks = rows * 16 * 128 * 4
+    assert program.compile().memory_analysis().temp_size_in_bytes < 8 * blocks
+
+
 def test_the_smallest_temperature_still_draws_among_equals():
     """Zero takes the first of equal tokens; anything above, even if it underflows, takes any."""
     logits = jnp.broadcast_to(jnp.array([3.0, 80.0, -jnp.inf, 80.0, 79.99]), (64, 5))
