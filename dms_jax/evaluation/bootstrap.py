@@ -70,7 +70,7 @@ def measured_average_gain(
 
 
 def _spread(
-    left: Sequence[Trial], right: Sequence[Trial], weights: Float[np.ndarray, "draws #s #p"]
+    left: Sequence[Trial], right: Sequence[Trial], weights: Float[np.ndarray, " draws #s #p"]
 ) -> float:
     """Standard deviation of the gain over draws."""
     shape = (len(weights), *left[0].scores.shape)

@@ -82,7 +82,7 @@ class Scaled(NamedTuple):
         logits, peak, *same = jax.lax.optimization_barrier((self.logits, self.peak, *others))
         return Scaled(logits, peak, self.temperature), *same
 
-    def of_some(self, logits: Float[Array, "B *n"]) -> Float[Array, "B *n"]:
+    def of_some(self, logits: Float[Array, " B *n"]) -> Float[Array, " B *n"]:
         """Returns the numbers of some of the logits."""
         peak, temperature = (
             jnp.reshape(x, (-1, *[1] * (logits.ndim - 1))) for x in (self.peak, self.temperature)
@@ -161,7 +161,7 @@ def draw(
       least: the scaled logit below which no token is drawn; None for none.
     """
 
-    def weigh(some: Float[Array, "B *n"], logits: Scaled) -> Float[Array, "B *n"]:
+    def weigh(some: Float[Array, " B *n"], logits: Scaled) -> Float[Array, " B *n"]:
         numbers = logits.of_some(some)
         if least is not None:
             floor = jnp.reshape(least, (-1, *[1] * (numbers.ndim - 1)))

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float64, Int
 from dms_jax.config import ModelConfig, Rope
 
 
-def rope_frequencies(config: ModelConfig) -> tuple[Float64[np.ndarray, "half"], float]:
+def rope_frequencies(config: ModelConfig) -> tuple[Float64[np.ndarray, " half"], float]:
     """Returns the frequency of each rotary plane, and the attention factor.
 
     Frequencies [D/2] are float64 in radians per token; the attention factor multiplies cos and sin.

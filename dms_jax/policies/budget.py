@@ -97,7 +97,7 @@ def bounded(tokens: int, limit: int | None) -> Footprint:
     return Footprint(slots, 0, limit, reads=slots, attended=slots)
 
 
-def highest(scores: Float[Array, "B K S"], count: Int[Array, "B #K"]) -> Bool[Array, "B K S"]:
+def highest(scores: Float[Array, "B K S"], count: Int[Array, " B #K"]) -> Bool[Array, "B K S"]:
     """Marks the `count` highest scores of each row; among equal scores, the later ones.
 
     # scores: [3, 1, 3, 2]  count: 2  Out: [1, 0, 1, 0]

@@ -42,7 +42,7 @@ def decode_attention(
     k_pages: Shaped[Array, "N P _"],
     v_pages: Shaped[Array, "NV P _"],
     page_table: Int[Array, "R M"],
-    lengths: Int[Array, "R"],
+    lengths: Int[Array, " R"],
     *,
     scale: float,
     return_lse: bool = False,

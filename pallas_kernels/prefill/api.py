@@ -68,7 +68,7 @@ def prefill_attention(
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K D"],
     evicted: Bool[Array, "B K T"],
-    counts: Int[Array, "B"],
+    counts: Int[Array, " B"],
     k_pages: Float[Array, "N P D"],
     v_pages: Float[Array, "NV P D"],
     page_table: Int[Array, "B K M"],

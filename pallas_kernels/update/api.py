@@ -37,8 +37,8 @@ def write_pages(
     *,
     k_scales: Float[Array, "N P *g"] | None = None,
     v_scales: Float[Array, "N P *g"] | None = None,
-    k_new_scales: Float[Array, "R *g"] | None = None,
-    v_new_scales: Float[Array, "R *g"] | None = None,
+    k_new_scales: Float[Array, " R *g"] | None = None,
+    v_new_scales: Float[Array, " R *g"] | None = None,
     debug: bool = False,
     implementation: ImplementationChoice = None,
 ) -> tuple[Array, ...]:
