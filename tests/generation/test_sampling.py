@@ -161,13 +161,16 @@ def test_lanes_that_differ_draw_as_each_alone(searched):
         samplings |= {lane: Sampling(top_p=0.9) for lane in (1, 2)}
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 300)) * 3, jnp.float32)
     logits = logits.at[0, 7].set(logits[0].max())  # of equal ones the first
-    together = lanes_filter(samplings, 6)
-    for position in range(20):
-        keys, positions = jax.random.split(jax.random.key(3), 6), jnp.full(6, position)
-        tokens, _ = sample(logits, keys, positions, together)
-        for lane, sampling in samplings.items():
-            alone, _ = sample(logits, keys, positions, sampling.filter)
-            assert tokens[lane] == alone[lane]
+    steps, lanes = 20, len(samplings)
+    logits = jnp.tile(logits, (steps, 1))
+    keys = jnp.tile(jax.random.split(jax.random.key(3), lanes), steps)
+    positions = jnp.repeat(jnp.arange(steps), lanes)
+    each = {lane + lanes * step: samplings[lane] for step in range(steps) for lane in samplings}
+    tokens, _ = sample(logits, keys, positions, lanes_filter(each, len(each)))
+    for lane, sampling in samplings.items():
+        own = slice(lane, None, lanes)
+        alone, _ = sample(logits[own], keys[own], positions[own], sampling.filter)
+        chex.assert_trees_all_equal(tokens[own], alone)
 
 
 @pytest.mark.parametrize("name", ["top_p", "min_p"])
