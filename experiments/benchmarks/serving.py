@@ -1,0 +1,273 @@
+r"""Times what clients of a server of OpenAI's API see when many of them ask at once.
+
+A number of clients each send a streamed completion, and the next one as soon as it has ended, until
+all requests of the load are answered. Prompts are random token ids, lengths of prompts and answers
+are drawn evenly from ranges, and every load asks the same requests. The server is `dms-jax serve`
+in a process of its own, with the options that are given; or, with --url, whichever listens there,
+such as another library's.
+
+    python -m experiments.benchmarks.serving
+    python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 \
+        --prompts 64 512 --answers 64 512 --vocabulary 151643 \
+        --server "--model model.gguf --dtype bfloat16 --lanes 256 --max-tokens 1024"
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import http.client
+import itertools
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+import dms_jax
+from dms_jax.command_line.reports import make_place, provenance, write_json
+from dms_jax.command_line.running import FAILED, run
+
+ADDRESS = re.compile(r" at (http://\S+)/v1$")
+LONGEST = 600  # seconds that a client waits for the next part of an answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time what many clients of a server see."""
+
+    server: str = "--lanes 32 --max-tokens 512"
+    """Options of `dms-jax serve`, as they are typed."""
+    url: str | None = None
+    """Address of a server that runs already, without /v1; none is started then."""
+    model: str | None = None
+    """Name of the model in requests; the first that the server names unless given."""
+    clients: tuple[int, ...] = (1, 8, 32)
+    """Loads: numbers of clients that ask at the same time."""
+    requests: int = 96
+    """Requests of each load."""
+    prompts: tuple[int, int] = (16, 128)
+    """Fewest and most tokens of a prompt."""
+    answers: tuple[int, int] = (32, 256)
+    """Fewest and most tokens of an answer; it ends earlier where the model ends it."""
+    vocabulary: int = 512
+    """Token ids of prompts are drawn below this."""
+    temperature: float = 0.7
+    """Of all requests; top-p is 0.95."""
+    seed: int = 0
+    """Of the prompts, the lengths and the draws."""
+    out: pathlib.Path = pathlib.Path("runs/serving.json")
+    """JSON file for the figures."""
+
+    def __post_init__(self):
+        for name in ("clients", "prompts", "answers"):
+            if min(getattr(self, name)) < 1:
+                raise dms_jax.ConfigError(f"--{name} must be positive numbers")
+        for name in ("requests", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise dms_jax.ConfigError(f"--{name} must be positive, got {getattr(self, name)}")
+        for name in ("prompts", "answers"):
+            least, most = getattr(self, name)
+            if least > most:
+                raise dms_jax.ConfigError(f"--{name} {least} {most}: the fewest come first")
+
+
+@dataclasses.dataclass
+class Answer:
+    """What one client saw of one request, in seconds since it was sent.
+
+    Attributes:
+      parts: when each part of its text came; empty if there was none.
+      seconds: when it had ended.
+      tokens: tokens of the answer, as the server counts them.
+      peak: most live tokens of its cache; None if the server does not say.
+      error: why there is no answer; None if there is one.
+    """
+
+    parts: list[float] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+    peak: float | None = None
+    error: str | None = None
+
+
+def make_requests(config: Config, model: str) -> list[dict[str, Any]]:
+    """Returns the bodies of the requests."""
+    random = np.random.default_rng(config.seed)
+
+    def between(bounds: tuple[int, int]) -> int:
+        return int(random.integers(bounds[0], bounds[1] + 1))
+
+    return [
+        {
+            "model": model,
+            "prompt": random.integers(0, config.vocabulary, between(config.prompts)).tolist(),
+            "max_tokens": between(config.answers),
+            "temperature": config.temperature,
+            "top_p": 0.95,
+            "seed": config.seed + index,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for index in range(config.requests)
+    ]
+
+
+def ask(address: str, body: dict[str, Any]) -> Answer:
+    """Sends a request and reads its answer as it comes."""
+    place = urllib.parse.urlsplit(address)
+    answer, start = Answer(), time.perf_counter()
+    connection = http.client.HTTPConnection(place.netloc, timeout=LONGEST)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", f"{place.path}/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            answer.error = f"{response.status}: {response.read().decode(errors='replace')[:200]}"
+            return answer
+        for line in response:
+            data = line.removeprefix(b"data: ").strip()
+            if not line.startswith(b"data: ") or data == b"[DONE]":
+                continue
+            event = json.loads(data)
+            if event.get("error"):
+                answer.error = str(event["error"])[:200]
+            if any(choice.get("text") for choice in event.get("choices", [])):
+                answer.parts.append(time.perf_counter() - start)
+            if usage := event.get("usage"):
+                answer.tokens = usage["completion_tokens"]
+                answer.peak = usage.get("kv_cache", {}).get("peak_tokens")
+    except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    finally:
+        answer.seconds = time.perf_counter() - start
+        connection.close()
+    return answer
+
+
+def load(address: str, bodies: Sequence[dict[str, Any]], clients: int) -> dict[str, Any]:
+    """Returns the figures of one load: so many clients, each with one request at a time."""
+    start = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(clients) as threads:
+        answers = list(threads.map(ask, itertools.repeat(address), bodies))
+    return {"clients": clients} | figures(answers, time.perf_counter() - start)
+
+
+def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+    """Returns rates, and percentiles of what the clients waited for.
+
+    Args:
+      answers: what each request was answered with.
+      seconds: from the first request to the last answer.
+    """
+    whole = [answer for answer in answers if answer.error is None]
+    begun = [answer for answer in whole if answer.parts]
+    # Text comes in parts of several tokens: what lies between the first and the last, over tokens.
+    longer = [answer for answer in begun if answer.tokens > 1]
+    between = [(each.parts[-1] - each.parts[0]) / (each.tokens - 1) for each in longer]
+    peaks = [answer.peak for answer in whole if answer.peak is not None]
+    return {
+        "requests": len(answers),
+        "errors": sorted({answer.error for answer in answers if answer.error is not None}),
+        "failed": len(answers) - len(whole),
+        "seconds": seconds,
+        "tokens": sum(answer.tokens for answer in whole),
+        "tokens_per_second": sum(answer.tokens for answer in whole) / seconds,
+        "requests_per_second": len(whole) / seconds,
+        "first_part_ms": percentiles([1e3 * answer.parts[0] for answer in begun]),
+        "a_token_ms": percentiles([1e3 * each for each in between]),
+        "whole_ms": percentiles([1e3 * answer.seconds for answer in whole]),
+        "peak_tokens": float(np.mean(peaks)) if peaks else None,
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Returns the median, the 95th and the 99th percentile; None of nothing."""
+    if not values:
+        return None
+    found = np.percentile(values, (50, 95, 99))
+    return dict(zip(("median", "p95", "p99"), map(float, found), strict=True))
+
+
+@contextlib.contextmanager
+def started(options: str) -> Iterator[str]:
+    """The address of `dms-jax serve` with these options, which is ended afterwards.
+
+    Raises:
+      ConfigError: it ended before it answered; its own words stand above.
+    """
+    call = [sys.executable, "-m", "dms_jax.command_line", "serve", "--port", "0"]
+    environment = os.environ | {"COLUMNS": "10000"}  # the address stays on one line
+    with subprocess.Popen(
+        [*call, *shlex.split(options)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        assert server.stdout is not None
+        try:
+            for line in server.stdout:
+                print(line.rstrip(), flush=True)
+                if found := ADDRESS.search(line.rstrip()):
+                    break
+            else:
+                raise dms_jax.ConfigError(f"dms-jax serve {options} has ended before it answered.")
+            # What it says from now on must not fill its pipe.
+            threading.Thread(target=server.stdout.read, daemon=True).start()
+            yield found[1]
+        finally:
+            server.terminate()
+
+
+def model_name(address: str) -> str:
+    """Returns the first model that a server names."""
+    place = urllib.parse.urlsplit(address)
+    connection = http.client.HTTPConnection(place.netloc, timeout=LONGEST)
+    try:
+        connection.request("GET", f"{place.path}/v1/models")
+        return json.loads(connection.getresponse().read())["data"][0]["id"]
+    except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+        raise dms_jax.ConfigError(f"--url {address}: no model is named there ({error}).") from error
+    finally:
+        connection.close()
+
+
+def main(config: Config) -> int:
+    """Puts every load on the server and writes the figures; 1 if a request was not answered."""
+    make_place("--out", config.out)
+    place = contextlib.nullcontext(config.url) if config.url else started(config.server)
+    rows = []
+    with place as address:
+        bodies = make_requests(config, config.model or model_name(address))
+        load(address, bodies[: max(config.clients)], max(config.clients))  # compiles
+        for clients in config.clients:
+            row = load(address, bodies, clients)
+            rows.append(row)
+            print(describe(row), flush=True)
+    # Only now: a card that this process held would be missing to the server.
+    about = provenance(config)
+    if config.url:
+        about["device"] = None  # of a server elsewhere nothing is known
+    write_json(config.out, about | {"loads": rows})
+    return FAILED if any(row["failed"] for row in rows) else 0
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Returns a load in a line."""
+    words = [f"{row['clients']:4} clients: {row['tokens_per_second']:8,.0f} tokens/s"]
+    named = ("first_part_ms", "first text after"), ("a_token_ms", "a token"), ("whole_ms", "whole")
+    for name, what in named:
+        if found := row[name]:
+            words.append(f"{what} {found['median']:,.1f} ms (95%: {found['p95']:,.1f})")
+    if row["failed"]:
+        words.append(f"{row['failed']} not answered: {'; '.join(row['errors'])}")
+    return ", ".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))
