@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.generation import Engine
+from dms_jax.generation import Engine, drawing
 from dms_jax.generation.drawing import Scaled, draw, filter_logits, sample, try_tokens
 from dms_jax.generation.sampling import Sampling, lanes_filter
 from tests.generation.support import GREEDY, SHAPE, engine_for, log_softmax, model_for, prompts
@@ -267,6 +267,20 @@ def test_a_vocabulary_of_many_blocks_is_drawn_from_as_a_whole():
     assert counts.sum() == counts[likely].sum() == draws
     expected = draws * oracle(logits, Sampling())[likely]
     assert ((counts[likely] - expected) ** 2 / expected).sum() < CHI_SQUARE
+
+
+def test_what_has_no_weight_is_never_chosen_however_sums_are_rounded(monkeypatch):
+    """A GPU adds in a tree, so that the sum up to a weight of 0 may exceed the one before it."""
+    random = np.random.default_rng(0)
+    weights = random.exponential(size=(50, 1, 128)).astype(np.float32)
+    weights[random.random(weights.shape) < 0.5] = 0
+    exact = np.cumsum(weights, -1)
+    borders = exact[:, 0] / exact[:, 0, -1:]  # between two indices each; random numbers are below 1
+    uniform = np.minimum(borders, 1 - 2**-23)
+    rounded = exact * np.where(np.arange(128) % 2, 1 + 2**-23, 1)
+    monkeypatch.setattr(drawing.jnp, "cumsum", lambda x, axis: jnp.asarray(rounded, x.dtype))
+    chosen = drawing._choose(jnp.asarray(weights), jnp.asarray(uniform, jnp.float32))
+    assert (np.take_along_axis(weights[:, 0], np.asarray(chosen), -1) > 0).all()
 
 
 SAMPLED = dms_jax.Sampling(temperature=1.2, top_p=0.95, max_new_tokens=12, seed=5, logprobs=True)

@@ -47,6 +47,13 @@ MUTANTS = [
         (f"{SAMPLING}::test_draws_follow_the_filtered_distribution",),
     ),
     Mutant(
+        "generation: what is left out may be drawn where sums are rounded",
+        FOLDER + "drawing.py",
+        "jnp.where(weights > 0, jnp.cumsum(weights, -1), 0)",
+        "jnp.cumsum(weights, -1)",
+        (f"{SAMPLING}::test_what_has_no_weight_is_never_chosen_however_sums_are_rounded",),
+    ),
+    Mutant(
         "generation: booleans are read from the words of what lies before them",
         FOLDER + "packing.py",
         "            start = end\n",
