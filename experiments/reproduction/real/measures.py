@@ -34,6 +34,7 @@ TASKS_OF_CHOICES = {
     "piqa": (PIQA, "commonsense/piqa.jsonl"),
 }
 LENGTHS = {"needle": "ruler_length", "ruler": "long_ruler_length"}  # settings
+_TIMES = {"": 1, "-twice": 2, "-four-times": 4}  # behind the name of such a measure
 NEEDLES = ("niah_single_1", "niah_single_2")
 
 
@@ -63,12 +64,11 @@ def measure(
         found = perplexity(model, path, **sizes, **told)
         per_window = {"loss": np.round(found.window_nats, 5).tolist()}
         return {**found.to_dict(), "score": found.loss.to_list(), "per_problem": per_window}
-    if name in LENGTHS:
-        length = getattr(config, LENGTHS[name])
+    if length := tokens_of(config, name):
         tasks = [RULER(task, length=length) for task in NEEDLES]
         count = len(tasks) * config.needle_problems
         told["sampling"] = Sampling(temperature=0)
-        return _of_answers(evaluate(model, tasks, problems=count, **told))
+        return _of_answers(evaluate(model, tasks, problems=count, **told)) | {"length": length}
     chat = Chat() if getattr(model.tokenizer, "chat_template", None) else None
     style: Any = "plain" if chat is None else "boxed"
     asked: dict[str, Any] = dict(chat=chat, out=folder, **told)
@@ -98,6 +98,16 @@ def measure(
         found = evaluate(model, task, sampling=sampling, **sizes, **asked)
         return _of_answers(found) | _of_chains(found)
     return _of_answers(evaluate(model, task, problems=config.problems, sampling=greedy, **asked))
+
+
+def tokens_of(config: Config, name: str) -> int | None:
+    """Tokens of the problems of a measure that looks for needles; None of any other.
+
+    # In: "ruler-twice"  Out: 8192
+    """
+    kind, _, times = name.partition("-")
+    setting = LENGTHS.get(kind)
+    return setting and getattr(config, setting) * _TIMES[f"-{times}" if times else ""]
 
 
 def _of_answers(result: Result) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from dms_jax.evaluation import Measured, difference, majority, mean_over_problem
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
 from dms_jax.policies import DMS
 from experiments.reproduction.files import read_json
+from experiments.reproduction.real.commands import jobs_command
 from experiments.reproduction.real.plan import Job, Paths
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     CHOICES,
-    MEASURES,
     PLANNED,
     QWEN,
     SMOLLM2,
@@ -25,6 +25,7 @@ from experiments.reproduction.real.systems import (
     VANILLA,
     Training,
 )
+from experiments.reproduction.runs import read_plan
 
 TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "needle")  # accuracies of SmolLM2
 CHAINS = (1, 2, 4, 8)
@@ -45,6 +46,7 @@ class Results:
       earlier: (run, model, label, measure) -> figures, of other runs.
       earlier_trainings: thinned logs of other runs.
       three: seconds of the three commands from an empty directory; None if they were not timed.
+      commands: number of a run -> the commands that measured it, where they are known.
     """
 
     run: int
@@ -57,23 +59,32 @@ class Results:
     earlier_trainings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     three: dict[str, Any] | None = None
     decided: str = ""
+    commands: dict[int, list[str]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, config: Config) -> "Results":
-        """All files of a run directory, and of the page of earlier runs if it is given."""
-        root, records = config.out, {}
-        for path in sorted(root.glob("results/*/*/*.json")):
-            model, label, measure = (*path.parts[-3:-1], path.stem)
-            record = read_json(path) | {"run": config.run}
-            parts = record.pop("tasks") if measure == CHOICES else {measure: {}}
-            for task, own in parts.items():
-                records[model, label, task] = record | own | {"measure": task}
+        """All files of the run directories, and of the page of earlier runs if it is given."""
+        records, trainings, three, commands = {}, {}, None, []
+        for root in (config.out, *config.also):
+            for path in sorted(root.glob("results/*/*/*.json")):
+                model, label, measure = (*path.parts[-3:-1], path.stem)
+                record = read_json(path) | {"run": config.run}
+                parts = record.pop("tasks") if measure == CHOICES else {measure: {}}
+                for task, own in parts.items():
+                    records.setdefault((model, label, task), record | own | {"measure": task})
+            place = Paths(dataclasses.replace(config, out=root))
+            for name in TRAININGS.keys() - trainings.keys():
+                if log := read_json(place.summary(name)):
+                    trainings[name] = log | {"run": config.run}
+            three = three or read_json(root / THREE)
+            if (root / "config.json").exists():
+                commands.append(jobs_command(read_plan(Config, root)))
+        trainings = {name: trainings[name] for name in TRAININGS if name in trainings}
         speed = next((records.pop(key) for key in list(records) if key[2] == "speed"), None)
-        logs = {name: read_json(Paths(config).summary(name)) for name in TRAININGS}
-        trainings = {name: log | {"run": config.run} for name, log in logs.items() if log}
-        three = read_json(root / THREE)
+        known = {config.run: commands} if commands else {}
+        told: dict[str, Any] = dict(decided=config.judged, commands=known)
         if config.earlier is None:
-            return cls(config.run, records, trainings, speed, three=three, decided=config.judged)
+            return cls(config.run, records, trainings, speed, three=three, **told)
         page = read_json(config.earlier)
         if page is None:
             raise dms_jax.ConfigError(f"--earlier {config.earlier} is not there.")
@@ -90,8 +101,9 @@ class Results:
         logs = [{"run": 1} | log for log in page["trainings"]]
         before = [log for log in logs if log["run"] != config.run]
         speed, three = speed or page["speed"], three or page.get("three")
-        told = (earlier, before, three, config.judged)
-        return cls(config.run, records, trainings, speed, *told)
+        before_it = {int(number): lines for number, lines in page.get("commands", {}).items()}
+        told["commands"] = before_it | known
+        return cls(config.run, records, trainings, speed, earlier, before, three, **told)
 
     @property
     def runs(self) -> dict[int, dict[str, Any]]:
@@ -143,17 +155,30 @@ class Results:
     def gap(self, model: str, one: str, other: str, measure: str) -> Measured | None:
         """The score of one system less that of another of the same run, paired by problem.
 
-        Where that run did not ask the other one, it is the other's of another run.
+        Where that run did not ask the other one, it is the other's of another run. None where one
+        of them was not asked, or was asked other problems.
         """
-        left, right = (self.get(model, label, measure) for label in (one, other))
-        if left is None or right is None:
+        left, right = self._beside(model, one, other, measure)
+        if left is None or right is None or _problems(left) != _problems(right):
             return None
-        if left["run"] != right["run"]:  # in one run, if it was measured there
-            right = self.earlier.get((left["run"], model, other, measure), right)
         key = "loss" if measure == "text" else "scores"
         of = [np.asarray(each["per_problem"][key], np.float64) for each in (left, right)]
         # Of several chains of a problem their mean counts.
         return difference(*(each.reshape(len(each), -1).mean(1)[None] for each in of))
+
+    def _beside(
+        self, model: str, one: str, other: str, measure: str
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The figures of two systems, of one run if the other was measured there."""
+        left, right = (self.get(model, label, measure) for label in (one, other))
+        if left and right and left["run"] != right["run"]:
+            right = self.earlier.get((left["run"], model, other, measure), right)
+        return left, right
+
+    def unpaired(self, model: str, one: str, other: str, measure: str) -> bool:
+        """Whether two systems were both asked, but not the same problems."""
+        asked = None not in self._beside(model, one, other, measure)
+        return asked and self.gap(model, one, other, measure) is None
 
     def mean_gap(self, one: str, other: str) -> Measured | None:
         """The mean over SmolLM2's tasks of paired differences; None unless all were measured."""
@@ -165,11 +190,11 @@ class Results:
         return Measured(float(np.mean([gap.value for gap in known])), error)
 
     def fewer(self, model: str, label: str, measure: str) -> float | None:
-        """How many times smaller the peak is than the vanilla one."""
-        own, vanilla = (self.get(model, each, measure) for each in (label, VANILLA))
-        if own and vanilla:
-            vanilla = self.earlier.get((own["run"], model, VANILLA, measure), vanilla)
-        return vanilla["peak"] / own["peak"] if own and vanilla else None
+        """How many times smaller the peak is than the vanilla one; None as `gap` is."""
+        own, vanilla = self._beside(model, label, VANILLA, measure)
+        if own is None or vanilla is None or _problems(own) != _problems(vanilla):
+            return None
+        return vanilla["peak"] / own["peak"]
 
     def votes(self, label: str, chains: int) -> tuple[np.ndarray, float, float] | None:
         """Scores of the vote of so many chains by problem, with reads and peak of all of them.
@@ -238,13 +263,20 @@ class Results:
             own["per_problem"] = problems.get("scores") or problems.get("loss")
             kept.append(own)
         trainings = [*self.trainings.values(), *self.earlier_trainings]
-        told = {"speed": self.speed, "three": self.three}
+        told = {"speed": self.speed, "three": self.three, "commands": self.commands}
         return {"systems": kept, "trainings": trainings, **told}
 
 
 def _key(row: dict[str, Any]) -> Key:
     setting = f"-at{row['setting']}" if row["setting"] else ""
     return row["model"], row["system"] + setting, row["measure"]
+
+
+def _problems(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells the problems of a record from others; every system has the same prompts."""
+    scores = record["per_problem"].get("scores") or record["per_problem"].get("loss") or []
+    told = (record.get(name) for name in ("start", "prompt_tokens", "window"))
+    return len(scores), *(0 if each is None else round(each, 3) for each in told)
 
 
 def end_of(name: str) -> str:
@@ -268,8 +300,3 @@ def score(record: dict[str, Any]) -> Measured:
 def vote_of(votes: np.ndarray) -> Measured:
     """The mean of votes with its error."""
     return mean_over_problems(votes[:, None])
-
-
-def measures_of(model: str) -> tuple[str, ...]:
-    """What is asked of a model."""
-    return MEASURES[model]

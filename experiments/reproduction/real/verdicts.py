@@ -17,10 +17,14 @@ POINTS, FEWER, BELOW, SMALL_POINTS, MINUTES = 2.0, 3.0, 10.0, 1.0, 15  # the bar
 
 # What leaves the memory as it is: it reads fewer entries, or holds them in fewer bytes.
 _WHOLE = (VANILLA, "quest", "kcache", "vanilla-float8")
+_OTHER_PROBLEMS = "**not measured on the same problems**"
 
 
-def best_free(results: Results, peak: float) -> str | None:
-    """The method without training that solves most with at most 5% more than a peak."""
+def best_free(results: Results, main: str, peak: float) -> str | None:
+    """The method without training that solves most with at most 5% more than a peak.
+
+    It was asked the problems of the retrofit that is judged, whose label is given.
+    """
     candidates = [
         label
         for label in results.labels(QWEN, "gsm8k")
@@ -28,6 +32,7 @@ def best_free(results: Results, peak: float) -> str | None:
         and label not in _WHOLE
         and FREE[label].trained is None
         and results.records[QWEN, label, "gsm8k"]["peak"] <= 1.05 * peak
+        and not results.unpaired(QWEN, main, label, "gsm8k")
     ]
     of = lambda label: score(results.records[QWEN, label, "gsm8k"]).value  # noqa: E731
     return max(candidates, key=of, default=None)
@@ -40,19 +45,25 @@ def verdicts(results: Results) -> str:
     if record is None:
         lines = ["- The retrofit that was to be judged was not measured."]
     else:
-        fewer = results.fewer(QWEN, main, "gsm8k") or 0.0
-        held = "**holds**" if fewer >= FEWER else "**does not hold**"
+        fewer = results.fewer(QWEN, main, "gsm8k")
+        if fewer is None:
+            times = f"at least {FEWER:g} times smaller: {_OTHER_PROBLEMS}"
+        else:
+            held = "**holds**" if fewer >= FEWER else "**does not hold**"
+            times = f"{fewer:.2f} times smaller; at least {FEWER:g} times: {held}"
         how = "decided before the run"
         if not results.decided:
             how = "chosen by the rule below, on training questions alone"
         lines = [
-            f"- Qwen2.5-Coder-0.5B, {name_of(main)} ({how}): peak {record['peak']:.0f}, "
-            f"{fewer:.2f} times smaller; at least {FEWER:g} times: {held}."
+            f"- Qwen2.5-Coder-0.5B, {name_of(main)} ({how}): peak {record['peak']:.0f}"
+            f"{';' if fewer is None else ','} {times}."
         ]
         for measure, how in (("gsm8k", "greedy"), ("frontier", "eight chains a problem")):
             for other, what in ((VANILLA, "itself"), (end_of(CONTROL), "the control")):
                 gap = results.gap(QWEN, main, other, measure)
                 held = within(gap, POINTS)
+                if results.unpaired(QWEN, main, other, measure):
+                    held = _OTHER_PROBLEMS
                 lines += [f"- GSM8K, {how}: within {POINTS:g} points of {what}: {held}."]
         lines += [_against_free(results, main, record["peak"])]
     lines += _chosen(results) + _three(results)
@@ -104,7 +115,7 @@ def _three(results: Results) -> list[str]:
 
 
 def _against_free(results: Results, main: str, peak: float) -> str:
-    best = best_free(results, peak)
+    best = best_free(results, main, peak)
     line = f"- The best method without training at that peak at least {BELOW:g} points lower: "
     if best is None:
         return line + "**not measured**."

@@ -2,21 +2,27 @@
 
 import dataclasses
 import pathlib
+import re
+import shlex
 import shutil
 
 import numpy as np
 import pytest
+import tyro
 
 import dms_jax
+from dms_jax.command_line import help_texts
 from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
-from experiments.reproduction.real import page, systems
+from experiments.reproduction.real import commands, page, systems
 from experiments.reproduction.real.measures import NEEDLES, TASKS_OF_CHOICES
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.results import THREE, Results
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import PLANNED, RIVAL, TRAININGS
 from experiments.reproduction.runs import write_plan
+
+PAGE = pathlib.Path(systems.__file__).parents[2] / "results" / "real_models"
 
 PROBLEMS = 400
 SMALL = (systems.CHOICES, "needle")  # what the mean of SmolLM2's tasks is of
@@ -290,3 +296,149 @@ def test_systems_have_names():
         assert page.name_of(label) == name
     ends = [(each.model, page.name_of(page.end_of(each.name))) for each in TRAININGS.values()]
     assert len(set(ends)) == len(ends)
+
+
+def test_rows_that_were_asked_other_problems_are_not_paired_and_the_page_says_which(config):
+    """A run of fewer problems beside an earlier one of all of them."""
+    before = {"model": "qwen", "measure": "gsm8k", "policy": {}}
+    rows = [
+        {**figures(250, 370.0), **before, "system": "h2o", "setting": ""},
+        {**figures(300, 120.0), **before, "system": RIVAL, "setting": "3.3"},
+    ]
+    for row in rows:  # twice as many problems
+        row["per_problem"] = 2 * row["per_problem"]["scores"]
+    file = config.out / "before.json"
+    write_json(file, {"systems": rows, "trainings": [], "speed": None})
+    now = dataclasses.replace(config, run=2, earlier=file)
+    results = Results.read(now)
+    rival = Job("asking", "qwen", RIVAL, "3.3", "gsm8k").label
+    assert results.gap("qwen", "h2o", "vanilla", "gsm8k") is None
+    assert results.fewer("qwen", "h2o", "gsm8k") is None
+    assert results.gap("qwen", MAIN.label, "tova", "gsm8k") is not None
+    said = page.page(now, results, set(), "")
+    assert "| H2O (run 1) | 62.5 ± 2.4 |  |  | 370 |  |" in said
+    assert (
+        "Asked other problems than vanilla, and not paired with it: DMS, low rank, window 16, to "
+        "3.3, from attention first (run 1); H2O (run 1)." in " ".join(said.split())
+    )
+    decided = Results.read(dataclasses.replace(now, judged=RIVAL))
+    said = page.verdicts(decided)
+    other = "**not measured on the same problems**"
+    assert f"peak 120; at least 3 times smaller: {other}" in said
+    assert f"GSM8K, greedy: within 2 points of itself: {other}" in said
+    assert f"GSM8K, greedy: within 2 points of the control: {other}" in said
+    assert "10 points lower: **holds** (+0.0 ± 0.0 above H2O)" not in said
+    # The same number of problems, but not the same ones.
+    for label, start in (("vanilla", 0), ("tova", 7)):
+        record = read_json(Paths(config).result(free("qwen", label)))
+        write_json(Paths(config).result(free("qwen", label)), {**record, "start": start})
+    results = Results.read(config)
+    assert results.gap("qwen", "tova", "vanilla", "gsm8k") is None
+    assert rival not in results.labels("qwen", "gsm8k")
+
+
+# -- how it is done again --------------------------------------------------------------------------
+
+
+def commands_of(text: str) -> list[Config]:
+    """The commands of the script in the last section of a page, as the script itself reads them."""
+    section = text.partition("## Again")[2].replace("\\\n", " ")
+    found = []
+    for line in re.findall(rf"^    {re.escape(commands.SCRIPT)}(.*)$", section, re.MULTILINE):
+        told: dict = dict(args=shlex.split(line), registry=help_texts.REGISTRY)
+        found.append(tyro.cli(Config, **told))
+    return found
+
+
+def test_the_page_says_the_commands_of_its_runs(config):
+    """Two plans of run 2, one of them with lessons of the three commands; run 1 is told before."""
+    beside = config.out / "beside"
+    first = dataclasses.replace(
+        config, qwen="/there/q.gguf", smollm2="", judged=RIVAL, parts=("asking-*", "speed-*")
+    )
+    first = dataclasses.replace(first, self_taught=pathlib.Path("/there/three/run"), shards=1)
+    write_plan(dataclasses.replace(first, processes=2, deadline_minutes=9.5, only="jobs"))
+    write_plan(dataclasses.replace(config, out=beside, qwen="", lanes=64, trainings=("control",)))
+    rows = [{**figures(120, 9.0), "model": "qwen", "system": "h2o", "setting": "", "run": 1}]
+    rows[0] |= {"measure": "gsm8k", "per_problem": rows[0]["per_problem"]["scores"]}
+    told = f"{commands.SCRIPT} --qwen qwen.gguf --data data --processes 6 --only jobs"
+    file = config.out / "before.json"
+    write_json(file, {"systems": rows, "trainings": [], "speed": None, "commands": {"1": [told]}})
+    own = dict(run=2, earlier=file, also=(beside,))
+    results = Results.read(dataclasses.replace(config, **own))
+    text = page.page(config, results, set(), "")
+    assert "/there" not in text
+    asked, small, report, joined, before, before_report = commands_of(text)
+    assert (asked.qwen, asked.judged, asked.processes) == ("qwen.gguf", RIVAL, 2)
+    assert (asked.smollm2, asked.shards, asked.self_taught) == (
+        "",
+        1,
+        pathlib.Path(commands.TAUGHT),
+    )
+    assert asked.parts == ("asking-*", "speed-*")
+    assert (small.qwen, small.smollm2, small.lanes) == ("", "smollm2.gguf", 64)
+    assert small.trainings == ("control",)
+    assert (report.run, report.out, report.also) == (2, asked.out, (small.out,))
+    assert joined.join
+    assert joined.out == asked.out
+    assert (before.qwen, before.processes, before_report.run) == ("qwen.gguf", 6, 1)
+    assert (report.earlier, before_report.earlier) == (pathlib.Path(commands.RESULTS), None)
+    assert {each.only for each in (asked, small, before)} == {"jobs"}
+    assert pathlib.Path(commands.RESULTS).parent == PAGE.relative_to(pathlib.Path.cwd())
+    again = Results.read(dataclasses.replace(config, **own)).to_dict()["commands"]
+    assert again == {1: [told], 2: results.commands[2]}
+
+
+def test_the_committed_page_says_the_commands_of_every_run_on_it():
+    data, text = read_json(PAGE / "results.json"), (PAGE / "README.md").read_text()
+    runs = {row["run"] for row in (*data["systems"], *data["trainings"])}
+    found = commands_of(text)
+    assert {each.run for each in found if each.only == "report"} == runs
+    assert data["commands"].keys() == set(map(str, runs))
+    assert all(each.qwen or each.smollm2 for each in found if each.only == "jobs" and not each.join)
+    script = re.search(r"bash (\S+\.sh) (\S+)", text)
+    assert (PAGE.parents[2] / script[1]).exists()
+    assert f"{script[2]}/run" == commands.TAUGHT
+    # What is trained is named in words that do not change from process to process.
+    assert "0x" not in (PAGE / "results.json").read_text()
+
+
+def test_figures_of_the_same_run_elsewhere_are_taken_in(config, tmp_path):
+    elsewhere = dataclasses.replace(config, out=tmp_path / "elsewhere")
+    paths = Paths(elsewhere)
+    write_json(paths.result(free("qwen", "h2o")), figures(30, 118.0))
+    write_json(paths.result(free("qwen", "vanilla")), figures(1, 1.0))
+    log = {"training": RIVAL, "held_out": None}
+    write_json(paths.summary(RIVAL), log)
+    write_json(paths.summary(PLANNED), {"training": PLANNED})
+    write_json(Paths(config).summary(RIVAL), log | {"seconds": 1})
+    results = Results.read(dataclasses.replace(config, also=(elsewhere.out,)))
+    assert results.get("qwen", "h2o", "gsm8k")["peak"] == 118
+    assert results.get("qwen", "vanilla", "gsm8k")["peak"] == 360  # of --out
+    assert list(results.trainings) == [PLANNED, RIVAL]
+    assert results.trainings[RIVAL]["seconds"] == 1
+
+
+def test_what_holds_as_much_as_retrofits_to_other_ratios_has_a_table_of_its_own(config):
+    paths = Paths(config)
+    for job, right, peak in (
+        (Job("asking", "qwen", "low-rank-to-4", "4", "gsm8k"), 100, 100.0),
+        (Job("asking", "qwen", "low-rank-to-4", "2", "gsm8k"), 110, 200.0),
+        (Job("asking", "qwen", "kvpop", "2", "gsm8k"), 112, 200.0),
+        (Job("asking", "qwen", "kvpop", "3.3", "gsm8k"), 105, 118.0),
+        (free("qwen", "tova", setting="2"), 60, 201.0),
+    ):
+        write_json(paths.result(job), figures(right, peak))
+    results = Results.read(config)
+    names = [line.split(" |")[0] for line in page.gsm8k(results, nominal=True).splitlines()[2:]]
+    assert names == [
+        "| KVpop, window 16, as much as DMS at 2, 0.3 of the tokens",
+        "| DMS, low rank, window 16, at 2, 0.3 of the tokens",
+        "| TOVA, as much as DMS at 2",
+        "| DMS, low rank, window 16, to 4, 0.3 of the tokens",
+    ]
+    assert "-2.0 ± 0.7" in page.gsm8k(results, nominal=True)  # 112 to 120 of vanilla
+    said = page.gsm8k(results)
+    assert "at 2" not in said
+    assert "| KVpop, window 16, 0.3 of the tokens | 26.2" in said
+    assert "TOVA, as much as DMS at 2" not in page.verdicts(results)
