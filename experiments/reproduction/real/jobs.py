@@ -34,7 +34,7 @@ from experiments.reproduction.real.measures import measure
 from experiments.reproduction.real.plan import Job, Paths, jobs
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.speed import time_methods
-from experiments.reproduction.real.systems import FREE, TRAININGS, Training
+from experiments.reproduction.real.systems import FREE, TRAININGS, Training, reference
 
 _LOGGED_EVERY = 10
 _CHECKPOINT_EVERY = 100  # steps, where a checkpoint holds no whole model
@@ -224,9 +224,8 @@ class Worker(Queue[Paths]):
                 policy = fitted(self.paths, job, model, policy, answers)
             return model, policy, None
         method = FREE[job.system]
-        if method.trained is not None:
-            setting = f"{TRAININGS[method.trained].ratio:g}"
-            return *self._trained(method.trained, setting), method.kv_dtype
+        if method.trained:
+            return *self._trained(*reference(self.config, job.model)), method.kv_dtype
         policy: Policy = dms_jax.Vanilla()
         if method.make is not None:
             policy = calibrated(self.paths, job, method)

@@ -34,7 +34,7 @@ TASKS_OF_CHOICES = {
     "piqa": (PIQA, "commonsense/piqa.jsonl"),
 }
 LENGTHS = {"needle": "ruler_length", "ruler": "long_ruler_length"}  # settings
-_TIMES = {"": 1, "-twice": 2, "-four-times": 4}  # behind the name of such a measure
+_TIMES = {"": 1, "twice": 2, "four-times": 4}  # behind the name of such a measure
 NEEDLES = ("niah_single_1", "niah_single_2")
 
 
@@ -106,8 +106,9 @@ def tokens_of(config: Config, name: str) -> int | None:
     # In: "ruler-twice"  Out: 8192
     """
     kind, _, times = name.partition("-")
-    setting = LENGTHS.get(kind)
-    return setting and getattr(config, setting) * _TIMES[f"-{times}" if times else ""]
+    if kind not in LENGTHS:
+        return None
+    return getattr(config, LENGTHS[kind]) * _TIMES[times]
 
 
 def _of_answers(result: Result) -> dict[str, Any]:

@@ -39,6 +39,7 @@ SPEED = "speed"
 FRONTIER = "frontier"
 _FREE_ELSEWHERE = ("tova", "expected", "streaming")
 _AT_THE_PEAK = ("expected", "tova", "h2o", "streaming")  # the best of them is in a verdict
+_OF_THE_TABLE = ("snapkv", "quest", "kcache", "vanilla-float8", "dms-float8")  # and so in one run
 _ELSEWHERE = 2  # other retrofits that are asked other tasks, in the order of the settings
 
 
@@ -128,6 +129,7 @@ def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
     yield [asked_of(each, "gsm8k")[0] for each in judged]
     yield [free(QWEN, VANILLA, FRONTIER)]
     yield [asked_of(each, FRONTIER)[0] for each in judged[:1]]
+    yield [free(QWEN, name) for name in _OF_THE_TABLE]
     for each in others:
         yield [*trained([each]), asked_of(each)[0]]
     yield [job for each in others for job in asked_of(each)]
@@ -245,8 +247,16 @@ class Paths(Places):
         if job.kind == "lessons":
             return self.lessons(job.model, job.system).exists()
         if job.kind == "training":
-            return self.summary(job.system).exists()
+            return self.summary(job.system).exists() and not self._wanted_again(job)
         return self.result(job).exists()
+
+    def _wanted_again(self, job: Job) -> bool:
+        """Whether a training was left behind on another machine and there is more to ask of it."""
+        training = TRAININGS[job.system]
+        if self.model(job.system, f"{training.ratio:g}").exists():
+            return False
+        asked = [each for each in jobs(self.config) if each.kind == "asking"]
+        return any(each.system == job.system and not self.done(each) for each in asked)
 
     def ready(self, job: Job) -> bool:
         """Whether what a job needs is there."""
@@ -266,8 +276,8 @@ class Paths(Places):
                 return True
         else:
             method = FREE[job.system]
-            if method.trained is not None:
-                return self.summary(method.trained).exists()
+            if method.trained:
+                return self.model(*reference(self.config, job.model)).exists()
             if method.make is None:
                 return True
         vanilla = self.result(free(job.model, VANILLA, job.measure))

@@ -277,7 +277,7 @@ class Free:
         ratio); None for one that has no budget.
       equal: what is as large as the reference's: its peak, or the mean of its live tokens.
       kv_dtype: of the cache.
-      trained: the training whose model is asked, at its last ratio; None for the model itself.
+      trained: whether the reference retrofit is asked, and not the model itself.
       times: the budget is so many times the calibrated one.
     """
 
@@ -285,7 +285,7 @@ class Free:
     make: Callable[..., Policy] | None = None
     equal: Literal["peak", "mean"] = "peak"
     kv_dtype: str | None = None
-    trained: str | None = None
+    trained: bool = False
     times: float = 1.0
     models: tuple[str, ...] = (QWEN, SMOLLM2)
 
@@ -325,7 +325,7 @@ FREE = {
         Free("quest", dms_jax.Quest),
         Free("kcache", _kcache),
         Free("vanilla-float8", kv_dtype=FLOAT8),
-        Free("dms-float8", trained=PLANNED, kv_dtype=FLOAT8, models=(QWEN,)),
+        Free("dms-float8", trained=True, kv_dtype=FLOAT8, models=(QWEN,)),
         Free("tova-mean", dms_jax.TOVA, equal="mean", models=(QWEN,)),
         Free("expected-mean", _expected, equal="mean", models=(QWEN,)),
         Free("streaming-mean", dms_jax.StreamingLLM, equal="mean", models=(QWEN,)),

@@ -30,7 +30,7 @@ def best_free(results: Results, main: str, peak: float) -> str | None:
         for label in results.labels(QWEN, "gsm8k")
         if label in FREE
         and label not in _WHOLE
-        and FREE[label].trained is None
+        and not FREE[label].trained
         and results.records[QWEN, label, "gsm8k"]["peak"] <= 1.05 * peak
         and not results.unpaired(QWEN, main, label, "gsm8k")
     ]

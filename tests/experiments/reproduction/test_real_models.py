@@ -71,6 +71,8 @@ def test_what_the_verdicts_need_comes_first():
         "asking-qwen-h2o-gsm8k",
         "asking-qwen-control-at3.3-gsm8k",
         f"asking-qwen-{PLANNED}-at3.3-frontier",
+        "asking-qwen-quest-gsm8k",
+        "asking-qwen-dms-float8-gsm8k",
         "training-qwen-low-rank-to-4",
         "training-qwen-dmc",
         "asking-qwen-dmc-at4-gsm8k",
@@ -84,14 +86,15 @@ def test_what_the_verdicts_need_comes_first():
         "asking-qwen-control-at3.3-frontier",
         "asking-qwen-vanilla-math500",
         f"asking-qwen-{PLANNED}-at3.3-math500",
-        "asking-qwen-quest-gsm8k",
+        "asking-qwen-tova-half-more-gsm8k",
         "asking-qwen-tova-math500",
     ]
     places = [names.index(name) for name in order]
     assert places == sorted(places)
     assert "training-smollm2-smollm2-adapter-w16" not in names  # it ships
-    scorers = [name for name in names if name.startswith("asking") and "kv" in name.split("-")[2]]
-    assert [name.split("-")[2] for name in scorers if "gsm8k" in name][:2] == ["kvzap", "kvpop"]
+    scorers = [name for name in names if name.split("-")[2] in ("kvzap", "kvpop")]
+    asked = [name.split("-")[2] for name in scorers if name.endswith("at3.3-gsm8k")]
+    assert asked == ["kvzap", "kvpop"]
 
 
 def test_answers_and_the_planned_retrofit_may_come_from_the_command(tmp_path, monkeypatch):
@@ -208,8 +211,10 @@ def test_a_method_waits_for_what_its_budget_comes_from(tmp_path):
     assert [paths.ready(each) for each in (on_the_way, end)] == [True, False]
     float8 = free("qwen", "dms-float8")
     assert not paths.ready(float8)
-    write_json(paths.summary(PLANNED), {})
+    (paths.model(PLANNED, "3.3")).mkdir(parents=True)
     assert paths.ready(float8)
+    judged = Paths(dataclasses.replace(paths.config, judged=RIVAL))
+    assert not judged.ready(float8)  # it is the retrofit of the verdict that is asked
     assert paths.ready(Job("asking", "smollm2", systems.SHIPPED, "4", "piqa"))
 
 
@@ -393,6 +398,21 @@ def test_trainings_read_what_the_model_ended(tmp_path):
     place.write_text(json.dumps(kept | {"ended": False}) + "\n")
     with pytest.raises(dms_jax.DataError, match="None of 1 answers of qwen is ended"):
         lessons.training_documents(config, "qwen", None)
+
+
+def test_a_training_that_was_left_behind_is_done_again_if_there_is_more_to_ask(tmp_path):
+    """Figures came from another machine, and the weights did not."""
+    asked = ("training-qwen-all-to-8", "asking-qwen-all-to-8-at8-gsm8k")
+    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path, parts=asked))
+    training, question = plan.jobs(paths.config)
+    assert not paths.done(training)
+    write_json(paths.summary("all-to-8"), {})
+    assert not paths.done(training)
+    write_json(paths.result(question), {})
+    assert paths.done(training)
+    paths.result(question).unlink()
+    paths.model("all-to-8", "8").mkdir(parents=True)
+    assert paths.done(training)
 
 
 # -- a training that does not fit -----------------------------------------------------------------
