@@ -11,7 +11,8 @@ GSM8K = (
     "the budget leaves room for them. KVpop has that budget too, and KVzap the threshold that was "
     "measured to hold that peak within 2%. Quest, KCache and float8 hold every token. "
     "Quest and KCache choose for each query head, and their reads add up over the seven of a "
-    "group."
+    "group. In the picture what holds everything is dark, what was trained to hold less red, and "
+    "what needs no training blue."
 )
 NOMINAL = (
     "Problems and columns as above. Each was trained on 0.3 of the tokens, and all on the same "

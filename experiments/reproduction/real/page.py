@@ -236,10 +236,9 @@ def gains(results: Results) -> str:
     """What a small cache gains on the frontier, for each that was asked; the judged one in bold."""
     rows = []
     for label in results.labels(QWEN, "frontier"):
-        points = results.frontier({VANILLA: "vanilla", label: "DMS"})
-        if label in (VANILLA, end_of(CONTROL)) or points is None:
+        gains = results.vote_gains(label)
+        if label in (VANILLA, end_of(CONTROL)) or gains == (None, None):
             continue
-        gains = [points.average_gain("DMS", "vanilla", axis) for axis in ("reads", "peak")]
         name = f"**{name_of(label)}**" if label == end_of(results.judged) else name_of(label)
         one = results.gap(QWEN, label, VANILLA, "frontier")
         rows.append([name, *(percent(gain, sign=True) for gain in (one, *gains))])

@@ -251,6 +251,18 @@ class Results:
                 )
         return Hyperscaling({"chains": list(CHAINS)}, tuple(points))
 
+    def vote_gains(self, label: str) -> tuple[Measured | None, Measured | None]:
+        """What votes of a system gain over the plain cache's at equal reads, and at equal peak.
+
+        Averages over the budgets that both cover; None where there are none, or one of them was not
+        asked these problems.
+        """
+        points = self.frontier({VANILLA: "vanilla", label: "own"}) if label != VANILLA else None
+        if points is None or self.unpaired(QWEN, label, VANILLA, "frontier"):
+            return None, None
+        reads, peak = (points.average_gain("own", "vanilla", axis) for axis in ("reads", "peak"))
+        return reads, peak
+
     def to_dict(self) -> dict[str, Any]:
         """All figures as JSON data, of each problem its score alone."""
         kept = []

@@ -27,6 +27,7 @@ PAGE = pathlib.Path(systems.__file__).parents[2] / "results" / "real_models"
 PROBLEMS = 400
 SMALL = (systems.CHOICES, "needle")  # what the mean of SmolLM2's tasks is of
 MAIN = Job("asking", "qwen", PLANNED, "3.3", "gsm8k")
+MAIN_FRONTIER = ("asking", "qwen", PLANNED, "3.3", "frontier")
 CONTROL = Job("asking", "qwen", "control", "3.3", "gsm8k")
 VERSIONS = {"versions": {"jax": "0"}, "date": "2026-01-01", "device": "a card"}
 
@@ -110,13 +111,45 @@ def test_gaps_are_paired_and_the_mean_of_tasks_has_their_error(config):
 def test_each_bar_has_its_verdict(config):
     said = page.verdicts(Results.read(config))
     assert "peak 118, 3.05 times smaller; at least 3 times: **holds**" in said
-    assert "GSM8K, greedy: within 2 points of itself: **holds** (-1.0 ± 0.5)" in said
+    assert "GSM8K, greedy: within 2 points of the model itself: **holds** (-1.0 ± 0.5)" in said
     assert "GSM8K, greedy: within 2 points of the control: **holds** (-0.5 ± 0.4)" in said
-    assert "eight chains a problem: within 2 points of itself: **not measured**" in said
+    assert "eight chains a problem: within 2 points of the model itself: **not measured**" in said
     assert "10 points lower: **holds** (+14.0 ± 1.7 above ExpectedAttention)" in said
-    small = "nominal ratio 4: mean of its tasks within 1 point of itself"
+    small = "nominal ratio 4: mean of its tasks within 1 point of the model itself"
     assert f"the adapter that ships, {small}: **does not" in said
     assert f"low rank, {small}: **not" in said
+
+
+def test_misses_stand_before_what_holds_and_what_was_not_measured_last(config):
+    write_json(Paths(config).result(MAIN), figures(100, 118.0))
+    lines = page.verdicts(Results.read(config)).splitlines()
+    assert lines[0].startswith("- Qwen2.5-Coder-0.5B, DMS, low rank, window 16, to 3.3 (")
+    words = ("**does not hold", "**holds on the mean", "**holds**", "**not measured**")
+    found = [next(n for n, word in enumerate(words) if word in line) for line in lines[1:]]
+    assert found == sorted(found)
+    assert {0, 3} < set(found)
+
+
+def test_the_papers_claim_has_its_verdict(config):
+    """One chain of two problems in four right from a whole cache; all of a vote from half of it."""
+    chains = {
+        "answer_scores": [[1] * 8, [1] * 8],
+        "answers": [[0] * 8, [0] * 8],
+        "new_tokens": [[5] * 8] * 2,
+        "ended": [[True] * 8] * 2,
+    }
+    more: dict = {"sampling": {"max_new_tokens": 400}, "policy": {}}
+    rows = {free("qwen", "vanilla", "frontier"): (0.0, 8), Job(*MAIN_FRONTIER): (1.0, 4)}
+    assert "at equal reads: **not measured**" in page.verdicts(Results.read(config))
+    for job, (right, held) in rows.items():
+        own = chains | {"scores": [[right] * 8] * 2, "answer_scores": [[right] * 8] * 2}
+        own |= {"reads": [[10 * held] * 8] * 2, "peak": [[held] * 8] * 2}
+        record = figures(1, 2.0, **more, chains_of_problems=own)
+        record["per_problem"]["scores"] = [right] * 2
+        write_json(Paths(config).result(job), record)
+    said = page.verdicts(Results.read(config))
+    assert "at equal reads: **holds** (+100.0 ± 0.0), and at equal peak: **holds** (+100" in said
+    assert "; a single chain gains +100.0 ± 0.0." in said
 
 
 def test_a_miss_is_said(config):
@@ -124,7 +157,7 @@ def test_a_miss_is_said(config):
     write_json(paths.result(MAIN), figures(100, 150.0))
     said = page.verdicts(Results.read(config))
     assert "2.40 times smaller; at least 3 times: **does not hold**" in said
-    assert "within 2 points of itself: **does not hold** (-5.0" in said
+    assert "within 2 points of the model itself: **does not hold** (-5.0" in said
     assert "10 points lower: **holds on the mean** (+10.0" in said
     for system in ("tova", "expected"):
         write_json(paths.result(free("qwen", system)), figures(99, 150.0))
@@ -180,7 +213,9 @@ def test_a_verdict_that_was_decided_before_the_run_is_about_that_training(config
     assert (results.judged, Results.read(config).judged) == (RIVAL, PLANNED)
     said = page.verdicts(results)
     assert "to 3.3, from attention first (decided before the run): peak 118" in said
-    assert "GSM8K, greedy: within 2 points of itself: **does not hold** (-2.5 ± 0.8)" in said
+    assert (
+        "GSM8K, greedy: within 2 points of the model itself: **does not hold** (-2.5 ± 0.8)" in said
+    )
     assert "| **DMS, low rank, window 16, to 3.3, from attention first** | 27.5" in page.gsm8k(
         results
     )
@@ -325,7 +360,7 @@ def test_rows_that_were_asked_other_problems_are_not_paired_and_the_page_says_wh
     said = page.verdicts(decided)
     other = "**not measured on the same problems**"
     assert f"peak 120; at least 3 times smaller: {other}" in said
-    assert f"GSM8K, greedy: within 2 points of itself: {other}" in said
+    assert f"GSM8K, greedy: within 2 points of the model itself: {other}" in said
     assert f"GSM8K, greedy: within 2 points of the control: {other}" in said
     assert "10 points lower: **holds** (+0.0 ± 0.0 above H2O)" not in said
     # The same number of problems, but not the same ones.
