@@ -46,7 +46,8 @@ OTHERS = (
 )
 FRONTIER = (
     "Eight chains of each test problem, temperature 0.7; the vote of so many of them, as the mean "
-    "over the disjoint groups. reads and peak are of all chains of a problem."
+    "over the disjoint groups. longest: most new tokens of an answer. reads and peak are of all "
+    "chains of a problem."
 )
 SMOLLM2 = (
     "Percent, with the peak of live tokens in brackets; length-normalised likelihood for the "

@@ -22,9 +22,8 @@ from dms_jax.evaluation.tasks import ARC, GSM8K, MATH500, PIQA, RULER, HellaSwag
 from dms_jax.evaluation.tasks.choices import Choices
 from dms_jax.policies import Policy
 from experiments.reproduction.claims.jobs import answer_numbers
-from experiments.reproduction.real.plan import FRONTIER
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import CHOICES, UNSEEN
+from experiments.reproduction.real.systems import CHOICES, FRONTIERS, UNSEEN
 
 PAGE_SIZE = 16  # as Quest is published
 TASKS_OF_CHOICES = {
@@ -90,10 +89,9 @@ def measure(
         sizes = dict(start=config.questions, problems=problems)
         return _of_answers(evaluate(model, task, sampling=greedy, **sizes, **asked))
     task = GSM8K(path=config.data / "gsm8k" / "test.jsonl", style=style)
-    if name == FRONTIER:
-        sampling = Sampling(
-            temperature=config.frontier_temperature, max_new_tokens=config.max_new_tokens
-        )
+    if name in FRONTIERS:
+        length = max(config.max_new_tokens // FRONTIERS[name], 1)
+        sampling = Sampling(temperature=config.frontier_temperature, max_new_tokens=length)
         sizes = dict(problems=config.frontier_problems, chains=config.frontier_chains)
         found = evaluate(model, task, sampling=sampling, **sizes, **asked)
         return _of_answers(found) | _of_chains(found)

@@ -1,5 +1,6 @@
 """The page: a verdict on each bar, then every table."""
 
+import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     CONTROL,
     FREE,
+    FRONTIERS,
     LIKE,
     OTHERS,
     QWEN,
@@ -222,14 +224,15 @@ def trainings(results: Results) -> str:
 def frontier(results: Results) -> str:
     """Votes of 1 to 8 chains, with what they read and held."""
     rows = []
-    for label in results.labels(QWEN, "frontier"):
-        for chains in CHAINS:
-            found = results.votes(label, chains)
+    for measure in FRONTIERS:
+        for label, chains in itertools.product(results.labels(QWEN, measure), CHAINS):
+            found = results.votes(label, chains, measure)
             if found is not None:
                 votes, reads, peak = found
+                longest = results.records[QWEN, label, measure]["sampling"]["max_new_tokens"]
                 cells = [percent(vote_of(votes)), f"{reads:,.0f}", f"{peak:,.0f}"]
-                rows.append([name_of(label), str(chains), *cells])
-    return table(["", "chains", "vote, %", "reads", "peak"], rows)
+                rows.append([name_of(label), str(longest), str(chains), *cells])
+    return table(["", "longest", "chains", "vote, %", "reads", "peak"], rows)
 
 
 def gains(results: Results) -> str:

@@ -20,6 +20,9 @@ from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     CONTROL,
     FREE,
+    FRONTIER,
+    FRONTIERS,
+    HALF,
     KEPT,
     LIKE,
     MEASURES,
@@ -36,7 +39,6 @@ from experiments.reproduction.real.systems import (
 )
 
 SPEED = "speed"
-FRONTIER = "frontier"
 _FREE_ELSEWHERE = ("tova", "expected", "streaming")
 _AT_THE_PEAK = ("expected", "tova", "h2o", "streaming")  # the best of them is in a verdict
 _OF_THE_TABLE = ("snapkv", "quest", "kcache", "vanilla-float8", "dms-float8")  # and so in one run
@@ -130,6 +132,7 @@ def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
     yield [free(QWEN, VANILLA, FRONTIER)]
     yield [asked_of(each, FRONTIER)[0] for each in judged[:1]]
     yield [free(QWEN, name) for name in _OF_THE_TABLE]
+    yield [free(QWEN, VANILLA, HALF), *(asked_of(each, HALF)[0] for each in judged[:1])]
     for each in others:
         yield [*trained([each]), asked_of(each)[0]]
     yield [job for each in others for job in asked_of(each)]
@@ -144,7 +147,7 @@ def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
         yield [free(QWEN, name, measure) for name in _FREE_ELSEWHERE]
     for setting in LIKE[QWEN]:
         yield [free(QWEN, name, setting=setting) for name in _AT_THE_PEAK]
-    yield [job for each in (*rivals, *others) for job in asked_of(each, FRONTIER)]
+    yield [job for each in (*rivals, *others) for job in asked_of(each, *FRONTIERS)]
 
 
 def _small(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:

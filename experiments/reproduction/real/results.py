@@ -1,6 +1,7 @@
 """What a run directory and the page before it hold: figures of each system, paired."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from experiments.reproduction.real.plan import Job, Paths
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     CHOICES,
+    FRONTIER,
+    FRONTIERS,
     PLANNED,
     QWEN,
     SMOLLM2,
@@ -196,12 +199,14 @@ class Results:
             return None
         return vanilla["peak"] / own["peak"]
 
-    def votes(self, label: str, chains: int) -> tuple[np.ndarray, float, float] | None:
+    def votes(
+        self, label: str, chains: int, measure: str = FRONTIER
+    ) -> tuple[np.ndarray, float, float] | None:
         """Scores of the vote of so many chains by problem, with reads and peak of all of them.
 
         The mean over the disjoint groups of so many chains.
         """
-        record = self.get("qwen", label, "frontier")
+        record = self.get(QWEN, label, measure)
         if record is None or "chains_of_problems" not in record:  # a page keeps no chains
             return None
         own = {name: np.asarray(each) for name, each in record["chains_of_problems"].items()}
@@ -219,19 +224,20 @@ class Results:
         return votes.mean(1), reads, peak
 
     def frontier(self, names: Mapping[str, str]) -> Hyperscaling | None:
-        """The votes of 1 to 8 chains as points of systems; None unless all were asked.
+        """The votes of 1 to 8 chains as points of systems, of each length that all were asked with.
+
+        None if there is no such length.
 
         Args:
           names: label of a system -> its name in the result, the one to compare with first.
         """
         points = []
-        for label, name in names.items():
-            record = self.get("qwen", label, "frontier")
-            if record is None or "chains_of_problems" not in record:
-                return None
+        asked = [each for each in FRONTIERS if all(self.votes(name, 1, each) for name in names)]
+        for (label, name), measure in itertools.product(names.items(), asked):
+            record = self.records[QWEN, label, measure]
             own = {key: np.asarray(each) for key, each in record["chains_of_problems"].items()}
             for chains in CHAINS:
-                found = self.votes(label, chains)
+                found = self.votes(label, chains, measure)
                 if found is None:
                     continue
                 reads, peak = (chains * own[axis].mean(1)[None] for axis in ("reads", "peak"))
@@ -249,7 +255,7 @@ class Results:
                         ended=float(own["ended"].mean()),
                     )
                 )
-        return Hyperscaling({"chains": list(CHAINS)}, tuple(points))
+        return Hyperscaling({"chains": list(CHAINS)}, tuple(points)) if points else None
 
     def vote_gains(self, label: str) -> tuple[Measured | None, Measured | None]:
         """What votes of a system gain over the plain cache's at equal reads, and at equal peak.

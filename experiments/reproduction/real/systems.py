@@ -25,6 +25,8 @@ FLOAT8 = "float8_e4m3"
 CHOICES = "choices"  # four tasks that are answered by likelihood, asked together
 MEASURES = {QWEN: ("gsm8k",), SMOLLM2: (CHOICES, "text", "needle")}
 
+FRONTIER, HALF = "frontier", "frontier-half"
+FRONTIERS = {FRONTIER: 1, HALF: 2}  # chains of which a vote is taken -> share of the new tokens
 UNSEEN = "unseen"  # greedy answers to training questions that are in no lesson
 # Asked of a few systems: other tasks, and retrieval from twice and four times as many tokens.
 OTHERS = {

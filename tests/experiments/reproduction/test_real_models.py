@@ -139,9 +139,9 @@ def test_trainings_that_are_in_no_verdict_begin_in_the_order_of_the_settings():
     trained = [job.system for job in found if job.kind == "training"]
     assert trained == [PLANNED, "kvpop", "dmc", "smollm2-control"]
     asked = [job.system for job in found if job.kind == "asking" and job.setting]
-    assert asked[:3] == [PLANNED, PLANNED, PLANNED]
-    assert asked[3:5] == ["kvpop", "dmc"]  # at the end
-    assert asked[5:9] == ["kvpop", "kvpop", "kvpop", "dmc"]  # other budgets, and on the way
+    assert asked[:4] == 4 * [PLANNED]
+    assert asked[4:6] == ["kvpop", "dmc"]  # at the end
+    assert asked[6:10] == ["kvpop", "kvpop", "kvpop", "dmc"]  # other budgets, and on the way
 
 
 def test_a_training_that_was_decided_before_the_run_stands_for_election_alone(tmp_path):
@@ -284,8 +284,8 @@ def test_parts_are_named_done_in_their_order_and_may_be_a_joining_gpus_own(tmp_p
     names = [job.name for job in plan.jobs(parts)]
     assert names[0] == "training-qwen-control"
     measures = [name.rpartition("at3.3-")[2] for name in names[1:-4]]
-    assert measures[:3] == ["gsm8k", "frontier", "unseen"]  # nothing is elected
-    assert set(measures[3:]) == set(systems.OTHERS["qwen"])
+    assert measures[:4] == ["gsm8k", "frontier", "frontier-half", "unseen"]  # nothing is elected
+    assert set(measures[4:]) == set(systems.OTHERS["qwen"])
     assert names[-4:] == [
         f"training-qwen-{each}-to-4" for each in ("low-rank", "adapter", "all", "floor")
     ]

@@ -150,6 +150,21 @@ def test_the_papers_claim_has_its_verdict(config):
     said = page.verdicts(Results.read(config))
     assert "at equal reads: **holds** (+100.0 ± 0.0), and at equal peak: **holds** (+100" in said
     assert "; a single chain gains +100.0 ± 0.0." in said
+    # A length that one of them was not asked with is on the page and in no comparison.
+    place = Paths(config).result(free("qwen", "vanilla", "frontier-half"))
+    half = read_json(Paths(config).result(free("qwen", "vanilla", "frontier")))
+    write_json(place, half | {"sampling": {"max_new_tokens": 200}})
+    results = Results.read(config)
+    assert "| vanilla | 200 | 8 | 0.0 ± 0.0 | 640 | 64 |" in page.frontier(results)
+    points = results.frontier({"vanilla": "vanilla", MAIN.label: "DMS"})
+    assert {(point.system, point.length) for point in points.points} == {
+        ("vanilla", 400),
+        ("DMS", 400),
+    }
+    job = Job(*MAIN_FRONTIER[:-1], "frontier-half")
+    write_json(Paths(config).result(job), half | {"sampling": {"max_new_tokens": 200}})
+    points = Results.read(config).frontier({"vanilla": "vanilla", MAIN.label: "DMS"})
+    assert {point.length for point in points.of("DMS")} == {400, 200}
 
 
 def test_a_miss_is_said(config):
@@ -310,7 +325,7 @@ def test_the_report_is_written_again_from_the_files(config):
     assert real_models.main(told) == 0
     text = (folder / "README.md").read_text()
     assert "| **DMS, low rank, window 16, to 3.3** | 29.0 ± 2.3 | -1.0 ± 0.5 |" in text
-    assert "| vanilla | 2 | 50.0 ± 50.0 | 50 | 5 |" in text
+    assert "| vanilla | 400 | 2 | 50.0 ± 50.0 | 50 | 5 |" in text
     assert "| DMS, adapter, window 16, to 4 | 45.0 (40) |" in text
     assert "| H2O (run 1) | 25.0" in text
     assert (folder / "gsm8k.png").exists()
