@@ -12,8 +12,9 @@ RESULTS = "experiments/results/real_models/results.json"
 TAUGHT = "runs/three-commands/run"  # what `three_commands.sh runs/three-commands` leaves
 # Where things lie with the reader.
 _PLACES = {"qwen": "qwen.gguf", "smollm2": "smollm2.gguf", "data": "data", "self_taught": TAUGHT}
-# What says when and how long a call worked, and of which run its page was, not what it did.
+# What says when, how long and in which order calls worked, and what their page was of.
 _OF_A_CALL = {"out", "pages", "pack", "also", "join", "only", "run", "earlier", "deadline_minutes"}
+_OF_A_CALL |= {"parts"}
 
 
 def jobs_command(config: Config) -> str:

@@ -242,7 +242,8 @@ class Worker(Queue[Paths]):
     def _speed(self, job: Job) -> None:
         kept = self.paths.result(job).with_suffix(".jsonl")
         rows = time_methods(self.config, self.base(job.model), self.check_time, kept)
-        record = {"rows": rows, "device": jax.devices()[0].device_kind, **provenance()}
+        sizes = {"batch": self.config.speed_batch, "context": self.config.speed_context}
+        record = {"rows": rows, "device": jax.devices()[0].device_kind, **sizes, **provenance()}
         write_json(self.paths.result(job), record)
 
 

@@ -94,7 +94,7 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
         if any(results.labels(SMOLLM2, measure) for measure in OTHERS[SMOLLM2]):
             parts += [legends.LONGER, others(config, results, SMOLLM2)]
     if results.speed is not None:
-        parts += ["## Milliseconds a step", speed(config, results.speed), legends.SPEED]
+        parts += ["## Milliseconds a step", speed(results.speed), legends.SPEED]
     parts += ["## Again", again(results.commands)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -270,9 +270,11 @@ def smollm2(results: Results) -> str:
         if not any(found):
             continue
         gap = results.mean_gap(label, VANILLA) if label != VANILLA else None
-        cells = [_with_peak(record, task) for record, task in zip(found, _TASK_LABELS, strict=True)]
-        mean = "" if label == VANILLA else percent(gap, sign=True)
         own = next(record for record in found if record)
+        told = zip(found, _TASK_LABELS, strict=True)
+        cells = [_with_peak(record, task, own["run"]) for record, task in told]
+        alike = len({record["run"] for record in found if record}) == 1
+        mean = "" if label == VANILLA else percent(gap if alike else None, sign=True)
         rows.append([shown(results, label, own), *cells, mean])
     return table(["", *_TASK_LABELS.values(), "mean to vanilla"], rows)
 
@@ -287,8 +289,9 @@ def others(config: Config, results: Results, model: str) -> str:
     for label in dict.fromkeys([VANILLA, *learned, *free]):
         found = [results.get(model, label, task) for task in tasks]
         if any(found):
-            cells = [_with_peak(each, task) for each, task in zip(found, tasks, strict=True)]
             own = next(record for record in found if record)
+            told = zip(found, tasks, strict=True)
+            cells = [_with_peak(each, task, own["run"]) for each, task in told]
             rows.append([shown(results, label, own), *cells])
     return table(["", *(_task_name(config, task) for task in tasks)], rows)
 
@@ -298,15 +301,17 @@ def _task_name(config: Config, task: str) -> str:
     return f"RULER's needles, {tokens:,}" if tokens else _OTHER_LABELS[task]
 
 
-def _with_peak(record: dict[str, Any] | None, task: str) -> str:
+def _with_peak(record: dict[str, Any] | None, task: str, run: int) -> str:
+    """A score with its peak, and with its run where that is another than the row's."""
     if record is None:
         return "-"
     own = score(record)
     shown = f"{own.value:.3f}" if task == "text" else f"{100 * own.value:.1f}"
-    return f"{shown} ({record['peak']:.0f})"
+    of = f", run {record['run']}" if record["run"] != run else ""
+    return f"{shown} ({record['peak']:.0f}{of})"
 
 
-def speed(config: Config, record: dict[str, Any]) -> str:
+def speed(record: dict[str, Any]) -> str:
     """Milliseconds and bytes of each method."""
     rows: list[Sequence[str]] = []
     for row in record["rows"]:
@@ -319,7 +324,7 @@ def speed(config: Config, record: dict[str, Any]) -> str:
             [row["method"], f"{row['step_ms']:.3f}", cut, held, f"{row['reads_a_step']:,.0f}"]
         )
     text = (
-        f"Qwen2.5-Coder-0.5B, {config.speed_batch} sequences of {config.speed_context:,} tokens, "
-        f"budgets of a quarter, {record['device']}, {record['date']}."
+        f"Qwen2.5-Coder-0.5B, {record['batch']} sequences of {record['context']:,} tokens, "
+        f"budgets of a quarter, run {record['run']}, {record['device']}, {record['date']}."
     )
     return text + "\n\n" + table(["", "ms a step", "ms a cut", "MB", "reads a row"], rows)

@@ -72,6 +72,8 @@ class Results:
             for path in sorted(root.glob("results/*/*/*.json")):
                 model, label, measure = (*path.parts[-3:-1], path.stem)
                 record = read_json(path) | {"run": config.run}
+                if "chains_of_problems" in record:
+                    record["votes"] = votes_of(record["chains_of_problems"])
                 parts = record.pop("tasks") if measure == CHOICES else {measure: {}}
                 for task, own in parts.items():
                     records.setdefault((model, label, task), record | own | {"measure": task})
@@ -161,13 +163,7 @@ class Results:
         Where that run did not ask the other one, it is the other's of another run. None where one
         of them was not asked, or was asked other problems.
         """
-        left, right = self._beside(model, one, other, measure)
-        if left is None or right is None or _problems(left) != _problems(right):
-            return None
-        key = "loss" if measure == "text" else "scores"
-        of = [np.asarray(each["per_problem"][key], np.float64) for each in (left, right)]
-        # Of several chains of a problem their mean counts.
-        return difference(*(each.reshape(len(each), -1).mean(1)[None] for each in of))
+        return _difference(*self._beside(model, one, other, measure), measure)
 
     def _beside(
         self, model: str, one: str, other: str, measure: str
@@ -184,13 +180,20 @@ class Results:
         return asked and self.gap(model, one, other, measure) is None
 
     def mean_gap(self, one: str, other: str) -> Measured | None:
-        """The mean over SmolLM2's tasks of paired differences; None unless all were measured."""
-        gaps = [self.gap(SMOLLM2, one, other, task) for task in TASKS]
-        if None in gaps:
-            return None
-        known = [gap for gap in gaps if gap is not None]
-        error = math.sqrt(sum(gap.error**2 for gap in known)) / len(known)
-        return Measured(float(np.mean([gap.value for gap in known])), error)
+        """The mean over SmolLM2's tasks of paired differences; of the last run with them all."""
+
+        def of(number: int, label: str, task: str) -> dict[str, Any] | None:
+            own = self.records.get((SMOLLM2, label, task))
+            if own is not None and own["run"] == number:
+                return own
+            return self.earlier.get((number, SMOLLM2, label, task))
+
+        for number in sorted({self.run, *(key[0] for key in self.earlier)}, reverse=True):
+            pairs = [(of(number, one, task), of(number, other, task)) for task in TASKS]
+            gaps = [_difference(*pair, task) for pair, task in zip(pairs, TASKS, strict=True)]
+            if None not in gaps:
+                return _mean([gap for gap in gaps if gap is not None])
+        return None
 
     def fewer(self, model: str, label: str, measure: str) -> float | None:
         """How many times smaller the peak is than the vanilla one; None as `gap` is."""
@@ -206,22 +209,11 @@ class Results:
 
         The mean over the disjoint groups of so many chains.
         """
-        record = self.get(QWEN, label, measure)
-        if record is None or "chains_of_problems" not in record:  # a page keeps no chains
+        own = (self.get(QWEN, label, measure) or {}).get("votes", {})
+        if str(chains) not in own.get("of", {}):
             return None
-        own = {name: np.asarray(each) for name, each in record["chains_of_problems"].items()}
-        count = own["scores"].shape[1] // chains
-        if not count:
-            return None
-        groups = [slice(n * chains, (n + 1) * chains) for n in range(count)]
-        votes = np.zeros((len(own["scores"]), count))
-        for place, group in enumerate(groups):
-            for problem, answers in enumerate(own["answers"][:, group].tolist()):
-                winner = majority([None if answer < 0 else str(answer) for answer in answers])
-                if winner is not None:
-                    votes[problem, place] = own["answer_scores"][problem, group][winner]
-        reads, peak = (float(own[name].mean() * chains) for name in ("reads", "peak"))
-        return votes.mean(1), reads, peak
+        reads, peak = (float(np.mean(own[name]) * chains) for name in ("reads", "peak"))
+        return np.asarray(own["of"][str(chains)], np.float64), reads, peak
 
     def frontier(self, names: Mapping[str, str]) -> Hyperscaling | None:
         """The votes of 1 to 8 chains as points of systems, of each length that all were asked with.
@@ -235,12 +227,12 @@ class Results:
         asked = [each for each in FRONTIERS if all(self.votes(name, 1, each) for name in names)]
         for (label, name), measure in itertools.product(names.items(), asked):
             record = self.records[QWEN, label, measure]
-            own = {key: np.asarray(each) for key, each in record["chains_of_problems"].items()}
+            own = {name: np.asarray(each) for name, each in record["votes"].items() if name != "of"}
             for chains in CHAINS:
                 found = self.votes(label, chains, measure)
                 if found is None:
                     continue
-                reads, peak = (chains * own[axis].mean(1)[None] for axis in ("reads", "peak"))
+                reads, peak = (chains * own[axis][None] for axis in ("reads", "peak"))
                 points.append(
                     Point(
                         system=name,
@@ -295,6 +287,46 @@ def _problems(record: dict[str, Any]) -> tuple[Any, ...]:
     scores = record["per_problem"].get("scores") or record["per_problem"].get("loss") or []
     told = (record.get(name) for name in ("start", "prompt_tokens", "window"))
     return len(scores), *(0 if each is None else round(each, 3) for each in told)
+
+
+def _difference(
+    left: dict[str, Any] | None, right: dict[str, Any] | None, measure: str
+) -> Measured | None:
+    """A paired difference; None unless both were asked the same problems."""
+    if left is None or right is None or _problems(left) != _problems(right):
+        return None
+    key = "loss" if measure == "text" else "scores"
+    of = [np.asarray(each["per_problem"][key], np.float64) for each in (left, right)]
+    # Of several chains of a problem their mean counts.
+    return difference(*(each.reshape(len(each), -1).mean(1)[None] for each in of))
+
+
+def _mean(gaps: list[Measured]) -> Measured:
+    """The mean of differences on different problems."""
+    error = math.sqrt(sum(gap.error**2 for gap in gaps)) / len(gaps)
+    return Measured(float(np.mean([gap.value for gap in gaps])), error)
+
+
+def votes_of(chains: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of the chains of each problem.
+
+    `of`: so many chains -> the score of their vote, the mean over the disjoint groups; reads and
+    peak of a chain, new tokens and whether it ended, means over the chains.
+    """
+    own = {name: np.asarray(each) for name, each in chains.items()}
+    problems, most = own["scores"].shape
+    found = {}
+    for size in filter(lambda size: size <= most, CHAINS):
+        groups = [slice(n * size, (n + 1) * size) for n in range(most // size)]
+        votes = np.zeros((problems, len(groups)))
+        for place, group in enumerate(groups):
+            for problem, answers in enumerate(own["answers"][:, group].tolist()):
+                winner = majority([None if answer < 0 else str(answer) for answer in answers])
+                if winner is not None:
+                    votes[problem, place] = own["answer_scores"][problem, group][winner]
+        found[str(size)] = votes.mean(1).tolist()
+    means = ("reads", "peak", "new_tokens", "ended")
+    return {"of": found, **{name: own[name].mean(1).round(3).tolist() for name in means}}
 
 
 def end_of(name: str) -> str:

@@ -27,6 +27,8 @@ PAGE = pathlib.Path(systems.__file__).parents[2] / "results" / "real_models"
 PROBLEMS = 400
 SMALL = (systems.CHOICES, "needle")  # what the mean of SmolLM2's tasks is of
 MAIN = Job("asking", "qwen", PLANNED, "3.3", "gsm8k")
+ADAPTER = ("asking", "smollm2", "smollm2-adapter-w16", "4")
+SIZES = {"batch": 7, "context": 99}
 MAIN_FRONTIER = ("asking", "qwen", PLANNED, "3.3", "frontier")
 CONTROL = Job("asking", "qwen", "control", "3.3", "gsm8k")
 VERSIONS = {"versions": {"jax": "0"}, "date": "2026-01-01", "device": "a card"}
@@ -404,7 +406,7 @@ def test_the_page_says_the_commands_of_its_runs(config):
     """Two plans of run 2, one of them with lessons of the three commands; run 1 is told before."""
     beside = config.out / "beside"
     first = dataclasses.replace(
-        config, qwen="/there/q.gguf", smollm2="", judged=RIVAL, parts=("asking-*", "speed-*")
+        config, qwen="/there/q.gguf", smollm2="", judged=RIVAL, parts=("asking-qwen-*",)
     )
     first = dataclasses.replace(first, self_taught=pathlib.Path("/there/three/run"), shards=1)
     write_plan(dataclasses.replace(first, processes=2, deadline_minutes=9.5, only="jobs"))
@@ -425,7 +427,7 @@ def test_the_page_says_the_commands_of_its_runs(config):
         1,
         pathlib.Path(commands.TAUGHT),
     )
-    assert asked.parts == ("asking-*", "speed-*")
+    assert asked.parts == ()  # of a call, not of the run
     assert (small.qwen, small.smollm2, small.lanes) == ("", "smollm2.gguf", 64)
     assert small.trainings == ("control",)
     assert (report.run, report.out, report.also) == (2, asked.out, (small.out,))
@@ -492,3 +494,51 @@ def test_what_holds_as_much_as_retrofits_to_other_ratios_has_a_table_of_its_own(
     assert "at 2" not in said
     assert "| KVpop, window 16, 0.3 of the tokens | 26.2" in said
     assert "TOVA, as much as DMS at 2" not in page.verdicts(results)
+
+
+# -- what only an earlier run measured -------------------------------------------------------------
+
+
+def test_votes_of_an_earlier_run_are_on_the_page_of_the_next(config, tmp_path):
+    """And cells of its other tasks say their run; a mean over tasks is of one run."""
+    rng = np.random.default_rng(0)
+    for job, share in ((free("qwen", "vanilla", "frontier"), 0.3), (Job(*MAIN_FRONTIER), 0.4)):
+        right = (rng.random((40, 8)) < share).astype(float).tolist()
+        own: dict = {"scores": right, "answer_scores": right}
+        own |= {"answers": rng.integers(-1, 3, (40, 8)).tolist(), "ended": [[True] * 8] * 40}
+        own |= {"reads": (100 + rng.integers(0, 9, (40, 8))).tolist(), "new_tokens": [[5] * 8] * 40}
+        own |= {"peak": (50 + rng.integers(0, 9, (40, 8))).tolist()}
+        more: dict = {"sampling": {"max_new_tokens": 400}, "policy": {"name": "DMS"}}
+        record = figures(1, 2.0, **more, chains_of_problems=own)
+        record["per_problem"]["scores"] = right
+        write_json(Paths(config).result(job), record)
+    math500 = free("qwen", "vanilla", "math500")
+    write_json(Paths(config).result(math500), figures(40, 627.0))
+    write_json(config.out / "results/qwen/speed/speed.json", {"rows": [], **SIZES, **VERSIONS})
+    for path in config.out.glob("results/*/*/*.json"):
+        (system, _, setting), model = path.parent.name.partition("-at"), path.parts[-3]
+        names = {"model": model, "system": system, "setting": setting}
+        write_json(path, read_json(path) | names | {"measure": path.stem})
+    before = Results.read(config)
+    file = tmp_path / "before" / "results.json"
+    write_json(file, before.to_dict())
+    said = [page.gains(before), page.frontier(before)]
+    assert "| vanilla | 400 | 8 |" in said[1]
+
+    later = Config(out=tmp_path / "later", run=2, earlier=file)
+    place = Paths(later)
+    write_json(place.result(free("qwen", "vanilla", "humaneval")), figures(20, 400.0))
+    for system in (free("smollm2", "vanilla", "needle"), Job(*ADAPTER, "needle")):
+        write_json(place.result(system), figures(390, 500.0))
+    results = Results.read(later)
+    assert page.gains(results) == said[0]
+    assert sorted(page.frontier(results).splitlines()) == sorted(said[1].splitlines())
+    assert results.vote_gains(MAIN.label) == before.vote_gains(MAIN.label)
+    others = page.others(later, results, "qwen")
+    assert "| vanilla (run 1) | 10.0 (627) | 5.0 (400, run 2) |" in others
+    mean = results.mean_gap("smollm2-adapter-w16-at4", "vanilla")
+    assert mean == before.mean_gap("smollm2-adapter-w16-at4", "vanilla")
+    assert "97.5 (500, run 2) | - | - |" in page.smollm2(results)
+    assert "7 sequences of 99 tokens, budgets of a quarter, run 1, a card" in page.speed(
+        results.speed
+    )
