@@ -25,7 +25,7 @@ from rich.console import Console
 
 import dms_jax
 from dms_jax.analysis.hyperscaling_plot import MOST_SYSTEMS, hyperscaling_figure
-from dms_jax.command_line.options import find_model, read_options, read_tasks
+from dms_jax.command_line.options import find_adapter, find_model, read_options, read_tasks
 from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json
 from dms_jax.data.tasks import Split
 from dms_jax.evaluation import SAMPLING, Hyperscaling, Method, Serving, System
@@ -48,8 +48,9 @@ class Config:
         "TOVA,compression_ratio=4",
     )
     """Each POLICY,option=value,...; beside the policy's own options name= (of the line; systems of
-    one name share a frontier), model= (another checkpoint) and ratio= (its nominal ratio). A
-    checkpoint that declares the policy itself is taken at its word."""
+    one name share a frontier), model= (another checkpoint), adapter= (a directory trained on the
+    model, or one that ships) and ratio= (its nominal ratio). A checkpoint that declares the policy
+    itself is taken at its word."""
     task: str = "reasoning"
     """One of the tasks of dms-jax evaluate that are answered in words or by programs."""
     task_options: tuple[str, ...] = ()
@@ -120,19 +121,23 @@ def main(config: Config) -> Hyperscaling:
     return result
 
 
-def load_model(name: str, dtype: str | None) -> dms_jax.LanguageModel:
-    """A model by its path, its id or its shipped name."""
-    return dms_jax.load(find_model(name), dtype=dtype)
+def load_model(
+    name: str, adapter: str | None = None, *, dtype: str | None
+) -> dms_jax.LanguageModel:
+    """A model by its path, its id or its shipped name, with an adapter if one is given."""
+    return dms_jax.load(find_model(name), dtype=dtype, adapter=find_adapter(adapter))
 
 
 def read_system(text: str, default: str, load) -> System:
     """A system as it is written on the command line.
 
-    # "DMS,model=reasoner-11m-dms,ratio=8" is the checkpoint's own DMS, named "DMS"
+    # "DMS,model=reasoner-11m-dms,ratio=8" is the checkpoint's own DMS, named "DMS", and so is
+    # "DMS,adapter=runs/x/training/model" that of an adapter
     """
     policy, *options = text.split(",")
     fields = read_options(options, "--systems")
-    model = load(str(fields.pop("model", default)))
+    adapter = fields.pop("adapter", None)
+    model = load(str(fields.pop("model", default)), None if adapter is None else str(adapter))
     name, ratio = fields.pop("name", policy), fields.pop("ratio", None)
     own = not fields and model.policy is not None and model.policy.name == policy
     return System(

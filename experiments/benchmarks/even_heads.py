@@ -97,7 +97,7 @@ def cases(config: Config, ratio: int, lengths: dict[str, np.ndarray]) -> list[tu
     far = config.context - config.window - 1
     rate = 1 - (config.context / ratio - config.window - 1) / far
     chance = dms_jax.RandomEviction(window=config.window, rate=rate)
-    budget = int(lengths["even"].mean())
+    budget = int(lengths["even"].max())
     return [
         *((form, chance) for form in lengths),
         ("uneven", dms_jax.KVzap(window=config.window)),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from experiments.reproduction.files import give_back
 
@@ -17,7 +18,9 @@ _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 40  # after the deadline, to end what was begun
 
 
-def run_workers(module: str, out: pathlib.Path, processes: int, deadline: float) -> None:
+def run_workers(
+    module: str, out: pathlib.Path, processes: int, deadline: float, **own: Any
+) -> None:
     """Starts processes, each on its own GPU where there are several, and waits for them.
 
     Args:
@@ -25,8 +28,9 @@ def run_workers(module: str, out: pathlib.Path, processes: int, deadline: float)
       out: the run directory, where the plan is.
       processes: how many there are.
       deadline: seconds since the epoch after which nothing new is begun.
+      own: settings of these processes that are not the plan's, plain values, for `worker`.
     """
-    program = f"from {module} import worker; worker({str(out)!r}, {deadline})"
+    program = f"from {module} import worker; worker({str(out)!r}, {deadline}, **{own!r})"
     gpus = visible_gpus()
     environments = [
         environment(out, gpu_of(index, processes, gpus)) | place_of(index, processes, gpus)

@@ -13,8 +13,10 @@ Work is split into jobs that write files. A run that was cut off goes on where i
 same command is given again; what is there is not done twice, a training goes on from its
 checkpoint, and an evaluation after the answers that it has. `--self-taught DIR` takes answers and
 the planned retrofit from a run of `dms-jax retrofit self-taught`, even while it is at work on
-another GPU; `--join` gives a GPU that has become free to a run that is at work. `--run 2 --earlier
-results.json` shows beside a run what earlier ones measured and it did not.
+another GPU; `--join` gives a GPU that has become free to a run that is at work. `--only list` says
+what the jobs are called, and `--parts` chooses among them. `--also` takes in what the same run
+measured elsewhere, and `--run 2 --earlier results.json` shows beside a run what earlier ones
+measured and it did not.
 """
 
 import dataclasses
@@ -43,25 +45,46 @@ _PART_BYTES = 15_000_000
 def main(config: Config) -> int:
     """Does what is left of the plan and writes the page; 1 if a job failed."""
     start = time.time()
+    if config.only == "list":
+        show(config)
+        return 0
     if config.join:
         end = start + 60 * config.deadline_minutes
-        run_workers(JOBS, config.out, config.processes, end)
+        own = {"parts": config.parts} if config.parts else {}
+        run_workers(JOBS, config.out, config.processes, end, **own)
         return status(config)
-    told = dict(run=config.run, earlier=config.earlier)  # of this call, also of a report alone
+    # Of this call, also of a report alone.
+    told = dict(run=config.run, earlier=config.earlier, also=config.also)
     config = dataclasses.replace(carry_out(config, JOBS, check_settings), **told)
     if config.pack is not None:
         pack(config, config.pack)
     paths = Paths(config)
     failed = status(config)
-    left = sum(not paths.done(job) for job in jobs(config))
-    print(f"{left} jobs are left; {time.time() - start:.0f} s")
+    left = [job for job in jobs(config) if not paths.done(job)]
+    print(f"{len(left)} jobs are left; {time.time() - start:.0f} s")
+    if config.parts and (waiting := [job.name for job in left if not paths.ready(job)]):
+        print(f"For what is not done yet, or in no part, wait: {', '.join(waiting)}")
     if config.only in ("jobs", "speed"):
         return failed
-    require_results(config, "results/*/vanilla/*.json")
+    if not any(any(each.glob("results/*/vanilla/*.json")) for each in config.also):
+        require_results(config, "results/*/vanilla/*.json")
     pages = config.pages or config.out
     write_pages(config, pages)
     print(f"The page is {pages / 'README.md'}")
     return failed
+
+
+def show(config: Config) -> None:
+    """Says what the jobs are called, in the order in which they are begun, and how they stand."""
+    paths = Paths(config)
+    for job in jobs(config):
+        states = {
+            "done": paths.done(job),
+            "failed": paths.failure(job).exists(),
+            "at work": paths.lock(job).exists(),
+            "waits": not paths.ready(job),
+        }
+        print(f"{next((name for name, is_so in states.items() if is_so), 'open'):8} {job.name}")
 
 
 def pack(config: Config, folder: pathlib.Path) -> None:

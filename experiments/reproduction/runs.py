@@ -69,17 +69,28 @@ class Worker[P: Places, C: PlanOfOneModel](Queue[P]):
 
 def write_plan(config: Any) -> None:
     """Leaves the plan in the run directory for the workers."""
-    data = {name: str(v) if isinstance(v, pathlib.Path) else v for name, v in vars(config).items()}
-    write_json(config.out / "config.json", data)
+    write_json(config.out / "config.json", {name: _plain(v) for name, v in vars(config).items()})
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON data."""
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, pathlib.Path) else value
 
 
 def read_plan[C](kind: type[C], root: pathlib.Path) -> C:
     """The plan that is in a run directory, as settings of a kind."""
     data: dict[str, Any] = read_json(root / "config.json")
-    data |= {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-    hints = get_type_hints(kind)
-    places = [name for name, hint in hints.items() if pathlib.Path in (hint, *get_args(hint))]
-    data |= {name: None if data[name] is None else pathlib.Path(data[name]) for name in places}
+    for name, hint in get_type_hints(kind).items():
+        if name not in data:
+            continue  # a setting that there was none of
+        if pathlib.Path in (hint, *get_args(hint)) and data[name] is not None:
+            is_one = not isinstance(data[name], list)
+            paths = map(pathlib.Path, [data[name]] if is_one else data[name])
+            data[name] = next(paths) if is_one else tuple(paths)
+        elif isinstance(data[name], list):
+            data[name] = tuple(data[name])
     return kind(**data)
 
 

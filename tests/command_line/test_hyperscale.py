@@ -10,6 +10,7 @@ import pytest
 import dms_jax
 from dms_jax.command_line import hyperscale
 from dms_jax.evaluation import System
+from dms_jax.training.parameters import add_adapter
 
 
 @pytest.fixture
@@ -19,8 +20,8 @@ def declared(stories):
 
 
 def test_systems_as_they_are_written(stories, declared):
-    def load(name):
-        return {"plain": stories, "mine": declared}[name]
+    def load(name, adapter=None):
+        return {"plain": stories, "mine": declared}[adapter or name]
 
     read = functools.partial(hyperscale.read_system, default="plain", load=load)
     assert read("Vanilla") == System("Vanilla", None, stories)  # as the checkpoint declares
@@ -30,11 +31,23 @@ def test_systems_as_they_are_written(stories, declared):
     # A checkpoint's own policy, unless another or other options are asked for.
     assert read("DMS,model=mine,ratio=8") == System("DMS", None, declared, 8)
     assert read("TOVA,model=mine") == System("TOVA", dms_jax.TOVA(), declared)
+    assert read("DMS,adapter=mine,ratio=8") == System("DMS", None, declared, 8)
     assert read("DMS,model=mine,window=5").policy == dms_jax.DMS(window=5)
     with pytest.raises(dms_jax.ConfigError, match="TOWA"):
         read("TOWA")
     with pytest.raises(dms_jax.ConfigError, match="name=value"):
         read("TOVA,4")
+
+
+def test_an_adapter_is_loaded_beside_its_base(tmp_path):
+    base = dms_jax.load(dms_jax.assets.path("stories260k"))
+    policy = dms_jax.DMS(window=10, source="adapter")
+    trained = dataclasses.replace(base, transformer=add_adapter(base.transformer))
+    dms_jax.save(trained, policy, tmp_path / "own", adapter_only=True)
+    load = functools.partial(hyperscale.load_model, dtype=None)
+    system = hyperscale.read_system(f"DMS,adapter={tmp_path / 'own'}", "stories260k", load)
+    assert (system.policy, system.model.policy) == (None, policy)
+    assert hyperscale.read_system("Vanilla", "stories260k", load).model.policy != policy
 
 
 def test_tables_files_and_going_on(tmp_path, capsys):

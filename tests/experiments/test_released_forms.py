@@ -16,6 +16,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.generation.prompts import encode_prompts
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "experiments/docs/pages/index.md"
+README = pathlib.Path(dms_jax.__file__).parents[1] / "README.md"
 # As Qwen3's: thinking is the default, and without it the answer begins after empty thoughts.
 TEMPLATE = """{%- for message in messages -%}
 <{{ message.role }}>{{ message.content }}</{{ message.role }}>
@@ -54,20 +55,23 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def of_page(script: str, checkpoint, **other: str) -> list[str]:
+def of_page(script: str, checkpoint, page=PAGE, **other: str) -> list[str]:
     """The arguments of a command of the page that names NVIDIA's model, with some of our own."""
-    text = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     line = re.search(rf"dms-jax {script} (--model nvidia/.*)", text)[1]
-    arguments = shlex.split(line)
+    arguments = shlex.split(line, comments=True)
     other = {"--model": str(checkpoint), "--dtype": "float32", **other}
     for option, value in other.items():
         arguments[arguments.index(option) + 1] = value
     return arguments
 
 
-@pytest.mark.parametrize(("thinks", "begins"), [("true", "<assistant>"), ("false", "</think>")])
+@pytest.mark.parametrize(
+    ("thinks", "begins", "page"),
+    [("true", "<assistant>", PAGE), ("false", "</think>", PAGE), ("true", "<assistant>", README)],
+)
 def test_a_prompt_is_written_with_the_variable_and_answered(
-    checkpoint, thinks, begins, monkeypatch, capsys
+    checkpoint, thinks, begins, page, monkeypatch, capsys
 ):
     read, answer = [], dms_jax.generate
 
@@ -79,7 +83,7 @@ def test_a_prompt_is_written_with_the_variable_and_answered(
 
     monkeypatch.setattr(dms_jax, "generate", generate_few)
     own = {"--template": f"enable_thinking={thinks}", "--max-new-tokens": "12"}
-    arguments = of_page("generate", checkpoint, **own)
+    arguments = of_page("generate", checkpoint, page, **own)
     assert run(generate.main, generate.Config, description=None, arguments=arguments) == 0
     (prompt,) = read
     assert prompt.strip().startswith("<user>Prove that ...</user>")

@@ -30,7 +30,7 @@ def calibrated(paths: Paths, job: Job, method: Free) -> Policy:
     """
     assert method.make is not None
     vanilla = read_json(paths.result(free(job.model, VANILLA, job.measure)))
-    reference = read_json(paths.reference(job.model, job.measure))
+    reference = read_json(paths.reference(job.model, job.measure, job.setting))
     if job.measure == CHOICES:  # questions of very different lengths
         ratio = _peak(vanilla) / _peak(reference) / method.times
         return method.make(compression_ratio=max(ratio, 1.0))
@@ -55,7 +55,7 @@ def fitted(
       held_out: answers that nothing was trained on, from which a threshold is taken.
     """
     vanilla = _peak(read_json(paths.result(free(job.model, VANILLA, job.measure))))
-    peak = _peak(read_json(paths.reference(job.model, job.measure)))
+    peak = _peak(read_json(paths.reference(job.model, job.measure, job.setting)))
     if isinstance(policy, KVpop):
         if job.measure == CHOICES:
             return dataclasses.replace(policy, compression_ratio=max(vanilla / peak, 1.0))

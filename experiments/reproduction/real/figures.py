@@ -92,7 +92,11 @@ def _gsm8k(results: Results, path: pathlib.Path) -> None:
             va="center",
             color=colour,
         )
-    names = [f"{name}, {record['peak']:.0f} tokens" for name, record, _ in found]
+    names = [
+        f"{name}, {record['peak']:.0f} tokens"
+        + (f" (run {record['run']})" if record["run"] != results.run else "")
+        for name, record, _ in found
+    ]
     axes.set_yticks(range(len(found)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(100 * score(record).value + 1 for _, record, _ in found))

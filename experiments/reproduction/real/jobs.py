@@ -34,12 +34,13 @@ from experiments.reproduction.real.measures import measure
 from experiments.reproduction.real.plan import Job, Paths, jobs
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.speed import time_methods
-from experiments.reproduction.real.systems import FREE, TRAININGS, Training
+from experiments.reproduction.real.systems import FREE, TRAININGS, Training, reference
 
 _LOGGED_EVERY = 10
 _CHECKPOINT_EVERY = 100  # steps, where a checkpoint holds no whole model
 # What may change from one command to the next of a run.
-_FREE = ("data", "trainings", "lanes", "qwen", "smollm2", "self_taught", "join", "run", "earlier")
+_FREE = ("data", "trainings", "parts", "lanes", "qwen", "smollm2", "self_taught", "join")
+_FREE += ("run", "earlier", "also")
 
 
 class Worker(Queue[Paths]):
@@ -108,7 +109,7 @@ class Worker(Queue[Paths]):
             "documents": len(documents),
             "tokens": sum(step["tokens"] for step in steps),
             "seconds": sum(step["seconds"] for step in steps),
-            "recipe": json.loads(json.dumps(vars(training), default=str)),
+            "recipe": training.to_dict(config),
             "bytes": sum(f.stat().st_size for f in (folder / "model").glob("*.safetensors")),
             "held_out": steps[-1].get("evaluation"),
             "steps": runs.thinned(steps, _LOGGED_EVERY),
@@ -205,7 +206,7 @@ class Worker(Queue[Paths]):
             self.check_time()
             return measure(self.config, model, asked, job.measure, place(asked), kv_dtype=None)
 
-        peak = read_json(self.paths.reference(job.model, job.measure))["peak"]
+        peak = read_json(self.paths.reference(job.model, job.measure, job.setting))["peak"]
         match = matched(ask, policy, peak)
         if place(match.policy).exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -223,9 +224,8 @@ class Worker(Queue[Paths]):
                 policy = fitted(self.paths, job, model, policy, answers)
             return model, policy, None
         method = FREE[job.system]
-        if method.trained is not None:
-            setting = f"{TRAININGS[method.trained].ratio:g}"
-            return *self._trained(method.trained, setting), method.kv_dtype
+        if method.trained:
+            return *self._trained(*reference(self.config, job.model)), method.kv_dtype
         policy: Policy = dms_jax.Vanilla()
         if method.make is not None:
             policy = calibrated(self.paths, job, method)
@@ -242,13 +242,15 @@ class Worker(Queue[Paths]):
     def _speed(self, job: Job) -> None:
         kept = self.paths.result(job).with_suffix(".jsonl")
         rows = time_methods(self.config, self.base(job.model), self.check_time, kept)
-        record = {"rows": rows, "device": jax.devices()[0].device_kind, **provenance()}
+        sizes = {"batch": self.config.speed_batch, "context": self.config.speed_context}
+        record = {"rows": rows, "device": jax.devices()[0].device_kind, **sizes, **provenance()}
         write_json(self.paths.result(job), record)
 
 
-def worker(root: str, deadline: float) -> None:
-    """Entry of a process: the plan is in the run directory."""
-    Worker(runs.read_plan(Config, pathlib.Path(root)), deadline).work()
+def worker(root: str, deadline: float, **own: Any) -> None:
+    """Entry of a process: the plan is in the run directory; some settings may be its own."""
+    config = runs.read_plan(Config, pathlib.Path(root))
+    Worker(dataclasses.replace(config, **own), deadline).work()
 
 
 def check_settings(config: Config) -> None:

@@ -22,9 +22,8 @@ from dms_jax.evaluation.tasks import ARC, GSM8K, MATH500, PIQA, RULER, HellaSwag
 from dms_jax.evaluation.tasks.choices import Choices
 from dms_jax.policies import Policy
 from experiments.reproduction.claims.jobs import answer_numbers
-from experiments.reproduction.real.plan import FRONTIER
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import CHOICES, UNSEEN
+from experiments.reproduction.real.systems import CHOICES, FRONTIERS, UNSEEN
 
 PAGE_SIZE = 16  # as Quest is published
 TASKS_OF_CHOICES = {
@@ -34,6 +33,7 @@ TASKS_OF_CHOICES = {
     "piqa": (PIQA, "commonsense/piqa.jsonl"),
 }
 LENGTHS = {"needle": "ruler_length", "ruler": "long_ruler_length"}  # settings
+_TIMES = {"": 1, "twice": 2, "four-times": 4}  # behind the name of such a measure
 NEEDLES = ("niah_single_1", "niah_single_2")
 
 
@@ -63,12 +63,11 @@ def measure(
         found = perplexity(model, path, **sizes, **told)
         per_window = {"loss": np.round(found.window_nats, 5).tolist()}
         return {**found.to_dict(), "score": found.loss.to_list(), "per_problem": per_window}
-    if name in LENGTHS:
-        length = getattr(config, LENGTHS[name])
+    if length := tokens_of(config, name):
         tasks = [RULER(task, length=length) for task in NEEDLES]
         count = len(tasks) * config.needle_problems
         told["sampling"] = Sampling(temperature=0)
-        return _of_answers(evaluate(model, tasks, problems=count, **told))
+        return _of_answers(evaluate(model, tasks, problems=count, **told)) | {"length": length}
     chat = Chat() if getattr(model.tokenizer, "chat_template", None) else None
     style: Any = "plain" if chat is None else "boxed"
     asked: dict[str, Any] = dict(chat=chat, out=folder, **told)
@@ -90,14 +89,24 @@ def measure(
         sizes = dict(start=config.questions, problems=problems)
         return _of_answers(evaluate(model, task, sampling=greedy, **sizes, **asked))
     task = GSM8K(path=config.data / "gsm8k" / "test.jsonl", style=style)
-    if name == FRONTIER:
-        sampling = Sampling(
-            temperature=config.frontier_temperature, max_new_tokens=config.max_new_tokens
-        )
+    if name in FRONTIERS:
+        length = max(config.max_new_tokens // FRONTIERS[name], 1)
+        sampling = Sampling(temperature=config.frontier_temperature, max_new_tokens=length)
         sizes = dict(problems=config.frontier_problems, chains=config.frontier_chains)
         found = evaluate(model, task, sampling=sampling, **sizes, **asked)
         return _of_answers(found) | _of_chains(found)
     return _of_answers(evaluate(model, task, problems=config.problems, sampling=greedy, **asked))
+
+
+def tokens_of(config: Config, name: str) -> int | None:
+    """Tokens of the problems of a measure that looks for needles; None of any other.
+
+    # In: "ruler-twice"  Out: 8192
+    """
+    kind, _, times = name.partition("-")
+    if kind not in LENGTHS:
+        return None
+    return getattr(config, LENGTHS[kind]) * _TIMES[times]
 
 
 def _of_answers(result: Result) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def name_of(label: str) -> str:
     """
     system, _, setting = label.partition("-at")
     if system not in TRAININGS:
-        return _FREE_LABELS[system]
+        return _FREE_LABELS[system] + (f", as much as DMS at {setting}" if setting else "")
     training = TRAININGS[system]
     if training.policy is None:
         return "trained further (the control)"
@@ -48,6 +48,8 @@ def name_of(label: str) -> str:
     words += [f"window {training.policy.window}"] if isinstance(training.policy, DMS) else []
     if training.evicts_as_trained:
         words += [f"at {setting}" if float(setting) in training.snapshots else f"to {setting}"]
+    elif float(setting) in training.budgets:
+        words += [f"as much as DMS at {setting}"]
     words += [training.words] if training.words else []
     words += [f"{training.share:g} of the tokens"] if training.share < 1 else []
     return ", ".join(words)

@@ -1,5 +1,6 @@
 """The page: a verdict on each bar, then every table."""
 
+import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,8 @@ from dms_jax.evaluation import Measured
 from experiments.reproduction.claims.cells import percent, table
 from experiments.reproduction.files import wrap, write_json, write_text
 from experiments.reproduction.real import figures, legends
+from experiments.reproduction.real.commands import again
+from experiments.reproduction.real.measures import tokens_of
 from experiments.reproduction.real.names import name_of, shown
 from experiments.reproduction.real.plan import asked_of
 from experiments.reproduction.real.results import (
@@ -22,6 +25,8 @@ from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     CONTROL,
     FREE,
+    FRONTIERS,
+    LIKE,
     OTHERS,
     QWEN,
     SMOLLM2,
@@ -38,6 +43,7 @@ _TASK_LABELS = {
     "needle": "needles",
     "text": "text, nats",
 }
+_OTHER_LABELS = {"math500": "MATH-500", "humaneval": "HumanEval"}
 
 
 def write_pages(config: Config, folder: pathlib.Path) -> None:
@@ -65,12 +71,16 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
         parts += ["## Qwen2.5-Coder-0.5B-Instruct on GSM8K"]
         parts += ["![Accuracy of each method](gsm8k.png)"] if "gsm8k.png" in pictures else []
         parts += [gsm8k(results), legends.GSM8K]
+    if any(label.partition("-at")[2] in LIKE[QWEN] for label in results.labels(QWEN, "gsm8k")):
+        parts += ["## Nominal ratios of 2, 4 and 8"]
+        parts += [gsm8k(results, nominal=True), legends.NOMINAL]
     if results.trainings:
         small = any(TRAININGS[name].model == SMOLLM2 for name in results.trainings)
         told = legends.TRAINING + (f" {legends.SMOLLM2_TRAINING}" if small else "")
         parts += ["## What was trained", trainings(results), told]
-    if any(results.labels(QWEN, measure) for measure in OTHERS):
-        parts += ["## Other tasks of Qwen2.5-Coder-0.5B-Instruct", others(results), legends.OTHERS]
+    if any(results.labels(QWEN, measure) for measure in OTHERS[QWEN]):
+        parts += ["## Other tasks of Qwen2.5-Coder-0.5B-Instruct"]
+        parts += [others(config, results, QWEN), legends.OTHERS]
     if results.labels(QWEN, "frontier"):
         parts += ["## Votes of more chains"]
         drawn = "frontier.png" in pictures
@@ -81,9 +91,11 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
         drawn = "smollm2.png" in pictures
         parts += ["![Differences from the model itself](smollm2.png)"] if drawn else []
         parts += [smollm2(results), legends.SMOLLM2]
+        if any(results.labels(SMOLLM2, measure) for measure in OTHERS[SMOLLM2]):
+            parts += [legends.LONGER, others(config, results, SMOLLM2)]
     if results.speed is not None:
-        parts += ["## Milliseconds a step", speed(config, results.speed), legends.SPEED]
-    parts += ["## Again", legends.AGAIN]
+        parts += ["## Milliseconds a step", speed(results.speed), legends.SPEED]
+    parts += ["## Again", again(results.commands)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -129,19 +141,30 @@ _OF_RUNS = (
 # -- tables ---------------------------------------------------------------------------------------
 
 
-def gsm8k(results: Results) -> str:
-    """Everything that was asked GSM8K, by kind and then by accuracy."""
+def gsm8k(results: Results, *, nominal: bool = False) -> str:
+    """What was asked GSM8K, by kind and then by accuracy, and what of it cannot be paired.
+
+    Args:
+      results: every figure.
+      nominal: only retrofits to ratios of 2, 4 and 8, and what holds as much as one of them,
+        ratio by ratio, in place of all else.
+    """
     labels = results.labels(QWEN, "gsm8k")
-    of = lambda label: -score(results.records[QWEN, label, "gsm8k"]).value  # noqa: E731
-    learned = sorted((each for each in labels if each.partition("-at")[0] in TRAININGS), key=of)
-    order = [VANILLA, *learned, *sorted((e for e in labels if e in FREE and e != VANILLA), key=of)]
-    told = {VANILLA: "to vanilla", end_of("control"): "to the control"}
+
+    def place(label: str) -> tuple[Any, ...]:
+        system, _, setting = label.partition("-at")
+        ratio = float(setting) if nominal else 0
+        value = score(results.records[QWEN, label, "gsm8k"]).value
+        return label != VANILLA, ratio, system not in TRAININGS, -value
+
+    own = [label for label in labels if (label.partition("-at")[2] in LIKE[QWEN]) == nominal]
+    told = {VANILLA: "to vanilla", end_of(CONTROL): "to the control"}
     compared = [label for label in told if label in labels]
-    rows = []
-    for label in order:
-        record = results.get(QWEN, label, "gsm8k")
-        if record is None:
-            continue
+    rows, alone = [], []
+    for label in sorted(own, key=place):
+        record = results.records[QWEN, label, "gsm8k"]
+        if results.unpaired(QWEN, label, VANILLA, "gsm8k"):
+            alone.append(shown(results, label, record))
         gaps = [results.gap(QWEN, label, each, "gsm8k") for each in compared]
         fewer = results.fewer(QWEN, label, "gsm8k")
         name = shown(results, label, record)
@@ -161,7 +184,11 @@ def gsm8k(results: Results) -> str:
         )
     heads = ["", "GSM8K, %", *(told[label] for label in compared)]
     heads += ["peak", "times fewer", "read a step"]
-    return table([*heads, "reads", "MB", "ended", "tokens"], rows)
+    text = table([*heads, "reads", "MB", "ended", "tokens"], rows)
+    if alone:
+        text += "\n\nAsked other problems than vanilla, and not paired with it: "
+        text += f"{'; '.join(alone)}."
+    return text
 
 
 def _sign(gap: Measured) -> str:
@@ -197,24 +224,24 @@ def trainings(results: Results) -> str:
 def frontier(results: Results) -> str:
     """Votes of 1 to 8 chains, with what they read and held."""
     rows = []
-    for label in results.labels(QWEN, "frontier"):
-        for chains in CHAINS:
-            found = results.votes(label, chains)
+    for measure in FRONTIERS:
+        for label, chains in itertools.product(results.labels(QWEN, measure), CHAINS):
+            found = results.votes(label, chains, measure)
             if found is not None:
                 votes, reads, peak = found
+                longest = results.records[QWEN, label, measure]["sampling"]["max_new_tokens"]
                 cells = [percent(vote_of(votes)), f"{reads:,.0f}", f"{peak:,.0f}"]
-                rows.append([name_of(label), str(chains), *cells])
-    return table(["", "chains", "vote, %", "reads", "peak"], rows)
+                rows.append([name_of(label), str(longest), str(chains), *cells])
+    return table(["", "longest", "chains", "vote, %", "reads", "peak"], rows)
 
 
 def gains(results: Results) -> str:
     """What a small cache gains on the frontier, for each that was asked; the judged one in bold."""
     rows = []
     for label in results.labels(QWEN, "frontier"):
-        points = results.frontier({VANILLA: "vanilla", label: "DMS"})
-        if label in (VANILLA, end_of(CONTROL)) or points is None:
+        gains = results.vote_gains(label)
+        if label in (VANILLA, end_of(CONTROL)) or gains == (None, None):
             continue
-        gains = [points.average_gain("DMS", "vanilla", axis) for axis in ("reads", "peak")]
         name = f"**{name_of(label)}**" if label == end_of(results.judged) else name_of(label)
         one = results.gap(QWEN, label, VANILLA, "frontier")
         rows.append([name, *(percent(gain, sign=True) for gain in (one, *gains))])
@@ -243,38 +270,48 @@ def smollm2(results: Results) -> str:
         if not any(found):
             continue
         gap = results.mean_gap(label, VANILLA) if label != VANILLA else None
-        cells = [_with_peak(record, task) for record, task in zip(found, _TASK_LABELS, strict=True)]
-        mean = "" if label == VANILLA else percent(gap, sign=True)
         own = next(record for record in found if record)
+        told = zip(found, _TASK_LABELS, strict=True)
+        cells = [_with_peak(record, task, own["run"]) for record, task in told]
+        alike = len({record["run"] for record in found if record}) == 1
+        mean = "" if label == VANILLA else percent(gap if alike else None, sign=True)
         rows.append([shown(results, label, own), *cells, mean])
     return table(["", *_TASK_LABELS.values(), "mean to vanilla"], rows)
 
 
-def others(results: Results) -> str:
-    """Each other task of Qwen, with the peak beside it."""
-    learned = [label for model, label, on in results.records if model == QWEN and on in OTHERS]
+def others(config: Config, results: Results, model: str) -> str:
+    """Each other task of a model that something was asked, with the peak beside it."""
+    tasks = [task for task in OTHERS[model] if results.labels(model, task)]
+    learned = [label for name, label, on in results.records if name == model and on in tasks]
     learned = [label for label in learned if label not in FREE]
     free = [name for name in FREE if name != VANILLA]
-    labels = dict.fromkeys([VANILLA, *learned, *free])
     rows = []
-    for label in labels:
-        found = [results.get(QWEN, label, task) for task in OTHERS]
+    for label in dict.fromkeys([VANILLA, *learned, *free]):
+        found = [results.get(model, label, task) for task in tasks]
         if any(found):
-            cells = [_with_peak(each, task) for each, task in zip(found, OTHERS, strict=True)]
             own = next(record for record in found if record)
+            told = zip(found, tasks, strict=True)
+            cells = [_with_peak(each, task, own["run"]) for each, task in told]
             rows.append([shown(results, label, own), *cells])
-    return table(["", "MATH-500", "HumanEval", "RULER's needles"], rows)
+    return table(["", *(_task_name(config, task) for task in tasks)], rows)
 
 
-def _with_peak(record: dict[str, Any] | None, task: str) -> str:
+def _task_name(config: Config, task: str) -> str:
+    tokens = tokens_of(config, task)
+    return f"RULER's needles, {tokens:,}" if tokens else _OTHER_LABELS[task]
+
+
+def _with_peak(record: dict[str, Any] | None, task: str, run: int) -> str:
+    """A score with its peak, and with its run where that is another than the row's."""
     if record is None:
         return "-"
     own = score(record)
     shown = f"{own.value:.3f}" if task == "text" else f"{100 * own.value:.1f}"
-    return f"{shown} ({record['peak']:.0f})"
+    of = f", run {record['run']}" if record["run"] != run else ""
+    return f"{shown} ({record['peak']:.0f}{of})"
 
 
-def speed(config: Config, record: dict[str, Any]) -> str:
+def speed(record: dict[str, Any]) -> str:
     """Milliseconds and bytes of each method."""
     rows: list[Sequence[str]] = []
     for row in record["rows"]:
@@ -287,7 +324,7 @@ def speed(config: Config, record: dict[str, Any]) -> str:
             [row["method"], f"{row['step_ms']:.3f}", cut, held, f"{row['reads_a_step']:,.0f}"]
         )
     text = (
-        f"Qwen2.5-Coder-0.5B, {config.speed_batch} sequences of {config.speed_context:,} tokens, "
-        f"budgets of a quarter, {record['device']}, {record['date']}."
+        f"Qwen2.5-Coder-0.5B, {record['batch']} sequences of {record['context']:,} tokens, "
+        f"budgets of a quarter, run {record['run']}, {record['device']}, {record['date']}."
     )
     return text + "\n\n" + table(["", "ms a step", "ms a cut", "MB", "reads a row"], rows)

@@ -8,6 +8,7 @@ jobs/, locks/, failed/                see `experiments.reproduction.queue`
 """
 
 import dataclasses
+import fnmatch
 import pathlib
 from collections.abc import Iterator
 from typing import Literal
@@ -19,7 +20,11 @@ from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     CONTROL,
     FREE,
+    FRONTIER,
+    FRONTIERS,
+    HALF,
     KEPT,
+    LIKE,
     MEASURES,
     OTHERS,
     PLANNED,
@@ -34,9 +39,9 @@ from experiments.reproduction.real.systems import (
 )
 
 SPEED = "speed"
-FRONTIER = "frontier"
 _FREE_ELSEWHERE = ("tova", "expected", "streaming")
 _AT_THE_PEAK = ("expected", "tova", "h2o", "streaming")  # the best of them is in a verdict
+_OF_THE_TABLE = ("snapkv", "quest", "kcache", "vanilla-float8", "dms-float8")  # and so in one run
 _ELSEWHERE = 2  # other retrofits that are asked other tasks, in the order of the settings
 
 
@@ -48,7 +53,8 @@ class Job:
       kind: what is done.
       model: with which model.
       system: name of what is trained or asked; shard of the lessons.
-      setting: the ratio at which a training is asked; empty for a method without training.
+      setting: the ratio at which a training is asked; of a method without training, that of the
+        retrofit that it holds as much as, or empty for the reference.
       measure: what is asked.
     """
 
@@ -73,10 +79,12 @@ def jobs(config: Config) -> list[Job]:
     """Everything, in the order in which it is begun.
 
     One worker has a GPU to itself, so that trainings stand between the questions: first what the
-    verdicts need, then trainings in the order of the settings, each with its questions.
+    verdicts need, then trainings in the order of the settings, each with its questions. Where parts
+    are asked for, those alone, in the order in which they are.
 
     Raises:
-      ConfigError: a training of the settings is not known, or nothing is given to measure.
+      ConfigError: nothing is given to measure, or a training or a part of the settings is not
+        known.
     """
     if not config.models or config.data is None:
         raise dms_jax.ConfigError("give --data, and --qwen or --smollm2 or both.")
@@ -89,7 +97,20 @@ def jobs(config: Config) -> list[Job]:
     order: list[Job] = []
     for part in _parts(config, wanted):
         order += [job for job in part if job.model in config.models and job not in order]
-    return order
+    return _chosen(config, order) if config.parts else order
+
+
+def _chosen(config: Config, order: list[Job]) -> list[Job]:
+    """The jobs that some part names, in the order of the parts."""
+    found: list[Job] = []
+    for part in config.parts:
+        named = [job for job in order if fnmatch.fnmatchcase(job.name, part)]
+        if not named:
+            raise dms_jax.ConfigError(
+                f"--parts {part}: no job of this plan is called so; --only list names them."
+            )
+        found += [job for job in named if job not in found]
+    return found
 
 
 def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
@@ -102,26 +123,31 @@ def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
     yield lessons(config, QWEN)
     yield [free(QWEN, VANILLA), Job("speed", QWEN, SPEED)]
     yield trained(rivals)
-    for measure in (UNSEEN, "gsm8k"):
-        yield [asked_of(each, measure)[0] for each in rivals]
+    if not config.judged:  # else nothing is elected
+        yield [asked_of(each, UNSEEN)[0] for each in rivals]
+    yield [asked_of(each, "gsm8k")[0] for each in rivals]
     yield trained(judged)
     yield [free(QWEN, name) for name in _AT_THE_PEAK]
     yield [asked_of(each, "gsm8k")[0] for each in judged]
     yield [free(QWEN, VANILLA, FRONTIER)]
     yield [asked_of(each, FRONTIER)[0] for each in judged[:1]]
+    yield [free(QWEN, name) for name in _OF_THE_TABLE]
+    yield [free(QWEN, VANILLA, HALF), *(asked_of(each, HALF)[0] for each in judged[:1])]
     for each in others:
         yield [*trained([each]), asked_of(each)[0]]
     yield [job for each in others for job in asked_of(each)]
     yield from _small(config, [each for each in wanted if each.model == SMOLLM2])
     yield [job for each in rivals for job in asked_of(each)]
     yield [asked_of(each, FRONTIER)[0] for each in judged]
-    for measure in (UNSEEN, *OTHERS):
+    for measure in (UNSEEN, *OTHERS[QWEN]):
         yield [free(QWEN, VANILLA, measure)]
         yield [asked_of(each, measure)[0] for each in (*judged, *others[:_ELSEWHERE])]
     yield [free(QWEN, name) for name in FREE]
-    for measure in reversed(OTHERS):
+    for measure in reversed(OTHERS[QWEN]):
         yield [free(QWEN, name, measure) for name in _FREE_ELSEWHERE]
-    yield [job for each in (*rivals, *others) for job in asked_of(each, FRONTIER)]
+    for setting in LIKE[QWEN]:
+        yield [free(QWEN, name, setting=setting) for name in _AT_THE_PEAK]
+    yield [job for each in (*rivals, *others) for job in asked_of(each, *FRONTIERS)]
 
 
 def _small(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
@@ -136,6 +162,10 @@ def _small(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
         yield [*trained([each]), *asked_of(each)]
     for measure in MEASURES[SMOLLM2]:
         yield [free(SMOLLM2, name, measure) for name in FREE if SMOLLM2 in FREE[name].models]
+    for measure in OTHERS[SMOLLM2]:
+        yield [free(SMOLLM2, VANILLA, measure)]
+        yield [asked_of(each, measure)[0] for each in wanted]
+        yield [free(SMOLLM2, name, measure) for name in _FREE_ELSEWHERE]
 
 
 def trained(trainings: list[Training]) -> list[Job]:
@@ -155,9 +185,9 @@ def shards(config: Config, model: str) -> range:
     return range(config.shards if model == QWEN else max(1, config.shards // 4))
 
 
-def free(model: str, name: str, measure: str = "gsm8k") -> Job:
+def free(model: str, name: str, measure: str = "gsm8k", *, setting: str = "") -> Job:
     """A method that needs no training."""
-    return Job("asking", model, name, "", measure)
+    return Job("asking", model, name, setting, measure)
 
 
 def asked_of(training: Training, *measures: str) -> list[Job]:
@@ -200,11 +230,10 @@ class Paths(Places):
         folder = self.root / "results" / job.model / job.label
         return folder / f"{job.measure or job.kind}.json"
 
-    def reference(self, model: str, measure: str) -> pathlib.Path:
+    def reference(self, model: str, measure: str, setting: str = "") -> pathlib.Path:
         """The figures of the retrofit that others are compared with at equal live tokens."""
-        training = reference(self.config, model)
-        job = Job("asking", model, training.name, f"{training.ratio:g}", measure)
-        return self.result(job)
+        name, ratio = reference(self.config, model, setting)
+        return self.result(Job("asking", model, name, ratio, measure))
 
     def taught(self, job: Job) -> pathlib.Path | None:
         """What a job takes from a run of `dms-jax retrofit self-taught`; None if it does not."""
@@ -221,8 +250,16 @@ class Paths(Places):
         if job.kind == "lessons":
             return self.lessons(job.model, job.system).exists()
         if job.kind == "training":
-            return self.summary(job.system).exists()
+            return self.summary(job.system).exists() and not self._wanted_again(job)
         return self.result(job).exists()
+
+    def _wanted_again(self, job: Job) -> bool:
+        """Whether a training was left behind on another machine and there is more to ask of it."""
+        training = TRAININGS[job.system]
+        if self.model(job.system, f"{training.ratio:g}").exists():
+            return False
+        asked = [each for each in jobs(self.config) if each.kind == "asking"]
+        return any(each.system == job.system and not self.done(each) for each in asked)
 
     def ready(self, job: Job) -> bool:
         """Whether what a job needs is there."""
@@ -242,9 +279,9 @@ class Paths(Places):
                 return True
         else:
             method = FREE[job.system]
-            if method.trained is not None:
-                return self.summary(method.trained).exists()
+            if method.trained:
+                return self.model(*reference(self.config, job.model)).exists()
             if method.make is None:
                 return True
         vanilla = self.result(free(job.model, VANILLA, job.measure))
-        return vanilla.exists() and self.reference(job.model, job.measure).exists()
+        return vanilla.exists() and self.reference(job.model, job.measure, job.setting).exists()

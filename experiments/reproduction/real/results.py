@@ -1,6 +1,7 @@
 """What a run directory and the page before it hold: figures of each system, paired."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +13,13 @@ from dms_jax.evaluation import Measured, difference, majority, mean_over_problem
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
 from dms_jax.policies import DMS
 from experiments.reproduction.files import read_json
+from experiments.reproduction.real.commands import jobs_command
 from experiments.reproduction.real.plan import Job, Paths
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     CHOICES,
-    MEASURES,
+    FRONTIER,
+    FRONTIERS,
     PLANNED,
     QWEN,
     SMOLLM2,
@@ -25,6 +28,7 @@ from experiments.reproduction.real.systems import (
     VANILLA,
     Training,
 )
+from experiments.reproduction.runs import read_plan
 
 TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "needle")  # accuracies of SmolLM2
 CHAINS = (1, 2, 4, 8)
@@ -45,6 +49,7 @@ class Results:
       earlier: (run, model, label, measure) -> figures, of other runs.
       earlier_trainings: thinned logs of other runs.
       three: seconds of the three commands from an empty directory; None if they were not timed.
+      commands: number of a run -> the commands that measured it, where they are known.
     """
 
     run: int
@@ -57,23 +62,34 @@ class Results:
     earlier_trainings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     three: dict[str, Any] | None = None
     decided: str = ""
+    commands: dict[int, list[str]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, config: Config) -> "Results":
-        """All files of a run directory, and of the page of earlier runs if it is given."""
-        root, records = config.out, {}
-        for path in sorted(root.glob("results/*/*/*.json")):
-            model, label, measure = (*path.parts[-3:-1], path.stem)
-            record = read_json(path) | {"run": config.run}
-            parts = record.pop("tasks") if measure == CHOICES else {measure: {}}
-            for task, own in parts.items():
-                records[model, label, task] = record | own | {"measure": task}
+        """All files of the run directories, and of the page of earlier runs if it is given."""
+        records, trainings, three, commands = {}, {}, None, []
+        for root in (config.out, *config.also):
+            for path in sorted(root.glob("results/*/*/*.json")):
+                model, label, measure = (*path.parts[-3:-1], path.stem)
+                record = read_json(path) | {"run": config.run}
+                if "chains_of_problems" in record:
+                    record["votes"] = votes_of(record["chains_of_problems"])
+                parts = record.pop("tasks") if measure == CHOICES else {measure: {}}
+                for task, own in parts.items():
+                    records.setdefault((model, label, task), record | own | {"measure": task})
+            place = Paths(dataclasses.replace(config, out=root))
+            for name in TRAININGS.keys() - trainings.keys():
+                if log := read_json(place.summary(name)):
+                    trainings[name] = log | {"run": config.run}
+            three = three or read_json(root / THREE)
+            if (root / "config.json").exists():
+                commands.append(jobs_command(read_plan(Config, root)))
+        trainings = {name: trainings[name] for name in TRAININGS if name in trainings}
         speed = next((records.pop(key) for key in list(records) if key[2] == "speed"), None)
-        logs = {name: read_json(Paths(config).summary(name)) for name in TRAININGS}
-        trainings = {name: log | {"run": config.run} for name, log in logs.items() if log}
-        three = read_json(root / THREE)
+        known = {config.run: commands} if commands else {}
+        told: dict[str, Any] = dict(decided=config.judged, commands=known)
         if config.earlier is None:
-            return cls(config.run, records, trainings, speed, three=three, decided=config.judged)
+            return cls(config.run, records, trainings, speed, three=three, **told)
         page = read_json(config.earlier)
         if page is None:
             raise dms_jax.ConfigError(f"--earlier {config.earlier} is not there.")
@@ -90,8 +106,9 @@ class Results:
         logs = [{"run": 1} | log for log in page["trainings"]]
         before = [log for log in logs if log["run"] != config.run]
         speed, three = speed or page["speed"], three or page.get("three")
-        told = (earlier, before, three, config.judged)
-        return cls(config.run, records, trainings, speed, *told)
+        before_it = {int(number): lines for number, lines in page.get("commands", {}).items()}
+        told["commands"] = before_it | known
+        return cls(config.run, records, trainings, speed, earlier, before, three, **told)
 
     @property
     def runs(self) -> dict[int, dict[str, Any]]:
@@ -143,73 +160,79 @@ class Results:
     def gap(self, model: str, one: str, other: str, measure: str) -> Measured | None:
         """The score of one system less that of another of the same run, paired by problem.
 
-        Where that run did not ask the other one, it is the other's of another run.
+        Where that run did not ask the other one, it is the other's of another run. None where one
+        of them was not asked, or was asked other problems.
         """
+        return _difference(*self._beside(model, one, other, measure), measure)
+
+    def _beside(
+        self, model: str, one: str, other: str, measure: str
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The figures of two systems, of one run if the other was measured there."""
         left, right = (self.get(model, label, measure) for label in (one, other))
-        if left is None or right is None:
-            return None
-        if left["run"] != right["run"]:  # in one run, if it was measured there
+        if left and right and left["run"] != right["run"]:
             right = self.earlier.get((left["run"], model, other, measure), right)
-        key = "loss" if measure == "text" else "scores"
-        of = [np.asarray(each["per_problem"][key], np.float64) for each in (left, right)]
-        # Of several chains of a problem their mean counts.
-        return difference(*(each.reshape(len(each), -1).mean(1)[None] for each in of))
+        return left, right
+
+    def unpaired(self, model: str, one: str, other: str, measure: str) -> bool:
+        """Whether two systems were both asked, but not the same problems."""
+        asked = None not in self._beside(model, one, other, measure)
+        return asked and self.gap(model, one, other, measure) is None
 
     def mean_gap(self, one: str, other: str) -> Measured | None:
-        """The mean over SmolLM2's tasks of paired differences; None unless all were measured."""
-        gaps = [self.gap(SMOLLM2, one, other, task) for task in TASKS]
-        if None in gaps:
-            return None
-        known = [gap for gap in gaps if gap is not None]
-        error = math.sqrt(sum(gap.error**2 for gap in known)) / len(known)
-        return Measured(float(np.mean([gap.value for gap in known])), error)
+        """The mean over SmolLM2's tasks of paired differences; of the last run with them all."""
+
+        def of(number: int, label: str, task: str) -> dict[str, Any] | None:
+            own = self.records.get((SMOLLM2, label, task))
+            if own is not None and own["run"] == number:
+                return own
+            return self.earlier.get((number, SMOLLM2, label, task))
+
+        for number in sorted({self.run, *(key[0] for key in self.earlier)}, reverse=True):
+            pairs = [(of(number, one, task), of(number, other, task)) for task in TASKS]
+            gaps = [_difference(*pair, task) for pair, task in zip(pairs, TASKS, strict=True)]
+            if None not in gaps:
+                return _mean([gap for gap in gaps if gap is not None])
+        return None
 
     def fewer(self, model: str, label: str, measure: str) -> float | None:
-        """How many times smaller the peak is than the vanilla one."""
-        own, vanilla = (self.get(model, each, measure) for each in (label, VANILLA))
-        if own and vanilla:
-            vanilla = self.earlier.get((own["run"], model, VANILLA, measure), vanilla)
-        return vanilla["peak"] / own["peak"] if own and vanilla else None
+        """How many times smaller the peak is than the vanilla one; None as `gap` is."""
+        own, vanilla = self._beside(model, label, VANILLA, measure)
+        if own is None or vanilla is None or _problems(own) != _problems(vanilla):
+            return None
+        return vanilla["peak"] / own["peak"]
 
-    def votes(self, label: str, chains: int) -> tuple[np.ndarray, float, float] | None:
+    def votes(
+        self, label: str, chains: int, measure: str = FRONTIER
+    ) -> tuple[np.ndarray, float, float] | None:
         """Scores of the vote of so many chains by problem, with reads and peak of all of them.
 
         The mean over the disjoint groups of so many chains.
         """
-        record = self.get("qwen", label, "frontier")
-        if record is None or "chains_of_problems" not in record:  # a page keeps no chains
+        own = (self.get(QWEN, label, measure) or {}).get("votes", {})
+        if str(chains) not in own.get("of", {}):
             return None
-        own = {name: np.asarray(each) for name, each in record["chains_of_problems"].items()}
-        count = own["scores"].shape[1] // chains
-        if not count:
-            return None
-        groups = [slice(n * chains, (n + 1) * chains) for n in range(count)]
-        votes = np.zeros((len(own["scores"]), count))
-        for place, group in enumerate(groups):
-            for problem, answers in enumerate(own["answers"][:, group].tolist()):
-                winner = majority([None if answer < 0 else str(answer) for answer in answers])
-                if winner is not None:
-                    votes[problem, place] = own["answer_scores"][problem, group][winner]
-        reads, peak = (float(own[name].mean() * chains) for name in ("reads", "peak"))
-        return votes.mean(1), reads, peak
+        reads, peak = (float(np.mean(own[name]) * chains) for name in ("reads", "peak"))
+        return np.asarray(own["of"][str(chains)], np.float64), reads, peak
 
     def frontier(self, names: Mapping[str, str]) -> Hyperscaling | None:
-        """The votes of 1 to 8 chains as points of systems; None unless all were asked.
+        """The votes of 1 to 8 chains as points of systems, of each length that all were asked with.
+
+        None if there is no such length.
 
         Args:
           names: label of a system -> its name in the result, the one to compare with first.
         """
         points = []
-        for label, name in names.items():
-            record = self.get("qwen", label, "frontier")
-            if record is None or "chains_of_problems" not in record:
-                return None
-            own = {key: np.asarray(each) for key, each in record["chains_of_problems"].items()}
+        asked = [each for each in FRONTIERS if all(self.votes(name, 1, each) for name in names)]
+        for (label, name), measure in itertools.product(names.items(), asked):
+            record = self.records[QWEN, label, measure]
+            own = {name: np.asarray(each) for name, each in record["votes"].items() if name != "of"}
             for chains in CHAINS:
-                found = self.votes(label, chains)
+                found = self.votes(label, chains, measure)
                 if found is None:
                     continue
-                reads, peak = (chains * own[axis].mean(1)[None] for axis in ("reads", "peak"))
+                reads, peak = (chains * own[axis][None] for axis in ("reads", "peak"))
                 points.append(
                     Point(
                         system=name,
@@ -224,7 +247,19 @@ class Results:
                         ended=float(own["ended"].mean()),
                     )
                 )
-        return Hyperscaling({"chains": list(CHAINS)}, tuple(points))
+        return Hyperscaling({"chains": list(CHAINS)}, tuple(points)) if points else None
+
+    def vote_gains(self, label: str) -> tuple[Measured | None, Measured | None]:
+        """What votes of a system gain over the plain cache's at equal reads, and at equal peak.
+
+        Averages over the budgets that both cover; None where there are none, or one of them was not
+        asked these problems.
+        """
+        points = self.frontier({VANILLA: "vanilla", label: "own"}) if label != VANILLA else None
+        if points is None or self.unpaired(QWEN, label, VANILLA, "frontier"):
+            return None, None
+        reads, peak = (points.average_gain("own", "vanilla", axis) for axis in ("reads", "peak"))
+        return reads, peak
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as JSON data, of each problem its score alone."""
@@ -238,13 +273,60 @@ class Results:
             own["per_problem"] = problems.get("scores") or problems.get("loss")
             kept.append(own)
         trainings = [*self.trainings.values(), *self.earlier_trainings]
-        told = {"speed": self.speed, "three": self.three}
+        told = {"speed": self.speed, "three": self.three, "commands": self.commands}
         return {"systems": kept, "trainings": trainings, **told}
 
 
 def _key(row: dict[str, Any]) -> Key:
     setting = f"-at{row['setting']}" if row["setting"] else ""
     return row["model"], row["system"] + setting, row["measure"]
+
+
+def _problems(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells the problems of a record from others; every system has the same prompts."""
+    scores = record["per_problem"].get("scores") or record["per_problem"].get("loss") or []
+    told = (record.get(name) for name in ("start", "prompt_tokens", "window"))
+    return len(scores), *(0 if each is None else round(each, 3) for each in told)
+
+
+def _difference(
+    left: dict[str, Any] | None, right: dict[str, Any] | None, measure: str
+) -> Measured | None:
+    """A paired difference; None unless both were asked the same problems."""
+    if left is None or right is None or _problems(left) != _problems(right):
+        return None
+    key = "loss" if measure == "text" else "scores"
+    of = [np.asarray(each["per_problem"][key], np.float64) for each in (left, right)]
+    # Of several chains of a problem their mean counts.
+    return difference(*(each.reshape(len(each), -1).mean(1)[None] for each in of))
+
+
+def _mean(gaps: list[Measured]) -> Measured:
+    """The mean of differences on different problems."""
+    error = math.sqrt(sum(gap.error**2 for gap in gaps)) / len(gaps)
+    return Measured(float(np.mean([gap.value for gap in gaps])), error)
+
+
+def votes_of(chains: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of the chains of each problem.
+
+    `of`: so many chains -> the score of their vote, the mean over the disjoint groups; reads and
+    peak of a chain, new tokens and whether it ended, means over the chains.
+    """
+    own = {name: np.asarray(each) for name, each in chains.items()}
+    problems, most = own["scores"].shape
+    found = {}
+    for size in filter(lambda size: size <= most, CHAINS):
+        groups = [slice(n * size, (n + 1) * size) for n in range(most // size)]
+        votes = np.zeros((problems, len(groups)))
+        for place, group in enumerate(groups):
+            for problem, answers in enumerate(own["answers"][:, group].tolist()):
+                winner = majority([None if answer < 0 else str(answer) for answer in answers])
+                if winner is not None:
+                    votes[problem, place] = own["answer_scores"][problem, group][winner]
+        found[str(size)] = votes.mean(1).tolist()
+    means = ("reads", "peak", "new_tokens", "ended")
+    return {"of": found, **{name: own[name].mean(1).round(3).tolist() for name in means}}
 
 
 def end_of(name: str) -> str:
@@ -268,8 +350,3 @@ def score(record: dict[str, Any]) -> Measured:
 def vote_of(votes: np.ndarray) -> Measured:
     """The mean of votes with its error."""
     return mean_over_problems(votes[:, None])
-
-
-def measures_of(model: str) -> tuple[str, ...]:
-    """What is asked of a model."""
-    return MEASURES[model]

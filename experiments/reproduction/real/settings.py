@@ -33,13 +33,20 @@ class Config:
     """Work beside a command that is at work in the run directory already, on another GPU."""
     run: int = 1
     """Number of this run among those whose figures the page shows."""
+    also: tuple[pathlib.Path, ...] = ()
+    """Run directories whose figures are of this run too, such as those of another machine. What
+    several of them hold is taken from the first, and from `--out` before all."""
     earlier: pathlib.Path | None = None
     """A page's results.json: what runs of other numbers measured is shown beside this one's."""
     deadline_minutes: float = 1e6
     """Nothing starts later than this after the beginning, and trainings stop at a checkpoint."""
-    only: Literal["all", "jobs", "speed", "report"] = "all"
-    """"jobs" writes no page; nor does "speed", which times steps and does no other job; "report"
-    does no job and writes the page from what is there."""
+    only: Literal["all", "jobs", "speed", "list", "report"] = "all"
+    """"jobs" writes no page; nor does "speed", which times steps and does no other job; "list"
+    says what every job is called and how it stands; "report" does no job and writes the page from
+    what is there."""
+    parts: tuple[str, ...] = ()
+    """Only these jobs, in this order: names of `--only list`, or patterns such as
+    "asking-qwen-*-gsm8k". With `--join`, of the GPU that joins."""
     judged: str = ""
     """The training that the verdicts are about, where it is decided before the run; unless given,
     training questions in no lesson choose between two."""
@@ -89,13 +96,13 @@ class Config:
     needle_problems: int = 100
     """Problems of each retrieval task of RULER."""
     ruler_length: int = 2048
-    """Tokens of each of them."""
+    """Tokens of each of them; some systems are asked with twice and four times as many, too."""
     other_problems: int | None = None
     """Problems of MATH-500 and of HumanEval; all unless given."""
     other_new_tokens: int = 1024
     """Longest answer to one of them."""
     long_ruler_length: int = 4096
-    """Tokens of each retrieval problem that Qwen reads."""
+    """Tokens of each retrieval problem that Qwen reads; some with twice and four times as many."""
     frontier_problems: int | None = None
     """Test problems of GSM8K of the frontier; all unless given."""
     frontier_chains: int = 8

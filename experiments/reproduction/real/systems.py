@@ -1,7 +1,8 @@
 """What is trained, and what is measured.
 
 A training retrofits one model, and is named by what it changes. Everything that needs no training
-gets the budget at which its peak equals the one that the reference retrofit was measured with.
+gets the budget at which its peak equals the one that the reference retrofit was measured with; some
+methods are also asked with as much as the low-rank retrofits to 2, 4 and 8 hold (`LIKE`).
 """
 
 import dataclasses
@@ -24,8 +25,14 @@ FLOAT8 = "float8_e4m3"
 CHOICES = "choices"  # four tasks that are answered by likelihood, asked together
 MEASURES = {QWEN: ("gsm8k",), SMOLLM2: (CHOICES, "text", "needle")}
 
+FRONTIER, HALF = "frontier", "frontier-half"
+FRONTIERS = {FRONTIER: 1, HALF: 2}  # chains of which a vote is taken -> share of the new tokens
 UNSEEN = "unseen"  # greedy answers to training questions that are in no lesson
-OTHERS = ("math500", "humaneval", "ruler")  # asked of a few systems of Qwen
+# Asked of a few systems: other tasks, and retrieval from twice and four times as many tokens.
+OTHERS = {
+    QWEN: ("math500", "humaneval", "ruler", "ruler-twice", "ruler-four-times"),
+    SMOLLM2: ("needle-twice", "needle-four-times"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +43,10 @@ class Training:
       name: for files and tables.
       model: which model.
       policy: what is learned; None for the control, which is trained further and evicts nothing.
-      ratio: the nominal compression ratio at the end.
+      ratio: the nominal compression ratio at the end; of a scorer, which learns none, that of the
+        retrofit that it is to hold as much as.
       snapshots: ratios on the way at which it is measured too.
+      budgets: of a scorer, other ratios whose low-rank retrofit it is to hold as much as (`LIKE`).
       trainable: the adapter alone, low-rank updates too, or all weights.
       share: tokens, as a multiple of the plan's.
       make: the recipe, from its ratio and what else it can be told.
@@ -50,6 +59,7 @@ class Training:
     policy: Policy | None = _DMS
     ratio: float = 3.5
     snapshots: tuple[float, ...] = ()
+    budgets: tuple[float, ...] = ()
     trainable: Literal["adapter", "low_rank", "all"] = "low_rank"
     share: float = 1.0
     make: Callable[..., Recipe] = recipes.dms_self_taught
@@ -59,7 +69,7 @@ class Training:
     @property
     def settings(self) -> tuple[float, ...]:
         """The ratios at which it is measured."""
-        return (*self.snapshots, self.ratio)
+        return (*self.snapshots, *self.budgets, self.ratio)
 
     @property
     def adapter_only(self) -> bool:
@@ -73,21 +83,28 @@ class Training:
 
     def recipe(self, config: Config) -> Recipe:
         """Everything but model, policy and data."""
+        recipe = dataclasses.replace(
+            self._made(config),
+            name=self.name,
+            snapshots=self.snapshots,
+            micro_batch_size=config.micro_batch_size,
+        )
+        return recipe if self.policy is not None else recipe.control(_DMS)
+
+    def to_dict(self, config: Config) -> dict[str, Any]:
+        """For records: the policy as it is saved, and the recipe by its name."""
+        made = {"make": self._made(config).name, "policy": self.policy and self.policy.to_dict()}
+        return vars(self) | made
+
+    def _made(self, config: Config) -> Recipe:
         tokens = config.tokens if self.model == QWEN else config.small_tokens
-        recipe = self.make(
+        return self.make(
             self.ratio,
             trainable=self.trainable,
             tokens=round(self.share * tokens),
             sequence_length=config.sequence_length,
             batch_size=config.batch_size,
         )
-        recipe = dataclasses.replace(
-            recipe,
-            name=self.name,
-            snapshots=self.snapshots,
-            micro_batch_size=config.micro_batch_size,
-        )
-        return recipe if self.policy is not None else recipe.control(_DMS)
 
 
 def _merging(
@@ -124,6 +141,7 @@ PLANNED, RIVAL, CONTROL = "low-rank-w16", "warm-up-w16", "control"
 _RATIO = 3.3  # 3.5 gave a peak 3.22 times smaller; the bar is 3
 _SHARE = 0.3  # of the plan's tokens, for what is compared at equal tokens
 SHIPPED = "smollm2-adapter-w16"
+_NOMINAL = (2.0, 4.0, 8.0)
 TRAININGS = {
     training.name: training
     for training in (
@@ -134,6 +152,8 @@ TRAININGS = {
         Training(
             "kvzap",
             policy=dms_jax.KVzap(window=WINDOW),
+            ratio=_RATIO,
+            budgets=_NOMINAL,
             trainable="adapter",
             share=_SHARE,
             make=_scorer(recipes.kvzap),
@@ -141,6 +161,8 @@ TRAININGS = {
         Training(
             "kvpop",
             policy=dms_jax.KVpop(budget=128, window=WINDOW),
+            ratio=_RATIO,
+            budgets=_NOMINAL,
             trainable="adapter",
             share=_SHARE,
             make=_scorer(recipes.kvpop),
@@ -169,12 +191,14 @@ TRAININGS = {
         Training(
             "low-rank-w16-kept", ratio=_RATIO, ships="low-rank-w16", words="the adapter of run 2"
         ),
-        Training("smollm2-low-rank-w16", model=SMOLLM2, ratio=4.0),
+        Training("smollm2-low-rank-w16", model=SMOLLM2, ratio=4.0, snapshots=(2.0,)),
         Training("smollm2-control", model=SMOLLM2, policy=None, ratio=4.0),
         Training(
             "smollm2-kvzap",
             model=SMOLLM2,
             policy=dms_jax.KVzap(window=WINDOW),
+            ratio=4.0,
+            budgets=(2.0, 8.0),
             trainable="adapter",
             make=_scorer(recipes.kvzap),
         ),
@@ -182,6 +206,8 @@ TRAININGS = {
             "smollm2-kvpop",
             model=SMOLLM2,
             policy=dms_jax.KVpop(budget=128, window=WINDOW),
+            ratio=4.0,
+            budgets=(2.0, 8.0),
             trainable="adapter",
             make=_scorer(recipes.kvpop),
         ),
@@ -194,6 +220,16 @@ TRAININGS = {
             trainable="all",
             make=functools.partial(_merging, answers_only=False),  # texts have none
         ),
+        Training("smollm2-low-rank-to-8", model=SMOLLM2, ratio=8.0),
+        Training(
+            "smollm2-adapter-to-8",
+            model=SMOLLM2,
+            ratio=8.0,
+            snapshots=(2.0,),
+            trainable="adapter",
+        ),
+        Training("smollm2-all-to-4", model=SMOLLM2, ratio=4.0, snapshots=(2.0,), trainable="all"),
+        Training("smollm2-all-to-8", model=SMOLLM2, ratio=8.0, trainable="all"),
         Training(
             SHIPPED,
             model=SMOLLM2,
@@ -210,9 +246,27 @@ def judged_first(config: Config) -> tuple[str, ...]:
     return (config.judged,) if config.judged else (PLANNED, RIVAL)
 
 
-def reference(config: Config, model: str) -> Training:
-    """The retrofit that others are compared with at equal live tokens."""
-    return TRAININGS[judged_first(config)[0] if model == QWEN else SHIPPED]
+# Setting of a method -> the training and its ratio that it is to hold as much as.
+LIKE = {
+    QWEN: {
+        "2": ("low-rank-to-4", "2"),
+        "4": ("low-rank-to-4", "4"),
+        "8": ("low-rank-to-8", "8"),
+    },
+    SMOLLM2: {"2": ("smollm2-low-rank-w16", "2"), "8": ("smollm2-low-rank-to-8", "8")},
+}
+
+
+def reference(config: Config, model: str, setting: str = "") -> tuple[str, str]:
+    """The retrofit that others are compared with at equal live tokens, and its ratio.
+
+    Args:
+      config: the plan.
+      model: which model.
+      setting: of the method that is compared.
+    """
+    training = TRAININGS[judged_first(config)[0] if model == QWEN else SHIPPED]
+    return LIKE[model].get(setting, (training.name, f"{training.ratio:g}"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +279,7 @@ class Free:
         ratio); None for one that has no budget.
       equal: what is as large as the reference's: its peak, or the mean of its live tokens.
       kv_dtype: of the cache.
-      trained: the training whose model is asked, at its last ratio; None for the model itself.
+      trained: whether the reference retrofit is asked, and not the model itself.
       times: the budget is so many times the calibrated one.
     """
 
@@ -233,7 +287,7 @@ class Free:
     make: Callable[..., Policy] | None = None
     equal: Literal["peak", "mean"] = "peak"
     kv_dtype: str | None = None
-    trained: str | None = None
+    trained: bool = False
     times: float = 1.0
     models: tuple[str, ...] = (QWEN, SMOLLM2)
 
@@ -273,7 +327,7 @@ FREE = {
         Free("quest", dms_jax.Quest),
         Free("kcache", _kcache),
         Free("vanilla-float8", kv_dtype=FLOAT8),
-        Free("dms-float8", trained=PLANNED, kv_dtype=FLOAT8, models=(QWEN,)),
+        Free("dms-float8", trained=True, kv_dtype=FLOAT8, models=(QWEN,)),
         Free("tova-mean", dms_jax.TOVA, equal="mean", models=(QWEN,)),
         Free("expected-mean", _expected, equal="mean", models=(QWEN,)),
         Free("streaming-mean", dms_jax.StreamingLLM, equal="mean", models=(QWEN,)),

@@ -29,6 +29,15 @@ def test_all_forms_hold_the_same_tokens():
     assert budgets == [int(lengths["even"].mean())]
 
 
+def test_no_row_holds_more_than_the_budget_that_it_is_timed_with():
+    """Rows that cannot all be equally long differ by one token."""
+    config = even_heads.Config(shapes=("tiny",), context=512, window=8, batch=2)
+    lengths = even_heads.forms(config, model_of("tiny", jnp.float32), 4)
+    assert {127, 128} == set(lengths["even"].flatten().tolist())
+    (kvpop,) = (p for _, p in even_heads.cases(config, 4, lengths) if p.name == "KVpop")
+    assert kvpop.budget == 128
+
+
 @pytest.mark.slow
 def test_the_figures_are_written(tmp_path):
     even_heads.main(

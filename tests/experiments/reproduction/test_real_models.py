@@ -70,6 +70,8 @@ def test_what_the_verdicts_need_comes_first():
         "asking-qwen-h2o-gsm8k",
         "asking-qwen-control-at3.3-gsm8k",
         f"asking-qwen-{PLANNED}-at3.3-frontier",
+        "asking-qwen-quest-gsm8k",
+        "asking-qwen-dms-float8-gsm8k",
         "training-qwen-low-rank-to-4",
         "training-qwen-dmc",
         "asking-qwen-dmc-at4-gsm8k",
@@ -83,14 +85,15 @@ def test_what_the_verdicts_need_comes_first():
         "asking-qwen-control-at3.3-frontier",
         "asking-qwen-vanilla-math500",
         f"asking-qwen-{PLANNED}-at3.3-math500",
-        "asking-qwen-quest-gsm8k",
+        "asking-qwen-tova-half-more-gsm8k",
         "asking-qwen-tova-math500",
     ]
     places = [names.index(name) for name in order]
     assert places == sorted(places)
     assert "training-smollm2-smollm2-adapter-w16" not in names  # it ships
-    scorers = [name for name in names if name.startswith("asking") and "kv" in name.split("-")[2]]
-    assert [name.split("-")[2] for name in scorers if "gsm8k" in name][:2] == ["kvzap", "kvpop"]
+    scorers = [name for name in names if name.split("-")[2] in ("kvzap", "kvpop")]
+    asked = [name.split("-")[2] for name in scorers if name.endswith("at3.3-gsm8k")]
+    assert asked == ["kvzap", "kvpop"]
 
 
 def test_answers_and_the_planned_retrofit_may_come_from_the_command(tmp_path, monkeypatch):
@@ -135,8 +138,9 @@ def test_trainings_that_are_in_no_verdict_begin_in_the_order_of_the_settings():
     trained = [job.system for job in found if job.kind == "training"]
     assert trained == [PLANNED, "kvpop", "dmc", "smollm2-control"]
     asked = [job.system for job in found if job.kind == "asking" and job.setting]
-    assert asked[:3] == [PLANNED, PLANNED, PLANNED]
-    assert asked[3:6] == ["kvpop", "dmc", "dmc"]  # at its end, and on the way
+    assert asked[:4] == 4 * [PLANNED]
+    assert asked[4:6] == ["kvpop", "dmc"]  # at the end
+    assert asked[6:10] == ["kvpop", "kvpop", "kvpop", "dmc"]  # other budgets, and on the way
 
 
 def test_a_training_that_was_decided_before_the_run_stands_for_election_alone(tmp_path):
@@ -206,8 +210,10 @@ def test_a_method_waits_for_what_its_budget_comes_from(tmp_path):
     assert [paths.ready(each) for each in (on_the_way, end)] == [True, False]
     float8 = free("qwen", "dms-float8")
     assert not paths.ready(float8)
-    write_json(paths.summary(PLANNED), {})
+    (paths.model(PLANNED, "3.3")).mkdir(parents=True)
     assert paths.ready(float8)
+    judged = Paths(dataclasses.replace(paths.config, judged=RIVAL))
+    assert not judged.ready(float8)  # it is the retrofit of the verdict that is asked
     assert paths.ready(Job("asking", "smollm2", systems.SHIPPED, "4", "piqa"))
 
 

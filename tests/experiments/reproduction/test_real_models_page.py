@@ -1,84 +1,32 @@
 """The page of the real models, from figures made by hand."""
 
 import dataclasses
-import pathlib
 import shutil
 
 import numpy as np
 import pytest
 
-import dms_jax
 from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
-from experiments.reproduction.real import page, systems
-from experiments.reproduction.real.measures import NEEDLES, TASKS_OF_CHOICES
+from experiments.reproduction.real import page
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.results import THREE, Results
-from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import PLANNED, RIVAL, TRAININGS
 from experiments.reproduction.runs import write_plan
-
-PROBLEMS = 400
-SMALL = (systems.CHOICES, "needle")  # what the mean of SmolLM2's tasks is of
-MAIN = Job("asking", "qwen", PLANNED, "3.3", "gsm8k")
-CONTROL = Job("asking", "qwen", "control", "3.3", "gsm8k")
-VERSIONS = {"versions": {"jax": "0"}, "date": "2026-01-01", "device": "a card"}
-
-
-def figures(right: int, peak: float, **more) -> dict:
-    """A record of so many right answers, the first ones."""
-    scores = (np.arange(PROBLEMS) < right).astype(float)
-    share = right / PROBLEMS
-    return {
-        "score": [share, (share * (1 - share) / (PROBLEMS - 1)) ** 0.5],
-        "peak": peak,
-        "mean_live": 0.7 * peak,
-        "reads": 200 * peak,
-        "cache_bytes": 1e4 * peak,
-        "ended": 1.0,
-        "new_tokens": 200.0,
-        "per_problem": {"scores": scores.tolist()},
-        **VERSIONS,
-        **more,
-    }
+from tests.experiments.reproduction.real_run import (
+    CONTROL,
+    MAIN,
+    MAIN_FRONTIER,
+    PROBLEMS,
+    SMALL,
+    figures,
+    run_of_two_models,
+)
 
 
 @pytest.fixture
 def config(tmp_path):
-    """A run with a retrofit, its control, and what needs no training."""
-    config = Config(out=tmp_path, qwen="q.gguf", smollm2="s.gguf", data=pathlib.Path("data"))
-    paths = Paths(config)
-    for job, right, peak in (
-        (free("qwen", "vanilla"), 120, 360.0),
-        (MAIN, 116, 118.0),
-        (CONTROL, 118, 362.0),
-        (free("qwen", "tova"), 40, 118.0),
-        (free("qwen", "expected"), 60, 119.0),
-        (free("qwen", "streaming"), 90, 200.0),  # is not at that peak
-        (free("qwen", "quest"), 119, 360.0),  # holds everything
-    ):
-        write_json(paths.result(job), figures(right, peak))
-    for measure in SMALL:
-        adapter = Job("asking", "smollm2", "smollm2-adapter-w16", "4", measure)
-        small = (free("smollm2", "vanilla", measure), figures(200, 80.0))
-        for job, own in (small, (adapter, figures(180, 40.0))):
-            tasks = dict.fromkeys(TASKS_OF_CHOICES, own)
-            if measure == "needle":  # of one score, with figures of each needle beside it
-                tasks = {name: {"accuracy": own["score"]} for name in NEEDLES}
-            write_json(paths.result(job), own | {"tasks": tasks})
-    chains = {
-        "scores": [[1, 0], [0, 0]],
-        "answer_scores": [[1, 0], [0, 0]],
-        "answers": [[0, 1], [-1, -1]],
-        "reads": [[10, 20], [30, 40]],
-        "peak": [[1, 2], [3, 4]],
-        "new_tokens": [[5, 6], [7, 8]],
-        "ended": [[True, True], [True, True]],
-    }
-    job = free("qwen", "vanilla", "frontier")
-    more = {"sampling": {"max_new_tokens": 400}, "policy": {}, "chains_of_problems": chains}
-    write_json(paths.result(job), figures(1, 2.0, **more))
-    return config
+    return run_of_two_models(tmp_path)
 
 
 def test_gaps_are_paired_and_the_mean_of_tasks_has_their_error(config):
@@ -104,13 +52,60 @@ def test_gaps_are_paired_and_the_mean_of_tasks_has_their_error(config):
 def test_each_bar_has_its_verdict(config):
     said = page.verdicts(Results.read(config))
     assert "peak 118, 3.05 times smaller; at least 3 times: **holds**" in said
-    assert "GSM8K, greedy: within 2 points of itself: **holds** (-1.0 ± 0.5)" in said
+    assert "GSM8K, greedy: within 2 points of the model itself: **holds** (-1.0 ± 0.5)" in said
     assert "GSM8K, greedy: within 2 points of the control: **holds** (-0.5 ± 0.4)" in said
-    assert "eight chains a problem: within 2 points of itself: **not measured**" in said
+    assert "eight chains a problem: within 2 points of the model itself: **not measured**" in said
     assert "10 points lower: **holds** (+14.0 ± 1.7 above ExpectedAttention)" in said
-    small = "nominal ratio 4: mean of its tasks within 1 point of itself"
+    small = "nominal ratio 4: mean of its tasks within 1 point of the model itself"
     assert f"the adapter that ships, {small}: **does not" in said
     assert f"low rank, {small}: **not" in said
+
+
+def test_misses_stand_before_what_holds_and_what_was_not_measured_last(config):
+    write_json(Paths(config).result(MAIN), figures(100, 118.0))
+    lines = page.verdicts(Results.read(config)).splitlines()
+    assert lines[0].startswith("- Qwen2.5-Coder-0.5B, DMS, low rank, window 16, to 3.3 (")
+    words = ("**does not hold", "**holds on the mean", "**holds**", "**not measured**")
+    found = [next(n for n, word in enumerate(words) if word in line) for line in lines[1:]]
+    assert found == sorted(found)
+    assert {0, 3} < set(found)
+
+
+def test_the_papers_claim_has_its_verdict(config):
+    """One chain of two problems in four right from a whole cache; all of a vote from half of it."""
+    chains = {
+        "answer_scores": [[1] * 8, [1] * 8],
+        "answers": [[0] * 8, [0] * 8],
+        "new_tokens": [[5] * 8] * 2,
+        "ended": [[True] * 8] * 2,
+    }
+    more: dict = {"sampling": {"max_new_tokens": 400}, "policy": {}}
+    rows = {free("qwen", "vanilla", "frontier"): (0.0, 8), Job(*MAIN_FRONTIER): (1.0, 4)}
+    assert "at equal reads: **not measured**" in page.verdicts(Results.read(config))
+    for job, (right, held) in rows.items():
+        own = chains | {"scores": [[right] * 8] * 2, "answer_scores": [[right] * 8] * 2}
+        own |= {"reads": [[10 * held] * 8] * 2, "peak": [[held] * 8] * 2}
+        record = figures(1, 2.0, **more, chains_of_problems=own)
+        record["per_problem"]["scores"] = [right] * 2
+        write_json(Paths(config).result(job), record)
+    said = page.verdicts(Results.read(config))
+    assert "at equal reads: **holds** (+100.0 ± 0.0), and at equal peak: **holds** (+100" in said
+    assert "; a single chain gains +100.0 ± 0.0." in said
+    # A length that one of them was not asked with is on the page and in no comparison.
+    place = Paths(config).result(free("qwen", "vanilla", "frontier-half"))
+    half = read_json(Paths(config).result(free("qwen", "vanilla", "frontier")))
+    write_json(place, half | {"sampling": {"max_new_tokens": 200}})
+    results = Results.read(config)
+    assert "| vanilla | 200 | 8 | 0.0 ± 0.0 | 640 | 64 |" in page.frontier(results)
+    points = results.frontier({"vanilla": "vanilla", MAIN.label: "DMS"})
+    assert {(point.system, point.length) for point in points.points} == {
+        ("vanilla", 400),
+        ("DMS", 400),
+    }
+    job = Job(*MAIN_FRONTIER[:-1], "frontier-half")
+    write_json(Paths(config).result(job), half | {"sampling": {"max_new_tokens": 200}})
+    points = Results.read(config).frontier({"vanilla": "vanilla", MAIN.label: "DMS"})
+    assert {point.length for point in points.of("DMS")} == {400, 200}
 
 
 def test_a_miss_is_said(config):
@@ -118,7 +113,7 @@ def test_a_miss_is_said(config):
     write_json(paths.result(MAIN), figures(100, 150.0))
     said = page.verdicts(Results.read(config))
     assert "2.40 times smaller; at least 3 times: **does not hold**" in said
-    assert "within 2 points of itself: **does not hold** (-5.0" in said
+    assert "within 2 points of the model itself: **does not hold** (-5.0" in said
     assert "10 points lower: **holds on the mean** (+10.0" in said
     for system in ("tova", "expected"):
         write_json(paths.result(free("qwen", system)), figures(99, 150.0))
@@ -174,49 +169,12 @@ def test_a_verdict_that_was_decided_before_the_run_is_about_that_training(config
     assert (results.judged, Results.read(config).judged) == (RIVAL, PLANNED)
     said = page.verdicts(results)
     assert "to 3.3, from attention first (decided before the run): peak 118" in said
-    assert "GSM8K, greedy: within 2 points of itself: **does not hold** (-2.5 ± 0.8)" in said
+    assert (
+        "GSM8K, greedy: within 2 points of the model itself: **does not hold** (-2.5 ± 0.8)" in said
+    )
     assert "| **DMS, low rank, window 16, to 3.3, from attention first** | 27.5" in page.gsm8k(
         results
     )
-
-
-def test_rows_of_an_earlier_run_are_paired_with_the_model_of_that_run(config):
-    before = {"policy": {}, "date": "2025-12-31"}
-    old = dict(model="qwen", measure="gsm8k", **before)
-    vanilla, ours = figures(150, 370.0), figures(130, 120.0)
-    rows = [
-        {**vanilla, **old, "system": "vanilla", "setting": ""},
-        {**ours, **old, "system": PLANNED, "setting": "3.5"},
-        {**figures(1, 1.0), **old, "system": "quest", "setting": ""},  # measured again
-    ]
-    for row in rows:
-        row["per_problem"] = row["per_problem"]["scores"]
-    log = {"training": PLANNED, "recipe": {"ratio": 3.5}, "steps": [{"evicted": 0.5}]}
-    log |= {"documents": 7, "tokens": 1, "seconds": 1, "bytes": 1, "held_out": None}
-    file = config.out / "before.json"
-    write_json(file, {"systems": rows, "trainings": [log], "speed": {"rows": [], "device": "one"}})
-    now = dataclasses.replace(config, run=2, earlier=file)
-    results = Results.read(now)
-    lost = results.gap("qwen", f"{PLANNED}-at3.5", "vanilla", "gsm8k")
-    assert lost.value == pytest.approx(-20 / PROBLEMS)  # of 150, not of this run's 120
-    across = results.gap("qwen", f"{PLANNED}-at3.5", "tova", "gsm8k")
-    assert across.value == pytest.approx(90 / PROBLEMS)
-    assert results.fewer("qwen", f"{PLANNED}-at3.5", "gsm8k") == pytest.approx(370 / 120)
-    said = page.gsm8k(results)
-    assert "| DMS, low rank, window 16, to 3.5 (run 1) | 32.5 ± 2.3 | -5.0 ± 1.1 |" in said
-    assert said.count("\n| vanilla |") == 1
-    assert "| Quest | 29.8" in said
-    assert "to 3.5 (run 1) | 7 |" in page.trainings(results)
-    opening = page._opening(results)
-    assert "- Run 2: a card, jax 0, 2026-01-01.\n- Run 1: a card, jax 0, 2025-12-31." in opening
-    assert results.speed["device"] == "one"
-    # The page that was written gives the same again, with this run's rows from its own files.
-    write_json(file, results.to_dict())
-    again = Results.read(now)
-    assert again.to_dict() == results.to_dict()
-    assert page.gsm8k(again) == said
-    with pytest.raises(dms_jax.ConfigError, match=r"nowhere\.json is not there"):
-        Results.read(dataclasses.replace(config, earlier=pathlib.Path("nowhere.json")))
 
 
 def test_the_three_commands_are_judged_by_their_seconds(config):
@@ -269,7 +227,7 @@ def test_the_report_is_written_again_from_the_files(config):
     assert real_models.main(told) == 0
     text = (folder / "README.md").read_text()
     assert "| **DMS, low rank, window 16, to 3.3** | 29.0 ± 2.3 | -1.0 ± 0.5 |" in text
-    assert "| vanilla | 2 | 50.0 ± 50.0 | 50 | 5 |" in text
+    assert "| vanilla | 400 | 2 | 50.0 ± 50.0 | 50 | 5 |" in text
     assert "| DMS, adapter, window 16, to 4 | 45.0 (40) |" in text
     assert "| H2O (run 1) | 25.0" in text
     assert (folder / "gsm8k.png").exists()

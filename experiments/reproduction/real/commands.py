@@ -1,0 +1,107 @@
+"""The commands that measured what a page shows, as its reader would give them."""
+
+import dataclasses
+import shlex
+from typing import Any
+
+from experiments.reproduction.files import command
+from experiments.reproduction.real.settings import Config
+
+SCRIPT = "python -m experiments.reproduction.real_models"
+RESULTS = "experiments/results/real_models/results.json"
+TAUGHT = "runs/three-commands/run"  # what `three_commands.sh runs/three-commands` leaves
+# Where things lie with the reader.
+_PLACES = {"qwen": "qwen.gguf", "smollm2": "smollm2.gguf", "data": "data", "self_taught": TAUGHT}
+# What says when, how long and in which order calls worked, and what their page was of.
+_OF_A_CALL = {"out", "pages", "pack", "also", "join", "only", "run", "earlier", "deadline_minutes"}
+_OF_A_CALL |= {"parts"}
+
+
+def jobs_command(config: Config) -> str:
+    """The command of a plan without its page: every setting that is not the default.
+
+    # In: Config(qwen="/models/q.gguf", lanes=8)
+    # Out: "python -m ... --qwen qwen.gguf --lanes 8 --only jobs"
+    """
+    options = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _OF_A_CALL and value != field.default:
+            options.append(_option(field.name, _PLACES.get(field.name, value)))
+    return " ".join([SCRIPT, *options, "--only jobs"])
+
+
+def _option(name: str, value: Any) -> str:
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    values = value if isinstance(value, tuple) else (value,)
+    return f"--{name} {shlex.join(map(str, values))}"
+
+
+def again(runs: dict[int, list[str]]) -> str:
+    """How the runs of a page are repeated, the last one first.
+
+    Args:
+      runs: number of a run -> the commands of its plans.
+    """
+    parts = [_OPENING]
+    if len(runs) > 1:
+        parts[0] += (
+            " What a run did not name was as the library and this script had it at its date."
+        )
+    for number in sorted(runs, reverse=True):
+        parts += [f"Run {number}:" if len(runs) > 1 else "", _run(number, runs)]
+        if any("--self-taught" in line for line in runs[number]):
+            parts += [_TAUGHT, _three_commands(number)]
+    return "\n\n".join([*filter(None, parts), "`results.json` holds every figure."])
+
+
+_OPENING = (
+    "The library is installed; the models and the data are the reader's own (`--help` says which "
+    "files, and the first lines of this page which models). `--processes 2` gives two GPUs a "
+    "worker each. `--deadline-minutes 20` ends a command after that time, and the same command "
+    "goes on where it was cut off; `--only list` says what the jobs are called, and `--parts` "
+    "chooses among them."
+)
+_TAUGHT = (
+    "Its lessons and its first retrofit are those of the three commands, which were timed on "
+    "another GPU beside it (`CUDA_VISIBLE_DEVICES` gives each command its own). That GPU then "
+    "joined:"
+)
+
+
+def _run(number: int, runs: dict[int, list[str]]) -> str:
+    """The commands of a run, and that of its page."""
+    folders = [_folder(number, place) for place in range(len(runs[number]))]
+    told = zip(runs[number], folders, strict=True)
+    lines = [f"{line} --out {folder}" for line, folder in told]
+    page = f"{SCRIPT} --only report --run {number} --out {folders[0]}"
+    page += f" --also {' '.join(folders[1:])}" if folders[1:] else ""
+    page += f" --earlier {RESULTS}" if number > min(runs) else ""
+    lines.append(f"{page} --pages {folders[0]}/page")
+    return "\n".join(map(_block, lines))
+
+
+def _three_commands(number: int) -> str:
+    folder, three = _folder(number), TAUGHT.removesuffix("/run")
+    script = "experiments/reproduction/real/three_commands.sh"
+    return "\n".join(
+        [
+            "    export QWEN=$PWD/qwen.gguf QUESTIONS=$PWD/data/gsm8k/train.jsonl",
+            f"    bash {script} {three}",
+            _block(f"{SCRIPT} --join --out {folder}"),
+            f"    mkdir -p {folder}/three && cp {three}/three.json {folder}/three/",
+        ]
+    )
+
+
+def _folder(number: int, place: int = 0) -> str:
+    """Run directory of one of the plans of a run."""
+    return f"runs/real-{number}" + (f"-{place + 1}" if place else "")
+
+
+def _block(line: str) -> str:
+    """A command over as many lines as it takes; an option and its values stay together."""
+    program, *options = line.split(" --")
+    return command(program, [f"--{option}" for option in options])

@@ -1,0 +1,264 @@
+"""Pages of several runs of the real models: what is paired, taken in, kept, and done again."""
+
+import dataclasses
+import pathlib
+import re
+import shlex
+
+import numpy as np
+import pytest
+import tyro
+
+import dms_jax
+from dms_jax.command_line import help_texts
+from experiments.reproduction.files import read_json, write_json
+from experiments.reproduction.real import commands, page, systems
+from experiments.reproduction.real.plan import Job, Paths, free
+from experiments.reproduction.real.results import Results
+from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.systems import PLANNED, RIVAL
+from experiments.reproduction.runs import write_plan
+from tests.experiments.reproduction.real_run import (
+    ADAPTER,
+    MAIN,
+    MAIN_FRONTIER,
+    PROBLEMS,
+    SIZES,
+    VERSIONS,
+    figures,
+    run_of_two_models,
+)
+
+PAGE = pathlib.Path(systems.__file__).parents[2] / "results" / "real_models"
+
+
+@pytest.fixture
+def config(tmp_path):
+    return run_of_two_models(tmp_path)
+
+
+def test_rows_that_were_asked_other_problems_are_not_paired_and_the_page_says_which(config):
+    """A run of fewer problems beside an earlier one of all of them."""
+    before = {"model": "qwen", "measure": "gsm8k", "policy": {}}
+    rows = [
+        {**figures(250, 370.0), **before, "system": "h2o", "setting": ""},
+        {**figures(300, 120.0), **before, "system": RIVAL, "setting": "3.3"},
+    ]
+    for row in rows:  # twice as many problems
+        row["per_problem"] = 2 * row["per_problem"]["scores"]
+    file = config.out / "before.json"
+    write_json(file, {"systems": rows, "trainings": [], "speed": None})
+    now = dataclasses.replace(config, run=2, earlier=file)
+    results = Results.read(now)
+    rival = Job("asking", "qwen", RIVAL, "3.3", "gsm8k").label
+    assert results.gap("qwen", "h2o", "vanilla", "gsm8k") is None
+    assert results.fewer("qwen", "h2o", "gsm8k") is None
+    assert results.gap("qwen", MAIN.label, "tova", "gsm8k") is not None
+    said = page.page(now, results, set(), "")
+    assert "| H2O (run 1) | 62.5 ± 2.4 |  |  | 370 |  |" in said
+    assert (
+        "Asked other problems than vanilla, and not paired with it: DMS, low rank, window 16, to "
+        "3.3, from attention first (run 1); H2O (run 1)." in " ".join(said.split())
+    )
+    decided = Results.read(dataclasses.replace(now, judged=RIVAL))
+    said = page.verdicts(decided)
+    other = "**not measured on the same problems**"
+    assert f"peak 120; at least 3 times smaller: {other}" in said
+    assert f"GSM8K, greedy: within 2 points of the model itself: {other}" in said
+    assert f"GSM8K, greedy: within 2 points of the control: {other}" in said
+    assert "10 points lower: **holds** (+0.0 ± 0.0 above H2O)" not in said
+    # The same number of problems, but not the same ones.
+    for label, start in (("vanilla", 0), ("tova", 7)):
+        record = read_json(Paths(config).result(free("qwen", label)))
+        write_json(Paths(config).result(free("qwen", label)), {**record, "start": start})
+    results = Results.read(config)
+    assert results.gap("qwen", "tova", "vanilla", "gsm8k") is None
+    assert rival not in results.labels("qwen", "gsm8k")
+
+
+def commands_of(text: str) -> list[Config]:
+    """The commands of the script in the last section of a page, as the script itself reads them."""
+    section = text.partition("## Again")[2].replace("\\\n", " ")
+    found = []
+    for line in re.findall(rf"^    {re.escape(commands.SCRIPT)}(.*)$", section, re.MULTILINE):
+        told: dict = dict(args=shlex.split(line), registry=help_texts.REGISTRY)
+        found.append(tyro.cli(Config, **told))
+    return found
+
+
+def test_the_page_says_the_commands_of_its_runs(config):
+    """Two plans of run 2, one of them with lessons of the three commands; run 1 is told before."""
+    beside = config.out / "beside"
+    first = dataclasses.replace(
+        config, qwen="/there/q.gguf", smollm2="", judged=RIVAL, parts=("asking-qwen-*",)
+    )
+    first = dataclasses.replace(first, self_taught=pathlib.Path("/there/three/run"), shards=1)
+    write_plan(dataclasses.replace(first, processes=2, deadline_minutes=9.5, only="jobs"))
+    write_plan(dataclasses.replace(config, out=beside, qwen="", lanes=64, trainings=("control",)))
+    rows = [{**figures(120, 9.0), "model": "qwen", "system": "h2o", "setting": "", "run": 1}]
+    rows[0] |= {"measure": "gsm8k", "per_problem": rows[0]["per_problem"]["scores"]}
+    told = f"{commands.SCRIPT} --qwen qwen.gguf --data data --processes 6 --only jobs"
+    file = config.out / "before.json"
+    write_json(file, {"systems": rows, "trainings": [], "speed": None, "commands": {"1": [told]}})
+    own = dict(run=2, earlier=file, also=(beside,))
+    results = Results.read(dataclasses.replace(config, **own))
+    text = page.page(config, results, set(), "")
+    assert "/there" not in text
+    asked, small, report, joined, before, before_report = commands_of(text)
+    assert (asked.qwen, asked.judged, asked.processes) == ("qwen.gguf", RIVAL, 2)
+    assert (asked.smollm2, asked.shards, asked.self_taught) == (
+        "",
+        1,
+        pathlib.Path(commands.TAUGHT),
+    )
+    assert asked.parts == ()  # of a call, not of the run
+    assert (small.qwen, small.smollm2, small.lanes) == ("", "smollm2.gguf", 64)
+    assert small.trainings == ("control",)
+    assert (report.run, report.out, report.also) == (2, asked.out, (small.out,))
+    assert joined.join
+    assert joined.out == asked.out
+    assert (before.qwen, before.processes, before_report.run) == ("qwen.gguf", 6, 1)
+    assert (report.earlier, before_report.earlier) == (pathlib.Path(commands.RESULTS), None)
+    assert {each.only for each in (asked, small, before)} == {"jobs"}
+    assert pathlib.Path(commands.RESULTS).parent == PAGE.relative_to(pathlib.Path.cwd())
+    again = Results.read(dataclasses.replace(config, **own)).to_dict()["commands"]
+    assert again == {1: [told], 2: results.commands[2]}
+
+
+def test_the_committed_page_says_the_commands_of_every_run_on_it():
+    data, text = read_json(PAGE / "results.json"), (PAGE / "README.md").read_text()
+    runs = {row["run"] for row in (*data["systems"], *data["trainings"])}
+    found = commands_of(text)
+    assert {each.run for each in found if each.only == "report"} == runs
+    assert data["commands"].keys() == set(map(str, runs))
+    assert all(each.qwen or each.smollm2 for each in found if each.only == "jobs" and not each.join)
+    script = re.search(r"bash (\S+\.sh) (\S+)", text)
+    assert (PAGE.parents[2] / script[1]).exists()
+    assert f"{script[2]}/run" == commands.TAUGHT
+    # What is trained is named in words that do not change from process to process.
+    assert "0x" not in (PAGE / "results.json").read_text()
+
+
+def test_figures_of_the_same_run_elsewhere_are_taken_in(config, tmp_path):
+    elsewhere = dataclasses.replace(config, out=tmp_path / "elsewhere")
+    paths = Paths(elsewhere)
+    write_json(paths.result(free("qwen", "h2o")), figures(30, 118.0))
+    write_json(paths.result(free("qwen", "vanilla")), figures(1, 1.0))
+    log = {"training": RIVAL, "held_out": None}
+    write_json(paths.summary(RIVAL), log)
+    write_json(paths.summary(PLANNED), {"training": PLANNED})
+    write_json(Paths(config).summary(RIVAL), log | {"seconds": 1})
+    results = Results.read(dataclasses.replace(config, also=(elsewhere.out,)))
+    assert results.get("qwen", "h2o", "gsm8k")["peak"] == 118
+    assert results.get("qwen", "vanilla", "gsm8k")["peak"] == 360  # of --out
+    assert list(results.trainings) == [PLANNED, RIVAL]
+    assert results.trainings[RIVAL]["seconds"] == 1
+
+
+def test_what_holds_as_much_as_retrofits_to_other_ratios_has_a_table_of_its_own(config):
+    paths = Paths(config)
+    for job, right, peak in (
+        (Job("asking", "qwen", "low-rank-to-4", "4", "gsm8k"), 100, 100.0),
+        (Job("asking", "qwen", "low-rank-to-4", "2", "gsm8k"), 110, 200.0),
+        (Job("asking", "qwen", "kvpop", "2", "gsm8k"), 112, 200.0),
+        (Job("asking", "qwen", "kvpop", "3.3", "gsm8k"), 105, 118.0),
+        (free("qwen", "tova", setting="2"), 60, 201.0),
+    ):
+        write_json(paths.result(job), figures(right, peak))
+    results = Results.read(config)
+    names = [line.split(" |")[0] for line in page.gsm8k(results, nominal=True).splitlines()[2:]]
+    assert names == [
+        "| KVpop, window 16, as much as DMS at 2, 0.3 of the tokens",
+        "| DMS, low rank, window 16, at 2, 0.3 of the tokens",
+        "| TOVA, as much as DMS at 2",
+        "| DMS, low rank, window 16, to 4, 0.3 of the tokens",
+    ]
+    assert "-2.0 ± 0.7" in page.gsm8k(results, nominal=True)  # 112 to 120 of vanilla
+    said = page.gsm8k(results)
+    assert "at 2" not in said
+    assert "| KVpop, window 16, 0.3 of the tokens | 26.2" in said
+    assert "TOVA, as much as DMS at 2" not in page.verdicts(results)
+
+
+def test_votes_of_an_earlier_run_are_on_the_page_of_the_next(config, tmp_path):
+    """And cells of its other tasks say their run; a mean over tasks is of one run."""
+    rng = np.random.default_rng(0)
+    for job, share in ((free("qwen", "vanilla", "frontier"), 0.3), (Job(*MAIN_FRONTIER), 0.4)):
+        right = (rng.random((40, 8)) < share).astype(float).tolist()
+        own: dict = {"scores": right, "answer_scores": right}
+        own |= {"answers": rng.integers(-1, 3, (40, 8)).tolist(), "ended": [[True] * 8] * 40}
+        own |= {"reads": (100 + rng.integers(0, 9, (40, 8))).tolist(), "new_tokens": [[5] * 8] * 40}
+        own |= {"peak": (50 + rng.integers(0, 9, (40, 8))).tolist()}
+        more: dict = {"sampling": {"max_new_tokens": 400}, "policy": {"name": "DMS"}}
+        record = figures(1, 2.0, **more, chains_of_problems=own)
+        record["per_problem"]["scores"] = right
+        write_json(Paths(config).result(job), record)
+    math500 = free("qwen", "vanilla", "math500")
+    write_json(Paths(config).result(math500), figures(40, 627.0))
+    write_json(config.out / "results/qwen/speed/speed.json", {"rows": [], **SIZES, **VERSIONS})
+    for path in config.out.glob("results/*/*/*.json"):
+        (system, _, setting), model = path.parent.name.partition("-at"), path.parts[-3]
+        names = {"model": model, "system": system, "setting": setting}
+        write_json(path, read_json(path) | names | {"measure": path.stem})
+    before = Results.read(config)
+    file = tmp_path / "before" / "results.json"
+    write_json(file, before.to_dict())
+    said = [page.gains(before), page.frontier(before)]
+    assert "| vanilla | 400 | 8 |" in said[1]
+
+    later = Config(out=tmp_path / "later", run=2, earlier=file)
+    place = Paths(later)
+    write_json(place.result(free("qwen", "vanilla", "humaneval")), figures(20, 400.0))
+    for system in (free("smollm2", "vanilla", "needle"), Job(*ADAPTER, "needle")):
+        write_json(place.result(system), figures(390, 500.0))
+    results = Results.read(later)
+    assert page.gains(results) == said[0]
+    assert sorted(page.frontier(results).splitlines()) == sorted(said[1].splitlines())
+    assert results.vote_gains(MAIN.label) == before.vote_gains(MAIN.label)
+    others = page.others(later, results, "qwen")
+    assert "| vanilla (run 1) | 10.0 (627) | 5.0 (400, run 2) |" in others
+    mean = results.mean_gap("smollm2-adapter-w16-at4", "vanilla")
+    assert mean == before.mean_gap("smollm2-adapter-w16-at4", "vanilla")
+    assert "97.5 (500, run 2) | - | - |" in page.smollm2(results)
+    assert "7 sequences of 99 tokens, budgets of a quarter, run 1, a card" in page.speed(
+        results.speed
+    )
+
+
+def test_rows_of_an_earlier_run_are_paired_with_the_model_of_that_run(config):
+    before = {"policy": {}, "date": "2025-12-31"}
+    old = dict(model="qwen", measure="gsm8k", **before)
+    vanilla, ours = figures(150, 370.0), figures(130, 120.0)
+    rows = [
+        {**vanilla, **old, "system": "vanilla", "setting": ""},
+        {**ours, **old, "system": PLANNED, "setting": "3.5"},
+        {**figures(1, 1.0), **old, "system": "quest", "setting": ""},  # measured again
+    ]
+    for row in rows:
+        row["per_problem"] = row["per_problem"]["scores"]
+    log = {"training": PLANNED, "recipe": {"ratio": 3.5}, "steps": [{"evicted": 0.5}]}
+    log |= {"documents": 7, "tokens": 1, "seconds": 1, "bytes": 1, "held_out": None}
+    file = config.out / "before.json"
+    write_json(file, {"systems": rows, "trainings": [log], "speed": {"rows": [], "device": "one"}})
+    now = dataclasses.replace(config, run=2, earlier=file)
+    results = Results.read(now)
+    lost = results.gap("qwen", f"{PLANNED}-at3.5", "vanilla", "gsm8k")
+    assert lost.value == pytest.approx(-20 / PROBLEMS)  # of 150, not of this run's 120
+    across = results.gap("qwen", f"{PLANNED}-at3.5", "tova", "gsm8k")
+    assert across.value == pytest.approx(90 / PROBLEMS)
+    assert results.fewer("qwen", f"{PLANNED}-at3.5", "gsm8k") == pytest.approx(370 / 120)
+    said = page.gsm8k(results)
+    assert "| DMS, low rank, window 16, to 3.5 (run 1) | 32.5 ± 2.3 | -5.0 ± 1.1 |" in said
+    assert said.count("\n| vanilla |") == 1
+    assert "| Quest | 29.8" in said
+    assert "to 3.5 (run 1) | 7 |" in page.trainings(results)
+    opening = page._opening(results)
+    assert "- Run 2: a card, jax 0, 2026-01-01.\n- Run 1: a card, jax 0, 2025-12-31." in opening
+    assert results.speed["device"] == "one"
+    # The page that was written gives the same again, with this run's rows from its own files.
+    write_json(file, results.to_dict())
+    again = Results.read(now)
+    assert again.to_dict() == results.to_dict()
+    assert page.gsm8k(again) == said
+    with pytest.raises(dms_jax.ConfigError, match=r"nowhere\.json is not there"):
+        Results.read(dataclasses.replace(config, earlier=pathlib.Path("nowhere.json")))
