@@ -8,9 +8,6 @@
 Orbax copies the arrays to the host while the run waits, and writes them to a temporary directory
 while it goes on, which it renames at the end. A checkpoint that cannot be written is a warning:
 the older ones stay, since they are removed only after a newer one is complete.
-
-None is complete before the export of an earlier step is: a run that is killed between the two would
-go on after it, and never write it.
 """
 
 import contextlib

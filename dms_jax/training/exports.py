@@ -3,6 +3,10 @@
 The run waits while what the devices hold is moved to the host (`begin_save`), and goes on while a
 thread writes the files. A second export waits until the first is written, so that the host holds
 one at most. What fails in the thread ends the run at its next step, or at its end.
+
+No checkpoint is complete before the exports of earlier steps are: a run that is killed in between
+would go on after them, and never write them. In a single process it is completed behind the steps;
+of several the run waits for the export where a checkpoint is due.
 """
 
 import concurrent.futures

@@ -138,11 +138,11 @@ class Loop:
             self._snapshot(ratio, agree)
         stop, save_now = decided
         if save_now or done % options.checkpoint_every == 0 or done == total:
-            self._checkpoint(done)
+            self._checkpoint(done, agree)
         if not processes.several():  # nobody to wait for: what has come up since counts too
             stop, _ = self._wishes(done, interrupts)
         if stop and done < total:
-            self._checkpoint(done)
+            self._checkpoint(done, agree)
             self._finish_exports(agree)
             if self._directory is not None:
                 self._directory.finish()
@@ -286,13 +286,15 @@ class Loop:
             back += f": restart_from={latest} goes on from there with other rates."
         return f"Step {step} is not finite: {parts}.{skipped} Lower the learning rates.{back}"
 
-    def _checkpoint(self, done: int) -> None:
+    def _checkpoint(self, done: int, agree: processes.Agreement) -> None:
         if self._directory is None:
             return
         self._read()
         # Parameters after which no step is finite are none to go back to.
         if self._skipped_in_a_row and done < self._total:
             return
+        if processes.several():  # the others cannot be told that the first leaves a checkpoint out
+            self._finish_exports(agree)
         get_state = getattr(self._source, "get_state", lambda: None)
         self._directory.save(done, self._trainer.state, get_state(), after=self._exports.written)
         self._clock = self._saved = time.perf_counter()

@@ -20,7 +20,7 @@ from tests.training.killing import EXPORT, compare, finish, moments, start
 from tests.training.tiny import EAGER, documents, language_model, recipe
 
 # One program for all tests: it is compiled once.
-TOLD: dict[str, Any] = dict(float64=True, mesh=[4, 2], steps=20)
+TOLD: dict[str, Any] = dict(float64=True, mesh=[4, 2], steps=20, snapshots=[1.5])
 
 
 def run(count: int, out: pathlib.Path, **told: Any) -> list[dict[str, Any]]:
@@ -50,12 +50,13 @@ def test_two_processes_are_one_run(tmp_path, whole):
     assert both[0] == both[1]
     for name in ("losses", "norms"):
         chex.assert_trees_all_close(np.array(both[0][name]), np.array(alone[name]), rtol=1e-9)
-    # Sums over devices differ in their last bits of 64; the export is compared in 32.
-    narrow = [
-        {name: array.astype(np.float32) for name, array in load_file(model).items()}
-        for model in (out / EXPORT, tmp_path / "alone" / EXPORT)
-    ]
-    chex.assert_trees_all_equal(*narrow)
+    # Sums over devices differ in their last bits of 64; exports are compared in 32.
+    for export in (EXPORT, "snapshots/1.5/model.safetensors"):
+        narrow = [
+            {name: array.astype(np.float32) for name, array in load_file(model).items()}
+            for model in (out / export, tmp_path / "alone" / export)
+        ]
+        chex.assert_trees_all_equal(*narrow)
     logged = (out / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in logged] == list(range(1, 21))
 
@@ -93,12 +94,16 @@ def test_an_error_of_one_ends_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_export_that_fails_ends_all_in_order(tmp_path):
-    """Its error is told once: who told it again waited for processes that had left."""
+@pytest.mark.parametrize("every", [100, 1])
+def test_an_export_that_fails_ends_all_in_order(tmp_path, every):
+    """Its error is told once: who told it again waited for processes that had left.
+
+    With a checkpoint of its step too, which is not complete without it.
+    """
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "snapshots").write_text("")
     # Raises if the exit of one is not 0.
-    one, other = run(2, tmp_path / "run", snapshots=[1.5], **TOLD)
+    one, other = run(2, tmp_path / "run", every=every, **TOLD)
     assert one["ended"].startswith("CheckpointError: the checkpoint cannot be written to")
     assert other["ended"].startswith("OtherProcessError: Process 0 of this run failed: Checkp")
 
