@@ -73,6 +73,21 @@ def test_sigterm_to_one_stops_all_and_the_run_goes_on_to_the_same_bits(tmp_path,
 
 
 @pytest.mark.slow
+def test_a_notice_that_only_the_platform_hears_stops_all_at_one_step(tmp_path):
+    """SIGTERM while no handler of the run is set reaches jax's service for preemptions alone.
+
+    So it is where the run is in another thread than the main one. The processes agree on a step
+    that none has reached; the pause lets the service of the other hear of it.
+    """
+    stopped = run(2, tmp_path / "run", term=[1, 2], thread=True, pause=0.5, **TOLD)
+    ends = [each["ended"] for each in stopped]
+    assert ends[0] == ends[1]
+    step = int(ends[0].removeprefix("KeyboardInterrupt: stopped after step "))
+    assert 2 < step < TOLD["steps"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [str(step)]
+
+
+@pytest.mark.slow
 def test_a_killed_run_ends_in_the_same_bits(tmp_path):
     """Of one process; `tests/training/killing.py` does it to two, five times."""
     assert compare(tmp_path, processes=1, kills=1, steps=6, seed=0)
