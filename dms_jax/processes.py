@@ -254,13 +254,13 @@ def put(value: np.ndarray, place: Any) -> jax.Array:
     return jax.make_array_from_callback(value.shape, place, lambda index: value[index])
 
 
-def slices(value: jax.Array, *, along_first: bool) -> Any:
+def slices(value: jax.Array | np.ndarray, *, along_first: bool) -> Any:
     """Yields the slices of an array along its first axis, or all of it, on the host.
 
     Of an array that is spread over processes one slice at a time is gathered, in every process;
     only the first of them gets it, and the others None.
     """
-    if value.is_fully_addressable:
+    if isinstance(value, np.ndarray) or value.is_fully_addressable:
         host = jax.device_get(value)
         yield from host if along_first else (host,)
         return

@@ -9,19 +9,20 @@ a new one.
 
 Of several processes, which all call `save`, the first writes. Arrays that are spread over them are
 gathered one layer at a time.
+
+A run that goes on while its model is written calls `begin_save`, which moves the arrays to the host
+and leaves the files to another thread.
 """
 
 import contextlib
-import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from dms_jax import processes
 from dms_jax.checkpoint import names
@@ -37,8 +38,16 @@ from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
 from dms_jax.checkpoint.low_rank import low_rank_tensors
 from dms_jax.checkpoint.policy_fields import policy_to_hf
 from dms_jax.checkpoint.replacing import ADAPTER, CHECKPOINT, replacement
-from dms_jax.checkpoint.weights import INDEX, SINGLE
+from dms_jax.checkpoint.tensor_files import (
+    Tensors,
+    check_finite,
+    mode_of,
+    save_tensors,
+    write_json,
+    write_tensors,
+)
 from dms_jax.checks import check
+from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, ConfigError, plain
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel, check_model
@@ -47,6 +56,8 @@ from dms_jax.policies import Policy
 from dms_jax.policies.base import check_adapter, check_policy
 
 MAX_SHARD_BYTES = 5 * 10**9
+
+Write = Callable[[Tensors, pathlib.Path], None]
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -82,6 +93,65 @@ def save(
             that carry decisions, or gives decisions another meaning than they were trained for; or
             the model's family cannot express its switches.
     """
+    target, contents = _asked(model, policy, path, adapter_only=adapter_only)
+
+    def write_all() -> None:
+        transformer, write = contents(model, policy, max_shard_bytes)
+        with _gathered(transformer) as tensors, _file_errors(target):
+            if processes.is_first():
+                write(tensors, target)
+
+    _together(write_all)
+
+
+def begin_save(
+    model: LanguageModel,
+    policy: Policy,
+    path: str | pathlib.Path,
+    *,
+    adapter_only: bool = False,
+    kept: Iterable[jax.Array] = (),
+) -> Callable[[], None]:
+    """Move to the host what `save` would write, and return what writes it, in any thread.
+
+    The host of the first process holds all of it until it is written; where there is one process,
+    without the arrays of `kept`.
+
+    Args:
+        model, policy, path, adapter_only: as for `save`.
+        kept: arrays of the model that stay on the devices until it is written. Of a single process
+            they are moved one at a time, when they are written.
+
+    Returns:
+        What writes the files, in the first process; it raises CheckpointError where `save` would.
+
+    Raises:
+        CheckpointError, ConfigError: what `save` refuses before it writes.
+    """
+    target, contents = _asked(model, policy, path, adapter_only=adapter_only)
+
+    def move() -> Callable[[], None]:
+        transformer, write = contents(model, policy, MAX_SHARD_BYTES)
+        tensors = _moved(transformer, kept)
+
+        def write_later() -> None:
+            with _file_errors(target):
+                write(tensors, target)
+
+        return write_later
+
+    return _together(move)
+
+
+def _asked(
+    model: LanguageModel, policy: Policy, path: Any, *, adapter_only: bool
+) -> tuple[pathlib.Path, Callable[[LanguageModel, Policy, int], tuple[Transformer, Write]]]:
+    """Check what is to be saved; return the directory, and what says what goes into it.
+
+    Raises:
+        CheckpointError: the path is none.
+        ConfigError: the policy and the model do not belong together.
+    """
     check_model(model)
     check_policy(policy)
     if not isinstance(path, str | os.PathLike) or not str(path):
@@ -102,39 +172,51 @@ def save(
             f"this model was made for {model.policy}: its decisions mean {trained}; saved for "
             f"{policy} they would be read as {asked}. Save it with its own policy"
         )
-    write = _save_adapter if check("adapter_only", adapter_only, bool) else _save_model
-    together, error = processes.Agreement(), None
+    adapter = check("adapter_only", adapter_only, bool)
+    return target, _of_adapter if adapter else _of_model
+
+
+def _together[Result](action: Callable[[], Result]) -> Result:
+    """Do what all processes do, and end in all of them if the first fails."""
+    together = processes.Agreement()
     try:
-        write(model, policy, target, max_shard_bytes)
-    except OSError as caught:
-        error = CheckpointError(f"the checkpoint cannot be written to {target}: {caught}")
-        error.__cause__ = caught
-    except (CheckpointError, ConfigError) as caught:
-        error = caught
-    together.first_done(error)
-    if error is not None:
-        raise error
+        result = action()
+    except (CheckpointError, ConfigError) as error:
+        together.first_done(error)
+        raise
+    together.first_done(None)
+    return result
 
 
-def _save_model(
-    model: LanguageModel, policy: Policy, target: pathlib.Path, max_shard_bytes: int
-) -> None:
-    config = _config(model, policy)
-    with _gathered(low_rank.merge(model.transformer)) as tensors:
-        if not processes.is_first():
-            return
+@contextlib.contextmanager
+def _file_errors(target: pathlib.Path) -> Iterator[None]:
+    """Raise CheckpointError where a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint cannot be written to {target}: {error}") from error
+
+
+def _of_model(
+    model: LanguageModel, policy: Policy, max_shard_bytes: int
+) -> tuple[Transformer, Write]:
+    """The parameters of a whole checkpoint, and what writes it without the model's arrays."""
+    config, special_ids, tokenizer = _config(model, policy), _generation(model), model.tokenizer
+
+    def write(tensors: Tensors, target: pathlib.Path) -> None:
         with replacement(target, CHECKPOINT) as directory:
-            _write_json(directory / "config.json", config)
+            write_json(directory / "config.json", config)
             before = read_json(target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES)
-            _write_json(
-                directory / "generation_config.json", _sampling(before or {}) | _generation(model)
-            )
-            if model.tokenizer is not None:
-                model.tokenizer.save(directory)
-            _write_tensors(tensors, directory, max_shard_bytes)
+            write_json(directory / "generation_config.json", _sampling(before or {}) | special_ids)
+            if tokenizer is not None:
+                tokenizer.save(directory)
+            write_tensors(tensors, directory, max_shard_bytes)
+
+    return low_rank.merge(model.transformer), write
 
 
-def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path, _: int) -> None:
+def _of_adapter(model: LanguageModel, policy: Policy, _: int) -> tuple[Transformer, Write]:
+    """The parameters that an adapter goes with, and what compares them and writes it alone."""
     size = low_rank.low_rank_of(model.transformer)
     if not policy.retrofit.adapter and size is None:
         raise ConfigError(
@@ -146,24 +228,28 @@ def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path, _:
             "whole model"
         )
     tensors = dict(low_rank_tensors(model.transformer))
-    with _gathered(low_rank.drop_factors(model.transformer)) as others:
-        if not processes.is_first():
-            return
-        identity = _unchanged_base(model, others, tensors if policy.retrofit.adapter else {})
-    for name, value in tensors.items():
-        _check_finite(name, value)
-    with replacement(target, ADAPTER) as directory:
-        _write_json(directory / ADAPTER_CONFIG, adapter_config(policy, size, identity))
-        _save_file(tensors, directory / ADAPTER_TENSORS, _mode(directory / ADAPTER_CONFIG))
+    source, config = model.source, model.config
+
+    def write(others: Tensors, target: pathlib.Path) -> None:
+        adapter = tensors if policy.retrofit.adapter else {}
+        identity = _unchanged_base(source, config, others, adapter)
+        for name, value in tensors.items():
+            check_finite(name, value)
+        with replacement(target, ADAPTER) as directory:
+            write_json(directory / ADAPTER_CONFIG, adapter_config(policy, size, identity))
+            save_tensors(tensors, directory / ADAPTER_TENSORS, mode_of(directory / ADAPTER_CONFIG))
+
+    return low_rank.drop_factors(model.transformer), write
 
 
 def _unchanged_base(
-    model: LanguageModel, tensors: Iterator[tuple[str, np.ndarray]], adapter: dict[str, np.ndarray]
+    source: str | None, config: ModelConfig, tensors: Tensors, adapter: dict[str, np.ndarray]
 ) -> dict[str, Any]:
     """Compute the identity of a model's base, after checking that its weights are unchanged.
 
     Args:
-        model: the model with its adapter.
+        source: where the model was loaded from.
+        config: its config.
         tensors: its tensors, without low-rank updates.
         adapter: takes those of its adapter.
 
@@ -171,20 +257,20 @@ def _unchanged_base(
         CheckpointError: the model was not loaded, or its base is gone or has other weights.
     """
     whole = "save the whole model (adapter_only=False)"
-    if model.source is None:
+    if source is None:
         raise CheckpointError(
             "this model was not loaded from a checkpoint, so that there is no base which an "
             f"adapter could be saved beside; {whole}, or save the base first and load that"
         )
     try:
-        base = read_checkpoint(pathlib.Path(model.source))
+        base = read_checkpoint(pathlib.Path(source))
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(
-            f"the base {model.source}, with which the model must be compared before its adapter "
+            f"the base {source}, with which the model must be compared before its adapter "
             f"is saved alone, cannot be read any more: {error}"
         ) from error
-    reason = f"the model is not its base {model.source} with an adapter: "
-    different = differing_shape(base.config, model.config)
+    reason = f"the model is not its base {source} with an adapter: "
+    different = differing_shape(base.config, config)
     if different:
         raise CheckpointError(f"{reason}{'; '.join(different)}; {whole}")
     changed = []
@@ -228,9 +314,9 @@ def _generation(model: LanguageModel) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _gathered(transformer: Transformer) -> Iterator[Iterator[tuple[str, np.ndarray]]]:
+def _gathered(transformer: Transformer) -> Iterator[Tensors]:
     """Yield the tensors, and go through those that are left: other processes take part in each."""
-    tensors = _tensors(transformer)
+    tensors = _tensors(_arrays(transformer))
     try:
         yield tensors
     finally:
@@ -239,10 +325,25 @@ def _gathered(transformer: Transformer) -> Iterator[Iterator[tuple[str, np.ndarr
                 pass
 
 
-def _tensors(transformer: Transformer) -> Iterator[tuple[str, np.ndarray]]:
+def _moved(transformer: Transformer, kept: Iterable[jax.Array]) -> Tensors:
+    """The tensors, of arrays that are on the host; of a single process `kept` ones are not yet."""
+    if processes.several():
+        with _gathered(transformer) as tensors:
+            return iter(list(tensors) if processes.is_first() else [])
+    left, arrays = {id(each) for each in kept}, _arrays(transformer)
+    moving = iter(jax.device_get([value for _, value in arrays if id(value) not in left]))
+    return _tensors([(p, value if id(value) in left else next(moving)) for p, value in arrays])
+
+
+def _arrays(transformer: Transformer) -> list[tuple[Any, Any]]:
+    """Every parameter's path and array."""
+    flat = nnx.to_flat_state(nnx.state(transformer, nnx.Param))
+    return [(path, param.get_value()) for path, param in flat]
+
+
+def _tensors(arrays: list[tuple[Any, Any]]) -> Tensors:
     """Yield every tensor with its Hugging Face name, one at a time; in the first process alone."""
-    for path, param in nnx.to_flat_state(nnx.state(transformer, nnx.Param)):
-        value = param.get_value()
+    for path, value in arrays:
         pieces = names.PIECES[path]
         stacked = pieces[0].layout.stacked
         for layer, part in enumerate(processes.slices(value, along_first=stacked)):
@@ -252,64 +353,3 @@ def _tensors(transformer: Transformer) -> Iterator[tuple[str, np.ndarray]]:
                 layout = piece.layout
                 name = layout.tensor_name(layer) if stacked else layout.name
                 yield name, layout.to_tensor(part[piece.index(part.ndim)])
-
-
-def _write_tensors(
-    tensors: Iterator[tuple[str, np.ndarray]], directory: pathlib.Path, max_shard_bytes: int
-) -> None:
-    """Write `model.safetensors`, or numbered shards and their index."""
-    mode = _mode(directory / "config.json")
-    written: list[tuple[pathlib.Path, list[str]]] = []
-    shard: dict[str, np.ndarray] = {}
-    total = size = 0
-
-    def flush() -> None:
-        nonlocal shard, size
-        file = directory / f"shard-{len(written)}"
-        _save_file(shard, file, mode)
-        written.append((file, list(shard)))
-        shard, size = {}, 0
-
-    for name, tensor in tensors:
-        _check_finite(name, tensor)
-        if shard and size + tensor.nbytes > max_shard_bytes:
-            flush()
-        shard[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-    flush()
-    if len(written) == 1:
-        written[0][0].rename(directory / SINGLE)
-        return
-    weight_map = {}
-    for number, (file, tensor_names) in enumerate(written, start=1):
-        final = f"model-{number:05d}-of-{len(written):05d}.safetensors"
-        file.rename(directory / final)
-        weight_map |= dict.fromkeys(tensor_names, final)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_json(directory / INDEX, index)
-
-
-def _check_finite(name: str, tensor: np.ndarray) -> None:
-    if not np.isfinite(tensor).all():
-        raise CheckpointError(
-            f"tensor {name} holds NaN or infinite values; nothing was written, for it could not be "
-            "loaded again"
-        )
-
-
-def _mode(file: pathlib.Path) -> int:
-    """The permissions of a new file."""
-    return file.stat().st_mode & 0o777
-
-
-def _save_file(tensors: dict[str, np.ndarray], file: pathlib.Path, mode: int) -> None:
-    try:
-        save_file(tensors, str(file), metadata={"format": "pt"})
-    except SafetensorError as error:  # also raised when a system call fails
-        raise OSError(str(error)) from error
-    file.chmod(mode)  # the library makes files private
-
-
-def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -15,13 +15,14 @@ import json
 import os
 import pathlib
 import sys
-from typing import Literal, cast
+from importlib import metadata
+from typing import Any, Literal, cast
 
 import jax
 
 import dms_jax
 from dms_jax.command_line.options import SHIPPED, find_model
-from dms_jax.command_line.reports import make_place, read_file
+from dms_jax.command_line.reports import make_place, provenance, read_file, write_json
 from dms_jax.command_line.retrofitting import UPDATES
 from dms_jax.command_line.retrofitting import Config as Retrofit
 from dms_jax.command_line.running import command
@@ -30,6 +31,8 @@ from dms_jax.config import ModelConfig
 from dms_jax.model.rematerialisation import Remat
 from dms_jax.training.planning import Plan, plan
 
+# What the figures of a plan depend on.
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 # Without a TPU, libtpu is not to look for one, nor to lock it against other processes that compile.
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -84,6 +87,8 @@ class Config:
 
     out: pathlib.Path | None = None
     """A Markdown page to add the plans to, with the command and versions."""
+    figures: pathlib.Path | None = None
+    """A JSON file for the figures of the plans, with what they were made by and when."""
 
     def retrofit(self) -> Retrofit:
         """The retrofit that is planned."""
@@ -122,8 +127,11 @@ def main(config: Config) -> None:
         for name, value in NO_TPU.items():
             os.environ.setdefault(name, value)
     shape, chosen = shape_of(config.model), config.retrofit()
-    if config.out is not None:
-        make_place("--out", config.out)
+    for option, place in (("--out", config.out), ("--figures", config.figures)):
+        if place is not None:
+            make_place(option, place)
+    told = {} if config.figures is None else made_by(config)
+    plans: list[dict[str, Any]] = []
     for machine in config.machine:
         print(f"Compiling for {machine} ...", file=sys.stderr)
         made = plan(
@@ -138,12 +146,28 @@ def main(config: Config) -> None:
         print(f"{made}\n", flush=True)
         if config.out is not None:
             write(config.out, config.model, made)
+        if config.figures is not None:  # each as it comes: compiling the next may take long
+            plans.append({"title": title(config.model, made), **made.figures()})
+            write_json(config.figures, told | {"plans": plans})
+
+
+def made_by(config: Config) -> dict[str, Any]:
+    """How, when and by which compilers plans were made."""
+    where = {} if config.here else {"device": "none: compiled ahead of time"}
+    versions = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    found = {name: versions[name] for name in COMPILERS if name in versions}
+    told = provenance(config)
+    return told | where | {"versions": told["versions"] | found}
+
+
+def title(model: str, made: Plan) -> str:
+    """What is planned, on what."""
+    sizes = (made.mesh[0], *[made.sequence] * (made.sequence > 1), made.mesh[1])
+    return f"{model} on {made.machine.name}, {' x '.join(map(str, sizes))}"
 
 
 def write(path: pathlib.Path, model: str, made: Plan) -> None:
     """Adds a plan to a page."""
-    sizes = (made.mesh[0], *[made.sequence] * (made.sequence > 1), made.mesh[1])
-    title = f"## {model} on {made.machine.name}, {' x '.join(map(str, sizes))}"
     versions = f"jax {jax.__version__}, {command()}"
     with path.open("a", encoding="utf-8") as file:
-        file.write(f"{title}\n\n```\n{made}\n```\n\n{versions}\n\n")
+        file.write(f"## {title(model, made)}\n\n```\n{made}\n```\n\n{versions}\n\n")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dms_jax.checks import Count, check
+from dms_jax.data.encodable import encodable
 from dms_jax.data.sources import as_source
 from dms_jax.data.tokens import Tokens
 
@@ -92,7 +93,8 @@ def batches(
     batch_size, length = check("batch_size", batch_size, Count), check("length", length, Count)
     seed = check("seed", seed, int | None)
     check("packing", packing, Packing)
-    documents = Tokens(as_source(data), tokenizer, vocab_size)
+    source = encodable(as_source(data), tokenizer, vocab_size)
+    documents = Tokens(source, tokenizer, vocab_size)
     dataset = grain.MapDataset.source(documents)
     dataset = dataset if seed is None else dataset.seed(seed % 2**32).shuffle()
     dataset = dataset.repeat() if repeat else dataset

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from dms_jax.checks import Share, check
+
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
@@ -25,7 +27,15 @@ Document = str | Sequence[Mapping[str, Any] | int] | np.ndarray | Exchange
 
 
 class Source(abc.ABC):
-    """A sequence of documents that knows where each of them is from."""
+    """A sequence of documents that knows where each of them is from.
+
+    Attributes:
+      malformed: largest share of the documents that may be left out because they are malformed.
+      refused: how many the source itself has left out for that.
+    """
+
+    malformed: float = 0.0
+    refused: int = 0
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -39,10 +49,20 @@ class Source(abc.ABC):
 
 
 class Documents(Source):
-    """Documents in memory: strings, conversations or token ids."""
+    """Documents in memory: strings, conversations or token ids.
 
-    def __init__(self, documents: Sequence[Any] | np.ndarray):
+    Args:
+      documents: the documents.
+      malformed: largest share of them that may be left out because they are malformed; at 0 one is
+        an error when it is read.
+
+    Raises:
+      ConfigError: `malformed` is not a share.
+    """
+
+    def __init__(self, documents: Sequence[Any] | np.ndarray, malformed: float = 0.0):
         self._documents = documents
+        self.malformed = check("malformed", malformed, Share)
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -55,14 +75,15 @@ class AnswersOnly(Source):
     """The documents of a source, of which only answers count in the loss."""
 
     def __init__(self, source: Source):
-        self._source = source
+        self.source = source
+        self.malformed, self.refused = source.malformed, source.refused
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     def __getitem__(self, index: int) -> Document:
-        return self._source[index]
+        return self.source[index]
 
     def where(self, index: int) -> str:
         """Returns the origin of a document, for messages."""
-        return self._source.where(index)
+        return self.source.where(index)

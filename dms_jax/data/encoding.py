@@ -87,7 +87,39 @@ def encode_answers(
     return np.concatenate([tokens for tokens, _ in pieces]), np.concatenate(counts)
 
 
+def check_document(document: Any, tokenizer: Any, *, answers: bool) -> np.ndarray | None:
+    """Raises what `encode_document`, or `encode_answers`, would, and tokenizes no text.
+
+    Returns:
+      The token ids of a document that is given as such; None of texts.
+
+    Raises:
+      DataError: see there.
+    """
+    if isinstance(document, str) and not answers:
+        return None
+    if answers or isinstance(document, Exchange):
+        parts = [part for part, _ in _parts(document, tokenizer)]
+        return None if isinstance(parts[0], str) else np.concatenate(parts)
+    if _is_chat(document):
+        _template(document, tokenizer, add_generation_prompt=False)
+        return None
+    return encode_document(document, tokenizer)
+
+
 def _pieces(document: Any, tokenizer: Any) -> Pieces:
+    """The token ids of a document's parts, and whether each is of an answer."""
+    parts = _parts(document, tokenizer)
+    if _is_plain(document, tokenizer):
+        return _plain(document.prompt, document.response, tokenizer)
+    return [
+        (_ids(_encode(part, tokenizer) if isinstance(part, str) else part), is_answer)
+        for part, is_answer in parts
+    ]
+
+
+def _parts(document: Any, tokenizer: Any) -> list[tuple[Any, bool]]:
+    """A document's parts, texts or token ids, and whether each is of an answer."""
     if isinstance(document, Exchange):
         prompt, response = document.prompt, document.response
         if (isinstance(prompt, str) or _is_chat(prompt)) != isinstance(response, str):
@@ -97,8 +129,8 @@ def _pieces(document: Any, tokenizer: Any) -> Pieces:
             )
         if not isinstance(response, str):
             return [(_ids(prompt), False), (_ids(response), True)]
-        if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None) is None:
-            return _plain(prompt, response, tokenizer)
+        if _is_plain(document, tokenizer):
+            return [(prompt, False), (response, True)]
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         turns.append({"role": "assistant", "content": response})
         return _chat(turns, tokenizer, first=len(turns) - 1)
@@ -108,6 +140,13 @@ def _pieces(document: Any, tokenizer: Any) -> Pieces:
         "this document has no answers that could be told apart. Give conversations, or prompts "
         "with responses."
     )
+
+
+def _is_plain(document: Any, tokenizer: Any) -> bool:
+    """Whether a document is a prompt and a response for a tokenizer without a chat template."""
+    if not isinstance(document, Exchange) or not isinstance(document.prompt, str):
+        return False
+    return getattr(tokenizer, "chat_template", None) is None
 
 
 def _is_chat(document: Any) -> bool:
@@ -136,8 +175,8 @@ def _plain(prompt: str, response: str, tokenizer: Any) -> Pieces:
     return [(first, False), (_ids([*_encode(response, tokenizer), *end]), True)]
 
 
-def _chat(messages: list[Any], tokenizer: Any, first: int = 0) -> Pieces:
-    """The pieces of a conversation, whose answers are the assistant's turns from `first` on."""
+def _chat(messages: list[Any], tokenizer: Any, first: int = 0) -> list[tuple[Any, bool]]:
+    """The texts of a conversation, whose answers are the assistant's turns from `first` on."""
     whole = _template(messages, tokenizer, add_generation_prompt=False)
     pieces: list[tuple[str, bool]] = []
     done = 0
@@ -157,8 +196,7 @@ def _chat(messages: list[Any], tokenizer: Any, first: int = 0) -> Pieces:
         done = end
     if not pieces:
         raise DataError("this conversation has no turn of the assistant.")
-    pieces.append((whole[done:], False))
-    return [(_ids(_encode(text, tokenizer)), is_answer) for text, is_answer in pieces]
+    return [*pieces, (whole[done:], False)]
 
 
 def _encode(text: str, tokenizer: Any) -> list[int]:

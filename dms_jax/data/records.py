@@ -39,9 +39,10 @@ class Fields(Options):
         that a record has.
       prompt, response: templates of a prompt and of its response, in which {name} stands for a
         field; both or none.
-      malformed: largest share of the records that may be left out because they are malformed.
-        Above 0 every record is read at once, and what is left out is counted in a warning; at 0 a
-        malformed record is an error when it is read.
+      malformed: largest share of the records that may be left out because they are malformed, or
+        make documents that the model cannot be trained on: conversations that its chat template
+        refuses, and tokens outside its vocabulary. Above 0 every record is read at once, and what
+        is left out is counted in a warning; at 0 a malformed record is an error when it is read.
       longest: most characters of a document; longer ones are left out. None for no limit.
       verified: whether responses are left out whose final answer is not that of the record
         ("answer", or else "solution") to Math-Verify (pip install 'dms-jax[eval]').
@@ -106,6 +107,7 @@ class Records(Source):
 
     def __init__(self, fields: Fields):
         self._fields = fields
+        self.malformed = fields.malformed
         self._kept: array.array[int] | None = None
 
     @abc.abstractmethod
@@ -145,6 +147,7 @@ class Records(Source):
                     f"{told}, more than a share of {fields.malformed:g}. The first: {first}"
                 )
             warnings.warn(f"{told} and left out. The first: {first}", stacklevel=stacklevel)
+            self.refused = wrong
         if out := self.count() - wrong - len(kept):
             warnings.warn(
                 f"{out} of {self.count()} records are left out: too long, or without a verified "

@@ -160,7 +160,7 @@ class JsonLines(_Files):
       paths: path of one file, or several.
       field: name of the field that holds the text or the messages; None for the first form that
         fits.
-      malformed: largest share of the lines that may be malformed (`Fields`).
+      malformed: largest share of the lines that may be left out as malformed (`Fields`).
       fields: everything about fields, in place of the two.
 
     Raises:
@@ -209,7 +209,8 @@ def as_source(data: Any, fields: Fields | None = None) -> Source:
         `.parquet` and `.arrow` tables, folders datasets saved to disk, anything else is text; each
         file can be packed with gzip, `.gz`); a list of strings, of conversations or of token ids;
         or an [N, T] array of token ids.
-      fields: what of the records of files makes up a document, and which are left out.
+      fields: what of the records of files makes up a document, and which are left out; of data in
+        memory only the share that may be malformed counts.
 
     Raises:
       DataError: the data is none of these, or empty.
@@ -227,7 +228,7 @@ def as_source(data: Any, fields: Fields | None = None) -> Source:
                 "Give the files as pathlib.Path."
             )
         else:
-            source = Documents(data)
+            source = Documents(data, 0.0 if fields is None else fields.malformed)
     else:
         raise DataError(
             f"Cannot train on a {type(data).__name__}. Give a path, a list of texts or "

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dms_jax.data.documents import AnswersOnly, Source
+from dms_jax.data.encodable import check_vocabulary
 from dms_jax.data.encoding import encode_answers, encode_document, encode_piece
 from dms_jax.errors import DataError
 
@@ -48,12 +49,7 @@ class Tokens:
                 else:
                     tokens = encode_document(document, self._tokenizer)
                 counts = np.ones(tokens.shape, bool)
-            if self._vocab_size is not None and tokens.size:
-                low, high = int(tokens.min()), int(tokens.max())
-                if low < 0 or high >= self._vocab_size:
-                    raise DataError(
-                        f"token ids must lie in 0 ... {self._vocab_size - 1}, got {low} ... {high}."
-                    )
+            check_vocabulary(tokens, self._vocab_size)
         except DataError as error:
             raise DataError(f"{self._source.where(index)}: {error}") from error
         return {

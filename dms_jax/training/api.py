@@ -16,6 +16,7 @@ from dms_jax import compilation, processes, sharding
 from dms_jax.checkpoint import save
 from dms_jax.checks import check, show_options
 from dms_jax.data import AnswersOnly, as_source
+from dms_jax.data.encodable import encodable
 from dms_jax.data.fingerprint import fingerprint
 from dms_jax.data.lanes import Deal, lane_batches
 from dms_jax.errors import ConfigError, DataError
@@ -134,6 +135,9 @@ def train(
     deal = Deal(recipe.batch_sizes, pass_size, rows)
     if not hasattr(data, "__next__"):
         data = as_source(data)
+        data = AnswersOnly(data) if recipe.answers_only else data
+        # Before its fingerprint: what is left out is part of what tells data apart.
+        data = encodable(data, model.tokenizer, model.config.vocab_size)
     source = _batches(model, recipe, data, deal, run.seed)
     directory = None  # after all that can be refused, which leaves none
     if out is not None:
@@ -268,7 +272,7 @@ def _batches(model: LanguageModel, recipe: Recipe, data: Any, deal: Deal, seed: 
     if hasattr(data, "__next__"):
         return data
     return lane_batches(
-        AnswersOnly(data) if recipe.answers_only else data,
+        data,
         model.tokenizer,
         deal=deal,
         length=recipe.sequence_length,

@@ -23,6 +23,7 @@ import jax
 
 from dms_jax import processes
 from dms_jax.errors import CheckpointError, ConfigError, plain
+from dms_jax.training.exports import Written
 
 _CHECKSUMS = "checksums.json"
 # Orbax notes in it, last of all, when the checkpoint was complete.
@@ -43,6 +44,7 @@ class Checkpoints:
         self._run, self._keep = directory, keep
         self._path = directory / "checkpoints"
         self._writing: int | None = None
+        self._after: Written | None = None
         self._problem: str | None = None
         self._manager: Any = self._open()
 
@@ -78,15 +80,21 @@ class Checkpoints:
         """Whether the platform has told any process, and all agree, that the run must end now."""
         return self._manager.reached_preemption(step)
 
-    def save(self, step: int, state: Any, meta: Meta) -> None:
+    def save(self, step: int, state: Any, meta: Meta, after: Written | None = None) -> None:
         """Begins to write a checkpoint, once the one before it is complete.
 
         What cannot be written is a warning; the run goes on.
+
+        Args:
+          step: number of steps that are done.
+          state: the training state.
+          meta: what is saved beside it.
+          after: the export that must be complete before it.
         """
         self._settle()
         self._warn()
         args = self._orbax.args
-        self._writing = step
+        self._writing, self._after = step, after
         try:
             self._manager.save(
                 step,
@@ -138,7 +146,13 @@ class Checkpoints:
         )
 
     def _add_sums(self) -> None:
-        """Writes the checksums of a checkpoint; Orbax calls it just before it renames it."""
+        """Writes the checksums of a checkpoint; Orbax calls it just before it renames it.
+
+        Raises:
+          CheckpointError: the export before it was not written.
+        """
+        if self._after is not None:
+            self._after.result()
         (place,) = self._path.glob(f"{self._writing}.*")
         sums = {name: _sum(place / name) for name in _files(place)}
         (place / _CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")

@@ -3,7 +3,8 @@
 A few steps are in flight: the metrics of a step are read while later ones run, so that the device
 never waits for the host. Ctrl-C and SIGTERM end the run after the current step, with a checkpoint
 to resume from. Several processes decide before each step together whether it is the last and
-whether a checkpoint follows it; an error of one of them ends all.
+whether a checkpoint follows it; an error of one of them ends all. The files of exports are written
+behind the steps (`exports.py`).
 """
 
 import collections
@@ -18,12 +19,13 @@ import jax
 import numpy as np
 
 from dms_jax import processes
-from dms_jax.checkpoint import save
+from dms_jax.checkpoint.saving import begin_save
 from dms_jax.data.batches import Batch
 from dms_jax.data.lanes import Deal, LaneBatches
 from dms_jax.errors import DataError, TrainingDivergedError
 from dms_jax.policies import Policy
 from dms_jax.training.display import Display, opening_line
+from dms_jax.training.exports import Exports
 from dms_jax.training.interrupts import Interrupts
 from dms_jax.training.options import RunOptions
 from dms_jax.training.recipe import Progress, Recipe
@@ -79,6 +81,7 @@ class Loop:
         self._end = math.inf
         self._display: Any = None
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, "steps")
+        self._exports = Exports()
 
     def run(self) -> None:
         """Runs the steps that are left.
@@ -108,9 +111,12 @@ class Loop:
                 for step in range(start, total):
                     self._take(step, interrupts, agree, snapshots)
                 self._read()
+                self._finish_exports(agree)
             except BaseException as error:
                 agree.fail(error)
                 raise
+            finally:
+                self._exports.close()
 
     def _take(
         self,
@@ -121,6 +127,7 @@ class Loop:
     ) -> None:
         """Takes a step, and does what is due after it."""
         options, total, done = self._options, self._total, step + 1
+        self._exports.check()
         batches = self._draw(step)
         decided = agree(*self._wishes(step, interrupts))
         self._step(step, batches)
@@ -128,14 +135,15 @@ class Loop:
         if options.evaluate and (done % options.evaluate_every == 0 or done == total):
             self._read(evaluate=True)
         for ratio in snapshots.get(done, ()):
-            self._snapshot(ratio)
+            self._snapshot(ratio, agree)
         stop, save_now = decided
         if save_now or done % options.checkpoint_every == 0 or done == total:
-            self._checkpoint(done)
+            self._checkpoint(done, agree)
         if not processes.several():  # nobody to wait for: what has come up since counts too
             stop, _ = self._wishes(done, interrupts)
         if stop and done < total:
-            self._checkpoint(done)
+            self._checkpoint(done, agree)
+            self._finish_exports(agree)
             if self._directory is not None:
                 self._directory.finish()
             raise KeyboardInterrupt(f"stopped after step {done}")
@@ -278,15 +286,17 @@ class Loop:
             back += f": restart_from={latest} goes on from there with other rates."
         return f"Step {step} is not finite: {parts}.{skipped} Lower the learning rates.{back}"
 
-    def _checkpoint(self, done: int) -> None:
+    def _checkpoint(self, done: int, agree: processes.Agreement) -> None:
         if self._directory is None:
             return
         self._read()
         # Parameters after which no step is finite are none to go back to.
         if self._skipped_in_a_row and done < self._total:
             return
+        if processes.several():  # the others cannot be told that the first leaves a checkpoint out
+            self._finish_exports(agree)
         get_state = getattr(self._source, "get_state", lambda: None)
-        self._directory.save(done, self._trainer.state, get_state())
+        self._directory.save(done, self._trainer.state, get_state(), after=self._exports.written)
         self._clock = self._saved = time.perf_counter()
 
     def _snapshots(self, total: int) -> dict[int, list[float]]:
@@ -299,15 +309,24 @@ class Loop:
                     break
         return reached
 
-    def _snapshot(self, ratio: float) -> None:
+    def _snapshot(self, ratio: float, agree: processes.Agreement) -> None:
         self._read()
+        self._finish_exports(agree)
         model = self._trainer.model()
         if self._directory is not None:
             path = self._directory.path / "snapshots" / f"{ratio:g}"
-            save(model, self._policy, path, adapter_only=self._options.adapter_only)
+            only, kept = self._options.adapter_only, self._trainer.frozen
+            write = begin_save(model, self._policy, path, adapter_only=only, kept=kept)
+            if processes.is_first():
+                self._exports.begin(write)
         if self._options.on_snapshot is not None:
             self._options.on_snapshot(ratio, model)
         self._clock = time.perf_counter()
+
+    def _finish_exports(self, agree: processes.Agreement) -> None:
+        """Waits in all processes until no export is being written."""
+        self._exports.finish()
+        agree.first_done(None)
 
 
 def _when_ready(metrics: dict[str, jax.Array]) -> float:

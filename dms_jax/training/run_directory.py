@@ -22,6 +22,7 @@ from dms_jax import processes
 from dms_jax.errors import CheckpointError, ConfigError, DmsJaxError
 from dms_jax.json_text import json_text
 from dms_jax.training.checkpoints import Checkpoints, Meta
+from dms_jax.training.exports import Written
 from dms_jax.training.run_lock import RunLock
 
 
@@ -156,8 +157,21 @@ class RunDirectory:
                 f"same to resume it{restart}, or another directory."
             )
 
-    def save(self, step: int, state: Any, data_state: dict[str, Any] | None) -> None:
-        """Begins to write a checkpoint, unless there is one of this step."""
+    def save(
+        self,
+        step: int,
+        state: Any,
+        data_state: dict[str, Any] | None,
+        after: Written | None = None,
+    ) -> None:
+        """Begins to write a checkpoint, unless there is one of this step.
+
+        Args:
+          step: number of steps that are done.
+          state: the training state.
+          data_state: the state of the data iterator.
+          after: the export that must be complete before it.
+        """
         if step == self.latest_step:
             return
         meta = {
@@ -165,7 +179,7 @@ class RunDirectory:
             "restarted_from": self._restart_from,
             "data": data_state,
         }
-        self._checkpoints.save(step, state, meta)
+        self._checkpoints.save(step, state, meta, after)
 
     def finish(self) -> None:
         """Waits until the checkpoint that is being written is complete.

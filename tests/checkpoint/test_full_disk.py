@@ -10,7 +10,7 @@ import pytest
 import safetensors
 
 from dms_jax import assets
-from dms_jax.checkpoint import load, save, saving
+from dms_jax.checkpoint import load, save, tensor_files
 from dms_jax.errors import CheckpointError
 from dms_jax.policies import TOVA, Vanilla
 from tests.checkpoint.support import copy
@@ -35,7 +35,9 @@ class Failing:
             module = {"os": os, "io": io}[call.split(".")[0]]
             name = call.split(".")[1]
             monkeypatch.setattr(module, name, self._wrap(call, getattr(module, name)))
-        monkeypatch.setattr(saving, "save_file", self._wrap("save_file", saving.save_file))
+        monkeypatch.setattr(
+            tensor_files, "save_file", self._wrap("save_file", tensor_files.save_file)
+        )
 
     def _wrap(self, call, function):
         def counted(*arguments, **options):

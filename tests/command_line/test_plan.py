@@ -1,6 +1,7 @@
 """`dms-jax plan`: whose shape, which retrofit, and the page that it writes."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -55,8 +56,20 @@ def test_a_shape_is_that_of_a_directory(tmp_path):
 
 def test_a_page_of_plans(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "plan", lambda *_, **options: planned())
-    config = plan.Config(machine=("8xh200", "8xh200"), out=tmp_path / "plans.md")
-    plan.main(dataclasses.replace(config))
+    figures = tmp_path / "figures" / "plans.json"
+    config = plan.Config(machine=("8xh200", "8xh200"), out=tmp_path / "plans.md", figures=figures)
+    plan.main(config)
     assert capsys.readouterr().out.count("Memory a device, GB") == 2
     page = (tmp_path / "plans.md").read_text()
     assert page.count("## llama-3.2-1b on 8xh200, 8 x 1") == 2
+    data = json.loads(figures.read_text())
+    assert {"command", "date", "versions", "config"} <= data.keys()
+    assert data["device"] == "none: compiled ahead of time"
+    one, other = data["plans"]
+    assert one == other
+    assert one["report"] == str(planned()).splitlines()
+    assert one["title"] == "llama-3.2-1b on 8xh200, 8 x 1"
+    assert one["run_seconds"] == pytest.approx([4600, 4830])
+    assert [stage["steps"] for stage in one["stages"]] == [2000, 300]
+    assert one["stages"][0]["bytes"] == pytest.approx(55e9)
+    assert one["stages"][0]["bytes_sent"] == pytest.approx(45e9)

@@ -1,11 +1,12 @@
 """Compiles training steps over meshes ahead of time and prints their collectives as JSON.
 
-    python -m tests.training.collectives (cpu | gpu | TPU TOPOLOGY) SHARDS[xSHARDS OF A ROW]...
+    python -m tests.training.collectives (cpu | gpu | v5e) SHARDS[xSHARDS OF A ROW]...
 
 Run by `test_collectives.py` in a process of its own: one process loads libtpu at a time, and arrays
 can be abstract where types are not checked at run time. Nothing is executed.
 
-GPUs are H200s, compiled for by their own compiler (`make gpu-compiler`).
+GPUs are H200s, compiled for by their own compiler (`make gpu-compiler`), TPUs slices of v5e with as
+many chips, in two columns.
 """
 
 import collections
@@ -183,15 +184,19 @@ def mesh_of(devices, data: int, sequence: int = 1) -> Mesh:
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
 
 
+def devices_of(target: str, count: int) -> list:
+    """Returns as many devices, abstract ones except on a CPU."""
+    if target == "cpu":
+        return jax.devices()
+    if target == "gpu":
+        return gpu_compiler.devices("h200", 8, a_host=8)
+    slice_of_two_columns = f"{target}:2x{count // 2}"
+    return topologies.get_topology_desc(platform="tpu", topology_name=slice_of_two_columns).devices
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "cpu":
-        devices = jax.devices()
-    elif sys.argv[1] == "gpu":
-        devices = gpu_compiler.devices("h200", 8, a_host=8)
-    else:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1])
-        devices = topology.devices
     for shards in sys.argv[2:]:
-        text = compiled_step(mesh_of(devices, *map(int, shards.split("x"))), sys.argv[1])
-        for each in collectives(text):
+        sizes = [int(size) for size in shards.split("x")]
+        mesh = mesh_of(devices_of(sys.argv[1], math.prod(sizes)), *sizes)
+        for each in collectives(compiled_step(mesh, sys.argv[1])):
             print(json.dumps((shards, *each)))

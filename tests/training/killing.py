@@ -3,9 +3,9 @@
     python -m tests.training.killing --processes 2 --kills 5 --steps 40 --seed 0
 
 Draws the moments over all steps of the run: a step, and up to half a second after it, in which
-later steps are computed and checkpoints written. Kills one process of the run, then the others as a
-launcher would, starts the same command again, and prints a line of figures for each kill, and what
-the end is.
+later steps are computed, and checkpoints and exports written. Kills one process of the run, then
+the others as a launcher would, starts the same command again, and prints a line of figures for each
+kill, and whether the end and all exports are the same.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXPORT = "model/model.safetensors"
+RATIOS = [1.5, 2, 3]  # of exports on the way
 DEVICES = 8
 
 
@@ -108,7 +109,7 @@ def losses(out: pathlib.Path) -> list[tuple[int, float]]:
 def compare(folder: pathlib.Path, *, processes: int, kills: int, steps: int, seed: int) -> bool:
     """Makes an uninterrupted and a killed run; returns whether they end in the same bits."""
     whole, killed = folder / "whole", folder / "killed"
-    common: dict[str, Any] = dict(mesh=[4, 2], steps=steps, every=2)
+    common: dict[str, Any] = dict(mesh=[4, 2], steps=steps, every=2, snapshots=RATIOS)
     finish(start({"out": str(whole)} | common, processes))
     victims, after_one = random.Random(seed), 0
     for number, (step, delay) in enumerate(moments(steps, kills, seed), 1):
@@ -125,7 +126,8 @@ def compare(folder: pathlib.Path, *, processes: int, kills: int, steps: int, see
         )
     print(f"{after_one} of {kills} kills came after a checkpoint", flush=True)
     finish(start({"out": str(killed)} | common, processes))
-    same = (killed / EXPORT).read_bytes() == (whole / EXPORT).read_bytes()
+    exports = [EXPORT, *(f"snapshots/{ratio:g}/model.safetensors" for ratio in RATIOS)]
+    same = all((killed / each).read_bytes() == (whole / each).read_bytes() for each in exports)
     return same and losses(killed) == losses(whole)
 
 

@@ -2,7 +2,8 @@
 
     {"out": directory of the run, "mesh": [data, model], "float64": true, "steps": 6, ...}
 
-Writes the losses, the norms of the gradients and the exit to `out`-<process>.json.
+With "thread" the run is in another thread than the main one, so that no signal reaches it. Writes
+the losses, the norms of the gradients and the exit to `out`-<process>.json.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -69,4 +71,10 @@ def main(told: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    asked = json.loads(sys.argv[1])
+    if asked.get("thread"):
+        thread = threading.Thread(target=main, args=(asked,))
+        thread.start()
+        thread.join()
+    else:
+        main(asked)

@@ -20,7 +20,7 @@ from tests.training.killing import EXPORT, compare, finish, moments, start
 from tests.training.tiny import EAGER, documents, language_model, recipe
 
 # One program for all tests: it is compiled once.
-TOLD: dict[str, Any] = dict(float64=True, mesh=[4, 2], steps=20)
+TOLD: dict[str, Any] = dict(float64=True, mesh=[4, 2], steps=20, snapshots=[1.5])
 
 
 def run(count: int, out: pathlib.Path, **told: Any) -> list[dict[str, Any]]:
@@ -50,12 +50,13 @@ def test_two_processes_are_one_run(tmp_path, whole):
     assert both[0] == both[1]
     for name in ("losses", "norms"):
         chex.assert_trees_all_close(np.array(both[0][name]), np.array(alone[name]), rtol=1e-9)
-    # Sums over devices differ in their last bits of 64; the export is compared in 32.
-    narrow = [
-        {name: array.astype(np.float32) for name, array in load_file(model).items()}
-        for model in (out / EXPORT, tmp_path / "alone" / EXPORT)
-    ]
-    chex.assert_trees_all_equal(*narrow)
+    # Sums over devices differ in their last bits of 64; exports are compared in 32.
+    for export in (EXPORT, "snapshots/1.5/model.safetensors"):
+        narrow = [
+            {name: array.astype(np.float32) for name, array in load_file(model).items()}
+            for model in (out / export, tmp_path / "alone" / export)
+        ]
+        chex.assert_trees_all_equal(*narrow)
     logged = (out / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in logged] == list(range(1, 21))
 
@@ -69,6 +70,21 @@ def test_sigterm_to_one_stops_all_and_the_run_goes_on_to_the_same_bits(tmp_path,
     assert [each["ended"] for each in again] == ["done", "done"]
     assert stopped[0]["losses"] + again[0]["losses"] == uninterrupted[0]["losses"]
     assert export(tmp_path / "run") == export(out)
+
+
+@pytest.mark.slow
+def test_a_notice_that_only_the_platform_hears_stops_all_at_one_step(tmp_path):
+    """SIGTERM while no handler of the run is set reaches jax's service for preemptions alone.
+
+    So it is where the run is in another thread than the main one. The processes agree on a step
+    that none has reached; the pause lets the service of the other hear of it.
+    """
+    stopped = run(2, tmp_path / "run", term=[1, 2], thread=True, pause=0.5, **TOLD)
+    ends = [each["ended"] for each in stopped]
+    assert ends[0] == ends[1]
+    step = int(ends[0].removeprefix("KeyboardInterrupt: stopped after step "))
+    assert 2 < step < TOLD["steps"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [str(step)]
 
 
 @pytest.mark.slow
@@ -93,12 +109,16 @@ def test_an_error_of_one_ends_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_export_that_fails_ends_all_in_order(tmp_path):
-    """Its error is told once: who told it again waited for processes that had left."""
+@pytest.mark.parametrize("every", [100, 1])
+def test_an_export_that_fails_ends_all_in_order(tmp_path, every):
+    """Its error is told once: who told it again waited for processes that had left.
+
+    With a checkpoint of its step too, which is not complete without it.
+    """
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "snapshots").write_text("")
     # Raises if the exit of one is not 0.
-    one, other = run(2, tmp_path / "run", snapshots=[1.5], **TOLD)
+    one, other = run(2, tmp_path / "run", every=every, **TOLD)
     assert one["ended"].startswith("CheckpointError: the checkpoint cannot be written to")
     assert other["ended"].startswith("OtherProcessError: Process 0 of this run failed: Checkp")
 

@@ -180,6 +180,12 @@ class Plan:
 
         return report(self)
 
+    def figures(self) -> dict[str, Any]:
+        """Returns all of it as JSON data, with the lines that are printed."""
+        from dms_jax.training.planning.report import figures
+
+        return figures(self)
+
 
 def plan(
     model: ModelConfig | LanguageModel,

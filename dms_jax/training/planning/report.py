@@ -1,5 +1,6 @@
-"""A plan in words: what is trained, memory, collectives, operations, seconds, advice."""
+"""A plan in words and in figures: what is trained, memory, collectives, operations, seconds."""
 
+import dataclasses
 import typing
 
 from dms_jax.training.display import short
@@ -17,6 +18,38 @@ def report(plan: "Plan") -> str:
     return "\n".join(
         [*_head(plan), "", *_memory(plan), "", *_sending(plan), "", *_time(plan), *_advice(plan)]
     )
+
+
+def figures(plan: "Plan") -> dict[str, typing.Any]:
+    """Returns the figures of a plan as JSON data: bytes, seconds, operations."""
+    data, model = plan.mesh
+    return {
+        "machine": plan.machine.name,
+        "devices": plan.machine.count,
+        "device": plan.machine.kind,
+        "mesh": {"data": data, "sequence": plan.sequence, "model": model},
+        "own_compiler": plan.exact,
+        "parameters": plan.parameters,
+        "policy": short(plan.policy),
+        "recipe": plan.recipe.name,
+        "tokens": plan.tokens,
+        "fits": plan.fits,
+        "device_bytes": plan.machine.device.memory,
+        "run_seconds": plan.run_seconds,
+        "stages": [_stage_figures(plan, stage) for stage in plan.stages],
+        "report": report(plan).splitlines(),
+    }
+
+
+def _stage_figures(plan: "Plan", stage: "StagePlan") -> dict[str, typing.Any]:
+    computed = {
+        "bytes": stage.memory.total,
+        "step_seconds": plan.step_seconds(stage),
+        "compute_seconds": plan.compute_seconds(stage),
+        "communication_seconds": plan.communication_seconds(stage),
+        "bytes_sent": sum(each.total_bytes for each in stage.collectives),
+    }
+    return dataclasses.asdict(stage) | computed
 
 
 def _head(plan: "Plan") -> list[str]:
