@@ -135,4 +135,4 @@ def test_the_script_writes_pictures_pages_and_verdicts(tmp_path, monkeypatch):
 
     monkeypatch.setattr(heads, "retention", counted)
     assert heads.main(config)["ratios"] == results["ratios"]
-    assert recorded == [(2, 512)] * 2  # only of the models that a run makes itself
+    assert recorded == [(2, 160)] * 2  # only of the models that a run makes itself
