@@ -9,7 +9,7 @@ such as another library's.
     python -m experiments.benchmarks.serving
     python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 \
         --prompts 64 512 --answers 64 512 --vocabulary 151643 \
-        --server "--model model.gguf --dtype bfloat16 --lanes 256 --max-tokens 1024"
+        --server="--model model.gguf --dtype bfloat16 --lanes 256 --max-tokens 1024"
 """
 
 import concurrent.futures
@@ -45,7 +45,7 @@ class Config:
     """Time what many clients of a server see."""
 
     server: str = "--lanes 32 --max-tokens 512"
-    """Options of `dms-jax serve`, as they are typed."""
+    """Options of `dms-jax serve` as they are typed, behind an equals sign: --server="--lanes 8"."""
     url: str | None = None
     """Address of a server that runs already, without /v1; none is started then."""
     model: str | None = None
