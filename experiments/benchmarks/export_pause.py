@@ -38,8 +38,8 @@ POLICY = dms_jax.DMS(window=16, source="adapter")
 class Config:
     """Time the pauses for exports."""
 
-    shape: str = "120m"
-    """Name of one of `SHAPES`."""
+    shape: Literal["120m", "tiny"] = "120m"
+    """Model that is trained, with random weights: 428 MB, or hardly any."""
     trainable: tuple[Trained, ...] = ("all", "adapter")
     """What is trained: all weights, or the adapter beside frozen ones."""
     steps: int = 24

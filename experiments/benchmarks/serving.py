@@ -74,6 +74,8 @@ class Config:
         for name in ("requests", "vocabulary"):
             if getattr(self, name) < 1:
                 raise dms_jax.ConfigError(f"--{name} must be positive, got {getattr(self, name)}")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise dms_jax.ConfigError(f"--url {self.url}: it begins with http:// or https://")
         for name in ("prompts", "answers"):
             least, most = getattr(self, name)
             if least > most:
@@ -121,14 +123,21 @@ def make_requests(config: Config, model: str) -> list[dict[str, Any]]:
     ]
 
 
+def connect(address: str) -> tuple[http.client.HTTPConnection, str]:
+    """Returns a connection with a server, which is not open yet, and the path of its address."""
+    place = urllib.parse.urlsplit(address)
+    secure = place.scheme == "https"
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    return kind(place.netloc, timeout=LONGEST), place.path.rstrip("/")
+
+
 def ask(address: str, body: dict[str, Any]) -> Answer:
     """Sends a request and reads its answer as it comes."""
-    place = urllib.parse.urlsplit(address)
     answer, start = Answer(), time.perf_counter()
-    connection = http.client.HTTPConnection(place.netloc, timeout=LONGEST)
+    connection, path = connect(address)
     try:
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", f"{place.path}/v1/completions", json.dumps(body), headers)
+        connection.request("POST", f"{path}/v1/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
             answer.error = f"{response.status}: {response.read().decode(errors='replace')[:200]}"
@@ -226,10 +235,9 @@ def started(options: str) -> Iterator[str]:
 
 def model_name(address: str) -> str:
     """Returns the first model that a server names."""
-    place = urllib.parse.urlsplit(address)
-    connection = http.client.HTTPConnection(place.netloc, timeout=LONGEST)
+    connection, path = connect(address)
     try:
-        connection.request("GET", f"{place.path}/v1/models")
+        connection.request("GET", f"{path}/v1/models")
         return json.loads(connection.getresponse().read())["data"][0]["id"]
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
         raise dms_jax.ConfigError(f"--url {address}: no model is named there ({error}).") from error

@@ -98,11 +98,18 @@ def test_nobody_at_the_address_is_told(tmp_path):
         script.main(small(tmp_path / "x.json", url="http://127.0.0.1:9"))
 
 
+def test_an_address_may_have_a_path_and_be_a_secure_one():
+    connection, path = script.connect("https://example.org/models/")
+    assert (type(connection).__name__, connection.host) == ("HTTPSConnection", "example.org")
+    assert path == "/models"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (dict(clients=(0,)), "--clients must be positive"),
         (dict(requests=0), "--requests must be positive, got 0"),
+        (dict(url="localhost:8000"), "--url localhost:8000: it begins with http://"),
         (dict(prompts=(9, 3)), "--prompts 9 3: the fewest come first"),
     ],
 )
