@@ -81,7 +81,6 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 # a cold call of the engine and two runs after it, 25 s otherwise, had then not ended after 50.
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
     "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper",
 }
 

@@ -3,13 +3,15 @@
 Run by `test_compiled_steps.py` in a process of its own: compiling for TPU takes libtpu, which one
 process loads at a time, and times are clean only without a compilation cache. Nothing is executed
 and no array is made, so models and pools can have real sizes. For TPU no device is needed; with
-`gpu` as its argument it compiles for the GPU at hand.
+`gpu` as its argument it compiles for the GPU at hand, with `h200` and names of policies for an H200
+that need not be there (`make gpu-compiler`).
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,7 @@ from dms_jax.policies import (
     SnapKV,
     StreamingLLM,
 )
+from dms_jax.training.planning import gpu_compiler
 from tests.support.ahead import compile_ahead
 
 SMALL_OPTIONS = {
@@ -51,7 +54,7 @@ SMALL_OPTIONS = {
     H2O: dict(budget=128),
     KVzap: dict(window=64),
     KVpop: dict(budget=128, window=64),
-    Quest: dict(budget=128, dense_layers=1),
+    Quest: dict(budget=128, dense_layers=2),
     StreamingLLM: dict(budget=128),
     RandomEviction: dict(window=64),
     AdaKV: dict(scorer=SnapKV(budget=128, interval=64)),
@@ -59,6 +62,7 @@ SMALL_OPTIONS = {
 }
 SCORERS = (ExpectedAttention, KeyDiff, Knorm, RandomSelection, SnapKV)
 SMALL_OPTIONS |= {kind: dict(budget=128, interval=64) for kind in SCORERS}
+LAYERS = 4  # two of each kind where a policy has two kinds
 BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
 POOL_FACTOR = 256  # pages of the pool to those of its rows
 COPIED_AT_A_TIME = 64  # pages
@@ -114,15 +118,15 @@ def on_tpu() -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def on_gpu() -> NamedSharding:
-    """Returns a sharding on the first GPU of this machine."""
-    mesh = Mesh(np.array(jax.devices("gpu")[:1]).reshape(1, 1), ("data", "model"))
+def on_gpu(devices: list | None = None) -> NamedSharding:
+    """Returns a sharding on the first of these GPUs, or of this machine's."""
+    mesh = Mesh(np.array((devices or jax.devices("gpu"))[:1]).reshape(1, 1), ("data", "model"))
     return NamedSharding(mesh, PartitionSpec())
 
 
 def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
     """Returns the pool's copies, aliasing and memory in a compiled chunk."""
-    shapes = arguments(policy, num_layers=3, pool_factor=pool_factor, place=place)
+    shapes = arguments(policy, num_layers=LAYERS, pool_factor=pool_factor, place=place)
     return report_of(programs.decode.lower(*shapes), shapes, place)
 
 
@@ -131,7 +135,7 @@ def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:
 
     It depends on the cache alone, so policies whose caches have the same leaves share a program.
     """
-    shapes = arguments(policy, num_layers=3, pool_factor=pool_factor, place=place)
+    shapes = arguments(policy, num_layers=LAYERS, pool_factor=pool_factor, place=place)
     leaves, structure = jax.tree.flatten(shapes[1])
     known = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
     if known not in COPIES:
@@ -194,7 +198,9 @@ def compile_seconds(num_layers: int) -> tuple[float, int]:
     return seconds, compiled.as_text().count(" = ")
 
 
-def memory_of_all(place: NamedSharding, memory_of: Callable = memory_of) -> dict:
+def memory_of_all(
+    place: NamedSharding, memory_of: Callable = memory_of, names: Iterable[str] = POLICIES
+) -> dict:
     """Returns `memory_of` for every policy.
 
     The pool is so large that what a program needs beside it does not count, and that XLA does not
@@ -202,7 +208,7 @@ def memory_of_all(place: NamedSharding, memory_of: Callable = memory_of) -> dict
     """
     return {
         name: memory_of(kind(**SMALL_OPTIONS.get(kind, {})), POOL_FACTOR, place)
-        for name, kind in POLICIES.items()
+        for name, kind in ((name, POLICIES[name]) for name in names)
     }
 
 
@@ -211,6 +217,11 @@ def main() -> None:
         place = on_gpu()
         copies = memory_of_all(place, memory_of_copies)
         print(json.dumps(dict(memory=memory_of_all(place), copies=copies)))
+        return
+    if sys.argv[1:2] == ["h200"]:
+        place = on_gpu(gpu_compiler.devices("h200", 1, a_host=1))
+        with mock.patch.object(jax, "default_backend", return_value="gpu"):
+            print(json.dumps(dict(memory=memory_of_all(place, names=sys.argv[2:]))))
         return
     memory, copies = memory_of_all(on_tpu()), memory_of_all(on_tpu(), memory_of_copies)
     compile_seconds(2)  # warm-up: imports and tables of the compiler

@@ -14,7 +14,6 @@ import json
 import math
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +41,6 @@ from dms_jax.training.step import (
 )
 from tests.support.ahead import compile_ahead
 
-# Where `make gpu-compiler` puts the plugin: in the environment it would slow every start of jax.
-GPU_COMPILER = Path(__file__).resolve().parents[2] / ".gpu_compiler"
 LAYERS, LENGTH, SEQUENCES, PASSES = 3, 256, 2, 2
 CONFIG = ModelConfig(
     vocab_size=1024,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ahead import GPU_COMPILER
 from tests.training import collectives as compiling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,9 +45,7 @@ def compiled(target, *shards, **environment):
         [sys.executable, "-m", "tests.training.collectives", target, *map(str, shards)],
         capture_output=True,
         text=True,
-        env=os.environ
-        | {"PYTHONPATH": f"{ROOT}{os.pathsep}{compiling.GPU_COMPILER}"}
-        | environment,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{GPU_COMPILER}"} | environment,
         timeout=900,
         cwd=ROOT,
     )
@@ -112,7 +111,7 @@ def test_more_devices_communicate_no_more_each(on_cpu):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not (compiling.GPU_COMPILER / "jax_plugins").exists(),
+    not (GPU_COMPILER / "jax_plugins").exists(),
     reason="the compiler for GPUs is not installed (make gpu-compiler, 142 MB)",
 )
 def test_on_gpus_the_same():
