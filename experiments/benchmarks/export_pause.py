@@ -6,7 +6,9 @@ save     `dms_jax.save` of the same model: what the step would wait for if it wr
 
     python -m experiments.benchmarks.export_pause --out runs/export_pause.json
 
-Three exports of each run, with enough steps in between; random weights, random tokens.
+Three exports of each run; random weights, random tokens. A second export waits for the first, and
+steps of so small a model are faster than a disk: the run goes on when the files are written, as
+they long are in a run whose exports are minutes apart.
 """
 
 import dataclasses
@@ -67,6 +69,15 @@ def config_of(shape: str) -> ModelConfig:
     )
 
 
+def wait_for(written: pathlib.Path, most: float = 300) -> None:
+    """Waits until an export is there, which is renamed to its place when it is complete."""
+    start = time.perf_counter()
+    while not written.exists():
+        if time.perf_counter() - start > most:
+            raise TimeoutError(f"{written} is not written after {most} s")
+        time.sleep(0.01)
+
+
 def time_exports(config: Config, trainable: Trained, folder: pathlib.Path) -> dict[str, Any]:
     """Trains with exports on the way; returns the pauses, and the seconds of writing by itself."""
     model = dms_jax.initialize(config_of(config.shape))
@@ -77,10 +88,12 @@ def time_exports(config: Config, trainable: Trained, folder: pathlib.Path) -> di
         random = np.random.default_rng(0)
         for step in range(1, config.steps + 1):
             begun[step] = time.perf_counter()
+            if step - 1 in exported:
+                wait_for(folder / "run" / "snapshots" / f"{exported[step - 1]:g}")
             tokens = random.integers(0, model.config.vocab_size, (1, config.sequence_length))
             yield {"tokens": tokens.astype(np.int32)}
 
-    exported: list[int] = []
+    exported: dict[int, float] = {}  # ratios by the step after which they are exported
     recipe = Recipe(
         name="exports",
         stages=(Stage("ramp", config.steps, 1e-5, 4.0),),
@@ -97,7 +110,7 @@ def time_exports(config: Config, trainable: Trained, folder: pathlib.Path) -> di
         data=rows(),
         out=folder / "run",
         on_step=lambda record: ended.__setitem__(record["step"], time.perf_counter()),
-        on_snapshot=lambda *_: exported.append(max(ended)),
+        on_snapshot=lambda ratio, _: exported.__setitem__(max(ended), ratio),
         progress=False,
         checkpoint_every=config.steps,
     )
