@@ -136,6 +136,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "everything": {"remat": "everything"},
     "unroll": {"unroll": True},
     "chunk": {"chunk": 2**29},
+    "chunk28": {"chunk": 2**28},
     "half": {"sequences": 2},
     "double": {"sequences": 8},
     **{name: {"compiler": name} for name in ("defaults", "slices", "cublas", "pipelined")},
