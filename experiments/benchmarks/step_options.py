@@ -5,8 +5,8 @@ functions of `decode_steps`); that they draw the same tokens is checked. What ca
 choice in `dms_jax.generation.programs`.
 
     python -m experiments.benchmarks.step_options
-    python -m experiments.benchmarks.step_options --only ours --shape qwen2.5-0.5b --batch 256 \
-        --context 256 --ratios 1
+    python -m experiments.benchmarks.step_options --only ours "ours, loops unrolled in a graph" \
+        --shape qwen2.5-0.5b --batch 256 --context 256 --ratios 1
 """
 
 import contextlib
@@ -26,6 +26,7 @@ import numpy as np
 from dms_jax.cache import pool
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
+from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
 from dms_jax.json_text import json_text
@@ -43,6 +44,10 @@ LOOPS = {
 }
 OURS = programs.GPU_STEP_OPTIONS
 UNROLLED = LOOPS | {"xla_gpu_command_buffer_unroll_loops": True}
+# XLA unrolls every loop by two, with an order between the two halves.
+DOUBLE_BUFFERED = {
+    "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+}
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 ANY_SIZE = {"xla_gpu_graph_min_graph_size": 1}
 NOT_TUNED = {"xla_gpu_autotune_level": 0}
@@ -53,6 +58,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("concurrent", CONCURRENT, KERNEL),
     ("concurrent, no asynchronous copies", NO_ASYNC | CONCURRENT, KERNEL),
     ("ours", OURS, KERNEL),
+    ("ours, double-buffered loops", OURS | DOUBLE_BUFFERED, KERNEL),
     ("ours, no graphs", OURS | NO_GRAPHS, KERNEL),
     ("ours, loops in a graph", OURS | LOOPS, KERNEL),
     ("ours, loops unrolled in a graph", OURS | UNROLLED, KERNEL),
@@ -61,7 +67,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("ours, products not tuned", OURS | NOT_TUNED, KERNEL),
     ("programmatic dependent launches", DEPENDENT, KERNEL),
     ("programmatic dependent launches, no asynchronous copies", NO_ASYNC | DEPENDENT, KERNEL),
-    ("XLA's defaults", {}, SCATTERS),
+    ("XLA's defaults and scatters", {}, SCATTERS),
 )
 
 
@@ -86,7 +92,7 @@ class Config:
     turns: int = 3
     """How often each variant is timed."""
     only: tuple[str, ...] = ()
-    """Words of which a variant's name has one; all variants if none are given."""
+    """Names of the variants that are timed; all of them if none are given."""
     dtype: str = "bfloat16"
     """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/decode/step_options.json")
@@ -130,6 +136,9 @@ def program_of(options: dict[str, Any]) -> programs.Program:
 
 def main(config: Config) -> list[dict[str, Any]]:
     """Times every variant at every ratio, writes the figures as they come, and returns them."""
+    names = [name for name, _, _ in VARIANTS]
+    if unknown := set(config.only) - set(names):
+        raise ConfigError(f"--only: {sorted(unknown)[0]!r} is no variant; there are {names}")
     make_place("--out", config.out)
     steps = decode_steps.Config(
         shapes=(config.shape,),
@@ -142,9 +151,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     model = shapes.model_of(config.shape, jnp.dtype(config.dtype))
     rate = decode_steps.read_rate()
     rows: list[dict[str, Any]] = []
-    variants = [
-        each for each in VARIANTS if not config.only or any(word in each[0] for word in config.only)
-    ]
+    variants = [each for each in VARIANTS if not config.only or each[0] in config.only]
     report = environment() | dict(command=command(), read_rate=rate, rows=rows)
     for ratio in config.ratios:
         own: list[dict[str, Any]] = [
