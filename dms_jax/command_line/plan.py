@@ -137,7 +137,7 @@ def main(config: Config) -> None:
         made = plan(
             shape,
             chosen.make_policy(),
-            recipe=chosen.make_recipe(),
+            recipe=chosen.make_recipe(shape.max_position_embeddings),
             machine=machine,
             model_shards=config.model_shards,
             sequence_shards=config.sequence_shards,

@@ -116,6 +116,12 @@ def main(config: Config | SelfTaught) -> None:
         base = dms_jax.load(
             find_model(config.model), mesh=mesh, adapter=config.adapter, for_training=True
         )
+        asked, recipe = recipe, config.make_recipe(base.config.max_position_embeddings)
+        if recipe.sequence_length < asked.sequence_length:
+            say(
+                f"The sequences of {asked.name}, {asked.sequence_length} tokens, are cut to the "
+                f"model's {recipe.sequence_length} positions (--sequence-length)."
+            )
         if config.template:
             base = base.with_template(**read_options(config.template, "--template"))
         board = None

@@ -107,7 +107,8 @@ class Config:
     tokens: int | None = None
     """Tokens of the whole run, in place of steps."""
     sequence_length: int | None = None
-    """Tokens a training sequence; the recipe's unless given."""
+    """Tokens a training sequence. Unless given those of the recipe, or as many as the model has
+    positions for."""
     batch_size: int | None = None
     """Sequences an optimizer step; the recipe's unless given."""
     micro_batch_size: int | None = None
@@ -196,8 +197,13 @@ class Config:
             base, **{name: value for name, value in told.items() if value is not None}
         )
 
-    def make_recipe(self) -> Recipe:
-        """The recipe with what was changed."""
+    def make_recipe(self, positions: int | None = None) -> Recipe:
+        """The recipe with what was changed.
+
+        Args:
+          positions: tokens that the model has positions for, if it is known: the recipe's sequences
+            are cut to so many, unless a length was asked for.
+        """
         told = dict(compression_ratio=self.compression_ratio, model=self.paper_model)
         given: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
         if self.recipe == "dmc_paper":
@@ -218,6 +224,8 @@ class Config:
         changes: dict[str, Any] = {
             name: getattr(self, name) for name in names if getattr(self, name) is not None
         }
+        if positions is not None and self.sequence_length is None:
+            changes["sequence_length"] = min(recipe.sequence_length, positions)
         changes["low_rank"] = LowRank(self.rank, self.alpha)
         changes["answers_only"] = self.answers_only
         if self.trainable != "recipe":

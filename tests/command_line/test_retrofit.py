@@ -102,6 +102,18 @@ def test_a_recipe_is_scaled_down():
     assert warm.distillation_temperature == 2.0
 
 
+def test_a_model_with_fewer_positions_is_trained_on_shorter_sequences():
+    """The first line of the help failed on every model of fewer than 32,768 positions."""
+    _, config = retrofit.PRESETS["custom"]
+    recipe, policy = config.make_recipe(4096), config.make_policy()
+    assert recipe.sequence_length == 4096 < config.make_recipe().sequence_length
+    assert config.make_recipe(2**20) == config.make_recipe()
+    asked = dataclasses.replace(config, sequence_length=8192)
+    assert asked.make_recipe(4096).sequence_length == 8192  # refused by `retrofit`, with the reason
+    tokens = dataclasses.replace(config, tokens=2**22).make_recipe(4096)
+    assert tokens.total_tokens(policy) == pytest.approx(2**22, rel=0.02)
+
+
 def test_presets_make_recipes():
     recipes = {name: config.make_recipe() for name, (_, config) in retrofit.PRESETS.items()}
     assert recipes["qwen3-8b"].pass_size(8) == 8
