@@ -326,6 +326,10 @@ class Transformer(nnx.Module):
         one_step = tokens.shape[1] == 1 and not in_one_pass(policy, 1, prompt=prompt)
         plan = plan_steps(cache, counts) if one_step else None
         rows = (cache.page_table, cache.lengths, cache.row_state, plan)
+        if jax.tree.leaves(cache.page_state):
+            block = (
+                1  # XLA copies what a policy keeps of every slot if two layers of a turn write it
+            )
         carry, ((lengths, row_state), live, reads) = scan_layers(
             body, carry, self.layers, groups, rows, block=block
         )

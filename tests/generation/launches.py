@@ -1,4 +1,4 @@
-"""Compiles decode steps for an H200 and prints what a layer launches, as JSON by policy.
+"""Compiles decode steps for an H200 and prints what a layer launches and copies, as JSON by policy.
 
     python -m tests.generation.launches
 
@@ -8,7 +8,6 @@ on its path, which would slow every start of jax. Nothing is executed and no arr
 
 import json
 import re
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from dms_jax.generation import programs
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import DMS, Policy, Vanilla
+from dms_jax.policies import DMS, H2O, Policy, Vanilla
 from dms_jax.training.planning import gpu_compiler
 from tests.support.ahead import compile_ahead
 
@@ -38,7 +37,8 @@ CONFIG = ModelConfig(
     tie_embeddings=True,
     model_type="llama",
 )
-POLICIES = {"Vanilla": Vanilla(), "DMS": DMS(window=64)}
+POLICIES = {"Vanilla": Vanilla(), "DMS": DMS(window=64), "H2O": H2O(budget=128)}
+PAGES = LAYERS * BATCH * CONFIG.num_kv_heads * COLUMNS
 # What a program does without a kernel or a copy on the device.
 NO_LAUNCH = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "copy-done"}
 _COMPUTATION = re.compile(r"(?:ENTRY )?%([\w.-]+) \(.*\{$")
@@ -51,14 +51,13 @@ def compiled_step(policy: Policy) -> str:
     """Returns the text of the program of steps, as it would run on an H200."""
     (device,) = gpu_compiler.devices("h200", 1, a_host=1)
     place = NamedSharding(Mesh(np.array([[device]]), ("data", "model")), PartitionSpec())
-    rows = LAYERS * BATCH * CONFIG.num_kv_heads
     model = jax.eval_shape(lambda: Transformer(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     cache = jax.eval_shape(
         lambda: init_cache(
             CONFIG,
             policy,
             num_sequences=BATCH,
-            num_pages=rows * COLUMNS,
+            num_pages=PAGES,
             page_size=PAGE_SIZE,
             dtype=jnp.bfloat16,
         )
@@ -72,38 +71,36 @@ def compiled_step(policy: Policy) -> str:
     return compile_ahead(traced.lower(lowering_platforms=("cuda",)), device.device_kind).text
 
 
-def launches_a_layer(text: str, num_layers: int) -> float:
-    """Returns the kernels and copies of a layer in a compiled program of steps.
+def layer_loop(text: str) -> tuple[list[str], int]:
+    """Returns the kernels and copies of a turn of the loop over layers, and how many turns it has.
 
-    The loop over layers is the one inside the loop over steps.
+    It is the loop inside the one over steps.
     """
-    operations: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     loops: dict[str, list[tuple[str, int]]] = {}
     name = ""
     for line in text.splitlines():
         if found := _COMPUTATION.match(line):
             name = found[1]
-            operations[name], loops[name] = [], []
+            lines[name], loops[name] = [], []
         elif found := _OPERATION.search(line):
-            operations[name].append(found[1])
+            if found[1] not in NO_LAUNCH:
+                lines[name].append(line.strip())
             if loop := _LOOP.search(line):
                 trips = _TRIPS.search(line)
                 assert trips is not None
                 loops[name].append((loop[1], int(trips[1])))
+    # A body that holds several steps has as many loops over layers.
+    body, trips = next(loops[step][0] for each in loops.values() for step, _ in each if loops[step])
+    return lines[body], trips
 
-    def inner() -> Iterator[tuple[str, int]]:
-        bodies = [body for each in loops.values() for body, _ in each]
-        for body in bodies:
-            # A body that holds several copies of a step has as many loops over layers.
-            yield from loops[body][:1]
 
-    (layers,) = {
-        sum(operation not in NO_LAUNCH for operation in operations[body]) * trips
-        for body, trips in inner()
-    }
-    return layers / num_layers
+def report(policy: Policy) -> dict[str, float]:
+    """Returns the launches of a layer, and the copies of arrays of the pool's size in a turn."""
+    lines, trips = layer_loop(compiled_step(policy))
+    copied = [line for line in lines if f"[{PAGES}," in line and " copy(" in line]
+    return dict(launches=len(lines) * trips / LAYERS, copies=len(copied))
 
 
 if __name__ == "__main__":
-    found = {name: launches_a_layer(compiled_step(each), LAYERS) for name, each in POLICIES.items()}
-    print(json.dumps(found))
+    print(json.dumps({name: report(policy) for name, policy in POLICIES.items()}))
