@@ -1,5 +1,6 @@
 """The loop over layers: however many layers a turn has, each is given its own."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -38,7 +39,7 @@ def test_layers_in_turns_of_any_length(ends, block):
     )(x)
     for layer in range(LAYERS):
         x = jnp.tanh(x @ PARAMETERS["matrix"][layer]) * PARAMETERS["vector"][layer]
-    assert jnp.allclose(got, x, atol=1e-6)
+    chex.assert_trees_all_close(got, x, atol=1e-6)
     assert results["index"].tolist() == list(range(LAYERS))
     assert results["sum"].tolist() == [4 * layer + 1 for layer in range(LAYERS)]
     starts = [max(s for s in (0, *ends) if s <= layer) for layer in range(LAYERS)]
