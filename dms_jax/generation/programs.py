@@ -6,7 +6,7 @@ is read-only inside, and is not part of the cache between programs.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
+from dms_jax.generation.compiling import GPU_STEP_OPTIONS, ON_GPU_STEP, Program
 from dms_jax.generation.drawing import sample
 from dms_jax.generation.packing import Packed
 from dms_jax.generation.sampling import Filter
@@ -57,67 +58,6 @@ class Extension:
     before: Any  # Int[b]
     live: Any  # Int[b, T]
     lengths: Any  # Int[L, B, K], slots in use of each row of the cache after it
-
-
-# XLA may leave out a rounding to bfloat16 between two operations that it fuses, and what it fuses
-# depends on the shapes: on a CPU the attention weights of a prompt had 24 or 8 bits, depending on
-# the number of prompts. With rounding enforced, all shapes that sum in one order agree exactly.
-OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
-
-# On a GPU XLA's own Triton products are off: they cannot read one layer out of the stacked weights
-# in place, so XLA would copy every weight of every layer in every step (7.9 of the 14.3 ms of a
-# step with the shape of Llama-3.1-8B). cuBLAS reads them in place.
-GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
-
-# A step's many short kernels (plans, copies of one layer's table and lengths) may run concurrently
-# with the long ones; a CUDA graph contains two layers, so there are fewer waits at its boundaries;
-# and copies that XLA would run ahead on separate streams are left in the graph. Milliseconds of a
-# step with Llama-3.1-8B's shape and 32 sequences on an H200, without the options, with concurrency
-# only, and with all three (`experiments/results/decode/step_options.json`): 6.61, 6.29 and 6.26
-# over an eighth of 8192 tokens (medians of three runs); 13.23, 13.08 and 13.00 over all (one run).
-#
-# Loops stay outside of graphs. Unrolled in one, a step with Qwen2.5-0.5B's shape and 256 sequences
-# of 256 tokens takes 1.89 ms in place of 2.04 (`experiments/results/engine/step_options.json`). But
-# a cold call of the engine and two runs after it, 25 s otherwise, had then not ended after 50.
-GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper",
-}
-
-
-class Program:
-    """A jitted function with the compiler options of the platform that it runs on.
-
-    Args:
-      function: the function to compile.
-      gpu_options: compiler options on a GPU.
-      other_options: compiler options on other platforms.
-      **options: arguments of `jax.jit`.
-    """
-
-    def __init__(
-        self,
-        function: Callable,
-        *,
-        gpu_options: dict[str, Any] = GPU_OPTIONS,
-        other_options: dict[str, Any] = OPTIONS,
-        **options: Any,
-    ):
-        functools.update_wrapper(self, function)
-        self._anywhere = jax.jit(function, compiler_options=other_options, **options)
-        self._on_gpu = jax.jit(function, compiler_options=gpu_options, **options)
-
-    @property
-    def jitted(self) -> Any:
-        """The jitted function for the default device."""
-        return self._on_gpu if jax.default_backend() == "gpu" else self._anywhere
-
-    def __call__(self, *args: Any) -> Any:
-        return self.jitted(*args)
-
-    def lower(self, *args: Any) -> Any:
-        """Lowers the function for the arguments; see `jax.jit(f).lower`."""
-        return self.jitted.lower(*args)
 
 
 def bucket(size: int) -> int:
@@ -306,7 +246,11 @@ def _ends(tokens: Int[Array, " B"], end_tokens: tuple[int, ...]) -> Bool[Array, 
 
 
 @functools.partial(
-    Program, gpu_options=GPU_STEP_OPTIONS, donate_argnums=1, static_argnums=(7, 9, 10)
+    Program,
+    gpu_options=GPU_STEP_OPTIONS,
+    on_gpu=ON_GPU_STEP,
+    donate_argnums=1,
+    static_argnums=(7, 9, 10),
 )
 def decode(
     transformer: Transformer,
@@ -320,6 +264,8 @@ def decode(
     rule: Filter,
     num_steps: int,
     end_tokens: tuple[int, ...],
+    *,
+    block: int = 1,
 ) -> tuple[Cache, Packed, Int[Array, " B"], Tail | None]:
     """Samples up to `remaining[b]` tokens per lane in `num_steps` steps; see `Runner.decode`.
 
@@ -331,7 +277,13 @@ def decode(
         cache, tokens, remaining = carry
         active = remaining > 0
         passed = transformer.cached(
-            tokens[:, None], active.astype(jnp.int32), cache, policy, prompt=False, host=host
+            tokens[:, None],
+            active.astype(jnp.int32),
+            cache,
+            policy,
+            prompt=False,
+            host=host,
+            block=block,
         )
         with jax.named_scope("sample"):
             logits = transformer.unembed(passed.hidden[:, 0])
@@ -359,7 +311,13 @@ def decode(
     return dataclasses.replace(cache, page_table=table_before), steps, newest, tail
 
 
-@functools.partial(Program, gpu_options=GPU_STEP_OPTIONS, donate_argnums=1, static_argnums=6)
+@functools.partial(
+    Program,
+    gpu_options=GPU_STEP_OPTIONS,
+    on_gpu=ON_GPU_STEP,
+    donate_argnums=1,
+    static_argnums=6,
+)
 def teacher_forced_decode(
     transformer: Transformer,
     cache: Cache,
@@ -368,6 +326,8 @@ def teacher_forced_decode(
     tokens: Int[Array, "n B"],
     counts: Int[Array, " B"],
     policy: Policy,
+    *,
+    block: int = 1,
 ) -> tuple[Cache, Packed, Tail | None]:
     """Runs `counts[b]` steps per lane on given tokens; see `Runner.teacher_forced_decode`."""
 
@@ -375,7 +335,13 @@ def teacher_forced_decode(
         index, tokens, following = xs
         active = index < counts
         passed = transformer.cached(
-            tokens[:, None], active.astype(jnp.int32), cache, policy, prompt=False, host=host
+            tokens[:, None],
+            active.astype(jnp.int32),
+            cache,
+            policy,
+            prompt=False,
+            host=host,
+            block=block,
         )
         logits = transformer.unembed(passed.hidden[:, 0])
         chosen = jnp.take_along_axis(logits, following[:, None], axis=-1)[:, 0]

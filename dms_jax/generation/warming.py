@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dms_jax.generation import programs
+from dms_jax.generation import compiling, programs
 from dms_jax.generation.batches import Shapes
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
@@ -64,7 +64,7 @@ def compile_first(
     def table(batch: int, width: int) -> np.ndarray:
         return np.zeros((num_layers, batch, num_kv_heads, width), np.int32)
 
-    def extend(width: int, entries: int) -> tuple[programs.Program, tuple[Any, ...]]:
+    def extend(width: int, entries: int) -> tuple[compiling.Program, tuple[Any, ...]]:
         entries = num_lanes if runner.fixed_lanes else entries
         counts, ends = np.zeros(entries, np.int32), np.zeros(entries, bool)
         rows = None if runner.fixed_lanes else counts
@@ -72,7 +72,7 @@ def compile_first(
         given = (*cached, table(entries, pages), rows, tokens, counts, ends, runner.policy, True)
         return programs.extend, given
 
-    calls: tuple[tuple[programs.Program, tuple[Any, ...]], ...] = (
+    calls: tuple[tuple[compiling.Program, tuple[Any, ...]], ...] = (
         *itertools.starmap(extend, batches),
         (
             programs.decode,

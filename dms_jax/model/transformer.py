@@ -6,7 +6,6 @@ and never sliced by layer.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from dms_jax.model.attention import Attention, Relaxation, attend_sequences
 from dms_jax.model.cached_attention import attend_cached, in_one_pass, in_use, plan_steps
 from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
+from dms_jax.model.layer_loop import scan_layers
 from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
 from dms_jax.model.rematerialisation import KEPT, Remat
 from dms_jax.model.rope import rope_frequencies, rope_tables, segment_positions
@@ -254,7 +254,8 @@ class Transformer(nnx.Module):
                 x, layer, index, marks
             )
 
-        x, outputs = self._scan_layers(body, x, policy, marks, unroll=unroll)
+        groups = policy.groups(self.config.num_layers)
+        x, outputs = scan_layers(body, x, self.layers, groups, marks, unroll=unroll)
         decisions, supervision = outputs
         return SequencePass(self.final_norm(x), decisions, supervision)
 
@@ -268,6 +269,7 @@ class Transformer(nnx.Module):
         prompt: bool,
         ends_prompt: Bool[Array, " B"] | None = None,
         host: HostRows | None = None,
+        block: int = 1,
     ) -> CachedPass:
         """Runs the next `counts[b]` tokens of each sequence through the cache.
 
@@ -279,6 +281,7 @@ class Transformer(nnx.Module):
           prompt: whether the tokens belong to a prompt.
           ends_prompt: whether the chunk completes the prompt of each sequence; None if of none.
           host: values in host memory of the layers that fetch them; the pool then has a tail.
+          block: layers in a turn of the loop over them, at most; see `scan_layers`.
         """
         if ends_prompt is None:
             ends_prompt = jnp.zeros(counts.shape, bool)
@@ -297,7 +300,7 @@ class Transformer(nnx.Module):
             static=self._static(cache.page_size),
         )
 
-        alike = len(policy.groups(self.config.num_layers)) == 1
+        groups = policy.groups(self.config.num_layers)
 
         def body(carry, layer, index, group, rows):
             x, pool, page_state = carry
@@ -315,7 +318,7 @@ class Transformer(nnx.Module):
             carry = (x, layer_cache.pool, layer_cache.state.pages)
             rows = (attended.lengths, layer_cache.state.rows)
             totals = (attended.live, attended.reads)
-            if not alike:  # one group counts what another one does not
+            if len(groups) > 1:  # one group counts what another one does not
                 totals = [in_use(rows[0], counts) if each is None else each for each in totals]
             return carry, (rows, *totals)
 
@@ -323,7 +326,13 @@ class Transformer(nnx.Module):
         one_step = tokens.shape[1] == 1 and not in_one_pass(policy, 1, prompt=prompt)
         plan = plan_steps(cache, counts) if one_step else None
         rows = (cache.page_table, cache.lengths, cache.row_state, plan)
-        carry, ((lengths, row_state), live, reads) = self._scan_layers(body, carry, policy, rows)
+        if jax.tree.leaves(cache.page_state):
+            block = (
+                1  # XLA copies what a policy keeps of every slot if two layers of a turn write it
+            )
+        carry, ((lengths, row_state), live, reads) = scan_layers(
+            body, carry, self.layers, groups, rows, block=block
+        )
         x, pool, page_state = carry
         live, reads = (
             in_use(lengths, counts) if each is None else each.sum(0, dtype=jnp.int32)
@@ -364,48 +373,3 @@ class Transformer(nnx.Module):
             num_layers=self.config.num_layers,
             frequencies=tuple(frequencies.tolist()),
         )
-
-    def _scan_layers(
-        self,
-        body: Callable[..., tuple[Any, Any]],
-        carry: Any,
-        policy: Policy,
-        per_layer: Any,
-        *,
-        unroll: bool = False,
-    ) -> tuple[Any, Any]:
-        """Scans `body(carry, layer, index, group, per_layer)` over the layers, group by group.
-
-        A single group passes its parameters to the scan, whose transpose stacks their gradients.
-        Several groups index into the whole stack instead: slicing it would copy the weights, and so
-        would an index that is read from an array. If the index counts the iterations, XLA's matrix
-        products read the stack in place (saves 8 ms a step of Llama-3.1-8B on an H200).
-        """
-        num_layers = self.config.num_layers
-        groups = policy.groups(num_layers)
-        if len(groups) == 1:
-
-            def whole_step(carry, xs):
-                layer, index, per_layer = xs
-                return body(carry, layer, index, groups[0], per_layer)
-
-            xs = (self.layers, jnp.arange(num_layers), per_layer)
-            return jax.lax.scan(whole_step, carry, xs, unroll=unroll)
-        outputs = []
-        for group in groups:
-
-            def step(state, per_layer, group=group):
-                carry, index = state
-                layer = jax.tree.map(
-                    lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), self.layers
-                )
-                carry, out = body(carry, layer, index, group, per_layer)
-                return (carry, index + 1), out
-
-            sliced = jax.tree.map(lambda x, group=group: x[group.start : group.end], per_layer)
-            length = group.end - group.start
-            (carry, _), out = jax.lax.scan(
-                step, (carry, jnp.int32(group.start)), sliced, length=length, unroll=unroll
-            )
-            outputs.append(out)
-        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)

@@ -158,24 +158,27 @@ class DelayedEviction(Policy):
         """Sets the chunk's marks of earlier tokens in the ring, then adds its last W tokens."""
         size, shift, first = self.visible_window + 1, self.mark_shift, chunk.first[:, None]
         num_tokens = marks.shape[-1]
-        batch, heads = ring.shape[:2]
-        rows = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
         end = chunk.count[:, None]
 
-        def at(index, keep):
-            """Returns the ring's entries at positions relative to the chunk; others are dropped."""
-            index = jnp.where(keep, (first + index) % size, size)
-            return ring.at[(*rows, index[:, None])]
+        def entries_at(index, keep, new):
+            """Sets the ring's entries at positions relative to the chunk; others are dropped."""
+            index = jnp.where(keep, (first + index) % size, size)[:, None]
+            if num_tokens == 1:  # without a scatter XLA merges it with what else a step computes
+                return jnp.where(jnp.arange(size) == index, new(ring), ring)
+            batch, heads = ring.shape[:2]
+            rows = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
+            place = ring.at[(*rows, index)]
+            return place.set(new(place.get(mode="clip")), mode="drop")
 
         if shift:
             late = jnp.arange(min(shift, num_tokens))
             index = late[None] - shift  # before the chunk
             keep = (late < end) & (index >= end - size) & (first + index >= 0)
-            ring = at(index, keep).add(marks[..., : len(late)].astype(ring.dtype), mode="drop")
+            late_marks = marks[..., : len(late)].astype(ring.dtype)
+            ring = entries_at(index, keep, lambda old: old + late_marks)
         own = jnp.arange(num_tokens)[None]
         keep = (own < end) & (own >= end - size)
-        entry = 2 * slots + _shift_left(marks, shift)
-        return at(own, keep).set(entry, mode="drop")
+        return entries_at(own, keep, lambda _: 2 * slots + _shift_left(marks, shift))
 
 
 def _shift_left(x: Bool[Array, "B K T"], by: int) -> Bool[Array, "B K T"]:

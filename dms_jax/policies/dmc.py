@@ -98,11 +98,10 @@ class DMC(Merging):
 
     def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], scale=0.0):
         """Scales the borrowed neuron of every query and key."""
-        index = self._index
-        return (
-            q.at[..., index].multiply(jnp.asarray(scale, q.dtype)),
-            k.at[..., index].multiply(jnp.asarray(scale, k.dtype)),
-        )
+        head_dim = q.shape[-1]
+        borrowed = jnp.arange(head_dim) == self._index % head_dim
+        q, k = (jnp.where(borrowed, x * jnp.asarray(scale, x.dtype), x) for x in (q, k))
+        return q, k
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
         """Returns partially merged keys and values, and each key's bias: the next log(1 - alpha).

@@ -136,8 +136,10 @@ class DMS(DelayedEviction):
         """
         if self.source == "adapter":
             return q, k
-        group = q.shape[2] // k.shape[2]
-        return q.at[:, :, ::group, -1].multiply(jnp.asarray(scale, q.dtype)), k
+        heads, head_dim = q.shape[2:]
+        first = jnp.arange(heads)[:, None] % (heads // k.shape[2]) == 0
+        borrowed = first & (jnp.arange(head_dim) == head_dim - 1)
+        return jnp.where(borrowed, q * jnp.asarray(scale, q.dtype), q), k
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
         """Returns each key's bias: log(1 - alpha) of the token that decides for it."""

@@ -29,7 +29,7 @@ import dms_jax
 from dms_jax.cache import Pool
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
-from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
+from dms_jax.generation.compiling import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
 from dms_jax.json_text import json_text

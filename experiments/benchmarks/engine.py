@@ -45,7 +45,7 @@ from dms_jax.cache.accounting import Usage
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.devices import DEVICES
-from dms_jax.generation import Engine, programs
+from dms_jax.generation import Engine, compiling, programs
 from dms_jax.generation.requests import Request, make_requests
 from dms_jax.json_text import json_text
 from dms_jax.model.caching import tree_bytes
@@ -133,9 +133,9 @@ class Timeline:
         self.ended: list[concurrent.futures.Future[float]] = []
         self.counts = collections.Counter[str]()
         self._watching = concurrent.futures.ThreadPoolExecutor(64)
-        call = programs.Program.__call__
+        call = compiling.Program.__call__
 
-        def noted(program: programs.Program, *args: Any) -> Any:
+        def noted(program: compiling.Program, *args: Any) -> Any:
             launched = time.perf_counter()
             results = call(program, *args)
             if program is programs.extend:
@@ -148,7 +148,7 @@ class Timeline:
                 self.launched.append(launched)
             return results
 
-        setattr(programs.Program, "__call__", noted)  # noqa: B010
+        setattr(compiling.Program, "__call__", noted)  # noqa: B010
 
     def take(self) -> dict[str, Any]:
         """Returns programs, and the seconds between them in which none had been launched."""
@@ -208,7 +208,7 @@ def measured_rates() -> Rates:
     def multiply(x, up, down):
         return jax.lax.fori_loop(0, times // 2, lambda _, x: jnp.dot(jnp.dot(x, up), down), x)
 
-    program = programs.Program(multiply)
+    program = compiling.Program(multiply)
     seconds = median_seconds(lambda: program(x, up, down), 3, warmup=1)
     return Rates(read_rate(), 2 * times * rows * inner * columns / seconds)
 

@@ -1,8 +1,8 @@
-"""Times decode steps under other options of XLA's, and with XLA's scatters for the write.
+"""Times decode steps under other options of XLA's, other turns, and with XLA's scatters.
 
 The variants take turns in one process, over the same random weights and a cache at its length (the
 functions of `decode_steps`); that they draw the same tokens is checked. What came of it is the
-choice in `dms_jax.generation.programs`.
+choice in `dms_jax.generation.compiling`.
 
     python -m experiments.benchmarks.step_options
     python -m experiments.benchmarks.step_options --only ours "ours, loops unrolled in a graph" \
@@ -17,7 +17,7 @@ import inspect
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from dms_jax.cache import pool
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.errors import ConfigError
-from dms_jax.generation import programs
+from dms_jax.generation import compiling, programs
 from dms_jax.generation.runner import Runner
 from dms_jax.json_text import json_text
 from experiments.benchmarks import decode_steps, shapes
@@ -42,32 +42,44 @@ LOOPS = {
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     )
 }
-OURS = programs.GPU_STEP_OPTIONS
+OURS = compiling.GPU_STEP_OPTIONS
 UNROLLED = LOOPS | {"xla_gpu_command_buffer_unroll_loops": True}
-# XLA unrolls every loop by two, with an order between the two halves.
-DOUBLE_BUFFERED = {
-    "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
-}
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 ANY_SIZE = {"xla_gpu_graph_min_graph_size": 1}
 NOT_TUNED = {"xla_gpu_autotune_level": 0}
+# Every turn of a loop twice in its body, by XLA.
+TWICE = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
+ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 KERNEL, SCATTERS = "the kernel", "XLA's scatters"
-# Name, options beside `programs.GPU_OPTIONS`, and what writes new keys and values.
-VARIANTS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("XLA's defaults", {}, KERNEL),
-    ("concurrent", CONCURRENT, KERNEL),
-    ("concurrent, no asynchronous copies", NO_ASYNC | CONCURRENT, KERNEL),
-    ("ours", OURS, KERNEL),
-    ("ours, double-buffered loops", OURS | DOUBLE_BUFFERED, KERNEL),
-    ("ours, no graphs", OURS | NO_GRAPHS, KERNEL),
-    ("ours, loops in a graph", OURS | LOOPS, KERNEL),
-    ("ours, loops unrolled in a graph", OURS | UNROLLED, KERNEL),
-    ("ours, dependent launches", OURS | DEPENDENT, KERNEL),
-    ("ours, graphs of any size", OURS | ANY_SIZE, KERNEL),
-    ("ours, products not tuned", OURS | NOT_TUNED, KERNEL),
-    ("programmatic dependent launches", DEPENDENT, KERNEL),
-    ("programmatic dependent launches, no asynchronous copies", NO_ASYNC | DEPENDENT, KERNEL),
-    ("XLA's defaults and scatters", {}, SCATTERS),
+
+
+class Variant(NamedTuple):
+    """Options beside `compiling.GPU_OPTIONS`, layers in a turn, and what writes keys and values."""
+
+    name: str
+    options: dict[str, Any]
+    write: str = KERNEL
+    block: int = compiling.ON_GPU_STEP["block"]
+
+
+VARIANTS: tuple[Variant, ...] = (
+    Variant("XLA's defaults", {}),
+    Variant("concurrent", CONCURRENT),
+    Variant("concurrent, no asynchronous copies", NO_ASYNC | CONCURRENT),
+    Variant("ours", OURS),
+    Variant("ours, kernels one by one", OURS | ONE_BY_ONE),
+    *(Variant(f"ours, {block} layers a turn", OURS, block=block) for block in (1, 4, 16)),
+    Variant("ours, 1 layer a turn, turns twice", OURS | TWICE, block=1),
+    Variant("ours, turns twice", OURS | TWICE),
+    Variant("ours, no graphs", OURS | NO_GRAPHS),
+    Variant("ours, loops in a graph", OURS | LOOPS),
+    Variant("ours, loops unrolled in a graph", OURS | UNROLLED),
+    Variant("ours, dependent launches", OURS | DEPENDENT),
+    Variant("ours, graphs of any size", OURS | ANY_SIZE),
+    Variant("ours, products not tuned", OURS | NOT_TUNED),
+    Variant("programmatic dependent launches", DEPENDENT),
+    Variant("programmatic dependent launches, no asynchronous copies", NO_ASYNC | DEPENDENT),
+    Variant("XLA's defaults and scatters", {}, SCATTERS),
 )
 
 
@@ -100,7 +112,7 @@ class Config:
 
 
 @contextlib.contextmanager
-def using(program: programs.Program, write: str) -> Iterator[list[np.ndarray]]:
+def using(program: compiling.Program, write: str) -> Iterator[list[np.ndarray]]:
     """Steps go through a program of another compilation; yields the tokens that they drew."""
     before = programs.decode, pool.write_pages, Runner.read
     drawn: list[np.ndarray] = []
@@ -119,16 +131,17 @@ def using(program: programs.Program, write: str) -> Iterator[list[np.ndarray]]:
         programs.decode, pool.write_pages, Runner.read = before
 
 
-def program_of(options: dict[str, Any]) -> programs.Program:
-    """The library's step, compiled by itself with these options on a GPU."""
+def program_of(variant: Variant) -> compiling.Program:
+    """The library's step, compiled by itself as a variant says."""
     step = inspect.unwrap(programs.decode)
 
-    def decode(*args):  # another function, so that nothing compiled before serves it
-        return step(*args)
+    def decode(*args, block=1):  # another function: nothing compiled before serves it
+        return step(*args, block=block)
 
-    return programs.Program(
+    return compiling.Program(
         decode,
-        gpu_options=programs.GPU_OPTIONS | options,
+        gpu_options=compiling.GPU_OPTIONS | variant.options,
+        on_gpu=dict(block=variant.block),
         donate_argnums=1,
         static_argnums=(7, 9, 10),
     )
@@ -136,7 +149,7 @@ def program_of(options: dict[str, Any]) -> programs.Program:
 
 def main(config: Config) -> list[dict[str, Any]]:
     """Times every variant at every ratio, writes the figures as they come, and returns them."""
-    names = [name for name, _, _ in VARIANTS]
+    names = [each.name for each in VARIANTS]
     if unknown := set(config.only) - set(names):
         raise ConfigError(f"--only: {sorted(unknown)[0]!r} is no variant; there are {names}")
     make_place("--out", config.out)
@@ -151,14 +164,21 @@ def main(config: Config) -> list[dict[str, Any]]:
     model = shapes.model_of(config.shape, jnp.dtype(config.dtype))
     rate = decode_steps.read_rate()
     rows: list[dict[str, Any]] = []
-    variants = [each for each in VARIANTS if not config.only or each[0] in config.only]
+    variants = [each for each in VARIANTS if not config.only or each.name in config.only]
     report = environment() | dict(command=command(), read_rate=rate, rows=rows)
     for ratio in config.ratios:
         own: list[dict[str, Any]] = [
-            dict(options=name, compiler_options=options, write=write, ratio=ratio, step_ms=[])
-            for name, options, write in variants
+            dict(
+                options=each.name,
+                compiler_options=each.options,
+                layers_a_turn=each.block,
+                write=each.write,
+                ratio=ratio,
+                step_ms=[],
+            )
+            for each in variants
         ]
-        compiled = [program_of(options) for _, options, _ in variants]
+        compiled = [program_of(each) for each in variants]
         rows += own
         first: np.ndarray | None = None
         for _ in range(config.turns):

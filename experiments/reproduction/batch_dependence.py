@@ -31,7 +31,7 @@ from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Task, WordChain
 from dms_jax.generation import Engine, programs
-from dms_jax.generation.programs import Program
+from dms_jax.generation.compiling import GPU_OPTIONS, GPU_STEP_OPTIONS, ON_GPU_STEP, Program
 from dms_jax.model.language_model import LanguageModel
 from pallas_kernels import decode_attention
 
@@ -130,13 +130,14 @@ def _allow_excess_precision() -> None:
     options: dict[str, Any] = dict(other_options=free, donate_argnums=1)
     programs.extend = Program(
         inspect.unwrap(programs.extend),
-        gpu_options=programs.GPU_OPTIONS | free,
+        gpu_options=GPU_OPTIONS | free,
         static_argnums=(8, 9),
         **options,
     )
     programs.decode = Program(
         inspect.unwrap(programs.decode),
-        gpu_options=programs.GPU_STEP_OPTIONS | free,
+        gpu_options=GPU_STEP_OPTIONS | free,
+        on_gpu=ON_GPU_STEP,
         static_argnums=(7, 9, 10),
         **options,
     )

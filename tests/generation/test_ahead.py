@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import dms_jax
-from dms_jax.generation import Engine, programs
+from dms_jax.generation import Engine, compiling, programs
 from dms_jax.generation.launched import LANES_AHEAD
 from dms_jax.generation.runner import Runner
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
@@ -16,7 +16,7 @@ SIX = prompts((5, 9, 13, 7, 11, 3))
 
 def in_order(monkeypatch, engine, given, **options):
     """Returns the completions of a call, and the order in which chunks were launched and read."""
-    order, call, read = [], programs.Program.__call__, Runner.read
+    order, call, read = [], compiling.Program.__call__, Runner.read
 
     def launched(program, *arguments):
         if program is programs.decode:
@@ -28,7 +28,7 @@ def in_order(monkeypatch, engine, given, **options):
         return read(runner, chunk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(programs.Program, "__call__", launched)
+        patch.setattr(compiling.Program, "__call__", launched)
         patch.setattr(Runner, "read", fetched)
         completions = engine.generate(given, sampling=GREEDY, **options)
     return completions, order
@@ -54,7 +54,12 @@ def test_a_chunk_is_launched_before_the_last_one_is_read(name, monkeypatch):
 @pytest.mark.parametrize("name", POLICIES)
 def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name, monkeypatch):
     """Two programs of prompts and the first chunk of steps, whatever a policy evicts."""
-    engine, order, call, read = engine_for(name), [], programs.Program.__call__, Runner.read_lengths
+    engine, order, call, read = (
+        engine_for(name),
+        [],
+        compiling.Program.__call__,
+        Runner.read_lengths,
+    )
     expected = engine.generate(TWO, sampling=GREEDY)
 
     def launched(program, *arguments):
@@ -67,7 +72,7 @@ def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name,
         return read(runner, lengths)
 
     with monkeypatch.context() as patch:
-        patch.setattr(programs.Program, "__call__", launched)
+        patch.setattr(compiling.Program, "__call__", launched)
         patch.setattr(Runner, "read_lengths", fetched)
         assert engine.generate(TWO, sampling=GREEDY) == expected
     keeps_all = name in ("vanilla", "quest")

@@ -1,0 +1,106 @@
+"""Compiles decode steps for an H200 and prints what a layer launches and copies, as JSON by policy.
+
+    python -m tests.generation.launches
+
+Run by `test_launches.py` in a process of its own, with the compiler for GPUs (`make gpu-compiler`)
+on its path, which would slow every start of jax. Nothing is executed and no array is made.
+"""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dms_jax.config import ModelConfig
+from dms_jax.generation import programs
+from dms_jax.generation.sampling import Sampling
+from dms_jax.model.caching import init_cache
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import DMS, H2O, Policy, Vanilla
+from dms_jax.training.planning import gpu_compiler
+from tests.support.ahead import compile_ahead
+
+LAYERS, BATCH, PAGE_SIZE, COLUMNS = 16, 32, 64, 8
+CONFIG = ModelConfig(
+    vocab_size=1024,
+    hidden_size=1024,
+    intermediate_size=2048,
+    num_layers=LAYERS,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    max_position_embeddings=4096,
+    tie_embeddings=True,
+    model_type="llama",
+)
+POLICIES = {"Vanilla": Vanilla(), "DMS": DMS(window=64), "H2O": H2O(budget=128)}
+PAGES = LAYERS * BATCH * CONFIG.num_kv_heads * COLUMNS
+# What a program does without a kernel or a copy on the device.
+NO_LAUNCH = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "copy-done"}
+_COMPUTATION = re.compile(r"(?:ENTRY )?%([\w.-]+) \(.*\{$")
+_OPERATION = re.compile(r" = (?:\(.*?\)|\S+) ([\w-]+)\(")
+_LOOP = re.compile(r" while\(.* body=%([\w.-]+)")
+_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+
+
+def compiled_step(policy: Policy) -> str:
+    """Returns the text of the program of steps, as it would run on an H200."""
+    (device,) = gpu_compiler.devices("h200", 1, a_host=1)
+    place = NamedSharding(Mesh(np.array([[device]]), ("data", "model")), PartitionSpec())
+    model = jax.eval_shape(lambda: Transformer(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    cache = jax.eval_shape(
+        lambda: init_cache(
+            CONFIG,
+            policy,
+            num_sequences=BATCH,
+            num_pages=PAGES,
+            page_size=PAGE_SIZE,
+            dtype=jnp.bfloat16,
+        )
+    )
+    table = (LAYERS, BATCH, CONFIG.num_kv_heads, COLUMNS)
+    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (table, (BATCH,), (BATCH,))]
+    arrays = (model, cache, None, *integers, jax.ShapeDtypeStruct((BATCH, 2), jnp.uint32))
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays)
+    given = (*arrays, policy, Sampling(temperature=0).filter, 8, ())
+    traced = programs.decode.on_gpu.trace(*given)
+    return compile_ahead(traced.lower(lowering_platforms=("cuda",)), device.device_kind).text
+
+
+def layer_loop(text: str) -> tuple[list[str], int]:
+    """Returns the kernels and copies of a turn of the loop over layers, and how many turns it has.
+
+    It is the loop inside the one over steps.
+    """
+    lines: dict[str, list[str]] = {}
+    loops: dict[str, list[tuple[str, int]]] = {}
+    name = ""
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            name = found[1]
+            lines[name], loops[name] = [], []
+        elif found := _OPERATION.search(line):
+            if found[1] not in NO_LAUNCH:
+                lines[name].append(line.strip())
+            if loop := _LOOP.search(line):
+                trips = _TRIPS.search(line)
+                assert trips is not None
+                loops[name].append((loop[1], int(trips[1])))
+    # A body that holds several steps has as many loops over layers.
+    body, trips = next(loops[step][0] for each in loops.values() for step, _ in each if loops[step])
+    return lines[body], trips
+
+
+def report(policy: Policy) -> dict[str, float]:
+    """Returns the launches of a layer, and the copies of arrays of the pool's size in a turn."""
+    lines, trips = layer_loop(compiled_step(policy))
+    copied = [line for line in lines if f"[{PAGES}," in line and " copy(" in line]
+    return dict(launches=len(lines) * trips / LAYERS, copies=len(copied))
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: report(policy) for name, policy in POLICIES.items()}))

@@ -1,0 +1,41 @@
+"""A layer of a decode step on a GPU is few launches: each costs as much as reading megabytes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.training.collectives import GPU_COMPILER
+
+ROOT = GPU_COMPILER.parent
+# A norm, the product, rotations of queries and of keys beside values, the write, attention and its
+# combination, a product; a norm, a product, the gate, a product. What policies keep of the rows,
+# and what is sliced for the layers of a turn, is the fraction.
+MOST = 12 + 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (GPU_COMPILER / "jax_plugins").exists(),
+    reason="the compiler for GPUs is not installed (make gpu-compiler, 142 MB)",
+)
+def test_a_layer_is_few_launches_and_copies_nothing_large():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.generation.launches"],
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{GPU_COMPILER}",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        },
+        timeout=600,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [each["copies"] for each in found.values()] == [0, 0, 0]
+    assert max(found[name]["launches"] for name in ("Vanilla", "DMS")) <= MOST, found
