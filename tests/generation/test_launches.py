@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.training.collectives import GPU_COMPILER
+from tests.support.ahead import GPU_COMPILER
 
 ROOT = GPU_COMPILER.parent
 # A norm, the product, rotations of queries and of keys beside values, the write, attention and its
