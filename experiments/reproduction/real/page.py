@@ -202,7 +202,7 @@ def trainings(results: Results) -> str:
         training = TRAININGS[log["training"]]
         measure = "gsm8k" if training.model == QWEN else "piqa"
         label = f"{training.name}-at{log['recipe']['ratio']:g}"
-        record = results.get(training.model, label, measure)
+        record = results.of_run(log["run"], training.model, label, measure)
         rows.append(
             [
                 f"{training.model}: {shown(results, label, log)}",

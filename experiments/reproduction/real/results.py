@@ -136,6 +136,13 @@ class Results:
         gap = self.gap(QWEN, end_of(name), end_of(best), UNSEEN)
         return gap is not None and abs(gap.value) <= gap.error
 
+    def of_run(self, run: int, *key: str) -> dict[str, Any] | None:
+        """The record (model, label, measure) of a run; None if that run did not measure it."""
+        record = self.records.get(key)  # pyright: ignore[reportArgumentType]
+        if record is not None and record["run"] == run:
+            return record
+        return self.earlier.get((run, *key))  # pyright: ignore[reportArgumentType]
+
     def get(self, model: str, label: str, measure: str) -> dict[str, Any] | None:
         """The figures of a system; None if there are none."""
         return self.records.get((model, label, measure))

@@ -76,6 +76,20 @@ def test_rows_that_were_asked_other_problems_are_not_paired_and_the_page_says_wh
     assert rival not in results.labels("qwen", "gsm8k")
 
 
+def test_a_training_stands_beside_the_score_of_its_own_run(config):
+    """The same training in two runs: each run's retrofit solved a share of its own."""
+    log = {"training": PLANNED, "recipe": {"ratio": 3.3}, "documents": 9, "tokens": 1e6}
+    log |= {"seconds": 60.0, "bytes": 1e6, "held_out": None, "steps": [{"evicted": 0.5}]}
+    row = {**figures(100, 120.0), "model": "qwen", "system": PLANNED, "setting": "3.3"}
+    row |= {"measure": "gsm8k", "per_problem": row["per_problem"]["scores"]}
+    file = config.out / "before.json"
+    write_json(file, {"systems": [row], "trainings": [log, log | {"run": 3}], "speed": None})
+    write_json(Paths(config).summary(PLANNED), log)
+    results = Results.read(dataclasses.replace(config, run=2, earlier=file))
+    scores = re.findall(r"\| ([^|]+) \|$", page.trainings(results), re.MULTILINE)
+    assert scores == ["score, %", "29.0 ± 2.3", "25.0 ± 2.2", "-"]  # of runs 2, 1 and 3
+
+
 def commands_of(text: str) -> list[Config]:
     """The commands of the script in the last section of a page, as the script itself reads them."""
     section = text.partition("## Again")[2].replace("\\\n", " ")
