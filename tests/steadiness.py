@@ -20,7 +20,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from tests.conftest import CHECKOUT, QUICK_FLAGS
+from tests.conftest import CHECKOUT, OLD_EMITTER, QUICK_FLAGS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ VARIATIONS = {
     # Other orders of the same sums: what the compiler fuses, vectorizes and unrolls.
     "optimized": Variation(flags="", quick=False),
     "new-emitter": Variation(flags=""),
-    "old-emitter-optimized": Variation(quick=False),
+    "old-emitter-optimized": Variation(flags=OLD_EMITTER, quick=False),
     "level-0": Variation(flags="--xla_backend_optimization_level=0", quick=False),
     "level-1": Variation(flags="--xla_backend_optimization_level=1", quick=False),
     # Other processors: the widths of their vectors, with and without fused multiply-add.

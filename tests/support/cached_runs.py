@@ -120,18 +120,23 @@ def _poison(pages: jax.Array) -> jax.Array:
 
 
 def ragged_parts(
-    seed: int, lengths, prompts, *, width: int, answers_width: int = 1
+    seed: int, lengths, prompts, *, width: int, answers_width: int = 1, padded: int | None = None
 ) -> Iterator[Part]:
-    """Returns prompts in chunks of uneven counts (sometimes 0), then answers likewise."""
+    """Returns prompts in chunks of uneven counts (sometimes 0), then answers likewise.
+
+    Chunks of a prompt hold up to `width` tokens, and are padded to `padded`, or to `width`.
+    """
     random = np.random.default_rng(seed)
     done = np.zeros(len(lengths), int)
-    for end, step, prompt in ((prompts, width, True), (lengths, answers_width, False)):
+    prompt_width = padded or width
+    stages = ((prompts, width, prompt_width, True), (lengths, answers_width, answers_width, False))
+    for end, most, shape, prompt in stages:
         end = np.asarray(end)
         while (done < end).any():
-            counts = np.minimum(random.integers(0, step + 1, size=len(end)), end - done)
+            counts = np.minimum(random.integers(0, most + 1, size=len(end)), end - done)
             if counts.any():
                 ends = (counts > 0) & (done + counts == end) if prompt else None
-                yield Part(counts.astype(np.int32), step, prompt, ends)
+                yield Part(counts.astype(np.int32), shape, prompt, ends)
                 done += counts
 
 

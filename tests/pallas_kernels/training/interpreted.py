@@ -2,13 +2,15 @@
 
     NPROC=4 python -m tests.pallas_kernels.training.interpreted CASE...
 
-A case with ":70,90" behind it is computed in pieces of its queries that are cut there.
+A case with ":70,90" behind it is computed in pieces of its queries that are cut there, with two
+heads: a piece's place is the same for all of them.
 
 The interpreter runs each warpgroup in a thread of XLA's pool and hangs for ever where that has
 fewer threads than a program has warpgroups: NPROC sets the pool's size, and it is read once, at the
 start. Nothing may hang a test suite, so the caller also sets a time limit.
 """
 
+import dataclasses
 import functools
 import sys
 
@@ -34,6 +36,8 @@ def main() -> None:
     for name in sys.argv[1:]:
         name, _, cuts = name.partition(":")
         case = wanted[name]
+        if cuts:
+            case = dataclasses.replace(case, H=2, K=1)
         inputs, segments = draw(case)
         arrays, do = operands(inputs, segments), jnp.asarray(inputs["do"])
         options = {"window": case.window, "scale": case.D**-0.5, "interpret": True}
