@@ -139,8 +139,7 @@ def pytest_collection_finish() -> None:
     # Tracing makes many small objects; looking after every 700 of them takes a tenth of the time.
     gc.collect()
     gc.freeze()
-    # What was traced stays in jax's caches: all of it is gone through once in ten million objects.
-    gc.set_threshold(20_000, 10, 50)
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture
