@@ -9,6 +9,7 @@ kill, and whether the end and all exports are the same.
 """
 
 import argparse
+import datetime
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -106,39 +108,70 @@ def losses(out: pathlib.Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines]
 
 
-def compare(folder: pathlib.Path, *, processes: int, kills: int, steps: int, seed: int) -> bool:
-    """Makes an uninterrupted and a killed run; returns whether they end in the same bits."""
+def compare(
+    folder: pathlib.Path, *, processes: int, kills: int, steps: int, seed: int
+) -> tuple[bool, list[dict[str, Any]]]:
+    """Makes an uninterrupted and a killed run.
+
+    Returns whether they end in the same bits, and each kill with what it left of checkpoints.
+    """
     whole, killed = folder / "whole", folder / "killed"
     common: dict[str, Any] = dict(mesh=[4, 2], steps=steps, every=2, snapshots=RATIOS)
     finish(start({"out": str(whole)} | common, processes))
-    victims, after_one = random.Random(seed), 0
+    victims = random.Random(seed)
+    killings: list[dict[str, Any]] = []
     for number, (step, delay) in enumerate(moments(steps, kills, seed), 1):
         started = start({"out": str(killed)} | common, processes)
         victim = victims.randrange(processes)
         seen = kill_at(started, step, delay, victim)
         place = killed / "checkpoints"
         left = sorted((path.name for path in place.iterdir()), key=len) if place.exists() else []
-        after_one += any(name.isdigit() for name in left)
+        killings.append(
+            dict(
+                process=victim,
+                seconds_after_step=round(delay, 2),
+                step=step,
+                reached=int(seen.split()[1]) if seen else 0,
+                left=left,
+            )
+        )
         print(
             f"kill {number} of process {victim}: {delay:.2f} s after step {step}, at "
             f"{seen or 'the start'}; left {left}",
             flush=True,
         )
+    after_one = sum(any(name.isdigit() for name in each["left"]) for each in killings)
     print(f"{after_one} of {kills} kills came after a checkpoint", flush=True)
     finish(start({"out": str(killed)} | common, processes))
     exports = [EXPORT, *(f"snapshots/{ratio:g}/model.safetensors" for ratio in RATIOS)]
     same = all((killed / each).read_bytes() == (whole / each).read_bytes() for each in exports)
-    return same and losses(killed) == losses(whole)
+    return same and losses(killed) == losses(whole), killings
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("processes", 1), ("kills", 5), ("steps", 40), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file that the record is added to")
     told = vars(parser.parse_args())
+    out = told.pop("out")
     with tempfile.TemporaryDirectory() as folder:
-        same = compare(pathlib.Path(folder), **told)
-    print(f"{told}: the end is {'the same bits' if same else 'NOT the same'}")
+        same, killings = compare(pathlib.Path(folder), **told)
+    end = "the same bits" if same else "NOT the same"
+    print(f"{told}: the end is {end}")
+    if out is not None:
+        options = " ".join(f"--{name} {value}" for name, value in told.items())
+        record = dict(
+            command=f"python -m tests.training.killing {options}",
+            device="CPU, 8 devices over all processes",
+            jax=metadata.version("jax"),
+            date=datetime.date.today().isoformat(),
+            kills=killings,
+            exports=["at the end", *RATIOS],
+            end=end,
+        )
+        records = json.loads(out.read_text()) if out.exists() else []
+        out.write_text(json.dumps([*records, record], indent=1) + "\n")
     sys.exit(not same)
 
 
