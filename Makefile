@@ -18,7 +18,7 @@ help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
 	@echo "make check    lint, types and the quickest tests of every room (a minute or so)"
 	@echo "make test     the whole test suite"
-	@echo "make gpu-compiler  the compiler for GPUs that are not there, for one of the tests (142 MB)"
+	@echo "make gpu-compiler  the compiler for GPUs that are not there, for some of the tests (142 MB)"
 	@echo "make newest   lower the GPU kernels with the newest jax that is supported"
 	@echo "make steady   the suite under other seeds, compilers and threads (hours)"
 	@echo "make lint     formatting, lint and types"
@@ -44,7 +44,7 @@ test: $(STAMP)
 
 gpu-compiler: .gpu_compiler/installed
 
-# Compiles for GPUs that are not there (tests/training/test_collectives.py): 142 MB, no CUDA needed.
+# Compiles for GPUs that are not there (tests/support/ahead.py): 142 MB, no CUDA needed.
 .gpu_compiler/installed: requirements.lock | $(STAMP)
 	if command -v uv >/dev/null; then pip="uv pip install --python $(RUN)"; \
 	else pip="$(RUN) -m pip install"; fi; \

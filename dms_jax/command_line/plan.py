@@ -76,7 +76,8 @@ class Config:
     tokens: int | None = None
     """Tokens of the whole run, in place of steps."""
     sequence_length: int | None = None
-    """Tokens a training sequence; the recipe's unless given."""
+    """Tokens a training sequence. Unless given those of the recipe, or as many as the model has
+    positions for."""
     batch_size: int | None = None
     """Sequences an optimizer step; the recipe's unless given."""
     micro_batch_size: int | None = None

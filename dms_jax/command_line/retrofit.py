@@ -19,6 +19,7 @@ on after a stop.
 """
 
 import contextlib
+import dataclasses
 import pathlib
 
 import dms_jax
@@ -110,17 +111,26 @@ def main(config: Config | SelfTaught) -> None:
             "--pictures draws a model on one device, and this run is over several; "
             "leave it out. The ratio of every step is in out/log.jsonl."
         )
-    recipe, policy = config.make_recipe(), config.make_policy()
+    # Options that belong together are looked at before anything is loaded; the length is not known.
+    asked = dataclasses.replace(config, steps=None, tokens=None).make_recipe()
+    policy = config.make_policy()
     with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:
         data = config.make_data()
         base = dms_jax.load(
             find_model(config.model), mesh=mesh, adapter=config.adapter, for_training=True
         )
-        asked, recipe = recipe, config.make_recipe(base.config.max_position_embeddings)
+        recipe = config.make_recipe(base.config.max_position_embeddings)
         if recipe.sequence_length < asked.sequence_length:
             say(
                 f"The sequences of {asked.name}, {asked.sequence_length} tokens, are cut to the "
-                f"model's {recipe.sequence_length} positions (--sequence-length)."
+                f"model's {recipe.sequence_length} positions (--sequence-length), in as many steps "
+                "unless --steps or --tokens say otherwise."
+            )
+        if isinstance(policy, dms_jax.DMS) and policy.window + 1 >= recipe.sequence_length:
+            raise dms_jax.ConfigError(
+                f"No token leaves a window of {policy.window} in sequences of "
+                f"{recipe.sequence_length} tokens, so that nothing would be learned: give a "
+                "shorter --window, or a longer --sequence-length."
             )
         if config.template:
             base = base.with_template(**read_options(config.template, "--template"))

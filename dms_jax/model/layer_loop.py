@@ -78,11 +78,14 @@ def scan_layers(
             return (carry, first + size), jax.tree.map(lambda *each: jnp.stack(each), *results)
 
         def in_turns(x, group=group, size=size):
-            return x[group.start : group.end].reshape(-1, size, *x.shape[1:])
+            x = x[group.start : group.end]
+            return x.reshape(len(x) // size, size, *x.shape[1:])
 
         xs = jax.tree.map(in_turns, (vectors, per_layer))
         (carry, _), result = jax.lax.scan(turn, (carry, jnp.int32(group.start)), xs, unroll=unroll)
-        results.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), result))
+        results.append(
+            jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), result)
+        )
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 
 

@@ -326,10 +326,9 @@ class Transformer(nnx.Module):
         one_step = tokens.shape[1] == 1 and not in_one_pass(policy, 1, prompt=prompt)
         plan = plan_steps(cache, counts) if one_step else None
         rows = (cache.page_table, cache.lengths, cache.row_state, plan)
+        # XLA copies what a policy keeps of every slot if two layers of a turn write it.
         if jax.tree.leaves(cache.page_state):
-            block = (
-                1  # XLA copies what a policy keeps of every slot if two layers of a turn write it
-            )
+            block = 1
         carry, ((lengths, row_state), live, reads) = scan_layers(
             body, carry, self.layers, groups, rows, block=block
         )

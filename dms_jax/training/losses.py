@@ -37,7 +37,7 @@ from dms_jax import sharding
 Direction = Literal["reverse", "forward"]
 
 # Logits of the teacher, and of the student, that may exist on a device at a time, in elements.
-CHUNK_ELEMENTS = 2**29
+CHUNK_ELEMENTS = 2**28
 
 
 @struct.dataclass

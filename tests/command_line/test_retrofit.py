@@ -114,6 +114,18 @@ def test_a_model_with_fewer_positions_is_trained_on_shorter_sequences():
     assert tokens.total_tokens(policy) == pytest.approx(2**22, rel=0.02)
 
 
+def test_a_window_that_no_token_leaves_is_refused(tmp_path):
+    """Sequences that are cut to a model's positions may be no longer than the recipe's window."""
+    _, config = retrofit.PRESETS["custom"]
+    own = retrofit.PRESETS["stories260k"][1]
+    told = dataclasses.replace(config, model=own.model, data=own.data, out=tmp_path / "run")
+    with pytest.raises(dms_jax.ConfigError, match=r"window of 512 .* 512 tokens.* --window"):
+        retrofit.main(told)
+    few = dataclasses.replace(told, tokens=2**17)  # of which the recipe's own length makes no step
+    with pytest.raises(dms_jax.ConfigError, match="window of 512"):
+        retrofit.main(few)
+
+
 def test_presets_make_recipes():
     recipes = {name: config.make_recipe() for name, (_, config) in retrofit.PRESETS.items()}
     assert recipes["qwen3-8b"].pass_size(8) == 8

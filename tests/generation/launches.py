@@ -98,7 +98,11 @@ def layer_loop(text: str) -> tuple[list[str], int]:
 def report(policy: Policy) -> dict[str, float]:
     """Returns the launches of a layer, and the copies of arrays of the pool's size in a turn."""
     lines, trips = layer_loop(compiled_step(policy))
-    copied = [line for line in lines if f"[{PAGES}," in line and " copy(" in line]
+    copied = [
+        line
+        for line in lines
+        if f"[{PAGES}," in line and (" copy(" in line or " copy-start(" in line)
+    ]
     return dict(launches=len(lines) * trips / LAYERS, copies=len(copied))
 
 

@@ -1,14 +1,17 @@
 """The compiler options of compiled programs."""
 
 import dataclasses
+import functools
+import inspect
 
 import jax
 import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.generation import Engine, compiling
-from tests.generation.support import SHAPE, model_for
+from dms_jax.generation import Engine, compiling, programs
+from dms_jax.model.language_model import GenerationDefaults
+from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts, stories
 
 
 def test_xla_knows_the_options_of_a_step():
@@ -30,6 +33,37 @@ def test_options_are_those_of_the_backend(backend, monkeypatch):
         return
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         program(1)
+
+
+def test_a_function_may_be_given_more_on_a_gpu(monkeypatch):
+    program = compiling.Program(
+        lambda x, block=1: x + block, gpu_options={}, on_gpu={"block": 8}, donate_argnums=0
+    )
+    assert program(1) == 2
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert program(1) == 9
+
+
+@pytest.mark.parametrize("name", ["dms", "dmc", "streaming", "kcache"])
+def test_steps_draw_the_same_however_many_layers_a_turn_of_the_loop_has(name, monkeypatch):
+    """A GPU's turns have several; windows of DMC that hold nothing are among what is cut."""
+    policies = {
+        "dmc": dms_jax.DMC(window=1, offset=0.0),
+        "kcache": dms_jax.KCache(top=4, first_layers=2, values="device"),
+    }
+    policy = policies.get(name, POLICIES.get(name))
+    model = dataclasses.replace(stories(), policy=policy, generation=GenerationDefaults())
+    drawn = []
+    for block in (1, 5):
+        step = functools.partial(inspect.unwrap(programs.decode), block=block)
+        program = compiling.Program(step, donate_argnums=1, static_argnums=(7, 9, 10))
+        monkeypatch.setattr(programs, "decode", program)
+        engine = Engine(model, policy, max_tokens=64, **SHAPE)
+        drawn.append(engine.generate(prompts(), sampling=GREEDY))
+        monkeypatch.undo()
+    for one, other in zip(*drawn, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize(

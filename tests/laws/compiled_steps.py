@@ -62,7 +62,9 @@ SMALL_OPTIONS = {
 }
 SCORERS = (ExpectedAttention, KeyDiff, Knorm, RandomSelection, SnapKV)
 SMALL_OPTIONS |= {kind: dict(budget=128, interval=64) for kind in SCORERS}
-LAYERS = 4  # two of each kind where a policy has two kinds
+# On GPUs a turn of the loop over layers has up to eight; there are several turns, of each kind of
+# layers where a policy has two.
+LAYERS = {"tpu": 4, "gpu": 18}
 BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
 POOL_FACTOR = 256  # pages of the pool to those of its rows
 COPIED_AT_A_TIME = 64  # pages
@@ -124,9 +126,13 @@ def on_gpu(devices: list | None = None) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def layers_of(place: NamedSharding) -> int:
+    return LAYERS[place.mesh.devices.flat[0].platform]
+
+
 def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
     """Returns the pool's copies, aliasing and memory in a compiled chunk."""
-    shapes = arguments(policy, num_layers=LAYERS, pool_factor=pool_factor, place=place)
+    shapes = arguments(policy, num_layers=layers_of(place), pool_factor=pool_factor, place=place)
     return report_of(programs.decode.lower(*shapes), shapes, place)
 
 
@@ -135,7 +141,7 @@ def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:
 
     It depends on the cache alone, so policies whose caches have the same leaves share a program.
     """
-    shapes = arguments(policy, num_layers=LAYERS, pool_factor=pool_factor, place=place)
+    shapes = arguments(policy, num_layers=layers_of(place), pool_factor=pool_factor, place=place)
     leaves, structure = jax.tree.flatten(shapes[1])
     known = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
     if known not in COPIES:

@@ -49,7 +49,7 @@ def report_on_gpu() -> dict:
 
 @pytest.fixture(scope="module")
 def report_for_h200() -> dict:
-    if not GPU_COMPILER.exists():
+    if not (GPU_COMPILER / "jax_plugins").exists():
         pytest.skip("the compiler for GPUs is not there: `make gpu-compiler`")
     return compile_steps("h200", *AHEAD, path=(GPU_COMPILER,))
 

@@ -16,11 +16,18 @@ PARAMETERS = {
     "vector": jax.random.normal(KEY, (LAYERS, 3)),
 }
 OWN = {"numbers": jnp.arange(2 * LAYERS).reshape(LAYERS, 2), "none": None}
+OWN |= {"empty": jnp.zeros((LAYERS, 2, 0))}  # as DMC's sums with a window of 1
 
 
 def body(x, layer, index, group, own):
     x = jnp.tanh(x @ layer["matrix"]) * layer["vector"]
-    return x, {"index": index, "start": group.start, "sum": own["numbers"].sum(), "none": None}
+    return x, {
+        "index": index,
+        "start": group.start,
+        "sum": own["numbers"].sum(),
+        "none": None,
+        "empty": own["empty"],
+    }
 
 
 def groups(*ends):
@@ -45,6 +52,7 @@ def test_layers_in_turns_of_any_length(ends, block):
     starts = [max(s for s in (0, *ends) if s <= layer) for layer in range(LAYERS)]
     assert results["start"].tolist() == starts
     assert results["none"] is None
+    assert results["empty"].shape == (LAYERS, 2, 0)
 
 
 @pytest.mark.parametrize(("block", "turns"), [(1, 6), (2, 3), (3, 2), (4, 2), (5, 2)])

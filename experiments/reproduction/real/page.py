@@ -11,7 +11,7 @@ from experiments.reproduction.files import wrap, write_json, write_text
 from experiments.reproduction.real import figures, legends
 from experiments.reproduction.real.commands import again
 from experiments.reproduction.real.measures import tokens_of
-from experiments.reproduction.real.names import name_of, shown
+from experiments.reproduction.real.names import shown
 from experiments.reproduction.real.plan import asked_of
 from experiments.reproduction.real.results import (
     CHAINS,
@@ -229,9 +229,10 @@ def frontier(results: Results) -> str:
             found = results.votes(label, chains, measure)
             if found is not None:
                 votes, reads, peak = found
-                longest = results.records[QWEN, label, measure]["sampling"]["max_new_tokens"]
+                record = results.records[QWEN, label, measure]
+                longest = record["sampling"]["max_new_tokens"]
                 cells = [percent(vote_of(votes)), f"{reads:,.0f}", f"{peak:,.0f}"]
-                rows.append([name_of(label), str(longest), str(chains), *cells])
+                rows.append([shown(results, label, record), str(longest), str(chains), *cells])
     return table(["", "longest", "chains", "vote, %", "reads", "peak"], rows)
 
 
@@ -242,7 +243,8 @@ def gains(results: Results) -> str:
         gains = results.vote_gains(label)
         if label in (VANILLA, end_of(CONTROL)) or gains == (None, None):
             continue
-        name = f"**{name_of(label)}**" if label == end_of(results.judged) else name_of(label)
+        name = shown(results, label, results.records[QWEN, label, "frontier"])
+        name = f"**{name}**" if label == end_of(results.judged) else name
         one = results.gap(QWEN, label, VANILLA, "frontier")
         rows.append([name, *(percent(gain, sign=True) for gain in (one, *gains))])
     if not rows:

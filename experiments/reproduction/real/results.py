@@ -260,8 +260,11 @@ class Results:
         """What votes of a system gain over the plain cache's at equal reads, and at equal peak.
 
         Averages over the budgets that both cover; None where there are none, or one of them was not
-        asked these problems.
+        asked these problems, or in another run.
         """
+        runs = [(self.get(QWEN, each, FRONTIER) or {}).get("run") for each in (label, VANILLA)]
+        if runs[0] != runs[1]:
+            return None, None
         points = self.frontier({VANILLA: "vanilla", label: "own"}) if label != VANILLA else None
         if points is None or self.unpaired(QWEN, label, VANILLA, "frontier"):
             return None, None
