@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def test_steps_draw_the_same_however_many_layers_a_turn_of_the_loop_has(name, mo
         monkeypatch.undo()
     for one, other in zip(*drawn, strict=True):
         assert one.tokens == other.tokens
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+        chex.assert_trees_all_close(one.logprobs, other.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ TRAININGS = {
         Training("adapter-to-8", ratio=8.0, trainable="adapter", share=_SHARE),
         Training("all-to-8", ratio=8.0, trainable="all", share=_SHARE),
         Training(
-            "low-rank-w16-kept", ratio=_RATIO, ships="low-rank-w16", words="the adapter of run 2"
+            "warm-up-w16-kept", ratio=_RATIO, ships="warm-up-w16", words="the adapter of run 3"
         ),
         Training("smollm2-low-rank-w16", model=SMOLLM2, ratio=4.0, snapshots=(2.0,)),
         Training("smollm2-control", model=SMOLLM2, policy=None, ratio=4.0),

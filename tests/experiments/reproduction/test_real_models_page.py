@@ -8,7 +8,7 @@ import pytest
 
 from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
-from experiments.reproduction.real import page
+from experiments.reproduction.real import names, page
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.results import THREE, Results
 from experiments.reproduction.real.systems import PLANNED, RIVAL, TRAININGS
@@ -245,6 +245,6 @@ def test_systems_have_names():
         ("control-at3.5", "trained further (the control)"),
         ("tova-mean", "TOVA, equal mean"),
     ):
-        assert page.name_of(label) == name
-    ends = [(each.model, page.name_of(page.end_of(each.name))) for each in TRAININGS.values()]
+        assert names.name_of(label) == name
+    ends = [(each.model, names.name_of(page.end_of(each.name))) for each in TRAININGS.values()]
     assert len(set(ends)) == len(ends)
