@@ -126,12 +126,12 @@ def main(config: Config | SelfTaught) -> None:
                 f"model's {recipe.sequence_length} positions (--sequence-length), in as many steps "
                 "unless --steps or --tokens say otherwise."
             )
-        if isinstance(policy, dms_jax.DMS) and policy.window + 1 >= recipe.sequence_length:
-            raise dms_jax.ConfigError(
-                f"No token leaves a window of {policy.window} in sequences of "
-                f"{recipe.sequence_length} tokens, so that nothing would be learned: give a "
-                "shorter --window, or a longer --sequence-length."
-            )
+            if isinstance(policy, dms_jax.DMS) and policy.window + 1 >= recipe.sequence_length:
+                raise dms_jax.ConfigError(
+                    f"No token leaves a window of {policy.window} in sequences of "
+                    f"{recipe.sequence_length} tokens, so that nothing would be learned: give a "
+                    "shorter --window, or a longer --sequence-length."
+                )
         if config.template:
             base = base.with_template(**read_options(config.template, "--template"))
         board = None
