@@ -11,6 +11,7 @@ if typing.TYPE_CHECKING:
     from dms_jax.training.planning.api import Plan, StagePlan
 
 _MOST_COLLECTIVES = 8
+_FILLED = 0.9  # share of the memory that may be taken where more devices are advised
 
 
 def report(plan: "Plan") -> str:
@@ -191,10 +192,13 @@ def _advice(plan: "Plan") -> list[str]:
         if recipe.pass_size(data) > data:
             advice.append("a smaller micro_batch_size (1): the passes of a step take turns")
         if state > room / 2:
-            needed = machine.count
-            while state * machine.count / needed + passing > 0.9 * room and needed < 64 * 1024:
-                needed *= 2
-            advice.append(f"more devices: {needed} would hold it, as far as the state goes")
+            # A program that was refused says nothing of what another machine's would set aside.
+            each = memory.activations + (memory.temporaries if memory.exact else 0.0)
+            if each < _FILLED * room:  # else no number of devices would do
+                needed = machine.count
+                while state * machine.count / needed + each > _FILLED * room:
+                    needed *= 2
+                advice.append(f"more devices: {needed} would hold it, as far as the state goes")
             if recipe.trained_for(plan.policy) == "all":
                 advice.append("trainable='low_rank' or 'adapter': no moments of frozen weights")
         if passing > room / 4:

@@ -138,6 +138,16 @@ def test_what_to_change(changes, advice):
     assert plan.fits == ("memory" not in changes)
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_devices_are_advised_by_what_they_divide(exact):
+    """Of a program that was refused, what layers do not keep is known of this machine alone."""
+    memory = dataclasses.replace(MEMORY, optimizer=200e9, temporaries=200e9, exact=exact)
+    text = str(planned(memory=memory))
+    assert ("more devices: 16 would" in text) == (not exact)
+    assert ("more devices" in text) == (not exact)
+    assert "trainable='low_rank'" in text
+
+
 @pytest.mark.parametrize(
     ("machine", "made", "possible"),
     [
