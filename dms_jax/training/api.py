@@ -27,7 +27,7 @@ from dms_jax.policies.base import check_policy
 from dms_jax.training.base_weights import base_digest
 from dms_jax.training.loop import Loop
 from dms_jax.training.options import RunKeywords, RunOptions
-from dms_jax.training.out_of_memory import with_advice
+from dms_jax.training.out_of_memory import placed, with_advice
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.shards import check_split
@@ -105,7 +105,8 @@ def train(
         adapter_only, most_skipped: see `dms_jax.training.RunOptions`.
 
     Returns:
-      The trained model, whose `policy` is the given one.
+      The trained model, whose `policy` is the given one; where it does not fit the devices as it is
+      placed for decoding, split over them as for training, with a warning.
 
     Raises:
       ConfigError: an option is malformed, or model, policy, recipe, mesh and run directory do not
@@ -170,7 +171,8 @@ def train(
             if directory is not None:
                 path = directory.path / "model"
                 save(result, policy, path, adapter_only=run.adapter_only)
-            return result.place()
+            del trainer  # with the moments, before whole matrices come to the devices
+            return placed(result)
     finally:
         if directory is not None:
             directory.close()

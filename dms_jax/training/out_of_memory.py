@@ -1,7 +1,8 @@
 """What training does when a device runs out of memory.
 
 Where the recipe leaves open what is computed again (`remat="auto"`), the first step of a program
-falls back to keeping less. Everything else ends with an error that says what to change.
+falls back to keeping less, and a result that does not fit as it is for decoding stays split.
+Everything else ends with an error that says what to change.
 """
 
 import contextlib
@@ -12,9 +13,10 @@ import jax
 
 from dms_jax.devices import out_of_memory
 from dms_jax.errors import OutOfMemoryError, plain
-from dms_jax.model.language_model import PACKAGE
+from dms_jax.model.language_model import PACKAGE, LanguageModel
 from dms_jax.model.rematerialisation import Remat
 from dms_jax.sharding import mesh_sizes
+from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.shards import finer_split
 
@@ -34,6 +36,27 @@ def warn_of_fallback(before: Remat, after: Remat) -> None:
         f"with remat={after!r}. Say so in the recipe to save the first compilation.",
         skip_file_prefixes=(PACKAGE,),
     )
+
+
+def placed(model: LanguageModel) -> LanguageModel:
+    """Returns a trained model placed for decoding, or as it is where that takes too much memory.
+
+    Decoding splits no matrix over `data`, and what was trained over many devices need not fit so.
+    """
+    try:
+        result = model.place()
+        jax.block_until_ready(parameters(result.transformer))
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        warnings.warn(
+            "The trained model does not fit the devices as it is placed for decoding; it is "
+            "returned split over the devices as for training. What is saved is whole: load it over "
+            "a mesh with more shards of `model` to generate.",
+            skip_file_prefixes=(PACKAGE,),
+        )
+        return model
+    return result
 
 
 @contextlib.contextmanager

@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from dms_jax.checkpoint import load
 from dms_jax.command_line.shapes import SHAPES
 from dms_jax.devices import DEVICES
 from dms_jax.errors import OutOfMemoryError
 from dms_jax.model import low_rank
+from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import DMS
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
@@ -152,6 +154,27 @@ def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
             run(remat=remat)
     expected = ["all_but_attention", "everything"] if remat == "auto" else ["nothing"]
     assert steps.tried == expected
+
+
+def test_a_result_that_does_not_fit_for_decoding_stays_split(tmp_path, monkeypatch):
+    """Decoding takes a whole model of each shard of `data`; by then the moments are gone."""
+    model, held = language_model(), []
+    shape = model.transformer.embedding.get_value().shape
+
+    def place(_):
+        held.extend(x for x in jax.live_arrays() if x.shape == shape and len(x.devices()) == 2)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9")
+
+    monkeypatch.setattr(LanguageModel, "place", place)
+    made, options = recipe(Stage("ramp", 2, 1e-3, 4.0)), dict(data=documents(), progress=False)
+    with pytest.warns(UserWarning, match="split over the devices as for training"):
+        result = retrofit(
+            model, ADAPTER, recipe=made, mesh=make_mesh(2, 1), out=tmp_path, **options
+        )
+    embedding = result.transformer.embedding.get_value()
+    assert embedding.addressable_shards[0].data.size * 2 == embedding.size
+    assert len(held) == 1
+    assert load(tmp_path / "model").policy == ADAPTER
 
 
 def test_sequences_are_to_be_split_only_where_that_is_possible():
