@@ -42,6 +42,16 @@ __all__ = [
 SEPARATOR = "<|endoftext|>"
 _MARK = codecs.BOM_UTF8
 _COUNTED_AT_A_TIME = 2**24  # bytes whose lines are counted
+# What the first ten and the last four bytes of files are that hold no text.
+_OTHERS = {
+    "a file packed by gzip": rb"\x1f\x8b",
+    "a file packed by zstd": rb"\x28\xb5\x2f\xfd",
+    "a file packed by xz": rb"\xfd7zXZ\x00",
+    "a file packed by bzip2": rb"BZh\d1AY&SY",
+    "a zip archive": rb"PK\x03\x04",
+    "a Parquet file": rb"(?s)PAR1.*PAR1\Z",
+    "an Arrow file": rb"ARROW1\x00\x00",
+}
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 
@@ -59,6 +69,7 @@ class _Files(Records):
         for path in self._paths:
             self._first.append(len(self._starts))
             content = _mapped(path)
+            _check_text(path, content)
             self._bytes.append(content)
             for start, end in self._spans(content):
                 self._starts.append(start)
@@ -112,6 +123,17 @@ def _mapped(path: pathlib.Path) -> mmap.mmap:
         raise DataError(f"{path} is no whole gzip file: {error}.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _check_text(path: pathlib.Path, content: mmap.mmap) -> None:
+    """Raises DataError if a file is of a kind that holds no text."""
+    ends = content[:10] + content[-4:]
+    for kind, pattern in _OTHERS.items():
+        if re.match(pattern, ends):
+            raise DataError(
+                f"{path} holds {kind}, and no text. Unpack it, or give it the name of what it is: "
+                "files that end in .gz, .parquet or .arrow are read as such."
+            )
 
 
 def _split(content: mmap.mmap, separator: bytes) -> Iterator[tuple[int, int]]:
