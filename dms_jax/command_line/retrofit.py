@@ -26,7 +26,7 @@ import dms_jax
 from dms_jax import assets, processes
 from dms_jax.command_line.options import find_model, read_options
 from dms_jax.command_line.ratio_pictures import RatioPictures
-from dms_jax.command_line.reports import can_draw, reserve_folder
+from dms_jax.command_line.reports import reserve_folder
 from dms_jax.command_line.retrofitting import Config
 from dms_jax.command_line.self_taught import settings
 from dms_jax.command_line.self_taught.settings import SelfTaught
@@ -106,11 +106,6 @@ def main(config: Config | SelfTaught) -> None:
     say = print if processes.is_first() else (lambda _: None)
     mesh = config.make_mesh()
     processes.check_mesh(mesh)
-    if config.pictures and mesh is not None:
-        raise dms_jax.ConfigError(
-            "--pictures draws a model on one device, and this run is over several; "
-            "leave it out. The ratio of every step is in out/log.jsonl."
-        )
     # Options that belong together are looked at before anything is loaded; the length is not known.
     asked = dataclasses.replace(config, steps=None, tokens=None).make_recipe()
     policy = config.make_policy()
@@ -140,7 +135,7 @@ def main(config: Config | SelfTaught) -> None:
                 contextlib.closing(TensorBoard(config.out / "tensorboard"))
             )
         pictures = None
-        if config.pictures and can_draw(config.out / "ratios"):
+        if config.pictures:
             pictures = RatioPictures(config.out / "ratios", data, recipe.sequence_length)
         model = dms_jax.retrofit(
             base,

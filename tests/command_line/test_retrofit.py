@@ -165,7 +165,6 @@ def test_what_is_missing_is_told(tmp_path):
     [
         (dict(sequence_shards=2, sequence_length=30), "30 tokens cannot be split over 2 devices"),
         (dict(data_shards=4, batch_size=6), "a batch of 6 does not divide into passes"),
-        (dict(data_shards=2, pictures=True), "--pictures draws a model on one device"),
         (dict(sequence_length=100_000), "do not fit the model's 512 positions"),
     ],
 )
@@ -217,7 +216,8 @@ def test_records_are_told_what_they_hold(tmp_path):
     assert other.make_data()[0] == "1 + 1?"
 
 
-def test_pictures_and_records_for_tensorboard(tmp_path):
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pictures_and_records_for_tensorboard(tmp_path, shards):
     _, config = retrofit.PRESETS["stories260k"]
     config = dataclasses.replace(
         config,
@@ -229,6 +229,7 @@ def test_pictures_and_records_for_tensorboard(tmp_path):
         snapshots=(1.1,),
         tensorboard=True,
         pictures=True,
+        data_shards=shards,
     )
     retrofit.main(config)
     assert sorted(path.name for path in (tmp_path / "ratios").iterdir()) == ["1.1.png", "1.2.png"]
