@@ -1,4 +1,4 @@
-"""The ratios that are drawn at each export are those of the decisions, on one device and on many."""
+"""The ratios that are drawn at each export are those of the decisions, on one device or many."""
 
 import dataclasses
 

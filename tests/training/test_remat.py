@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
@@ -166,10 +167,10 @@ def test_a_result_that_does_not_fit_for_decoding_stays_split(tmp_path, monkeypat
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9")
 
     monkeypatch.setattr(LanguageModel, "place", place)
-    made, options = recipe(Stage("ramp", 2, 1e-3, 4.0)), dict(data=documents(), progress=False)
+    options: dict[str, Any] = dict(mesh=make_mesh(2, 1), data=documents(), progress=False)
     with pytest.warns(UserWarning, match="split over the devices as for training"):
         result = retrofit(
-            model, ADAPTER, recipe=made, mesh=make_mesh(2, 1), out=tmp_path, **options
+            model, ADAPTER, recipe=recipe(Stage("ramp", 2, 1e-3, 4.0)), out=tmp_path, **options
         )
     embedding = result.transformer.embedding.get_value()
     assert embedding.addressable_shards[0].data.size * 2 == embedding.size
