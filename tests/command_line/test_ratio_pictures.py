@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -37,4 +38,4 @@ def test_they_are_of_what_leaves_the_cache(sizes):
     if sizes is not None:
         data, sequence, shards = sizes
         model = split(model, make_mesh(data, shards, sequence=sequence))
-    np.testing.assert_allclose(head_ratios(model, tokens[:, :LENGTH]), expected, rtol=1e-5)
+    chex.assert_trees_all_close(head_ratios(model, tokens[:, :LENGTH]), expected, rtol=1e-5)
