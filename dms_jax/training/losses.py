@@ -217,34 +217,37 @@ def _of_chunk(
     def unembed(hidden, matrix):
         return jnp.einsum("BTE,VE->BTV", hidden, matrix, preferred_element_type=wide)
 
-    def log_total(logits):
-        highest = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
-        return highest + jnp.log(jnp.sum(jnp.exp(logits - highest), -1, keepdims=True))
+    def total(x):
+        return jnp.sum(x, -1, keepdims=True)
 
-    logits = unembed(hidden, matrices[0])
-    normaliser = log_total(logits)
+    def below_highest(logits):
+        return logits - jnp.max(logits, -1, keepdims=True)
+
+    # All sums are of the same arrays, so that the compiler takes them in one reading.
+    logits = below_highest(unembed(hidden, matrices[0]))
     chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == positions.targets[..., None]
-    likelihood = jnp.sum(jnp.where(chosen, logits, 0), -1) - normaliser[..., 0]
-    likelihood = -jnp.sum(jnp.where(positions.target_mask, likelihood, 0))
+    weight = jnp.exp(logits)
+    normaliser = jnp.log(total(weight))
+    likelihood = normaliser - total(jnp.where(chosen, logits, 0))
+    likelihood = jnp.sum(jnp.where(positions.target_mask, likelihood[..., 0], 0))
     if positions.teacher_hidden is None:
-        probabilities = jnp.exp(logits - normaliser)
-        gradient = jnp.where(positions.target_mask[..., None], probabilities - chosen, 0)
+        gradient = jnp.exp(logits - normaliser) - chosen
+        gradient = jnp.where(positions.target_mask[..., None], gradient, 0)
         return TokenLosses(jnp.zeros((), wide), likelihood), gradient
-    others = unembed(positions.teacher_hidden, matrices[1])
-    if settings.temperature != 1:
-        logits, others = logits / settings.temperature, others / settings.temperature
-        normaliser = log_total(logits)
-    other_normaliser = log_total(others)
-    probabilities = jnp.exp(logits - normaliser)
-    difference = (logits - others) - (normaliser - other_normaliser)
+    others = below_highest(unembed(positions.teacher_hidden, matrices[1]))
+    scale = settings.temperature
+    if scale != 1:
+        logits, others = logits / scale, others / scale
+        weight = jnp.exp(logits)
+    other_weight = jnp.exp(others)
+    sums = total(weight), total(other_weight)
+    difference, shift = logits - others, jnp.log(sums[0]) - jnp.log(sums[1])
     if settings.direction == "reverse":
-        divergence = jnp.sum(probabilities * difference, -1, keepdims=True)
-        gradient = probabilities * (difference - divergence)
+        divergence = total(weight * difference) / sums[0] - shift
+        gradient = weight / sums[0] * (difference - shift - divergence)
     else:
-        wanted = jnp.exp(others - other_normaliser)
-        divergence = -jnp.sum(wanted * difference, -1, keepdims=True)
-        gradient = probabilities - wanted
+        divergence = shift - total(other_weight * difference) / sums[1]
+        gradient = weight / sums[0] - other_weight / sums[1]
     distillation = jnp.sum(jnp.where(positions.mask, divergence[..., 0], 0))
     gradient = jnp.where(positions.mask[..., None], gradient, 0)
-    scale = settings.temperature
     return TokenLosses(scale**2 * distillation, likelihood), scale * gradient

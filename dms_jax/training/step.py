@@ -135,6 +135,40 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
+def make_update(
+    recipe: Recipe,
+) -> Callable[[TrainState, Parameters, Array, ScheduleValues], tuple[TrainState, Array, Array]]:
+    """Returns the update as a pure function of the state, the gradient, the loss and the schedule.
+
+    It returns the next state, the norm of the gradient before clipping, and whether loss and
+    gradient are finite: if not, parameters and moments stay.
+    """
+    optimizer = make_optimizer(recipe)
+
+    def update(
+        state: TrainState, gradient: Parameters, loss: Array, schedule: ScheduleValues
+    ) -> tuple[TrainState, Array, Array]:
+        norm = optax.tree.norm(gradient)
+        updates: Any
+        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.parameters)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        # Weight decay would move what has no gradient.
+        rest = schedule.learning_rate if schedule.supervised is None else 0.0
+        arrays = {
+            name: array
+            - (schedule.adapter_learning_rate if is_adapter(name) else rest) * updates[name]
+            for name, array in state.parameters.items()
+        }
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (arrays, optimizer_state),
+            (state.parameters, state.optimizer),
+        )
+        return TrainState(state.step + 1, *kept), norm, finite
+
+    return update
+
+
 def make_gradients(
     rebuild: Rebuild,
     policy: Policy,
@@ -348,7 +382,7 @@ def make_step(
     `document_share` (share of the tokens that are not padding) and `skipped` (the loss or the
     gradient is not finite, so that the step changed neither parameters nor moments).
     """
-    optimizer = make_optimizer(recipe)
+    update = make_update(recipe)
     gradients = make_gradients(
         rebuild, policy, recipe, rebuild_teacher=rebuild_teacher, shards=shards
     )
@@ -358,24 +392,9 @@ def make_step(
     ) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(schedule.key, state.step)
         gradient, metrics = gradients(state.parameters, constants, passes, schedule, key)
-        metrics["grad_norm"] = optax.tree.norm(gradient)
         metrics["visible_keys"], metrics["document_share"] = visible_keys(passes)
-        updates: Any
-        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.parameters)
-        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        state, metrics["grad_norm"], finite = update(state, gradient, metrics["loss"], schedule)
         metrics["skipped"] = ~finite
-        # Weight decay would move what has no gradient.
-        rest = schedule.learning_rate if schedule.supervised is None else 0.0
-        arrays = {
-            name: array
-            - (schedule.adapter_learning_rate if is_adapter(name) else rest) * updates[name]
-            for name, array in state.parameters.items()
-        }
-        kept = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old),
-            (arrays, optimizer_state),
-            (state.parameters, state.optimizer),
-        )
-        return TrainState(state.step + 1, *kept), metrics
+        return state, metrics
 
     return step

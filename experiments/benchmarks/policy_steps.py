@@ -34,6 +34,7 @@ from dms_jax.model.caching import entry_bytes, layer_page_bytes, tree_bytes
 from dms_jax.policies import POLICIES, Policy
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.selective import SelectiveReading
+from dms_jax.training.parameters import add_adapter
 from experiments.benchmarks.decode_steps import (
     median_seconds,
     read_rate,
@@ -109,6 +110,8 @@ def racers(context: int, ratio: int) -> Iterator[Racer]:
     yield Racer("StreamingLLM", dms_jax.StreamingLLM(budget=budget), budget)
     yield Racer("TOVA", dms_jax.TOVA(budget=budget), budget + 1)
     yield Racer("H2O", dms_jax.H2O(budget=budget), budget + 1)
+    yield Racer("KVzap", dms_jax.KVzap(window=WINDOW), budget, uneven=True)
+    yield Racer("KVpop", dms_jax.KVpop(budget=budget, window=WINDOW), budget + 1)
     yield Racer("Quest", dms_jax.Quest(budget=budget), context)
     yield Racer("FixedPooling", dms_jax.policies.FixedPooling(every=ratio), budget)
     interval = min(512, budget // 4)
@@ -151,7 +154,8 @@ def pyramid(racer: Racer, num_layers: int) -> np.ndarray:
 def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> tuple[Any, Any]:
     """(row state, page state) that the policy could have come to.
 
-    Delayed eviction says itself what its rows hold at a length. Of any other state, slots and
+    Delayed eviction says itself what its rows hold at a length; where it draws, or scores, as large
+    a share of the window is marked as was evicted before it. Of any other state, slots and
     positions are random numbers in their range, and what is kept per page is random too.
     """
     rows, random = cache.row_state, np.random.default_rng(1)
@@ -159,7 +163,11 @@ def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> t
     if isinstance(inner, DelayedEviction):
         size = inner.visible_window + 1
         slots = jnp.asarray(np.maximum(lengths[..., None] - size + np.arange(size), 0), jnp.int32)
-        rate = 1.0 if isinstance(inner, dms_jax.StreamingLLM) else getattr(inner, "rate", 0.0)
+        rate = getattr(inner, "rate", 0.0)
+        if isinstance(inner, dms_jax.StreamingLLM):
+            rate = 1.0
+        elif isinstance(inner, dms_jax.KVzap):
+            rate = 1 - float(lengths.mean()) / context
         evicted = jnp.asarray(random.random(slots.shape) < rate)
         rows = inner.rows_at(rows, slots, evicted, context)
     else:
@@ -232,8 +240,14 @@ def filled_runner(
 def time_steps(
     model: dms_jax.LanguageModel, racer: Racer, *, batch: int, context: int, rate: float
 ) -> dict[str, Any]:
-    """Times decode steps through the library's own loop."""
-    config = model.config
+    """Times decode steps through the library's own loop.
+
+    A policy with a scorer gets one that scores nothing yet, which takes as long as any other.
+    """
+    config, policy = model.config, racer.policy
+    if policy.retrofit.adapter is not None:
+        transformer = add_adapter(model.transformer, policy.retrofit.adapter)
+        model = dataclasses.replace(model, transformer=transformer, policy=policy)
     lengths = row_lengths(racer, (config.num_layers, batch, config.num_kv_heads), context)
     runner, held = filled_runner(model, racer, lengths, context)
     tokens = np.zeros(batch, np.int32)

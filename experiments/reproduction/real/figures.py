@@ -112,16 +112,17 @@ def _whole(found: list[Any]) -> bool:
 def _smollm2(results: Results, path: pathlib.Path) -> None:
     """Differences from the model itself, task by task, at equal live tokens."""
     figure, axes = _axes()
-    axes.axhline(0, color="#999999", linestyle=":", linewidth=1)
+    axes.plot([-0.5, len(TASKS) - 0.6], [0, 0], color="#999999", linestyle=":", linewidth=1)
     ends = []
-    for (name, label), colour in zip(_SMOLLM2.items(), _COLOURS, strict=True):
+    for number, ((name, label), colour) in enumerate(zip(_SMOLLM2.items(), _COLOURS, strict=True)):
         gaps = [results.gap(SMOLLM2, label, VANILLA, task) for task in TASKS]
-        known = {place: gap for place, gap in enumerate(gaps) if gap is not None}
+        beside = 0.12 * (number - (len(_SMOLLM2) - 1) / 2)
+        known = {place + beside: gap for place, gap in enumerate(gaps) if gap is not None}
         if known:
             _errorbar(axes, list(known), list(known.values()), colour)
-            ends.append((max(known), 100 * known[max(known)].value, name, colour))
+            ends.append((len(TASKS) - 0.65, 100 * known[max(known)].value, name, colour))
     axes.set_xticks(range(len(TASKS)), _TASK_LABELS)
-    axes.set_xlim(-0.3, len(TASKS) + 0.4)
+    axes.set_xlim(-0.5, len(TASKS) + 0.6)
     _names(axes, ends, 0.1)
     axes.set_ylabel("points above the model itself")
     axes.set_title("SmolLM2-135M-Instruct, as many live tokens as DMS at a nominal ratio of 4")
@@ -145,6 +146,7 @@ def _errorbar(axes: Any, places: Sequence[float], values: Sequence[Measured], co
         [100 * each.value for each in values],
         yerr=[100 * each.error for each in values],
         color=colour,
+        linestyle="none",
         marker="o",
         markersize=4,
         capsize=2,

@@ -21,6 +21,8 @@ METHODS = (
     "StreamingLLM",
     "TOVA",
     "H2O",
+    "KVzap",
+    "KVpop",
     "Quest",
     "SnapKV",
     "ExpectedAttention",

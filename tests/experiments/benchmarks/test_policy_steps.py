@@ -9,7 +9,8 @@ from experiments.benchmarks import policy_steps
 
 
 @pytest.mark.parametrize(
-    "label", ["DMS (drawn) + Quest", "H2O", "KCache", "SnapKV", "Vanilla + float8"]
+    "label",
+    ["DMS (drawn) + Quest", "H2O", "KCache", "KVpop", "KVzap", "SnapKV", "Vanilla + float8"],
 )
 def test_speed_is_taken_at_a_length_that_is_set(tmp_path, label):
     config = policy_steps.Config(
@@ -18,7 +19,7 @@ def test_speed_is_taken_at_a_length_that_is_set(tmp_path, label):
     (row,) = policy_steps.main(config)
     assert "failed" not in row
     assert row["label"] == label
-    live = {"H2O": 321, "KCache": 640, "Vanilla + float8": 640}.get(label, 320)
+    live = {"H2O": 321, "KCache": 640, "KVpop": 321, "Vanilla + float8": 640}.get(label, 320)
     assert row["live"] == pytest.approx(live, rel=0.05)
     assert row["step_ms"] > 0
     # The cut comes after the steps that were timed, and takes what an interval had added.

@@ -1,0 +1,88 @@
+"""Compiles the loss for an H200 that need not be there, and prints what reads its logits as JSON.
+
+Run by `test_loss_reads.py` in a process of its own, with the compiler for GPUs on its path. Nothing
+is executed and no array is made, so that shapes have real sizes.
+"""
+
+import collections
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dms_jax.training.compiling import compiler_options
+from dms_jax.training.losses import Head, token_losses
+from dms_jax.training.planning import gpu_compiler
+from tests.support.ahead import compile_ahead
+
+BATCH, LENGTH, HIDDEN, VOCABULARY, CHUNK = 4, 512, 896, 151_936, 256
+ROWS = BATCH * CHUNK
+
+
+def loss_and_gradients(hidden, teacher_hidden, matrix, targets, mask, *, direction):
+    """The main loss of a student and its gradients."""
+
+    def main(hidden, parameter):
+        losses = token_losses(
+            Head(hidden, matrix, parameter),
+            Head(teacher_hidden, matrix),
+            targets=targets,
+            mask=mask,
+            target_mask=mask,
+            direction=direction,
+            chunk=CHUNK,
+        )
+        return losses.distillation, losses.language_modeling
+
+    return jax.value_and_grad(main, (0, 1), has_aux=True)(hidden, matrix.astype(jnp.float32))
+
+
+def readings(text: str) -> dict[str, int]:
+    """Returns how often each kind of kernel has logits in float32 among its operands.
+
+    "products" multiply, "others" do not.
+    """
+    sizes = {f"{ROWS},{VOCABULARY}", f"{BATCH},{CHUNK},{VOCABULARY}"}
+    logits, found = set(), collections.Counter()
+    for line in text.splitlines():
+        made = re.match(r"\s+(?:ROOT )?(%\S+) = f32\[([\d,]+)\]\S* (\S+?)\((.*)", line)
+        if made and made[2] in sizes and ("dot" in made[1] or made[3] == "bitcast"):
+            logits.add(made[1])
+        called = re.match(r"\s+(?:ROOT )?(%\S+) = .*? fusion\((.*?)\), kind=", line)
+        if called:
+            kind = "products" if "dot" in called[1] else "others"
+            found[kind] += sum(name in logits for name in re.findall(r"%[\w.\-]+", called[2]))
+    return dict(found)
+
+
+def main() -> None:
+    devices = gpu_compiler.devices("h200", 1, a_host=1)
+    mesh = Mesh(np.array(devices).reshape(1, 1), ("data", "model"))
+    place = NamedSharding(mesh, PartitionSpec())
+    states = ((BATCH, LENGTH, HIDDEN), jnp.bfloat16)
+    shapes = (
+        states,
+        states,
+        ((VOCABULARY, HIDDEN), jnp.bfloat16),
+        ((BATCH, LENGTH), jnp.int32),
+        ((BATCH, LENGTH), jnp.bool_),
+    )
+    arrays = [jax.ShapeDtypeStruct(*each, sharding=place) for each in shapes]
+    step = jax.jit(
+        loss_and_gradients,
+        static_argnames="direction",
+        compiler_options=compiler_options(devices),
+    )
+    found = {}
+    for direction in sys.argv[1:]:
+        lowered = step.lower(*arrays, direction=direction)
+        found[direction] = readings(compile_ahead(lowered, "h200").text)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
