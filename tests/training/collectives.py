@@ -129,8 +129,13 @@ def compiled_step(mesh: Mesh, target: str, *, trainable: str = "all", dtype=jnp.
 
 
 def collectives(text: str) -> list[tuple[str, str, int]]:
-    """Returns (kind, arrays, times a step) of every collective of a compiled program."""
+    """Returns (kind, arrays, times a step) of every collective of a compiled program.
+
+    One that runs beside other work on a TPU is written three times, where it starts, in what runs
+    beside it and where it is done: all of one chain, which counts once.
+    """
     computations, name = collections.defaultdict(list), ""
+    chains: set[tuple[str, ...]] = set()
     entry = ""
     for line in text.splitlines():
         if found := re.match(r"(ENTRY )?%([\w.-]+) \(.*\{$", line):
@@ -142,6 +147,11 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
     def walk(name: str, times: int) -> None:
         for line in computations[name]:
             if found := _COLLECTIVE.search(line):
+                if chain := re.search(r'chain_id="(\d+)"', line):
+                    place = (chain[1], found[2], *_ARRAY.findall(found[1])[-1])
+                    if place in chains:
+                        continue
+                    chains.add(place)
                 results.append((found[2], found[1], times))
             trips = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', line)
             for called in _CALLED.findall(line):
