@@ -13,6 +13,7 @@ say; /metrics is for Prometheus, /health for whoever starts and stops it. Needs 
 
 import dataclasses
 import pathlib
+from typing import Any
 
 from rich.console import Console
 
@@ -79,11 +80,10 @@ def main(config: Config) -> None:
 
 def make_service(config: Config) -> Service:
     """The model and its cache, which nobody has started."""
-    return Service(
-        config.load(),
-        config.make_policy(),
+    policy = config.make_policy()  # what is asked for first: a model takes long to load
+    limits: dict[str, Any] = dict(
         num_lanes=check("--lanes", config.lanes, CountOnDevice),
         max_tokens=check("--max-tokens", config.max_tokens, Count | None),
         max_waiting=check("--max-waiting", config.max_waiting, Whole),
-        **config.cache(),
     )
+    return Service(config.load(), policy, **limits, **config.cache())

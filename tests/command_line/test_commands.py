@@ -258,6 +258,30 @@ def test_a_report_tells_the_command_without_its_folder(monkeypatch):
     assert told == "dms-jax compare --only TOVA 'DMS (drawn)'"
 
 
+SLIPS = {
+    "generate Hi --policy tova": "Unknown cache policy 'tova' (did you mean TOVA?)",
+    "generate Hi --template thinking": "--template takes name=value",
+    "chat --policy SnapKv": "Unknown cache policy 'SnapKv' (did you mean SnapKV?)",
+    "serve --policy TOVA --options bugdet=4": "(did you mean budget?)",
+    "serve --lanes 0": "--lanes must be",
+    "evaluate --task gsm9k": "--task 'gsm9k' (did you mean gsm8k?) is none of",
+    "evaluate --task gsm8k": "--task gsm8k reads a file: --task-options path=FILE.",
+    "evaluate --task mmlu": "--task mmlu reads a file: --task-options path=FILE.",
+    "evaluate --policy H20": "Unknown cache policy 'H20' (did you mean H2O?)",
+    "evaluate --chat --template thinking": "--template takes name=value",
+    "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
+    "generate Hi": "no directory or file nowhere, and it is not a hub id",
+}
+
+
+@pytest.mark.parametrize("typed", SLIPS)
+def test_options_are_read_before_the_model(typed, capsys, tmp_path, monkeypatch):
+    """A real one takes minutes to load; and ./nowhere is a path, which no hub is asked for."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*typed.split(), "--model", "./nowhere"]) == 2
+    assert SLIPS[typed] in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
