@@ -170,4 +170,6 @@ def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None
     """
     known = list(known)
     if unknown := [name for name in names if name not in known]:
-        raise dms_jax.ConfigError(f"{option} {' '.join(unknown)}: there are {', '.join(known)}.")
+        raise dms_jax.ConfigError(
+            f"{option} {' '.join(unknown)}{guess(unknown[0], known)}: there are {', '.join(known)}."
+        )

@@ -49,7 +49,7 @@ def test_the_list_of_commands(capsys):
     assert capsys.readouterr().out == f"{dms_jax.__version__}\n"
     assert main(["generat"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("ConfigError: 'generat' is no command; there are generate, ")
+    assert said.startswith("ConfigError: 'generat' is no command (did you mean generate?); there")
 
 
 def test_it_runs_as_a_module_too():
@@ -216,7 +216,33 @@ def test_policies_are_shown_with_defaults(capsys):
     assert "    window=64  (integer)\n        number of recent queries that vote" in shown
     assert "interval=512  (integer or null)\n        number of generated tokens" in shown
     assert "DMS" not in shown
-    assert main(["policies", "SnapKw"]) == 2
+    assert main(["policies", "snapkv"]) == 2
+    assert "policies snapkv (did you mean SnapKV?): there are " in capsys.readouterr().err
+
+
+def test_every_policy_names_its_own_paper(capsys):
+    papers = {
+        "DMS": "2506.05345",
+        "DMC": "2403.09636",
+        "KVzap": "2601.07891",
+        "KVpop": "2607.05061",
+        "FixedPooling": "2403.09636",  # its baseline is in DMC's paper
+        "TOVA": "2401.06104",
+        "H2O": "2306.14048",
+        "Quest": "2406.10774",
+        "KCache": "2404.18057",
+        "StreamingLLM": "2309.17453",
+        "SnapKV": "2404.14469",
+        "Knorm": "2406.11430",
+        "KeyDiff": "2504.15364",
+        "ExpectedAttention": "2510.00636",
+        "AdaKV": "2407.11550",
+        "PyramidKV": "2406.02069",
+    }
+    controls = dict.fromkeys(("Vanilla", "RandomEviction", "RandomSelection"), "")
+    assert {each.name: each.paper for each in policy_options.described()} == papers | controls
+    assert main(["policies", "PyramidKV"]) == 0
+    assert "    paper: https://arxiv.org/abs/2406.02069\n" in capsys.readouterr().out
 
 
 def test_assets_are_fetched_by_command(capsys, tmp_path):
