@@ -66,7 +66,8 @@ def main(config: Config) -> None:
     with take_address(config.host, config.port) as taken:
         service = make_service(config)
         service.start()
-        console.print(f"Compiled what the first request needs in {service.warm():.0f} s.")
+        console.print("Compiling what the first request needs ...")
+        console.print(f"Compiled in {service.warm():.0f} s.")
         name = config.name or pathlib.PurePath(config.model).name
         app = make_app(service, name=name, defaults=sampling, seed=config.seed)
         host, port = taken.getsockname()[:2]
