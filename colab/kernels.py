@@ -116,7 +116,7 @@ import matplotlib.pyplot as plt
 
 figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
 bars = axis.barh(labels[::-1], times[::-1], color="#2471a3")
-axis.bar_label(bars, fmt=" %.3f")
+axis.bar_label(bars, fmt=" %.3g")
 axis.set(xlabel=f"ms, {ROWS} rows of up to {CONTEXT} tokens, {jax.devices()[0].device_kind}")
 axis.margins(x=0.15)
 plt.show()

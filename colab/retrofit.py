@@ -105,7 +105,9 @@ number = [line["step"] for line in steps]
 loss.plot(number, [line["loss"] - line["compression_loss"] for line in steps], color="#c0392b")
 loss.set(xlabel="step", ylabel="distance from the teacher, nats a token")
 ratio.plot(number, [line["target_ratio"] for line in steps], color="#909497")
-ratio.annotate("aimed at", (number[-1] * 0.5, steps[len(steps) // 2]["target_ratio"] + 0.2))
+middle = steps[len(steps) // 2]
+below = dict(xytext=(8, -14), textcoords="offset points", color="#5f6a6a")
+ratio.annotate("aimed at", (middle["step"], middle["target_ratio"]), **below)
 ratio.plot(number, [line["compression_ratio"] for line in steps], color="#c0392b")
 ratio.annotate("reached", (number[-1] * 0.75, steps[-1]["compression_ratio"]), color="#c0392b")
 ratio.set(xlabel="step", ylabel="compression ratio past the window")

@@ -120,12 +120,17 @@ def check(name: str, value: Any, kind: Any) -> Any:
 def check_names(what: str, given: Iterable[Any], known: Sequence[str]) -> None:
     """Raises ConfigError for unknown options, and suggests the one that may have been meant."""
     if unknown := sorted(map(str, set(given) - set(known))):
-        meant = difflib.get_close_matches(unknown[0], known, 1)
-        guess = f" (did you mean {meant[0]}?)" if meant else ""
         raise ConfigError(
-            f"{what} has no option {', '.join(unknown)}{guess}; it has "
+            f"{what} has no option {', '.join(unknown)}{guess(unknown[0], known)}; it has "
             f"{', '.join(sorted(known)) or 'none'}."
         )
+
+
+def guess(name: str, known: Iterable[str]) -> str:
+    """What is said behind an unknown name: the known one that may have been meant, if any."""
+    plain = {each.lower(): each for each in known}
+    meant = difflib.get_close_matches(name.lower(), plain, 1)
+    return f" (did you mean {plain[meant[0]]}?)" if meant else ""
 
 
 class Options:

@@ -23,7 +23,8 @@ from dms_jax.policies.values import AdapterShape
 
 # Published checkpoints have at most ten; every step of generation compares with each.
 MAX_END_TOKENS = 64
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+# The hub's names begin with a letter or a digit; ./model and ../model are paths.
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 # Repositories often contain the same weights twice, in a folder or under this name.
 _NOT_HUB_FILES = ["*/*", "consolidated*"]
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]

@@ -50,8 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(dms_jax.__version__)
         return 0
     if name not in COMMANDS:
+        from dms_jax.checks import guess
+
         known = ", ".join(COMMANDS)
-        message = f"{name!r} is no command; there are {known}."
+        message = f"{name!r} is no command{guess(name, COMMANDS)}; there are {known}."
         print(f"{ConfigError.__name__}: {message}", file=sys.stderr)
         return WRONG_CALL
     # What parses settings is not needed for the list above.

@@ -39,8 +39,8 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
       lines: what is said; what is typed unless given.
     """
     console = Console(highlight=False)
+    policy = config.make_policy()  # first: a model takes long to load
     model = config.load()
-    policy = config.make_policy()
     talk = dms_jax.Conversation(model, policy, max_tokens=config.max_tokens, **config.cache())
     templated = model.tokenizer is not None and model.tokenizer.chat_template is not None
     if config.system is not None and not templated:

@@ -116,6 +116,12 @@ class Config:
     out: pathlib.Path | None = None
     """JSON file for the figures, with device, versions, date and command."""
 
+    def load(self) -> dms_jax.LanguageModel:
+        """The model, which takes long: options are read before."""
+        return dms_jax.load(
+            find_model(self.model), dtype=self.dtype, adapter=find_adapter(self.adapter)
+        )
+
     def make_serving(self) -> Serving:
         """The cache."""
         return Serving(lanes=self.lanes, page_size=self.page_size)
@@ -135,19 +141,19 @@ def main(config: Config) -> Result | ChoiceResult:
     """Evaluates, prints the table, writes the file."""
     if config.out is not None:
         make_place("--out", config.out)
-    adapter = find_adapter(config.adapter)
-    model = dms_jax.load(find_model(config.model), dtype=config.dtype, adapter=adapter)
+    policy, chat = read_policy(config.policy, config.options), config.make_chat()
     if config.task in CHOICES:
-        return choose(config, model)
+        return choose(config, policy)
+    tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
     result = evaluate(
-        model,
-        read_tasks(config.task, config.task_options, allow_code=config.allow_code),
-        policy=read_policy(config.policy, config.options),
+        config.load(),
+        tasks,
+        policy=policy,
         problems=config.problems,
         split=config.split,
         chains=config.chains,
         sampling=config.make_sampling(),
-        chat=config.make_chat(),
+        chat=chat,
         seed=config.seed,
         out=config.answers,
         progress=sys.stderr.isatty(),
@@ -169,12 +175,13 @@ def main(config: Config) -> Result | ChoiceResult:
     return result
 
 
-def choose(config: Config, model: dms_jax.LanguageModel) -> ChoiceResult:
+def choose(config: Config, policy: dms_jax.policies.Policy | None) -> ChoiceResult:
     """Evaluates a task that is answered by likelihood."""
+    task = read_choices(config.task, config.task_options)
     result = evaluate_choices(
-        model,
-        read_choices(config.task, config.task_options),
-        policy=read_policy(config.policy, config.options),
+        config.load(),
+        task,
+        policy=policy,
         problems=config.problems,
         serving=config.make_serving(),
     )

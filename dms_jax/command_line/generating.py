@@ -39,7 +39,7 @@ class Generating:
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
     temperature: float = SAMPLING.temperature
-    """0 takes the most likely token; below 1 is bolder about likely ones."""
+    """0 takes the most likely token; below 1 favours likely ones more."""
     top_k: int = SAMPLING.top_k
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = SAMPLING.top_p
@@ -65,14 +65,11 @@ class Generating:
 
     def load(self) -> dms_jax.LanguageModel:
         """The model."""
+        variables = read_options(self.template, "--template")
         model = dms_jax.load(
             find_model(self.model), dtype=self.dtype, adapter=find_adapter(self.adapter)
         )
-        return (
-            model.with_template(**read_options(self.template, "--template"))
-            if self.template
-            else model
-        )
+        return model.with_template(**variables) if variables else model
 
     def make_policy(self) -> Policy | None:
         """The policy that is named."""

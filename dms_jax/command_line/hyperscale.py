@@ -87,10 +87,11 @@ def main(config: Config) -> Hyperscaling:
     """Compares, prints the tables, writes the files."""
     if config.out is not None:
         make_folder("--out", config.out)
+    tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
     load = functools.cache(functools.partial(load_model, dtype=config.dtype))
     result = dms_jax.hyperscale(
         load(config.model),
-        read_tasks(config.task, config.task_options, allow_code=config.allow_code),
+        tasks,
         [read_system(text, config.model, load) for text in config.systems],
         lengths=config.lengths,
         chains=config.chains,

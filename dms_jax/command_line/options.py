@@ -9,6 +9,7 @@ from typing import Any
 
 import dms_jax
 from dms_jax import assets
+from dms_jax.checks import guess
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import (
@@ -76,8 +77,10 @@ def read_tasks(name: str, options: Sequence[str], *, allow_code: bool = False) -
     if name == "ruler":
         return list(_ruler(fields))
     if name not in TASKS:
-        known = ", ".join([*TASKS, "ruler", *CHOICES])
-        raise dms_jax.ConfigError(f"--task {name!r} is none of {known}.")
+        known = [*TASKS, "ruler", *CHOICES]
+        raise dms_jax.ConfigError(
+            f"--task {name!r}{guess(name, known)} is none of {', '.join(known)}."
+        )
     fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
     known = {
         task: {field.name for field in dataclasses.fields(task)} & fields.keys()
@@ -167,4 +170,6 @@ def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None
     """
     known = list(known)
     if unknown := [name for name in names if name not in known]:
-        raise dms_jax.ConfigError(f"{option} {' '.join(unknown)}: there are {', '.join(known)}.")
+        raise dms_jax.ConfigError(
+            f"{option} {' '.join(unknown)}{guess(unknown[0], known)}: there are {', '.join(known)}."
+        )

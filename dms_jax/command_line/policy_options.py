@@ -101,6 +101,8 @@ def text(names: Sequence[str] = ()) -> str:
         if names and policy.name not in names:
             continue
         lines.append(f"{policy.name}: {policy.does}")
+        if policy.paper:
+            lines.append(f"    paper: https://arxiv.org/abs/{policy.paper}")
         for option in policy.options:
             head = f"    {option.name}={option.default}  ({option.kind})"
             body = textwrap.wrap(option.meaning, 72)

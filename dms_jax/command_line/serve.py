@@ -13,6 +13,7 @@ say; /metrics is for Prometheus, /health for whoever starts and stops it. Needs 
 
 import dataclasses
 import pathlib
+from typing import Any
 
 from rich.console import Console
 
@@ -65,7 +66,8 @@ def main(config: Config) -> None:
     with take_address(config.host, config.port) as taken:
         service = make_service(config)
         service.start()
-        console.print(f"Compiled what the first request needs in {service.warm():.0f} s.")
+        console.print("Compiling what the first request needs ...")
+        console.print(f"Compiled in {service.warm():.0f} s.")
         name = config.name or pathlib.PurePath(config.model).name
         app = make_app(service, name=name, defaults=sampling, seed=config.seed)
         host, port = taken.getsockname()[:2]
@@ -79,11 +81,10 @@ def main(config: Config) -> None:
 
 def make_service(config: Config) -> Service:
     """The model and its cache, which nobody has started."""
-    return Service(
-        config.load(),
-        config.make_policy(),
+    policy = config.make_policy()  # what is asked for first: a model takes long to load
+    limits: dict[str, Any] = dict(
         num_lanes=check("--lanes", config.lanes, CountOnDevice),
         max_tokens=check("--max-tokens", config.max_tokens, Count | None),
         max_waiting=check("--max-waiting", config.max_waiting, Whole),
-        **config.cache(),
     )
+    return Service(config.load(), policy, **limits, **config.cache())

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from dms_jax.checks import check_names
+from dms_jax.checks import check_names, guess
 from dms_jax.errors import ConfigError
 from dms_jax.policies.allocation import AdaKV, PyramidKV
 from dms_jax.policies.base import Policy
@@ -64,7 +64,8 @@ def from_dict(data: dict[str, Any]) -> Policy:
     fields = dict(data)
     name = fields.pop("name", None)
     if not isinstance(name, str) or name not in POLICIES:
-        raise ConfigError(f"Unknown cache policy {name!r}; known are {', '.join(POLICIES)}.")
+        meant = guess(name, POLICIES) if isinstance(name, str) else ""
+        raise ConfigError(f"Unknown cache policy {name!r}{meant}; known are {', '.join(POLICIES)}.")
     policy = POLICIES[name]
     check_names(name, fields, [field.name for field in dataclasses.fields(policy)])
     inner = {

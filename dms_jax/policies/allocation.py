@@ -105,6 +105,8 @@ class Allocation(PeriodicEviction):
 class AdaKV(Allocation):
     """Lets the heads of a layer compete for the layer's budget.
 
+    Feng et al., arXiv 2407.11550.
+
     Attributes:
       scorer: the policy whose scores are compared across heads.
       alpha: fraction of the budget that is guaranteed to each head.
@@ -135,6 +137,8 @@ class AdaKV(Allocation):
 @dataclasses.dataclass(frozen=True)
 class PyramidKV(Allocation):
     """Gives early layers more of the budget than late ones.
+
+    Cai et al., arXiv 2406.02069.
 
     Attributes:
       scorer: the policy whose budget is distributed over the layers.

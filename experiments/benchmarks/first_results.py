@@ -10,6 +10,7 @@ downloaded.
 """
 
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -40,11 +41,14 @@ class Step:
       what: where a reader finds it.
       command: how it is typed.
       folder: steps of one folder follow each other in it, the first of them with nothing compiled.
+      figures: the JSON file that it leaves there and what of it is recorded beside the seconds,
+        as the key of its rows and the fields of each; None if it leaves none.
     """
 
     what: str
     command: str
     folder: str
+    figures: tuple[str, str, tuple[str, ...]] | None = None
 
 
 STEPS = {
@@ -58,7 +62,14 @@ STEPS = {
     ),
     "python": Step("README.md, Retrofit (Python)", f"python {BLOCK}", "python"),
     "retrofit": Step(
-        "three commands, 1", "dms-jax retrofit self-taught-stories260k --out mine", "three"
+        "three commands, 1",
+        "dms-jax retrofit self-taught-stories260k --out mine",
+        "three",
+        (
+            "mine/results.json",
+            "systems",
+            ("tokens", "peak", "live", "distillation", "decoded_loss"),
+        ),
     ),
     "story": Step(
         "three commands, 2",
@@ -70,6 +81,11 @@ STEPS = {
         "dms-jax compare --learn --checkpoints DMS@4=mine/training/snapshots/4 "
         "--only DMS TOVA StreamingLLM --ratios 4 --sequences 8 --out mine/comparison",
         "three",
+        (
+            "mine/comparison/quality.json",
+            "rows",
+            ("label", "ratio", "nats", "increase", "increase_error", "live", "peak"),
+        ),
     ),
 }
 
@@ -142,7 +158,18 @@ def timed(step: Step, folder: pathlib.Path) -> dict[str, Any]:
         "processor_seconds": round(processor, 1),
         "wall_seconds": round(time.perf_counter() - start, 1),
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+        **({} if step.figures is None else {"figures": figures(work, *step.figures)}),
     }
+
+
+def figures(work: pathlib.Path, file: str, key: str, fields: tuple[str, ...]) -> Any:
+    """What of a file of results is recorded: of rows with names by name, of others in order."""
+    rows = json.loads((work / file).read_text(encoding="utf-8"))[key]
+    chosen = [
+        {field: row[field] for field in fields}
+        for row in (rows.values() if isinstance(rows, dict) else rows)
+    ]
+    return dict(zip(rows, chosen, strict=True)) if isinstance(rows, dict) else chosen
 
 
 def main(config: Config) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ def test_the_list_of_commands(capsys):
     assert capsys.readouterr().out == f"{dms_jax.__version__}\n"
     assert main(["generat"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("ConfigError: 'generat' is no command; there are generate, ")
+    assert said.startswith("ConfigError: 'generat' is no command (did you mean generate?); there")
 
 
 def test_it_runs_as_a_module_too():
@@ -216,7 +216,33 @@ def test_policies_are_shown_with_defaults(capsys):
     assert "    window=64  (integer)\n        number of recent queries that vote" in shown
     assert "interval=512  (integer or null)\n        number of generated tokens" in shown
     assert "DMS" not in shown
-    assert main(["policies", "SnapKw"]) == 2
+    assert main(["policies", "snapkv"]) == 2
+    assert "policies snapkv (did you mean SnapKV?): there are " in capsys.readouterr().err
+
+
+def test_every_policy_names_its_own_paper(capsys):
+    papers = {
+        "DMS": "2506.05345",
+        "DMC": "2403.09636",
+        "KVzap": "2601.07891",
+        "KVpop": "2607.05061",
+        "FixedPooling": "2403.09636",  # its baseline is in DMC's paper
+        "TOVA": "2401.06104",
+        "H2O": "2306.14048",
+        "Quest": "2406.10774",
+        "KCache": "2404.18057",
+        "StreamingLLM": "2309.17453",
+        "SnapKV": "2404.14469",
+        "Knorm": "2406.11430",
+        "KeyDiff": "2504.15364",
+        "ExpectedAttention": "2510.00636",
+        "AdaKV": "2407.11550",
+        "PyramidKV": "2406.02069",
+    }
+    controls = dict.fromkeys(("Vanilla", "RandomEviction", "RandomSelection"), "")
+    assert {each.name: each.paper for each in policy_options.described()} == papers | controls
+    assert main(["policies", "PyramidKV"]) == 0
+    assert "    paper: https://arxiv.org/abs/2406.02069\n" in capsys.readouterr().out
 
 
 def test_assets_are_fetched_by_command(capsys, tmp_path):
@@ -256,6 +282,30 @@ def test_a_report_tells_the_command_without_its_folder(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/dms-jax", "compare", *arguments])
     told = running.command(without=("--out", "--save"))
     assert told == "dms-jax compare --only TOVA 'DMS (drawn)'"
+
+
+SLIPS = {
+    "generate Hi --policy tova": "Unknown cache policy 'tova' (did you mean TOVA?)",
+    "generate Hi --template thinking": "--template takes name=value",
+    "chat --policy SnapKv": "Unknown cache policy 'SnapKv' (did you mean SnapKV?)",
+    "serve --policy TOVA --options bugdet=4": "(did you mean budget?)",
+    "serve --lanes 0": "--lanes must be",
+    "evaluate --task gsm9k": "--task 'gsm9k' (did you mean gsm8k?) is none of",
+    "evaluate --task gsm8k": "--task gsm8k reads a file: --task-options path=FILE.",
+    "evaluate --task mmlu": "--task mmlu reads a file: --task-options path=FILE.",
+    "evaluate --policy H20": "Unknown cache policy 'H20' (did you mean H2O?)",
+    "evaluate --chat --template thinking": "--template takes name=value",
+    "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
+    "generate Hi": "no directory or file nowhere, and it is not a hub id",
+}
+
+
+@pytest.mark.parametrize("typed", SLIPS)
+def test_options_are_read_before_the_model(typed, capsys, tmp_path, monkeypatch):
+    """A real one takes minutes to load; and ./nowhere is a path, which no hub is asked for."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*typed.split(), "--model", "./nowhere"]) == 2
+    assert SLIPS[typed] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import http.client
 import json
+import re
 import socket
 import sys
 import threading
@@ -64,6 +65,9 @@ def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
     drawn = ["--temperature", "0", "--max-new-tokens", "9"]
     assert main(["serve", "--port", str(port), *policy, *drawn, *SHAPE]) == 0
     thread.join(60)
+    waits, compiled = found["early"].splitlines()[:2]  # it may take a minute, and is said before
+    assert waits == "Compiling what the first request needs ..."
+    assert re.fullmatch(r"Compiled in \d+ s\.", compiled)
     assert found["health"] == (200, {"status": "ok"})
     assert found["answer"][1]["usage"]["completion_tokens"] == 6
     assert found["default"][1]["usage"]["completion_tokens"] == 9

@@ -10,21 +10,14 @@ import json
 import re
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax.config import ModelConfig
 from dms_jax.generation import programs
-from dms_jax.generation.sampling import Sampling
-from dms_jax.model.caching import init_cache
-from dms_jax.model.transformer import Transformer
 from dms_jax.policies import DMS, H2O, Policy, Vanilla
-from dms_jax.training.planning import gpu_compiler
+from tests.laws.compiled_steps import arguments, for_h200
 from tests.support.ahead import compile_ahead
 
-LAYERS, BATCH, PAGE_SIZE, COLUMNS = 16, 32, 64, 8
+LAYERS, BATCH, COLUMNS = 16, 32, 8
 CONFIG = ModelConfig(
     vocab_size=1024,
     hidden_size=1024,
@@ -49,25 +42,10 @@ _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 
 def compiled_step(policy: Policy) -> str:
     """Returns the text of the program of steps, as it would run on an H200."""
-    (device,) = gpu_compiler.devices("h200", 1, a_host=1)
-    place = NamedSharding(Mesh(np.array([[device]]), ("data", "model")), PartitionSpec())
-    model = jax.eval_shape(lambda: Transformer(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    cache = jax.eval_shape(
-        lambda: init_cache(
-            CONFIG,
-            policy,
-            num_sequences=BATCH,
-            num_pages=PAGES,
-            page_size=PAGE_SIZE,
-            dtype=jnp.bfloat16,
-        )
-    )
-    table = (LAYERS, BATCH, CONFIG.num_kv_heads, COLUMNS)
-    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (table, (BATCH,), (BATCH,))]
-    arrays = (model, cache, None, *integers, jax.ShapeDtypeStruct((BATCH, 2), jnp.uint32))
-    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays)
-    given = (*arrays, policy, Sampling(temperature=0).filter, 8, ())
+    place = for_h200()
+    given = arguments(policy, CONFIG, batch=BATCH, columns=COLUMNS, place=place)
     traced = programs.decode.on_gpu.trace(*given)
+    (device,) = place.mesh.devices.flat
     return compile_ahead(traced.lower(lowering_platforms=("cuda",)), device.device_kind).text
 
 
@@ -107,4 +85,5 @@ def report(policy: Policy) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # a GPU that is there is left alone
     print(json.dumps({name: report(policy) for name, policy in POLICIES.items()}))

@@ -29,7 +29,6 @@ def test_a_layer_is_few_launches_and_copies_nothing_large():
         env=os.environ
         | {
             "PYTHONPATH": f"{ROOT}{os.pathsep}{GPU_COMPILER}",
-            "JAX_PLATFORMS": "cpu",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
         },
         timeout=600,

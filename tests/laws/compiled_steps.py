@@ -8,6 +8,7 @@ that need not be there (`make gpu-compiler`).
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -37,6 +38,7 @@ from dms_jax.policies import (
     Knorm,
     KVpop,
     KVzap,
+    Policy,
     PyramidKV,
     Quest,
     RandomEviction,
@@ -72,9 +74,9 @@ TOPOLOGY = "v5p:2x2x1"
 COPIES: dict = {}  # reports of programs that were compiled, by the cache
 
 
-def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
-    """Returns shapes for a chunk of 8 steps; the pool has `pool_factor` times the rows' pages."""
-    config = ModelConfig(
+def config_of(num_layers: int) -> ModelConfig:
+    """Returns a small model with so many layers."""
+    return ModelConfig(
         vocab_size=512,
         hidden_size=256,
         intermediate_size=512,
@@ -87,7 +89,19 @@ def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
         tie_embeddings=True,
         model_type="qwen3",
     )
-    num_pages = num_layers * BATCH * KV_HEADS * PAGES_PER_ROW * pool_factor
+
+
+def arguments(
+    policy: Policy,
+    config: ModelConfig,
+    *,
+    batch: int = BATCH,
+    columns: int = PAGES_PER_ROW,
+    pool_factor: int = 1,
+    place: NamedSharding | None = None,
+) -> tuple:
+    """Returns shapes for a chunk of 8 steps; the pool has `pool_factor` times the rows' pages."""
+    table = (config.num_layers, batch, config.num_kv_heads, columns)
     model = jax.eval_shape(
         lambda: Transformer(
             config, adapter=policy.retrofit.adapter, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
@@ -97,15 +111,14 @@ def arguments(policy, *, num_layers: int, pool_factor: int, place=None):
         lambda: init_cache(
             config,
             policy,
-            num_sequences=BATCH,
-            num_pages=num_pages,
+            num_sequences=batch,
+            num_pages=math.prod(table) * pool_factor,
             page_size=PAGE_SIZE,
             dtype=jnp.bfloat16,
         )
     )
-    table = (num_layers, BATCH, KV_HEADS, PAGES_PER_ROW)
-    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (table, (BATCH,), (BATCH,))]
-    arrays = (model, cache, None, *integers, jax.ShapeDtypeStruct((BATCH, 2), jnp.uint32))
+    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (table, (batch,), (batch,))]
+    arrays = (model, cache, None, *integers, jax.ShapeDtypeStruct((batch, 2), jnp.uint32))
     if place is not None:
         arrays = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays
@@ -126,13 +139,19 @@ def on_gpu(devices: list | None = None) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def layers_of(place: NamedSharding) -> int:
-    return LAYERS[place.mesh.devices.flat[0].platform]
+def for_h200() -> NamedSharding:
+    """Returns a sharding on one H200 that need not be there."""
+    return on_gpu(gpu_compiler.devices("h200", 1, a_host=1))
+
+
+def config_on(place: NamedSharding) -> ModelConfig:
+    """Returns the model that is compiled for this place."""
+    return config_of(LAYERS[place.mesh.devices.flat[0].platform])
 
 
 def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
     """Returns the pool's copies, aliasing and memory in a compiled chunk."""
-    shapes = arguments(policy, num_layers=layers_of(place), pool_factor=pool_factor, place=place)
+    shapes = arguments(policy, config_on(place), pool_factor=pool_factor, place=place)
     return report_of(programs.decode.lower(*shapes), shapes, place)
 
 
@@ -141,7 +160,7 @@ def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:
 
     It depends on the cache alone, so policies whose caches have the same leaves share a program.
     """
-    shapes = arguments(policy, num_layers=layers_of(place), pool_factor=pool_factor, place=place)
+    shapes = arguments(policy, config_on(place), pool_factor=pool_factor, place=place)
     leaves, structure = jax.tree.flatten(shapes[1])
     known = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
     if known not in COPIES:
@@ -196,7 +215,7 @@ def report_of(lowered, shapes, place: NamedSharding) -> dict:
 
 def compile_seconds(num_layers: int) -> tuple[float, int]:
     """Returns the CPU seconds to trace, lower and compile for this machine, and instructions."""
-    shapes = arguments(DMS(window=64), num_layers=num_layers, pool_factor=1)
+    shapes = arguments(DMS(window=64), config_of(num_layers))
     jax.clear_caches()
     start = time.process_time()
     compiled = programs.decode.lower(*shapes).compile()
@@ -224,8 +243,9 @@ def main() -> None:
         copies = memory_of_all(place, memory_of_copies)
         print(json.dumps(dict(memory=memory_of_all(place), copies=copies)))
         return
+    jax.config.update("jax_platforms", "cpu")  # a GPU that is there is left alone
     if sys.argv[1:2] == ["h200"]:
-        place = on_gpu(gpu_compiler.devices("h200", 1, a_host=1))
+        place = for_h200()
         with mock.patch.object(jax, "default_backend", return_value="gpu"):
             print(json.dumps(dict(memory=memory_of_all(place, names=sys.argv[2:]))))
         return

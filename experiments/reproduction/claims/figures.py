@@ -109,7 +109,7 @@ def kcache(results: Results, path: pathlib.Path) -> None:
     figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     axes = figure.subplots()
     low, high = np.nanmin(grid) - 3, np.nanmax(grid)
-    image = axes.imshow(grid, cmap="viridis", vmin=low, vmax=high)
+    image = axes.imshow(grid, cmap="viridis", vmin=low, vmax=high, aspect="auto")
     for (row, column), value in np.ndenumerate(grid):
         if not np.isnan(value):
             dark = value < (low + high) / 2

@@ -31,8 +31,8 @@ def write_pages(config: Config, folder: pathlib.Path) -> None:
     """Writes README.md, figure.png and results.json. The folder's notes.md ends the page."""
     results = Results(config)
     folder.mkdir(parents=True, exist_ok=True)
-    figure.draw(results, folder / "figure.png")
     data = summary(config, results)
+    figure.draw(data, folder / "figure.png")
     write_text(folder / "results.json", json_text(data, indent=1) + "\n")
     notes = folder / "notes.md"
     parts = [

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shlex
 
 import pytest
 
@@ -41,6 +42,36 @@ def test_what_is_timed_is_what_pages_say():
     for name in ("token", "retrofit", "story", "frontier"):
         assert f"\n{STEPS[name].command}\n" in told
     assert "dms_jax.retrofit(" in first_results.block()
+
+
+def test_figures_of_the_pages_are_those_that_were_recorded():
+    told = (ROOT / PAGES[1]).read_text(encoding="utf-8").replace("\n", " ")
+    report = json.loads((RESULTS / "times.json").read_text(encoding="utf-8"))
+    self_taught, compared = [row["figures"] for row in report["rows"] if "figures" in row]
+    base, small = self_taught["vanilla"], self_taught["8"]
+    assert f"stories of {base['tokens']:.0f} tokens" in told
+    assert f"at most {small['peak']:.0f} instead of {base['peak']:.0f}" in told
+    assert f"at {small['distillation']:.3f} nats a token" in told
+    dms, streaming, tova = (
+        next(row for row in compared if row["label"] == label)
+        for label in ("DMS", "StreamingLLM", "TOVA")
+    )
+    assert f"DMS costs {dms['increase']:.3f} nats at {dms['peak']:.0f} live tokens" in told
+    others = f"StreamingLLM {streaming['increase']:.3f} and TOVA {tova['increase']:.3f} at "
+    assert f"{others}{streaming['peak']:.0f} and {tova['peak']:.0f}" in told
+
+
+def test_figures_that_a_step_leaves_stand_beside_its_seconds(monkeypatch, tmp_path):
+    left = {"named": {"a": {"x": 1, "y": 2}}, "listed": [{"x": 3, "y": 4}]}
+    command = (
+        f"python -c {shlex.quote(f'import json; json.dump({left!r}, open("left.json", "w"))')}"
+    )
+    steps = {
+        key: Step(key, command, "x", ("left.json", key, ("x",))) for key in ("named", "listed")
+    }
+    monkeypatch.setattr(first_results, "STEPS", steps)
+    rows = first_results.main(Config(only=("named", "listed"), out=tmp_path / "times.json"))
+    assert [row["figures"] for row in rows] == [{"a": {"x": 1}}, [{"x": 3}]]
 
 
 def test_steps_of_a_folder_follow_each_other(monkeypatch, tmp_path, capsys):

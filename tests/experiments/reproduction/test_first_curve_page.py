@@ -1,6 +1,7 @@
 """What the first curve concludes and tells: verdicts, tables, the page, the README."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -8,10 +9,11 @@ import re
 import numpy as np
 import pytest
 import tyro
+from matplotlib.figure import Figure
 
 import dms_jax
 from experiments.reproduction import first_curve
-from experiments.reproduction.curve import page, plan
+from experiments.reproduction.curve import figure, page, plan
 from experiments.reproduction.curve.analysis import Results
 from experiments.reproduction.curve.plan import Config, Job, Paths
 from experiments.reproduction.files import write_json
@@ -245,3 +247,22 @@ def test_the_documentation_tells_what_was_measured():
     for found in rows:
         name, least, most, *figures = found.groups()
         assert (name, int(least), int(most), *figures) in measured, found.group()
+
+
+def test_names_of_lines_lie_on_no_other_name_and_in_their_panels(monkeypatch, tmp_path):
+    results = ROOT / "experiments/results/first_curve/results.json"
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda one, *_, **__: drawn.append(one))
+    figure.draw(json.loads(results.read_text(encoding="utf-8")), tmp_path / "figure.png")
+    (picture,) = drawn
+    picture.draw_without_rendering()
+    assert len(picture.axes) == 6
+    for panel in picture.axes:
+        names = {text.get_text(): text.get_window_extent() for text in panel.texts}
+        assert names.keys() == {
+            *("DMS", "the model", "trained further", "StreamingLLM", "TOVA", "random")
+        }
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(names.values(), 2))
+        for box in names.values():
+            assert panel.bbox.x0 < box.x0 < box.x1 < panel.bbox.x1
+            assert panel.bbox.y0 < box.y0 < box.y1 < panel.bbox.y1
