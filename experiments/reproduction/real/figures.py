@@ -11,13 +11,8 @@ from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
 from dms_jax.analysis.labels import label_heights
 from dms_jax.evaluation import Measured
 from experiments.reproduction.real.results import TASKS, Results, end_of, score
-from experiments.reproduction.real.systems import (
-    CONTROL,
-    QWEN,
-    SHIPPED,
-    SMOLLM2,
-    VANILLA,
-)
+from experiments.reproduction.real.systems import CONTROL, SHIPPED, VANILLA
+from experiments.reproduction.real.training import QWEN, SMOLLM2
 
 # Colours that the usual kinds of colour blindness tell apart.
 _COLOURS = ("#c0392b", "#2471a3", "#7d8c2f", "#8e44ad", "#b9770e", "#222222")

@@ -34,7 +34,8 @@ from experiments.reproduction.real.measures import measure
 from experiments.reproduction.real.plan import Job, Paths, jobs
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.speed import time_methods
-from experiments.reproduction.real.systems import FREE, TRAININGS, Training, reference
+from experiments.reproduction.real.systems import FREE, TRAININGS, reference
+from experiments.reproduction.real.training import Training
 
 _LOGGED_EVERY = 10
 _CHECKPOINT_EVERY = 100  # steps, where a checkpoint holds no whole model
@@ -94,7 +95,7 @@ class Worker(Queue[Paths]):
     def _training(self, job: Job) -> None:
         config, training = self.config, TRAININGS[job.system]
         base = self.base(job.model)
-        documents = training_documents(config, job.model, base)
+        documents = training_documents(config, job.model, base, training.lessons)
         folder = self.paths.training(training.name)
         taught = self.paths.taught(job)
         if taught is not None:

@@ -40,6 +40,13 @@ TRAINING = (
     "steps, alone on the card; beside other work on it in run 1, of SmolLM2, and in run 3 of what "
     "took 0.3 of the tokens, apart from low rank to 4 and KVpop."
 )
+SWEEP = (
+    "Each is the first one with one setting changed: 6 million tokens, to a nominal ratio of 4. "
+    "documents: before they are packed. Texts are three books; rates are those of the adapter and "
+    "of the low-rank updates. A longer window keeps more of so short an answer, and has a larger "
+    "peak. Divergence is measured on the model's own answers, and divergences of different peaks "
+    "are not of one task."
+)
 SMOLLM2_TRAINING = "SmolLM2 read texts and retrieval problems beside its answers."
 OTHERS = (
     "Percent, with the peak of live tokens in brackets; greedy, chat template, at most 1,024 new "

@@ -14,10 +14,10 @@ from dms_jax.command_line.self_taught.questions import read_questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Exchange
 from dms_jax.data.tasks import Needle, VariableTracking
-from experiments.reproduction.files import write_text
+from experiments.reproduction.files import write_json, write_text
 from experiments.reproduction.real.plan import Paths, shards
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import QWEN
+from experiments.reproduction.real.training import QWEN, Lessons
 
 TEXTS = (
     "war_and_peace.txt",
@@ -84,20 +84,61 @@ def read_rows(config: Config, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for place in places for line in place.read_text().splitlines()]
 
 
-def training_documents(config: Config, name: str, model: LanguageModel) -> list[Any]:
+def training_documents(
+    config: Config, name: str, model: LanguageModel, lessons: Lessons = "all"
+) -> list[Any]:
     """What a training of a model reads.
+
+    Args:
+      config: the plan.
+      name: of the model.
+      model: the model itself.
+      lessons: which of its answers, or texts in their place.
 
     Raises:
       DataError: no answer is kept.
     """
+    if lessons == "texts":
+        return _texts(config, model)
     rows = [row for row in read_rows(config, name) if not row["held_out"]]
     kept = [row for row in rows if row["ended"] or config.unended]
+    if lessons == "correct":
+        right = _correct(config, name, model, kept)
+        kept = [row for row in kept if _place(row) in right]
+    elif lessons != "all":
+        kept = [row for row in kept if (_temperature(config, row) == 0) == (lessons == "greedy")]
     if not kept:
         raise dms_jax.DataError(f"None of {len(rows)} answers of {name} is ended.")
     documents: list[Any] = [_exchange(row) for row in kept]
     if name != QWEN:
         documents += _texts(config, model) + _needles(config, model)
     return documents
+
+
+def _place(row: dict[str, Any]) -> tuple[int, int]:
+    """The numbers of the question and of its answer."""
+    return row["question"], row["answer"]
+
+
+def _temperature(config: Config, row: dict[str, Any]) -> float:
+    """At which an answer was sampled: there is one answer at each temperature."""
+    return config.temperatures[row["answer"]]
+
+
+def _correct(
+    config: Config, name: str, model: LanguageModel, rows: list[dict[str, Any]]
+) -> set[tuple[int, int]]:
+    """The places of the answers that the task's judge finds right; a file keeps them."""
+    file = Paths(config).lessons(name, "correct").with_suffix(".json")
+    if not file.exists():
+        questions = read_questions(self_taught(config, name), model)
+        found = [
+            _place(row)
+            for row in rows
+            if questions.score(row["question"], model.tokenizer.decode(row["response"])) == 1
+        ]
+        write_json(file, found)
+    return {(question, answer) for question, answer in json.loads(file.read_text())}
 
 
 def held_out_exchanges(config: Config, name: str) -> list[Exchange]:

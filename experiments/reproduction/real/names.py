@@ -4,7 +4,8 @@ from typing import Any
 
 from dms_jax import DMS
 from experiments.reproduction.real.results import Results
-from experiments.reproduction.real.systems import TRAININGS, VANILLA, WINDOW
+from experiments.reproduction.real.systems import TRAININGS, VANILLA
+from experiments.reproduction.real.training import WINDOW
 
 _KINDS = {"all": "all weights", "low_rank": "low rank", "adapter": "adapter"}
 _FREE_LABELS = {
@@ -51,5 +52,6 @@ def name_of(label: str) -> str:
     elif float(setting) in training.budgets:
         words += [f"as much as DMS at {setting}"]
     words += [training.words] if training.words else []
-    words += [f"{training.share:g} of the tokens"] if training.share < 1 else []
+    if training.share < 1 and not training.of_sweep:  # a sweep's is said of all of it
+        words += [f"{training.share:g} of the tokens"]
     return ", ".join(words)

@@ -11,7 +11,7 @@ from experiments.reproduction.files import wrap, write_json, write_text
 from experiments.reproduction.real import figures, legends
 from experiments.reproduction.real.commands import again
 from experiments.reproduction.real.measures import tokens_of
-from experiments.reproduction.real.names import shown
+from experiments.reproduction.real.names import name_of, shown
 from experiments.reproduction.real.plan import asked_of
 from experiments.reproduction.real.results import (
     CHAINS,
@@ -22,17 +22,17 @@ from experiments.reproduction.real.results import (
     vote_of,
 )
 from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.sweep import MIDDLE, SWEEPS
 from experiments.reproduction.real.systems import (
     CONTROL,
     FREE,
     FRONTIERS,
     LIKE,
     OTHERS,
-    QWEN,
-    SMOLLM2,
     TRAININGS,
     VANILLA,
 )
+from experiments.reproduction.real.training import QWEN, SMOLLM2, SWEEP
 from experiments.reproduction.real.verdicts import verdicts
 
 _TASK_LABELS = {
@@ -78,6 +78,8 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
         small = any(TRAININGS[name].model == SMOLLM2 for name in results.trainings)
         told = legends.TRAINING + (f" {legends.SMOLLM2_TRAINING}" if small else "")
         parts += ["## What was trained", trainings(results), told]
+    if any(TRAININGS[name].of_sweep for name in results.trainings):
+        parts += ["## One setting of the recipe at a time", sweep(results), legends.SWEEP]
     if any(results.labels(QWEN, measure) for measure in OTHERS[QWEN]):
         parts += ["## Other tasks of Qwen2.5-Coder-0.5B-Instruct"]
         parts += [others(config, results, QWEN), legends.OTHERS]
@@ -158,6 +160,7 @@ def gsm8k(results: Results, *, nominal: bool = False) -> str:
         return label != VANILLA, ratio, system not in TRAININGS, -value
 
     own = [label for label in labels if (label.partition("-at")[2] in LIKE[QWEN]) == nominal]
+    own = [label for label in own if not label.startswith(SWEEP)]
     told = {VANILLA: "to vanilla", end_of(CONTROL): "to the control"}
     compared = [label for label in told if label in labels]
     rows, alone = [], []
@@ -200,6 +203,8 @@ def trainings(results: Results) -> str:
     rows = []
     for log in (*results.trainings.values(), *results.earlier_trainings):
         training = TRAININGS[log["training"]]
+        if training.of_sweep:
+            continue
         measure = "gsm8k" if training.model == QWEN else "piqa"
         label = f"{training.name}-at{log['recipe']['ratio']:g}"
         record = results.of_run(log["run"], training.model, label, measure)
@@ -219,6 +224,32 @@ def trainings(results: Results) -> str:
         )
     heads = ["", "documents", "M tokens", "seconds", "MB", "divergence", "reached", "score, %"]
     return table(heads, rows)
+
+
+def sweep(results: Results) -> str:
+    """Each setting that was tried, beside the middle of the sweep."""
+    middle, rows = end_of(MIDDLE), []
+    for name in (MIDDLE, *(each.name for each in SWEEPS)):
+        log, label = results.trainings.get(name), end_of(name)
+        if log is None:
+            continue
+        record = results.of_run(log["run"], QWEN, label, "gsm8k")
+        gap = None if name == MIDDLE else results.gap(QWEN, label, middle, "gsm8k")
+        to_vanilla = results.gap(QWEN, label, VANILLA, "gsm8k")
+        rows.append(
+            [
+                name_of(label) if name != MIDDLE else f"**{name_of(label)}**",
+                f"{log['documents']:,}",
+                f"{log['held_out']['distillation']:.4f}",
+                f"{1 / (1 - min(log['steps'][-1]['evicted'], 0.999)):.2f}",
+                f"{record['peak']:.0f}" if record else "-",
+                percent(score(record)) if record else "-",
+                percent(gap, sign=True),
+                percent(to_vanilla, sign=True),
+            ]
+        )
+    heads = ["", "documents", "divergence", "reached", "peak", "GSM8K, %", "to the first"]
+    return table([*heads, "to vanilla"], rows)
 
 
 def frontier(results: Results) -> str:

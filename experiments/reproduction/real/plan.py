@@ -28,15 +28,13 @@ from experiments.reproduction.real.systems import (
     MEASURES,
     OTHERS,
     PLANNED,
-    QWEN,
-    SMOLLM2,
     TRAININGS,
     UNSEEN,
     VANILLA,
-    Training,
     judged_first,
     reference,
 )
+from experiments.reproduction.real.training import QWEN, SMOLLM2, Training
 
 SPEED = "speed"
 _FREE_ELSEWHERE = ("tova", "expected", "streaming")
@@ -119,7 +117,8 @@ def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
     first = judged_first(config)
     rivals = [each for each in large if each.name in first]
     judged = [each for each in large if each.name in (first[0], CONTROL)]
-    others = [each for each in large if each not in (*rivals, *judged)]
+    others = [each for each in large if each not in (*rivals, *judged) and not each.of_sweep]
+    sweep = [each for each in large if each.of_sweep]
     yield lessons(config, QWEN)
     yield [free(QWEN, VANILLA), Job("speed", QWEN, SPEED)]
     yield trained(rivals)
@@ -147,6 +146,8 @@ def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
         yield [free(QWEN, name, measure) for name in _FREE_ELSEWHERE]
     for setting in LIKE[QWEN]:
         yield [free(QWEN, name, setting=setting) for name in _AT_THE_PEAK]
+    for each in sweep:
+        yield [*trained([each]), *asked_of(each)]
     yield [job for each in (*rivals, *others) for job in asked_of(each, *FRONTIERS)]
 
 

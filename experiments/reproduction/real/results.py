@@ -21,13 +21,12 @@ from experiments.reproduction.real.systems import (
     FRONTIER,
     FRONTIERS,
     PLANNED,
-    QWEN,
-    SMOLLM2,
     TRAININGS,
     UNSEEN,
     VANILLA,
     Training,
 )
+from experiments.reproduction.real.training import QWEN, SMOLLM2
 from experiments.reproduction.runs import read_plan
 
 TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "needle")  # accuracies of SmolLM2

@@ -14,13 +14,11 @@ from typing import Any, Literal
 import dms_jax
 from dms_jax import recipes
 from dms_jax.policies import Policy
-from dms_jax.training import Recipe, Stage
 from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.sweep import MIDDLE, SHARE, SWEEPS
+from experiments.reproduction.real.training import QWEN, SMOLLM2, WINDOW, Training, merging, scorer
 
-QWEN, SMOLLM2 = "qwen", "smollm2"
 VANILLA = "vanilla"
-WINDOW = 16
-_DMS = dms_jax.DMS(window=WINDOW, source="adapter")
 FLOAT8 = "float8_e4m3"
 CHOICES = "choices"  # four tasks that are answered by likelihood, asked together
 MEASURES = {QWEN: ("gsm8k",), SMOLLM2: (CHOICES, "text", "needle")}
@@ -35,111 +33,12 @@ OTHERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """One retrofit; what it does not say is as `dms_jax.recipes.dms_self_taught` says.
-
-    Attributes:
-      name: for files and tables.
-      model: which model.
-      policy: what is learned; None for the control, which is trained further and evicts nothing.
-      ratio: the nominal compression ratio at the end; of a scorer, which learns none, that of the
-        retrofit that it is to hold as much as.
-      snapshots: ratios on the way at which it is measured too.
-      budgets: of a scorer, other ratios whose low-rank retrofit it is to hold as much as (`LIKE`).
-      trainable: the adapter alone, low-rank updates too, or all weights.
-      share: tokens, as a multiple of the plan's.
-      make: the recipe, from its ratio and what else it can be told.
-      words: what it changes, for tables.
-      ships: the adapter that it is, one of this library or of `KEPT`; nothing is trained then.
-    """
-
-    name: str
-    model: str = QWEN
-    policy: Policy | None = _DMS
-    ratio: float = 3.5
-    snapshots: tuple[float, ...] = ()
-    budgets: tuple[float, ...] = ()
-    trainable: Literal["adapter", "low_rank", "all"] = "low_rank"
-    share: float = 1.0
-    make: Callable[..., Recipe] = recipes.dms_self_taught
-    words: str = ""
-    ships: str = ""
-
-    @property
-    def settings(self) -> tuple[float, ...]:
-        """The ratios at which it is measured."""
-        return (*self.snapshots, *self.budgets, self.ratio)
-
-    @property
-    def adapter_only(self) -> bool:
-        """Whether what is saved lies beside the weights."""
-        return self.trainable != "all"
-
-    @property
-    def evicts_as_trained(self) -> bool:
-        """Whether the ratio is learned; scorers of importance are fitted to it afterwards."""
-        return isinstance(self.policy, dms_jax.DMS | dms_jax.DMC)
-
-    def recipe(self, config: Config) -> Recipe:
-        """Everything but model, policy and data."""
-        recipe = dataclasses.replace(
-            self._made(config),
-            name=self.name,
-            snapshots=self.snapshots,
-            micro_batch_size=config.micro_batch_size,
-        )
-        return recipe if self.policy is not None else recipe.control(_DMS)
-
-    def to_dict(self, config: Config) -> dict[str, Any]:
-        """For records: the policy as it is saved, and the recipe by its name."""
-        made = {"make": self._made(config).name, "policy": self.policy and self.policy.to_dict()}
-        return vars(self) | made
-
-    def _made(self, config: Config) -> Recipe:
-        tokens = config.tokens if self.model == QWEN else config.small_tokens
-        return self.make(
-            self.ratio,
-            trainable=self.trainable,
-            tokens=round(self.share * tokens),
-            sequence_length=config.sequence_length,
-            batch_size=config.batch_size,
-        )
-
-
-def _merging(
-    ratio: float, *, trainable: Any, tokens: int, answers_only: bool = True, **sizes: Any
-) -> Recipe:
-    """DMC: a neuron is faded out first."""
-    steps = max(10, round(tokens / (sizes["batch_size"] * sizes["sequence_length"])))
-    decay, ramp = steps // 5, steps // 2
-    return Recipe(
-        name="dmc",
-        stages=(
-            Stage("neuron_decay", decay, 1e-4),
-            Stage("ramp", ramp, 1e-4, ratio),
-            Stage("train", steps - decay - ramp, 1e-4, final_learning_rate=1e-5),
-        ),
-        trainable=trainable,
-        compression_weight=10.0,
-        packing="first_fit",
-        answers_only=answers_only,
-        **sizes,
-    )
-
-
-def _scorer(recipe: Callable[..., Recipe]) -> Callable[..., Recipe]:
-    """A recipe of a scorer, which knows no ratio and trains nothing else."""
-    return lambda ratio, trainable, **sizes: recipe(**sizes)
-
-
 # The judged adapters of earlier runs, so that they can be asked more.
 KEPT = pathlib.Path(__file__).parents[2] / "results" / "real_models" / "adapters"
 # The verdict is about one of the rivals, which questions in no lesson choose (`Results.judged`),
 # or about the training that the settings name.
 PLANNED, RIVAL, CONTROL = "low-rank-w16", "warm-up-w16", "control"
 _RATIO = 3.3  # 3.5 gave a peak 3.22 times smaller; the bar is 3
-_SHARE = 0.3  # of the plan's tokens, for what is compared at equal tokens
 SHIPPED = "smollm2-adapter-w16"
 _NOMINAL = (2.0, 4.0, 8.0)
 TRAININGS = {
@@ -148,15 +47,15 @@ TRAININGS = {
         Training(PLANNED, ratio=_RATIO, snapshots=(2.0,)),
         Training(RIVAL, ratio=_RATIO, make=recipes.dms_warm_up, words="from attention first"),
         Training(CONTROL, policy=None, ratio=_RATIO),
-        Training("low-rank-to-4", ratio=4.0, snapshots=(2.0,), share=_SHARE),
+        Training(MIDDLE, ratio=4.0, snapshots=(2.0,), share=SHARE),
         Training(
             "kvzap",
             policy=dms_jax.KVzap(window=WINDOW),
             ratio=_RATIO,
             budgets=_NOMINAL,
             trainable="adapter",
-            share=_SHARE,
-            make=_scorer(recipes.kvzap),
+            share=SHARE,
+            make=scorer(recipes.kvzap),
         ),
         Training(
             "kvpop",
@@ -164,8 +63,8 @@ TRAININGS = {
             ratio=_RATIO,
             budgets=_NOMINAL,
             trainable="adapter",
-            share=_SHARE,
-            make=_scorer(recipes.kvpop),
+            share=SHARE,
+            make=scorer(recipes.kvpop),
         ),
         Training(
             "dmc",
@@ -173,21 +72,21 @@ TRAININGS = {
             ratio=4.0,
             snapshots=(2.0,),
             trainable="all",
-            share=_SHARE,
-            make=_merging,
+            share=SHARE,
+            make=merging,
         ),
-        Training("low-rank-to-8", ratio=8.0, share=_SHARE),
-        Training("adapter-to-4", ratio=4.0, snapshots=(2.0,), trainable="adapter", share=_SHARE),
-        Training("all-to-4", ratio=4.0, snapshots=(2.0,), trainable="all", share=_SHARE),
+        Training("low-rank-to-8", ratio=8.0, share=SHARE),
+        Training("adapter-to-4", ratio=4.0, snapshots=(2.0,), trainable="adapter", share=SHARE),
+        Training("all-to-4", ratio=4.0, snapshots=(2.0,), trainable="all", share=SHARE),
         Training(
             "floor-to-4",
             ratio=4.0,
-            share=_SHARE,
+            share=SHARE,
             make=recipes.dms_layer_floor,
             words="with a floor a layer",
         ),
-        Training("adapter-to-8", ratio=8.0, trainable="adapter", share=_SHARE),
-        Training("all-to-8", ratio=8.0, trainable="all", share=_SHARE),
+        Training("adapter-to-8", ratio=8.0, trainable="adapter", share=SHARE),
+        Training("all-to-8", ratio=8.0, trainable="all", share=SHARE),
         Training(
             "warm-up-w16-kept", ratio=_RATIO, ships="warm-up-w16", words="the adapter of run 3"
         ),
@@ -200,7 +99,7 @@ TRAININGS = {
             ratio=4.0,
             budgets=(2.0, 8.0),
             trainable="adapter",
-            make=_scorer(recipes.kvzap),
+            make=scorer(recipes.kvzap),
         ),
         Training(
             "smollm2-kvpop",
@@ -209,7 +108,7 @@ TRAININGS = {
             ratio=4.0,
             budgets=(2.0, 8.0),
             trainable="adapter",
-            make=_scorer(recipes.kvpop),
+            make=scorer(recipes.kvpop),
         ),
         Training(
             "smollm2-dmc",
@@ -218,7 +117,7 @@ TRAININGS = {
             ratio=4.0,
             snapshots=(2.0,),
             trainable="all",
-            make=functools.partial(_merging, answers_only=False),  # texts have none
+            make=functools.partial(merging, answers_only=False),  # texts have none
         ),
         Training("smollm2-low-rank-to-8", model=SMOLLM2, ratio=8.0),
         Training(
@@ -230,6 +129,7 @@ TRAININGS = {
         ),
         Training("smollm2-all-to-4", model=SMOLLM2, ratio=4.0, snapshots=(2.0,), trainable="all"),
         Training("smollm2-all-to-8", model=SMOLLM2, ratio=8.0, trainable="all"),
+        *SWEEPS,
         Training(
             SHIPPED,
             model=SMOLLM2,
@@ -249,8 +149,8 @@ def judged_first(config: Config) -> tuple[str, ...]:
 # Setting of a method -> the training and its ratio that it is to hold as much as.
 LIKE = {
     QWEN: {
-        "2": ("low-rank-to-4", "2"),
-        "4": ("low-rank-to-4", "4"),
+        "2": (MIDDLE, "2"),
+        "4": (MIDDLE, "4"),
         "8": ("low-rank-to-8", "8"),
     },
     SMOLLM2: {"2": ("smollm2-low-rank-w16", "2"), "8": ("smollm2-low-rank-to-8", "8")},

@@ -3,15 +3,8 @@
 from experiments.reproduction.claims.cells import percent, verdict, within
 from experiments.reproduction.real.names import name_of
 from experiments.reproduction.real.results import Results, end_of, score
-from experiments.reproduction.real.systems import (
-    CONTROL,
-    FREE,
-    QWEN,
-    SHIPPED,
-    SMOLLM2,
-    UNSEEN,
-    VANILLA,
-)
+from experiments.reproduction.real.systems import CONTROL, FREE, SHIPPED, UNSEEN, VANILLA
+from experiments.reproduction.real.training import QWEN, SMOLLM2
 
 POINTS, FEWER, BELOW, SMALL_POINTS, MINUTES = 2.0, 3.0, 10.0, 1.0, 15  # the bars
 

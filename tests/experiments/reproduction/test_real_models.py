@@ -18,6 +18,7 @@ from experiments.reproduction.real.budgets import calibrated
 from experiments.reproduction.real.jobs import Worker, check_settings
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.settings import Config
+from experiments.reproduction.real.sweep import MIDDLE, SWEEPS
 from experiments.reproduction.real.systems import CONTROL, FREE, PLANNED, RIVAL, TRAININGS
 from experiments.reproduction.runs import read_plan, write_plan
 
@@ -309,6 +310,55 @@ def test_trainings_read_what_the_model_ended(tmp_path):
     place.write_text(json.dumps(kept | {"ended": False}) + "\n")
     with pytest.raises(dms_jax.DataError, match="None of 1 answers of qwen is ended"):
         lessons.training_documents(config, "qwen", None)
+
+
+def test_a_sweep_changes_one_thing_of_its_middle():
+    middle = TRAININGS[MIDDLE]
+    own = {"name": middle.name, "words": middle.words, "snapshots": ()}
+    for each in SWEEPS:
+        recipe = dataclasses.replace(each.recipe(GIVEN), name="", snapshots=())
+        changed = recipe != dataclasses.replace(middle.recipe(GIVEN), name="", snapshots=())
+        fields = dataclasses.replace(each, make=middle.make, **own)
+        others = sum(
+            getattr(fields, field.name) != getattr(dataclasses.replace(middle, **own), field.name)
+            for field in dataclasses.fields(middle)
+            if field.name != "make"
+        )
+        assert changed + others == 1, each.name
+
+
+def test_a_sweep_chooses_among_the_answers(tmp_path, monkeypatch):
+    config = dataclasses.replace(GIVEN, out=tmp_path, shards=1, temperatures=(0.7, 0.0))
+    row = {"question": 3, "held_out": False, "prompt": [1], "ended": True}
+    rows = [row | {"answer": 0, "response": [7]}, row | {"answer": 1, "response": [0]}]
+    place = Paths(config).lessons("qwen", 0)
+    place.parent.mkdir(parents=True)
+    place.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    judged = []
+
+    class Questions:
+        def score(self, number, text):
+            judged.append((number, text))
+            return float(text == "seven")
+
+    class Model:
+        class tokenizer:
+            decode = staticmethod(lambda tokens: "seven" if 7 in tokens else "0")
+
+    monkeypatch.setattr(lessons, "read_questions", lambda *_: Questions())
+
+    def responses(which):
+        read = lessons.training_documents(config, "qwen", Model(), which)
+        return [each.response.tolist() for each in read]
+
+    assert responses("all") == [[7], [0]]
+    assert responses("sampled") == [[7]]
+    assert responses("greedy") == [[0]]
+    assert responses("correct") == [[7]]
+    assert judged == [(3, "seven"), (3, "0")]
+    assert responses("correct") == [[7]]
+    assert len(judged) == 2  # a file says what was right
+    assert lessons.read_rows(config, "qwen") == rows  # and is no share of the answers
 
 
 # -- a training that does not fit -----------------------------------------------------------------

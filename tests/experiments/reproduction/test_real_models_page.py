@@ -19,6 +19,7 @@ from tests.experiments.reproduction.real_run import (
     MAIN_FRONTIER,
     PROBLEMS,
     SMALL,
+    VERSIONS,
     figures,
     run_of_two_models,
 )
@@ -234,6 +235,35 @@ def test_the_report_is_written_again_from_the_files(config):
     assert (folder / "smollm2.png").exists()
     kept = read_json(folder / "results.json")["systems"]
     assert len(kept[0]["per_problem"]) == PROBLEMS
+
+
+def test_a_sweep_has_a_table_of_its_own(config):
+    paths = Paths(config)
+    log = {
+        "documents": 9,
+        "tokens": 100,
+        "seconds": 1.0,
+        "bytes": 5,
+        "held_out": {"distillation": 0.02},
+        "steps": [{"evicted": 0.75}],
+        **VERSIONS,
+    }
+    for name, right in (("low-rank-to-4", 100), ("sweep-shift-0", 96)):
+        recipe = TRAININGS[name].to_dict(config)
+        write_json(paths.summary(name), log | {"training": name, "recipe": recipe})
+        job = Job("asking", "qwen", name, "4", "gsm8k")
+        write_json(paths.result(job), figures(right, 90.0))
+    results = Results.read(config)
+    first, second = page.sweep(results).splitlines()[2:]
+    assert first.startswith("| **DMS, low rank, window 16, to 4, 0.3 of the tokens** | 9 | 0.0200")
+    assert "| 4.00 | 90 | 24.0 ± 2.1 | -1.0 ± 0.5 | -6.0 ± 1.2 |" in second
+    assert "deciding for itself (shift 0) |" in second
+    for table in (page.gsm8k(results, nominal=True), page.trainings(results)):
+        assert "shift 0" not in table
+        assert "low rank, window 16, to 4" in table
+    said = page.page(config, results, set(), "")
+    assert said.count("shift 0") == 1
+    assert "## One setting of the recipe at a time" in said
 
 
 def test_systems_have_names():

@@ -5,7 +5,8 @@ from matplotlib.text import Text
 
 from experiments.reproduction.real import figures
 from experiments.reproduction.real.results import Results, end_of
-from experiments.reproduction.real.systems import PLANNED, QWEN, VANILLA
+from experiments.reproduction.real.systems import PLANNED, VANILLA
+from experiments.reproduction.real.training import QWEN
 
 
 def test_nothing_of_a_picture_touches_its_edge(tmp_path, monkeypatch):
