@@ -314,6 +314,7 @@ def test_trainings_read_what_the_model_ended(tmp_path):
 # -- a training that does not fit -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_layers_are_recomputed_where_their_activations_do_not_fit(tmp_path, monkeypatch):
     config = dataclasses.replace(GIVEN, out=tmp_path)
     worker, tried = Worker(config, 1e18), []
