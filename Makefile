@@ -12,15 +12,16 @@ WORKERS ?= 2
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo docs notebooks check daily test gpu-compiler newest steady lint format lock install clean
+.PHONY: help demo docs notebooks check daily test test-all gpu-compiler newest steady lint format lock install clean
 
 help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
 	@echo "make check    lint, types and the quickest tests of every room (a minute or so)"
-	@echo "make test     the whole test suite"
+	@echo "make test     every law over every policy: the tests that are not slow (minutes)"
+	@echo "make test-all all tests, as continuous integration runs them (most of an hour)"
 	@echo "make gpu-compiler  the compiler for GPUs that are not there, for some of the tests (142 MB)"
 	@echo "make newest   lower the GPU kernels with the newest jax that is supported"
-	@echo "make steady   the suite under other seeds, compilers and threads (hours)"
+	@echo "make steady   all tests under other seeds, compilers and threads (hours)"
 	@echo "make lint     formatting, lint and types"
 	@echo "make format   rewrite the sources in the house format"
 	@echo "make notebooks  write colab/*.ipynb from the scripts beside them"
@@ -37,9 +38,12 @@ check: $(STAMP)
 	$(MAKE) --no-print-directory --jobs 2 lint daily
 
 daily: $(STAMP)
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q @tests/daily.txt $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q -m "not slow" @tests/daily.txt $(ARGS)
 
 test: $(STAMP)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
+
+test-all: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 gpu-compiler: .gpu_compiler/installed

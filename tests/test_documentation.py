@@ -13,6 +13,7 @@ import pytest
 
 from dms_jax.command_line import COMMANDS, main, policy_options, running
 from dms_jax.policies import POLICIES
+from tests.support.instances import slow_but
 from tests.test_architecture import ROOT
 
 DOCS = ROOT / "experiments" / "docs"
@@ -39,6 +40,16 @@ LINES = [
     for line in text.replace("\\\n", " ").splitlines()
     if line.partition("#")[0].strip()
 ]
+# Several pages begin with the same commands.
+LINES = [(name, line) for line, name in {line: name for name, line in reversed(LINES)}.items()]
+
+
+def generates(line: str) -> bool:
+    """Whether a command runs a model here, with no file of others."""
+    words = shlex.split(line)
+    return words[:1] == ["dms-jax"] and (
+        words[1] in ("generate", "evaluate") and not OF_OTHERS & set(words)
+    )
 
 
 def test_commands_need_no_scrolling():
@@ -47,7 +58,7 @@ def test_commands_need_no_scrolling():
     assert max(len(line) for text in texts for line in text.splitlines()) <= 84
 
 
-@pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.parametrize("name", slow_but({"README.md:1"}, PYTHON))
 def test_every_block_of_python_runs(name, tmp_path, monkeypatch, capsys, request):
     if "reasoner-11m" in PYTHON[name]:
         request.getfixturevalue("optimized")  # it runs for longer than it compiles
@@ -57,6 +68,7 @@ def test_every_block_of_python_runs(name, tmp_path, monkeypatch, capsys, request
     runpy.run_path(str(path))
 
 
+@pytest.mark.slow
 def test_names_in_blocks_need_no_import_but_the_library():
     """In this process other tests have imported all modules; in a reader's nothing has."""
     names = sorted(set(re.findall(r"(?<!from )\bdms_jax(?:\.\w+)+", "".join(PYTHON.values()))))
@@ -71,14 +83,17 @@ def test_names_in_blocks_need_no_import_but_the_library():
     assert done.returncode == 0, done.stderr[-500:]
 
 
-@pytest.mark.parametrize(("name", "line"), LINES)
+@pytest.mark.parametrize(
+    ("name", "line"),
+    slow_but([one for one in LINES if one[0] == "README.md:2" or not generates(one[1])], LINES),
+)
 def test_every_command_is_understood(name, line, tmp_path, monkeypatch, capsys):
     """It runs where it takes seconds; else its options are parsed, or its target is there."""
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line)
     match words:
-        case ["dms-jax", "generate" | "policies" | "evaluate", *_] if not OF_OTHERS & set(words):
-            assert main(words[1:]) == 0
+        case ["dms-jax", *given] if generates(line) or given[0] == "policies":
+            assert main(given) == 0
         case ["dms-jax", command, *_]:
             assert command in COMMANDS
             for left in filter(None, (re.fullmatch(r"[\w@.]+=(mine/.+)", word) for word in words)):

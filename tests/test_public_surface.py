@@ -85,6 +85,7 @@ def test_the_version_is_that_of_the_package():
     assert dms_jax.__version__ == importlib.metadata.version("dms-jax") == declared
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_installed_has_a_version_too():
     script = """
 import importlib.metadata
@@ -109,6 +110,7 @@ print(dms_jax.__version__)
     assert done.stdout.strip() == "0+checkout", done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_warnings_blame_the_line_of_the_caller(tmp_path):
     script = tmp_path / "caller.py"
     script.write_text(CALLER)

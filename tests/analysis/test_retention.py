@@ -87,6 +87,7 @@ def test_the_rows_are_of_every_policy():
     assert {type(row.policy) for row in chosen_rows()} == set(POLICIES.values())
 
 
+@pytest.mark.slow
 def test_live_tokens_are_those_that_score_counts():
     """Checks the sums against `Usage`, which a run without any recording gives."""
     model = dms_jax.load(str(assets.path("stories260k")))
@@ -116,6 +117,7 @@ def test_a_merged_token_ends_in_the_slot_of_the_next_kept_one():
     chex.assert_trees_all_equal(found.forgotten()[0, 0, 0], np.arange(6) == 0)
 
 
+@pytest.mark.slow
 def test_a_model_that_lacks_the_policys_decisions_is_told_once():
     model = dms_jax.load(str(assets.path("stories260k")))
     with pytest.warns(UserWarning, match="not retrofitted") as warned:

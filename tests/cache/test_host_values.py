@@ -99,6 +99,7 @@ def stories_tokens(model, count: int) -> list[int]:
     return model.tokenizer.encode(text)[:count]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_layers", [0, 2, 9])
 def test_half_of_the_memory_of_the_other_layers_is_the_hosts(stories, first_layers):
     policy = KCache(top=8, first_layers=first_layers)
@@ -116,6 +117,7 @@ def test_half_of_the_memory_of_the_other_layers_is_the_hosts(stories, first_laye
     assert away.usage.kv_reads == home.usage.kv_reads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first_layers", "kv_dtype"), [(0, "float8_e4m3"), (2, "int4")])
 def test_values_there_may_have_few_bits(stories, first_layers, kv_dtype):
     """The scales of all values stay on the device, more of them than there are values."""
@@ -141,6 +143,7 @@ def test_the_pool_holds_what_the_accounting_says(stories):
     assert runner.cache.pool.tail is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [KCache(top=6, first_layers=1), KCache(top=500)])
 def test_rounds_of_questions_over_one_context(stories, policy):
     """Each question may need another part of the context, and KCache has evicted none of it."""
@@ -175,6 +178,7 @@ def test_rounds_of_questions_over_one_context(stories, policy):
         assert [turn.tokens for turn in talk.turns] == answers
 
 
+@pytest.mark.slow
 def test_survivors_values_can_live_there_too(stories):
     policy = KCache(top=5, first_layers=1, over=DMS(window=6, alpha_offset=0.0))
     model = dataclasses.replace(stories, policy=policy)

@@ -14,6 +14,7 @@ from dms_jax.checkpoint import load, save, tensor_files
 from dms_jax.errors import CheckpointError
 from dms_jax.policies import TOVA, Vanilla
 from tests.checkpoint.support import copy
+from tests.support.instances import further
 
 _FULL = "No space left on device"
 # Every way in which saving touches the disk.
@@ -64,8 +65,8 @@ def saving_error(model, out) -> BaseException | None:
     return None
 
 
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("there_before", [False, True])
+@pytest.mark.parametrize("error", [OSError, *further(KeyboardInterrupt)])
+@pytest.mark.parametrize("there_before", [False, *further(True)])
 def test_whichever_write_fails(stories, tmp_path, monkeypatch, error, there_before):
     out = tmp_path / "out"
     if there_before:
@@ -94,7 +95,7 @@ def test_whichever_write_fails(stories, tmp_path, monkeypatch, error, there_befo
     assert load(out).policy == Vanilla()
 
 
-@pytest.mark.parametrize("there_before", [False, True])
+@pytest.mark.parametrize("there_before", [True, *further(False)])
 def test_whichever_write_of_an_adapter_fails(tmp_path, monkeypatch, there_before):
     copy("dms/adapter", tmp_path / "base")
     model, out = load(tmp_path / "base"), tmp_path / "out"

@@ -20,6 +20,7 @@ from dms_jax.config import Rope
 from dms_jax.errors import CheckpointError
 from tests.checkpoint.gguf_files import convert, permute
 from tests.checkpoint.support import GOLDEN, copy, edit_config, tensors
+from tests.support.instances import further, slow_but
 
 FAMILIES = [
     "llama2",
@@ -46,7 +47,7 @@ def assert_same(model, other) -> None:
     chex.assert_trees_all_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but({"llama31", "mistral", "qwen3"}, FAMILIES))
 def test_logits_equal_those_of_transformers(family, tmp_path):
     folder = GOLDEN / "families" / family
     convert(folder, tmp_path / "model.gguf")
@@ -134,8 +135,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("family", ["llama2", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kinds", slow_but({"F16", "Q8_0", "Q4_0"}, KINDS))
+@pytest.mark.parametrize("family", ["llama2", *further("mistral", "qwen2", "qwen3")])
 def test_the_same_as_its_dequantised_weights(family, kinds, tmp_path):
     directory = wide(tmp_path / "model", family)
     read = convert(directory, tmp_path / "model.gguf", KINDS[kinds], TOKENIZER)
@@ -199,6 +200,7 @@ def test_types_are_kept_unless_one_is_asked_for(tmp_path):
     assert {value.dtype for value in parameters(asked).values()} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_each_device_reads_its_part(tmp_path, monkeypatch):
     directory = wide(tmp_path / "model", "llama2")
     convert(directory, tmp_path / "model.gguf", KINDS["mixed"])
@@ -219,6 +221,7 @@ def test_each_device_reads_its_part(tmp_path, monkeypatch):
     assert kernel.addressable_shards[0].data.shape[2] * 2 == kernel.shape[2]
 
 
+@pytest.mark.slow
 def test_no_second_copy_in_float32(tmp_path, monkeypatch):
     """A tensor is dequantised some rows at a time into the type that is asked for."""
     directory = wide(tmp_path / "model", "qwen2")
@@ -263,8 +266,10 @@ def test_links_of_a_split_model_are_followed_within_a_hub_cache(tmp_path):
     "rope",
     [
         {"factor": 32.0, "low": 1.0, "high": 4.0, "original": 8192, "theta": 5e5},
-        {"factor": 8.0, "low": 1.0, "high": 4.0, "original": 1024, "theta": 5e5},
-        {"factor": 16.0, "low": 2.0, "high": 11.0, "original": 4096, "theta": 1e4},
+        *further(
+            {"factor": 8.0, "low": 1.0, "high": 4.0, "original": 1024, "theta": 5e5},
+            {"factor": 16.0, "low": 2.0, "high": 11.0, "original": 4096, "theta": 1e4},
+        ),
     ],
 )
 def test_rotary_factors_of_llama3(rope, tmp_path):

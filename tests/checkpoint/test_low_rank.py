@@ -20,6 +20,7 @@ from tests.checkpoint.gguf_files import convert
 from tests.checkpoint.support import GOLDEN, copy, tensors
 from tests.checkpoint.test_adapter import FILES, POLICY, changed
 from tests.checkpoint.test_gguf import assert_same
+from tests.support.instances import further
 
 SIZE = LowRank(rank=2, alpha=3.0)
 TOKENS = np.arange(2 * 20).reshape(2, 20)
@@ -69,6 +70,7 @@ def test_what_is_written_comes_back_beside_the_weights(base, adapter, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (adapter / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_merged_on_demand_and_in_a_whole_checkpoint(base, adapter, tmp_path):
     model, merged = load(base, adapter=adapter), load(base, adapter=adapter, merge=True)
     assert low_rank.low_rank_of(merged.transformer) is None
@@ -111,7 +113,7 @@ def test_without_a_dms_adapter(base, tmp_path):
     assert_equal(again, model)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *further("float32")])
 def test_whatever_type_the_base_is_loaded_in(base, adapter, dtype):
     model = load(base, dtype=dtype, adapter=adapter)
     types = {name: x.dtype.name for name, x in parameters(model.transformer).items()}
@@ -175,6 +177,7 @@ def test_damaged_fields(base, adapter, fields, message):
         load(base, adapter=adapter)
 
 
+@pytest.mark.slow
 def test_damaged_tensors(base, adapter):
     content = load_file(adapter / FILES[1])
     name = "model.layers.1.self_attn.v_proj.lora_B.weight"

@@ -21,6 +21,7 @@ from tests.support.containment import needs_containment
 MODEL = str(assets.path("stories260k"))
 
 
+@pytest.mark.slow
 def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
     config = evaluate.Config(
         model="stories260k",
@@ -52,6 +53,7 @@ def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_tasks_on_files(tmp_path, capsys):
     gpqa, piqa = text(tmp_path / "q.csv", GPQA_CSV), lines(tmp_path / "p.jsonl", PIQA)
     small = dict(model=MODEL, max_new_tokens=2, page_size=16, lanes=4)

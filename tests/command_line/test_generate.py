@@ -10,6 +10,7 @@ import dms_jax
 from dms_jax.command_line import generate
 from dms_jax.command_line.options import read_policy
 from dms_jax.command_line.running import run
+from tests.support.instances import further
 
 QUICK = ["--max-new-tokens", "12", "--temperature", "0", "--page-size", "16", "--chunk", "8"]
 
@@ -19,6 +20,7 @@ def call(arguments: list[str]) -> int:
     return run(generate.main, generate.Config, description=generate.__doc__, arguments=arguments)
 
 
+@pytest.mark.slow
 def test_one_answer_and_its_usage(capsys):
     assert call(["Once upon a time", *QUICK]) == 0
     shown = capsys.readouterr().out
@@ -27,6 +29,7 @@ def test_one_answer_and_its_usage(capsys):
     assert "length" in shown
 
 
+@pytest.mark.slow
 def test_a_file_gets_the_text_as_it_is(monkeypatch, capsys):
     """Lines of a terminal's width would be lines that the model did not write."""
     monkeypatch.setenv("COLUMNS", "40")
@@ -124,9 +127,11 @@ def test_what_is_not_said_is_as_the_library_has_it():
     [
         ("SnapKV", ["compression_ratio=2"], "SnapKV dropped nothing: rows are cut after the prompt "
          "and every 512 tokens of an answer"),
-        ("TOVA", ["budget=500"], "TOVA dropped nothing: no row came to hold more"),
-        ("TOVA", ["budget=8"], None),
         ("Vanilla", [], None),
+        *further(
+            ("TOVA", ["budget=500"], "TOVA dropped nothing: no row came to hold more"),
+            ("TOVA", ["budget=8"], None),
+        ),
     ],
 )  # fmt: skip
 def test_what_drops_nothing_says_so_and_what_serves_is_said_once(policy, options, says, capsys):
@@ -139,6 +144,7 @@ def test_what_drops_nothing_says_so_and_what_serves_is_said_once(policy, options
     assert shown.count("Attention in decoding: xla (no kernel is for cpu).") == 1
 
 
+@pytest.mark.slow
 def test_a_warning_is_a_line_and_names_no_code(capsys):
     """DMS on a checkpoint that was not made for it."""
     assert call(["Once", "--policy", "DMS", *QUICK]) == 0

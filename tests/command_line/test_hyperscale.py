@@ -50,6 +50,7 @@ def test_an_adapter_is_loaded_beside_its_base(tmp_path):
     assert hyperscale.read_system("Vanilla", "stories260k", load).model.policy != policy
 
 
+@pytest.mark.slow
 def test_tables_files_and_going_on(tmp_path, capsys):
     config = hyperscale.Config(
         model="stories260k",

@@ -11,6 +11,7 @@ from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.data import Documents, batches, encode_document
 from dms_jax.errors import ConfigError, DataError
+from tests.support.instances import further
 
 DOCUMENTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9], [10, 11, 12, 13]]
 
@@ -55,7 +56,7 @@ def test_first_fit_keeps_documents_apart():
     }
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", "first_fit"])
+@pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", *further("first_fit")])
 def test_documents_without_a_token_never_end_in_waiting(packing):
     options = dict(packing=packing, seed=3)
     for empty in ([[], []], np.zeros((3, 0), np.int32)):

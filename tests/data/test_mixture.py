@@ -37,6 +37,7 @@ def documents(tokenizer, batch):
             yield tokens[inside], counts[inside]
 
 
+@pytest.mark.slow
 def test_documents_are_whole_and_only_solutions_count(tokenizer, mixture):
     whole = 0
     for tokens, counts in documents(tokenizer, mixture.batch(0)):
@@ -55,6 +56,7 @@ def test_documents_are_whole_and_only_solutions_count(tokenizer, mixture):
     assert whole > 8
 
 
+@pytest.mark.slow
 def test_documents_are_encoded_as_the_tokenizer_encodes_their_texts(tokenizer):
     mixture = Mixture(tokenizer)
     rng, same = random.Random(0), random.Random(0)
@@ -69,6 +71,7 @@ def test_documents_are_encoded_as_the_tokenizer_encodes_their_texts(tokenizer):
             assert ids[prompt:] == [*solution, tokenizer.eos_token_id]
 
 
+@pytest.mark.slow
 def test_parts_get_their_shares(tokenizer):
     mixture = Mixture(tokenizer, batch_size=16, length=2048)
     spent = dict.fromkeys(
@@ -114,6 +117,7 @@ def test_a_part_is_not_charged_for_a_document_that_the_batch_drops(tokenizer):
     assert abs(spent[0] - spent[1]) <= 7
 
 
+@pytest.mark.slow
 def test_a_batch_depends_on_seed_split_and_step_alone(tokenizer, mixture):
     again = Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512)
     first = mixture.batch(7)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dms_jax.data import tasks
 from dms_jax.errors import ConfigError
+from tests.support.instances import slow_but
 
 REASONING = [
     tasks.LinearEquation(),
@@ -25,6 +26,8 @@ RETRIEVAL = [
     tasks.VariableTracking(size=12),
     tasks.VariableTracking(size=2, chains=5, hops=3),
 ]
+# Those that are drawn and judged without long workings, of each kind.
+QUICK = [*REASONING[:2], REASONING[4], *RETRIEVAL]
 
 
 @pytest.mark.parametrize("task", REASONING + RETRIEVAL, ids=lambda task: task.name)
@@ -35,7 +38,7 @@ def test_a_problem_depends_on_its_number_alone(task):
     assert first != dataclasses.replace(task, seed=1).problems("train", 20)
 
 
-@pytest.mark.parametrize("task", REASONING + RETRIEVAL, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", slow_but(QUICK, REASONING + RETRIEVAL), ids=lambda task: task.name)
 def test_splits_share_no_problem(task):
     drawn = {
         split: {problem.identity for problem in task.problems(split, 40)} for split in tasks.SPLITS
@@ -45,7 +48,7 @@ def test_splits_share_no_problem(task):
     assert not drawn["validation"] & drawn["test"]
 
 
-@pytest.mark.parametrize("task", REASONING + RETRIEVAL, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", slow_but(QUICK, REASONING + RETRIEVAL), ids=lambda task: task.name)
 def test_the_solution_scores_one_and_others_less(task):
     for problem in task.problems("validation", 20):
         assert task.score(problem, problem.solution) == 1
@@ -79,6 +82,7 @@ def test_every_line_of_a_working_is_true():
     assert checked > 1000
 
 
+@pytest.mark.slow
 def test_an_expression_is_worth_its_answer_and_stays_within_bounds():
     task = tasks.Arithmetic(operations=(1, 22), largest=999)
     for problem in task.problems("train", 200):
@@ -240,6 +244,7 @@ def judged() -> list:
     return [(task, task.problem("test", 0)) for task in chosen]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @example(before="The final answer is ", text="7" * 4301)
 @example(before="The final answer is -", text="0" * 10**6)

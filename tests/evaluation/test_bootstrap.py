@@ -8,6 +8,7 @@ import pytest
 
 from dms_jax.errors import DataError
 from dms_jax.evaluation import Trial, difference, measured_average_gain
+from tests.support.instances import further
 
 
 def gain_of(left, right):
@@ -57,7 +58,7 @@ def points_of(trials, seeds, problems):
     ]
 
 
-@pytest.mark.parametrize("seeds", [1, 2, 3])
+@pytest.mark.parametrize("seeds", [1, *further(2, 3)])
 def test_the_error_is_that_of_all_resamples(seeds):
     """All draws of 3 out of 4 problems with all seeds, and of one seed fewer with all problems."""
     problems = 4
@@ -79,6 +80,7 @@ def test_the_error_is_that_of_all_resamples(seeds):
     assert measured.error == pytest.approx(math.sqrt(variance), rel=0.06)
 
 
+@pytest.mark.slow
 def test_where_frontiers_stay_the_error_is_that_of_a_mean():
     """Fixed budgets and one gap for all points of a problem: gain and error are those of gaps."""
     rng = np.random.default_rng(0)

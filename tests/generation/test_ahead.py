@@ -9,6 +9,7 @@ from dms_jax.generation import Engine, compiling, programs
 from dms_jax.generation.launched import LANES_AHEAD
 from dms_jax.generation.runner import Runner
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
+from tests.support.instances import further, slow_but
 
 TWO = prompts((5, 13))
 SIX = prompts((5, 9, 13, 7, 11, 3))
@@ -38,6 +39,7 @@ AHEAD = ["launch", "launch", "read", "launch", "read", "read"]
 IN_TURN = ["launch", "read"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_chunk_is_launched_before_the_last_one_is_read(name, monkeypatch):
     """Answers and every figure of usage are those of chunks that run in turn."""
@@ -51,7 +53,7 @@ def test_a_chunk_is_launched_before_the_last_one_is_read(name, monkeypatch):
     assert not engine.runner.unread.any()
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", slow_but({"vanilla", "dms"}, POLICIES))
 def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name, monkeypatch):
     """Two programs of prompts and the first chunk of steps, whatever a policy evicts."""
     engine, order, call, read = (
@@ -80,7 +82,7 @@ def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name,
     assert order[: len(first)] == first
 
 
-@pytest.mark.parametrize("policy", [POLICIES["dms"], dms_jax.SnapKV(budget=8, window=4)])
+@pytest.mark.parametrize("policy", [POLICIES["dms"], *further(dms_jax.SnapKV(budget=8, window=4))])
 def test_prompts_evict_within_the_pages_that_they_took_in_turn(policy, monkeypatch):
     """Peaks do not grow because lengths are read late, and a full pool waits for them."""
     engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
@@ -120,6 +122,7 @@ def ending_with(tokens: tuple[int, ...], lanes: int) -> Engine:
     return Engine(model, max_tokens=64, **SHAPE | dict(num_lanes=lanes))
 
 
+@pytest.mark.slow
 def test_answers_that_end_at_a_token(monkeypatch):
     """Some end within a chunk behind which another one runs; with few of them left none is."""
     plain = engine_for("dms").generate(SIX, sampling=GREEDY)
@@ -139,6 +142,7 @@ def test_answers_that_end_at_a_token(monkeypatch):
     assert order == ["launch", "read"] * (len(order) // 2)
 
 
+@pytest.mark.slow
 def test_answers_that_all_end_at_once(monkeypatch):
     """The chunk behind them runs for nobody, and is waited for."""
     same = [TWO[0]] * LANES_AHEAD
@@ -174,6 +178,7 @@ def test_a_pool_without_room_for_two_chunks(name, monkeypatch):
     assert prefilled[-1] > prefilled[0] or name == "dms"
 
 
+@pytest.mark.slow
 def test_values_in_host_memory_are_written_between_chunks(monkeypatch):
     policy = dms_jax.KCache(top=4, first_layers=1)
     engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)

@@ -15,6 +15,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 def test_requests_join_those_that_run_and_draw_as_they_do_alone(monkeypatch):
     engine = engine_for("vanilla")
     config, tokens = engine.model.config, prompts()[: len(SETTINGS)]
@@ -48,6 +49,7 @@ def test_requests_join_those_that_run_and_draw_as_they_do_alone(monkeypatch):
     assert not engine.running
 
 
+@pytest.mark.slow
 def test_what_is_cancelled_while_it_waits_is_never_read():
     """A lane is free for it at the moment when it is cancelled."""
     engine, told = engine_for("vanilla"), []
@@ -100,6 +102,7 @@ def cancelled_while_it_is_read(engine, prompts, *indices):
     return requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vanilla", "dms"])
 def test_a_prompt_that_is_cancelled_is_not_read_to_its_end(name):
     engine, given = engine_for(name), prompts((30, 13))
@@ -111,6 +114,7 @@ def test_a_prompt_that_is_cancelled_is_not_read_to_its_end(name):
     assert engine.generate(given[1:], sampling=GREEDY)[0] == alone
 
 
+@pytest.mark.slow
 def test_a_prompt_that_another_request_shares_is_read_to_its_end():
     engine, (prompt,) = engine_for("dms"), prompts((30,))
     alone = engine.generate([prompt], sampling=GREEDY)[0]

@@ -29,6 +29,7 @@ def answers(model: LanguageModel, sampling: Sampling, **options) -> list:
     return Engine(model, max_tokens=48, **options).generate(PROMPTS, sampling=sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("policy", [dms_jax.Vanilla(), dms_jax.DMS(window=3, source="adapter")])
 def test_neither_answers_nor_draws_depend_on_the_batch(policy, dtype):
@@ -54,6 +55,7 @@ def test_neither_answers_nor_draws_depend_on_the_batch(policy, dtype):
                     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 def test_what_is_rounded_to_bfloat16_does_not_depend_on_how_many_prompts_there_are():
     """XLA may keep more bits in a fusion: it did for the weights of one prompt, not of four."""

@@ -10,6 +10,7 @@ import dms_jax
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.memory import pool_pages
 from tests.generation.support import stories
+from tests.support.instances import slow_but
 
 SAMPLING = Sampling(temperature=0, max_new_tokens=16, logprobs=True)
 PROMPTS = [list(range(3, 3 + length)) for length in (24, 7, 40)]
@@ -29,8 +30,11 @@ READS = {
     ),
     "quest-bound": functools.partial(dms_jax.Quest, force_last_page=False),
 }
-every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-every_share = pytest.mark.parametrize("kind", (KINDS | READS).values(), ids=KINDS | READS)
+QUICK = [KINDS["tova"]]
+every_kind = pytest.mark.parametrize("kind", slow_but(QUICK, KINDS.values()), ids=KINDS)
+every_share = pytest.mark.parametrize(
+    "kind", slow_but(QUICK, (KINDS | READS).values()), ids=KINDS | READS
+)
 
 
 def answer(policy, prompts):
@@ -55,6 +59,7 @@ def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
     assert len(set(budgets)) == len(prompts)
 
 
+@pytest.mark.slow
 @every_kind
 def test_a_share_fits_the_pool_that_was_sized_for_it(kind):
     """Chunks longer than the budget, in the pool that `generate` makes."""
@@ -68,6 +73,7 @@ def test_a_share_fits_the_pool_that_was_sized_for_it(kind):
     assert made.usage.live_tokens <= (24 + 48) // 4 + 5
 
 
+@pytest.mark.slow
 @every_share
 def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
     def converse(interrupted):
@@ -89,6 +95,7 @@ def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
     assert plain.usage.live_tokens == again.usage.live_tokens
 
 
+@pytest.mark.slow
 def test_a_window_that_grows_with_the_turns_keeps_the_sinks_and_the_most_recent():
     """The second turn has a larger budget: nothing is evicted before it is full."""
     policy = dms_jax.StreamingLLM(compression_ratio=2, sinks=2)
@@ -117,6 +124,7 @@ def test_what_comes_from_the_host_is_a_fixed_number():
     assert dms_jax.KCache().for_length(64) == dms_jax.KCache()
 
 
+@pytest.mark.slow
 def test_scores_have_the_share_of_the_whole_sequence():
     tokens = [list(range(3, 35)), list(range(3, 15))]
     together = dms_jax.score(stories(), tokens, policy=dms_jax.H2O(compression_ratio=4), chunk=8)
@@ -127,6 +135,7 @@ def test_scores_have_the_share_of_the_whole_sequence():
         assert got.usage.kv_reads == want.usage.kv_reads
 
 
+@pytest.mark.slow
 def test_scores_have_the_share_of_a_max_length_that_is_given():
     tokens = [list(range(3, 35)), list(range(3, 15))]
     share = dms_jax.H2O(compression_ratio=2)
@@ -143,6 +152,7 @@ def test_scores_have_the_share_of_a_max_length_that_is_given():
         dms_jax.score(stories(), tokens, policy=share, max_length=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill", ["dense_then_evict", "evict_past_budget"])
 def test_what_is_left_after_a_cut_is_what_counts(prefill):
     """An answer of one token: no token was run after the eviction."""
@@ -159,12 +169,14 @@ def test_what_is_left_after_a_cut_is_what_counts(prefill):
         assert made.usage.compression_ratio == 64 / left
 
 
+@pytest.mark.slow
 def test_a_score_that_ends_with_a_cut_says_what_is_left():
     policy = dms_jax.Knorm(budget=16, interval=8)
     (scored,) = dms_jax.score(stories(), [list(range(3, 28))], policy=policy, chunk=8, page_size=8)
     assert (scored.usage.peak_tokens, scored.usage.live_tokens) == (24, 16)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_cut_gives_its_pages_back():
     policy = dms_jax.SnapKV(budget=16, window=4, interval=8)
     engine = Engine(stories(), policy, num_lanes=1, max_tokens=96, **SHARED)
@@ -180,6 +192,7 @@ def test_a_prompt_that_is_cut_gives_its_pages_back():
     assert max(held) <= rows * 3  # and 8 more until the next eviction
 
 
+@pytest.mark.slow
 def test_the_pool_is_sized_by_what_a_share_can_come_to():
     sized = functools.partial(
         pool_pages, stories(), num_lanes=2, max_tokens=128, page_size=8, memory=None

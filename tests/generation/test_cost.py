@@ -32,6 +32,7 @@ class Compilations:
         return self.count - before
 
 
+@pytest.mark.slow
 def test_a_repeated_call_compiles_nothing():
     compilations = Compilations()
     model = model_for("vanilla", ends=False)
@@ -52,6 +53,7 @@ def test_a_repeated_call_compiles_nothing():
     assert compilations.of(call([10, 13], on_tokens=lambda update: None)) == 0
 
 
+@pytest.mark.slow
 def test_another_temperature_compiles_nothing():
     compilations = Compilations()
     model = model_for("vanilla", ends=False)
@@ -73,6 +75,7 @@ def test_another_temperature_compiles_nothing():
     assert compilations.of(call(temperature=1, top_p=0.8, min_p=0.1)) > 0
 
 
+@pytest.mark.slow
 def test_growing_sequences_compile_few_programs():
     """From 1 to 16 pages per row: one program for each power of two from four on."""
     compilations = Compilations()
@@ -84,6 +87,7 @@ def test_growing_sequences_compile_few_programs():
     assert compilations.of(call) <= 5 + 3
 
 
+@pytest.mark.slow
 def test_traffic_of_any_kind_compiles_a_handful_of_programs():
     """Prompts of all lengths, together and one by one, answers of all lengths, refilled lanes."""
     compilations = Compilations()

@@ -22,9 +22,10 @@ from tests.generation.support import (
     model_for,
     prompts,
 )
+from tests.support.instances import further, slow_but
 from tests.support.models import random_model, tiny_config
 
-EVERY_POLICY = pytest.mark.parametrize("name", POLICIES)
+EVERY_POLICY = pytest.mark.parametrize("name", slow_but({"vanilla", "dms", "streaming"}, POLICIES))
 
 
 # These depend on chunks, pages and preemption.
@@ -96,7 +97,7 @@ def test_under_pressure_nothing_changes(name):
         assert sum(fed) > sum(LENGTHS)  # a request was preempted and recomputed
 
 
-@pytest.mark.parametrize("name", ["vanilla", "dms", "quest"])
+@pytest.mark.parametrize("name", ["dms", *further("vanilla", "quest")])
 def test_chunks_pages_and_lanes_change_nothing(name):
     """Quest selects pages, so the page size is part of the method."""
     given = prompts()
@@ -115,6 +116,7 @@ def test_chunks_pages_and_lanes_change_nothing(name):
         same_usage(left.usage, right.usage)
 
 
+@pytest.mark.slow
 def test_memory_that_holds_less_than_the_batch():
     """The same through the public arguments: bytes for about one and a half sequences."""
     given = prompts()
@@ -150,6 +152,7 @@ def test_usage_of_a_plain_cache_is_counted_by_hand():
     assert out.usage.compression_ratio == 1
 
 
+@pytest.mark.slow
 def test_ends_at_an_end_token_and_at_the_last_position():
     model = model_for("vanilla", ends=False)
     (free,) = engine_for("vanilla").generate(prompts([13]), sampling=GREEDY)
@@ -169,6 +172,7 @@ def test_ends_at_an_end_token_and_at_the_last_position():
     assert (len(completion.tokens), completion.finish_reason) == (7, "length")
 
 
+@pytest.mark.slow
 def test_a_first_token_can_end_a_request():
     """It is read when the steps after it have been launched, and they must not run."""
     free = engine_for("vanilla").generate(prompts(), sampling=GREEDY)
@@ -186,6 +190,7 @@ def test_a_first_token_can_end_a_request():
     assert found[1].usage.live_tokens == LENGTHS[1]
 
 
+@pytest.mark.slow
 def test_a_single_sequence_that_cannot_fit():
     model = model_for("vanilla", ends=False)
     rows = model.config.num_layers * model.config.num_kv_heads
@@ -202,6 +207,7 @@ def test_a_single_sequence_that_cannot_fit():
         Engine(model, memory=rows * page - 1, **SHAPE)
 
 
+@pytest.mark.slow
 def test_strings_and_token_lists_are_the_same_prompts():
     model = model_for("vanilla")
     texts = ["Once upon a time", "Lily and Tom went"]
@@ -213,6 +219,7 @@ def test_strings_and_token_lists_are_the_same_prompts():
         assert text == model.tokenizer.decode(new)
 
 
+@pytest.mark.slow
 def test_an_adapter_model_without_a_tokenizer():
     """Decisions from an adapter, q and k norms, biases, an untied output matrix."""
     policy = dms_jax.DMS(window=6, source="adapter", shift=0, alpha_offset=0.0)
@@ -235,6 +242,7 @@ def test_an_adapter_model_without_a_tokenizer():
     assert out.usage.compression_ratio > 1.05
 
 
+@pytest.mark.slow
 def test_numbers_that_only_bound_something_may_be_as_large_as_they_like():
     """The largest accepted options: a chunk is no longer than an answer can be."""
     given, most = prompts([5]), 2**31 - 1

@@ -180,6 +180,7 @@ def test_starting_over_before_the_next_call_may_be_interrupted_too():
     assert nth > 30
 
 
+@pytest.mark.slow
 def test_a_turn_is_there_or_not():
     """Interrupts at the lines that record a turn, after its answer."""
     turns = prompts((9, 4))

@@ -76,6 +76,7 @@ class Watch:
         assert len(free) + runner.allocator.pages_in_use == self.pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_every_page_that_a_chunk_can_touch_is_its_rows_own(name, monkeypatch):
     """More requests than lanes, of very different lengths; then in a pool that is too small."""

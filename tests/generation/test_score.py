@@ -9,6 +9,7 @@ import dms_jax
 from dms_jax.errors import CapacityError
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from tests.generation.support import POLICIES, log_softmax, model_for, prompts
+from tests.support.instances import slow_but
 
 LENGTHS = (33, 12, 2, 25)
 SHAPE = dict(chunk=8, page_size=16)
@@ -47,7 +48,7 @@ def live_entries(name: str, sequences: list[list[int]]) -> list[np.ndarray]:
     return seen
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", slow_but({"vanilla"}, POLICIES))
 def test_scores_are_those_of_one_pass(name):
     """Five sequences over two lanes, the last one alone."""
     model, sequences = model_for(name), prompts([*LENGTHS, 9])
@@ -67,6 +68,7 @@ def test_scores_are_those_of_one_pass(name):
             assert usage.kv_reads == pytest.approx(live.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prompt_in_one_pass_is_held_whole(name):
     """Prompts run in chunks of 16, the first before any eviction; scoring goes token by token."""
@@ -100,6 +102,7 @@ def test_arrays_and_text_are_scored_as_lists_are():
     assert len(spoken.logprobs) == len(model.tokenizer.encode(text)) - 1
 
 
+@pytest.mark.slow
 def test_scoring_more_than_the_memory_holds():
     model = model_for("vanilla")
     page = 20 * 2 * 16 * model.config.head_dim * 4

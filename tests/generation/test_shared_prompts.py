@@ -77,6 +77,7 @@ def assert_same(found, expected) -> None:
         same_usage(left.usage, right.usage)
 
 
+@pytest.mark.slow
 def test_two_hundred_tokens_and_eight_chains_are_two_hundred(ran):
     """And each chain still counts its own prompt, reads and peak, as the papers do."""
     (prompt,) = prompts([200])
@@ -95,6 +96,7 @@ def test_two_hundred_tokens_and_eight_chains_are_two_hundred(ran):
     assert len({tokens[0] for tokens in out.tokens}) > 1  # from the first token on
 
 
+@pytest.mark.slow
 def test_other_prompts_between_equal_ones(alone, ran):
     engine, (one, two, three) = engine_with(MORE["dms"], num_lanes=5), prompts([13, 5, 30])
     given = [one, two, one, three, three, one]
@@ -107,6 +109,7 @@ def test_other_prompts_between_equal_ones(alone, ran):
     assert sum(ran) == sum(prefilled(found))
 
 
+@pytest.mark.slow
 def test_an_answer_of_one_token_takes_no_step(ran):
     one = dataclasses.replace(SAMPLED, max_new_tokens=1)
     (prompt,) = prompts([13])
@@ -119,6 +122,7 @@ def test_an_answer_of_one_token_takes_no_step(ran):
     assert engine.runner.allocator.pages_in_use == 0
 
 
+@pytest.mark.slow
 def test_a_share_of_the_longest_length_is_part_of_a_prompt(alone):
     """Two requests with one prompt, and budgets of half of other lengths."""
     policy = dms_jax.TOVA(compression_ratio=2)
@@ -133,6 +137,7 @@ def test_a_share_of_the_longest_length_is_part_of_a_prompt(alone):
     assert [completion.usage.peak_tokens for completion in found] == [15, 26, 15]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", MORE.values(), ids=MORE)
 def test_too_little_memory_for_all_chains(policy, alone):
     """A pool for about two of five chains, whose prompt of 30 tokens is four chunks."""
@@ -153,6 +158,7 @@ def test_too_little_memory_for_all_chains(policy, alone):
     assert sum(prefilled(squeezed)) > 35
 
 
+@pytest.mark.slow
 def test_chains_wait_for_the_memory_that_they_need(ran):
     """Four chains of three pages a row, in a pool of seven: two at a time, and none is preempted.
 
@@ -177,6 +183,7 @@ def test_chains_wait_for_the_memory_that_they_need(ran):
     assert preempted == []
 
 
+@pytest.mark.slow
 def test_a_chain_that_is_cancelled_while_it_waits_has_read_its_prompt():
     """It has drawn its first token, though there was no memory for its copy of the prompt."""
     (prompt,) = prompts([30])
@@ -192,6 +199,7 @@ def test_a_chain_that_is_cancelled_while_it_waits_has_read_its_prompt():
     assert prefilled(found) == [30, 0, 0, 30]
 
 
+@pytest.mark.slow
 def test_a_chain_that_waited_needs_no_more_than_its_policy_keeps():
     """A row that was cut to 28 slots after its prompt has at most 29: two pages, not three."""
     policy = dms_jax.H2O(budget=28, prefill="dense_then_evict")
@@ -209,6 +217,7 @@ def test_a_chain_that_does_not_fit_even_alone_is_refused():
         engine.generate([prompt] * 4, sampling=dataclasses.replace(SAMPLED, max_new_tokens=20))
 
 
+@pytest.mark.slow
 def test_recomputation_after_a_preemption_counts():
     """The second chain was preempted after two chunks of its answer: prompt and answer again."""
     engine, (prompt,) = engine_with(dms_jax.Vanilla(), num_lanes=2), prompts([13])
@@ -227,6 +236,7 @@ def test_recomputation_after_a_preemption_counts():
     assert prefilled(found) == [13, 13 + 16]  # the last token of the answer was not in the cache
 
 
+@pytest.mark.slow
 def test_few_programs_copy(ran):
     """One shape for any number of lanes and pages, and one draw for any number of chains."""
     engine = engine_with(dms_jax.DMS(window=10, alpha_offset=0.0), num_lanes=8)

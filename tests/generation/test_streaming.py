@@ -20,6 +20,7 @@ from tests.generation.support import (
     prompts,
     stories,
 )
+from tests.support.instances import further
 
 
 class Listener:
@@ -100,7 +101,7 @@ class Enough(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [Enough, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, *further(Enough, SystemExit)])
 def test_an_exception_from_the_listener_passes_and_leaves_the_engine_whole(error):
     engine, given = engine_for("tova"), prompts()
     expected = engine.generate(given, sampling=GREEDY)
@@ -119,7 +120,7 @@ def test_an_exception_from_the_listener_passes_and_leaves_the_engine_whole(error
     ]
 
 
-@pytest.mark.parametrize("place", ["decode", "extend", "reserve"])
+@pytest.mark.parametrize("place", ["decode", *further("extend", "reserve")])
 def test_an_interrupt_from_within_leaves_the_engine_whole(place, monkeypatch):
     engine, given = engine_for("vanilla"), prompts()
     expected = engine.generate(given, sampling=GREEDY)
@@ -142,6 +143,7 @@ def test_an_interrupt_from_within_leaves_the_engine_whole(place, monkeypatch):
     assert [c.usage for c in again] == [c.usage for c in expected]
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_numbers():
     model = model_for("vanilla", ends=False)
     graph, state = nnx.split(model.transformer)

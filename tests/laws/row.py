@@ -5,7 +5,7 @@ A row is a policy with its options, its simulation, and the sizes of the model.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from dms_jax.policies import Policy
 from dms_jax.policies.values import AdapterShape
 from tests.oracles.trace import Trace
 from tests.oracles.transformer import LayerInput
+from tests.support.instances import first_of_each
 from tests.support.models import random_model, tiny_config
 
 Simulate = Callable[[Any, LayerInput, int, int], Trace]  # policy, layer, prompt length, page size
@@ -82,6 +83,20 @@ class Row:
     @property
     def num_kv_heads(self) -> int:
         return 2 if self.group < 8 else 1
+
+    @property
+    def cost(self) -> tuple[bool, ...]:
+        """What makes a row dear: programs that no other law runs, layers that are not alike.
+
+        Nothing evicted and a cache of few bits say less than the others, so they come last.
+        """
+        first = getattr(self.policy, "dense_layers", getattr(self.policy, "first_layers", 0))
+        return self.group != 2, self.identity, self.kv_dtype is not None, bool(first)
+
+
+def one_of_each_policy(rows: Sequence[Row]) -> list:
+    """Returns rows as parameters, all `slow` but the cheapest of each policy."""
+    return first_of_each(rows, by=lambda row: row.policy.name, cost=lambda row: row.cost)
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from tests.laws.test_prompt_and_steps import check_run
 from tests.mutants.planting import copy_tree, run_tests
 from tests.oracles import scored
 from tests.support.cached_runs import ragged_parts
+from tests.support.instances import further
 from tests.support.models import random_tokens
 
 PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
@@ -86,7 +87,7 @@ def test_it_is_short(source):
     assert len(source.splitlines()) < MOST_LINES
 
 
-@pytest.mark.parametrize("group", [2, 4])
+@pytest.mark.parametrize("group", [2, *further(4)])
 def test_prompts_in_chunks_and_steps(kind, group):
     row = row_of(kind(budget=7, interval=3), group)
     prompts = (13, 1, 22)

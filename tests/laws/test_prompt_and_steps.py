@@ -19,7 +19,7 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import POLICIES
 from dms_jax.policies.periodic_eviction import PeriodicEviction
 from dms_jax.policies.selective import SelectiveReading
-from tests.laws.row import Row, model_for
+from tests.laws.row import Row, model_for, one_of_each_policy
 from tests.laws.simulations import (
     LENGTHS,
     LOGITS_PAGE_SIZE,
@@ -36,15 +36,20 @@ from tests.laws.simulations import (
 )
 from tests.laws.table import ROWS, SPLIT_INVARIANT, simulate_vanilla
 from tests.support.cached_runs import Part, drive, poisoned_cache, ragged_parts
+from tests.support.instances import further
 
 TOLERANCE = 1e-10
 
 MIXED = (5, 19, 0)  # of LENGTHS: both, all prompt, all answer
 WHOLE_PROMPTS = 4  # query heads per KV head of the rows that read a whole prompt in one chunk
-every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-one_group = pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.group == 2], ids=lambda row: row.name
-)
+
+
+def by_row(rows: list[Row]):
+    return pytest.mark.parametrize("row", one_of_each_policy(rows), ids=lambda row: row.name)
+
+
+every_row = by_row(ROWS)
+one_group = by_row([row for row in ROWS if row.group == 2])
 
 
 def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
@@ -105,7 +110,7 @@ def test_ragged_chunks_of_a_prompt_then_steps(row, record_property):
 
 
 @one_group
-@pytest.mark.parametrize("prompts", [LENGTHS, (13, 1, 22)], ids=str)
+@pytest.mark.parametrize("prompts", [LENGTHS, *further(((13, 1, 22),))], ids=str)
 def test_ragged_chunks_of_other_prompts(row, prompts, record_property):
     parts = ragged_parts(2, LENGTHS, prompts, width=WIDTH)
     record_property("largest", float(check_run(row, prompts, parts, seed=3)))
@@ -120,22 +125,18 @@ def test_prompts_in_chunks_of_one_and_answers_in_chunks(row, record_property):
     record_property("largest", float(check_run(row, prompts, parts, seed=6)))
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.group == WHOLE_PROMPTS], ids=lambda row: row.name
-)
+@by_row([row for row in ROWS if row.group == WHOLE_PROMPTS])
 def test_a_chunk_that_holds_the_whole_prompt(row, record_property):
     parts = [Part(np.array(LENGTHS, np.int32), WIDE, True, np.ones(len(LENGTHS), bool))]
     record_property("largest", float(check_run(row, LENGTHS, parts)))
 
 
-@pytest.mark.parametrize(
-    "row",
+@by_row(
     [
         row
         for row in ROWS
         if (row.policy.parallel == "always" or row.group == 2) and row.kv_dtype is None
-    ],
-    ids=lambda row: row.name,
+    ]
 )
 def test_one_pass_over_whole_sequences(row, record_property):
     """`LanguageModel.logits`: without a cache where that is possible, else through one of its own.

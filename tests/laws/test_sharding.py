@@ -48,7 +48,7 @@ from tests.laws.combined_rows import (
     simulate_kcache_over_dms,
     simulate_quest_over_dms,
 )
-from tests.laws.row import Row
+from tests.laws.row import Row, one_of_each_policy
 from tests.laws.serving import ALMOST_GREEDY, check_completion, check_score, engine_of
 from tests.laws.simulations import LOGITS_PAGE_SIZE, Difference, simulate
 from tests.laws.table import (
@@ -65,6 +65,7 @@ from tests.laws.table import (
     simulate_tova,
     simulate_vanilla,
 )
+from tests.support.instances import first_of_each
 from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
 
 ROWS = [
@@ -99,18 +100,25 @@ ROWS = [
 TOKENS = random_tokens(60, 4, 16)
 PROMPTS = [row[:length].tolist() for row, length in zip(TOKENS, (5, 8, 1, 7), strict=True)]
 TOLERANCE = 1e-10
-every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+every_row = pytest.mark.parametrize("row", one_of_each_policy(ROWS), ids=lambda row: row.name)
 # Split are the sequences alone, the heads alone, or both.
 SEQUENCES, HEADS, BOTH = (2, 4), (4, 3), (4, 4)  # KV heads and sequences
 EVERYWHERE = ("DMS", "Quest")  # the first row of each
 
 
-def layouts(rows: list[Row], usual: tuple[int, int], *others: tuple[int, int]) -> list:
-    """Returns parameters: each row with its usual layout, and two rows with the others too."""
+def by_layout(rows: list[Row], usual: tuple[int, int], *others: tuple[int, int]):
+    """Runs a test with each row in its usual layout, and with two rows in the others too."""
     first = [next(row for row in rows if row.policy.name == name) for name in EVERYWHERE]
-    pairs = [(row, usual) for row in rows] + [(row, other) for other in others for row in first]
+    pairs = [(usual, row) for row in rows] + [(other, row) for other in others for row in first]
+    chosen = first_of_each(
+        pairs,
+        by=lambda pair: pair[1].policy.name,
+        cost=lambda pair: (pair[0] != usual, pair[1].cost),
+    )
     names = {SEQUENCES: "data", HEADS: "model", BOTH: "both"}
-    return [pytest.param(row, each, id=f"{names[each]}-{row.name}") for row, each in pairs]
+    return pytest.mark.parametrize(
+        ("layout", "row"), chosen, ids=lambda x: x.name if isinstance(x, Row) else names[x]
+    )
 
 
 @functools.cache
@@ -145,9 +153,7 @@ def test_the_mesh_is_used():
     assert pool.addressable_shards[0].data.nbytes * 8 == pool.nbytes
 
 
-@pytest.mark.parametrize(
-    ("row", "layout"), layouts([row for row in ROWS if row.kv_dtype is None], SEQUENCES, BOTH)
-)
+@by_layout([row for row in ROWS if row.kv_dtype is None], SEQUENCES, BOTH)
 def test_logits(row, layout, record_property):
     num_kv_heads, _ = layout
     prompts = [len(prompt) for prompt in PROMPTS]
@@ -214,7 +220,7 @@ def test_generate(row, record_property):
     record_property("largest", float(max(differences)))
 
 
-@pytest.mark.parametrize(("row", "layout"), layouts(ROWS, HEADS, SEQUENCES))
+@by_layout(ROWS, HEADS, SEQUENCES)
 def test_score(row, layout, record_property):
     num_kv_heads, num_sequences = layout
     model = on_mesh(row, num_kv_heads)

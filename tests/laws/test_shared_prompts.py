@@ -13,7 +13,7 @@ import pytest
 from dms_jax.generation import Completion, Engine, Sampling, sharing
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import POLICIES
-from tests.laws.row import model_for
+from tests.laws.row import model_for, one_of_each_policy
 from tests.laws.serving import ALMOST_GREEDY, PREFILL_CHUNK, engine_of
 from tests.laws.table import ROWS
 from tests.laws.test_sharding import ROWS as MESH_ROWS
@@ -22,7 +22,7 @@ from tests.support.models import random_tokens
 
 SERVED = [row for row in ROWS if row.group == 2 and (not row.identity or row.name.startswith("V"))]
 SERVED += [row for row in ROWS if row.policy.name == "Knorm"]
-every_policy = pytest.mark.parametrize("row", SERVED, ids=lambda row: row.name)
+every_policy = pytest.mark.parametrize("row", one_of_each_policy(SERVED), ids=lambda row: row.name)
 LONG, SHORT = (random_tokens(seed, length).tolist() for seed, length in ((70, 19), (71, 5)))
 SAMPLED = Sampling(temperature=1.0, max_new_tokens=6, seed=3, logprobs=True)
 GREEDY = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=6)
@@ -75,7 +75,7 @@ def test_chains_of_one_prompt_equal_prompts_read_one_by_one(row):
     assert len({tuple(completion.tokens) for completion in expected}) == 2
 
 
-@pytest.mark.parametrize("row", MESH_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", one_of_each_policy(MESH_ROWS), ids=lambda row: row.name)
 def test_on_a_mesh_every_device_reads_a_prompt_once(row):
     """On a (2, 4) mesh two lanes of four have their pages on the same devices.
 

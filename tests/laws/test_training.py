@@ -23,6 +23,7 @@ from tests.laws.scorer_rows import outputs as scorer_outputs
 from tests.laws.table import dmc_decisions, dmc_neuron, fixed_decisions
 from tests.oracles import dmc, dms, transformer, vanilla
 from tests.oracles.trace import Trace
+from tests.support.instances import first_of_each, further
 from tests.support.models import oracle_weights, random_tokens
 
 TOKENS = random_tokens(7, 2, 21)
@@ -35,7 +36,9 @@ POLICIES_UNDER_TEST = [
     DMC(offset=0.1, importance="uniform", window=None),
     KVzap(window=3, hidden=6, sinks=2),
 ]
-every_form = pytest.mark.parametrize("policy", POLICIES_UNDER_TEST, ids=repr)
+every_form = pytest.mark.parametrize(
+    "policy", first_of_each(POLICIES_UNDER_TEST, by=type), ids=repr
+)
 
 
 def model_for(policy):
@@ -106,7 +109,7 @@ def soft_kvzap(policy, layer, noise):
 
 
 @every_form
-@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("noisy", [True, *further(False)])
 def test_the_soft_form_is_that_of_the_paper(policy, noisy, record_property):
     policy = dataclasses.replace(policy, temperature=0.7)
     model = model_for(policy)
@@ -180,8 +183,12 @@ def scaled_borrowed(policy, q, k, scale):
     return q, k
 
 
-@pytest.mark.parametrize("policy", [DMS(window=2, shift=0), DMC(neuron="first"), DMC()], ids=repr)
-@pytest.mark.parametrize("scale", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize(
+    "policy",
+    first_of_each([DMS(window=2, shift=0), DMC(neuron="first"), DMC()], by=type),
+    ids=repr,
+)
+@pytest.mark.parametrize("scale", [0.3, 0.0, *further(1.0)])
 def test_a_neuron_that_decays_takes_its_share_of_attention_with_it(policy, scale):
     """Checks that before the retrofit nothing is evicted, and the neuron is scaled down."""
     model = model_of(2, False)

@@ -13,6 +13,7 @@ from pallas_kernels.dispatch import GPU
 from pallas_kernels.update import cases as write_cases
 from tests.pallas_kernels.support import lower_for_cuda, structs
 from tests.pallas_kernels.update.support import write_structs
+from tests.support.instances import further
 
 
 def lower(name: str, case: str) -> str:
@@ -31,7 +32,7 @@ def lower(name: str, case: str) -> str:
         (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "decode", "base"),
         (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "select", "float32"),
         (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "write", "head_dim64"),
-        (GPU("NVIDIA L4", 58, (8, 9)), "decode", "float8_page16"),
+        *further((GPU("NVIDIA L4", 58, (8, 9)), "decode", "float8_page16")),
         (GPU("NVIDIA L4", 58, (8, 9)), "write", "float8"),
         (GPU("NVIDIA B200", 148, (10, 0)), "decode", "head_dim96"),
         (GPU("NVIDIA B200", 148, (10, 0)), "select", "bfloat16"),

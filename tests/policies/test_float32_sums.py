@@ -15,6 +15,7 @@ from dms_jax.policies.values import Chunk, Decisions, PolicyState, Rows, Tokens
 from dms_jax.policies.victims import query_weights
 from tests.oracles import dmc, scored
 from tests.support.chunks import chunk_of, observed, state_of, tokens_of
+from tests.support.instances import further
 
 HALF = jnp.bfloat16
 
@@ -38,7 +39,7 @@ def softmax(x):
     return weights / weights.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("width", [1, 16])
+@pytest.mark.parametrize("width", [16, *further(1)])
 def test_400_merged_tokens_are_their_mean(width):
     """Checks that DMC, one token or 16 at a time, stores the mean, rounded once."""
     random = np.random.default_rng(0)
@@ -63,6 +64,7 @@ def test_400_merged_tokens_are_their_mean(width):
     chex.assert_trees_all_close(np.asarray(found, np.float64).reshape(400, 4), want, rtol=2**-8)
 
 
+@pytest.mark.slow
 def test_h2o_adds_up_600_queries():
     policy = H2O(budget=8)
     state = state_of(policy, 1, 1, 2, HALF, num_pages=1, page_size=4)
@@ -77,7 +79,7 @@ def test_h2o_adds_up_600_queries():
     chex.assert_trees_all_close(state.pages.sums[0], 600 * np.asarray(given, np.float64), rtol=1e-4)
 
 
-@pytest.mark.parametrize("count", [300, 230])
+@pytest.mark.parametrize("count", [230, *further(300)])
 def test_h2o_adds_up_a_dense_prompt_without_its_padding(count):
     """Compares with column sums of the causal weights of `count` queries, group-averaged."""
     random = np.random.default_rng(1)
@@ -172,6 +174,7 @@ def test_keydiff_tells_keys_apart_that_are_alike():
     chex.assert_trees_all_close(found[0, 0], want, rtol=1e-7, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_snapkv_votes_with_exact_weights():
     random = np.random.default_rng(6)
     policy = SnapKV(budget=16, window=4, kernel=3)

@@ -9,6 +9,7 @@ import pytest
 from dms_jax.policies import importance
 from dms_jax.policies.values import FutureAttention
 from tests.oracles import importance as oracle
+from tests.support.instances import further
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +49,8 @@ def computed(seeds, *, documents=None, **options):
 
 
 @pytest.mark.parametrize("reduction", ["max", "mean"])
-@pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("block", [4, 128])
+@pytest.mark.parametrize("window", [3, *further(0)])
+@pytest.mark.parametrize("block", [4, *further(128)])
 def test_importance_is_what_later_queries_make_of_a_key(monkeypatch, reduction, window, block):
     monkeypatch.setattr(importance, "BLOCK", block)
     documents = np.array([[1] * 13, [1] * 8 + [2] * 5])
@@ -75,6 +76,7 @@ def test_a_worked_example():
     chex.assert_trees_all_close(np.exp(log[:2, 0]), np.array([1.0, 1.5]), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_nothing_learns_through_importance():
     def total(k):
         seen_as = FutureAttention(window=1)

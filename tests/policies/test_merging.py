@@ -15,10 +15,11 @@ from dms_jax.policies.merging import partial_means
 from dms_jax.policies.values import Decisions, PolicyState
 from tests.oracles import dmc
 from tests.support.chunks import chunk_of, state_of, tokens_of
+from tests.support.instances import further, slow_but
 
 BATCH, KV_HEADS, HEAD_DIM, LENGTH = 2, 2, 4, 17
 WINDOWS = [None, 1, 2, 3, 7, 12, 16, 17, 40]
-every_window = pytest.mark.parametrize("window", WINDOWS)
+every_window = pytest.mark.parametrize("window", slow_but({3, 12}, WINDOWS))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -30,7 +31,7 @@ def merge(policy, rows, k, v, marks, importance, first, count):
     return state.rows, chunk.tokens.k, chunk.tokens.v
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 12])
+@pytest.mark.parametrize("window", [None, 3, *further(1, 2, 12)])
 @settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**20),
@@ -103,7 +104,7 @@ def test_partial_means_equal_the_closed_form_in_float64(window):
     chex.assert_trees_all_close(got_v, pooled(v, alpha, omega, window), rtol=1e-7, atol=1e-13)
 
 
-@pytest.mark.parametrize("window", [None, 3, 12])
+@pytest.mark.parametrize("window", [3, 12, *further(None)])
 def test_parallel_equals_token_by_token_in_float32(window):
     """Compares with the recurrence of eq. 9, or with a window the sum over a ring of tokens."""
     k, v, alpha, omega = draw(2, np.float32)
@@ -141,7 +142,7 @@ class HalfPrecisionTest(chex.TestCase):
         chex.assert_trees_all_equal(got, jnp.asarray(want, jnp.float32).astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("window", [None, 3, 12])
+@pytest.mark.parametrize("window", [3, *further(None, 12)])
 def test_gradients_equal_finite_differences(window):
     arguments = draw(4)
     arguments[2] = 0.1 + 0.8 * arguments[2]  # within (0, 1), so that both sides exist
@@ -171,7 +172,7 @@ def test_gradients_equal_finite_differences(window):
             chex.assert_trees_all_close(found, slope, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("window", [12, *further(None)])
 def test_nothing_quadratic_in_the_length(window):
     """Checks that the largest array, gradients included, grows with T, not T * T or T * w."""
     length = 512
@@ -228,7 +229,7 @@ def relaxed(policy, q, k, positions, noise):
     return policy.relax(chunk, jnp.asarray(noise))
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [3, *further(None)])
 def test_the_soft_form_of_a_document_is_that_of_the_document_alone(window):
     """Checks that no token is merged across packed documents, or counted as merged."""
     random = np.random.default_rng(6)

@@ -17,6 +17,7 @@ from dms_jax.policies.quest import PageBounds
 from dms_jax.policies.values import NOT_STORED, Chunk, Decisions, PolicyState
 from tests.oracles import quest
 from tests.support.chunks import chunk_of, observed, state_of, tokens_of
+from tests.support.instances import further
 
 
 def rows_chunk(k, count, page_table, lengths, page_size, *, first=0, **fields):
@@ -85,7 +86,7 @@ def write_quest(policy: Quest, state: PolicyState, pool: Pool, chunk: Chunk):
     return policy.written(state, chunk, placement, pool), pool, placement
 
 
-@pytest.mark.parametrize("width", [1, WIDTH])
+@pytest.mark.parametrize("width", [WIDTH, *further(1)])
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**20), evicts=st.booleans())
 def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
@@ -176,6 +177,7 @@ def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
     chex.assert_trees_all_equal(state.rows, np.array([[NOT_STORED] * 2]))
 
 
+@pytest.mark.slow
 def test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner():
     policy = H2O(budget=2)  # one heavy, one recent
     state = state_of(policy, 1, 1, 2, num_pages=2, page_size=2)

@@ -8,6 +8,7 @@ import pytest
 from dms_jax.policies import DMS
 from dms_jax.policies.values import Decisions
 from tests.support.chunks import chunk_of, state_of, tokens_of
+from tests.support.instances import further
 
 
 def cache_states(policy: DMS, marks: list[int]) -> list[list[int]]:
@@ -59,7 +60,9 @@ def test_six_states_of_the_cache():
     assert sorted(set(later[-1]) & set(range(6))) == [1, 3, 5]
 
 
-@pytest.mark.parametrize(("window", "length"), [(0, 600), (64, 600), (64, 4096), (512, 4096)])
+@pytest.mark.parametrize(
+    ("window", "length"), [(64, 4096), (512, 4096), *further((0, 600), (64, 600))]
+)
 def test_compression_depends_on_the_window(window, length):
     # With a fraction f evicted, (w + 1) + (1 - f)(T - w - 1) of T tokens are kept.
     policy = DMS(window=window, shift=0)

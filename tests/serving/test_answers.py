@@ -23,6 +23,7 @@ def joined(chunks, choice=0):
     return "".join(part.get("text", part.get("delta", {}).get("content", "")) for part in parts)
 
 
+@pytest.mark.slow
 def test_an_answer_is_that_of_generate_whole_and_streamed(idle):
     want = generated([STORY["prompt"]] * 2, max_new_tokens=14, logprobs=True, **DRAWN)
     whole = idle.ask(model="stories", n=2, logprobs=1, **STORY, **DRAWN)
@@ -96,6 +97,7 @@ def test_prompts_of_every_form_and_a_stop(idle):
     assert joined(chunks) == stopped["text"]
 
 
+@pytest.mark.slow
 def test_a_seed_decides_and_without_one_answers_differ(idle):
     texts = [idle.ask(**STORY, seed=3)["choices"][0]["text"] for _ in range(2)]
     assert texts[0] == texts[1]
@@ -103,6 +105,7 @@ def test_a_seed_decides_and_without_one_answers_differ(idle):
     assert len(drawn) > 1
 
 
+@pytest.mark.slow
 def test_requests_join_those_that_run(idle, monkeypatch):
     """Four that come one after another take hardly more steps than one; each is as it is alone."""
     runner, steps, begun = idle.service.engine.runner, [], threading.Event()

@@ -80,6 +80,7 @@ def test_too_many_are_told_to_try_again(held):
     assert [len(answer["choices"]) for answer in answers] == [LANES] * 3
 
 
+@pytest.mark.slow
 def test_metrics_say_what_runs_and_what_was_done(idle, monkeypatch):
     client, go_on = idle, threading.Event()
     runner, chunks = client.service.engine.runner, itertools.count()
@@ -202,6 +203,7 @@ def test_a_cancellation_outlives_a_chunk_that_fails(monkeypatch):
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
     """The pool is full: the younger request waits with a part of its answer, the older outgrows."""
     service, sampling = make_service(), Sampling(temperature=0, max_new_tokens=24, stop="quite")

@@ -45,6 +45,7 @@ def run(tmp_path_factory):
     return model, records, out
 
 
+@pytest.mark.slow
 def test_the_stages_come_in_order(run):
     _, records, _ = run
     assert [record["stage"] for record in records] == (
@@ -80,6 +81,7 @@ def test_what_is_saved_runs_from_the_cache_as_in_one_pass(run):
         assert result.usage.compression_ratio > 1.3
 
 
+@pytest.mark.slow
 def test_fixed_pooling_learns_without_a_neuron_to_decay():
     records = []
     model = retrofit(
@@ -97,6 +99,7 @@ def test_fixed_pooling_learns_without_a_neuron_to_decay():
     assert model.policy == FixedPooling(every=3)
 
 
+@pytest.mark.slow
 def test_the_losses_of_the_ablations_are_in_the_step():
     policy = DMC(offset=0.3, temperature=0.8)
     changes = dict(prior="layer", regulariser="kl", compression_weight=0.5, head_balance=2.0)

@@ -29,6 +29,7 @@ from dms_jax.training import trainer as library
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
 from dms_jax.training.trainer import Trainer, rows_here
+from tests.support.instances import further
 from tests.support.models import random_model, tiny_config
 from tests.training.tiny import EAGER, documents, recipe
 
@@ -86,14 +87,16 @@ def alone(trainable):
 @pytest.mark.parametrize(
     ("data", "sequence", "model", "passes", "trainable", "together"),
     [
-        (8, 1, 1, 2, "all", True),
         (4, 1, 2, 1, "all", False),
-        (2, 1, 4, 4, "all", False),
-        (1, 1, 8, 1, "all", False),  # twice as many devices as KV heads
-        (8, 1, 1, 1, "low_rank", False),
-        (1, 8, 1, 1, "all", False),
-        (2, 4, 1, 2, "all", True),
-        (2, 2, 2, 1, "all", False),
+        *further(
+            (8, 1, 1, 2, "all", True),
+            (2, 1, 4, 4, "all", False),
+            (1, 1, 8, 1, "all", False),  # twice as many devices as KV heads
+            (8, 1, 1, 1, "low_rank", False),
+            (1, 8, 1, 1, "all", False),
+            (2, 4, 1, 2, "all", True),
+            (2, 2, 2, 1, "all", False),
+        ),
     ],
 )
 def test_a_layout_changes_nothing(data, sequence, model, passes, trainable, together, monkeypatch):
@@ -114,6 +117,7 @@ def test_a_layout_changes_nothing(data, sequence, model, passes, trainable, toge
     chex.assert_trees_all_equal(*narrow)
 
 
+@pytest.mark.slow
 def test_no_device_holds_the_model_while_training(tmp_path):
     """Neither the caller, nor the trainer, nor an evaluation, nor a snapshot keeps a replica."""
     mesh = make_mesh(8, 1)

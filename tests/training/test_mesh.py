@@ -21,6 +21,7 @@ from dms_jax.training.trainer import Trainer
 from tests.training.tiny import EAGER, NEURON, documents, language_model, recipe
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_nothing_of_a_run_through_all_stages():
     """The decay of a neuron, the ramp and the steps after it (`test_layouts.py` has every mesh).
 

@@ -13,10 +13,12 @@ from dms_jax.training.parameters import (
     rebuilder,
     zero_borrowed_neurons,
 )
+from tests.support.instances import further
 from tests.support.models import random_model, random_tokens, tiny_config
 from tests.training.tiny import ADAPTER, NEURON
 
 
+@pytest.mark.slow
 def test_rebuilding_gives_the_same_function():
     model = random_model(tiny_config(tied=False, biases=True), dtype=jnp.float32)
     again = rebuilder(model)(parameters(model))
@@ -26,6 +28,7 @@ def test_rebuilding_gives_the_same_function():
     chex.assert_trees_all_equal(again(tokens, Vanilla()).hidden, hidden)
 
 
+@pytest.mark.slow
 def test_a_grafted_adapter_decides_nothing_and_shares_the_rest():
     model = random_model(tiny_config(biases=True), dtype=jnp.bfloat16)
     grafted = add_adapter(model)
@@ -47,7 +50,7 @@ def test_a_grafted_adapter_decides_nothing_and_shares_the_rest():
     assert add_adapter(grafted) is grafted
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, *further(True)])
 def test_a_zeroed_neuron_starts_every_logit_at_the_offset(qk_norm):
     model = random_model(tiny_config(qk_norm=qk_norm, biases=not qk_norm), dtype=jnp.float32)
     tokens = jnp.asarray(random_tokens(0, 2, 16))
@@ -65,8 +68,8 @@ def test_a_zeroed_neuron_starts_every_logit_at_the_offset(qk_norm):
     assert difference.sum() == difference[..., 0, 7].size
 
 
-@pytest.mark.parametrize("neuron", ["first", "last"])
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("neuron", ["last", *further("first")])
+@pytest.mark.parametrize("qk_norm", [False, *further(True)])
 def test_dmc_borrows_of_queries_and_keys(qk_norm, neuron):
     model = random_model(tiny_config(qk_norm=qk_norm, biases=not qk_norm), dtype=jnp.float32)
     policy = DMC(neuron=neuron)

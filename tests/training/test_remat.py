@@ -134,6 +134,7 @@ def run(**changes):
     )
 
 
+@pytest.mark.slow
 def test_a_first_step_that_does_not_fit_keeps_less(monkeypatch):
     steps = Exhausted(monkeypatch, fits={"everything"})
     again = r"remat='all_but_attention'; it is compiled again with remat='everything'"

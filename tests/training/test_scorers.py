@@ -24,6 +24,7 @@ from dms_jax.training.supervision import supervised_loss
 from tests.laws.scorer_rows import outputs
 from tests.oracles import importance as oracle
 from tests.oracles import transformer, vanilla
+from tests.support.instances import further
 from tests.support.models import VOCABULARY, oracle_weights, random_model, tiny_config
 from tests.training.tiny import language_model, recipe
 
@@ -74,7 +75,7 @@ def float64():
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("policy", [ZAP, POP, WARM, KVzap(window=3, hidden=0)], ids=repr)
+@pytest.mark.parametrize("policy", [ZAP, POP, *further(WARM, KVzap(window=3, hidden=0))], ids=repr)
 def test_what_is_learned_is_the_importance_in_the_models_own_attention(policy):
     """Predictions and their targets, of every layer, against the NumPy transformer."""
     model = random_model(tiny_config(), adapter=policy.retrofit.adapter, seed=2)
@@ -132,6 +133,7 @@ def test_sinks_are_the_first_tokens_of_each_document(policy):
     assert (np.asarray(seen.importance[:, 0])[..., [4, 6, 16, 21]] < 0).all()
 
 
+@pytest.mark.slow
 def test_low_rank_updates_count_in_what_is_learned():
     """As they do once they are merged into the weights."""
     model = random_model(tiny_config(), adapter=ZAP.retrofit.adapter, seed=2)
@@ -165,6 +167,7 @@ def test_the_losses_are_those_of_the_docstring():
     assert float(supervised_loss(FutureAttention(0), nothing, 0.0)[0]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["KVzap", "KVpop"])
 def test_the_loss_falls_and_nothing_but_the_scorer_changes(base, trained, name):
     model, losses = trained[name]
@@ -176,6 +179,7 @@ def test_the_loss_falls_and_nothing_but_the_scorer_changes(base, trained, name):
     assert model.policy.name == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["KVzap", "KVpop"])
 def test_what_a_trained_scorer_keeps_is_what_attention_asks_for(trained, name):
     model, _ = trained[name]
@@ -198,6 +202,7 @@ def test_what_a_trained_scorer_keeps_is_what_attention_asks_for(trained, name):
     assert overlap(predicted) > max(overlap(recent), overlap(chance)) + 0.15
 
 
+@pytest.mark.slow
 def test_calibration_keeps_the_share_that_it_is_asked_for(trained):
     model, _ = trained["KVzap"]
     held_out = [batch(seed) for seed in range(2000, 2004)]
@@ -223,6 +228,7 @@ def test_calibration_keeps_the_share_that_it_is_asked_for(trained):
         calibrate(model, held_out, compression_ratio=2, policy=dataclasses.replace(ZAP, window=99))
 
 
+@pytest.mark.slow
 def test_calibration_moves_dms_to_other_ratios():
     model = language_model(adapter=True)
     held_out = [batch(seed) for seed in range(4)]
@@ -234,6 +240,7 @@ def test_calibration_moves_dms_to_other_ratios():
     assert policy == dataclasses.replace(WARM, alpha_offset=policy.alpha_offset)
 
 
+@pytest.mark.slow
 def test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything(monkeypatch):
     monkeypatch.setattr(trainer, "peak_operations", lambda mesh: 1e12)
     base = language_model(biases=True)
@@ -329,6 +336,7 @@ def test_recipes_and_policies_that_do_not_fit_are_refused(base):
         retrofit(base, ZAP, recipe=recipe(Stage("train", 1, 1e-3)), data=data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [ZAP, POP, KVzap(window=WINDOW, hidden=0)], ids=repr)
 def test_scorers_travel_in_checkpoints_and_as_adapters(base, trained, tmp_path, policy):
     save(base, Vanilla(), tmp_path / "base")

@@ -106,6 +106,7 @@ def test_a_run_is_adamw_on_the_language_modelling_loss():
         chex.assert_trees_all_close(parameters(result.transformer), arrays, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_run_reports_a_plain_cache(reference):
     _, records = reference
     assert [record["step"] for record in records] == [1, 2, 3, 4]
@@ -120,6 +121,7 @@ def test_a_run_reports_a_plain_cache(reference):
         assert record["data_seconds"] >= 0
 
 
+@pytest.mark.slow
 def test_a_model_from_scratch_learns(capsys):
     """Overfitting one batch: from the loss of a uniform guess to a tenth of it."""
     model = dms_jax.initialize(tiny_config(num_layers=1), seed=1)
@@ -143,6 +145,7 @@ def test_a_model_from_scratch_learns(capsys):
     assert "CR" not in shown
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_resumes_bit_for_bit(model, reference, tmp_path):
     expected, records = reference
     for done in (1, 2, 3):
@@ -155,6 +158,7 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(model, reference, tmp_path):
     assert dms_jax.load(tmp_path / "model").policy == Vanilla()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [ADAPTER, NEURON], ids=["adapter", "neuron"])
 def test_the_control_sees_the_tokens_of_the_retrofit(model, policy):
     """The control has the same batches and rates at every step, without eviction."""
@@ -182,6 +186,7 @@ def test_the_control_sees_the_tokens_of_the_retrofit(model, policy):
         assert (plain["target_ratio"], plain["compression_ratio"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_every_step_is_timed_by_itself(model):
     """Steps in flight at the end are read together, but each has its own duration."""
     wait, records = 0.1, []
@@ -200,6 +205,7 @@ def test_every_step_is_timed_by_itself(model):
         assert record["tokens_per_second"] == record["tokens"] / record["seconds"]
 
 
+@pytest.mark.slow
 def test_end_tokens_are_ignored_wherever_batches_come_from(model):
     ends = dataclasses.replace(model.generation, eos_token_ids=(7, 11))
     ending = dataclasses.replace(model, generation=ends)
@@ -221,6 +227,7 @@ def test_end_tokens_are_ignored_wherever_batches_come_from(model):
     assert losses["iterator"] == losses["mask"] != losses["all"]
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_on_the_way(model, reference):
     expected, _ = reference
     seen, records = [], []
@@ -240,6 +247,7 @@ def test_a_run_is_measured_on_the_way(model, reference):
     assert any((seen[0][name] != expected[name]).any() for name in expected)
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_is_that_of_each_part(model):
     parts = {"two": batches(2), "one": batches(1, seed=9)}
     found = held_out_loss(model, parts, compute_dtype=None)

@@ -16,6 +16,7 @@ from dms_jax.training import held_out_distillation, held_out_loss, retrofit, tra
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
 from dms_jax.training.step import Passes
+from tests.support.instances import further
 from tests.support.models import random_tokens
 from tests.training.tiny import EAGER, LENGTH, NEURON, language_model, recipe
 
@@ -62,6 +63,7 @@ def run(model, policy, options, batch, **more):
     return records, models
 
 
+@pytest.mark.slow
 def test_the_teacher_stays_and_the_mean_is_over_what_counts(model):
     """Weights decay by a fifth in each step; half of the sequences do not count.
 
@@ -85,7 +87,7 @@ def test_the_teacher_stays_and_the_mean_is_over_what_counts(model):
         assert record["evicted"] == 0
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, *further(False)])
 def test_the_last_token_of_a_sequence_predicts_nothing(model, packed):
     """In particular, the first token of the same sequence is no target."""
     tokens = random_tokens(5, 4, LENGTH)
@@ -111,6 +113,7 @@ def test_the_held_out_loss_is_a_mean_over_tokens(model):
     assert found == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_held_out_divergence_is_a_mean_over_what_counts(model):
     """KL(student || teacher) where the next token counts, under hard decisions."""
     student = language_model(adapter=True)
@@ -139,6 +142,7 @@ def test_the_held_out_divergence_is_a_mean_over_what_counts(model):
     assert same["a"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_every_step_has_noise_of_its_own_drawn_from_the_seed(model):
     """One batch, and weights that do not change."""
     options = recipe(Stage("ramp", 4, 1e-30, 1.0001), weight_decay=0.0)
@@ -152,6 +156,7 @@ def test_every_step_has_noise_of_its_own_drawn_from_the_seed(model):
     assert len(set(losses[0] + losses[2])) == 8
 
 
+@pytest.mark.slow
 def test_the_first_step_after_the_decay_is_adams_first(model):
     """Every weight moves by the learning rate: g / sqrt(g^2), without earlier moments."""
     rate = 1e-3
@@ -188,6 +193,7 @@ def test_padding_does_not_count(positions):
     assert compared.sum() == 2 * (4 if positions == "targets" else 5)
 
 
+@pytest.mark.slow
 def test_batches_with_padding_need_no_mask(model):
     tokens = random_tokens(5, 4, LENGTH)
     segments = np.zeros_like(tokens)

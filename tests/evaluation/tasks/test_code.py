@@ -380,6 +380,7 @@ CODE = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @example("\ud800\x00", 0)
 @example("    return " + "-" * 200_000 + "1", 0)

@@ -8,6 +8,7 @@ import dms_jax
 from experiments.benchmarks import engine as script
 
 
+@pytest.mark.slow
 def test_a_first_call_and_whole_calls_are_timed(tmp_path):
     out = tmp_path / "engine.json"
     config = script.Config(

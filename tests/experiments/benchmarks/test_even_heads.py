@@ -11,6 +11,7 @@ from experiments.benchmarks import even_heads
 from experiments.benchmarks.shapes import model_of
 
 
+@pytest.mark.slow
 def test_all_forms_hold_the_same_tokens():
     config = even_heads.Config(shapes=("tiny",), context=2048, window=32, batch=3)
     lengths = even_heads.forms(config, model_of("tiny", jnp.float32), 4)

@@ -32,6 +32,7 @@ def test_without_a_gpu_there_is_nothing_to_time(tmp_path, name):
     assert not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "unit"), [("select", "select_us"), ("write", "write_us")])
 def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, unit):
     """With the record of a GPU that takes 3 of 4 us a call, and an implementation that refuses."""

@@ -46,6 +46,7 @@ def address_of(client):
     return f"http://127.0.0.1:{client.port}"
 
 
+@pytest.mark.slow
 def test_every_load_asks_the_same_of_a_server_that_runs(tmp_path, capsys):
     out = tmp_path / "serving.json"
     with serving() as client:
@@ -65,6 +66,7 @@ def test_every_load_asks_the_same_of_a_server_that_runs(tmp_path, capsys):
     assert capsys.readouterr().out.count("clients:") == 2
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_counted_and_ends_with_a_failure(tmp_path):
     out = tmp_path / "serving.json"
     with serving(max_waiting=0) as client:
@@ -88,6 +90,7 @@ def test_the_library_s_own_server_is_started_and_ended(tmp_path):
     assert row["peak_tokens"] <= 16
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_is_told(tmp_path):
     with pytest.raises(dms_jax.ConfigError, match="--model nowhere has ended before it answered"):
         script.main(small(tmp_path / "x.json", server="--model nowhere"))

@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
+
 from dms_jax.cache import pool
 from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
 from experiments.benchmarks import step_options as script
 
 
+@pytest.mark.slow
 def test_variants_take_turns_and_leave_no_trace(monkeypatch, tmp_path):
     before = programs.decode, pool.write_pages, Runner.decode
     made, written = [], []

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from experiments.benchmarks import transformers_peer as script
 
 
+@pytest.mark.slow
 def test_ours_is_timed_where_the_peer_does_not_run(tmp_path, monkeypatch):
     class Nowhere:
         def __init__(self, *args, **options):

@@ -3,10 +3,12 @@
 import json
 
 import numpy as np
+import pytest
 
 from experiments.reproduction import batch_dependence as measure
 
 
+@pytest.mark.slow
 def test_a_report_of_answers_and_operations(tmp_path):
     config = measure.Config(
         models=("stories260k",),

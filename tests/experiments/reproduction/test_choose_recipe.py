@@ -42,6 +42,7 @@ def test_a_trial_goes_up_to_the_ratio():
     assert (control.kind, control.steps, control.compression_ratio) == ("train", 150, 1)
 
 
+@pytest.mark.slow
 def test_distance_is_the_divergence_a_token_of_the_completions():
     model = dms_jax.load(MODEL)
     policy = dms_jax.StreamingLLM(budget=6, sinks=2)

@@ -96,6 +96,7 @@ def test_prompts_are_those_of_a_seed_and_fit():
     assert all(ids[0] == tokenizer.bos_token_id for ids in prompts)
 
 
+@pytest.mark.slow
 def test_prompts_that_never_fit_are_not_drawn_for_ever():
     tokenizer = dms_jax.load(MODEL).tokenizer
     with pytest.raises(dms_jax.DataError, match="longer than the 3 tokens"):

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from experiments.reproduction import latency
 
 
+@pytest.mark.slow
 def test_a_figure_with_its_numbers_beside_measured_steps(tmp_path, capsys):
     data = latency.main(latency.Config(out=tmp_path))
     assert (tmp_path / "latency.png").stat().st_size > 10_000

@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
+
 from dms_jax import assets
 from experiments.reproduction import needle_grid
 
 MODEL = str(assets.path("stories260k"))
 
 
+@pytest.mark.slow
 def test_three_grids_beside_each_other_which_resume(tmp_path, capsys):
     config = needle_grid.Config(
         model=MODEL,

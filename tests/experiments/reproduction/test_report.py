@@ -196,6 +196,7 @@ def shares(share, problems=40, chains=4):
     return np.repeat((np.arange(problems) < share * problems)[:, None], chains, 1)
 
 
+@pytest.mark.slow
 def test_the_page_says_what_holds_and_leaves_out_what_is_missing(tmp_path):
     config = dataclasses.replace(Config(), out=tmp_path / "run")
     for seed in range(2):
@@ -303,6 +304,7 @@ def test_a_training_says_what_it_reached_and_what_it_did_not_measure(tmp_path):
     assert "| further-0 | 9 | 1 | 60 | - | 3.91 | - |" in text  # nothing was to be reached
 
 
+@pytest.mark.slow
 def test_a_file_that_was_cut_off_while_it_was_written_is_no_result(tmp_path, monkeypatch):
     config = dataclasses.replace(Config(), out=tmp_path, model=MODEL, lanes=2)
 

@@ -53,9 +53,7 @@ MUTANTS = [
         """                plgpu.commit_smem()
                 # Threads""",
         "                # Threads",
-        (
-            f"{INTERPRETED}::test_kernel_agrees_with_the_oracle[mosaic_gpu-float32_group8_head_dim96]",
-        ),
+        (f"{INTERPRETED}::test_kernel_agrees_with_the_oracle[mosaic_gpu-float32_head_dim256]",),
     ),
     Mutant(
         "kernels: Hopper's plan counts rows that are not there",

@@ -13,6 +13,7 @@ from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.dispatch import GPU, Implementation, Operation
 from tests.pallas_kernels.support import as_arrays, decode_inputs, lower_for_cuda, structs
+from tests.support.instances import further
 
 XLA = "stablehlo.dot_general"
 
@@ -97,13 +98,15 @@ def decode(case, implementation=None, **options):
 @pytest.mark.parametrize(
     ("name", "implementation", "marker"),
     [
-        ("base", None, "mosaic_gpu"),
         ("base", "mosaic_mma", "decode_attention_mma"),
-        ("base", ("mosaic_mma", "mosaic_gpu"), "decode_attention_mma"),
         ("float8_page16", None, "decode_attention_mma"),
         ("float32_head_dim256", None, XLA),
         ("head_dim8", None, XLA),
         ("base", "xla", XLA),
+        *further(
+            ("base", None, "mosaic_gpu"),
+            ("base", ("mosaic_mma", "mosaic_gpu"), "decode_attention_mma"),
+        ),
     ],
 )
 def test_decode_attention_for_cuda(name, implementation, marker):
@@ -134,9 +137,11 @@ L4, B200 = GPU("NVIDIA L4", 58, (8, 9)), GPU("NVIDIA B200", 148, (10, 0))
         (T4, "base", XLA),
         (A100, "base", "decode_attention_mma"),
         (A100, "float8", XLA),
-        (L4, "base", "decode_attention_mma"),
-        (L4, "float8", "decode_attention_mma"),
-        (B200, "base", "decode_attention_mma"),
+        *further(
+            (L4, "base", "decode_attention_mma"),
+            (L4, "float8", "decode_attention_mma"),
+            (B200, "base", "decode_attention_mma"),
+        ),
     ],
     ids=lambda x: getattr(x, "kind", None),
 )

@@ -12,6 +12,7 @@ from pallas_kernels.decode import cases, tpu
 from tests.pallas_kernels.support import TOLERANCE, interpret, split_rows, structs
 
 SCRIPT = Path(__file__).with_name("interpreted.py")
+SLOW = pytest.mark.slow
 # Cases of one process: enough to make up for its start, few enough to share the cores.
 TOGETHER = 13
 # One case of each feature.
@@ -32,16 +33,21 @@ def groups() -> list:
         "mosaic_mma": MMA,
         "mosaic_tpu": [case.name for case in cases.CONTRACT if tpu_serves(case)],
     }
+    # The first case has a process of its own, which is not slow.
     return [
-        pytest.param(
-            implementation, 64, names[at : at + TOGETHER], id=f"{implementation}-{names[at]}"
-        )
-        for implementation, names in served.items()
-        for at in range(0, len(names), TOGETHER)
-    ] + [pytest.param("mosaic_gpu", 128, LONG_TILE, id="mosaic_gpu-tiles_of_128")]
+        *(
+            pytest.param(form, 64, names[:1], id=f"{form}-{names[0]}")
+            for form, names in served.items()
+        ),
+        *(
+            pytest.param(form, 64, names[at : at + TOGETHER], id=f"{form}-{names[at]}", marks=SLOW)
+            for form, names in served.items()
+            for at in range(1, len(names), TOGETHER)
+        ),
+        pytest.param("mosaic_gpu", 128, LONG_TILE, id="mosaic_gpu-tiles_of_128", marks=SLOW),
+    ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "tile", "names"), groups())
 def test_kernel_agrees_with_the_oracle(implementation, tile, names):
     lines = interpret(SCRIPT, implementation, str(tile), *names)

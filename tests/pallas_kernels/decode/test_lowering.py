@@ -10,6 +10,7 @@ from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases
 from pallas_kernels.decode.plan import make_plan
 from tests.pallas_kernels.support import lower_for_cuda, structs
+from tests.support.instances import first_of_each, slow_but
 
 # Float32 pages of 256 with their bfloat16 parts do not fit in shared memory; 16 scales are too few
 # for the copy engine, which reports a misaligned address on the card alone.
@@ -32,7 +33,14 @@ def lowered(case, implementation):
     return lower_for_cuda(function, **structs(case))
 
 
-@pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda c: c.name)
+# One case of each dtype of queries and pages, and those that do not fit a Hopper card.
+@pytest.mark.parametrize(
+    "case",
+    first_of_each(
+        cases.CONTRACT, by=lambda c: (c.dtype, c.pages_dtype, NOT_FOR_HOPPER.get(c.name))
+    ),
+    ids=lambda c: c.name,
+)
 def test_lowers_with_all_results(case):
     if case.name in NOT_FOR_HOPPER:
         with pytest.raises(NotImplementedError, match=NOT_FOR_HOPPER[case.name]):
@@ -44,6 +52,7 @@ def test_lowers_with_all_results(case):
     assert "stablehlo.dot_general" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float8", "float8_one_long_row", "float8_group8_head_dim64"])
 def test_lowers_float8_in_tiles_of_two_pages(name):
     case = cases.by_name(name)
@@ -62,7 +71,7 @@ def test_lowers_float8_in_tiles_of_two_pages(name):
     assert f"tensor<{case.rows}x{-(-case.columns // 2) * 128}x8xf32>" in text
 
 
-@pytest.mark.parametrize("name", MMA)
+@pytest.mark.parametrize("name", slow_but({"base"}, MMA))
 def test_lowers_with_the_products_of_ampere(name):
     text = lowered(cases.by_name(name), "mosaic_mma")
     assert text.count("stablehlo.custom_call") == 2
@@ -74,12 +83,14 @@ def test_what_the_products_of_ampere_do_not_serve_is_said():
         lowered(cases.by_name("float32"), "mosaic_mma")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases.BENCHMARK, ids=lambda c: c.name)
 def test_benchmark_shapes_lower(case):
     function = functools.partial(decode_attention, scale=0.1)
     assert "mosaic_gpu" in lower_for_cuda(function, **structs(case))
 
 
+@pytest.mark.slow
 def test_no_work_on_arrays_around_the_kernel():
     """For 16-bit types nothing but the plan, the kernel and the merge is launched."""
     case = cases.by_name("rows512_4096")
@@ -89,6 +100,7 @@ def test_no_work_on_arrays_around_the_kernel():
         assert not shapes
 
 
+@pytest.mark.slow
 def test_the_merge_in_place_is_shielded_from_slices():
     """In a scan over layers the plan is a slice and the result updates one."""
     case = cases.BASE

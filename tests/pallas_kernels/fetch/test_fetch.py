@@ -58,7 +58,6 @@ def test_a_loop_fetches_what_the_round_before_asks_for():
     chex.assert_trees_all_equal(chase(store, want[0]), np.stack(want))
 
 
-@pytest.mark.slow
 def test_the_interpreted_kernel_gathers_the_same():
     lines = interpret(Path(__file__).with_name("interpreted.py"))
     records = [json.loads(line) for line in lines if line.startswith("{")]

@@ -25,6 +25,7 @@ from tests.pallas_kernels.support import (
     relative_error,
 )
 from tests.support.ahead import compile_ahead
+from tests.support.instances import further
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
@@ -110,15 +111,15 @@ def test_the_plan_visits_what_is_seen_and_nothing_else(case, rows, order):
                 assert (paged * tiles.TILE + tiles.TILE <= past[b, h]).all()
 
 
-@pytest.mark.slow
-def test_gpu_kernel_in_the_interpreter():
-    names = ("plain", "ragged", "small_pages", "no_pages", "odd_group")
+@pytest.mark.parametrize(
+    "names", [["odd_group"], *further((["plain", "ragged", "small_pages", "no_pages"],))], ids=str
+)
+def test_gpu_kernel_in_the_interpreter(names):
     lines = interpret(Path(__file__).with_name("interpreted.py"), *names)
     assert lines == [f"{name} ok" for name in names]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "ragged", "float32"])
+@pytest.mark.parametrize("name", ["float32", *further("plain", "ragged")])
 def test_tpu_kernel_in_the_interpreter(name):
     case = BY_NAME[name]
     arguments = draw(case)
@@ -130,7 +131,9 @@ def test_tpu_kernel_in_the_interpreter(name):
     assert error <= TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("name", ["plain", "no_pages", "small_pages", "odd_group", "dim_256"])
+@pytest.mark.parametrize(
+    "name", ["plain", "small_pages", *further("no_pages", "odd_group", "dim_256")]
+)
 def test_gpu_kernel_lowers(name):
     case = BY_NAME[name]
     arrays = dict(zip(ORDER, structs(case), strict=True))

@@ -19,13 +19,17 @@ from pallas_kernels.select import tpu as select_tpu
 from pallas_kernels.select.gpu import why_not
 from tests.pallas_kernels.select.support import KINDS, draw, oracle
 from tests.pallas_kernels.support import interpret, lower_for_cuda
+from tests.support.instances import further, slow_but
 
 gpu = pytest.mark.gpu
 
 
-@pytest.mark.slow
-def test_the_interpreted_kernel_agrees_with_the_oracle():
-    names = ["two", "pages512", "width1000", "bfloat16", "longest", "many_of_longer"]
+@pytest.mark.parametrize(
+    "names",
+    [["width1000"], *further((["two", "pages512", "bfloat16", "longest", "many_of_longer"],))],
+    ids=str,
+)
+def test_the_interpreted_kernel_agrees_with_the_oracle(names):
     lines = interpret(Path(__file__).with_name("interpreted.py"), *names)
     records = [json.loads(line) for line in lines if line.startswith("{")]
     assert records == [{"case": name} for name in names]
@@ -35,7 +39,11 @@ def test_the_interpreted_kernel_agrees_with_the_oracle():
 TPU_CASES = [case for case in cases.CONTRACT if case.width * case.count < 1 << 25]
 
 
-@pytest.mark.parametrize("case", TPU_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    slow_but([case for case in TPU_CASES if case.width <= 1024], TPU_CASES),
+    ids=lambda case: case.name,
+)
 def test_the_interpreted_tpu_kernel_agrees_with_the_oracle(case):
     """Rows of all kinds at once: they share the rounds of the bisection."""
     scores = np.concatenate([draw(case, kind) for kind in KINDS])
@@ -65,7 +73,9 @@ def test_both_zeros_are_one_number(count):
     chex.assert_trees_all_equal(select_largest(jnp.asarray(scores), count), want)
 
 
-@pytest.mark.parametrize("case", cases.BENCHMARK, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", slow_but(cases.BENCHMARK[:1], cases.BENCHMARK), ids=lambda case: case.name
+)
 def test_it_lowers_for_a_gpu(case):
     text = lower_for_cuda(
         functools.partial(select_largest, count=case.count),
@@ -87,8 +97,9 @@ def test_it_lowers_for_a_gpu(case):
         (GPU("NVIDIA A100-SXM4-40GB", 108, (8, 0)), "float32", 1000, 9, True),
         (DEFAULT_GPU, "bfloat16", 1000, 9, True),
         (DEFAULT_GPU, "float8_e4m3fn", 1000, 9, False),
-        (DEFAULT_GPU, "float32", 8192, 8191, True),
-        (DEFAULT_GPU, "float32", 8193, 2048, True),
+        *further(
+            (DEFAULT_GPU, "float32", 8192, 8191, True), (DEFAULT_GPU, "float32", 8193, 2048, True)
+        ),
         (DEFAULT_GPU, "float32", 8193, 2049, False),
     ],
 )

@@ -17,6 +17,7 @@ from tests.pallas_kernels.support import interpret, lower_for_cuda, poison_free_
 from tests.pallas_kernels.training.support import check, draw, in_pieces, operands
 from tests.pallas_kernels.training.test_reference import attend
 from tests.support.ahead import compile_ahead
+from tests.support.instances import further
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
@@ -57,16 +58,20 @@ def both(case, implementation):
     return run
 
 
-@pytest.mark.slow
-def test_gpu_kernels_in_the_interpreter():
+@pytest.mark.parametrize(
+    "names",
+    [["one_token"], *further((["plain", "packed", "odd_group", "dim_256", "packed:75"],))],
+    ids=str,
+)
+def test_gpu_kernels_in_the_interpreter(names):
     """Slots reused and races looked for; packed and ragged; an odd group; D = 256."""
-    names = ("plain", "packed", "odd_group", "dim_256", "packed:75")
     lines = interpret(Path(__file__).with_name("interpreted.py"), *names)
     assert lines == [f"{name.partition(':')[0]} ok" for name in names]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ragged", "packed", "float32_packed", "packed in pieces"])
+@pytest.mark.parametrize(
+    "name", ["float32_packed", *further("ragged", "packed", "packed in pieces")]
+)
 def test_tpu_kernels_in_the_interpreter(name):
     name, _, in_parts = name.partition(" ")
     case = BY_NAME[name]
@@ -87,7 +92,7 @@ def test_tpu_kernels_in_the_interpreter(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["packed", "odd_group", "sixteen_groups", "dim_96", "dim_256", "one_token"]
+    "name", ["packed", *further("odd_group", "sixteen_groups", "dim_96", "dim_256", "one_token")]
 )
 def test_gpu_kernels_lower(name):
     text = lower_for_cuda(both(BY_NAME[name], "mosaic_gpu"), **structs(BY_NAME[name]))

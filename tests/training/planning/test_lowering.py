@@ -14,6 +14,7 @@ from dms_jax.training.planning.lowering import AbstractStep, bytes_a_device
 from dms_jax.training.recipe import Stage
 from dms_jax.training.step import Constants, Passes, ScheduleValues
 from dms_jax.training.trainer import Trainer
+from tests.support.instances import further
 from tests.training.tiny import ADAPTER, NEURON, language_model, recipe
 
 DECAY, RAMP = Stage("neuron_decay", 1, 1e-3), Stage("ramp", 3, 1e-3, 4.0)
@@ -34,10 +35,12 @@ class Recorded(Exception):
 @pytest.mark.parametrize(
     ("policy", "changes"),
     [
-        (ADAPTER, dict(trainable="all", loss="language_modeling")),
+        *further((ADAPTER, dict(trainable="all", loss="language_modeling"))),
         (ADAPTER, dict(compute_dtype="bfloat16", trainable="auto", packing="first_fit")),
-        (ADAPTER, dict(trainable="low_rank", low_rank=LowRank(2, 4), compute_dtype="bfloat16")),
-        (NEURON, dict(trainable="all", compute_dtype="bfloat16")),
+        *further(
+            (ADAPTER, dict(trainable="low_rank", low_rank=LowRank(2, 4), compute_dtype="bfloat16")),
+            (NEURON, dict(trainable="all", compute_dtype="bfloat16")),
+        ),
         (DMC(window=4), dict(trainable="all")),
     ],
     ids=["adapter-all", "adapter", "low-rank", "neuron", "dmc"],
@@ -68,7 +71,7 @@ def test_it_takes_what_the_trainer_takes(policy, changes, monkeypatch):
         assert described(planned) == described(own)
 
 
-@pytest.mark.parametrize("policy", [KVpop(budget=8, window=2), KVzap(window=2)], ids=repr)
+@pytest.mark.parametrize("policy", [KVzap(window=2), *further(KVpop(budget=8, window=2))], ids=repr)
 def test_a_stage_that_supervises_is_planned_as_one(policy):
     """It has a loss of its own, in whose step only the scorer has gradients."""
     made = recipe(Stage("supervise", 2, 1e-3), trainable="adapter", loss="language_modeling")

@@ -241,6 +241,7 @@ def test_a_stage_that_supervises_runs_no_backward_pass_through_layers(monkeypatc
     assert supervised < ramp / 3
 
 
+@pytest.mark.slow
 def test_gpus_that_are_here_compile_for_themselves(monkeypatch):
     """CPU devices stand for them."""
     monkeypatch.setattr(machines, "data_sheet", lambda kind: DEVICES["h200"])
