@@ -12,6 +12,7 @@ from dms_jax.command_line.ratio_pictures import head_ratios
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.sharding import TRAINING_RULES, make_mesh
 from dms_jax.training.parameters import parameters, rebuilder, shardings
+from tests.support.instances import further
 from tests.support.models import random_model, tiny_config
 from tests.training.tiny import EAGER
 
@@ -26,7 +27,7 @@ def split(model, mesh):
     return dataclasses.replace(model, transformer=rebuilder(model.transformer)(arrays), mesh=mesh)
 
 
-@pytest.mark.parametrize("sizes", [None, (2, 1, 1), (1, 1, 2), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [None, *further(((2, 1, 1),), ((1, 1, 2),), ((2, 2, 2),))])
 def test_they_are_of_what_leaves_the_cache(sizes):
     model = LanguageModel(
         random_model(tiny_config(), adapter=True, dtype=np.float32), policy=POLICY
