@@ -253,9 +253,9 @@ def draw(
     by_head |= {f"{name}, stories260K": summaries.ratios(found) for name, found in stories.items()}
     draw_maps(out / "ratios.png", by_head, ratio, title="Compression ratio of each head")
     maps = {
-        f"{name}, moment {index}: {total:.2f} over all heads": heads
+        f"{name}, on the way to {target:g}: {total:.2f} over all heads": heads
         for name, course in courses.items()
-        for index, (total, heads) in enumerate(zip(course.totals, course.heads, strict=True), 1)
+        for target, total, heads in zip(course.targets, course.totals, course.heads, strict=True)
     }
     draw_maps(out / "training.png", maps, ratio, title="stories260K over its retrofits", columns=3)
 

@@ -3,7 +3,7 @@
 import math
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -125,7 +125,7 @@ def picture(path: pathlib.Path, rows: Sequence[Measured], *, model: str) -> None
     figure.suptitle(f"{title}; {left_out} others are in the tables" if left_out else title)
     grid = figure.subplots(1 + len(parts), 2, squeeze=False, sharey="row")
     panels = (("peak", "times fewer live tokens at the peak"), ("reads", "times fewer reads"))
-    named: list[tuple[Any, list[tuple[float, float, str, str]]]] = []
+    named: list[tuple[Any, list[End]]] = []
 
     def draw(axes: Any, point: Callable[[Measured], tuple[float, float, float] | None]) -> None:
         ends, least = [], 1.0
@@ -135,12 +135,12 @@ def picture(path: pathlib.Path, rows: Sequence[Measured], *, model: str) -> None
             if points:
                 fewer, height, error = zip(*points, strict=True)
                 axes.errorbar(fewer, height, error, marker="o", ms=4, capsize=2, color=colour)
-                ends.append((fewer[-1], height[-1], label, colour))
+                ends.append(End(fewer[-1], height[-1], label, colour, alone=len(fewer) == 1))
                 least = min(least, fewer[0])  # below 1 where wrong answers are longer
         axes.set_xscale("log", base=2)
         ticks = [2.0**power for power in range(-3, 6)]
         axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
-        axes.set_xlim(0.8 * least, max([end[0] for end in ends], default=2) * 2.2)
+        axes.set_xlim(0.8 * least, max([end.x for end in ends], default=2) * 2.2)
         axes.grid(alpha=0.3)
         named.append((axes, ends))
 
@@ -153,7 +153,8 @@ def picture(path: pathlib.Path, rows: Sequence[Measured], *, model: str) -> None
         axes.set_xlabel(text)
     low = [0, 0.01, 0.03, 0.1, 0.3, 1, 3]
     grid[0][0].set_yscale("symlog", linthresh=0.01)
-    grid[0][0].set_ylim(bottom=-0.004)
+    _, top = grid[0][0].get_ylim()
+    grid[0][0].set_ylim(-0.004, 1.5 * top)  # room for a name
     grid[0][0].set_yticks(low, [f"{each:g}" for each in low])
     grid[0][0].set_ylabel("nats a token above dense")
 
@@ -176,20 +177,35 @@ def picture(path: pathlib.Path, rows: Sequence[Measured], *, model: str) -> None
     figure.savefig(path, dpi=110)
 
 
-def _label_apart(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Writes names where lines end, one below another where they would meet."""
+class End(NamedTuple):
+    """Where a line ends, its name and colour, and whether it is a single point."""
+
+    x: float
+    y: float
+    label: str
+    colour: str
+    alone: bool
+
+
+def _label_apart(axes: Any, ends: list[End]) -> None:
+    """Writes names where lines end, one below another where they would meet.
+
+    A single point has its name on its left, since the lines of others may begin beside it.
+    """
     from matplotlib.patheffects import withStroke
 
-    lowest = float("inf")
-    for x, y, label, colour in sorted(ends, key=lambda end: -axes.transData.transform(end[:2])[1]):
-        place = axes.transData.transform((x, y))[1]
-        lowest = min(place, lowest - 12 * axes.figure.dpi / 72)  # 12 points, of letters of 9
+    lowest = {False: float("inf"), True: float("inf")}
+    for end in sorted(ends, key=lambda end: -axes.transData.transform(end[:2])[1]):
+        place = axes.transData.transform(end[:2])[1]
+        height = min(place, lowest[end.alone] - 12 * axes.figure.dpi / 72)  # letters have 9 points
+        lowest[end.alone] = height
         axes.annotate(
-            label,
-            (x, y),
-            xytext=(6, (lowest - place) * 72 / axes.figure.dpi),
+            end.label,
+            end[:2],
+            xytext=(-6 if end.alone else 6, (height - place) * 72 / axes.figure.dpi),
             textcoords="offset points",
-            color=colour,
+            color=end.colour,
+            ha="right" if end.alone else "left",
             va="center",
             fontsize=9,
             path_effects=[withStroke(linewidth=3, foreground="white")],
