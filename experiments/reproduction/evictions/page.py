@@ -174,6 +174,7 @@ def _page(config: Config, results: Results, comparison: list[dict[str, Any]]) ->
             loss, peak = float(np.mean(one["text"]["losses"])), one["text"]["peak"]
             cells.append(f"{loss:.4f} | {peak:.0f}")
             lines.append(f"| {SYSTEMS[name].label} | 1/{ratio:g} | {' | '.join(cells)} |")
+    lines += _left_out(results)
     lines += [
         "",
         "## Against DMS (all weights) at its live tokens",
@@ -193,6 +194,17 @@ def _page(config: Config, results: Results, comparison: list[dict[str, Any]]) ->
                 lines.append(f"| {SYSTEMS[name].label} | 1/{ratio:g} | {' | '.join(cells)} |")
     lines += ["", *_heads(results), *_trainings(config), *_verdicts(config, found)]
     return "\n".join(lines) + "\n"
+
+
+def _left_out(results: Results) -> list[str]:
+    """What was not measured, ratio by ratio."""
+    lines = []
+    for ratio in RATIOS:
+        names = [name for name in SYSTEMS if name != VANILLA]
+        missing = [SYSTEMS[name].label for name in names if ratio not in results.get(name, {})]
+        if missing:
+            lines += ["", f"Not measured at 1/{ratio:g}: {'; '.join(missing)}."]
+    return lines
 
 
 def _heads(results: Results) -> list[str]:

@@ -162,3 +162,10 @@ def test_points_are_interpolated_and_not_extrapolated():
     chex.assert_trees_all_equal(page.at(known, 101.0), known[0][1])
     assert page.at(known, 80.0) is None
     assert page.at(known[:1], 120.0) is None
+
+
+def test_the_page_says_what_was_not_measured():
+    whole = dict.fromkeys(SYSTEMS, dict.fromkeys(RATIOS, {}))
+    assert page._left_out(whole) == []
+    half = whole | {"kvpop": {4.0: {}}}
+    assert page._left_out(half) == ["", f"Not measured at 1/8: {SYSTEMS['kvpop'].label}."]
