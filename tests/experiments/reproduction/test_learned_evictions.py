@@ -165,7 +165,7 @@ def test_points_are_interpolated_and_not_extrapolated():
 
 
 def test_the_page_says_what_was_not_measured():
-    whole = dict.fromkeys(SYSTEMS, dict.fromkeys(RATIOS, {}))
+    whole = {name: {ratio: {} for ratio in RATIOS} for name in SYSTEMS}
     assert page._left_out(whole) == []
     half = whole | {"kvpop": {4.0: {}}}
     assert page._left_out(half) == ["", f"Not measured at 1/8: {SYSTEMS['kvpop'].label}."]
