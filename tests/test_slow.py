@@ -55,6 +55,15 @@ ONLY_SLOW = {
         ],
         "lowers for a GPU, 2 to 7 s, what the forms and dtypes that are lowered beside it hold",
     ),
+    **dict.fromkeys(
+        [
+            "tests/pallas_kernels/training/test_kernels.py::"
+            "test_gpu_kernels_lower_for_a_piece_of_a_row",
+            "tests/pallas_kernels/training/test_kernels.py::"
+            "test_the_platform_lowered_for_picks_the_kernel",
+        ],
+        "lowers for a GPU, 7 s, the kernels that are lowered beside it",
+    ),
     "tests/pallas_kernels/training/test_reference.py::"
     "test_memory_is_linear_in_the_length": "compiles a step over 4,096 tokens, to bound its memory",
 }

@@ -18,6 +18,7 @@ from dms_jax.data.tasks import LinearEquation, Needle
 from dms_jax.policies import POLICIES
 
 
+@pytest.mark.slow
 def test_rows_are_measured_written_and_shown(tmp_path, capsys):
     config = compare.Config(
         ratios=(4.0,),

@@ -102,6 +102,7 @@ def test_code_is_run_only_where_it_is_allowed(name, tmp_path):
         assert script.Config().allow_code is False
 
 
+@pytest.mark.slow
 @needs_containment
 def test_programming_tasks_by_name(tmp_path, capsys):
     path = f"path={lines(tmp_path / 'a.jsonl', HUMANEVAL)}"

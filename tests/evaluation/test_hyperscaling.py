@@ -243,6 +243,7 @@ def test_what_is_interrupted_returns_its_points_and_resumes(
     )
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_loses_no_points(tmp_path, monkeypatch, whole):
     """Points that took hours are in the error, and an interrupt stays one."""
     (tmp_path / "results.json").mkdir()

@@ -237,6 +237,7 @@ def test_every_token_is_predicted_once():
     assert cut_into_windows([5, 6], 2, 1) == [[1, 5, 6]]
 
 
+@pytest.mark.slow
 def test_perplexity_of_a_text_is_that_of_plain_passes(tmp_path):
     story = "Once upon a time, there was a big dog. The dog liked to run and jump all day."
     path = text(tmp_path / "a.txt", story)

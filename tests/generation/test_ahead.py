@@ -9,7 +9,7 @@ from dms_jax.generation import Engine, compiling, programs
 from dms_jax.generation.launched import LANES_AHEAD
 from dms_jax.generation.runner import Runner
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
-from tests.support.instances import further, slow_but
+from tests.support.instances import further
 
 TWO = prompts((5, 13))
 SIX = prompts((5, 9, 13, 7, 11, 3))
@@ -53,7 +53,8 @@ def test_a_chunk_is_launched_before_the_last_one_is_read(name, monkeypatch):
     assert not engine.runner.unread.any()
 
 
-@pytest.mark.parametrize("name", slow_but({"vanilla", "dms"}, POLICIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
 def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name, monkeypatch):
     """Two programs of prompts and the first chunk of steps, whatever a policy evicts."""
     engine, order, call, read = (

@@ -41,6 +41,7 @@ def answer(policy, prompts):
     return dms_jax.generate(stories(), prompts, policy=policy, sampling=SAMPLING, **SHARED)
 
 
+@pytest.mark.slow
 @every_share
 def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
     ratio = 2.5

@@ -22,7 +22,7 @@ from tests.generation.support import (
     model_for,
     prompts,
 )
-from tests.support.instances import further, slow_but
+from tests.support.instances import slow_but
 from tests.support.models import random_model, tiny_config
 
 EVERY_POLICY = pytest.mark.parametrize("name", slow_but({"vanilla", "dms", "streaming"}, POLICIES))
@@ -97,7 +97,8 @@ def test_under_pressure_nothing_changes(name):
         assert sum(fed) > sum(LENGTHS)  # a request was preempted and recomputed
 
 
-@pytest.mark.parametrize("name", ["dms", *further("vanilla", "quest")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dms", "vanilla", "quest"])
 def test_chunks_pages_and_lanes_change_nothing(name):
     """Quest selects pages, so the page size is part of the method."""
     given = prompts()

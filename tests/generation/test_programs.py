@@ -13,7 +13,6 @@ import dms_jax
 from dms_jax.generation import Engine, compiling, programs
 from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts, stories
-from tests.support.instances import slow_but
 
 
 def test_xla_knows_the_options_of_a_step():
@@ -46,7 +45,8 @@ def test_a_function_may_be_given_more_on_a_gpu(monkeypatch):
     assert program(1) == 9
 
 
-@pytest.mark.parametrize("name", slow_but({"dms"}, ["dms", "dmc", "streaming", "kcache"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dms", "dmc", "streaming", "kcache"])
 def test_steps_draw_the_same_however_many_layers_a_turn_of_the_loop_has(name, monkeypatch):
     """A GPU's turns have several; windows of DMC that hold nothing are among what is cut."""
     policies = {

@@ -229,7 +229,8 @@ def relaxed(policy, q, k, positions, noise):
     return policy.relax(chunk, jnp.asarray(noise))
 
 
-@pytest.mark.parametrize("window", [3, *further(None)])
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [3, None])
 def test_the_soft_form_of_a_document_is_that_of_the_document_alone(window):
     """Checks that no token is merged across packed documents, or counted as merged."""
     random = np.random.default_rng(6)

@@ -57,6 +57,7 @@ def test_an_answer_is_that_of_generate_whole_and_streamed(idle):
     assert logged == whole["choices"][1]["logprobs"]["token_logprobs"]
 
 
+@pytest.mark.slow
 def test_a_chat_goes_through_the_template(idle):
     ids = stories().tokenizer.encode("user: Lily\nassistant: ", False)
     (want,) = generated([ids], temperature=0, max_new_tokens=10).texts

@@ -61,6 +61,7 @@ def test_the_stages_come_in_order(run):
     assert 1e-3 < rates[-1] < rates[0] < 1.01e-2
 
 
+@pytest.mark.slow
 def test_it_learns_to_merge(run):
     """Over seven seeds of weights, data and noise the share is 0.632, standard deviation 0.030."""
     _, records, _ = run

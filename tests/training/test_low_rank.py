@@ -18,7 +18,6 @@ from dms_jax.training import retrofit, train
 from dms_jax.training.parameters import is_adapter, is_low_rank, parameters
 from dms_jax.training.recipe import Stage
 from dms_jax.training.trainer import Trainer
-from tests.support.instances import further
 from tests.training.tiny import EAGER, NEURON, documents, language_model, recipe
 
 SIZE = LowRank(rank=2, alpha=4.0)
@@ -212,7 +211,8 @@ def test_the_adapter_file_is_what_was_trained(tmp_path):
     chex.assert_trees_all_equal(arrays_of(again), arrays_of(result))
 
 
-@pytest.mark.parametrize("trainable", ["low_rank", *further("adapter")])
+@pytest.mark.slow
+@pytest.mark.parametrize("trainable", ["low_rank", "adapter"])
 def test_a_run_that_writes_adapters_alone(tmp_path, trainable):
     """Its model and its snapshots; what could not be written so is refused before a step."""
     save(language_model(), Vanilla(), tmp_path / "base")

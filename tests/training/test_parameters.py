@@ -13,7 +13,6 @@ from dms_jax.training.parameters import (
     rebuilder,
     zero_borrowed_neurons,
 )
-from tests.support.instances import further
 from tests.support.models import random_model, random_tokens, tiny_config
 from tests.training.tiny import ADAPTER, NEURON
 
@@ -50,7 +49,8 @@ def test_a_grafted_adapter_decides_nothing_and_shares_the_rest():
     assert add_adapter(grafted) is grafted
 
 
-@pytest.mark.parametrize("qk_norm", [False, *further(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("qk_norm", [False, True])
 def test_a_zeroed_neuron_starts_every_logit_at_the_offset(qk_norm):
     model = random_model(tiny_config(qk_norm=qk_norm, biases=not qk_norm), dtype=jnp.float32)
     tokens = jnp.asarray(random_tokens(0, 2, 16))
@@ -68,8 +68,9 @@ def test_a_zeroed_neuron_starts_every_logit_at_the_offset(qk_norm):
     assert difference.sum() == difference[..., 0, 7].size
 
 
-@pytest.mark.parametrize("neuron", ["last", *further("first")])
-@pytest.mark.parametrize("qk_norm", [False, *further(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("neuron", ["last", "first"])
+@pytest.mark.parametrize("qk_norm", [False, True])
 def test_dmc_borrows_of_queries_and_keys(qk_norm, neuron):
     model = random_model(tiny_config(qk_norm=qk_norm, biases=not qk_norm), dtype=jnp.float32)
     policy = DMC(neuron=neuron)

@@ -158,6 +158,7 @@ def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
     assert steps.tried == expected
 
 
+@pytest.mark.slow
 def test_a_result_that_does_not_fit_for_decoding_stays_split(tmp_path, monkeypatch):
     """Decoding takes a whole model of each shard of `data`; by then the moments are gone."""
     model, held = language_model(), []

@@ -300,6 +300,7 @@ def test_a_progress_bar_is_shown_in_80_columns(model, capsys):
     assert "of 2.50" in shown
 
 
+@pytest.mark.slow
 def test_a_retrofit_reaches_its_target(model):
     """A new adapter learns to evict about as much as its target says: half of the tokens.
 

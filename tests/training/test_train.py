@@ -73,6 +73,7 @@ def mean_loss(transformer, batch):
     return -jnp.sum(jnp.where(counts, likelihood, 0)) / counts.sum()
 
 
+@pytest.mark.slow
 def test_a_run_is_adamw_on_the_language_modelling_loss():
     """Four steps against optax's own clipping, AdamW and schedules, in float64."""
     with jax.enable_x64(True):

@@ -99,6 +99,7 @@ def test_gpu_kernels_lower(name):
     assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
 
 
+@pytest.mark.slow
 def test_gpu_kernels_lower_for_a_piece_of_a_row():
     case = BY_NAME["packed"]
     text = lower_for_cuda(both(case, "mosaic_gpu"), **structs(case, queries=140))
@@ -136,6 +137,7 @@ def test_tpu_kernels_compile(topology, name):
     assert report.text.count('custom_call_target="tpu_custom_call"') >= 3
 
 
+@pytest.mark.slow
 def test_the_platform_lowered_for_picks_the_kernel():
     case = BY_NAME["plain"]
     assert "mosaic_gpu" in lower_for_cuda(both(case, None), **structs(case))
