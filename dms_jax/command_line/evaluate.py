@@ -145,6 +145,7 @@ def main(config: Config) -> Result | ChoiceResult:
     if config.task in CHOICES:
         return choose(config, policy)
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
+    sampling, serving = config.make_sampling(), config.make_serving()
     result = evaluate(
         config.load(),
         tasks,
@@ -152,12 +153,12 @@ def main(config: Config) -> Result | ChoiceResult:
         problems=config.problems,
         split=config.split,
         chains=config.chains,
-        sampling=config.make_sampling(),
+        sampling=sampling,
         chat=chat,
         seed=config.seed,
         out=config.answers,
         progress=sys.stderr.isatty(),
-        serving=config.make_serving(),
+        serving=serving,
     )
     data = result.to_dict(samples=config.samples)
     rows = [{"label": config.task, **data}]
@@ -177,13 +178,13 @@ def main(config: Config) -> Result | ChoiceResult:
 
 def choose(config: Config, policy: dms_jax.policies.Policy | None) -> ChoiceResult:
     """Evaluates a task that is answered by likelihood."""
-    task = read_choices(config.task, config.task_options)
+    task, serving = read_choices(config.task, config.task_options), config.make_serving()
     result = evaluate_choices(
         config.load(),
         task,
         policy=policy,
         problems=config.problems,
-        serving=config.make_serving(),
+        serving=serving,
     )
     data = result.to_dict(questions=True)
     print(

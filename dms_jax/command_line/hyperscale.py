@@ -89,17 +89,20 @@ def main(config: Config) -> Hyperscaling:
         make_folder("--out", config.out)
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
     load = functools.cache(functools.partial(load_model, dtype=config.dtype))
+    sampling = dms_jax.Sampling(temperature=config.temperature)
+    serving = Serving(lanes=config.lanes, page_size=config.page_size)
+    systems = [read_system(text, config.model, load) for text in config.systems]
     result = dms_jax.hyperscale(
         load(config.model),
         tasks,
-        [read_system(text, config.model, load) for text in config.systems],
+        systems,
         lengths=config.lengths,
         chains=config.chains,
         problems=config.problems,
         split=config.split,
         seeds=config.seeds,
-        sampling=dms_jax.Sampling(temperature=config.temperature),
-        serving=Serving(lanes=config.lanes, page_size=config.page_size),
+        sampling=sampling,
+        serving=serving,
         stop_decided=config.stop_decided,
         out=config.out,
         progress=sys.stderr.isatty(),
@@ -137,13 +140,14 @@ def read_system(text: str, default: str, load) -> System:
     """
     policy, *options = text.split(",")
     fields = read_options(options, "--systems")
-    adapter = fields.pop("adapter", None)
-    model = load(str(fields.pop("model", default)), None if adapter is None else str(adapter))
+    adapter, path = fields.pop("adapter", None), str(fields.pop("model", default))
     name, ratio = fields.pop("name", policy), fields.pop("ratio", None)
+    asked = dms_jax.policies.from_dict({**fields, "name": policy})  # before the model is read
+    model = load(path, None if adapter is None else str(adapter))
     own = not fields and model.policy is not None and model.policy.name == policy
     return System(
         name=str(name),
-        policy=None if own else dms_jax.policies.from_dict({**fields, "name": policy}),
+        policy=None if own else asked,
         model=model,
         compression_ratio=ratio,
     )

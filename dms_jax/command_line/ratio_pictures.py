@@ -25,7 +25,6 @@ from dms_jax.training.compression import evicted_shares
 
 LENGTH = 1024  # tokens that are run at most
 SEQUENCES = 2
-_MOST = 1e6  # ratio of a head that keeps nothing
 
 
 class RatioPictures:
@@ -42,9 +41,12 @@ class RatioPictures:
     def __init__(self, folder: pathlib.Path, data: Any, length: int):
         self._folder, self._data, self._length = folder, data, min(length, LENGTH)
         self._draws = processes.is_first() and can_draw(folder)
+        self._runs = self._draws or processes.several()
 
     def __call__(self, ratio: float, model: LanguageModel) -> None:
         """Draws the picture of a model."""
+        if not self._runs:
+            return
         options: dict[str, Any] = dict(batch_size=SEQUENCES, length=self._length, seed=None)
         drawn = next(batches(self._data, model.tokenizer, **options))["tokens"]
         found = head_ratios(model, np.asarray(drawn))
@@ -81,6 +83,7 @@ def _ratios(place: NamedSharding | None) -> Any:
 
     def ratios(transformer: Transformer, tokens: Int[Array, "B T"], policy: Policy) -> Any:
         shares = evicted_shares(transformer(tokens, policy).decisions)
-        return 1 / jnp.maximum(1 - jnp.mean(shares, axis=1), 1 / _MOST)
+        # A head that keeps nothing is drawn as one that keeps a single token.
+        return 1 / jnp.maximum(1 - jnp.mean(shares, axis=1), 1 / tokens.size)
 
     return jax.jit(ratios, static_argnames="policy", out_shardings=place)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 
+from dms_jax import processes
 from dms_jax.devices import out_of_memory
 from dms_jax.errors import OutOfMemoryError, plain
 from dms_jax.model.language_model import PACKAGE, LanguageModel
@@ -42,12 +43,13 @@ def placed(model: LanguageModel) -> LanguageModel:
     """Returns a trained model placed for decoding, or as it is where that takes too much memory.
 
     Decoding splits no matrix over `data`, and what was trained over many devices need not fit so.
+    Several processes would have to agree on where it lies: there the error is raised.
     """
     try:
         result = model.place()
         jax.block_until_ready(parameters(result.transformer))
     except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
+        if not out_of_memory(error) or processes.several():  # which would have to agree
             raise
         warnings.warn(
             "The trained model does not fit the devices as it is placed for decoding; it is "

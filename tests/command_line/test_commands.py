@@ -296,6 +296,10 @@ SLIPS = {
     "evaluate --task mmlu": "--task mmlu reads a file: --task-options path=FILE.",
     "evaluate --policy H20": "Unknown cache policy 'H20' (did you mean H2O?)",
     "evaluate --chat --template thinking": "--template takes name=value",
+    "evaluate --temperature -1": "temperature",
+    "evaluate --task needle --lanes 0": "lanes",
+    "hyperscale --systems TOVa,ratio=4": "Unknown cache policy 'TOVa' (did you mean TOVA?)",
+    "hyperscale --temperature -1": "temperature",
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
     "generate Hi": "no directory or file nowhere, and it is not a hub id",
 }

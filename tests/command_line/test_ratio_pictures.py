@@ -27,7 +27,9 @@ def split(model, mesh):
     return dataclasses.replace(model, transformer=rebuilder(model.transformer)(arrays), mesh=mesh)
 
 
-@pytest.mark.parametrize("sizes", [None, *further(((2, 1, 1),), ((1, 1, 2),), ((2, 2, 2),))])
+@pytest.mark.parametrize(
+    "sizes", [None, *further(((2, 1, 1),), ((1, 1, 2),), ((2, 2, 2),), ((8, 1, 1),))]
+)
 def test_they_are_of_what_leaves_the_cache(sizes):
     model = LanguageModel(
         random_model(tiny_config(), adapter=True, dtype=np.float32), policy=POLICY

@@ -135,7 +135,6 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
     beside it and where it is done: all of one chain, which counts once.
     """
     computations, name = collections.defaultdict(list), ""
-    chains: set[tuple[str, ...]] = set()
     entry = ""
     for line in text.splitlines():
         if found := re.match(r"(ENTRY )?%([\w.-]+) \(.*\{$", line):
@@ -144,21 +143,22 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
         computations[name].append(line)
     results: list[tuple[str, str, int]] = []
 
-    def walk(name: str, times: int) -> None:
+    def walk(name: str, times: int, chains: set[tuple[str, ...]]) -> None:
+        """Adds results; `chains` are those of this body of a loop that were met before."""
         for line in computations[name]:
             if found := _COLLECTIVE.search(line):
-                if chain := re.search(r'chain_id="(\d+)"', line):
-                    place = (chain[1], found[2], *_ARRAY.findall(found[1])[-1])
-                    if place in chains:
-                        continue
-                    chains.add(place)
-                results.append((found[2], found[1], times))
+                chain = re.search(r'chain_id="(\d+)"', line)
+                part = (chain[1], found[2], *_ARRAY.findall(found[1])[-1]) if chain else None
+                if part is None or part not in chains:
+                    results.append((found[2], found[1], times))
+                chains |= {part} if part else set()
             trips = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', line)
+            often = times * (int(trips[1]) if trips else 1)
             for called in _CALLED.findall(line):
                 if called in computations and called != name:
-                    walk(called, times * (int(trips[1]) if trips else 1))
+                    walk(called, often, set() if " while(" in line else chains)
 
-    walk(entry, 1)
+    walk(entry, 1, set())
     return results
 
 

@@ -2,7 +2,8 @@
 
 Read from the text of the optimized program (HLO). What a loop's body does counts as often as the
 loop runs: its condition compares the counter with a constant, or the compiler has written down the
-number. Of n devices in a ring each sends
+number. What a TPU does beside other work is written where it starts, in what runs beside it and
+where it is done: all parts name one chain, which counts once. Of n devices in a ring each sends
 
     all-gather      (n - 1) / n of the result          reduce-scatter  (n - 1) / n of the operand
     all-reduce      2 (n - 1) / n of the operand       all-to-all      (n - 1) / n of the operand
@@ -21,6 +22,7 @@ _OPERATION = re.compile(r"(?:^|[\s)}])([a-z][a-z\-]*)\(")
 _ARRAY = re.compile(r"\b(pred|bf16|f\d+\w*|[su]\d+|c\d+)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body|branch_computations)=\{?((?:%[\w.\-]+(?:, )?)+)\}?")
 _CONSTANT = re.compile(r"%?([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)")
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # A fusion of this name is an all-reduce of which each device keeps its part.
 _SCATTERING = "all-reduce-scatter"
@@ -60,20 +62,25 @@ def collectives(text: str, devices: int) -> list[Collective]:
     computations, entry = _computations(text)
     found: Counter[tuple[str, str, int, float]] = Counter()
 
-    def walk(name: str, times: int) -> None:
+    def walk(name: str, times: int, chains: set[tuple[str, str, str]]) -> None:
+        """Counts; `chains` are those of this body of a loop that were met before."""
         for line in computations.get(name, ()):
             operation = _operation(line)
             kind = operation.removesuffix("-start")
             if kind in _KINDS:
                 scattered = kind == "all-reduce" and name.startswith(_SCATTERING)
-                found[_measure("reduce-scatter" if scattered else kind, line, devices)] += times
+                key = _measure("reduce-scatter" if scattered else kind, line, devices)
+                chain = _CHAIN.search(line)
+                part = (chain[1], *key[:2]) if chain else None
+                found[key] += 0 if part in chains else times
+                chains |= {part} if part else set()
             if operation == "while":
-                walk(_named("body", line), times * _trips(line, computations))
+                walk(_named("body", line), times * _trips(line, computations), set())
             elif kind not in _KINDS and (called := _CALLED.search(line)):
                 for each in called[1].split(", "):
-                    walk(each.removeprefix("%"), times)
+                    walk(each.removeprefix("%"), times, chains)
 
-    walk(entry, 1)
+    walk(entry, 1, set())
     each = [Collective(*key[:3], count, key[3]) for key, count in found.items()]
     return sorted(each, key=lambda one: -one.total_bytes)
 

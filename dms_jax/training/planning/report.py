@@ -12,6 +12,7 @@ if typing.TYPE_CHECKING:
 
 _MOST_COLLECTIVES = 8
 _FILLED = 0.9  # share of the memory that may be taken where more devices are advised
+_MOST_TIMES = 64  # so many times as many devices are no advice
 
 
 def report(plan: "Plan") -> str:
@@ -198,7 +199,9 @@ def _advice(plan: "Plan") -> list[str]:
                 needed = machine.count
                 while state * machine.count / needed + each > _FILLED * room:
                     needed *= 2
-                advice.append(f"more devices: {needed} would hold it, as far as the state goes")
+                if needed <= _MOST_TIMES * machine.count:  # else it is what each holds that counts
+                    said = f"more devices: {needed} would hold it, as far as the state goes"
+                    advice.append(said)
             if recipe.trained_for(plan.policy) == "all":
                 advice.append("trainable='low_rank' or 'adapter': no moments of frozen weights")
         if passing > room / 4:

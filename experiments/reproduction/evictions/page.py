@@ -6,6 +6,7 @@ interpolated linearly in the logarithm of the peak, at the peak that DMS was mea
 Differences are paired by problem, and their errors are those of the interpolated scores.
 """
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -19,10 +20,12 @@ from experiments.reproduction.evictions.plan import (
     WINDOW,
     Config,
     Paths,
+    System,
 )
 from experiments.reproduction.files import error_text, read_json, write_json, write_text
 
 REFERENCE = "dms"
+_OF_A_CALL = ("out", "pages", "processes", "deadline_minutes", "only")
 Point = tuple[float, np.ndarray]  # peak tokens, and a number for each problem
 Results = dict[str, dict[float, dict[str, Any]]]
 
@@ -131,6 +134,16 @@ def write_pages(config: Config, folder: pathlib.Path) -> None:
     write_text(folder / "README.md", _page(config, results, comparison))
 
 
+def _command(config: Config) -> str:
+    """The command of the run: every setting that is not the default."""
+    options = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _OF_A_CALL and value != field.default:
+            options.append(f" --{field.name.replace('_', '-')} {value}")
+    return "python -m experiments.reproduction.learned_evictions" + "".join(options)
+
+
 def _without_problems(result: dict[str, Any]) -> dict[str, Any]:
     """Leaves out what belongs to single problems."""
     text = {name: value for name, value in result["text"].items() if name != "losses"}
@@ -155,8 +168,9 @@ def _page(config: Config, results: Results, comparison: list[dict[str, Any]]) ->
         "the tokens beyond the window: by its threshold (`dms_jax.calibrate`, on held-out text) or "
         "by its budget. What it then held was measured.",
         "",
-        f"Device: {some.get('device', 'none')}; {versions}; {some.get('date', '')}. Written by "
-        "`experiments/reproduction/learned_evictions.py`. ± is one standard error over problems "
+        f"Device: {some.get('device', 'none')}; {versions}; {some.get('date', '')}; "
+        f"`{_command(config)}`. "
+        "± is one standard error over problems "
         "(one training of each: the spread of seeds is not in it).",
         "",
         "## What was measured",
@@ -180,7 +194,9 @@ def _page(config: Config, results: Results, comparison: list[dict[str, Any]]) ->
         "## Against DMS (all weights) at its live tokens",
         "",
         "Points of accuracy, and nats of loss, by which a system is above DMS at DMS's measured "
-        "peak, paired by problem; a blank where it was not measured near it.",
+        "peak, paired by problem: as it was measured where its own peak is within 3% of that, and "
+        "otherwise interpolated between its two settings; a blank where neither can be. Vanilla is "
+        "at its own tokens.",
         "",
         f"| system | kept | {' | '.join(config.measures)} | loss |",
         f"|---|---:|{'---:|' * (len(config.measures) + 1)}",
@@ -241,7 +257,7 @@ def _trainings(config: Config) -> list[str]:
         if summary is not None:
             last = summary["steps"][-1]
             lines.append(
-                f"| {system.label} | {'all' if system.trainable == 'all' else 'scorer alone'} | "
+                f"| {system.label} | {_trained(system)} | "
                 f"{summary['tokens'] / 1e6:.1f}M | {1e3 * summary['step_seconds']:.0f} | "
                 f"{last.get('supervised_loss', last['distillation_loss']):.4f} |"
             )
@@ -251,6 +267,13 @@ def _trainings(config: Config) -> list[str]:
         "Trainings shared the card with one another, so times are upper bounds.",
         "",
     ]
+
+
+def _trained(system: System) -> str:
+    """The weights that are trained."""
+    if system.trainable == "all":
+        return "all"
+    return "scorer alone" if system.recipe in ("kvzap", "kvpop") else "adapter alone"
 
 
 def _verdicts(config: Config, found: dict[tuple[str, float, str], dict[str, Any]]) -> list[str]:
@@ -266,7 +289,7 @@ def _verdicts(config: Config, found: dict[tuple[str, float, str], dict[str, Any]
         whole = len(gaps) == len(rows)
         every = "at every setting"
         if not whole:
-            every = f"where it was measured near DMS's live tokens ({len(gaps)} of {len(rows)})"
+            every = f"where it can be compared at DMS's live tokens ({len(gaps)} of {len(rows)})"
         if all(gap > 2 * error for gap, error in gaps):
             said = f"above DMS {every} by more than two standard errors"
         elif all(gap < -2 * error for gap, error in gaps):
@@ -274,8 +297,9 @@ def _verdicts(config: Config, found: dict[tuple[str, float, str], dict[str, Any]
         else:
             above = sum(gap > 2 * error for gap, error in gaps)
             below = sum(gap < -2 * error for gap, error in gaps)
-            said = f"above DMS at {above} and below it at {below} of {len(gaps)} settings"
-            said += "" if whole else f", of {len(rows)} in all"
+            said = f"not told apart from DMS {every}"
+            if above or below:
+                said = f"above DMS at {above} settings and below it at {below}, {every}"
         lines.append(f"- {system.label}: {said}.")
     return lines
 

@@ -11,7 +11,7 @@ from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
 from dms_jax.analysis.labels import label_heights
 from dms_jax.evaluation import Measured
 from experiments.reproduction.real.results import TASKS, Results, end_of, score
-from experiments.reproduction.real.systems import CONTROL, SHIPPED, VANILLA
+from experiments.reproduction.real.systems import CONTROL, SHIPPED, TRAININGS, VANILLA
 from experiments.reproduction.real.training import QWEN, SMOLLM2
 
 # Colours that the usual kinds of colour blindness tell apart.
@@ -88,7 +88,7 @@ def _gsm8k(results: Results, path: pathlib.Path) -> None:
             color=colour,
         )
     names = [
-        f"{name}, {record['peak']:.0f} tokens"
+        f"{name}, {record['peak']:.0f} tokens{_less(record)}"
         + (f" (run {record['run']})" if record["run"] != results.run else "")
         for name, record, _ in found
     ]
@@ -98,6 +98,12 @@ def _gsm8k(results: Results, path: pathlib.Path) -> None:
     axes.set_xlabel("GSM8K, % of 1,319 problems" if _whole(found) else "GSM8K, %")
     figure.suptitle("Qwen2.5-Coder-0.5B-Instruct: accuracy, and the peak of live tokens")
     figure.savefig(path, dpi=_DPI)
+
+
+def _less(record: dict[str, Any]) -> str:
+    """Says that a training had fewer tokens than the judged one."""
+    training = TRAININGS.get(record["system"]) if "system" in record else None
+    return f",\n{training.share:g} of the training" if training and training.share < 1 else ""
 
 
 def _whole(found: list[Any]) -> bool:

@@ -65,7 +65,8 @@ SMOLLM2 = (
     "that a window of 16 tokens is a good part of them: the measured ratio lies below the "
     "nominal one. The adapter is the [one that ships](../../../dms_jax/assets/"
     "smollm2-135m-instruct-dms/README.md). Methods without training hold what its line held, task "
-    "by task. The trainings read needles of the same wording, drawn with other seeds."
+    "by task; ExpectedAttention holds a whole prompt until its first cut. The trainings read "
+    "needles of the same wording, drawn with other seeds."
 )
 SPEED = (
     "Keys and values are random, and DMS is played by draws with uneven heads; the scorers of "

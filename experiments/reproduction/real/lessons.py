@@ -108,7 +108,8 @@ def training_documents(
     elif lessons != "all":
         kept = [row for row in kept if (_temperature(config, row) == 0) == (lessons == "greedy")]
     if not kept:
-        raise dms_jax.DataError(f"None of {len(rows)} answers of {name} is ended.")
+        which = "" if lessons == "all" else f" and of those that are wanted ({lessons})"
+        raise dms_jax.DataError(f"None of {len(rows)} answers of {name} is ended{which}.")
     documents: list[Any] = [_exchange(row) for row in kept]
     if name != QWEN:
         documents += _texts(config, model) + _needles(config, model)

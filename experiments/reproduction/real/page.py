@@ -11,7 +11,7 @@ from experiments.reproduction.files import wrap, write_json, write_text
 from experiments.reproduction.real import figures, legends
 from experiments.reproduction.real.commands import again
 from experiments.reproduction.real.measures import tokens_of
-from experiments.reproduction.real.names import name_of, shown
+from experiments.reproduction.real.names import shown
 from experiments.reproduction.real.plan import asked_of
 from experiments.reproduction.real.results import (
     CHAINS,
@@ -78,7 +78,7 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
         small = any(TRAININGS[name].model == SMOLLM2 for name in results.trainings)
         told = legends.TRAINING + (f" {legends.SMOLLM2_TRAINING}" if small else "")
         parts += ["## What was trained", trainings(results), told]
-    if any(TRAININGS[name].of_sweep for name in results.trainings):
+    if any(TRAININGS[log["training"]].of_sweep for log in results.logs):
         parts += ["## One setting of the recipe at a time", sweep(results), legends.SWEEP]
     if any(results.labels(QWEN, measure) for measure in OTHERS[QWEN]):
         parts += ["## Other tasks of Qwen2.5-Coder-0.5B-Instruct"]
@@ -201,7 +201,7 @@ def _sign(gap: Measured) -> str:
 def trainings(results: Results) -> str:
     """Each training: what it took, and how far its end is from the model."""
     rows = []
-    for log in (*results.trainings.values(), *results.earlier_trainings):
+    for log in results.logs:
         training = TRAININGS[log["training"]]
         if training.of_sweep:
             continue
@@ -230,15 +230,17 @@ def sweep(results: Results) -> str:
     """Each setting that was tried, beside the middle of the sweep."""
     middle, rows = end_of(MIDDLE), []
     for name in (MIDDLE, *(each.name for each in SWEEPS)):
-        log, label = results.trainings.get(name), end_of(name)
+        log = next((each for each in results.logs if each["training"] == name), None)
+        label = end_of(name)
         if log is None:
             continue
         record = results.of_run(log["run"], QWEN, label, "gsm8k")
         gap = None if name == MIDDLE else results.gap(QWEN, label, middle, "gsm8k")
         to_vanilla = results.gap(QWEN, label, VANILLA, "gsm8k")
+        said = shown(results, label, log)
         rows.append(
             [
-                name_of(label) if name != MIDDLE else f"**{name_of(label)}**",
+                f"**{said}**" if name == MIDDLE else said,
                 f"{log['documents']:,}",
                 f"{log['held_out']['distillation']:.4f}",
                 f"{1 / (1 - min(log['steps'][-1]['evicted'], 0.999)):.2f}",

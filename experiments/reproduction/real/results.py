@@ -110,6 +110,11 @@ class Results:
         return cls(config.run, records, trainings, speed, earlier, before, three, **told)
 
     @property
+    def logs(self) -> list[dict[str, Any]]:
+        """Thinned logs of all trainings, those of this run first."""
+        return [*self.trainings.values(), *self.earlier_trainings]
+
+    @property
     def runs(self) -> dict[int, dict[str, Any]]:
         """Number of each run -> one of its records, which says the device and the date."""
         return {record["run"]: record for record in reversed(self.records.values())}
@@ -281,7 +286,7 @@ class Results:
             problems = record.get("per_problem", {})
             own["per_problem"] = problems.get("scores") or problems.get("loss")
             kept.append(own)
-        trainings = [*self.trainings.values(), *self.earlier_trainings]
+        trainings = self.logs
         told = {"speed": self.speed, "three": self.three, "commands": self.commands}
         return {"systems": kept, "trainings": trainings, **told}
 

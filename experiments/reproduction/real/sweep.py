@@ -15,7 +15,7 @@ from experiments.reproduction.real.training import SWEEP, WINDOW, Training
 
 MIDDLE = "low-rank-to-4"
 SHARE = 0.3
-_RATE, _ADAPTER_RATE, _FACTOR = 2e-4, 3e-4, 3
+_FACTOR = 3
 
 
 def _concatenated(ratio: float, **options: Any) -> Recipe:
@@ -23,7 +23,12 @@ def _concatenated(ratio: float, **options: Any) -> Recipe:
 
 
 def _rates(factor: float) -> Any:
-    rates = dict(learning_rate=_RATE * factor, adapter_learning_rate=_ADAPTER_RATE * factor)
+    stage = recipes.dms_self_taught().stages[0]
+    assert stage.adapter_learning_rate is not None
+    rates = dict(
+        learning_rate=factor * stage.learning_rate,
+        adapter_learning_rate=factor * stage.adapter_learning_rate,
+    )
     return functools.partial(recipes.dms_self_taught, **rates)
 
 

@@ -1,4 +1,4 @@
-"""The update alone is the one of the step, and its figures are those of its size."""
+"""The update of a step alone is timed beside the limit of its size."""
 
 import json
 

@@ -99,3 +99,38 @@ def test_a_compiled_program():
     assert (gathered.kind, gathered.group, gathered.count) == ("all-gather", 8, 3)
     assert gathered.bytes_sent == 64 * 64 * 4 * 7 / 8
     assert (summed.kind, summed.shape, summed.count) == ("all-reduce", "f32[]", 1)
+
+
+# A gather beside other work, in three parts, within a loop of five turns; and again outside of it.
+CHAINED = """\
+HloModule jit_step
+
+%begins (a: bf16[8,4]) -> bf16[8,16] {
+  %all-gather.1 = bf16[8,16]{1,0:T(8,128)} all-gather(%a), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={1}, frontend_attributes={chain_id="4"}
+}
+
+%beside (a: bf16[8,4]) -> bf16[8,16] {
+  %all-gather.2 = bf16[8,16]{1,0:T(8,128)S(1)} all-gather(%a), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={1}, frontend_attributes={chain_id="4"}
+}
+
+%done (a: bf16[8,4]) -> bf16[8,16] {
+  %all-gather.3 = bf16[8,16]{1,0:T(8,128)} all-gather(%a), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={1}, frontend_attributes={chain_id="4"}
+}
+
+%body (p: s32[]) -> s32[] {
+  %fusion.1 = bf16[8,16]{1,0} fusion(%x), kind=kCustom, calls=%begins
+  %fusion.2 = bf16[8,16]{1,0} fusion(%x), kind=kCustom, calls=%beside
+  ROOT %fusion.3 = bf16[8,16]{1,0} fusion(%x), kind=kCustom, calls=%done
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %while.1 = s32[] while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %fusion.4 = bf16[8,16]{1,0} fusion(%x), kind=kCustom, calls=%begins
+  ROOT %copy.1 = f32[8]{0} copy(%a)
+}
+"""
+
+
+def test_what_is_written_in_parts_counts_once():
+    (gather,) = collectives(CHAINED, 4)
+    assert gather == Collective("all-gather", "bf16[8,16]", 4, 6, 8 * 16 * 2 * 3 / 4)
