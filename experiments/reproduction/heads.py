@@ -253,7 +253,7 @@ def draw(
     by_head |= {f"{name}, stories260K": summaries.ratios(found) for name, found in stories.items()}
     draw_maps(out / "ratios.png", by_head, ratio, title="Compression ratio of each head")
     maps = {
-        f"{name}, on the way to {target:g}: {total:.2f} over all heads": heads
+        f"{name}, aimed at {target:g}: {total:.2f} over all heads": heads
         for name, course in courses.items()
         for target, total, heads in zip(course.targets, course.totals, course.heads, strict=True)
     }
