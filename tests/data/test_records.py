@@ -189,6 +189,15 @@ def test_packed_files_are_unpacked(tmp_path):
         ("a.json", b"ARROW1\x00\x00 rows", "an Arrow file"),
         ("a.txt", b"PK\x03\x04 files", "a zip archive"),
     ],
+    ids=[
+        "xz",
+        "bzip2",
+        "zstd",
+        "gzip",
+        "Parquet packed by gzip",
+        "Arrow",
+        "zip",
+    ],  # gzip has a date
 )
 def test_what_is_no_text_is_told_by_its_content(tmp_path, name, content, kind):
     path = tmp_path / name
