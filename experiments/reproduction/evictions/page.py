@@ -22,7 +22,7 @@ from experiments.reproduction.evictions.plan import (
     Paths,
     System,
 )
-from experiments.reproduction.files import error_text, read_json, write_json, write_text
+from experiments.reproduction.files import error_text, read_json, wrap, write_json, write_text
 
 REFERENCE = "dms"
 _OF_A_CALL = ("out", "pages", "processes", "deadline_minutes", "only")
@@ -131,7 +131,7 @@ def write_pages(config: Config, folder: pathlib.Path) -> None:
             "against_dms": comparison,
         },
     )
-    write_text(folder / "README.md", _page(config, results, comparison))
+    write_text(folder / "README.md", wrap(_page(config, results, comparison)))
 
 
 def _command(config: Config) -> str:
