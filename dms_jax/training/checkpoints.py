@@ -91,7 +91,7 @@ class Checkpoints:
           meta: what is saved beside it.
           after: the export that must be complete before it.
         """
-        self._settle()
+        self.settle()
         self._warn()
         args = self._orbax.args
         self._writing, self._after = step, after
@@ -104,18 +104,11 @@ class Checkpoints:
         except Exception as error:  # of the file system, through any of Orbax's parts
             self._failed(error)
 
-    def finish(self) -> None:
-        """Waits for the checkpoint that is being written.
+    def settle(self) -> None:
+        """Waits for the checkpoint that is being written, and lets go of the arrays of its state.
 
-        Raises:
-          CheckpointError: it could not be written.
+        What could not be written is said by the next call of another method.
         """
-        self._settle()
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
-            raise CheckpointError(problem)
-
-    def _settle(self) -> None:
         if self._writing is None:
             return
         try:
@@ -124,6 +117,17 @@ class Checkpoints:
             self._writing = None
         except Exception as error:
             self._failed(error)
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written.
+
+        Raises:
+          CheckpointError: it could not be written.
+        """
+        self.settle()
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise CheckpointError(problem)
 
     def _warn(self) -> None:
         if self._problem is not None:
@@ -255,14 +259,14 @@ class Checkpoints:
 
     def discard(self, first: int) -> None:
         """Removes the checkpoints from a step on."""
-        self._settle()
+        self.settle()
         for step in self.steps:
             if step >= first:
                 self._manager.delete(step)
 
     def close(self) -> None:
         """Waits for what is being written, and closes."""
-        self._settle()
+        self.settle()
         self._warn()
         self._manager.close()
 

@@ -189,6 +189,10 @@ class RunDirectory:
         """
         self._checkpoints.finish()
 
+    def settle(self) -> None:
+        """Waits for the checkpoint that is being written, which holds a whole training state."""
+        self._checkpoints.settle()
+
     def discard(self, first: int) -> None:
         """Removes the checkpoints from a step on."""
         self._checkpoints.discard(first)
