@@ -165,8 +165,8 @@ def train(
             if directory is not None:
                 _resume(trainer, source, directory)
                 directory.remove_later()
-            ignored = _ignored_tokens(model, recipe)
-            Loop(trainer, policy, recipe, source, deal, ignored, directory, run).run()
+            told = (model.config.vocab_size, _ignored_tokens(model, recipe))
+            Loop(trainer, policy, recipe, source, deal, *told, directory, run).run()
             result = trainer.model()
             if directory is not None:
                 path = directory.path / "model"
