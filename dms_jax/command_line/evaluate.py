@@ -133,6 +133,9 @@ class Config:
     def make_chat(self) -> Chat | None:
         """Returns the chat template's form of a question; None to ask in plain text."""
         if not self.chat:
+            for option in ("system", "template"):
+                if getattr(self, option):
+                    raise dms_jax.ConfigError(f"--{option} is for a chat: give --chat too.")
             return None
         return Chat(system=self.system, variables=read_options(self.template, "--template"))
 
@@ -177,7 +180,14 @@ def main(config: Config) -> Result | ChoiceResult:
 
 
 def choose(config: Config, policy: dms_jax.policies.Policy | None) -> ChoiceResult:
-    """Evaluates a task that is answered by likelihood."""
+    """Evaluates a task that is answered by likelihood, which has no answers in words."""
+    defaults = Config()
+    for option in ("chat", "chains", "answers"):
+        if getattr(config, option) != getattr(defaults, option):
+            raise dms_jax.ConfigError(
+                f"--{option} is for tasks that are answered in words; {config.task} is answered by "
+                "likelihood."
+            )
     task, serving = read_choices(config.task, config.task_options), config.make_serving()
     result = evaluate_choices(
         config.load(),
