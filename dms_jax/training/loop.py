@@ -38,6 +38,19 @@ _IN_FLIGHT = 2
 
 
 @dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The token ids of a model.
+
+    Attributes:
+      size: V.
+      ignored: those that are left out of the loss.
+    """
+
+    size: int
+    ignored: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Pending:
     """A step that was dispatched to the device.
 
@@ -68,15 +81,14 @@ class Loop:
         recipe: Recipe,
         source: Iterator[Batch] | LaneBatches,
         deal: Deal,
-        vocab_size: int,
-        ignored_tokens: tuple[int, ...],
+        vocabulary: Vocabulary,
         directory: RunDirectory | None,
         options: RunOptions,
     ):
         self._trainer, self._policy, self._recipe = trainer, policy, recipe
         self._source, self._deal, self._directory = source, deal, directory
-        self._vocab_size = vocab_size
-        self._ignored, self._options = np.asarray(ignored_tokens, np.int32), options
+        self._vocab_size, self._options = vocabulary.size, options
+        self._ignored = np.asarray(vocabulary.ignored, np.int32)
         self._pending: collections.deque[_Pending] = collections.deque()
         self._total = recipe.total_steps(policy)
         self._skipped = self._skipped_in_a_row = 0
