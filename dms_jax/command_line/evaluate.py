@@ -35,8 +35,8 @@ from dms_jax.command_line.options import (
     CHOICES,
     find_adapter,
     find_model,
+    read_chat,
     read_choices,
-    read_options,
     read_policy,
     read_tasks,
 )
@@ -99,6 +99,8 @@ class Config:
     """Part of a task made from seeds that the problems are of; files are taken as they are."""
     temperature: float = SAMPLING.temperature
     """0 takes the most likely token."""
+    top_p: float = SAMPLING.top_p
+    """Keep the most likely tokens until their probability reaches this."""
     max_new_tokens: int = SAMPLING.max_new_tokens
     """Longest answer; the model's positions may end it earlier."""
     seed: int = CALL["seed"]
@@ -128,13 +130,13 @@ class Config:
 
     def make_sampling(self) -> dms_jax.Sampling:
         """How answers are drawn."""
-        return dms_jax.Sampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
+        return dms_jax.Sampling(
+            temperature=self.temperature, top_p=self.top_p, max_new_tokens=self.max_new_tokens
+        )
 
     def make_chat(self) -> Chat | None:
         """Returns the chat template's form of a question; None to ask in plain text."""
-        if not self.chat:
-            return None
-        return Chat(system=self.system, variables=read_options(self.template, "--template"))
+        return read_chat(asked=self.chat, system=self.system, template=self.template)
 
 
 def main(config: Config) -> Result | ChoiceResult:
@@ -177,7 +179,14 @@ def main(config: Config) -> Result | ChoiceResult:
 
 
 def choose(config: Config, policy: dms_jax.policies.Policy | None) -> ChoiceResult:
-    """Evaluates a task that is answered by likelihood."""
+    """Evaluates a task that is answered by likelihood, which has no answers in words."""
+    defaults = Config()
+    for option in ("chat", "chains", "answers"):
+        if getattr(config, option) != getattr(defaults, option):
+            raise dms_jax.ConfigError(
+                f"--{option} is for tasks that are answered in words; {config.task} is answered by "
+                "likelihood."
+            )
     task, serving = read_choices(config.task, config.task_options), config.make_serving()
     result = evaluate_choices(
         config.load(),

@@ -25,7 +25,13 @@ from rich.console import Console
 
 import dms_jax
 from dms_jax.analysis.hyperscaling_plot import MOST_SYSTEMS, hyperscaling_figure
-from dms_jax.command_line.options import find_adapter, find_model, read_options, read_tasks
+from dms_jax.command_line.options import (
+    find_adapter,
+    find_model,
+    read_chat,
+    read_options,
+    read_tasks,
+)
 from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json
 from dms_jax.data.tasks import Split
 from dms_jax.evaluation import SAMPLING, Hyperscaling, Method, Serving, System
@@ -57,6 +63,12 @@ class Config:
     """Difficulty and length of the task, as name=value or as one JSON object."""
     allow_code: bool = False
     """Judge programs by running them, in a sandbox."""
+    chat: bool = False
+    """Ask through the models' chat templates."""
+    system: str | None = None
+    """System prompt of the chat."""
+    template: tuple[str, ...] = ()
+    """Variables of the chat template, as name=value (enable_thinking=false)."""
     lengths: tuple[int, ...] = (128, 256, 512)
     """L, the most new tokens of an answer."""
     chains: tuple[int, ...] = (1, 4, 16)
@@ -73,6 +85,8 @@ class Config:
     """Also stop chains whose vote is decided, in runs of their own."""
     temperature: float = SAMPLING.temperature
     """0 takes the most likely token."""
+    top_p: float = SAMPLING.top_p
+    """Keep the most likely tokens until their probability reaches this."""
     lanes: int = SERVING.lanes
     """Sequences in the cache at a time."""
     page_size: int = SERVING.page_size
@@ -88,8 +102,9 @@ def main(config: Config) -> Hyperscaling:
     if config.out is not None:
         make_folder("--out", config.out)
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
+    chat = read_chat(asked=config.chat, system=config.system, template=config.template)
     load = functools.cache(functools.partial(load_model, dtype=config.dtype))
-    sampling = dms_jax.Sampling(temperature=config.temperature)
+    sampling = dms_jax.Sampling(temperature=config.temperature, top_p=config.top_p)
     serving = Serving(lanes=config.lanes, page_size=config.page_size)
     systems = [read_system(text, config.model, load) for text in config.systems]
     result = dms_jax.hyperscale(
@@ -102,6 +117,7 @@ def main(config: Config) -> Hyperscaling:
         split=config.split,
         seeds=config.seeds,
         sampling=sampling,
+        chat=chat,
         serving=serving,
         stop_decided=config.stop_decided,
         out=config.out,

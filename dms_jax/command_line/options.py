@@ -11,6 +11,7 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.checks import guess
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
+from dms_jax.evaluation import Chat
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import (
     AIME,
@@ -63,6 +64,25 @@ def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Po
             raise dms_jax.ConfigError("--options belong to a policy; name it with --policy.")
         return None
     return dms_jax.policies.from_dict({**read_options(options), "name": name})
+
+
+def read_chat(*, asked: bool, system: str | None, template: Sequence[str]) -> Chat | None:
+    """The chat template's form of a question; None to ask in plain text.
+
+    Args:
+      asked: --chat.
+      system: --system.
+      template: --template, variables as they are written on a command line.
+
+    Raises:
+      ConfigError: something of a chat is given, and no chat is asked for.
+    """
+    if asked:
+        return Chat(system=system, variables=read_options(template, "--template"))
+    for option, given in (("system", system), ("template", template)):
+        if given:
+            raise dms_jax.ConfigError(f"--{option} is for a chat: give --chat too.")
+    return None
 
 
 def read_tasks(name: str, options: Sequence[str], *, allow_code: bool = False) -> list[Task]:

@@ -7,7 +7,8 @@ nor on the processes, and a process tokenizes the documents of its own rows alon
     # B = L = 4, two processes of two rows   process 0: lanes 0, 1   process 1: lanes 2, 3
 
 L is the number of sequences of a step (their greatest common divisor, if steps differ). The state
-of all lanes is saved, and a run may go on with another number of processes.
+of all lanes is saved, and a run may go on with another number of processes. Of fewer documents than
+lanes, some lanes read the same: a warning says so.
 """
 
 import collections
@@ -15,6 +16,7 @@ import concurrent.futures
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +27,7 @@ from dms_jax.data.batches import Batch, Packing
 from dms_jax.data.sources import as_source
 from dms_jax.data.tokens import Tokens
 from dms_jax.errors import DataError
+from dms_jax.model.language_model import PACKAGE
 
 # Documents that are read ahead in all lanes together, by as many threads, and passes that are
 # packed ahead.
@@ -143,6 +146,14 @@ def lane_batches(
     from dms_jax.data.lane_documents import LaneDocuments
 
     documents = Tokens(as_source(data), tokenizer, vocab_size)
+    if len(documents) < deal.lanes:
+        warnings.warn(
+            f"A step takes {deal.lanes} sequences, each of other documents, and there are "
+            f"{len(documents)}: some sequences of a step repeat others, token by token. Give more "
+            "documents (a long text in parts, with <|endoftext|> between them), or a smaller "
+            "batch_size.",
+            skip_file_prefixes=(PACKAGE,),
+        )
     dataset = grain.MapDataset.source(documents).seed(seed % 2**32).shuffle().repeat()
     readers = concurrent.futures.ThreadPoolExecutor(_READERS, "tokenize")
     bins = max(_FEWEST_OPEN_SEQUENCES, _OPEN_SEQUENCES // deal.lanes)

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dms_jax.checks import Count, Options, Share
+from dms_jax.checks import Count, Options, Share, is_whole
 from dms_jax.data.documents import Document, Exchange, Source
 from dms_jax.errors import ConfigError, DataError
 
@@ -28,6 +28,9 @@ ACCEPTED = (
     "(OpenR1), or problem with solution"
 )
 _VARIABLE = re.compile(r"\{(\w+)\}")
+_TEXT = re.compile(r"(?<!\\)\$|\\boxed|\n")
+_WORDS = re.compile(r"[^\W\d_]{2,} +[^\W\d_]{2,}")
+_UNITS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +251,10 @@ def _agrees(document: Any, record: Mapping[str, Any]) -> bool:
         import math_verify
     except ImportError as error:
         raise ConfigError("verified takes Math-Verify: pip install 'dms-jax[eval]'.") from error
-    wanted = record.get("answer") or record.get("solution")
+    given = (record.get(name) for name in ("answer", "solution"))
+    wanted = next((each for each in given if each not in (None, "")), None)
+    if is_whole(wanted) or isinstance(wanted, float):
+        wanted = str(wanted)
     if not isinstance(wanted, str):
         raise DataError("there is no field 'answer' or 'solution' to verify an answer by.")
     if isinstance(document, Exchange):
@@ -258,5 +264,15 @@ def _agrees(document: Any, record: Mapping[str, Any]) -> bool:
     # Its time limits take signals, which reach the main thread alone.
     unlimited: dict[str, Any] = dict(parsing_timeout=None)
     parse = lambda text: math_verify.parse(text, **unlimited)  # noqa: E731
-    gold = parse(wanted) or parse(f"${wanted}$")
+    final = wanted.rpartition("####")[2].strip()
+    # Expressions are published without dollars, where Math-Verify finds the first number in them.
+    gold = parse(final if _is_prose(final) else f"$\\boxed{{{final}}}$") or parse(wanted)
     return bool(math_verify.verify(gold, parse(str(text)), timeout_seconds=None))
+
+
+def _is_prose(answer: str) -> bool:
+    r"""Whether an answer is a text that holds an expression, and not one itself.
+
+    # "So it is $\boxed{7}$", "It is seven" are; "3\sqrt{13}", "12 \text{ square feet}" are not
+    """
+    return _TEXT.search(answer) is not None or _WORDS.search(_UNITS.sub("", answer)) is not None

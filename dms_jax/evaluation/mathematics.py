@@ -5,13 +5,18 @@ otherwise among the expressions of the text. Two answers are the same if they ar
 expression, set, interval or word, however they are written: 0.5 is \frac{1}{2}.
 """
 
+import fractions
+import re
 import threading
 from typing import Any
 
 from dms_jax.evaluation.extras import import_extra
 
 _SECONDS = 5  # limit for parsing and for comparing
-_LARGEST = 10**100
+_LARGEST = 10**100  # longer numbers stay as they are written
+_LONGEST = 100  # characters of a decimal, less the zeros at its end
+_DECIMAL = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d*))\.(\d*?)(0*)")
+_ROUNDED = 6  # decimals that Math-Verify compares; a number with so many may stand for a fraction
 MAX_CHARACTERS = 20_000  # the end of a completion; an answer is short and comes last
 
 
@@ -24,17 +29,31 @@ def find_answer(completion: str) -> str | None:
     r"""The answer of a completion in a normal form, as LaTeX; None where there is none.
 
     # In: "... the final answer is: $\boxed{0.5}$."  Out: "\frac{1}{2}"
+    # In: "... the final answer is $1,000.00"  Out: "1000"
     """
     found = _parse(completion[-MAX_CHARACTERS:])
     if not found:
         return None
     text = str(found[-1]).strip()
-    if getattr(found[0], "is_Rational", False) and "%" not in text:
-        top, bottom = int(found[0].p), int(found[0].q)
-        if max(abs(top), bottom) < _LARGEST:  # longer numbers stay as they are written
-            sign = "-" if top < 0 else ""
-            return str(top) if bottom == 1 else f"{sign}\\frac{{{abs(top)}}}{{{bottom}}}"
+    number = _exact(found[0], text)
+    if number is not None:
+        top, bottom = abs(number.numerator), number.denominator
+        if max(top, bottom) < _LARGEST:
+            sign = "-" if number < 0 else ""
+            return f"{sign}{top}" if bottom == 1 else f"{sign}\\frac{{{top}}}{{{bottom}}}"
     return text or None
+
+
+def _exact(value: Any, text: str) -> fractions.Fraction | None:
+    """The number that was written; None where it is no number, or perhaps a rounded one."""
+    if "%" in text:
+        return None
+    if getattr(value, "is_Rational", False):
+        return fractions.Fraction(int(value.p), int(value.q))
+    written = _DECIMAL.fullmatch(text) if getattr(value, "is_Float", False) else None
+    if written is None or len(written[2]) >= _ROUNDED or len(text) - len(written[3]) > _LONGEST:
+        return None
+    return fractions.Fraction(f"{written[1].replace(',', '')}.{written[2]}")
 
 
 def is_same(expected: str, answer: str) -> bool:

@@ -25,7 +25,7 @@ from dms_jax.model.low_rank import low_rank_of
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.policies.base import check_policy
 from dms_jax.training.base_weights import base_digest
-from dms_jax.training.loop import Loop
+from dms_jax.training.loop import Loop, Vocabulary
 from dms_jax.training.options import RunKeywords, RunOptions
 from dms_jax.training.out_of_memory import placed, with_advice
 from dms_jax.training.recipe import Recipe
@@ -165,8 +165,8 @@ def train(
             if directory is not None:
                 _resume(trainer, source, directory)
                 directory.remove_later()
-            ignored = _ignored_tokens(model, recipe)
-            Loop(trainer, policy, recipe, source, deal, ignored, directory, run).run()
+            vocabulary = Vocabulary(model.config.vocab_size, _ignored_tokens(model, recipe))
+            Loop(trainer, policy, recipe, source, deal, vocabulary, directory, run).run()
             result = trainer.model()
             if directory is not None:
                 path = directory.path / "model"

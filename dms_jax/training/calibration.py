@@ -11,6 +11,7 @@ import numpy as np
 
 from dms_jax.checks import Ratio, check
 from dms_jax.data.batches import Batch
+from dms_jax.data.given_batches import given_batch
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.attention import Relaxation
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
@@ -42,7 +43,7 @@ def calibrate(
 
     Raises:
       ConfigError: the policy is neither KVzap nor DMS with an adapter, or the model cannot run it.
-      DataError: no document of the batches is longer than the window.
+      DataError: no document of the batches is longer than the window, or a batch is malformed.
     """
     check_model(model)
     ratio = check("calibrate: compression_ratio", compression_ratio, Ratio)
@@ -55,17 +56,18 @@ def calibrate(
     scores = []
     with use_mesh(model.mesh):
         for batch in batches:
-            ids = batch.get("segment_ids")
+            given = given_batch(batch, vocab_size=model.config.vocab_size)
+            ids = given.get("segment_ids")
             predicted, known = _predictions(
                 model.transformer,
-                jnp.asarray(batch["tokens"], jnp.int32),
-                None if ids is None else jnp.asarray(ids, jnp.int32),
+                jnp.asarray(given["tokens"]),
+                None if ids is None else jnp.asarray(ids),
                 found,
             )
             predicted = np.moveaxis(np.asarray(predicted), 1, 2)  # [L, K, B, T]
             known = np.asarray(known[0])
             if ids is not None:
-                known = known & (np.asarray(ids) > 0)
+                known = known & (ids > 0)
             scores.append(predicted[:, :, known].ravel())
     everything = np.concatenate(scores) if scores else np.zeros(0)
     if not everything.size:

@@ -115,7 +115,9 @@ class Display:
     def closing(self) -> str:
         """Returns what was reached, and what to do if that is short of the target."""
         target = self._target
-        main = _mean(record["loss"] - record["compression_loss"] for record in self._last)
+        # A step that was skipped has no figures.
+        counted = [each for each in self._last if not each.get("skipped")] or [*self._last]
+        main = _mean(each["loss"] - each["compression_loss"] for each in counted)
         passed = _duration(time.perf_counter() - self._began)
         run = (
             f"{self._total - self._done:,} steps, {self._tokens:,} tokens and {passed}, "
@@ -125,9 +127,8 @@ class Display:
             return f"Trained for {run}."
         # The last step of a ramp, and those before it that aimed at about as much; as a share of
         # tokens that stay, because ratios of several steps have no mean of their own.
-        last = self._last[-1]
-        final = min(target, last["target_ratio"]) * _REACHED
-        evicted = [each["evicted"] for each in self._last if each["target_ratio"] >= final]
+        final = min(target, counted[-1]["target_ratio"]) * _REACHED
+        evicted = [each["evicted"] for each in counted if each["target_ratio"] >= final]
         reached = 1 / max(1 - _mean(evicted), 1e-6)
         line = f"Reached ratio {reached:.2f} of {target:.2f} in {run}."
         if reached >= _REACHED * target:

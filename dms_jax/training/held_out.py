@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dms_jax.data.batches import Batch
+from dms_jax.data.given_batches import given_batch
 from dms_jax.errors import DataError
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
@@ -40,7 +41,7 @@ def held_out_loss(
 
     Raises:
       ConfigError: the model cannot run the policy.
-      DataError: the loss mask of a part leaves no token.
+      DataError: the loss mask of a part leaves no token, or a batch is malformed.
     """
     return _means(model, None, batches, policy, compute_dtype)
 
@@ -83,13 +84,8 @@ def _means(
         for name, part in batches.items():
             sums = []
             for batch in part:
-                tokens = jnp.asarray(batch["tokens"], jnp.int32)
-                mask, segment_ids = batch.get("loss_mask"), batch.get("segment_ids")
-                passes = Passes(
-                    tokens=tokens,
-                    loss_mask=jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask),
-                    segment_ids=None if segment_ids is None else jnp.asarray(segment_ids),
-                )
+                given = given_batch(batch, vocab_size=model.config.vocab_size)
+                passes = Passes(**{key: jnp.asarray(array) for key, array in given.items()})
                 sums.append(_sums(model.transformer, teacher, passes, policy, compute_dtype))
             total, count = np.sum(jax.device_get(sums), axis=0) if sums else (0.0, 0.0)
             if count == 0:

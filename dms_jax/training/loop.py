@@ -21,6 +21,7 @@ import numpy as np
 from dms_jax import processes
 from dms_jax.checkpoint.saving import begin_save
 from dms_jax.data.batches import Batch
+from dms_jax.data.given_batches import given_batch
 from dms_jax.data.lanes import Deal, LaneBatches
 from dms_jax.errors import DataError, TrainingDivergedError
 from dms_jax.policies import Policy
@@ -34,6 +35,19 @@ from dms_jax.training.trainer import Trainer
 
 # Steps that are dispatched before the metrics of the first of them are read.
 _IN_FLIGHT = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The token ids of a model.
+
+    Attributes:
+      size: V.
+      ignored: those that are left out of the loss.
+    """
+
+    size: int
+    ignored: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +81,14 @@ class Loop:
         recipe: Recipe,
         source: Iterator[Batch] | LaneBatches,
         deal: Deal,
-        ignored_tokens: tuple[int, ...],
+        vocabulary: Vocabulary,
         directory: RunDirectory | None,
         options: RunOptions,
     ):
         self._trainer, self._policy, self._recipe = trainer, policy, recipe
         self._source, self._deal, self._directory = source, deal, directory
-        self._ignored, self._options = np.asarray(ignored_tokens, np.int32), options
+        self._vocab_size, self._options = vocabulary.size, options
+        self._ignored = np.asarray(vocabulary.ignored, np.int32)
         self._pending: collections.deque[_Pending] = collections.deque()
         self._total = recipe.total_steps(policy)
         self._skipped = self._skipped_in_a_row = 0
@@ -193,30 +208,15 @@ class Loop:
             counts = batch["loss_mask"] & ~np.isin(batch["tokens"], self._ignored)
             return batch | {"loss_mask": counts}
         try:
-            batch = dict(next(self._source))
+            given = next(self._source)
         except StopIteration as error:
             raise DataError(
                 f"The data ended before step {step + 1}. Give more data or a recipe of fewer steps."
             ) from error
-        known = {"tokens", "loss_mask", "segment_ids"}
-        if "tokens" not in batch or batch.keys() - known:
-            raise DataError(
-                "A batch is a dict of tokens and, optionally, loss_mask and segment_ids; got "
-                f"{', '.join(sorted(map(str, batch))) or 'nothing'}."
-            )
-        tokens = np.asarray(batch["tokens"], np.int32)
-        expected = (self._deal.pass_size, self._recipe.sequence_length)
-        if tokens.shape != expected:
-            raise DataError(f"A batch must hold tokens of shape {expected}, got {tokens.shape}.")
-        for name in ("loss_mask", "segment_ids"):
-            if np.shape(batch.get(name, tokens)) != expected:
-                raise DataError(
-                    f"The {name} of a batch must have the shape of its tokens, {expected}, got "
-                    f"{np.shape(batch[name])}."
-                )
-        counts = np.asarray(batch.get("loss_mask", np.ones(expected)), bool)
-        whole = batch | {"tokens": tokens, "loss_mask": counts & ~np.isin(tokens, self._ignored)}
-        return {name: np.asarray(array)[list(self._deal.rows)] for name, array in whole.items()}
+        shape = (self._deal.pass_size, self._recipe.sequence_length)
+        whole = given_batch(given, vocab_size=self._vocab_size, shape=shape)
+        whole["loss_mask"] = whole["loss_mask"] & ~np.isin(whole["tokens"], self._ignored)
+        return {name: array[list(self._deal.rows)] for name, array in whole.items()}
 
     def _read(self, *, leave: int = 0, evaluate: bool = False) -> None:
         """Reads, checks and reports steps in flight until `leave` are left.

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import pathlib
 
 import pytest
 
@@ -72,6 +73,22 @@ def test_tasks_on_files(tmp_path, capsys):
             evaluate.main(evaluate.Config(task=name, **small))
     chat = evaluate.Config(chat=True, system="Be brief.", template=("enable_thinking=false",))
     assert chat.make_chat() == Chat(system="Be brief.", variables={"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(task="linear", system="Be brief."), "--system is for a chat: give --chat too"),
+        (dict(task="linear", template=("a=1",)), "--template is for a chat: give --chat too"),
+        (dict(task="piqa", system="Be brief."), "--system is for a chat: give --chat too"),
+        (dict(task="piqa", chat=True), "--chat is for tasks that are answered in words; piqa is"),
+        (dict(task="piqa", chains=2), "--chains is for tasks that are answered in words"),
+        (dict(task="piqa", answers=pathlib.Path("a")), "--answers is for tasks that are answered"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(given, message):
+    with pytest.raises(dms_jax.ConfigError, match=message):
+        evaluate.main(evaluate.Config(model=MODEL, **given))
 
 
 def test_tasks_by_name():

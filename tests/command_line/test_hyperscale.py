@@ -9,7 +9,7 @@ import pytest
 
 import dms_jax
 from dms_jax.command_line import hyperscale
-from dms_jax.evaluation import System
+from dms_jax.evaluation import Chat, System
 from dms_jax.training.parameters import add_adapter
 
 
@@ -48,6 +48,29 @@ def test_an_adapter_is_loaded_beside_its_base(tmp_path):
     system = hyperscale.read_system(f"DMS,adapter={tmp_path / 'own'}", "stories260k", load)
     assert (system.policy, system.model.policy) == (None, policy)
     assert hyperscale.read_system("Vanilla", "stories260k", load).model.policy != policy
+
+
+def test_problems_are_asked_in_a_chat(monkeypatch):
+    """AIME, MATH-500 and GPQA mean nothing to a chat model outside of its template."""
+    asked = {}
+
+    def stop(model, tasks, systems, **options):
+        asked.update(options)
+        raise dms_jax.ConfigError("asked")
+
+    monkeypatch.setattr(dms_jax, "hyperscale", stop)
+    config = hyperscale.Config(model="stories260k", systems=("Vanilla",), task="linear", top_p=0.9)
+    chat = dict(chat=True, system="Be brief.", template=("enable_thinking=false",))
+    for given, form in (
+        ({}, None),
+        (chat, Chat(system="Be brief.", variables={"enable_thinking": False})),
+    ):
+        with pytest.raises(dms_jax.ConfigError, match="asked"):
+            hyperscale.main(dataclasses.replace(config, **given))
+        assert asked["chat"] == form
+        assert asked["sampling"].top_p == 0.9
+    with pytest.raises(dms_jax.ConfigError, match="--system is for a chat: give --chat too"):
+        hyperscale.main(dataclasses.replace(config, system="Be brief."))
 
 
 @pytest.mark.slow

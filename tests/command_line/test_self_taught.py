@@ -30,8 +30,8 @@ TINY = dataclasses.replace(
     STORIES,
     questions=3,
     held_out=2,
-    beginning=6,
-    max_new_tokens=24,
+    beginning=11,
+    max_new_tokens=20,
     rank=2,
     window=8,
     ratios=(1.5, 2.0),
@@ -105,7 +105,7 @@ def test_every_stage_goes_on(stopped_and_run):
     assert [(row["question"], row["answer"]) for row in lessons] == expected
     tokens = {place: answer["tokens"] for place, answer in zip(places, answers, strict=True)}
     assert all(row["response"] == tokens[row["question"], row["answer"]] for row in lessons)
-    assert all(len(row["prompt"]) == 6 for row in lessons)
+    assert all(len(row["prompt"]) == 11 for row in lessons)
     assert tokens[0, 0] != tokens[0, 1]
 
 
@@ -210,7 +210,7 @@ def test_what_is_kept(stories, tmp_path, keep, kept):
     )
     questions = reading.read_questions(config, stories)
     assert questions.task.name == "gsm8k"
-    assert (questions.training, questions.held_out) == (range(3), range(3, 4))
+    assert (questions.training, questions.held_out) == ((0, 1, 2), range(3, 4))
     answers = {
         (0, 0): completion(" Add. #### 1", "end"),
         (1, 0): completion(" #### 7", "end"),
@@ -261,7 +261,7 @@ def test_prompts_of_every_form(stories, tmp_path):
         ({"prompt": "Tell"}, "<user>Tell<assistant>"),
         ({"prompt": [user]}, "<user>Tell<assistant>"),
         ({"messages": [system, user, answer]}, "<system>Tell<user>Tell<assistant>"),
-        ({"question": "Tell"}, "<user>Tell<assistant>"),
+        ({"question": "Ask"}, "<user>Ask<assistant>"),
     ]
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row, _ in rows))
@@ -274,12 +274,28 @@ def test_prompts_of_every_form(stories, tmp_path):
     told = reading.read_questions(dataclasses.replace(config, system="Be"), model)
     assert told.tokens[0] == tokenizer.encode("<system>Be<user>Tell<assistant>", False)
     long = {"text": "Once upon a time there was a dog. " * 400}  # longer than the positions
-    path.write_text((json.dumps(long) + "\n") * 4)
+    path.write_text((json.dumps(long) + "\n") * 3 + '{"text": "Another"}\n')
     begun = reading.read_questions(config, model)
-    assert begun.tokens[0] == tokenizer.encode("Once upon a time there was a dog.")[:6]
+    assert begun.tokens[0] == tokenizer.encode("Once upon a time there was a dog.")[:11]
     path.write_text(json.dumps(long) + "\n")
     with pytest.raises(dms_jax.ConfigError, match="leaves none to train on"):
         reading.read_questions(config, model)
+
+
+def test_prompts_that_are_held_out_are_not_trained_on(stories, tmp_path):
+    """The same words come again further up in the file, and texts begin alike."""
+    path = tmp_path / "p.jsonl"
+    rows = ["One day", "Ask me", "One day", "Tell me", "So it was", "Ask me", "One day"]
+    path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    config = dataclasses.replace(TINY, prompts=path, questions=2, held_out=2)
+    with pytest.warns(UserWarning, match="3 prompts are the same as one of the 2 that are held"):
+        questions = reading.read_questions(config, stories)
+    assert (questions.training, questions.held_out) == ((3, 4), range(5, 7))
+    held_out = [questions.tokens[number] for number in questions.held_out]
+    assert not [number for number in questions.training if questions.tokens[number] in held_out]
+    path.write_text((json.dumps({"prompt": "One day"}) + "\n") * 3)
+    with pytest.raises(dms_jax.ConfigError, match=r"leaves none to train on \(1 of the others"):
+        reading.read_questions(config, stories)
 
 
 def test_what_makes_no_sense_is_told(stories, tmp_path, capsys):

@@ -89,3 +89,15 @@ def test_a_state_of_other_batches_is_refused():
     _, state = drawn(range(4))
     with pytest.raises(DataError, match="dealt to 4 sequences a step, and the recipe has 8"):
         drawn(range(8), steps=(8,), pass_size=8, state=state)
+
+
+def test_fewer_documents_than_sequences_of_a_step_are_told(recwarn):
+    """A text file without separators is one document: every row would be the same."""
+    drawn(range(4), source=Watched(4), count=1)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="takes 4 sequences.* there are 1: .* token by token"):
+        passes, _ = drawn(range(4), source=Watched(1), count=2)
+    for each in passes:
+        chex.assert_trees_all_equal(*each["tokens"])
+    with pytest.warns(UserWarning, match="there are 3"):
+        drawn(range(4), source=Watched(3), count=1)

@@ -91,6 +91,35 @@ def test_answers_are_verified(tmp_path):
         as_source(path, Fields(verified=True))
 
 
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("3\\sqrt{13}", "3\\sqrt{13}", "3"),
+        ("2\\pi", "2\\pi", "2"),
+        ("5^{10}", "5^{10}", "5"),
+        ("2x+1", "1+2x", "2"),
+        ("10,\\!236", "10236", "10"),
+        ("\\$32,\\!348", "32348", "32"),
+        ("(3, \\frac{\\pi}{2})", "(3, \\pi/2)", "3"),
+        ("12 \\text{ square feet}", "12", "2"),
+        ("Half of it is $4$, and so $x = \\boxed{8}$.", "8", "4"),
+        ("The answer is 8", "8", "4"),
+        ("She has 4*2=<<4*2=8>>8 left.\n#### 8", "8", "4"),
+        (204, "204", "4"),
+        (0, "0", "1"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_a_published_answer_is_the_whole_of_its_expression(answer, right, wrong):
+    """As OpenR1-Math-220k and MATH have them, without dollars."""
+    pytest.importorskip("math_verify")
+    fields = Fields(verified=True)
+    for written, kept in ((right, True), (wrong, False)):
+        response = f"So it is $\\boxed{{{written}}}$."
+        record = {"prompt": "?", "response": response, "answer": answer, "solution": "1"}
+        assert (fields.document(record) is not None) is kept, written
+
+
 @pytest.mark.filterwarnings("ignore:.*left out")
 def test_long_documents_are_left_out(tmp_path):
     turns = [{"role": "user", "content": "123"}, {"role": "assistant", "content": "45"}]

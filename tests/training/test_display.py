@@ -50,6 +50,19 @@ def test_the_figures_of_a_step(monkeypatch):
     assert plain.figures(skipped) == "LM 0.500 | gradient 0.41 | 12,346 tok/s | 2 skipped"
 
 
+def test_the_last_line_leaves_skipped_steps_out(capsys):
+    """Their figures are not numbers, and neither would a mean with them be."""
+    nan = float("nan")
+    with display() as shown:
+        for step in (8, 9):
+            shown.update(record(step, evicted=0.75, target_ratio=4.0, skipped=False))
+        figures = dict(loss=nan, evicted=nan, compression_ratio=nan, target_ratio=4.0)
+        shown.update(record(10, **figures, skipped=True))
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Reached ratio 4\.00 of 4\.00 in 8 steps, 12,288 tokens .*, KL 0\.375\.", out)
+    assert "Short of the target" not in out
+
+
 def test_the_last_line_says_what_was_reached_and_what_to_do(capsys):
     with display() as shown:
         for step in range(3, 11):

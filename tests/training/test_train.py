@@ -279,6 +279,17 @@ def test_what_cannot_work_is_refused(model, options, message):
         run(model, **options)
 
 
+def test_batches_of_a_caller_are_checked(model):
+    """A token beyond the vocabulary would be trained on, and measured, as another one."""
+    outside = {"tokens": np.full((4, LENGTH), VOCABULARY)}
+    with pytest.raises(dms_jax.DataError, match=f"must lie in 0 ... {VOCABULARY - 1}"):
+        run(model, data=iter([outside]))
+    with pytest.raises(dms_jax.DataError, match=r"got 'a text'.*texts or token ids as a list"):
+        run(model, data=iter(["a text"]))
+    with pytest.raises(dms_jax.DataError, match=f"must lie in 0 ... {VOCABULARY - 1}"):
+        held_out_loss(model, {"part": [outside]}, compute_dtype=None)
+
+
 def test_a_retrofit_needs_a_ramp(model):
     with pytest.raises(ConfigError, match="The recipe tiny has no ramp"):
         retrofit(model, ADAPTER, recipe=recipe(STAGE), data=documents())

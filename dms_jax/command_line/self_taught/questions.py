@@ -1,6 +1,7 @@
 """The prompts of a self-taught retrofit: questions to answer, or texts to continue.
 
-The last `held_out` prompts of the file are for measuring. Rows of JSON lines have
+The last `held_out` prompts of the file are for measuring; what is the same as one of them is not
+trained on. Rows of JSON lines have
 
     question, answer   problems of a task, asked as it asks them, with a judge of final answers
     prompt             a text, asked as a user's message or (without a chat) continued as it is
@@ -11,6 +12,7 @@ The last `held_out` prompts of the file are for measuring. Rows of JSON lines ha
 import dataclasses
 import hashlib
 import pathlib
+import warnings
 from typing import Any
 
 import dms_jax
@@ -32,7 +34,8 @@ class Questions:
     """Prompts as token ids.
 
     Attributes:
-      training: numbers of the prompts whose answers are trained on.
+      training: numbers of the prompts whose answers are trained on, none of which is the same as
+        one that is held out.
       held_out: numbers of the prompts that are kept for measuring.
       tokens: token ids of each prompt, by number.
       task: the task whose problems they are; None if nothing judges the answers.
@@ -40,7 +43,7 @@ class Questions:
       fingerprint: SHA-256 of the file.
     """
 
-    training: range
+    training: tuple[int, ...]
     held_out: range
     tokens: dict[int, list[int]]
     task: FileTask | None
@@ -69,23 +72,50 @@ def read_questions(config: SelfTaught, model: LanguageModel) -> Questions:
     chat = config.make_chat(model)
     records = _records(config.prompts)
     task = _task(config, records, chat)
-    count = len(records) - config.held_out
-    if config.questions is not None:
-        count = min(count, config.questions)
-    if count < 1:
+    first_held_out = len(records) - config.held_out
+    held_out = range(first_held_out, len(records))
+    tokens = {}
+    if first_held_out > 0:
+        tokens = {number: _asked(number, records, task, model, chat, config) for number in held_out}
+    # Of short beginnings, and of files that repeat themselves, some are the same.
+    known = {tuple(each) for each in tokens.values()}
+    training, same = [], 0
+    for number in range(first_held_out):
+        if len(training) == config.questions:
+            break
+        own = _asked(number, records, task, model, chat, config)
+        if tuple(own) in known:
+            same += 1
+            continue
+        training.append(number)
+        tokens[number] = own
+    also = f" ({same} of the others are the same as one of these)" if same else ""
+    if not training:
         raise dms_jax.ConfigError(
             f"--prompts {config.prompts} holds {len(records)} prompts, of which --held-out "
-            f"{config.held_out} leaves none to train on."
+            f"{config.held_out} leaves none to train on{also}."
         )
-    training, held_out = range(count), range(len(records) - config.held_out, len(records))
-    tokens = {}
-    for number in (*training, *held_out):
-        if task is not None:
-            problem = task.problem("train", number)
-            tokens[number] = encode_problem(model, problem, chat, name=task.name)
-        else:
-            tokens[number] = _encode(records[number], model, chat, config.beginning)
-    return Questions(training, held_out, tokens, task, chat, fingerprint)
+    if same:
+        warnings.warn(
+            f"{same} prompts are the same as one of the {config.held_out} that are held out, and "
+            "are left out of the training.",
+            stacklevel=2,
+        )
+    return Questions(tuple(training), held_out, tokens, task, chat, fingerprint)
+
+
+def _asked(
+    number: int,
+    records: list[Record],
+    task: FileTask | None,
+    model: LanguageModel,
+    chat: Chat | None,
+    config: SelfTaught,
+) -> list[int]:
+    """The tokens of a prompt."""
+    if task is None:
+        return _encode(records[number], model, chat, config.beginning)
+    return encode_problem(model, task.problem("train", number), chat, name=task.name)
 
 
 def _records(path: pathlib.Path) -> list[Record]:

@@ -19,8 +19,10 @@ PROMPT = (
     "the following format: 'Answer: $LETTER' (without quotes) where LETTER is one of ABCD. Think "
     "step by step before answering.\n\n{question}\n\nA) {A}\nB) {B}\nC) {C}\nD) {D}"
 )
-# "Answer: C", "**Answer:** $C$", "answer: \boxed{C}"
-_ANSWER = re.compile(r"answer\s*:[\s*]*\$?(?:\\boxed\{|\\text\{|\()*([A-D])(?![A-Za-z])", re.I)
+# "Answer: C", "**Answer**: $C$", "answer: \boxed{C}", "Answer: \(C\)"
+_ANSWER = re.compile(
+    r"answer[\s*_]*:(?:[\s*_$`(]|\\[a-z]*[({\[])*([A-D])(?![A-Za-z])", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass(frozen=True)

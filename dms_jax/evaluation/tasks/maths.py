@@ -28,7 +28,6 @@ OPEN_R1_PROMPT = (
     "solves the problem. Think step by step before answering.\n\n{problem}"
 )
 _FINAL = re.compile(r"final answer is:?\s*", re.IGNORECASE)
-_BRACKETED = re.compile(r"\[([^\[\],]+)\]")
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 
 
@@ -49,6 +48,8 @@ class Mathematics(FileTask):
         "plain": "Question: {problem}\nAnswer:",
     }
     next_problem: ClassVar[str] = "\nQuestion:"  # where a model goes on with one of its own
+    # Some models keep the brackets of the prompt. With a comma in them they are an interval.
+    bracketed: ClassVar[re.Pattern[str]] = re.compile(r"\[([^\[\],]+)\]")
 
     style: Literal["instruct", "boxed", "plain"] = "instruct"
 
@@ -82,8 +83,11 @@ class Mathematics(FileTask):
         text = text[ends[-1] :] if ends else text
         if self.style == "boxed":  # of several boxes the last one is the answer
             text = text[max(text.rfind("\\boxed"), 0) :]
-        bracketed = _BRACKETED.match(text)  # some models keep the brackets of the prompt
-        return find_answer(bracketed[1] if bracketed else text)
+        if bracketed := self.bracketed.match(text):
+            return find_answer(bracketed[1])
+        # What follows in paragraphs of their own are remarks, with numbers of their own.
+        first = find_answer(text.partition("\n\n")[0]) if ends else None
+        return find_answer(text) if first is None else first
 
     def score(self, problem: Problem, completion: str) -> float:
         answer = self.answer(completion)
@@ -102,6 +106,10 @@ class GSM8K(Mathematics):
     """
 
     name: ClassVar[str] = "gsm8k"
+    # Answers are numbers: a comma in one is of its thousands.
+    bracketed: ClassVar[re.Pattern[str]] = re.compile(
+        r"\[((?:[^\[\],]|(?<=\d),(?=\d{3}(?!\d)))+)\]"
+    )
 
     def read_solution(self, record: Record) -> tuple[str, str]:
         working, mark, answer = record.text("answer").rpartition("####")

@@ -69,10 +69,10 @@ def write_lessons(config: Config, model: LanguageModel, name: str, shard: int) -
     write_text(place, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _share(numbers: range, shard: int, count: int) -> range:
+def _share(numbers: tuple[int, ...], shard: int, count: int) -> tuple[int, ...]:
     """The numbers of one of so many shares.
 
-    # range(10), 1 of 4  Out: range(2, 5)
+    # (0, 1, ..., 9), 1 of 4  Out: (2, 3, 4)
     """
     ends = [len(numbers) * n // count for n in range(count + 1)]
     return numbers[ends[shard] : ends[shard + 1]]

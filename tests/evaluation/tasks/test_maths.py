@@ -37,6 +37,9 @@ def test_gsm8k_is_asked_as_appendix_g_asks(gsm8k):
         ("3*4 is 12, less 2.\nThe final answer is 10", 1),
         ("The final answer is 12. No: the final answer is [10].", 1),
         ("The final answer is **$10.00**", 1),
+        ("The final answer is 10.\n\nI can draw the 3 boxes, too.", 1),
+        ("The final answer is:\n\n10\n\nI can draw the 3 boxes, too.", 1),
+        ("The final answer is below.\n\n\\boxed{10}", 1),
         ("The final answer is 12", 0),
         ("12 - 2 = 10 and so on. The final answer is 2", 0),
         ("", 0),
@@ -44,12 +47,52 @@ def test_gsm8k_is_asked_as_appendix_g_asks(gsm8k):
         ("The final answer is ", 0),
         ("\\frac{{{{ \\boxed{ \ud800 \x00", 0),
         ("The final answer is 9**9**9**9**9**9", 0),
+        (f"The final answer is {'9' * 6000}.50", 0),
+        (f"The final answer is 10.{'0' * 6000}", 1),
+        (f"The final answer is {'0' * 6000}10.50", 0),
     ],
 )
 def test_gsm8k_answers(gsm8k, completion, score):
     task = GSM8K(gsm8k)
     problem = task.problem("test", 0)
     assert task.score(problem, completion) == score
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("The final answer is [1,100].", 1),
+        ("The final answer is [$1,100]", 1),
+        ("The final answer is 1,100", 1),
+        ("The final answer is [1,101]", 0),
+        ("The final answer is [1, 100]", 0),
+        ("The final answer is [1,100,50]", 0),
+    ],
+)
+def test_gsm8k_numbers_with_separators_in_the_brackets_of_the_prompt(gsm8k, completion, score):
+    task = GSM8K(gsm8k)
+    problem = task.problem("test", 1)
+    assert problem.answers == ("1100",)
+    assert task.score(problem, completion) == score
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("18", "18.00"), ("$1,000", "1,000.00 dollars"), ("2.5", "2.50"), ("0.50", "0.5")],
+)
+def test_a_number_is_one_vote_with_any_zeros_at_its_end(gsm8k, one, other):
+    task = GSM8K(gsm8k)
+    answers = [task.answer(f"The final answer is {each}") for each in (one, other)]
+    assert answers[0] is not None
+    assert answers[0] == answers[1]
+
+
+def test_a_rounded_decimal_is_still_the_fraction_that_it_is_near(tmp_path):
+    path = lines(tmp_path / "a.jsonl", [{"question": "1 / 3?", "answer": "\\frac{1}{3}"}])
+    task = Mathematics(path)
+    problem = task.problem("test", 0)
+    for completion, score in (("0.333333", 1), ("0.3333330", 1), ("0.333", 0), ("0.33", 0)):
+        assert task.score(problem, f"The final answer is {completion}") == score
 
 
 def test_gsm8k_is_asked_for_a_box_as_qwens_cards_do(gsm8k):
@@ -194,6 +237,13 @@ def test_gpqa_shuffles_its_options_from_a_seed(gpqa):
         ("Answer: A is wrong.\n**Answer:** $B$", "B"),
         ("answer: \\boxed{d}", "D"),
         ("Answer: (A)", "A"),
+        ("**Answer**: C", "C"),
+        ("*Answer*: **C**", "C"),
+        ("__Answer__: C", "C"),
+        ("Answer: \\(C\\)", "C"),
+        ("Answer: \\( \\boxed{C} \\)", "C"),
+        ("Answer: `C`", "C"),
+        ("Answer: \\mathbf{C}", "C"),
         ("Answer: All of them", None),
         ("C", None),
         ("", None),
