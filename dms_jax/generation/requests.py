@@ -261,6 +261,8 @@ def record_usage(request: Request, *, cached: int, live: int, **held: int) -> No
     request.meter.add(request.live, request.reads)
     prompt_tokens = len(request.before) + len(request.prompt)
     seen = request.seen + prompt_tokens + len(request.generated) - 1
+    if not request.generated:  # cancelled, perhaps in the middle of its prompt
+        seen = cached
     if cached == seen:  # nothing came after a stop string
         request.meter.finish(live)
     request.usage = request.meter.usage(
