@@ -8,6 +8,7 @@ sequence begins with one; the chat template is in the former or in `chat_templat
 
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsInt
 
@@ -29,6 +30,14 @@ from dms_jax.checks import is_whole
 from dms_jax.errors import CheckpointError, DataError, plain
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # the byte fallback of sentencepiece
+# Byte-level tokens are written in letters, one a byte: printable ones of Latin-1 for themselves,
+# and those from 256 on for the others, in order.
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES_BY_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + place): byte for place, byte in enumerate(_OTHERS)
+}
 
 
 class Tokenizer:
@@ -152,6 +161,20 @@ class Tokenizer:
             raise DataError("token ids to decode must lie in 0 ... 2^32 - 1")
         with library_errors(DataError, "the tokenizer failed on the token ids"):
             return self.backend.decode(whole, skip_special_tokens=skip_special_tokens)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The UTF-8 bytes of a token within a text, which may be a part of a character.
+
+        None if the tokenizer does not say.
+        """
+        once, twice = (self.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        if "\ufffd" not in twice:
+            return twice[len(once) :].encode()  # the first may have lost a space
+        piece = self.backend.id_to_token(token) or ""
+        if byte := _BYTE.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        known = all(letter in _BYTES_BY_LETTER for letter in piece)
+        return bytes(map(_BYTES_BY_LETTER.__getitem__, piece)) if known else None
 
     def apply_chat_template(
         self,

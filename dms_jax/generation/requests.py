@@ -40,7 +40,8 @@ class Completion:
     """The answer to one prompt.
 
     Attributes:
-      text: the new text, without end tokens and stop strings.
+      text: the new text as it goes on behind that of the prompt, a space at its beginning included;
+        without end tokens and stop strings.
       tokens: the new token ids, end tokens included.
       logprobs: the log-probability of each new token; None unless `Sampling.logprobs` is set.
       finish_reason: "end" for an end token, "stop" for a stop string, "length" for max_new_tokens
@@ -260,6 +261,8 @@ def record_usage(request: Request, *, cached: int, live: int, **held: int) -> No
     request.meter.add(request.live, request.reads)
     prompt_tokens = len(request.before) + len(request.prompt)
     seen = request.seen + prompt_tokens + len(request.generated) - 1
+    if not request.generated:  # cancelled, perhaps in the middle of its prompt
+        seen = cached
     if cached == seen:  # nothing came after a stop string
         request.meter.finish(live)
     request.usage = request.meter.usage(

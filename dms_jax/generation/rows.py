@@ -74,8 +74,11 @@ class Rows(abc.ABC):
         self.lengths = lengths.astype(np.int64)
 
     @abc.abstractmethod
-    def table_width(self, slots: int) -> int:
-        """Returns the pages of a row in the compiled page table if the longest row has `slots`."""
+    def table_width(self, slots: int, *, steps: bool = False) -> int:
+        """Returns the pages of a row in the compiled page table if the longest row has `slots`.
+
+        `steps` is for the programs of decode steps.
+        """
 
     def raise_max_length(self, tokens: int) -> None:
         """Raises the maximum length of sequences, before pages are reserved for them."""
@@ -123,10 +126,10 @@ class Rows(abc.ABC):
         return self.allocator.fits(self.slots_after(extra, prompt=prompt))
 
     def fits_table(self, extra: Int[np.ndarray, " B"]) -> bool:
-        """Returns whether the page table stays as wide as it is with `extra` more tokens."""
+        """Returns whether steps keep their page table as it is with `extra` more tokens."""
         pages = self.allocator.reserved.max(initial=1)
         widths = [int(pages) * self.page_size, int(self.slots_after(extra).max(initial=1))]
-        now, then = map(self.table_width, widths)
+        now, then = (self.table_width(each, steps=True) for each in widths)
         return then <= now
 
     def reserve(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> None:

@@ -250,7 +250,7 @@ class Runner(Rows):
             fixed_lanes=self.fixed_lanes,
             ends_prompt=ends_prompt,
         )
-        table = self._table()
+        table = self._table(steps=False)
         rows = None if self.fixed_lanes else batch.lanes
         # A copy: the allocator changes its own while the program runs.
         table = table[:, np.minimum(batch.lanes, num_lanes - 1)]
@@ -314,7 +314,7 @@ class Runner(Rows):
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
         """
-        table = self._table().copy()  # pages are released while it runs
+        table = self._table(steps=True).copy()  # pages are released while it runs
         with use_mesh(self.model.mesh):
             self.cache, steps, newest, tail = programs.decode(
                 self.model.transformer,
@@ -356,7 +356,7 @@ class Runner(Rows):
         `logprobs[c]` is the log-probability of `tokens[c + 1]`. Lane b takes its first `counts[b]`
         steps.
         """
-        table = self._table()
+        table = self._table(steps=True)
         with use_mesh(self.model.mesh):
             self.cache, steps, tail = programs.teacher_forced_decode(
                 self.model.transformer,
@@ -380,18 +380,25 @@ class Runner(Rows):
         slots = tokens if limit is None else min(tokens, limit)
         self._expected_slots = max(self._expected_slots, slots)
 
-    def table_width(self, slots: int) -> int:
-        """Returns the pages of a row in the compiled page table if the longest row has `slots`."""
-        widest = -(-max(slots, self._expected_slots) // self.page_size)
+    def table_width(self, slots: int, *, steps: bool = False) -> int:
+        """Returns the pages of a row in the compiled page table if the longest row has `slots`.
+
+        Steps run behind the cut of their prompts: what a policy cuts rows to is all they need, and
+        what a step keeps of every slot of a table (scores, the rows to be cut) is that much less.
+        """
+        expected = self._expected_slots
+        if steps and self._slot_limit is not None:
+            expected = min(expected, self._slot_limit)
+        widest = -(-max(slots, expected) // self.page_size)
         if self._table_width is not None:
             return max(self._table_width, widest)
         limit = None if self.policy.shrinks else self._slot_limit
         most = self._max_tokens if limit is None else min(limit, self._max_tokens)
         return few_widths(widest, few_sizes(-(-most // self.page_size)))
 
-    def _table(self) -> np.ndarray:
-        widest = int(self.allocator.reserved.max(initial=1))
-        return self.allocator.table_of_width(self.table_width(widest * self.page_size))
+    def _table(self, *, steps: bool) -> np.ndarray:
+        slots = int(self.allocator.reserved.max(initial=1)) * self.page_size
+        return self.allocator.table_of_width(self.table_width(slots, steps=steps))
 
     @property
     def host_rows(self) -> HostRows | None:

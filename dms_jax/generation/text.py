@@ -7,6 +7,9 @@ that overlap, each starting where an earlier one ended with a complete character
     tokens   [ ... | s ... c | ... n ]        s: start of the window, c: committed so far
     committed text += decode(tokens[s:j])[len(decode(tokens[s:c])):]      for the last safe j <= n
 
+An answer goes on where its prompt ends, so its first window begins with a token of the prompt: the
+indentation of a line of code is whole. Behind a special token a text begins.
+
 It is safe to commit after a token that ends neither an incomplete character nor a run of
 single-byte tokens (the byte fallback of sentencepiece decodes a run as a whole, and special tokens
 do not interrupt it). The work per token does not grow with the length of the text.
@@ -29,16 +32,18 @@ class _Stream:
     """The state of decoding one request.
 
     Attributes:
-      start, committed: s and c of the module docstring.
+      before: a token of the prompt, or none.
+      start, committed: s and c of the module docstring; s is -1 if the window begins with `before`.
       prefix: length of the text of tokens[s:c].
       text: text of tokens[:c].
       seen: number of tokens processed.
       shown: number of characters returned.
     """
 
-    start: int = 0
+    before: list[int]
+    start: int
+    prefix: int
     committed: int = 0
-    prefix: int = 0
     text: str = ""
     seen: int = 0
     shown: int = 0
@@ -91,7 +96,8 @@ class TextTracker:
             return ""
         stream = self._streams.get(request.index)
         if stream is None:  # a request with text goes on from an earlier call
-            stream = _Stream(shown=_safe_length(request.text, stop))
+            stream = self._begin(request)
+            stream.shown = _safe_length(request.text, stop)
             self._streams[request.index] = stream
         # An end token is not text, whether or not the tokenizer calls it special.
         tokens = request.generated[:-1] if request.finish_reason == "end" else request.generated
@@ -123,15 +129,36 @@ class TextTracker:
         while self._unfinished:
             request = self._unfinished[-1]
             tokens = request.generated
-            request.text = self._decode(tokens[:-1] if request.finish_reason == "end" else tokens)
+            tokens = tokens[:-1] if request.finish_reason == "end" else tokens
+            request.text = self._text(self._begin(request), tokens, len(tokens))
             self._unfinished.pop()
+
+    def _begin(self, request: Request) -> _Stream:
+        """Returns the state before the first token."""
+        before = self._last_with_text(request.prompt)
+        return _Stream(before, start=-len(before), prefix=len(self._decode(before)))
+
+    def _last_with_text(self, prompt: list[int]) -> list[int]:
+        """Returns the last token of a prompt that has a text of its own; none behind a special one.
+
+        A byte has none: with those of an answer it may be no character.
+        """
+        for token in prompt[: -_MOST_PENDING - 1 : -1]:
+            text = self._decode([token])
+            if not text and self._tokenizer.decode([token], skip_special_tokens=False):
+                return []
+            if not self._may_continue(token) and _INCOMPLETE not in text:
+                return [token]
+        return []
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _text(self, stream: _Stream, tokens: list[int], end: int) -> str:
         """Returns the text of tokens[:end], incomplete characters included."""
-        return stream.text + self._decode(tokens[stream.start : end])[stream.prefix :]
+        window = tokens[max(stream.start, 0) : end]
+        window = stream.before + window if stream.start < 0 else window
+        return stream.text + self._decode(window)[stream.prefix :]
 
     def _commit(self, stream: _Stream, tokens: list[int]) -> None:
         """Commits every token whose text cannot change any more."""

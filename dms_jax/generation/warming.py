@@ -51,8 +51,8 @@ def compile_first(
         counts = [len(request.prompt) for request in requests]
     batches = sorted(shapes.batches(counts, refilled=refilled))
     runner.expect(max(len(request.prompt) for request in requests) + num_steps)
-    pages = runner.table_width(1)
-    key = (rule.switches, rule.logprobs, num_steps, end_tokens, pages, *batches)
+    pages, pages_of_steps = runner.table_width(1), runner.table_width(1, steps=True)
+    key = (rule.switches, rule.logprobs, num_steps, end_tokens, pages, pages_of_steps, *batches)
     if key in compiled:
         return
     compiled.add(key)
@@ -78,7 +78,7 @@ def compile_first(
             programs.decode,
             (
                 *cached,
-                table(num_lanes, pages),
+                table(num_lanes, pages_of_steps),
                 runner.everywhere(lanes),
                 lanes,
                 keys,

@@ -169,16 +169,17 @@ class _Api:
 
 
 async def _body(request: Request) -> bytes:
-    body = b""
+    parts, size = [], 0
     async for part in request.stream():
-        body += part
-        if len(body) > MOST_BYTES:
+        parts.append(part)
+        size += len(part)
+        if size > MOST_BYTES:
             raise RefusalError(
                 f"The body has more than {MOST_BYTES:,} bytes, the most of a request here. Send "
                 "its prompts in several requests.",
                 status=413,
             )
-    return body
+    return b"".join(parts)
 
 
 async def _pieces(news: asyncio.Queue[News], count: int) -> AsyncIterator[Piece]:

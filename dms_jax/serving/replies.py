@@ -141,10 +141,10 @@ class Replies:
                 {
                     "token": text,
                     "logprob": logprob,
-                    "bytes": list(text.encode()),
+                    "bytes": self._bytes(token),
                     "top_logprobs": [],
                 }
-                for text, logprob in zip(texts, piece.logprobs, strict=True)
+                for text, token, logprob in zip(texts, piece.tokens, piece.logprobs, strict=True)
             ]
             return {"content": content, "refusal": None}
         offsets = []
@@ -166,6 +166,11 @@ class Replies:
         before = [self._last.get(piece.choice, prompt[-1]), *piece.tokens]
         self._last[piece.choice] = before[-1]
         return [self._decode(*pair)[len(self._decode(*pair[:1])) :] for pair in pairwise(before)]
+
+    def _bytes(self, token: int) -> list[int] | None:
+        """The bytes of a token, from which clients put characters of several tokens together."""
+        own = None if self.tokenizer is None else self.tokenizer.bytes_of(token)
+        return None if own is None else list(own)
 
     def _decode(self, *tokens: int) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=False)

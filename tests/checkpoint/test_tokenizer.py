@@ -52,6 +52,23 @@ def test_text_comes_back(kind):
             assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "stories260k"])
+def test_bytes_of_tokens_are_the_text(kind):
+    """Of characters that take several tokens too."""
+    tokenizer = Tokenizer.from_directory(GOLDEN / kind)
+    text = "na\u00efve \u4f60\u597d \U0001f642\n\ufffd end"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert any("\ufffd" in tokenizer.decode([index]) for index in ids)  # parts of characters
+    parts = [tokenizer.bytes_of(index) for index in ids]
+    assert b"".join(parts).removeprefix(b" ").decode() == text
+
+
+def test_bytes_of_special_tokens_and_of_none():
+    tokenizer = Tokenizer.from_directory(GOLDEN / "mistral")
+    assert tokenizer.bytes_of(tokenizer.bos_token_id) == b"<s>"
+    assert tokenizer.bytes_of(tokenizer.vocab_size) == b""
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_as_tokenizer_json(kind, tmp_path):
     tokenizer = Tokenizer.from_directory(GOLDEN / kind)

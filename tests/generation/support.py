@@ -60,6 +60,12 @@ def prompts(lengths=LENGTHS) -> list[list[int]]:
     ]
 
 
+def text_behind(prompt: list[int], tokens: list[int]) -> str:
+    """Returns the text of tokens as it goes on behind that of a prompt."""
+    decode = stories().tokenizer.decode
+    return decode([*prompt, *tokens]).removeprefix(decode(prompt))
+
+
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     logits = np.asarray(logits, np.float64)
     largest = logits.max(-1, keepdims=True)

@@ -109,7 +109,8 @@ def test_a_prompt_that_is_cancelled_is_not_read_to_its_end(name):
     alone = engine.generate(given[1:], sampling=GREEDY)[0]
     long, other = cancelled_while_it_is_read(engine, given, 0)
     assert (long.finish_reason, long.generated) == ("cancelled", [])
-    assert long.usage.prefilled_tokens == SHAPE["prefill_chunk"]
+    assert long.usage.prefilled_tokens == long.usage.live_tokens == SHAPE["prefill_chunk"]
+    assert long.usage.compression_ratio == 1  # of what was read: the window evicts nothing yet
     assert (other.finish_reason, other.generated) == ("length", alone.tokens)
     assert engine.generate(given[1:], sampling=GREEDY)[0] == alone
 
@@ -131,4 +132,5 @@ def test_a_prompt_whose_sharers_are_all_cancelled_is_not_read_to_its_end():
     for request in cancelled_while_it_is_read(engine, [prompt, prompt], 0, 1):
         assert (request.finish_reason, request.generated) == ("cancelled", [])
         assert request.usage.prefilled_tokens <= SHAPE["prefill_chunk"]
+        assert request.usage.compression_ratio == 1  # of what was read, not of the whole prompt
     assert engine.generate([after], sampling=GREEDY) == alone

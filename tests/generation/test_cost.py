@@ -87,6 +87,34 @@ def test_growing_sequences_compile_few_programs():
     assert compilations.of(call) <= 5 + 3
 
 
+def test_steps_have_tables_for_what_the_cut_of_a_prompt_leaves(monkeypatch):
+    """A step scores, and gathers before a cut, as many slots as its table has."""
+    compilations = Compilations()
+    policy = dms_jax.SnapKV(budget=8, window=4, interval=4, kernel=3)
+    engine = dms_jax.Engine(
+        model_for("vanilla", ends=False),
+        policy,
+        num_lanes=2,
+        max_tokens=160,
+        page_size=4,
+        chunk=4,
+        prefill_chunk=64,
+    )
+    widths, decode = [], engine.runner.decode
+
+    def watched(*given, **more):
+        launched = decode(*given, **more)
+        widths.append(launched.table.shape[-1])
+        return launched
+
+    monkeypatch.setattr(engine.runner, "decode", watched)
+    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=12)
+    engine.generate(prompts([140]), sampling=sampling)
+    assert engine.runner.table_width(1) >= 140 // 4  # of prompts
+    assert set(widths) == {16}  # the least that there is
+    assert compilations.of(lambda: engine.generate(prompts([139]), sampling=sampling)) == 0
+
+
 @pytest.mark.slow
 def test_traffic_of_any_kind_compiles_a_handful_of_programs():
     """Prompts of all lengths, together and one by one, answers of all lengths, refilled lanes."""

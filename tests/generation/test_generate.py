@@ -21,6 +21,7 @@ from tests.generation.support import (
     log_softmax,
     model_for,
     prompts,
+    text_behind,
 )
 from tests.support.instances import slow_but
 from tests.support.models import random_model, tiny_config
@@ -166,7 +167,7 @@ def test_ends_at_an_end_token_and_at_the_last_position():
     assert completion.finish_reason == "end"
     assert completion.tokens == free.tokens[:stop]
     assert completion.usage.kv_reads == sum(range(14, 13 + stop))
-    assert completion.text == model.tokenizer.decode(free.tokens[: stop - 1])
+    assert completion.text == text_behind(*prompts([13]), free.tokens[: stop - 1])
     # 512 positions: a prompt of 505 tokens leaves seven.
     long = dataclasses.replace(GREEDY, max_new_tokens=100)
     (completion,) = dms_jax.generate(model, prompts([505]), sampling=long).completions
@@ -216,8 +217,8 @@ def test_strings_and_token_lists_are_the_same_prompts():
     mixed = [texts[0], np.array(tokens[1])]
     out = dms_jax.generate(model, mixed, sampling=GREEDY)
     assert out.tokens == dms_jax.generate(model, tokens, sampling=GREEDY).tokens
-    for text, new in zip(out.texts, out.tokens, strict=True):
-        assert text == model.tokenizer.decode(new)
+    for prompt, text, new in zip(tokens, out.texts, out.tokens, strict=True):
+        assert text == text_behind(prompt, new)
 
 
 @pytest.mark.slow

@@ -63,7 +63,8 @@ class Watch:
 
     def _look(self, runner, lengths, most, table):
         assert (most <= CHUNK).all()
-        assert table.shape[-1] == runner.table_width(int(runner.allocator.reserved.max()) * PAGE)
+        held = int(runner.allocator.reserved.max()) * PAGE
+        assert table.shape[-1] == runner.table_width(held, steps=True)
         # The most that the chunk can come to. An idle lane writes nothing and is not read.
         slots = np.where((most > 0)[:, None], lengths + most[:, None], 0)
         slots = np.minimum(slots, np.maximum(runner._slot_limit or slots, lengths))

@@ -23,10 +23,10 @@ def tokenizer(kind: str) -> Tokenizer:
     return Tokenizer.from_directory(GOLDEN / kind)
 
 
-def request(max_new_tokens: int, stop=()) -> Request:
+def request(max_new_tokens: int, stop=(), prompt=(1,)) -> Request:
     return Request(
         index=0,
-        prompt=[1],
+        prompt=list(prompt),
         seed=0,
         copy=0,
         max_new_tokens=max_new_tokens,
@@ -36,10 +36,10 @@ def request(max_new_tokens: int, stop=()) -> Request:
     )
 
 
-def stream(kind: str, tokens, sizes, *, stop=(), limit=None, end_tokens=()):
+def stream(kind: str, tokens, sizes, *, stop=(), limit=None, end_tokens=(), prompt=(1,)):
     """Feeds tokens in chunks of the given sizes (the last one repeats); returns the pieces."""
     tracker = TextTracker(tokenizer(kind), tuple(end_tokens))
-    running = request(len(tokens) if limit is None else limit, tuple(stop))
+    running = request(len(tokens) if limit is None else limit, tuple(stop), prompt)
     pieces, done = [], 0
     sizes = list(sizes)
     while running.finish_reason is None:
@@ -78,6 +78,33 @@ def test_pieces_add_up_to_the_decoded_whole(kind, seed):
         assert running.text == whole
         assert "".join(pieces) == whole
         assert running.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_goes_on_where_its_prompt_ends(kind):
+    """Prompt and answer are the text, wherever it is cut: no space between words is lost."""
+    text = "if a:\n    return two words + 3\n"
+    tokens = tokenizer(kind).encode(text, False)
+    whole = tokenizer(kind).decode(tokens)
+    for cut in range(1, len(tokens)):
+        prompt, answer = tokens[:cut], tokens[cut:]
+        want = whole.removeprefix(tokenizer(kind).decode(prompt))
+        for sizes in ([1], [3], [len(answer)]):
+            running, pieces = stream(kind, answer, sizes, prompt=prompt)
+            assert running.text == "".join(pieces) == want
+        later = request(len(answer), prompt=prompt)
+        tracker = TextTracker(tokenizer(kind), (), streaming=False)
+        later.generated = answer
+        tracker.update(later)
+        tracker.finish()
+        assert later.text == want
+
+
+def test_behind_a_special_token_a_text_begins():
+    tokens = tokenizer("mistral").encode("Sure thing", False)
+    begin = tokenizer("mistral").bos_token_id
+    running, _ = stream("mistral", tokens, [1], prompt=[*tokens, begin])
+    assert running.text == "Sure thing"
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
@@ -183,8 +210,8 @@ def test_an_interrupt_while_texts_are_made_loses_none(monkeypatch):
     decode, calls = Tokenizer.decode, []
 
     def interrupted(self, *given, **options):
-        calls.append(given)
-        if len(calls) == 2:
+        calls.extend([given] if len(given[0]) > 1 else [])  # of an answer, not of its prompt
+        if len(calls) == 2 and calls[-1] is given:
             raise KeyboardInterrupt
         return decode(self, *given, **options)
 

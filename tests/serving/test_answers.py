@@ -98,6 +98,14 @@ def test_prompts_of_every_form_and_a_stop(idle):
     assert joined(chunks) == stopped["text"]
 
 
+def test_parts_of_characters_are_told_in_bytes(idle):
+    hot = dict(messages=TALK, temperature=30, seed=3, max_tokens=60, logprobs=True)
+    (choice,) = idle.ask(chat=True, **hot)["choices"]
+    told = [bytes(each["bytes"]) for each in choice["logprobs"]["content"]]
+    assert any(len(part) == 1 and part[0] >= 128 for part in told)
+    assert "\ufffd".encode() not in told
+
+
 @pytest.mark.slow
 def test_a_seed_decides_and_without_one_answers_differ(idle):
     texts = [idle.ask(**STORY, seed=3)["choices"][0]["text"] for _ in range(2)]

@@ -47,8 +47,8 @@ MUTANTS = [
     Mutant(
         "serving: a request that goes on after an error has its text sent again",
         "dms_jax/generation/text.py",
-        "shown=_safe_length(request.text, stop)",
-        "shown=0",
+        "stream.shown = _safe_length(request.text, stop)",
+        "stream.shown = 0",
         (f"{LOAD}::test_what_was_put_back_goes_on_when_another_one_does_not_fit",),
     ),
     Mutant(
