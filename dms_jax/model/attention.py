@@ -60,10 +60,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
         """Returns queries, keys and values before rotation."""
         grouped = self.qkv_proj(x)
-        # Split rather than indexed: the gradient is then joined in one pass, not padded and summed.
-        q, k, v = jnp.split(grouped, (-2, -1), axis=-2)
-        q = q.reshape(*x.shape[:2], -1, grouped.shape[-1])
-        k, v = k[..., 0, :], v[..., 0, :]
+        q = grouped[..., :-2, :].reshape(*x.shape[:2], -1, grouped.shape[-1])
+        k, v = grouped[..., -2, :], grouped[..., -1, :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

@@ -37,7 +37,7 @@ def test_stacks_are_not_filled_before_layers_fill_them(passes):
 
 
 @pytest.mark.slow
-def test_gradients_of_joined_projections_are_written_once(passes):
-    """Gate and up, and queries, keys and values, are one product each: so are their gradients."""
+def test_the_gradient_of_gate_and_up_is_written_at_once(passes):
+    """At first each half was padded with zeros and the two were summed."""
     assert passes["gates"] == 1
     assert passes["padded"] == 0
