@@ -12,7 +12,6 @@ import json
 import math
 import re
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -79,9 +78,7 @@ def zeroed(text: str) -> int:
 def gates(text: str) -> int:
     """Returns the number of kernels that write the gradient of gate and up."""
     sizes = ",".join(map(str, GATES))
-    return len(
-        re.findall(rf"= bf16\[{sizes}\]\S* fusion\(.*kind=k.*transpose\(jvp\(\)\)", text)
-    )
+    return len(re.findall(rf"= bf16\[{sizes}\]\S* fusion\(.*kind=k.*transpose\(jvp\(\)\)", text))
 
 
 def padded(text: str) -> int:
