@@ -263,7 +263,7 @@ class _Sums(NamedTuple):
     total: Array
     chosen: Array
     weights: list[Array]
-    difference: Array | None
+    difference: Any  # None without a teacher
 
 
 def _sums_of(settings: _Settings, all_logits: list[Array], targets: Array) -> tuple[Any, _Sums]:
