@@ -1,6 +1,9 @@
 """Options of the compiler for training programs.
 
-XLA's defaults suit programs of one device. For GPUs of which several share a step:
+For every GPU, what a loop over layers stacks for the backward pass (11 GB of a step of
+Qwen2.5-0.5B) is not filled with zeros first: every layer writes its own slice.
+
+XLA's other defaults suit programs of one device. For GPUs of which several share a step:
 
     latency hiding scheduler   starts a collective as early as its operands are there, and waits for
                                it as late as its result is needed, with compute in between
@@ -10,7 +13,7 @@ XLA's defaults suit programs of one device. For GPUs of which several share a st
                                of several layers, which would hold more of the model at once
     high-priority stream       communication is not queued behind compute
 
-TPUs do all of this by default.
+TPUs do what concerns several devices by default.
 """
 
 from collections.abc import Iterable
@@ -18,7 +21,10 @@ from collections.abc import Iterable
 import jax
 
 _COMBINED_BYTES = 2**28
-GPU_OPTIONS: dict[str, bool | int | str] = {
+ONE_GPU_OPTIONS: dict[str, bool | int | str] = {
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
+}
+GPU_OPTIONS: dict[str, bool | int | str] = ONE_GPU_OPTIONS | {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
     "xla_gpu_enable_highest_priority_async_stream": True,
@@ -31,5 +37,6 @@ GPU_OPTIONS: dict[str, bool | int | str] = {
 def compiler_options(devices: Iterable[jax.Device]) -> dict[str, bool | int | str]:
     """Returns the options for a training program over these devices."""
     devices = list(devices)
-    several_gpus = len(devices) > 1 and devices[0].platform in ("gpu", "cuda")
-    return dict(GPU_OPTIONS) if several_gpus else {}
+    if devices[0].platform not in ("gpu", "cuda"):
+        return {}
+    return dict(GPU_OPTIONS if len(devices) > 1 else ONE_GPU_OPTIONS)

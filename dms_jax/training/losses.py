@@ -38,6 +38,9 @@ Direction = Literal["reverse", "forward"]
 
 # Logits of the teacher, and of the student, that may exist on a device at a time, in elements.
 CHUNK_ELEMENTS = 2**28
+# Of so many logits one is asked for the number that is subtracted from all of them, and no other
+# may be further above it: exp(40) * 2^18 is far from the largest number in float32.
+_PART_OF_ORIGIN, _FAR = 16, 40.0
 
 
 @struct.dataclass
@@ -217,37 +220,92 @@ def _of_chunk(
     def unembed(hidden, matrix):
         return jnp.einsum("BTE,VE->BTV", hidden, matrix, preferred_element_type=wide)
 
-    def total(x):
-        return jnp.sum(x, -1, keepdims=True)
-
-    def below_highest(logits):
-        return logits - jnp.max(logits, -1, keepdims=True)
-
-    # All sums are of the same arrays, so that the compiler takes them in one reading.
-    logits = below_highest(unembed(hidden, matrices[0]))
-    chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == positions.targets[..., None]
-    weight = jnp.exp(logits)
-    normaliser = jnp.log(total(weight))
-    likelihood = normaliser - total(jnp.where(chosen, logits, 0))
+    all_logits = [unembed(hidden, matrices[0])]
+    if positions.teacher_hidden is not None:
+        all_logits.append(unembed(positions.teacher_hidden, matrices[1]))
+    scale = settings.temperature
+    origins, sums = _sums_of(settings, all_logits, positions.targets)
+    logits, *others = (x - origin for x, origin in zip(all_logits, origins, strict=True))
+    normaliser = jnp.log(sums.total)
+    likelihood = normaliser - sums.chosen
     likelihood = jnp.sum(jnp.where(positions.target_mask, likelihood[..., 0], 0))
-    if positions.teacher_hidden is None:
-        gradient = jnp.exp(logits - normaliser) - chosen
+    if not others:
+        gradient = jnp.exp(logits - normaliser) - _chosen(logits, positions.targets)
         gradient = jnp.where(positions.target_mask[..., None], gradient, 0)
         return TokenLosses(jnp.zeros((), wide), likelihood), gradient
-    others = below_highest(unembed(positions.teacher_hidden, matrices[1]))
-    scale = settings.temperature
-    if scale != 1:
-        logits, others = logits / scale, others / scale
-        weight = jnp.exp(logits)
-    other_weight = jnp.exp(others)
-    sums = total(weight), total(other_weight)
-    difference, shift = logits - others, jnp.log(sums[0]) - jnp.log(sums[1])
+    logits, others = logits / scale, others[0] / scale
+    weight, other_weight = jnp.exp(logits), jnp.exp(others)
+    totals = sums.weights
+    difference, shift = logits - others, jnp.log(totals[0]) - jnp.log(totals[1])
     if settings.direction == "reverse":
-        divergence = total(weight * difference) / sums[0] - shift
-        gradient = weight / sums[0] * (difference - shift - divergence)
+        divergence = sums.difference / totals[0] - shift
+        gradient = weight / totals[0] * (difference - shift - divergence)
     else:
-        divergence = shift - total(other_weight * difference) / sums[1]
-        gradient = weight / sums[0] - other_weight / sums[1]
+        divergence = shift - sums.difference / totals[1]
+        gradient = weight / totals[0] - other_weight / totals[1]
     distillation = jnp.sum(jnp.where(positions.mask, divergence[..., 0], 0))
     gradient = jnp.where(positions.mask[..., None], gradient, 0)
     return TokenLosses(scale**2 * distillation, likelihood), scale * gradient
+
+
+class _Sums(NamedTuple):
+    """Sums over the vocabulary, [B, T, 1], of logits from which an origin was subtracted.
+
+    Attributes:
+      highest: not sums, but the highest, of the student and of the teacher if there is one.
+      total: of exp(student).
+      chosen: the student's logit of the target.
+      weights: of exp(student / temperature) and of exp(teacher / temperature).
+      difference: of the difference of the two, weighted by the one that the direction names first.
+    """
+
+    highest: list[Array]
+    total: Array
+    chosen: Array
+    weights: list[Array]
+    difference: Any  # None without a teacher
+
+
+def _sums_of(settings: _Settings, all_logits: list[Array], targets: Array) -> tuple[Any, _Sums]:
+    """Returns the origins that were subtracted, and the sums.
+
+    The origin may be any number from which no exponential overflows: to read all logits for the
+    highest of them first takes as long as the sums do. It is the highest of a part of them, and the
+    sums tell whether another is far above it; if so, they are taken again from the highest of all.
+    """
+    vocabulary = all_logits[0].shape[-1]
+    split = sharding.axis_size(sharding.MODEL) > 1  # a part would be that of one device
+    part = vocabulary if split else math.ceil(vocabulary / _PART_OF_ORIGIN)
+
+    def sums(origins) -> _Sums:
+        """All are of the same arrays, so that the compiler takes them in one reading."""
+
+        def total(x):
+            return jnp.sum(x, -1, keepdims=True)
+
+        below = [x - origin for x, origin in zip(all_logits, origins, strict=True)]
+        highest = [jnp.max(x, -1, keepdims=True) for x in below]
+        chosen = total(jnp.where(_chosen(below[0], targets), below[0], 0))
+        first = total(jnp.exp(below[0]))
+        if len(below) == 1:
+            return _Sums(highest, first, chosen, [], None)
+        student, teacher = (x / settings.temperature for x in below)
+        weights = [jnp.exp(student), jnp.exp(teacher)]
+        weighted = weights[0 if settings.direction == "reverse" else 1] * (student - teacher)
+        return _Sums(highest, first, chosen, [total(x) for x in weights], total(weighted))
+
+    origins = [jnp.max(x[..., :part], -1, keepdims=True) for x in all_logits]
+    quick = sums(origins)
+    if part == vocabulary:
+        return origins, quick
+    near = jnp.all(jnp.stack(quick.highest) < _FAR * min(settings.temperature, 1.0))
+
+    def again():
+        exact = [x + highest for x, highest in zip(origins, quick.highest, strict=True)]
+        return exact, sums(exact)
+
+    return jax.lax.cond(near, lambda: (origins, quick), again)
+
+
+def _chosen(logits: Array, targets: Array) -> Bool[Array, "B T V"]:
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]

@@ -44,7 +44,8 @@ def loss_and_gradients(hidden, teacher_hidden, matrix, targets, mask, *, directi
 def readings(text: str) -> dict[str, int]:
     """Returns how often each kind of kernel has logits in float32 among its operands.
 
-    "products" multiply, "others" do not.
+    "products" multiply, "others" do not, "parts" read a part of them. What a condition runs, which
+    takes its operands in a tuple, does not count.
     """
     sizes = {f"{ROWS},{VOCABULARY}", f"{BATCH},{CHUNK},{VOCABULARY}"}
     logits, found = set(), collections.Counter()
@@ -52,11 +53,27 @@ def readings(text: str) -> dict[str, int]:
         made = re.match(r"\s+(?:ROOT )?(%\S+) = f32\[([\d,]+)\]\S* (\S+?)\((.*)", line)
         if made and made[2] in sizes and ("dot" in made[1] or made[3] == "bitcast"):
             logits.add(made[1])
-        called = re.match(r"\s+(?:ROOT )?(%\S+) = .*? fusion\((.*?)\), kind=", line)
+        called = re.match(r"\s+(?:ROOT )?(%\S+) = .*? fusion\((.*?)\), kind=.*calls=(%\S+?),", line)
         if called:
-            kind = "products" if "dot" in called[1] else "others"
-            found[kind] += sum(name in logits for name in re.findall(r"%[\w.\-]+", called[2]))
+            for place, name in enumerate(re.findall(r"%[\w.\-]+", called[2])):
+                if name in logits:
+                    other = "parts" if reads_part(text, called[3], place) else "others"
+                    found["products" if "dot" in called[1] else other] += 1
     return dict(found)
+
+
+def reads_part(text: str, computation: str, place: int) -> bool:
+    """Whether a fused computation slices all that it reads of a parameter."""
+    start = text.index(f"\n{computation} (")
+    body = text[start : text.index("\n}", start)]
+    names = re.findall(rf"(%\S+) = \S+ parameter\({place}\)", body)
+    kinds = set()
+    while names:
+        name = re.escape(names.pop())
+        for made, kind in re.findall(rf"(%\S+) = \S+ ([\w-]+)\([^)]*{name}[,)]", body):
+            kinds.add(kind)
+            names += [made] if kind == "bitcast" else []
+    return kinds <= {"bitcast", "slice"}
 
 
 def main() -> None:

@@ -84,6 +84,50 @@ def test_a_temperature_flattens_both_and_keeps_the_scale(case, direction, temper
     assert found.language_modeling == sums(case, direction=direction, chunk=3).language_modeling
 
 
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("temperature", [0.25, 1.0, 3.0])
+@pytest.mark.parametrize("far", ["student", "teacher", "both", "neither"])
+def test_a_logit_far_above_the_first_ones_overflows_nothing(far, temperature, direction):
+    """In float32 exp(300) is infinite; what is subtracted is the highest of the first two."""
+    random = np.random.default_rng(2)
+    size = 32
+    student, teacher = random.normal(size=(2, 1, 3, size)).astype(np.float32)
+    student[0, 1, 20] += 300 * (far in ("student", "both"))
+    teacher[0, 1, 20] += 300 * (far in ("teacher", "both"))
+    targets = np.array([[20, 3, 31]])
+    everywhere = jnp.ones((1, 3), bool)
+
+    def divergence(logits):
+        found = losses.token_losses(
+            losses.Head(logits, jnp.eye(size, dtype=jnp.float32)),
+            losses.Head(jnp.asarray(teacher), jnp.eye(size, dtype=jnp.float32)),
+            targets=jnp.asarray(targets),
+            mask=everywhere,
+            target_mask=everywhere,
+            direction=direction,
+            temperature=temperature,
+        )
+        return found.distillation, found.language_modeling
+
+    (value, likelihood), slope = jax.value_and_grad(divergence, has_aux=True)(jnp.asarray(student))
+    ours, theirs = (numpy_log_softmax(x.astype(float) / temperature) for x in (student, teacher))
+    apart = ours - theirs
+    if direction == "reverse":
+        each = (np.exp(ours) * apart).sum(-1, keepdims=True)
+        expected = np.exp(ours) * (apart - each)
+    else:
+        each = -(np.exp(theirs) * apart).sum(-1, keepdims=True)
+        expected = np.exp(ours) - np.exp(theirs)
+    chex.assert_trees_all_close(
+        np.asarray(value, float), temperature**2 * each.sum(), rtol=1e-4, atol=1e-4
+    )
+    chex.assert_trees_all_close(
+        np.asarray(slope, float), temperature * expected, rtol=1e-4, atol=1e-4
+    )
+    chosen = np.take_along_axis(numpy_log_softmax(student.astype(float)), targets[..., None], -1)
+    chex.assert_trees_all_close(np.asarray(likelihood, float), -chosen.sum(), rtol=1e-4)
+
+
 def test_a_high_temperature_pulls_logits_together_at_the_same_rate(case):
     """Far above the logits, the gradient is that of half a mean squared difference of logits."""
     random = np.random.default_rng(1)
