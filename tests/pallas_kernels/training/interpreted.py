@@ -2,9 +2,9 @@
 
     NPROC=4 python -m tests.pallas_kernels.training.interpreted CASE...
 
-Cases have at most three tiles of tokens: with a window shorter than a tile, queries of the third see
-one tile in part, one with the border of the window and one beyond it. What has several KV heads
-has one sequence.
+Cases have at most three tiles of tokens: with a window shorter than a tile, the third tile sees one
+in part, one with the border of the window and one beyond it. What has several KV heads has one
+sequence.
 
 A case with ":70,90" behind it is computed in pieces of its queries that are cut there, with two
 heads: a piece's place is the same for all of them.
