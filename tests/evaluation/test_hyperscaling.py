@@ -23,8 +23,7 @@ from tests.evaluation.test_evaluating import BEGINNINGS, Continue
 from tests.generation.support import stories
 
 SAMPLING = dms_jax.Sampling(temperature=0.7)
-# A page holds all of a sequence: pools and page tables are of one size, and programs are shared.
-SERVING = Serving(lanes=4, page_size=64, chunk=4)
+SERVING = Serving(lanes=4, page_size=64, chunk=4)  # one page for any length: programs are shared
 TOVA = dms_jax.TOVA(budget=10)
 SHARE = dms_jax.TOVA(compression_ratio=2)
 SYSTEMS = (System("vanilla", dms_jax.Vanilla()), System("TOVA", TOVA))
