@@ -83,6 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(CHECKOUT / ".jax_cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.02",
+        # Which lines of Python an operation is from: kept with each, and read by nobody here.
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
         # Ahead-of-time compilation for TPU with no TPU at hand.
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5p-8",

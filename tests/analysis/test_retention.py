@@ -13,7 +13,7 @@ from dms_jax.analysis.retention import NEVER, Retention, retention
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import POLICIES
 from dms_jax.sharding import make_mesh
-from tests.laws.row import Row, model_for
+from tests.laws.row import INNER, Row, model_for
 from tests.laws.simulations import TOKENS, expected
 from tests.laws.table import ROWS
 from tests.oracles.trace import Trace
@@ -22,15 +22,16 @@ LENGTH = 19  # of the shortest sequence of the laws
 PROMPTS = (13, 1, 9)
 
 
+def kind(row: Row) -> tuple[type, ...]:
+    """Returns the policy, and what it selects from or scores by; its options are the laws'."""
+    return type(row.policy), *(type(getattr(row.policy, field, None)) for field in INNER)
+
+
 def chosen_rows() -> list[Row]:
-    """Returns the rows of two query heads per KV head that evict, and one more of each policy."""
+    """Returns a row that evicts of each kind, with two query heads per KV head if there is one."""
     rows = [row for row in ROWS if row.kv_dtype is None and not row.identity]
-    found = [row for row in rows if row.group == 2]
-    found += [row for row in ROWS if row.group == 2 and type(row.policy) is POLICIES["Vanilla"]]
-    for row in rows:
-        if type(row.policy) not in {type(one.policy) for one in found}:
-            found.append(row)
-    return [row for row in found if row.kv_dtype is None]
+    rows += [row for row in ROWS if type(row.policy) is POLICIES["Vanilla"] and not row.kv_dtype]
+    return list({kind(row): row for row in sorted(rows, key=lambda row: row.group == 2)}.values())
 
 
 def recorded(row: Row) -> Retention:

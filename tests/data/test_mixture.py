@@ -16,6 +16,8 @@ from dms_jax.errors import ConfigError
 
 LINEAR = Part("linear", 0.5, (LinearEquation(),))
 TRACKING = Part("tracking", 0.5, (VariableTracking(size=2, hops=1),))
+# The prose of the training split takes ten seconds to encode, in every process that makes batches.
+LITTLE_PROSE = dict(split="validation")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def mixture(tokenizer):
-    return Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512)
+    return Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512, **LITTLE_PROSE)
 
 
 def documents(tokenizer, batch):
@@ -73,7 +75,7 @@ def test_documents_are_encoded_as_the_tokenizer_encodes_their_texts(tokenizer):
 
 @pytest.mark.slow
 def test_parts_get_their_shares(tokenizer):
-    mixture = Mixture(tokenizer, batch_size=16, length=2048)
+    mixture = Mixture(tokenizer, batch_size=16, length=2048, **LITTLE_PROSE)
     spent = dict.fromkeys(
         ("Problem: Solve", "Problem: Compute", "Problem: ", "Memorize", "A spec"), 0
     )
@@ -119,7 +121,7 @@ def test_a_part_is_not_charged_for_a_document_that_the_batch_drops(tokenizer):
 
 @pytest.mark.slow
 def test_a_batch_depends_on_seed_split_and_step_alone(tokenizer, mixture):
-    again = Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512)
+    again = Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512, **LITTLE_PROSE)
     first = mixture.batch(7)
     chex.assert_trees_all_equal(again.batch(7), first)
     other = Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512, split="test")

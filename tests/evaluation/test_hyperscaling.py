@@ -23,7 +23,7 @@ from tests.evaluation.test_evaluating import BEGINNINGS, Continue
 from tests.generation.support import stories
 
 SAMPLING = dms_jax.Sampling(temperature=0.7)
-SERVING = Serving(lanes=4, page_size=16, chunk=4)
+SERVING = Serving(lanes=4, page_size=64, chunk=4)  # one page for any length: programs are shared
 TOVA = dms_jax.TOVA(budget=10)
 SHARE = dms_jax.TOVA(compression_ratio=2)
 SYSTEMS = (System("vanilla", dms_jax.Vanilla()), System("TOVA", TOVA))
@@ -106,7 +106,7 @@ def test_the_likeliest_answer_and_pass_at_w(whole):
             seed=[int(each) for own in state for each in own],
         )
         prompts = [problem.prompt for problem in problems for _ in range(3)]
-        out = dms_jax.generate(stories(), prompts, sampling=sampling, page_size=16, chunk=4)
+        out = dms_jax.generate(stories(), prompts, sampling=sampling, page_size=64, chunk=4)
         for i, problem in enumerate(problems):
             own = out.completions[3 * i : 3 * i + 3]
             answered = [done for done in own if task.answer(done.text) is not None]
@@ -412,7 +412,8 @@ def test_lengths_that_the_model_has_no_positions_for_are_refused(tmp_path):
         run(lengths=(5, 600), out=tmp_path)
     assert not list(tmp_path.iterdir())
     most = int(str(refused.value).rstrip(".").split()[-1])
-    small = dict(chains=(1,), problems=4, seeds=(0,), systems=SYSTEMS[:1])
+    serving = Serving(lanes=4, page_size=16, chunk=64)
+    small = dict(chains=(1,), problems=4, seeds=(0,), systems=SYSTEMS[:1], serving=serving)
     with pytest.raises(ConfigError, match=f"lengths of at most {most}"):
         run(lengths=(most + 1,), **small)
     assert 480 < most < 512

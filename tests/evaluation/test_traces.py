@@ -15,8 +15,9 @@ from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import POLICIES, model_for, stories
 
 SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=20, logprobs=True)
-# The pool is of one size for answers of any length: they share programs.
-SERVING = Serving(lanes=4, memory=400_000, page_size=16, chunk=4)
+# The pool is of one size for answers of any length, and so are page tables: they share programs.
+SERVING = Serving(lanes=4, memory=400_000, page_size=64, chunk=4)
+SMALL_PAGES = dict(page_size=16)  # the budget of Quest is a page
 SNAPKV = dms_jax.SnapKV(budget=12, window=4, interval=5)
 
 
@@ -56,9 +57,10 @@ def same(left, right):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova", "quest", "random", "snapkv"])
 def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
-    long = answers(name)
+    options = SMALL_PAGES if name == "quest" else {}
+    long = answers(name, **options)
     for length in (1, 6, 13):
-        short = answers(name, length=length)
+        short = answers(name, length=length, **options)
         same(cuts(long, length), cuts(short, length))
         assert {each.new_tokens for each in cuts(long, length)} == {length}
         for each, done in zip(cuts(long, length), short, strict=True):
@@ -70,7 +72,7 @@ def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
 @pytest.mark.slow
 def test_what_was_preempted_is_cut_alike(monkeypatch):
     """Its answer was recomputed as a prompt, and is not the prompt for all that."""
-    short, calm = answers(length=6), answers()
+    short, calm = answers(length=6, **SMALL_PAGES), answers(**SMALL_PAGES)
     fitted, reserve = [], Engine._reserve_or_preempt
 
     def watched(self, *arguments, **options):
@@ -78,7 +80,7 @@ def test_what_was_preempted_is_cut_alike(monkeypatch):
         return fitted[-1]
 
     monkeypatch.setattr(Engine, "_reserve_or_preempt", watched)
-    narrow = answers(memory=90_000)
+    narrow = answers(memory=90_000, **SMALL_PAGES)
     assert False in fitted
     assert [each.trace for each in narrow] == [each.trace for each in calm]
     same(cuts(narrow, 6), cuts(short, 6))

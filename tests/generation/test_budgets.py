@@ -30,6 +30,8 @@ READS = {
     ),
     "quest-bound": functools.partial(dms_jax.Quest, force_last_page=False),
 }
+# What is selected by, and from how many pages, has no part in whose budget it is.
+OF_TURNS = KINDS | {name: READS[name] for name in ("quest", "kcache")}
 QUICK = [KINDS["tova"]]
 every_kind = pytest.mark.parametrize("kind", slow_but(QUICK, KINDS.values()), ids=KINDS)
 every_share = pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_a_share_fits_the_pool_that_was_sized_for_it(kind):
 
 
 @pytest.mark.slow
-@every_share
+@pytest.mark.parametrize("kind", OF_TURNS.values(), ids=OF_TURNS)
 def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
     def converse(interrupted):
         chat = dms_jax.Conversation(stories(), kind(compression_ratio=2), max_tokens=128, **SHARED)

@@ -256,8 +256,8 @@ CASES = POLICIES | {
 
 
 def said(model, policy, context, *turns):
-    """Returns the last answer of a conversation of its own."""
-    conversation = dms_jax.Conversation(model, policy, **SHAPE)
+    """Returns the last answer of a conversation of its own, by the programs of two branches."""
+    conversation = dms_jax.Conversation(model, policy, branches=2, **SHAPE)
     conversation.read(context)
     for turn in turns:
         completion = conversation.say(turn, sampling=SHORT)

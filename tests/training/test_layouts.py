@@ -87,7 +87,6 @@ def alone(trainable):
 @pytest.mark.parametrize(
     ("data", "sequence", "model", "passes", "trainable", "together"),
     [
-        (4, 1, 2, 1, "all", False),
         (8, 1, 1, 2, "all", True),
         (2, 1, 4, 4, "all", False),
         (1, 1, 8, 1, "all", False),  # twice as many devices as KV heads

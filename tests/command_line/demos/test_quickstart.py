@@ -13,11 +13,13 @@ from rich.progress import Progress
 import dms_jax
 from dms_jax.command_line.demos import quickstart
 
+LENGTH = 128  # tokens of a sequence, for 512: each is a step
+
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("optimized")
 def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(quickstart, "LENGTH", LENGTH)
     config = quickstart.Config(
         out=tmp_path,
         sequences=2,
@@ -30,9 +32,9 @@ def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
     windows = ["DMS", "StreamingLLM", "StreamingLLM"]
     assert [row.method for row in rows] == ["dense", *windows, *windows, "TOVA", "random"]
     dense = rows[0]
-    assert dense.peak_tokens == 511
-    assert dense.reads == 511 * 512 / 2
-    assert 1.0 < dense.nats < 1.7  # a trained model, not noise: uniform would be 6.24
+    assert dense.peak_tokens == LENGTH - 1
+    assert dense.reads == (LENGTH - 1) * LENGTH / 2
+    assert 1.0 < dense.nats < 2.2  # a trained model, not noise: uniform would be 6.24
     for row in rows[1:]:
         assert row.peak_ratio == pytest.approx(dense.peak_tokens / row.peak_tokens)
         assert row.reads_ratio == pytest.approx(dense.reads / row.reads)
