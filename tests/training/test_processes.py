@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from dms_jax import processes
 from dms_jax.errors import ConfigError
-from dms_jax.processes import Agreement, arguments, connect, gather, slices
+from dms_jax.processes import Agreement, arguments, connect, gather, parts
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
 from tests.training.killing import EXPORT, compare, finish, moments, start
@@ -242,6 +242,8 @@ def test_a_single_process_is_left_as_it_is():
     agree.fail(ValueError())
     agree.first_done(None)
     assert gather("text") == ["text"]
+    assert agree.from_first(lambda: "text") == "text"
+    assert (agree.all_well(True), agree.all_well(False)) == (True, False)
     array = jnp.arange(6).reshape(2, 3)
-    chex.assert_trees_all_equal(list(slices(array, along_first=True)), list(np.asarray(array)))
-    chex.assert_trees_all_equal(list(slices(array, along_first=False)), [np.asarray(array)])
+    asked = [(array, 1, True), (array, 0, False), (array, None, True)]
+    chex.assert_trees_all_equal(list(parts(asked)), [np.array([3, 4, 5]), None, np.asarray(array)])

@@ -74,9 +74,9 @@ MUTANTS = [
     ),
     Mutant(
         "adapter: a base that was trained is not noticed",
-        FOLDER + "saving.py",
-        "    if changed:\n",
-        "    if False:\n",
+        FOLDER + "adapter_saving.py",
+        "        if changed:\n",
+        "        if False:\n",
         (f"{ADAPTER}::test_a_base_that_was_trained_is_refused",),
     ),
     Mutant(
