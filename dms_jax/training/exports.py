@@ -86,9 +86,13 @@ class Exports:
     def close(self) -> None:
         """Waits too; what fails is a warning, because the run ends with another error."""
         saving, self._incomplete = self._incomplete, None
-        for finish in (self._wait, lambda: saving and saving.end(written=self._has_share)):
+        try:
             try:
-                finish()
-            except Exception as error:
-                warnings.warn(f"An export was not written: {error}", stacklevel=2)
-        self._thread.shutdown(wait=False)
+                self._wait()
+            finally:
+                if saving is not None:
+                    saving.end(written=self._has_share)
+        except Exception as error:
+            warnings.warn(f"An export was not written: {error}", stacklevel=2)
+        finally:
+            self._thread.shutdown(wait=False)
