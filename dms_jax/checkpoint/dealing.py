@@ -96,9 +96,12 @@ def deal(tensors: list[Tensor], max_file_bytes: int) -> list[TensorFile]:
         cut[-1].append(tensor)
         room -= tensor.nbytes
     sizes = [sum(tensor.nbytes for tensor in file) for file in cut]
-    loads, owners = [0] * jax.process_count(), [0] * len(cut)
+    # Processes of one host have numbers next to each other: a few files go to distant ones.
+    count, of = min(len(cut), jax.process_count()), jax.process_count()
+    loads = {place * of // count: 0 for place in range(count)}
+    owners = [0] * len(cut)
     for number in sorted(range(len(cut)), key=lambda number: -sizes[number]):
-        owners[number] = loads.index(min(loads))
+        owners[number] = min(loads, key=lambda process: loads[process])
         loads[owners[number]] += sizes[number]
     called = [f"model-{i:05d}-of-{len(cut):05d}.safetensors" for i in range(1, len(cut) + 1)]
     if len(cut) == 1:

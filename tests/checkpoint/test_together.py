@@ -140,6 +140,7 @@ def test_files_are_dealt_by_size(monkeypatch):
     assert [file.nbytes for file in files] == [3, 5, 2, 4]
     assert [file.process for file in files] == [1, 0, 0, 1]
     assert [file.name for file in files][1] == "model-00002-of-00004.safetensors"
-    monkeypatch.setattr(dealing.jax, "process_count", lambda: 9)
+    monkeypatch.setattr(dealing.jax, "process_count", lambda: 9)  # three a host
+    assert [file.process for file in dealing.deal(tensors[:2], max_file_bytes=1)] == [4, 0]
     (one,) = dealing.deal(tensors, max_file_bytes=99)
     assert (one.process, one.name, len(one.tensors)) == (0, "model.safetensors", 5)

@@ -1,5 +1,7 @@
 """Exports on the way: their files are written behind the steps, whole, in order, or not at all."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import os
@@ -10,6 +12,7 @@ import time
 import jax
 import pytest
 
+from dms_jax import processes
 from dms_jax.checkpoint import load, save, saving
 from dms_jax.checkpoint.together import Saving
 from dms_jax.errors import CheckpointError, TrainingDivergedError
@@ -244,6 +247,64 @@ def test_an_error_beside_another_is_a_warning(tmp_path):
     with pytest.raises(CheckpointError, match="no room"):
         exports.check()
     exports.close()  # it was told
+
+
+class Shared(Saving):
+    """An export of several processes, of which this is one."""
+
+    def __init__(self, monkeypatch, fails):
+        monkeypatch.setattr(processes, "several", lambda: True)
+        self.go, self.fails, self.calls = threading.Event(), fails, []
+
+    _begin = _write = _complete = lambda self: None
+
+    def write(self):
+        assert self.go.wait(PATIENCE)
+        self.calls.append("write")
+        if self.fails:
+            raise CheckpointError("no room")
+
+    def complete(self):
+        self.calls.append("complete")
+
+    def end(self, *, written):
+        self.calls.append(f"end {written}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_share_is_waited_for_until_it_is_written(monkeypatch, fails):
+    """One that cannot be written is waited for as well, or the others would complete the export."""
+    shared, exports = Shared(monkeypatch, fails), Exports()
+    assert not exports.waits
+    exports.begin(shared)
+    assert exports.waits
+    exports.check()
+    shared.go.set()
+    concurrent.futures.wait([exports.written])
+    assert exports.waits == fails
+    if fails:
+        with pytest.raises(CheckpointError, match="no room"):
+            exports.check()
+        assert exports.waits
+        exports.close()
+        assert shared.calls == ["write", "end False"]
+    else:
+        exports.check()
+        assert not exports.waits
+        exports.complete()
+        exports.complete()
+        exports.close()
+        assert shared.calls == ["write", "complete"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_error_beside_a_share_ends_the_export_once_it_is_written(monkeypatch, fails):
+    shared, exports = Shared(monkeypatch, fails), Exports()
+    exports.begin(shared)
+    threading.Timer(0.2, shared.go.set).start()
+    with pytest.warns(match="no room") if fails else contextlib.nullcontext():
+        exports.close()
+    assert shared.calls == ["write", f"end {not fails}"]
 
 
 def test_what_is_moved_is_what_is_saved(model, tmp_path):
