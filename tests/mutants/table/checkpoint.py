@@ -86,4 +86,18 @@ MUTANTS = [
         "adapter_dtype=dtype",
         (f"{ADAPTER}::test_whatever_type_the_base_is_loaded_in",),
     ),
+    Mutant(
+        "saving: of several processes the first is dealt all files",
+        FOLDER + "dealing.py",
+        "        loads[owners[number]] += sizes[number]\n",
+        "",
+        ("tests/checkpoint/test_together.py::test_files_are_dealt_by_size",),
+    ),
+    Mutant(
+        "saving: a process holds all of what its pieces were cut from",
+        FOLDER + "dealing.py",
+        "np.array(tensor.cut(part))",
+        "tensor.cut(np.array(part))",
+        ("tests/checkpoint/test_together.py::test_each_process_holds_its_share_and_no_more",),
+    ),
 ]
