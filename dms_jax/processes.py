@@ -15,12 +15,14 @@ through the devices: a collective operation would wait behind every step that is
 for ever if one process has failed.
 """
 
+import collections
+import functools
 import itertools
 import os
 import pathlib
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -32,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dms_jax.errors import ConfigError, OtherProcessError, plain
 
 # Processes that compile or evaluate reach an agreement minutes apart.
-_LONGEST_WAIT_SECONDS = 3600
+LONGEST_WAIT_SECONDS = 3600
 # How long a process that failed waits for the others to hear of it.
 _FAREWELL_SECONDS = 60
 # After the last process has left, or a process is gone.
@@ -181,7 +183,7 @@ class Agreement:
         self._name = f"dms_jax/{next(_agreements)}"
         self._round = 0
 
-    def __call__(self, *wishes: bool) -> tuple[bool, ...]:
+    def __call__(self, *wishes: bool, seconds: int = LONGEST_WAIT_SECONDS) -> tuple[bool, ...]:
         """Returns for each wish whether any process has it.
 
         Raises:
@@ -189,21 +191,37 @@ class Agreement:
         """
         if not several():
             return wishes
-        told = self._exchange("".join("1" if wish else "0" for wish in wishes))
+        told = self._exchange("".join("1" if wish else "0" for wish in wishes), seconds)
         return tuple(any(each[at] == "1" for each in told.values()) for at in range(len(wishes)))
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, seconds: int = _FAREWELL_SECONDS) -> None:
         """Lets the other processes know that this one goes no further.
 
         An error that they were told of in another agreement is not told again: they are leaving.
+
+        Args:
+          error: what failed.
+          seconds: how long to wait for the others to hear of it.
         """
         if several() and not isinstance(error, OtherProcessError) and _TOLD not in vars(error):
             vars(error)[_TOLD] = True
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             try:
-                self._exchange(f"!{plain(what, 2000)}", _FAREWELL_SECONDS)
+                self._exchange(f"!{plain(what, 2000)}", seconds)
             except (OtherProcessError, RuntimeError):  # they failed too, or are gone
                 return
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        """Returns in all processes the text that process 0 makes."""
+        text = make() if is_first() else ""
+        return self._exchange(text)[0] if several() else text
+
+    def all_well(self, well: bool) -> bool:
+        """Returns whether all processes are here within a minute, and well; for after an error."""
+        try:
+            return not any(self(not well, seconds=_FAREWELL_SECONDS))
+        except (OtherProcessError, RuntimeError):  # some failed again, or are gone
+            return False
 
     def first_done(self, error: Exception | None) -> None:
         """Waits until all are here, and ends in all of them if process 0 failed.
@@ -216,7 +234,7 @@ class Agreement:
         elif several():
             self._exchange("-")
 
-    def _exchange(self, text: str, seconds: int = _LONGEST_WAIT_SECONDS) -> dict[int, str]:
+    def _exchange(self, text: str, seconds: int = LONGEST_WAIT_SECONDS) -> dict[int, str]:
         """Returns the texts of all processes; all zeros are told by saying nothing."""
         name, self._round = f"{self._name}/{self._round}", self._round + 1
         client: Any = distributed.global_state.client
@@ -254,18 +272,70 @@ def put(value: np.ndarray, place: Any) -> jax.Array:
     return jax.make_array_from_callback(value.shape, place, lambda index: value[index])
 
 
-def slices(value: jax.Array | np.ndarray, *, along_first: bool) -> Any:
-    """Yields the slices of an array along its first axis, or all of it, on the host.
+def is_here(value: jax.Array | np.ndarray) -> bool:
+    """Whether this process can read all of an array without the others."""
+    return isinstance(value, np.ndarray) or value.is_fully_addressable or value.is_fully_replicated
 
-    Of an array that is spread over processes one slice at a time is gathered, in every process;
-    only the first of them gets it, and the others None.
+
+def to_host(value: jax.Array | np.ndarray) -> np.ndarray:
+    """Returns an array that is here on the host, without the copy that jax keeps beside it.
+
+    `jax.device_get` keeps one for as long as the array lives, and frozen parameters live long.
     """
-    if isinstance(value, np.ndarray) or value.is_fully_addressable:
-        host = jax.device_get(value)
-        yield from host if along_first else (host,)
-        return
-    everywhere = NamedSharding(value.sharding.mesh, PartitionSpec())  # pyright: ignore
-    take = jax.jit(lambda x, at: x[at] if along_first else x, out_shardings=everywhere)
-    for at in range(value.shape[0] if along_first else 1):
-        whole = take(value, at)
-        yield np.asarray(whole.addressable_data(0)) if is_first() else None
+    if isinstance(value, np.ndarray):
+        return value
+    shards = [shard.data for shard in value.addressable_shards]
+    again = jax.make_array_from_single_device_arrays(value.shape, value.sharding, shards)
+    return jax.device_get(again)
+
+
+def parts(
+    asked: Iterable[tuple[jax.Array | np.ndarray, int | None, bool]],
+) -> Iterator[np.ndarray | None]:
+    """Yields parts of arrays on the host of those processes that want them; None in the others.
+
+    A part of an array that is spread over processes is gathered on the devices of all of them, who
+    ask for the same parts of such arrays in the same order. Two at a time take their memory.
+
+    Args:
+      asked: array, place along its first axis (None for all of it), and whether this process wants
+        the part.
+    """
+    here, last = None, None
+    gathered: collections.deque[tuple[jax.Array, bool]] = collections.deque()
+
+    def settle() -> np.ndarray | None:
+        part, wanted = gathered.popleft()
+        if wanted:
+            return np.asarray(part)
+        part.block_until_ready()  # or parts would pile up on the devices of who wants none
+        return None
+
+    for value, at, wanted in asked:
+        if is_here(value):
+            while gathered:
+                yield settle()
+            if wanted and value is not last:
+                here, last = None, value  # not two of them on the host
+                here = to_host(value)
+            yield (here if at is None else here[at]) if wanted and here is not None else None
+            continue
+        part = _gather(value.sharding.mesh)(value, at).addressable_data(0)  # pyright: ignore
+        if wanted:
+            part.copy_to_host_async()
+        gathered.append((part, wanted))
+        if len(gathered) == 2:
+            yield settle()
+    while gathered:
+        yield settle()
+
+
+@functools.cache
+def _gather(mesh: jax.sharding.Mesh) -> Any:
+    """Returns what brings a part of an array on a mesh to all of its devices."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def take(x: jax.Array, at: int | None) -> jax.Array:
+        return x if at is None else jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
+
+    return jax.jit(take, out_shardings=everywhere)

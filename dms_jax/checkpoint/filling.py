@@ -149,7 +149,7 @@ def _read_parameter(
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         if not stacked:
-            return _read_tensor(weights, pieces[0].layout, 0, shape, index, dtype)
+            return read_tensor(weights, pieces[0].layout, 0, shape, index, dtype)
         chosen = range(layers)[index[0]]
         sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True)]
         out = np.empty(sizes, dtype)
@@ -157,7 +157,7 @@ def _read_parameter(
             piece_shape = piece.shape(shape[1:])
             within = piece.index(len(piece_shape))
             for row, layer in enumerate(chosen):
-                out[row][within] = _read_tensor(
+                out[row][within] = read_tensor(
                     weights, piece.layout, layer, piece_shape, index[1:], dtype
                 )
         return out
@@ -177,7 +177,7 @@ def _read_parameter(
     return jax.make_array_from_callback(shape, place, cached)
 
 
-def _read_tensor(
+def read_tensor(
     weights: Tensors,
     layout: names.Layout,
     layer: int,
@@ -185,6 +185,19 @@ def _read_tensor(
     index: tuple[slice, ...],
     dtype: np.dtype,
 ) -> np.ndarray:
+    """Read a part of a parameter's layer from its tensor.
+
+    Args:
+        weights: the tensors.
+        layout: of the parameter.
+        layer: which of its layers.
+        shape: shape of a layer.
+        index: which part of it.
+        dtype: type to return it in.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not finite.
+    """
     name = layout.tensor_name(layer)
     cut, rest = layout.tensor_slices(shape, index)
     whole = all(

@@ -96,7 +96,7 @@ def replacement(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Path]:
             _carry(target / name, new / name)
         if target.is_dir():  # keep its permissions
             shutil.copymode(target, new)
-        _flush(new)
+        flush(*filter(_is_plain, new.iterdir()), new)
         old = _swap(new, target)
         if old is not None:
             for entry in old.iterdir():
@@ -164,12 +164,15 @@ def _carry(source: pathlib.Path, target: pathlib.Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _flush(directory: pathlib.Path) -> None:
-    """Flush a directory and its files to disk; some disks report only then that they are full."""
+def _is_plain(path: pathlib.Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def flush(*paths: pathlib.Path) -> None:
+    """Flush files and directories to disk; some disks report only then that they are full."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
-    files = [file for file in directory.iterdir() if file.is_file() and not file.is_symlink()]
-    for path in (*files, directory):
+    for path in paths:
         number = os.open(path, os.O_RDONLY)
         try:
             os.fsync(number)

@@ -1,52 +1,38 @@
 """The files of a checkpoint: tensors in one safetensors file or in shards, and JSON beside them."""
 
+import itertools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from dms_jax.checkpoint.weights import INDEX, SINGLE
+from dms_jax.checkpoint.dealing import TensorFile, Tensors
+from dms_jax.checkpoint.weights import INDEX
 from dms_jax.errors import CheckpointError
 
-Tensors = Iterator[tuple[str, np.ndarray]]
 
-
-def write_tensors(tensors: Tensors, directory: pathlib.Path, max_shard_bytes: int) -> None:
-    """Write `model.safetensors`, or numbered shards and their index."""
+def write_tensors(tensors: Tensors, directory: pathlib.Path, files: Iterable[TensorFile]) -> None:
+    """Write files of tensors, which come in their order."""
     mode = mode_of(directory / "config.json")
-    written: list[tuple[pathlib.Path, list[str]]] = []
-    shard: dict[str, np.ndarray] = {}
-    total = size = 0
+    for file in files:
+        content = {}
+        for name, tensor in itertools.islice(tensors, len(file.tensors)):
+            check_finite(name, tensor)
+            content[name] = tensor
+        save_tensors(content, directory / file.name, mode)
 
-    def flush() -> None:
-        nonlocal shard, size
-        file = directory / f"shard-{len(written)}"
-        save_tensors(shard, file, mode)
-        written.append((file, list(shard)))
-        shard, size = {}, 0
 
-    for name, tensor in tensors:
-        check_finite(name, tensor)
-        if shard and size + tensor.nbytes > max_shard_bytes:
-            flush()
-        shard[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-    flush()
-    if len(written) == 1:
-        written[0][0].rename(directory / SINGLE)
-        return
-    weight_map = {}
-    for number, (file, tensor_names) in enumerate(written, start=1):
-        final = f"model-{number:05d}-of-{len(written):05d}.safetensors"
-        file.rename(directory / final)
-        weight_map |= dict.fromkeys(tensor_names, final)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(directory / INDEX, index)
+def write_index(directory: pathlib.Path, files: list[TensorFile]) -> None:
+    """Write which file holds each tensor, if there are several."""
+    if len(files) > 1:
+        weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+        total = sum(file.nbytes for file in files)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(directory / INDEX, index)
 
 
 def check_finite(name: str, tensor: np.ndarray) -> None:

@@ -2,7 +2,11 @@
 
 The run waits while what the devices hold is moved to the host (`begin_save`), and goes on while a
 thread writes the files. A second export waits until the first is written, so that the host holds
-one at most. What fails in the thread ends the run at its next step, or at its end.
+one at most.
+
+Of several processes each holds and writes its share, and the first puts the export in its place
+once all have, which they find out where they agree on each step; no thread agrees on anything or
+uses the devices of others. What fails in the thread ends the run at its next step, or at its end.
 
 No checkpoint is complete before the exports of earlier steps are: a run that is killed in between
 would go on after them, and never write them. In a single process it is completed behind the steps;
@@ -11,7 +15,9 @@ of several the run waits for the export where a checkpoint is due.
 
 import concurrent.futures
 import warnings
-from collections.abc import Callable
+
+from dms_jax import processes
+from dms_jax.checkpoint.together import Saving
 
 Written = concurrent.futures.Future[None]
 
@@ -22,37 +28,70 @@ class Exports:
     def __init__(self):
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "export")
         self._written: Written | None = None
+        # An export that several processes complete together, and whether this one's share is there.
+        self._incomplete: Saving | None = None
+        self._has_share = False
 
     @property
     def written(self) -> Written | None:
         """When the export that is being written is complete; None if there is none."""
         return self._written
 
-    def begin(self, write: Callable[[], None]) -> None:
+    @property
+    def waits(self) -> bool:
+        """Whether this process still writes its share of an export, or could not."""
+        writing = self._written
+        if self._incomplete is None or self._has_share:
+            return False
+        return writing is None or not writing.done() or writing.exception() is not None
+
+    def begin(self, saving: Saving) -> None:
         """Begins to write an export, after `finish`."""
         assert self._written is None
-        self._written = self._thread.submit(write)
+        if processes.several():
+            self._incomplete, self._has_share = saving, False
+        self._written = self._thread.submit(saving.write if processes.several() else saving.run)
+
+    def complete(self) -> None:
+        """Begins to put an export of several processes in its place, of which none waits."""
+        if self._incomplete is not None:
+            saving, self._incomplete = self._incomplete, None
+            self._written = self._thread.submit(saving.complete)
 
     def check(self) -> None:
         """Raises the error of an export, if it has failed."""
         if self._written is not None and self._written.done():
-            self.finish()
+            self._wait()
 
-    def finish(self) -> None:
-        """Waits until nothing is being written.
+    def finish(self, agree: processes.Agreement) -> None:
+        """Waits in all processes until no export is being written.
 
         Raises:
           CheckpointError: it cannot be written, or holds what is not finite.
+          OtherProcessError: another process failed.
         """
+        self._wait()
+        agree()
+        self.complete()
+        self._wait()
+        agree()
+
+    def _wait(self) -> None:
         if self._written is not None:
             concurrent.futures.wait([self._written])
             written, self._written = self._written, None
             written.result()
+            self._has_share = True
 
     def close(self) -> None:
         """Waits too; what fails is a warning, because the run ends with another error."""
+        saving, self._incomplete = self._incomplete, None
         try:
-            self.finish()
+            try:
+                self._wait()
+            finally:
+                if saving is not None:
+                    saving.end(written=self._has_share)
         except Exception as error:
             warnings.warn(f"An export was not written: {error}", stacklevel=2)
         finally:

@@ -126,7 +126,7 @@ class Loop:
                 for step in range(start, total):
                     self._take(step, interrupts, agree, snapshots)
                 self._read()
-                self._finish_exports(agree)
+                self._exports.finish(agree)
             except BaseException as error:
                 agree.fail(error)
                 raise
@@ -144,7 +144,9 @@ class Loop:
         options, total, done = self._options, self._total, step + 1
         self._exports.check()
         batches = self._draw(step)
-        decided = agree(*self._wishes(step, interrupts))
+        *decided, waits = agree(*self._wishes(step, interrupts), self._exports.waits)
+        if not waits:
+            self._exports.complete()
         self._step(step, batches)
         self._read(leave=_IN_FLIGHT)
         if options.evaluate and (done % options.evaluate_every == 0 or done == total):
@@ -158,7 +160,7 @@ class Loop:
             stop, _ = self._wishes(done, interrupts)
         if stop and done < total:
             self._checkpoint(done, agree)
-            self._finish_exports(agree)
+            self._exports.finish(agree)
             if self._directory is not None:
                 self._directory.finish()
             raise KeyboardInterrupt(f"stopped after step {done}")
@@ -294,7 +296,7 @@ class Loop:
         if self._skipped_in_a_row and done < self._total:
             return
         if processes.several():  # the others cannot be told that the first leaves a checkpoint out
-            self._finish_exports(agree)
+            self._exports.finish(agree)
         get_state = getattr(self._source, "get_state", lambda: None)
         self._directory.save(done, self._trainer.state, get_state(), after=self._exports.written)
         self._clock = self._saved = time.perf_counter()
@@ -311,22 +313,16 @@ class Loop:
 
     def _snapshot(self, ratio: float, agree: processes.Agreement) -> None:
         self._read()
-        self._finish_exports(agree)
+        self._exports.finish(agree)
         model = self._trainer.model()
         if self._directory is not None:
             path = self._directory.path / "snapshots" / f"{ratio:g}"
             only, kept = self._options.adapter_only, self._trainer.frozen
-            write = begin_save(model, self._policy, path, adapter_only=only, kept=kept)
-            if processes.is_first():
-                self._exports.begin(write)
+            saving = begin_save(model, self._policy, path, adapter_only=only, kept=kept)
+            self._exports.begin(saving)
         if self._options.on_snapshot is not None:
             self._options.on_snapshot(ratio, model)
         self._clock = time.perf_counter()
-
-    def _finish_exports(self, agree: processes.Agreement) -> None:
-        """Waits in all processes until no export is being written."""
-        self._exports.finish()
-        agree.first_done(None)
 
 
 def _when_ready(metrics: dict[str, jax.Array]) -> float:

@@ -91,7 +91,8 @@ def test_whichever_write_fails(stories, tmp_path, monkeypatch, error, there_befo
             assert load(out).policy == TOVA(budget=64)
             assert (out / "LICENSE").read_text() == "kept"
     assert at > 20
-    assert failed >= {"os.mkdir", "io.open", "os.chmod", "os.fsync", "os.rename", "save_file"}
+    assert failed >= {"os.mkdir", "io.open", "os.chmod", "os.fsync", "save_file"}
+    assert there_before or "os.rename" in failed  # else the two directories are exchanged
     assert load(out).policy == Vanilla()
 
 

@@ -28,7 +28,9 @@ RATIOS = [1.5, 2, 3]  # of exports on the way
 DEVICES = 8
 
 
-def start(told: dict[str, Any], count: int) -> list[subprocess.Popen[str]]:
+def start(
+    told: dict[str, Any], count: int, module: str = "tests.training.one_of_two"
+) -> list[subprocess.Popen[str]]:
     """Starts the processes of a run, eight devices between them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -46,7 +48,7 @@ def start(told: dict[str, Any], count: int) -> list[subprocess.Popen[str]]:
                 "JAX_NUM_PROCESSES": str(count),
                 "JAX_PROCESS_ID": str(index),
             }
-        command = [sys.executable, "-m", "tests.training.one_of_two", json.dumps(told)]
+        command = [sys.executable, "-m", module, json.dumps(told)]
         started.append(
             subprocess.Popen(
                 command,

@@ -2,10 +2,12 @@
 
     {"out": directory of the run, "mesh": [data, model], "float64": true, "steps": 6, ...}
 
-With "thread" the run is in another thread than the main one, so that no signal reaches it. Writes
-the losses, the norms of the gradients and the exit to `out`-<process>.json.
+With "thread" the run is in another thread than the main one, so that no signal reaches it; with
+"size" files of tensors are cut there; with "full" that process cannot write those of exports.
+Writes the losses, the norms of the gradients and the exit to `out`-<process>.json.
 """
 
+import errno
 import json
 import os
 import pathlib
@@ -26,6 +28,7 @@ def main(told: dict[str, Any]) -> None:
     import jax.numpy as jnp
     import numpy as np
 
+    from dms_jax.checkpoint import saving
     from dms_jax.sharding import make_mesh
     from dms_jax.training import retrofit
     from dms_jax.training.recipe import Stage
@@ -43,6 +46,15 @@ def main(told: dict[str, Any]) -> None:
             raise ValueError("a callback that fails")
         time.sleep(told.get("pause", 0.0))
 
+    write = saving.write_tensors
+
+    def write_tensors(tensors: Any, directory: pathlib.Path, files: Any) -> None:
+        if told.get("full") == index and "snapshots" in directory.parts:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(tensors, directory, files)
+
+    saving.MAX_SHARD_BYTES = told.get("size", saving.MAX_SHARD_BYTES)
+    saving.write_tensors = write_tensors
     dtype = jnp.float64 if told.get("float64") else jnp.float32
     model = language_model(adapter=True, dtype=dtype, num_heads=8, num_kv_heads=4)
     ramp = Stage("ramp", told.get("steps", 4), 1e-3, 4.0, adapter_learning_rate=1e-2)

@@ -1,5 +1,7 @@
 """Exports on the way: their files are written behind the steps, whole, in order, or not at all."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import os
@@ -10,7 +12,9 @@ import time
 import jax
 import pytest
 
+from dms_jax import processes
 from dms_jax.checkpoint import load, save, saving
+from dms_jax.checkpoint.together import Saving
 from dms_jax.errors import CheckpointError, TrainingDivergedError
 from dms_jax.training import loop, retrofit
 from dms_jax.training.exports import Exports
@@ -60,14 +64,14 @@ class Disk:
         self.write, self.fails, self.thread = saving.write_tensors, fails, None
         monkeypatch.setattr(saving, "write_tensors", self)
 
-    def __call__(self, tensors, directory, most):
+    def __call__(self, tensors, directory, files):
         if "snapshots" in directory.parts:
             self.thread = threading.current_thread()
             self.begun.set()
             self.in_time.append(self.go.wait(PATIENCE))
             if self.fails:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.write(tensors, directory, most)
+        self.write(tensors, directory, files)
 
 
 @pytest.mark.slow
@@ -188,13 +192,13 @@ def test_at_most_one_export_waits_on_the_host(model, tmp_path, monkeypatch):
         events.append(f"move {path.name}")
         return begin(model, policy, path, **options)
 
-    def slow(tensors, directory, most):
+    def slow(tensors, directory, files):
         if "snapshots" in directory.parts:
             time.sleep(0.5)
-            write(tensors, directory, most)
+            write(tensors, directory, files)
             events.append(f"wrote {directory.parent.name.split('.saving')[0].strip('.')}")
         else:
-            write(tensors, directory, most)
+            write(tensors, directory, files)
 
     monkeypatch.setattr(loop, "begin_save", moving)
     monkeypatch.setattr(saving, "write_tensors", slow)
@@ -225,16 +229,19 @@ def test_frozen_arrays_stay_on_the_device_until_they_are_written(model, tmp_path
     assert load(tmp_path / "snapshots" / "2.5").policy == EAGER
 
 
-def test_an_error_beside_another_is_a_warning():
-    def fail():
-        raise CheckpointError("no room")
+def test_an_error_beside_another_is_a_warning(tmp_path):
+    class Failing(Saving):
+        _begin = _complete = lambda self: None
+
+        def _write(self):
+            raise CheckpointError("no room")
 
     exports = Exports()
-    exports.begin(fail)
+    exports.begin(Failing(tmp_path))
     with pytest.warns(UserWarning, match="An export was not written: no room"):
         exports.close()
     exports = Exports()
-    exports.begin(fail)
+    exports.begin(Failing(tmp_path))
     while exports.written is not None and not exports.written.done():
         time.sleep(0.01)
     with pytest.raises(CheckpointError, match="no room"):
@@ -242,11 +249,69 @@ def test_an_error_beside_another_is_a_warning():
     exports.close()  # it was told
 
 
+class Shared(Saving):
+    """An export of several processes, of which this is one."""
+
+    def __init__(self, monkeypatch, fails):
+        monkeypatch.setattr(processes, "several", lambda: True)
+        self.go, self.fails, self.calls = threading.Event(), fails, []
+
+    _begin = _write = _complete = lambda self: None
+
+    def write(self):
+        assert self.go.wait(PATIENCE)
+        self.calls.append("write")
+        if self.fails:
+            raise CheckpointError("no room")
+
+    def complete(self):
+        self.calls.append("complete")
+
+    def end(self, *, written):
+        self.calls.append(f"end {written}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_share_is_waited_for_until_it_is_written(monkeypatch, fails):
+    """One that cannot be written is waited for as well, or the others would complete the export."""
+    shared, exports = Shared(monkeypatch, fails), Exports()
+    assert not exports.waits
+    exports.begin(shared)
+    assert exports.waits
+    exports.check()
+    shared.go.set()
+    concurrent.futures.wait([exports.written])
+    assert exports.waits == fails
+    if fails:
+        with pytest.raises(CheckpointError, match="no room"):
+            exports.check()
+        assert exports.waits
+        exports.close()
+        assert shared.calls == ["write", "end False"]
+    else:
+        exports.check()
+        assert not exports.waits
+        exports.complete()
+        exports.complete()
+        exports.close()
+        assert shared.calls == ["write", "complete"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_error_beside_a_share_ends_the_export_once_it_is_written(monkeypatch, fails):
+    shared, exports = Shared(monkeypatch, fails), Exports()
+    exports.begin(shared)
+    threading.Timer(0.2, shared.go.set).start()
+    with pytest.warns(match="no room") if fails else contextlib.nullcontext():
+        exports.close()
+    assert shared.calls == ["write", f"end {not fails}"]
+
+
 def test_what_is_moved_is_what_is_saved(model, tmp_path):
     """Whichever arrays stay behind."""
     arrays = list(parameters(model.transformer).values())
     save(model, model.policy, tmp_path / "saved")
     for name, kept in (("none", []), ("some", arrays[::2]), ("all", arrays)):
-        saving.begin_save(model, model.policy, tmp_path / name, kept=kept)()
+        saving.begin_save(model, model.policy, tmp_path / name, kept=kept).run()
         for file in ("config.json", TENSORS):
             assert (tmp_path / name / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()

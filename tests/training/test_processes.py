@@ -1,19 +1,24 @@
 """Two real processes of four devices each: the run of one, its export, its stops and its errors."""
 
+import gc
 import io
 import json
 import pathlib
+import re
+import tracemalloc
 from typing import Any
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from dms_jax import processes
 from dms_jax.errors import ConfigError
-from dms_jax.processes import Agreement, arguments, connect, gather, slices
+from dms_jax.processes import Agreement, arguments, connect, gather, parts
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
 from tests.training.killing import EXPORT, compare, finish, moments, start
@@ -123,6 +128,23 @@ def test_an_export_that_fails_ends_all_in_order(tmp_path, every):
     one, other = run(2, tmp_path / "run", every=every, **TOLD)
     assert one["ended"].startswith("CheckpointError: the checkpoint cannot be written to")
     assert other["ended"].startswith("OtherProcessError: Process 0 of this run failed: Checkp")
+
+
+@pytest.mark.slow
+def test_a_share_of_an_export_that_fails_ends_all_and_is_made_when_the_run_goes_on(tmp_path, whole):
+    """The second process writes some of its files, behind the steps."""
+    out, cut = tmp_path / "run", TOLD | {"size": 10_000}
+    one, other = run(2, out, full=1, **cut)
+    assert re.match("CheckpointError: .*snapshots/1.5: .*No space left", other["ended"])
+    told = "OtherProcessError: Process 1 of this run failed: CheckpointError: .*No space left"
+    assert re.match(told, one["ended"])
+    assert not list((out / "snapshots").iterdir())
+    assert [each["ended"] for each in run(2, out, **cut)] == ["done", "done"]
+    assert [path.name for path in (out / "snapshots").iterdir()] == ["1.5"]
+    files = sorted((out / "snapshots" / "1.5").glob("*.safetensors"))
+    assert len(files) > 2
+    found = {name: array for file in files for name, array in load_file(file).items()}
+    chex.assert_trees_all_equal(found, load_file(whole[0] / "snapshots/1.5/model.safetensors"))
 
 
 def test_an_error_is_told_once(monkeypatch):
@@ -242,6 +264,23 @@ def test_a_single_process_is_left_as_it_is():
     agree.fail(ValueError())
     agree.first_done(None)
     assert gather("text") == ["text"]
+    assert agree.from_first(lambda: "text") == "text"
+    assert (agree.all_well(True), agree.all_well(False)) == (True, False)
     array = jnp.arange(6).reshape(2, 3)
-    chex.assert_trees_all_equal(list(slices(array, along_first=True)), list(np.asarray(array)))
-    chex.assert_trees_all_equal(list(slices(array, along_first=False)), [np.asarray(array)])
+    asked = [(array, 1, True), (array, 0, False), (array, None, True)]
+    chex.assert_trees_all_equal(list(parts(asked)), [np.array([3, 4, 5]), None, np.asarray(array)])
+
+
+def test_an_array_that_was_read_leaves_no_copy_on_the_host():
+    """jax.device_get keeps what it returned for as long as the array lives."""
+    array = jax.device_put(
+        np.arange(2.0**17).reshape(8, -1), NamedSharding(make_mesh(8), PartitionSpec("data"))
+    )
+    tracemalloc.start()
+    try:
+        chex.assert_trees_all_equal(processes.to_host(array), np.arange(2.0**17).reshape(8, -1))
+        gc.collect()
+        left = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert left < array.nbytes / 2

@@ -74,9 +74,9 @@ MUTANTS = [
     ),
     Mutant(
         "adapter: a base that was trained is not noticed",
-        FOLDER + "saving.py",
-        "    if changed:\n",
-        "    if False:\n",
+        FOLDER + "adapter_saving.py",
+        "        if changed:\n",
+        "        if False:\n",
         (f"{ADAPTER}::test_a_base_that_was_trained_is_refused",),
     ),
     Mutant(
@@ -85,5 +85,19 @@ MUTANTS = [
         "adapter_dtype=dtype if adapter is None else None",
         "adapter_dtype=dtype",
         (f"{ADAPTER}::test_whatever_type_the_base_is_loaded_in",),
+    ),
+    Mutant(
+        "saving: of several processes the first is dealt all files",
+        FOLDER + "dealing.py",
+        "        loads[owners[number]] += sizes[number]\n",
+        "",
+        ("tests/checkpoint/test_together.py::test_files_are_dealt_by_size",),
+    ),
+    Mutant(
+        "saving: a process holds all of what its pieces were cut from",
+        FOLDER + "dealing.py",
+        "np.array(tensor.cut(part))",
+        "tensor.cut(np.array(part))",
+        ("tests/checkpoint/test_together.py::test_each_process_holds_its_share_and_no_more",),
     ),
 ]

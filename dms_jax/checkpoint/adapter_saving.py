@@ -1,0 +1,159 @@
+"""Save what was trained beside frozen weights by itself, after a look at those weights.
+
+They must still be those of the base. Each process compares what its own devices hold of them, so
+that nothing of the base crosses between processes; the first writes what was trained, which is
+small.
+"""
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dms_jax import processes
+from dms_jax.checkpoint import names
+from dms_jax.checkpoint.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    adapter_config,
+    base_identity,
+    differing_shape,
+)
+from dms_jax.checkpoint.contents import Contents, read_checkpoint
+from dms_jax.checkpoint.dealing import deal, dealt, tensors_of
+from dms_jax.checkpoint.filling import read_tensor
+from dms_jax.checkpoint.low_rank import low_rank_tensors
+from dms_jax.checkpoint.replacing import ADAPTER, replacement
+from dms_jax.checkpoint.tensor_files import check_finite, mode_of, save_tensors, write_json
+from dms_jax.checkpoint.together import Saving
+from dms_jax.checkpoint.weights import Tensors
+from dms_jax.errors import CheckpointError, ConfigError
+from dms_jax.model import low_rank
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+
+_WHOLE = "save the whole model (adapter_only=False)"
+
+
+class AdapterSaving(Saving):
+    """The adapter and the low-rank updates of a model, on their way to a directory.
+
+    The frozen weights stay on the devices until they have been compared.
+
+    Raises:
+        ConfigError: there is nothing that could be saved alone.
+    """
+
+    def __init__(self, model: LanguageModel, policy: Policy, target: pathlib.Path):
+        super().__init__(target)
+        self._low_rank = low_rank.low_rank_of(model.transformer)
+        if not policy.retrofit.adapter and self._low_rank is None:
+            raise ConfigError(
+                f"{policy} reads no adapter that could be saved alone; save the whole model"
+            )
+        if policy.retrofit.borrowed_neurons is not None:
+            raise ConfigError(
+                f"{policy} decides in neurons of the base, which an adapter does not hold; save "
+                "the whole model"
+            )
+        self._model, self._policy = model, policy
+        self._frozen: dict[names.Path, Any] = {}
+        self._tensors: dict[str, np.ndarray] = {}
+        self._identity: dict[str, Any] = {}
+
+    def _begin(self) -> None:
+        transformer = self._model.transformer
+        state = nnx.state(low_rank.drop_factors(transformer), nnx.Param)
+        adapter = {}
+        for path, param in nnx.to_flat_state(state):
+            own = names.is_adapter(names.PIECES[path])
+            (adapter if own else self._frozen)[path] = param.get_value()
+        self._tensors = dict(low_rank_tensors(transformer))
+        if self._policy.retrofit.adapter:
+            one_file = deal(tensors_of(adapter), max_file_bytes=2**62)
+            self._tensors |= dict(dealt(adapter, one_file))
+
+    def _write(self) -> None:
+        base = self._base()
+        changed = _changed(base.weights, self._frozen)
+        if changed:
+            raise CheckpointError(
+                f"{self._reason}{len(changed)} of its other tensors were changed ({changed[0]}"
+                f"{', ...' if len(changed) > 1 else ''}), by training all weights, by merging "
+                f"low-rank updates, or because the files were replaced; {_WHOLE}"
+            )
+        if processes.is_first():
+            self._identity = base_identity(base.config, base.weights)
+        for name, value in self._tensors.items():
+            check_finite(name, value)
+
+    def _complete(self) -> None:
+        with replacement(self._target, ADAPTER) as directory:
+            content = adapter_config(self._policy, self._low_rank, self._identity)
+            write_json(directory / ADAPTER_CONFIG, content)
+            mode = mode_of(directory / ADAPTER_CONFIG)
+            save_tensors(self._tensors, directory / ADAPTER_TENSORS, mode)
+
+    @property
+    def _reason(self) -> str:
+        return f"the model is not its base {self._model.source} with an adapter: "
+
+    def _base(self) -> Contents:
+        """Read what the model was loaded from.
+
+        Raises:
+            CheckpointError: it was not loaded, or its base is gone or has another shape.
+        """
+        source = self._model.source
+        if source is None:
+            raise CheckpointError(
+                "this model was not loaded from a checkpoint, so that there is no base which an "
+                f"adapter could be saved beside; {_WHOLE}, or save the base first and load that"
+            )
+        try:
+            base = read_checkpoint(pathlib.Path(source))
+        except (CheckpointError, ConfigError) as error:
+            raise CheckpointError(
+                f"the base {source}, with which the model must be compared before its adapter "
+                f"is saved alone, cannot be read any more: {error}"
+            ) from error
+        different = differing_shape(base.config, self._model.config)
+        if different:
+            raise CheckpointError(f"{self._reason}{'; '.join(different)}; {_WHOLE}")
+        return base
+
+
+def _changed(base: Tensors, frozen: dict[names.Path, Any]) -> list[str]:
+    """List the tensors of which this process holds a part that is not the base's."""
+    found: dict[str, None] = {}
+    for path, value in frozen.items():
+        pieces = names.PIECES[path]
+        for layer, index, part in _own_parts(value, stacked=pieces[0].layout.stacked):
+            shape = value.shape[value.ndim - part.ndim :]
+            for piece in pieces:
+                layout = piece.layout
+                ours = part[piece.index(part.ndim)]
+                theirs = read_tensor(base, layout, layer, piece.shape(shape), index, ours.dtype)
+                if not np.array_equal(theirs, ours):
+                    found[layout.tensor_name(layer)] = None
+    return list(found)
+
+
+def _own_parts(
+    value: jax.Array, *, stacked: bool
+) -> Iterator[tuple[int, tuple[slice, ...], np.ndarray]]:
+    """Yield a layer, an index in it, and the part there: of every part that is this process's.
+
+    What several devices hold belongs to the first of them.
+    """
+    for shard in value.addressable_shards:
+        if shard.replica_id == 0:
+            host = processes.to_host(shard.data)
+            if not stacked:
+                yield 0, shard.index, host
+                continue
+            for layer, part in zip(range(value.shape[0])[shard.index[0]], host, strict=True):
+                yield layer, shard.index[1:], part

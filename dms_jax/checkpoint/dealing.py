@@ -1,0 +1,160 @@
+"""Which file each tensor of a checkpoint is in, and which of several processes writes it.
+
+Tensors come in the order of the parameters, their layers and their pieces, and another file begins
+where one would grow beyond its size, so that the files of several processes are those of one.
+Whole files are dealt over the processes, the largest first, each to who has least to write: a
+process holds what it was dealt on its host, at most a file more than its share.
+
+A file has one writer and a tensor comes to it whole. The processes could write the rows of a tensor
+that their devices hold into one file; but training splits the embedding dimension, which runs along
+the rows of most matrices in a file, so that at 128 shards they would be pieces of 128 bytes, and
+network file systems do not promise that writes of several hosts next to each other both arrive.
+
+What is spread over processes is gathered a layer at a time on all devices, as a step of training
+does, in an order in which the processes take turns, so that they copy to their hosts at the same
+time.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from dms_jax import processes
+from dms_jax.checkpoint import names
+from dms_jax.checkpoint.weights import SINGLE
+
+Arrays = Mapping[names.Path, Any]
+# A parameter, and its layer if it is stacked.
+Part = tuple[names.Path, int | None]
+Tensors = Iterator[tuple[str, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        part: the part of a parameter that it is made of.
+        piece: which piece of that it is.
+        nbytes: its size.
+    """
+
+    part: Part
+    piece: names.Piece
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """Its Hugging Face name."""
+        return self.piece.layout.tensor_name(self.part[1] or 0)
+
+    def cut(self, part: np.ndarray) -> np.ndarray:
+        """Its piece of the part."""
+        return part[self.piece.index(part.ndim)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFile:
+    """A file of tensors, in their order, and the process that writes it."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    process: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def tensors_of(arrays: Arrays) -> list[Tensor]:
+    """List the tensors of a model's parameters."""
+    found = []
+    for path, value in arrays.items():
+        pieces = names.PIECES[path]
+        stacked = pieces[0].layout.stacked
+        shape = value.shape[1:] if stacked else value.shape
+        for layer in range(value.shape[0]) if stacked else (None,):
+            for piece in pieces:
+                size = int(np.prod(piece.shape(shape))) * np.dtype(value.dtype).itemsize
+                found.append(Tensor((path, layer), piece, size))
+    return found
+
+
+def deal(tensors: list[Tensor], max_file_bytes: int) -> list[TensorFile]:
+    """Put tensors into files of at most so many bytes, or of one tensor, and deal these out."""
+    cut: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not cut or tensor.nbytes > room:
+            cut.append([])
+            room = max_file_bytes
+        cut[-1].append(tensor)
+        room -= tensor.nbytes
+    sizes = [sum(tensor.nbytes for tensor in file) for file in cut]
+    # Processes of one host have numbers next to each other: a few files go to distant ones.
+    count, of = min(len(cut), jax.process_count()), jax.process_count()
+    loads = {place * of // count: 0 for place in range(count)}
+    owners = [0] * len(cut)
+    for number in sorted(range(len(cut)), key=lambda number: -sizes[number]):
+        owners[number] = min(loads, key=lambda process: loads[process])
+        loads[owners[number]] += sizes[number]
+    called = [f"model-{i:05d}-of-{len(cut):05d}.safetensors" for i in range(1, len(cut) + 1)]
+    if len(cut) == 1:
+        called = [SINGLE]
+    return [TensorFile(*each) for each in zip(called, map(tuple, cut), owners, strict=True)]
+
+
+def dealt(arrays: Arrays, files: list[TensorFile]) -> Tensors:
+    """Yield the tensors that this process writes, in the order of its files.
+
+    Of several processes all call this; what they were dealt is on their hosts when it returns, and
+    each tensor until it is yielded. A single process moves a parameter at a time.
+    """
+    owners: dict[Part, set[int]] = {}
+    for file in files:
+        for tensor in file.tensors:
+            owners.setdefault(tensor.part, set()).add(file.process)
+    here = jax.process_index()
+    own = [tensor for file in files if file.process == here for tensor in file.tensors]
+    parts = list(owners)
+    if processes.several():
+        parts = _in_turns(arrays, owners)
+    asked = ((arrays[path], at, here in owners[path, at]) for path, at in parts)
+    moved = processes.parts(asked)
+    if not processes.several():
+        return _converted(own, moved)
+    held: dict[str, np.ndarray] = {}
+    of_part = {part: list(each) for part, each in itertools.groupby(own, lambda each: each.part)}
+    for key, part in zip(parts, moved, strict=True):
+        for tensor in of_part.get(key, ()):
+            assert part is not None
+            # A copy of the piece: a view would keep all of the array.
+            held[tensor.name] = np.array(tensor.cut(part))
+    return ((each.name, each.piece.layout.to_tensor(held.pop(each.name))) for each in own)
+
+
+def _converted(tensors: list[Tensor], moved: Iterator[np.ndarray | None]) -> Tensors:
+    for (_, of_part), part in zip(
+        itertools.groupby(tensors, lambda each: each.part), moved, strict=True
+    ):
+        assert part is not None
+        for tensor in of_part:
+            yield tensor.name, tensor.piece.layout.to_tensor(tensor.cut(part))
+
+
+def _in_turns(arrays: Arrays, owners: Mapping[Part, set[int]]) -> list[Part]:
+    """List the parts: those that every process can read itself, then the others in turns."""
+    turns: dict[int, list[Part]] = {}
+    first = []
+    for part, of in owners.items():
+        if processes.is_here(arrays[part[0]]):
+            first.append(part)
+        else:
+            turns.setdefault(min(of), []).append(part)
+    others = itertools.chain.from_iterable(itertools.zip_longest(*turns.values()))
+    return [*first, *(part for part in others if part is not None)]

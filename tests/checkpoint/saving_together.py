@@ -1,0 +1,104 @@
+"""One of the processes that save a model together: `python -m tests.checkpoint.saving_together`.
+
+Its argument is JSON: {"base": checkpoint, "adapter": beside it, "out": folder, "size": of a file}.
+Saves in every way of `main`, and writes to `out`-<process>.json how each ended, which files of
+tensors this process wrote, and how many bytes of arrays it held on the host before.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+from dms_jax import processes
+from dms_jax.checkpoint import load, save, saving, tensor_files
+from dms_jax.sharding import make_mesh
+
+
+@contextlib.contextmanager
+def counted(report: dict[str, Any]) -> Iterator[None]:
+    """Adds to a report the files that are written inside, and how it ends."""
+    write = tensor_files.save_file
+    report |= {"files": [], "ended": "done"}
+
+    def writing(tensors, file, **options):
+        report["files"].append(pathlib.Path(file).name)
+        write(tensors, file, **options)
+
+    with mock.patch.object(tensor_files, "save_file", writing):
+        try:
+            yield
+        except Exception as error:
+            report["ended"] = f"{type(error).__name__}: {error}"
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def held(model: Any, out: pathlib.Path) -> int:
+    """Saves in steps; returns the bytes of NumPy's arrays that the first of them left."""
+    numpy_alone = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+    tracemalloc.start()
+    before = tracemalloc.take_snapshot().filter_traces([numpy_alone])
+    begun = saving.begin_save(model, model.policy, out)
+    after = tracemalloc.take_snapshot().filter_traces([numpy_alone])
+    tracemalloc.stop()
+    begun.run()
+    total = lambda snapshot: sum(each.size for each in snapshot.traces)  # noqa: E731
+    return total(after) - total(before)
+
+
+def main(told: dict[str, Any]) -> None:
+    processes.connect()
+    index, out = jax.process_index(), pathlib.Path(told["out"])
+    second = index == 1
+    placed: dict[str, Any] = dict(mesh=make_mesh(4, 2), for_training=True)
+    model = load(told["base"], **placed)
+    tuned = load(told["base"], adapter=told["adapter"], **placed)
+    report: dict[str, Any] = {}
+    small = mock.patch.object(saving, "MAX_SHARD_BYTES", told["size"])
+
+    def case(name: str) -> contextlib.AbstractContextManager[None]:
+        return counted(report.setdefault(name, {}))
+
+    with case("whole"):
+        save(model, model.policy, out / "whole", max_shard_bytes=told["size"])
+    with case("one file"):
+        save(model, model.policy, out / "one file")
+    with case("in steps"), small:
+        report["in steps"]["held"] = held(model, out / "in steps")
+    with case("merged"):
+        save(tuned, tuned.policy, out / "merged", max_shard_bytes=told["size"])
+    with case("adapter"):
+        save(tuned, tuned.policy, out / "adapter", adapter_only=True)
+    with case("changed"):  # the base that it is compared with is another one
+        other = dataclasses.replace(tuned, source=told["other"])
+        save(other, other.policy, out / "adapter", adapter_only=True)
+    with case("full"):
+        failing = mock.patch.object(tensor_files, "save_file", full_disk)
+        with failing if second else contextlib.nullcontext():
+            save(tuned, tuned.policy, out / "whole", max_shard_bytes=told["size"])
+    with case("not replaced"):  # by the first
+        (out / "taken").write_text("")
+        save(model, model.policy, out / "taken", max_shard_bytes=told["size"])
+    with case("unseen"), mock.patch.object(saving, "_SEEN_WITHIN_SECONDS", 1):
+        tell = processes.Agreement.from_first
+        lost = lambda *given: tell(*given) + "/elsewhere" * second  # noqa: E731
+        with mock.patch.object(processes.Agreement, "from_first", lost):
+            save(tuned, tuned.policy, out / "whole", max_shard_bytes=told["size"])
+    out.with_name(f"{out.name}-{index}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
