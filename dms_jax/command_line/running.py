@@ -4,7 +4,8 @@ Each has a dataclass of settings and a function that takes one; `run` reads the 
 the command line, calls the function, and returns the exit status:
 
     0    done
-    1    it ran, and something in it failed
+    1    it ran, and something in it failed, which another call need not mend: training that
+         diverged, a device without memory, another process
     2    a wrong call: one line on standard error says what was wrong
     130  interrupted
 """
@@ -23,6 +24,12 @@ import dms_jax
 from dms_jax.command_line import help_texts
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
+# Errors of what ran, not of how it was called.
+_OF_THE_RUN = (
+    dms_jax.OutOfMemoryError,
+    dms_jax.TrainingDivergedError,
+    dms_jax.OtherProcessError,
+)
 
 
 def run(
@@ -121,7 +128,7 @@ def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int
         return FAILED
     except dms_jax.DmsJaxError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return WRONG_CALL
+        return FAILED if isinstance(error, _OF_THE_RUN) else WRONG_CALL
     except KeyboardInterrupt as stopped:
         print(". ".join(filter(None, (str(stopped), interrupted))), file=sys.stderr)
         return INTERRUPTED

@@ -64,6 +64,26 @@ def test_it_runs_as_a_module_too():
     assert (done.returncode, done.stdout.strip()) == (0, dms_jax.__version__), done.stderr[-2000:]
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (dms_jax.ConfigError, 2),
+        (dms_jax.DataError, 2),
+        (dms_jax.CheckpointError, 2),
+        (dms_jax.CapacityError, 2),
+        (dms_jax.OutOfMemoryError, 1),
+        (dms_jax.TrainingDivergedError, 1),
+        (dms_jax.OtherProcessError, 1),
+    ],
+)
+def test_a_launcher_can_tell_a_wrong_call_from_a_failed_run(error, status, capsys):
+    def fail():
+        raise error("Why it ended.")
+
+    assert running.status_of(fail) == status
+    assert capsys.readouterr().err == f"{error.__name__}: Why it ended.\n"
+
+
 def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch, capsys):
     """As of `dms-jax policies | head`; another pipe that breaks is an error."""
 
