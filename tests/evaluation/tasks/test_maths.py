@@ -61,7 +61,7 @@ def test_gsm8k_answers(gsm8k, completion, score):
 
 
 def test_a_long_decimal_is_read_once():
-    """Chains repeat themselves: for every zero all that follow were tried, for four seconds."""
+    """Chains repeat themselves. If each zero were tried as the first of the last, it took 4 s."""
     number = f"0.{'0' * 19_000}1"
     began = time.process_time()
     assert find_answer(f"The final answer is {number}") == number
