@@ -33,8 +33,8 @@ class Usage:
         in one pass is held in full besides the earlier entries until its evictions take effect, so
         this figure depends on the chunk size and on preemption.
       live_tokens: live entries at the end, averaged likewise, after any eviction that the last
-        token caused; before a cut of whole rows (SnapKV and similar policies) by that token if it
-        completed a stop string and later ones were in its program.
+        token caused. A cut of whole rows (SnapKV and similar policies) by a token that completed a
+        stop string is left out if the same program ran later tokens.
       compression_ratio: tokens seen divided by live entries, both at the end.
       cache_bytes: device bytes of this sequence at the end: its pages and the policy's state.
       peak_cache_bytes: the highest device bytes, with the pages reserved for the running chunk.

@@ -205,8 +205,9 @@ class _ModelSaving(Saving):
 
     def _write(self) -> None:
         directory = self._open() if self._directory is None else self._directory
-        if self._own:
-            _wait_for(directory, self._target)
+        if not self._own:  # perhaps its host does not see the directory
+            return
+        _wait_for(directory, self._target)
         write_tensors(self._tensors, directory, self._own)
         if not processes.is_first():  # it flushes what it wrote itself
             flush(*(directory / file.name for file in self._own))

@@ -181,8 +181,9 @@ def main(config: Config) -> Result | ChoiceResult:
 def choose(config: Config, policy: dms_jax.policies.Policy | None) -> ChoiceResult:
     """Evaluates a task that is answered by likelihood, which has no answers in words."""
     defaults = Config()
-    for option in ("chat", "chains", "answers"):
-        if getattr(config, option) != getattr(defaults, option):
+    for name in ("chat", "chains", "temperature", "top_p", "max_new_tokens", "answers"):
+        if getattr(config, name) != getattr(defaults, name):
+            option = name.replace("_", "-")
             raise dms_jax.ConfigError(
                 f"--{option} is for tasks that are answered in words; {config.task} is answered by "
                 "likelihood."

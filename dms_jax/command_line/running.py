@@ -4,9 +4,8 @@ Each has a dataclass of settings and a function that takes one; `run` reads the 
 the command line, calls the function, and returns the exit status:
 
     0    done
-    1    it ran, and something in it failed, which another call need not mend: training that
-         diverged, a device without memory, another process
-    2    a wrong call: one line on standard error says what was wrong
+    1    the run failed: training diverged, a device ran out of memory, another process failed
+    2    it cannot work as it was called (options, data, files): one line on standard error says why
     130  interrupted
 """
 

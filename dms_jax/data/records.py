@@ -28,8 +28,9 @@ ACCEPTED = (
     "(OpenR1), or problem with solution"
 )
 _VARIABLE = re.compile(r"\{(\w+)\}")
-_TEXT = re.compile(r"(?<!\\)\$|\\boxed|\n")
+_TEXT = re.compile(r"(?<!\\)\$|(?<!\\)\\[(\[]|\\boxed|\n")
 _WORDS = re.compile(r"[^\W\d_]{2,} +[^\W\d_]{2,}")
+_COMMAND = re.compile(r"\\[a-zA-Z]")
 _UNITS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}")
 
 
@@ -273,6 +274,8 @@ def _agrees(document: Any, record: Mapping[str, Any]) -> bool:
 def _is_prose(answer: str) -> bool:
     r"""Whether an answer is a text that holds an expression, and not one itself.
 
-    # "So it is $\boxed{7}$", "It is seven" are; "3\sqrt{13}", "12 \text{ square feet}" are not
+    # "So it is $\boxed{7}$", "It is seven" are; "3\sqrt{13} square feet", "12 \text{ feet}" are not
     """
-    return _TEXT.search(answer) is not None or _WORDS.search(_UNITS.sub("", answer)) is not None
+    plain = _UNITS.sub("", answer)
+    words = _WORDS.search(plain) is not None and _COMMAND.search(plain) is None
+    return words or _TEXT.search(answer) is not None

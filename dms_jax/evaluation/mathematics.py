@@ -14,8 +14,8 @@ from dms_jax.evaluation.extras import import_extra
 
 _SECONDS = 5  # limit for parsing and for comparing
 _LARGEST = 10**100  # longer numbers stay as they are written
-_LONGEST = 100  # characters of a decimal, less the zeros at its end
-_DECIMAL = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d*))\.(\d*?)(0*)")
+_LONGEST = 100  # characters of a decimal before its point
+_DECIMAL = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d*))\.(\d*)")
 _ROUNDED = 6  # decimals that Math-Verify compares; a number with so many may stand for a fraction
 MAX_CHARACTERS = 20_000  # the end of a completion; an answer is short and comes last
 
@@ -51,9 +51,12 @@ def _exact(value: Any, text: str) -> fractions.Fraction | None:
     if getattr(value, "is_Rational", False):
         return fractions.Fraction(int(value.p), int(value.q))
     written = _DECIMAL.fullmatch(text) if getattr(value, "is_Float", False) else None
-    if written is None or len(written[2]) >= _ROUNDED or len(text) - len(written[3]) > _LONGEST:
+    if written is None:
         return None
-    return fractions.Fraction(f"{written[1].replace(',', '')}.{written[2]}")
+    whole, decimals = written[1].replace(",", ""), written[2].rstrip("0")
+    if len(decimals) >= _ROUNDED or len(whole) > _LONGEST:
+        return None
+    return fractions.Fraction(f"{whole}.{decimals}")
 
 
 def is_same(expected: str, answer: str) -> bool:

@@ -38,8 +38,8 @@ Direction = Literal["reverse", "forward"]
 
 # Logits of the teacher, and of the student, that may exist on a device at a time, in elements.
 CHUNK_ELEMENTS = 2**28
-# Of so many logits one is asked for the number that is subtracted from all of them, and no other
-# may be further above it: exp(40) * 2^18 is far from the largest number in float32.
+# What is subtracted from all logits is the highest of one in so many of them. Sums are taken again
+# if another is so far above it: exp(40) * 2^18 is still far from the largest number in float32.
 _PART_OF_ORIGIN, _FAR = 16, 40.0
 
 

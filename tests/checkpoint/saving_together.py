@@ -46,6 +46,13 @@ def full_disk(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def elsewhere(lost: bool) -> contextlib.AbstractContextManager[Any]:
+    """The directory that the first process makes is not seen by one that is lost."""
+    tell = processes.Agreement.from_first
+    told = lambda *given: tell(*given) + "/elsewhere" * lost  # noqa: E731
+    return mock.patch.object(processes.Agreement, "from_first", told)
+
+
 def held(model: Any, out: pathlib.Path) -> int:
     """Saves in steps; returns the bytes of NumPy's arrays that the first of them left."""
     numpy_alone = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
@@ -74,7 +81,7 @@ def main(told: dict[str, Any]) -> None:
 
     with case("whole"):
         save(model, model.policy, out / "whole", max_shard_bytes=told["size"])
-    with case("one file"):
+    with case("one file"), elsewhere(second):
         save(model, model.policy, out / "one file")
     with case("in steps"), small:
         report["in steps"]["held"] = held(model, out / "in steps")
@@ -92,11 +99,8 @@ def main(told: dict[str, Any]) -> None:
     with case("not replaced"):  # by the first
         (out / "taken").write_text("")
         save(model, model.policy, out / "taken", max_shard_bytes=told["size"])
-    with case("unseen"), mock.patch.object(saving, "_SEEN_WITHIN_SECONDS", 1):
-        tell = processes.Agreement.from_first
-        lost = lambda *given: tell(*given) + "/elsewhere" * second  # noqa: E731
-        with mock.patch.object(processes.Agreement, "from_first", lost):
-            save(tuned, tuned.policy, out / "whole", max_shard_bytes=told["size"])
+    with case("unseen"), mock.patch.object(saving, "_SEEN_WITHIN_SECONDS", 1), elsewhere(second):
+        save(tuned, tuned.policy, out / "whole", max_shard_bytes=told["size"])
     out.with_name(f"{out.name}-{index}.json").write_text(json.dumps(report))
 
 

@@ -93,6 +93,7 @@ def test_each_process_holds_its_share_and_no_more(saved):
 
 @pytest.mark.slow
 def test_what_is_small_is_written_by_the_first(saved):
+    """Which alone needs to see the directory: the second was told of one that is not there."""
     _, reports, _ = saved
     written = [(report["one file"]["files"], report["adapter"]["files"]) for report in reports]
     assert written == [(["model.safetensors"], ["dms_adapter.safetensors"]), ([], [])]

@@ -57,9 +57,13 @@ def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
 @pytest.mark.slow
 def test_tasks_on_files(tmp_path, capsys):
     gpqa, piqa = text(tmp_path / "q.csv", GPQA_CSV), lines(tmp_path / "p.jsonl", PIQA)
-    small = dict(model=MODEL, max_new_tokens=2, page_size=16, lanes=4)
+    small = dict(model=MODEL, page_size=16, lanes=4)
     config = evaluate.Config(
-        task="gpqa", task_options=(f"path={gpqa}",), answers=tmp_path / "answers", **small
+        task="gpqa",
+        task_options=(f"path={gpqa}",),
+        max_new_tokens=2,
+        answers=tmp_path / "answers",
+        **small,
     )
     assert len(evaluate.main(config).scores) == 2
     assert "| gpqa |" in (tmp_path / "answers/table.md").read_text()
@@ -83,6 +87,9 @@ def test_tasks_on_files(tmp_path, capsys):
         (dict(task="piqa", system="Be brief."), "--system is for a chat: give --chat too"),
         (dict(task="piqa", chat=True), "--chat is for tasks that are answered in words; piqa is"),
         (dict(task="piqa", chains=2), "--chains is for tasks that are answered in words"),
+        (dict(task="piqa", temperature=0.0), "--temperature is for tasks that are answered in"),
+        (dict(task="piqa", top_p=0.9), "--top-p is for tasks that are answered in words"),
+        (dict(task="piqa", max_new_tokens=9), "--max-new-tokens is for tasks that are answered"),
         (dict(task="piqa", answers=pathlib.Path("a")), "--answers is for tasks that are answered"),
     ],
 )

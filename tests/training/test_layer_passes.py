@@ -32,12 +32,12 @@ def passes() -> dict[str, int]:
 
 @pytest.mark.slow
 def test_stacks_are_not_filled_before_layers_fill_them(passes):
-    """At first they were, with zeros: 11 GB of a step of Qwen2.5-0.5B."""
+    """By default XLA fills them with zeros: 11 GB of a step of Qwen2.5-0.5B."""
     assert passes["zeroed"] == 0
 
 
 @pytest.mark.slow
 def test_the_gradient_of_gate_and_up_is_written_at_once(passes):
-    """At first each half was padded with zeros and the two were summed."""
+    """Not each half by itself, padded with zeros, and then their sum."""
     assert passes["gates"] == 1
     assert passes["padded"] == 0

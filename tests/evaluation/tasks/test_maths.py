@@ -2,10 +2,12 @@
 
 import sys
 import threading
+import time
 
 import pytest
 
 from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation.mathematics import find_answer
 from dms_jax.evaluation.tasks import AIME, GPQA, GSM8K, MATH500, Mathematics
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import lines, text
@@ -56,6 +58,14 @@ def test_gsm8k_answers(gsm8k, completion, score):
     task = GSM8K(gsm8k)
     problem = task.problem("test", 0)
     assert task.score(problem, completion) == score
+
+
+def test_a_long_decimal_is_read_once():
+    """Chains repeat themselves. If each zero were tried as the first of the last, it took 4 s."""
+    number = f"0.{'0' * 19_000}1"
+    began = time.process_time()
+    assert find_answer(f"The final answer is {number}") == number
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(
