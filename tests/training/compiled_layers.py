@@ -3,14 +3,16 @@
 Run by `test_layer_passes.py` in a process of its own, with the compiler for GPUs on its path.
 Nothing is executed and no array is made. Prints JSON:
 
-    zeroed    bytes of stacks over the layers that are filled before a loop fills them
-    gates     kernels of the backward pass that write the gradient of gate and up, [B, T, 2, F]
-    padded    paddings of one half of such a gradient to both
+    zeroed             bytes of stacks over the layers that are filled before a loop fills them
+    zeroed_by_default  the same where XLA is not told to leave that out
+    gates              kernels that write the gradient of gate and up, [B, T, 2, F]
+    padded             paddings of one half of such a gradient to both
 """
 
 import json
 import math
 import re
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -18,6 +20,7 @@ from jax.sharding import Mesh
 from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.policies import DMS
+from dms_jax.training import compiling
 from dms_jax.training.planning import gpu_compiler
 from dms_jax.training.planning.lowering import AbstractStep
 from dms_jax.training.recipe import Recipe, Stage
@@ -41,7 +44,7 @@ GATES = (BATCH, LENGTH, 2, CONFIG.intermediate_size)
 _SIZES = {"bf16": 2, "f32": 4}
 
 
-def step_text() -> str:
+def step_text(options: dict[str, Any] | None = None) -> str:
     """Returns the compiled step of one H200."""
     devices = gpu_compiler.devices("h200", 1, a_host=1)
     names = (sharding.DATA, sharding.SEQUENCE, sharding.MODEL)
@@ -56,7 +59,7 @@ def step_text() -> str:
         remat="all_but_products",
     )
     step = AbstractStep(CONFIG, DMS(window=16, source="adapter"), recipe, mesh, "bfloat16")
-    return compile_ahead(step.lower(step.inputs(recipe.stages[0])), "h200").text
+    return compile_ahead(step.lower(step.inputs(recipe.stages[0])), "h200", options).text
 
 
 def shape_of(text: str) -> tuple[int, ...]:
@@ -89,4 +92,6 @@ def padded(text: str) -> int:
 
 if __name__ == "__main__":
     compiled = step_text()
-    print(json.dumps({each.__name__: each(compiled) for each in (zeroed, gates, padded)}))
+    found = {each.__name__: each(compiled) for each in (zeroed, gates, padded)}
+    by_default = step_text(dict.fromkeys(compiling.ONE_GPU_OPTIONS, False))
+    print(json.dumps(found | {"zeroed_by_default": zeroed(by_default)}))
