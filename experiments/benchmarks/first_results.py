@@ -53,7 +53,9 @@ class Step:
 
 STEPS = {
     "token": Step(
-        "README.md, Generate", 'dms-jax generate "Once upon a time" --max-new-tokens 60', "token"
+        "documentation, Generate",
+        'dms-jax generate "Once upon a time" --max-new-tokens 60',
+        "token",
     ),
     "comparison": Step(
         "documentation, Compare, two policies",
