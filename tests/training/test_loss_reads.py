@@ -1,34 +1,15 @@
 """The loss reads its logits, most of what a step of a small model moves, no more than it must."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.support.ahead import GPU_COMPILER
+from tests.support.for_gpus import told_by
 
-ROOT = Path(__file__).resolve().parents[2]
 DIRECTIONS = ("reverse", "forward")
 
 
 @pytest.fixture(scope="module")
 def readings() -> dict:
-    if not (GPU_COMPILER / "jax_plugins").exists():
-        pytest.skip("the compiler for GPUs is not there: `make gpu-compiler`")
-    paths = os.pathsep.join(map(str, (ROOT, GPU_COMPILER)))
-    told = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "training" / "compiled_loss.py"), *DIRECTIONS],
-        capture_output=True,
-        text=True,
-        env=os.environ | told,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by("tests/training/compiled_loss.py", *DIRECTIONS)
 
 
 @pytest.mark.slow
