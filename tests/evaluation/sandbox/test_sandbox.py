@@ -20,7 +20,7 @@ from dms_jax.evaluation.sandbox.inside import values
 from tests.support.containment import needs_containment
 
 pytestmark = needs_containment
-SANDBOX = Sandbox(seconds=2, wall_seconds=30)
+SANDBOX = Sandbox(seconds=20, wall_seconds=30)
 
 
 @pytest.mark.parametrize(

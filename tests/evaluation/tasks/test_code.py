@@ -17,7 +17,7 @@ from tests.evaluation.tasks.published_code import HUMANEVAL, LIVECODEBENCH
 from tests.support.containment import needs_containment
 
 pytestmark = needs_containment
-SANDBOX = Sandbox(seconds=1, wall_seconds=30, megabytes=512)
+SANDBOX = Sandbox(seconds=3, wall_seconds=30, megabytes=512)
 
 
 @pytest.fixture
