@@ -68,7 +68,7 @@ class Shapes:
         Args:
           left: lane -> number of its tokens that have not run.
         """
-        width_of = {lane: self._width(count) for lane, count in left.items()}
+        width_of = {lane: self.width(count) for lane, count in left.items()}
         width = max(width_of.values())
         lanes = [lane for lane, own in width_of.items() if own == width]
         entries = min(self.entries(width), key=lambda each: self._cost(len(lanes), width, each))
@@ -99,14 +99,14 @@ class Shapes:
         most = min(max(1, self.tokens // width), self.num_lanes)
         return sorted({max(1, most // 8), most})
 
-    def _cost(self, lanes: int, width: int, entries: int) -> int:
-        """Returns what programs for so many lanes take, in tokens."""
-        return -(-lanes // entries) * (self.launch + entries * width)
-
-    def _width(self, count: int) -> int:
+    def width(self, count: int) -> int:
         """Returns the narrowest width of which as many as may be hold the tokens."""
         holding = (width for width in self.widths[::-1] if count <= self.passes * width)
         return next(holding, self.widths[0])
+
+    def _cost(self, lanes: int, width: int, entries: int) -> int:
+        """Returns what programs for so many lanes take, in tokens."""
+        return -(-lanes // entries) * (self.launch + entries * width)
 
 
 # Chunks of a prompt that are looked at one by one.

@@ -1,8 +1,13 @@
 """The scheduler: which sequences are in the cache, and what runs next.
 
 A request waits, is admitted to a lane when the pool can hold what its prompt takes at least, is
-prefilled in chunks, and decodes in chunks until it ends. Of equal prompts that are admitted
-together one is prefilled, and copied to the lanes of the others as far as the pool holds them.
+prefilled in chunks, and decodes in chunks until it ends. Of equal prompts that are read at the same
+time one is prefilled, and copied to the lanes of the others as far as the pool holds them.
+
+Where requests come while others run, chunks of prompts and chunks of steps take turns: nobody's
+answer waits for more than a chunk of another's prompt. A call whose prompts are all known reads
+those that have a lane first, so that the chunks of steps behind them are full. So does one with a
+policy that cuts a dense prompt: its steps have page tables for the cut rows alone.
 
 The pages that a chunk may need are reserved before it runs. If they do not fit, the youngest
 running request is preempted: it returns to the queue with its tokens and is recomputed later, the
@@ -30,6 +35,7 @@ from dms_jax.generation.memory import fits_device, pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.programs import bucket, request_keys
 from dms_jax.generation.prompts import check_call, check_list, check_stop, encode_prompts
+from dms_jax.generation.reading import Part, Reading
 from dms_jax.generation.reporting import Reporter, record_peak_bytes
 from dms_jax.generation.requests import (
     Completion,
@@ -114,6 +120,7 @@ class Engine:
         self._keys = np.zeros_like(request_keys([0] * num_lanes, [0] * num_lanes))
         self._end_tokens = model.generation.eos_token_ids
         self._launched = Launched(self.runner, self._end_tokens)
+        self._reading = Reading(self._shapes, takes_turns=False)
         self._arrivals = Arrivals()
         self._compiled: set[Hashable] = set()  # see `compile_first`
 
@@ -210,7 +217,11 @@ class Engine:
         tracker = TextTracker(self.model.tokenizer, end_tokens, streaming=streaming)
         self._cancelled.clear()
         self._launched = Launched(self.runner, end_tokens)
-        reporter = Reporter(self.runner, tracker, on_tokens, keep, self._cancelled)
+        # A policy that cuts dense prompts has page tables of the cut rows in its steps.
+        takes_turns = self._arrivals.incoming is not None and not self.policy.shrinks
+        self._reading = Reading(self._shapes, takes_turns=takes_turns)
+        spared = self._reading.spared
+        reporter = Reporter(self.runner, tracker, on_tokens, keep, self._cancelled, spared)
         # Updates and stop strings are looked at before the next chunk, and so are first tokens.
         awaited = on_tokens is not None or bool(sampling.stop_strings)
         # Stop strings are found between chunks; a conversation must not cache tokens after one.
@@ -228,25 +239,35 @@ class Engine:
                     compile_first(self.runner, self._shapes, requests, *compiled)
                 while self._arrivals.receive(self.runner, waiting, self._running):
                     if self._cancelled:  # meanwhile: their lanes are free, and none is for them
-                        reporter.report(self._running, waiting)
-                    self._admit(waiting, sampling)
-                    if awaited or self._cancelled:
-                        self._launched.read()
-                        reporter.report(self._running, waiting)
-                    if self._running:
+                        self._report(reporter, waiting)
+                    if takes_turns or not self._reading.parts:
+                        self._admit(waiting)
+                    if self._reading.parts:
+                        self._read(waiting, sampling)
+                        if self._reading.parts and not takes_turns:
+                            continue
+                    if awaited and self._launched.drawn:
+                        self._report(reporter, waiting)
+                    if self._decoding():
                         self._decode(waiting, sampling, num_steps, reporter, awaited=awaited)
         finally:
             tracker.finish()
 
-    def _admit(self, waiting: collections.deque[Request], sampling: Sampling) -> None:
-        """Moves waiting requests into free lanes and prefills them."""
-        extra = np.zeros(self.runner.lengths.shape, np.int64)
-        for lane, request in self._running.items():
-            extra[:, lane] = min(self.chunk, request.remaining)
-        prompts: dict[int, list[int]] = {}
-        answers: dict[int, list[int]] = {}
-        readers: dict[Hashable, int] = {}  # the lane that reads a prompt
-        source_of: dict[int, int] = {}  # lane -> the lane that reads its prompt for it
+    def _decoding(self) -> dict[int, Request]:
+        """Returns the requests whose prompts are in the cache, by lane."""
+        reading = self._reading.parts
+        return {lane: each for lane, each in self._running.items() if lane not in reading}
+
+    def _report(self, reporter: Reporter, waiting: collections.deque[Request]) -> None:
+        """Reads what prompts gave, and reports it with what was cancelled."""
+        self._launched.read()
+        reporter.report(self._running, waiting)
+        self._reading.keep(self._running)
+
+    def _admit(self, waiting: collections.deque[Request]) -> None:
+        """Moves waiting requests into free lanes, where they read their prompts."""
+        extra = self._extra_of_all()
+        started: dict[int, Request] = {}
         continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
         taken = self._running.keys() | self._bases
         placed = self._room.place_all(waiting, taken, extra)
@@ -257,25 +278,19 @@ class Engine:
                 if not self._running:
                     raise self._room.too_small(request, "the first chunk")
                 break
-            self._running[lane] = waiting.popleft()
+            self._running[lane] = started[lane] = waiting.popleft()
             taken.add(lane)
-            shared = sharing.prompt_of(self.runner, request, lane)
-            if shared is not None and readers.setdefault(shared, lane) != lane:
-                source_of[lane] = readers[shared]
-                continue
-            if request.base is not None:
-                continued[lane] = request.base
             # A preempted request recomputes its answer as an answer, if the policy distinguishes
             # it from a prompt. Its last token has never been in the cache.
-            past = request.generated[:-1]
-            prompts[lane] = request.before + request.prompt
+            prompt, past = request.before + request.prompt, request.generated[:-1]
             if self.policy.parallel != "prompts":
-                prompts[lane] += past
-            elif past:
-                answers[lane] = past
-        if not prompts:
+                prompt, past = prompt + past, []
+            shared = sharing.prompt_of(self.runner, request, lane)
+            reads = self._reading.add(lane, Part(request, prompt, past, shared))
+            if reads and request.base is not None:
+                continued[lane] = request.base
+        if not started:
             return
-        started = {lane: self._running[lane] for lane in (*prompts, *source_of)}
         keys = request_keys(
             [request.seed for request in started.values()],
             [request.copy for request in started.values()],
@@ -285,25 +300,39 @@ class Engine:
         self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
         if continued:
             sharing.fork(self.runner, continued)
-        unread = self._prefill(prompts, waiting, source_of, prompt=True)
-        for lane in [each for each in answers if each not in self._running or each in unread]:
-            del answers[lane]
-        unread |= self._prefill(answers, waiting, source_of, prompt=False)
-        source_of = {lane: each for lane, each in source_of.items() if lane not in unread}
-        lanes = [lane for lane in started if lane in self._running and lane not in unread]
-        read_in = {lane: source_of.get(lane, lane) for lane in lanes}
+
+    def _read(self, waiting: collections.deque[Request], sampling: Sampling) -> None:
+        """Launches the next tokens of prompts, and the draws after those that are complete."""
+        runner, batch = self.runner, self._reading.next_batch()
+        if batch is not None:
+            extra = np.zeros(len(runner.seen), np.int64)
+            for lane, tokens in batch.tokens.items():
+                extra[lane] = len(tokens)
+            if not self._reserve_or_preempt(extra, waiting, prompt=batch.prompt):
+                return
+            extended = runner.extend(
+                batch.tokens,
+                width=batch.width,
+                entries=batch.entries,
+                prompt=batch.prompt,
+                ends_prompt=batch.ends_prompt,
+            )
+            self._reading.advance(batch)
+            record_peak_bytes(runner, self._running)
+            runner.trim()
+            self._launched.prompts(extended, {lane: self._running[lane] for lane in batch.tokens})
+        source_of = self._reading.take_complete()
+        if not source_of:
+            return
         rule = self._arrivals.filter(sampling, self._running, len(self._keys))
-        self._launched.draw_first(read_in, self._running, self._keys, rule)
-        if source_of:  # its lengths are waited for
-            self._fork(source_of, waiting)
+        self._launched.draw_first(source_of, self._running, self._keys, rule)
+        shared = {lane: source for lane, source in source_of.items() if lane != source}
+        if shared:  # its lengths are waited for
+            self._fork(shared, waiting)
 
     def _fork(self, source_of: dict[int, int], waiting: collections.deque[Request]) -> None:
         """Copies prompts to the lanes that share them, as far as they fit beside the next chunk."""
-        runner = self.runner
-        source_of = {lane: source for lane, source in source_of.items() if lane in self._running}
-        extra = np.zeros(runner.lengths.shape, np.int64)
-        for lane, request in self._running.items():
-            extra[:, lane] = min(self.chunk, request.remaining)
+        runner, extra = self.runner, self._extra_of_all()
         for lane, source in source_of.items():
             extra[:, lane] += runner.lengths[:, source]
         while source_of and not runner.fits(extra):
@@ -315,56 +344,14 @@ class Engine:
         if source_of:
             sharing.fork(runner, source_of)
 
-    def _prefill(
-        self,
-        todo: dict[int, list[int]],
-        waiting: collections.deque[Request],
-        source_of: dict[int, int],
-        *,
-        prompt: bool,
-    ) -> set[int]:
-        """Runs tokens of several lanes through the cache.
-
-        Returns the lanes whose requests were cancelled, and that read for no other request.
-
-        Args:
-          todo: lane -> its tokens.
-          waiting: the queue to which preempted requests return.
-          source_of: lane -> the lane that reads its prompt for it.
-          prompt: whether the tokens are those of prompts.
-        """
-        runner, done, ended = self.runner, dict.fromkeys(todo, 0), set[int]()
-        while left := {
-            lane: len(todo[lane]) - start
-            for lane, start in done.items()
-            if start < len(todo[lane]) and lane in self._running  # others were preempted
-        }:
-            if any(done.values()):  # look who came or went, as between two chunks of steps
-                self._arrivals.receive(runner, waiting, self._running)
-            gone = {lane for lane, each in self._running.items() if each.index in self._cancelled}
-            ended = gone - {source_of.get(lane, lane) for lane in self._running.keys() - gone}
-            if not (left := {lane: left[lane] for lane in left if lane not in ended}):
-                break
-            lanes, width, entries = self._shapes.next_batch(left)
-            parts = {
-                lane: np.asarray(todo[lane][done[lane] : done[lane] + width], np.int32)
-                for lane in lanes
-            }
-            extra = np.zeros(len(runner.seen), np.int64)
-            for lane, part in parts.items():
-                extra[lane] = len(part)
-            if not self._reserve_or_preempt(extra, waiting, prompt=prompt):
-                continue
-            ends = [lane for lane in parts if prompt and left[lane] <= width]
-            extended = runner.extend(
-                parts, width=width, entries=entries, prompt=prompt, ends_prompt=ends
-            )
-            for lane, part in parts.items():
-                done[lane] += len(part)
-            record_peak_bytes(runner, self._running)
-            runner.trim()
-            self._launched.prompts(extended, {lane: self._running[lane] for lane in parts})
-        return ended
+    def _extra_of_all(self) -> np.ndarray:
+        """Returns the slots [L, B, K] that lanes need besides those that they hold."""
+        extra = np.zeros(self.runner.lengths.shape, np.int64)
+        for lane, request in self._running.items():
+            extra[:, lane] = min(self.chunk, request.remaining)
+        for lane, part in self._reading.parts.items():
+            extra[:, lane] = self._room.rest(part.request, part.done)
+        return extra
 
     def _reserve_or_preempt(
         self, extra: np.ndarray, waiting: collections.deque[Request], *, prompt: bool
@@ -384,6 +371,7 @@ class Engine:
             waiting.appendleft(request)
             self.runner.clear([youngest])
             extra[youngest] = 0
+        self._reading.keep(self._running)
         self.runner.reserve(extra, prompt=prompt)
         return len(self._running) == before
 
@@ -397,11 +385,11 @@ class Engine:
         awaited: bool,
     ) -> None:
         """Runs a chunk of steps, and those that are launched before the one before them is read."""
-        extra = np.minimum(self._launched.remaining(self._running), num_steps)
+        extra = np.minimum(self._launched.remaining(self._decoding()), num_steps)
         self._reserve_or_preempt(extra, waiting, prompt=False)
         rule = self._arrivals.filter(sampling, self._running, len(self._keys))
-        chunk = (self._running, self._keys, rule, num_steps)
-        self._launched.decode(*chunk)
+        chunk = (self._keys, rule, num_steps)
+        self._launched.decode(self._decoding(), *chunk)
         self._launched.read()  # prompts, while the steps run
         self.runner.trim()
         record_peak_bytes(self.runner, self._running)
@@ -410,10 +398,10 @@ class Engine:
             reporter.tracker.finish()
             undisturbed = alone and not (waiting or self._cancelled)
             if undisturbed and self._launched.reserve_ahead(self._running, num_steps):
-                self._launched.decode(*chunk)
+                self._launched.decode(self._running, *chunk)
             if self._launched.chunks:
                 self._launched.read_chunk()
-            reporter.report(self._running, waiting)
+            self._report(reporter, waiting)
             if not self._launched.chunks:
                 return
             record_peak_bytes(self.runner, self._running)  # without what is not needed after all

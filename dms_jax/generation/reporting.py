@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.requests import OnTokens, Request, check_finite, record_usage
@@ -48,13 +48,15 @@ class Reporter:
       on_tokens: called with every update, if anybody listens.
       keep: whether sequences stay in the cache when their requests end.
       cancelled: indices of requests to end early; `on_tokens` may add to them.
+      spared: returns those of them that must run on for now, because others share their prompts.
     """
 
     runner: Runner
     tracker: TextTracker
     on_tokens: OnTokens | None
     keep: bool
-    cancelled: set[int] = dataclasses.field(default_factory=set)
+    cancelled: set[int]
+    spared: Callable[[set[int]], set[int]]
 
     def report(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
         """Reports a chunk, and then the requests that were cancelled because of its updates.
@@ -63,14 +65,18 @@ class Reporter:
         Those that are cancelled while another chunk runs end after it.
         """
         self._report(running, waiting)
-        while self.cancelled and not self.runner.unread.any():
+        while self._to_end():
             self._report(running, waiting)
+
+    def _to_end(self) -> set[int]:
+        """Returns the indices of requests that end early now."""
+        return set() if self.runner.unread.any() else self.cancelled - self.spared(self.cancelled)
 
     def _report(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
         runner = self.runner
         runner.trim()
         held, on_host = runner.cache_bytes(), runner.host_bytes()
-        cancelled = set() if runner.unread.any() else self.cancelled.copy()
+        cancelled = self._to_end()
         self.cancelled -= cancelled
         ended, updates = [], []
         for lane, request in running.items():

@@ -92,6 +92,11 @@ class Room:
             extra[:, lane] = 0
         return None
 
+    def rest(self, request: Request, done: int) -> np.ndarray:
+        """Returns the slots [L, K] that a request needs for what it reads behind `done` tokens."""
+        rest = self._needed(request) - self._continued(request) - done
+        return np.maximum(rest, min(self.chunk, request.remaining))
+
     def too_small(self, request: Request, what: str) -> CapacityError:
         """Returns the error for a request that does not fit even alone."""
         runner = self.runner

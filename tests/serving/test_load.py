@@ -177,21 +177,26 @@ def test_a_device_without_memory_is_no_mistake_of_the_client(idle, monkeypatch, 
 
 
 def test_a_cancellation_outlives_a_chunk_that_fails(monkeypatch):
-    """It is for one that waits, and comes while a prompt is read whose next program fails."""
+    """It is for one that waits, and comes while a prompt is read whose program fails on the way."""
     service, news = make_service(num_lanes=1), ([], [])
     runner, calls = service.engine.runner, []
-    extend = runner.extend
+    extend, read_prompts = runner.extend, runner.read_prompts
 
-    def failing(*given, **more):
+    def cancelling(*given, **more):
         calls.append(more)
         if len(calls) == 1:
             service.cancel([1])
-        if len(calls) == 2:
-            assert service.engine._cancelled == {1}
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes")
         return extend(*given, **more)
 
-    monkeypatch.setattr(runner, "extend", failing)
+    def failing():
+        if service.engine._cancelled and len(calls) == 1:
+            assert service.engine._cancelled == {1}
+            calls.append({})
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes")
+        read_prompts()
+
+    monkeypatch.setattr(runner, "extend", cancelling)
+    monkeypatch.setattr(runner, "read_prompts", failing)
     with service._changed:
         for prompt, heard in zip([[1] * 40, [1, 70, 90]], news, strict=True):
             service.submit([prompt], Sampling(temperature=0, max_new_tokens=5), heard.append)

@@ -15,6 +15,7 @@ GENERATE = "tests/generation/test_generate.py"
 SHARED = "tests/generation/test_shared_prompts.py"
 AHEAD = "tests/generation/test_ahead.py"
 ARRIVALS = "tests/generation/test_arrivals.py"
+READING = "tests/generation/test_reading.py"
 TALK = "tests/generation/test_conversation.py"
 
 MUTANTS = [
@@ -120,24 +121,38 @@ MUTANTS = [
     ),
     Mutant(
         "generation: a cancelled prompt is read for nobody",
-        FOLDER + "engine.py",
-        "ended = gone - {source_of.get(lane, lane) for lane in self._running.keys() - gone}",
-        "ended = set()",
+        FOLDER + "reading.py",
+        "return found & cancelled",
+        "return {each.request.index for each in self.parts.values()} & cancelled",
         (f"{ARRIVALS}::test_a_prompt_that_is_cancelled_is_not_read_to_its_end",),
     ),
     Mutant(
         "generation: a cancelled prompt is dropped that another request shares",
-        FOLDER + "engine.py",
-        "ended = gone - {source_of.get(lane, lane) for lane in self._running.keys() - gone}",
-        "ended = gone",
+        FOLDER + "reading.py",
+        "return found & cancelled",
+        "return set()",
         (f"{ARRIVALS}::test_a_prompt_that_another_request_shares_is_read_to_its_end",),
     ),
     Mutant(
         "generation: a prompt is read for requests that are all cancelled",
-        FOLDER + "engine.py",
-        "ended = gone - {source_of.get(lane, lane) for lane in self._running.keys() - gone}",
-        "ended = gone - set(source_of.values())",
+        FOLDER + "reading.py",
+        "if each.request.index not in cancelled",
+        "",
         (f"{ARRIVALS}::test_a_prompt_whose_sharers_are_all_cancelled_is_not_read_to_its_end",),
+    ),
+    Mutant(
+        "generation: answers wait while the prompt of another request is read",
+        FOLDER + "engine.py",
+        "takes_turns = self._arrivals.incoming is not None and not self.policy.shrinks",
+        "takes_turns = False",
+        (f"{ARRIVALS}::test_an_answer_goes_on_while_the_prompt_of_another_is_read",),
+    ),
+    Mutant(
+        "generation: short prompts wait for the end of long ones",
+        FOLDER + "reading.py",
+        "if self._takes_turns and self._last is not None:",
+        "if False:",
+        (f"{READING}::test_classes_take_turns_where_answers_are_decoded_meanwhile",),
     ),
     Mutant(
         "generation: an answer takes the position after the last",

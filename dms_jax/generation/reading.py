@@ -1,0 +1,158 @@
+"""Prompts on their way into the cache, a program at a time, and the requests that share one.
+
+    lane 0   read 512 of 1300 tokens
+    lane 1   shares the prompt of lane 0
+    lane 2   read its prompt of 40; now the answer that it had before it was preempted
+    lane 3   decodes: it is not here
+
+A program runs tokens of one class: of prompts or of answers, in one width. Where nothing else runs
+meanwhile, prompts come before answers and wide chunks before narrow ones, whose last parts then
+share programs. Where answers are decoded between two programs, the classes take turns, so that a
+short prompt does not wait for the end of a long one.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+
+from dms_jax.generation.batches import Shapes
+from dms_jax.generation.requests import Request
+
+
+@dataclasses.dataclass(eq=False)
+class Part:
+    """What a lane reads before it decodes.
+
+    Attributes:
+      request: the request in the lane.
+      prompt: its prompt.
+      answer: what it had generated when it was preempted, to be recomputed as an answer.
+      shared: what requests have in common that read one prompt; None if it shares nothing.
+      source: the lane that reads the prompt for it; None if it reads by itself.
+      done: tokens that were launched.
+    """
+
+    request: Request
+    prompt: list[int]
+    answer: list[int]
+    shared: Hashable = None
+    source: int | None = None
+    done: int = 0
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether its next token belongs to its prompt."""
+        return self.done < len(self.prompt)
+
+    @property
+    def left(self) -> int:
+        """Tokens of its prompt, or behind that of its answer, that were not launched."""
+        whole = len(self.prompt) + (0 if self.in_prompt else len(self.answer))
+        return whole - self.done
+
+    def next(self, width: int) -> np.ndarray:
+        """Returns its next tokens, at most `width`, all of its prompt or all of its answer."""
+        tokens, start = self.prompt, self.done
+        if not self.in_prompt:
+            tokens, start = self.answer, self.done - len(self.prompt)
+        return np.asarray(tokens[start : start + width], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The next program.
+
+    Attributes:
+      tokens: lane -> its tokens.
+      width, entries: shape of the program.
+      prompt: whether they are tokens of prompts.
+      ends_prompt: lanes whose prompt they complete.
+    """
+
+    tokens: dict[int, np.ndarray]
+    width: int
+    entries: int
+    prompt: bool
+    ends_prompt: list[int]
+
+
+class Reading:
+    """The lanes that do not decode yet.
+
+    Args:
+      shapes: the shapes of programs.
+      takes_turns: whether answers are decoded between two programs.
+
+    Attributes:
+      parts: lane -> what it reads, in the order in which they came.
+    """
+
+    def __init__(self, shapes: Shapes, *, takes_turns: bool):
+        self.parts: dict[int, Part] = {}
+        self._shapes, self._takes_turns = shapes, takes_turns
+        self._last: tuple[bool, int] | None = None  # class of the last program
+
+    def add(self, lane: int, part: Part) -> bool:
+        """Lets a lane read its part; returns whether it does so itself, and no other one for it."""
+        if part.shared is not None:
+            others = (own for own, each in self.parts.items() if each.shared == part.shared)
+            part.source = next(others, None)
+        self.parts[lane] = part
+        return part.source is None
+
+    def keep(self, running: Mapping[int, Request]) -> None:
+        """Forgets lanes whose requests have left them."""
+        self.parts = {
+            lane: each for lane, each in self.parts.items() if running.get(lane) is each.request
+        }
+
+    def spared(self, cancelled: set[int]) -> set[int]:
+        """Returns those of the requests whose prompts others share that were not cancelled."""
+        sources = {
+            each.source for each in self.parts.values() if each.request.index not in cancelled
+        }
+        found = {each.request.index for lane, each in self.parts.items() if lane in sources}
+        return found & cancelled
+
+    def next_batch(self) -> Batch | None:
+        """Returns the next program; None if there is nothing to read."""
+        left = {
+            lane: each for lane, each in self.parts.items() if each.source is None and each.left
+        }
+        if not left:
+            return None
+        classes = {
+            lane: (each.in_prompt, self._shapes.width(each.left)) for lane, each in left.items()
+        }
+        present = set(classes.values())
+        if self._takes_turns and self._last is not None:
+            present = {each for each in present if each < self._last} or present
+        self._last = max(present)
+        prompt = self._last[0]
+        lanes, width, entries = self._shapes.next_batch(
+            {lane: left[lane].left for lane, own in classes.items() if own == self._last}
+        )
+        ends = [lane for lane in lanes if prompt and left[lane].left <= width]
+        tokens = {lane: left[lane].next(width) for lane in lanes}
+        return Batch(tokens, width, entries, prompt, ends)
+
+    def advance(self, batch: Batch) -> None:
+        """Counts the tokens of a program that was launched."""
+        for lane, tokens in batch.tokens.items():
+            self.parts[lane].done += len(tokens)
+
+    def take_complete(self) -> dict[int, int]:
+        """Removes the lanes that can decode; returns the lane that read the prompt of each.
+
+        Where nothing is decoded meanwhile, they are all lanes, and none before.
+        """
+        complete = {
+            lane: lane if each.source is None else each.source
+            for lane, each in self.parts.items()
+            if not self.parts[lane if each.source is None else each.source].left
+        }
+        if not self._takes_turns and len(complete) < len(self.parts):
+            return {}
+        self.parts = {lane: each for lane, each in self.parts.items() if lane not in complete}
+        return complete

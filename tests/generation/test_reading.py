@@ -1,0 +1,123 @@
+"""Which tokens of which prompts run next, and who waits for a prompt that another lane reads."""
+
+import numpy as np
+import pytest
+
+from dms_jax.cache.accounting import Meter
+from dms_jax.generation.batches import Shapes
+from dms_jax.generation.reading import Part, Reading
+from dms_jax.generation.requests import Request
+from dms_jax.generation.sampling import Sampling
+
+# Programs of 4 x 64 tokens, of 8 x 32, and of a single entry for a single lane.
+SHAPES = Shapes(widths=(64, 32), passes=1, tokens=256, num_lanes=8, launch=256)
+
+
+def part(index, prompt, answer=0, shared=None):
+    """What a request reads: a prompt and an answer of so many tokens, all different."""
+    tokens = list(range(1000 * index, 1000 * index + prompt + answer))
+    request = Request(
+        index=index,
+        prompt=tokens[:prompt],
+        seed=0,
+        copy=0,
+        max_new_tokens=1,
+        max_length=prompt + answer + 1,
+        meter=Meter(rows=1),
+        sampling=Sampling(),
+    )
+    return Part(request, tokens[:prompt], tokens[prompt:], shared)
+
+
+def reading(*parts, takes_turns):
+    state = Reading(SHAPES, takes_turns=takes_turns)
+    for lane, each in enumerate(parts):
+        state.add(lane, each)
+    return state
+
+
+def run(state):
+    """Runs a program; returns whether it is of prompts, its width and its lanes."""
+    batch = state.next_batch()
+    state.advance(batch)
+    return batch.prompt, batch.width, sorted(batch.tokens)
+
+
+def test_prompts_are_read_whole_before_anything_else():
+    """Wide chunks first, whose last parts share the narrow programs; then answers."""
+    state = reading(part(0, 150), part(1, 20), part(2, 70, answer=10), takes_turns=False)
+    programs, complete = [], {}
+    while not complete:
+        programs.append(run(state))
+        complete = state.take_complete()
+    assert programs == [
+        (True, 64, [0, 2]),
+        (True, 64, [0]),
+        (True, 32, [0, 1, 2]),
+        (False, 32, [2]),
+    ]
+    assert complete == {0: 0, 1: 1, 2: 2}
+    assert not state.parts
+    assert state.next_batch() is None
+
+
+def test_classes_take_turns_where_answers_are_decoded_meanwhile():
+    state = reading(part(0, 300), part(1, 20), part(2, 20, answer=40), takes_turns=True)
+    found = [(run(state), state.take_complete()) for _ in range(4)]
+    assert found == [
+        ((True, 64, [0]), {}),
+        ((True, 32, [1, 2]), {1: 1}),
+        ((False, 64, [2]), {2: 2}),
+        ((True, 64, [0]), {}),
+    ]
+    state.add(1, part(3, 70))
+    state.add(2, part(4, 10))
+    assert [run(state) for _ in range(4)] == [
+        (True, 32, [2]),
+        (True, 64, [0, 1]),
+        (True, 32, [1]),
+        (True, 64, [0]),
+    ]
+
+
+def test_tokens_run_in_order_and_end_their_prompts():
+    one = part(3, 70, answer=10)
+    state, seen, ended = reading(one, takes_turns=True), [], []
+    while batch := state.next_batch():
+        state.advance(batch)
+        seen += batch.tokens[0].tolist()
+        ended.append(batch.ends_prompt)
+        assert batch.tokens[0].dtype == np.int32
+    assert seen == one.prompt + one.answer
+    assert ended == [[], [0], []]
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_a_prompt_is_read_once_for_all_that_share_it(takes_turns):
+    state = Reading(SHAPES, takes_turns=takes_turns)
+    assert state.add(4, part(0, 70, shared="a"))
+    run(state)
+    assert not state.add(2, part(1, 70, shared="a"))
+    assert state.add(3, part(2, 70, shared="b"))
+    assert state.add(5, part(3, 70))  # shares nothing
+    assert state.take_complete() == {}
+    complete = {}
+    while batch := state.next_batch():
+        assert 2 not in batch.tokens
+        state.advance(batch)
+        complete |= state.take_complete()
+    assert complete == {4: 4, 2: 4, 3: 3, 5: 5}
+
+
+def test_who_waits_keeps_a_prompt_from_being_cancelled():
+    shared = [part(index, 70, shared="a") for index in range(3)]
+    state = reading(*shared, part(3, 70), takes_turns=True)
+    assert state.spared(set()) == set()
+    assert state.spared({3, 9}) == set()  # nobody waits for it; it is not here
+    assert state.spared({1}) == set()
+    assert state.spared({0, 1, 3}) == {0}
+    assert state.spared({0, 1, 2}) == set()
+    # The last who waited has left its lane.
+    state.keep({0: shared[0].request, 1: shared[1].request, 2: part(7, 1).request})
+    assert list(state.parts) == [0, 1]
+    assert state.spared({0, 1}) == set()
