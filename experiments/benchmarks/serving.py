@@ -2,9 +2,10 @@ r"""Times what clients of a server of OpenAI's API see when many of them ask at 
 
 A number of clients each send a streamed completion, and the next one as soon as it has ended, until
 all requests of the load are answered. Prompts are random token ids, lengths of prompts and answers
-are drawn evenly from ranges, and every load asks the same requests. The server is `dms-jax serve`
-in a process of its own, with the options that are given; or, with --url, whichever listens there,
-such as another library's.
+are drawn evenly from ranges, and every load asks the same requests. With --long some prompts are
+long, and the longest pauses of the answers tell whether these wait for them. The server is
+`dms-jax serve` in a process of its own, with the options that are given; or, with --url, whichever
+listens there, such as another library's.
 
     python -m experiments.benchmarks.serving
     python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 \
@@ -56,6 +57,8 @@ class Config:
     """Requests of each load."""
     prompts: tuple[int, int] = (16, 128)
     """Fewest and most tokens of a prompt."""
+    long: int = 0
+    """Tokens of every eighth prompt; 0 makes it as the others."""
     answers: tuple[int, int] = (32, 256)
     """Fewest and most tokens of an answer; it ends earlier where the model ends it."""
     vocabulary: int = 512
@@ -76,6 +79,8 @@ class Config:
                 raise dms_jax.ConfigError(f"--{name} must be positive, got {getattr(self, name)}")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise dms_jax.ConfigError(f"--url {self.url}: it begins with http:// or https://")
+        if self.long < 0:
+            raise dms_jax.ConfigError(f"--long must be 0 or positive, got {self.long}")
         for name in ("prompts", "answers"):
             least, most = getattr(self, name)
             if least > most:
@@ -108,10 +113,16 @@ def make_requests(config: Config, model: str) -> list[dict[str, Any]]:
     def between(bounds: tuple[int, int]) -> int:
         return int(random.integers(bounds[0], bounds[1] + 1))
 
+    def prompt(index: int) -> list[int]:
+        length = between(config.prompts)
+        if config.long and index % 8 == 7:
+            length = config.long
+        return random.integers(0, config.vocabulary, length).tolist()
+
     return [
         {
             "model": model,
-            "prompt": random.integers(0, config.vocabulary, between(config.prompts)).tolist(),
+            "prompt": prompt(index),
             "max_tokens": between(config.answers),
             "temperature": config.temperature,
             "top_p": 0.95,
@@ -173,6 +184,8 @@ def load(address: str, bodies: Sequence[dict[str, Any]], clients: int) -> dict[s
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     """Returns rates, and percentiles of what the clients waited for.
 
+    The longest pause of an answer lies between two parts of its text.
+
     Args:
       answers: what each request was answered with.
       seconds: from the first request to the last answer.
@@ -182,6 +195,7 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     # Text comes in parts of several tokens: what lies between the first and the last, over tokens.
     longer = [answer for answer in begun if answer.tokens > 1]
     between = [(each.parts[-1] - each.parts[0]) / (each.tokens - 1) for each in longer]
+    pauses = [float(np.diff(each.parts).max()) for each in begun if len(each.parts) > 1]
     peaks = [answer.peak for answer in whole if answer.peak is not None]
     return {
         "requests": len(answers),
@@ -193,6 +207,7 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
         "requests_per_second": len(whole) / seconds,
         "first_part_ms": percentiles([1e3 * answer.parts[0] for answer in begun]),
         "a_token_ms": percentiles([1e3 * each for each in between]),
+        "longest_pause_ms": percentiles([1e3 * each for each in pauses]),
         "whole_ms": percentiles([1e3 * answer.seconds for answer in whole]),
         "peak_tokens": float(np.mean(peaks)) if peaks else None,
     }
@@ -268,7 +283,12 @@ def main(config: Config) -> int:
 def describe(row: dict[str, Any]) -> str:
     """Returns a load in a line."""
     words = [f"{row['clients']:4} clients: {row['tokens_per_second']:8,.0f} tokens/s"]
-    named = ("first_part_ms", "first text after"), ("a_token_ms", "a token"), ("whole_ms", "whole")
+    named = (
+        ("first_part_ms", "first text after"),
+        ("a_token_ms", "a token"),
+        ("longest_pause_ms", "longest pause"),
+        ("whole_ms", "whole"),
+    )
     for name, what in named:
         if found := row[name]:
             words.append(f"{what} {found['median']:,.1f} ms (95%: {found['p95']:,.1f})")

@@ -24,6 +24,7 @@ def test_figures_of_answers_made_by_hand():
     assert found["requests_per_second"] == 1.5
     assert found["first_part_ms"]["median"] == pytest.approx(200)
     assert found["a_token_ms"]["median"] == pytest.approx(150)
+    assert found["longest_pause_ms"]["median"] == pytest.approx(300)  # of 200 and 400
     assert found["whole_ms"]["median"] == pytest.approx(500)
     assert found["peak_tokens"] == 20.0
     line = script.describe({"clients": 2} | found)
@@ -40,6 +41,17 @@ def test_without_an_answer_there_are_no_percentiles():
 def small(out, **changes):
     sizes = dict(clients=(1, 6), requests=6, prompts=(3, 9), answers=(2, 12), out=out)
     return script.Config(**sizes | changes)
+
+
+def test_every_eighth_prompt_is_long():
+    sizes = dict(requests=17, prompts=(3, 9), answers=(2, 12))
+    even, uneven = (
+        [len(body["prompt"]) for body in script.make_requests(config, "stories")]
+        for config in (script.Config(**sizes), script.Config(long=100, **sizes))
+    )
+    assert max(even) <= 9
+    assert [place for place, length in enumerate(uneven) if length == 100] == [7, 15]
+    assert max(length for length in uneven if length != 100) <= 9
 
 
 def address_of(client):
@@ -113,6 +125,7 @@ def test_an_address_may_have_a_path_and_be_a_secure_one():
         (dict(clients=(0,)), "--clients must be positive"),
         (dict(requests=0), "--requests must be positive, got 0"),
         (dict(url="localhost:8000"), "--url localhost:8000: it begins with http://"),
+        (dict(long=-1), "--long must be 0 or positive, got -1"),
         (dict(prompts=(9, 3)), "--prompts 9 3: the fewest come first"),
     ],
 )
