@@ -266,6 +266,8 @@ class Engine:
 
     def _admit(self, waiting: collections.deque[Request]) -> None:
         """Moves waiting requests into free lanes, where they read their prompts."""
+        if not waiting:
+            return
         extra = self._extra_of_all()
         started: dict[int, Request] = {}
         continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
@@ -346,7 +348,7 @@ class Engine:
 
     def _extra_of_all(self) -> np.ndarray:
         """Returns the slots [L, B, K] that lanes need besides those that they hold."""
-        extra = np.zeros(self.runner.lengths.shape, np.int64)
+        extra = np.zeros(self.runner.allocator.reserved.shape, np.int64)
         for lane, request in self._running.items():
             extra[:, lane] = min(self.chunk, request.remaining)
         for lane, part in self._reading.parts.items():
