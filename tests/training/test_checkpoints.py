@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 
 import chex
 import jax
@@ -250,6 +251,20 @@ def test_a_full_disk_is_a_warning_and_keeps_what_there_is(tmp_path):
     with saved(tmp_path) as directory:
         restored, _ = directory.restore(jax.eval_shape(lambda: noise(0)))
     chex.assert_trees_all_equal(restored, noise(4))
+
+
+def test_failed_checkpoints_leave_no_threads(tmp_path):
+    """A disk stays full for long, and each of Orbax's managers has threads of its own."""
+    with contextlib.closing(opened(tmp_path)) as directory:
+        directory.save(1, noise(1), None)
+        directory.finish()
+        before = set(threading.enumerate())
+        with largest_file(1 << 15):
+            for step in (2, 3, 4):
+                directory.save(step, noise(step), None)
+                with pytest.raises(CheckpointError, match=f"step {step} cannot be written"):
+                    directory.finish()
+        assert set(threading.enumerate()) <= before
 
 
 def test_a_mounted_disk_that_is_full(tmp_path):
