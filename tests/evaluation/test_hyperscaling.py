@@ -14,7 +14,15 @@ from rich.console import Console
 import dms_jax
 from dms_jax.data.tasks import Problem
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.evaluation import Hyperscaling, Point, Serving, System, evaluate, hyperscale
+from dms_jax.evaluation import (
+    Hyperscaling,
+    Point,
+    Serving,
+    System,
+    evaluate,
+    hyperscale,
+    hyperscaling_result,
+)
 from dms_jax.evaluation import journal as journal_module
 from dms_jax.evaluation.hyperscaling import Plan
 from dms_jax.evaluation.hyperscaling_result import Stopped
@@ -334,6 +342,25 @@ def test_frontiers_and_gains_by_hand():
     assert wide.average_gain("wide", "slow", "reads") is None
     with pytest.raises(ConfigError, match=r"no system 'quick'; there are slow, fast\."):
         result.average_gain("quick", "slow")
+
+
+def test_gains_are_computed_once_for_the_files_and_for_the_caller(tmp_path, monkeypatch):
+    """Each takes a bootstrap: of one pair of systems by reads, and by peak."""
+    computed, points = [], by_hand().points
+    compute = hyperscaling_result.measured_average_gain
+
+    def counted(*trials):
+        computed.append(len(trials))
+        return compute(*trials)
+
+    own = lambda self, system: (each for each in points if each.system == system.name)  # noqa: E731
+    monkeypatch.setattr(Plan, "points", own)
+    monkeypatch.setattr(hyperscaling_result, "measured_average_gain", counted)
+    result = run([System("slow"), System("fast")], out=tmp_path)
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert json.loads(json.dumps(result.to_dict())) == written
+    result.gains_table()
+    assert len(computed) == 2
 
 
 def test_answers_of_one_token_read_nothing():
