@@ -6,14 +6,18 @@ import signal
 import threading
 
 import jax
+import numpy as np
 import pytest
 
-from dms_jax.errors import CapacityError
+import dms_jax
+from dms_jax.errors import CapacityError, CheckpointError
 from dms_jax.generation import Sampling
+from dms_jax.serving import Piece, Service
 from dms_jax.serving import service as service_module
 from dms_jax.serving.app import OUT_OF_MEMORY, make_app
 from dms_jax.serving.server import Server
-from tests.serving.support import LANES, make_service, serving, wait_until
+from tests.serving.support import LANES, SHAPE, make_service, serving, wait_until
+from tests.support.models import random_model, tiny_config
 
 LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
 
@@ -240,6 +244,44 @@ def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
     assert tokens == news[1][-1].completion.tokens
     assert "".join(each.text for each in news[1]) == news[1][-1].completion.text
     assert news[1][-1].completion.usage.prefilled_tokens > len(prompts[1])  # it was put back
+
+
+def together(model, prompts, sampling):
+    """What a service answers to prompts that come at once: the tokens, or the error."""
+    news: dict[int, list] = {number: [] for number in range(len(prompts))}
+    service = Service(model, num_lanes=LANES, max_tokens=64, **SHAPE)
+    with service._changed:  # so that they are let in together
+        for number, prompt in enumerate(prompts):
+            service.submit([prompt], sampling, news[number].append)
+    service.start()
+    wait_until(lambda: not service._jobs)
+    assert service.drain(60.0)
+    for own in news.values():
+        told = [token for piece in own if isinstance(piece, Piece) for token in piece.tokens]
+        last = own[-1]
+        assert isinstance(last, Exception) or told == last.completion.tokens
+        yield last if isinstance(last, Exception) else told
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_end_their_own_request_alone(temperature):
+    """A token is no number, which one prompt has, and one answer comes to after a while."""
+    transformer = random_model(tiny_config(tied=False), dtype=np.float32)
+    model = dms_jax.LanguageModel(transformer=transformer)
+    sampling = Sampling(temperature=temperature, max_new_tokens=12)
+    prompts = [[1, 7, 9], [1, 30, 20], [1, 11], [1, 40, 41, 42]]
+    answers = list(together(model, prompts, sampling))
+    others = set().union(*prompts[:3], *answers[:2])
+    wrong = next(token for token in answers[2][-2::-1] if token not in others)
+    prompts[3][-1] = wrong
+    embedding = transformer.embedding
+    embedding.set_value(embedding.get_value().at[wrong].set(np.nan))
+    first, second, *ended = together(model, prompts, sampling)
+    assert (first, second) == tuple(answers[:2])
+    position = len(prompts[2]) + answers[2].index(wrong) + 1
+    for error, place in zip(ended, (position, len(prompts[3])), strict=True):
+        assert isinstance(error, CheckpointError)
+        assert f"not numbers (NaN) at token {place} of prompt" in str(error)
 
 
 def test_what_cannot_fit_is_refused_with_numbers():
