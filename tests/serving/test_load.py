@@ -269,17 +269,20 @@ def test_logits_that_are_not_numbers_end_their_own_request_alone(temperature):
     transformer = random_model(tiny_config(tied=False), dtype=np.float32)
     model = dms_jax.LanguageModel(transformer=transformer)
     sampling = Sampling(temperature=temperature, max_new_tokens=12)
-    prompts = [[1, 7, 9], [1, 30, 20], [1, 11], [1, 40, 41, 42]]
+    prompts = [[1, 7, 9], [1, 30, 20], *([1, number] for number in range(10, 20))]
     answers = list(together(model, prompts, sampling))
-    others = set().union(*prompts[:3], *answers[:2])
-    wrong = next(token for token in answers[2][-2::-1] if token not in others)
-    prompts[3][-1] = wrong
+    others = set().union(*prompts[:2], *answers[:2])
+    prompt, answer, wrong = next(
+        (prompt, answer, token)
+        for prompt, answer in zip(prompts[2:], answers[2:], strict=True)
+        for token in answer[-2::-1]
+        if token not in others | set(prompt)
+    )
     embedding = transformer.embedding
     embedding.set_value(embedding.get_value().at[wrong].set(np.nan))
-    first, second, *ended = together(model, prompts, sampling)
-    assert (first, second) == tuple(answers[:2])
-    position = len(prompts[2]) + answers[2].index(wrong) + 1
-    for error, place in zip(ended, (position, len(prompts[3])), strict=True):
+    *fine, late, early = together(model, [*prompts[:2], prompt, [1, 40, wrong]], sampling)
+    assert fine == answers[:2]
+    for error, place in ((late, len(prompt) + answer.index(wrong) + 1), (early, 3)):
         assert isinstance(error, CheckpointError)
         assert f"not numbers (NaN) at token {place} of prompt" in str(error)
 
