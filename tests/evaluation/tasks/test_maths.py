@@ -7,8 +7,9 @@ import time
 import pytest
 
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.evaluation.mathematics import find_answer
+from dms_jax.evaluation import mathematics, mathematics_worker
 from dms_jax.evaluation.tasks import AIME, GPQA, GSM8K, MATH500, Mathematics
+from dms_jax.helper_process import Helper
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import lines, text
 
@@ -64,7 +65,7 @@ def test_a_long_decimal_is_read_once():
     """Chains repeat themselves. If each zero were tried as the first of the last, it took 4 s."""
     number = f"0.{'0' * 19_000}1"
     began = time.process_time()
-    assert find_answer(f"The final answer is {number}") == number
+    assert mathematics_worker.find(f"The final answer is {number}", seconds=5) == number
     assert time.process_time() - began < 2
 
 
@@ -168,16 +169,41 @@ def test_equal_answers_are_one_vote_and_right(tmp_path, written):
     assert task.score(problem, completion) == 1
 
 
-def test_judging_in_a_thread(gsm8k):
+@pytest.fixture
+def hurried(monkeypatch):
+    """Answers have one second each."""
+    program = mathematics._worker.program
+    worker = Helper(program, "1", seconds=30.0)
+    monkeypatch.setattr(mathematics, "_worker", worker)
+    yield worker
+    worker.close()
+    for each in (mathematics.is_same, mathematics.vote_of):
+        each.cache_clear()
+
+
+def test_judging_in_a_thread_has_an_end(gsm8k, hurried, caplog):
     """Math-Verify's own time limit works in the main thread alone."""
     task, scores = GSM8K(gsm8k), []
     problem = task.problem("test", 0)
-    thread = threading.Thread(
-        target=lambda: scores.append(task.score(problem, "The final answer is 10"))
-    )
+
+    def judge():
+        endless = "\\sum_{k=1}^{10000000} k^{k}"
+        scores.extend(task.score_answer(problem, each) for each in (endless, "10"))
+
+    thread = threading.Thread(target=judge)
     thread.start()
-    thread.join()
-    assert scores == [1]
+    thread.join(60)
+    assert scores == [0, 1]
+    assert "it takes more than" in caplog.text
+    assert "\\sum_{k=1}" in caplog.text
+
+
+def test_a_judgement_that_ends_its_process_is_wrong(hurried, caplog):
+    hurried.seconds = 0.0  # as if no signal reached it
+    assert not mathematics.is_same("1", "2")
+    assert "it runs for more than 0 seconds" in caplog.text
+    hurried.seconds = 30.0
+    assert mathematics.is_same("1", "1.0")
 
 
 def test_aime(tmp_path):
