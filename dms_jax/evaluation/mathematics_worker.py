@@ -51,13 +51,14 @@ def vote(answer: str, seconds: int) -> str:
     """See `mathematics.vote_of`."""
     value: Any = next(iter(_parse(_boxed(answer), seconds)), answer)
     # A number is one vote as it was found, rounded or exact; letters are a word, not a product.
-    if isinstance(value, str) or value.is_Number or "%" in answer or answer.isalpha():
+    number = isinstance(value, sympy.Number) or "%" in answer
+    if number or isinstance(value, str) or answer.isalpha():
         return answer
     value = timeout(seconds)(_computed)(value)
-    if value.atoms(BooleanAtom):  # "x \in (0, 1)" is read as an equation, which does not hold
+    if isinstance(value, BooleanAtom):  # "x \in (0, 1)" is read as an equation, which does not hold
         return answer
-    number = _exact(value, answer)
-    return (None if number is None else _written(number)) or sympy.srepr(value)
+    exact = _exact(value, answer)
+    return (None if exact is None else _written(exact)) or sympy.srepr(value)
 
 
 def _computed(value: Any) -> Any:
