@@ -68,7 +68,9 @@ def save(
             identity of the base (a few hundred kilobytes, with low-rank updates megabytes), for
             `load(base, adapter=path)`. The base's files are read again to check that the model
             still has their weights. Otherwise low-rank updates are added to the weights.
-        max_shard_bytes: size of a file of tensors, beyond which another one is begun.
+        max_shard_bytes: size of a file of tensors, beyond which another one is begun. If the model
+            is no larger, the first of several processes holds it and writes that file alone, and
+            the others need not see the directory.
 
     Raises:
         CheckpointError: the path cannot be written, or contains files that do not belong to a
@@ -228,9 +230,7 @@ def _wait_for(directory: pathlib.Path, target: pathlib.Path) -> None:
             raise CheckpointError(
                 f"process {jax.process_index()} does not see {directory}, which process 0 made for "
                 "it to write its part of the checkpoint into. Give a directory on a file system "
-                f"that the hosts of all processes share, in place of {target}, or a "
-                "max_shard_bytes beyond the model's size: process 0 then writes one file alone, "
-                "and holds the whole model"
+                f"that the hosts of all processes share, in place of {target}"
             )
         time.sleep(0.1)
 

@@ -1,7 +1,8 @@
 """One score from the W chains of a problem: by vote, by likelihood, by pass@W, or as their mean.
 
     single          the mean score of the chains
-    vote            the answer that most chains give; ties go to the one seen first (`majority`)
+    vote            the answer that most chains give, however they write it (`Task.vote`); ties go
+                    to the one seen first (`majority`)
     likeliest_mean  the answer of the chain with the highest mean log-probability a token
     likeliest_sum   the answer of the chain with the highest sum of log-probabilities
     pass            the best score among W chains: pass@W where a score is 0 or 1

@@ -142,6 +142,7 @@ class Judge:
     def __init__(self, questions: Questions):
         self._questions = questions
         self._scores: dict[tuple[int, str], float] = {}
+        self._answers: dict[tuple[int, str], str] = {}  # by problem and vote, the first
 
     def __call__(self, problem: int, text: str) -> float:
         """Returns the score of a completion of a problem."""
@@ -166,8 +167,10 @@ class Judge:
         return self._questions.tasks[self._questions.task_of[problem]]
 
     def answer(self, problem: int, text: str) -> str | None:
-        """The answer that a completion gives."""
-        return self.task(problem).answer(text)
+        """The answer that a completion gives; of those that are one vote, as it came first."""
+        task = self.task(problem)
+        own = task.answer(text)
+        return None if own is None else self._answers.setdefault((problem, task.vote(own)), own)
 
     def answer_score(self, problem: int, answer: str | None) -> float:
         """The score of an answer alone; 0 where there is none."""

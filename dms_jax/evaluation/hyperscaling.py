@@ -133,12 +133,13 @@ def hyperscale(
             with contextlib.suppress(DataError):  # what interrupted it says more
                 plan.write(plan.result(points))
             raise
-        plan.write(plan.result(points))
+        result = plan.result(points)
+        plan.write(result)
     except BaseException as error:
         with contextlib.suppress(AttributeError):  # an exception may not accept attributes
             error.finished = plan.result(points)  # pyright: ignore[reportAttributeAccessIssue]
         raise
-    return plan.result(points)
+    return result  # the one that was written: it knows its gains
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,21 +3,30 @@ r"""Judging answers to mathematical problems, with Math-Verify (the extra `eval`
 An answer is looked for where the prompts request it (`\boxed{...}`, "the final answer is ..."), and
 otherwise among the expressions of the text. Two answers are the same if they are the same number,
 expression, set, interval or word, however they are written: 0.5 is \frac{1}{2}.
+
+All of it happens in a process of its own (`mathematics_worker.py`), because sympy computes some
+expressions for hours: there the time has a limit, whatever thread asks. What takes longer is no
+answer, or not the expected one, and is logged.
 """
 
-import fractions
-import re
-import threading
+import functools
+import json
+import logging
+import pathlib
 from typing import Any
 
+from dms_jax.errors import CapacityError, plain
 from dms_jax.evaluation.extras import import_extra
+from dms_jax.helper_process import Helper
 
-_SECONDS = 5  # limit for parsing and for comparing
-_LARGEST = 10**100  # longer numbers stay as they are written
-_LONGEST = 100  # characters of a decimal before its point
-_DECIMAL = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d*))\.(\d*)")
-_ROUNDED = 6  # decimals that Math-Verify compares; a number with so many may stand for a fraction
 MAX_CHARACTERS = 20_000  # the end of a completion; an answer is short and comes last
+_SECONDS = 5  # limit for parsing and for comparing
+_logger = logging.getLogger("dms_jax")
+_worker = Helper(
+    pathlib.Path(__file__).with_name("mathematics_worker.py"),
+    str(_SECONDS),
+    seconds=6.0 * _SECONDS,  # of what keeps the worker's own limit from coming
+)
 
 
 def require_math_verify(task: str) -> None:
@@ -30,62 +39,50 @@ def find_answer(completion: str) -> str | None:
 
     # In: "... the final answer is: $\boxed{0.5}$."  Out: "\frac{1}{2}"
     # In: "... the final answer is $1,000.00"  Out: "1000"
+
+    Raises:
+      ConfigError: Math-Verify is not installed.
+      CapacityError: no process can be started.
     """
-    found = _parse(completion[-MAX_CHARACTERS:])
-    if not found:
-        return None
-    text = str(found[-1]).strip()
-    number = _exact(found[0], text)
-    if number is not None:
-        top, bottom = abs(number.numerator), number.denominator
-        if max(top, bottom) < _LARGEST:
-            sign = "-" if number < 0 else ""
-            return f"{sign}{top}" if bottom == 1 else f"{sign}\\frac{{{top}}}{{{bottom}}}"
-    return text or None
+    return _ask("find", completion[-MAX_CHARACTERS:]).get("find")
 
 
-def _exact(value: Any, text: str) -> fractions.Fraction | None:
-    """The number that was written; None where it is no number, or perhaps a rounded one."""
-    if "%" in text:
-        return None
-    if getattr(value, "is_Rational", False):
-        return fractions.Fraction(int(value.p), int(value.q))
-    written = _DECIMAL.fullmatch(text) if getattr(value, "is_Float", False) else None
-    if written is None:
-        return None
-    whole, decimals = written[1].replace(",", ""), written[2].rstrip("0")
-    if len(decimals) >= _ROUNDED or len(whole) > _LONGEST:
-        return None
-    return fractions.Fraction(f"{whole}.{decimals}")
-
-
+@functools.lru_cache(maxsize=1 << 14)  # chains of one problem often agree
 def is_same(expected: str, answer: str) -> bool:
-    """Whether an answer, in LaTeX, is the expected one."""
-    gold, given = _parse(f"$\\boxed{{{expected}}}$"), _parse(f"$\\boxed{{{answer}}}$")
-    if not gold or not given:
-        return expected.strip() == answer.strip()
-    library, failures = _math_verify()
+    """Whether an answer, in LaTeX, is the expected one.
+
+    Raises:
+      ConfigError, CapacityError: see `find_answer`.
+    """
+    return _ask("same", [expected, answer]).get("same", False)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def vote_of(answer: str) -> str:
+    r"""What an answer votes for: a text that equal answers share, itself if it is a number.
+
+    Expressions are computed and multiplied out, which makes equal most of those that are: equality
+    of texts is transitive, and n answers take n computations. One that takes too long stays alone.
+
+    # In: "\frac{\pi}{2}" and "\pi/2"  Out: "Mul(Rational(1, 2), pi)"
+
+    Raises:
+      ConfigError, CapacityError: see `find_answer`.
+    """
+    return _ask("vote", answer).get("vote", answer)
+
+
+def _ask(what: str, given: Any) -> dict[str, Any]:
     try:
-        return bool(library.verify(gold, given, timeout_seconds=_time_limit()))
-    except failures:  # sympy fails on some of what models write, and that is a wrong answer
-        return False
-
-
-def _parse(text: str) -> list[Any]:
-    library, failures = _math_verify()
-    try:
-        return library.parse(text, parsing_timeout=_time_limit())
-    except failures:  # as above: whatever stands there, it is no answer
-        return []
-
-
-def _math_verify() -> tuple[Any, tuple[type[BaseException], ...]]:
-    """The library, and the exceptions it raises; its timeout does not derive from `Exception`."""
-    library = import_extra("math_verify", package="Math-Verify", purpose="Judging an answer")
-    errors = import_extra("math_verify.errors", package="Math-Verify", purpose="Judging an answer")
-    return library, (Exception, errors.TimeoutException)
-
-
-def _time_limit() -> int | None:
-    """Math-Verify's timeout uses a signal, which works only in the main thread."""
-    return _SECONDS if threading.current_thread() is threading.main_thread() else None
+        reply = _worker.ask(json.dumps({what: given}))
+    except OSError as error:
+        require_math_verify("mathematics")
+        raise CapacityError(
+            "Answers are compared in a process of their own, which cannot be started: "
+            f"{plain(error, 300)}. End other processes, or judge later: with `out=` the answers "
+            "are kept."
+        ) from error
+    if "late" in reply or "error" in reply:
+        why = reply.get("error", f"it takes more than {_SECONDS} seconds")
+        _logger.warning("An answer counts as none, or as another one: %s. %s", why, plain(given))
+    return reply

@@ -51,7 +51,7 @@ class Launched:
         """Waits for prompts and first tokens, and records them in order.
 
         Raises:
-          CheckpointError: logits are not numbers.
+          NotNumbersError: logits are not numbers.
         """
         unread, self._unread = self._unread, []
         for record in unread:
@@ -126,7 +126,7 @@ class Launched:
         """Waits for the oldest chunk of steps, and records it.
 
         Raises:
-          CheckpointError: logits are not numbers.
+          NotNumbersError: logits are not numbers.
         """
         chunk, running = self.chunks.popleft()
         steps = self.runner.read(chunk)
@@ -177,8 +177,8 @@ class Launched:
 
         def record() -> None:
             tokens, logprobs, finite = jax.device_get(drawn)
+            check_finite((request, finite[lane]) for lane, request, _ in requests)
             for lane, request, source in requests:
-                check_finite(request, finite[lane])
                 request.generated.append(int(tokens[lane]))
                 if logprobs is not None:
                     request.logprobs.append(float(logprobs[lane]))

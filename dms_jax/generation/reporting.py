@@ -14,16 +14,14 @@ def record_steps(steps: Steps, running: Mapping[int, Request]) -> None:
     """Adds the steps of a chunk to the running requests; a lane ran the first few of them.
 
     Raises:
-      CheckpointError: logits are not numbers.
+      NotNumbersError: logits are not numbers; then nothing is added.
     """
     counts = steps.ran.sum(0).tolist()
-    wrong = (steps.ran & ~steps.finite).any(0)
+    check_finite((request, steps.finite[: counts[lane], lane]) for lane, request in running.items())
     tokens, live, reads = (x.T.tolist() for x in (steps.tokens, steps.live, steps.reads))
     logprobs = None if steps.logprobs is None else steps.logprobs.T.tolist()
     for lane, request in running.items():
         count = counts[lane]
-        if wrong[lane]:
-            check_finite(request, steps.finite[:count, lane])
         request.generated += tokens[lane][:count]
         request.live += live[lane][:count]
         request.reads += reads[lane][:count]

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -235,15 +235,30 @@ def finished(requests: Sequence[Request], sampling: Sampling) -> dict[int, Compl
     }
 
 
-def check_finite(request: Request, finite: np.bool_ | np.ndarray) -> None:
-    """Raises CheckpointError if logits of the request's next tokens were not finite."""
-    if not np.all(finite):
+class NotNumbersError(CheckpointError):
+    """Logits are not numbers, of some of the requests that ran together.
+
+    Attributes:
+      indices: these requests; what the others drew is as it should be.
+    """
+
+    def __init__(self, message: str, indices: Iterable[int]):
+        super().__init__(message)
+        self.indices = frozenset(indices)
+
+
+def check_finite(drawn: Iterable[tuple[Request, np.bool_ | np.ndarray]]) -> None:
+    """Raises NotNumbersError if logits of the next tokens of any request were not finite."""
+    wrong = [(request, finite) for request, finite in drawn if not np.all(finite)]
+    if wrong:
+        request, finite = wrong[0]
         position = len(request.before) + len(request.prompt) + len(request.generated)
         position += int(np.argmin(finite))  # the first of the tokens that follow
-        raise CheckpointError(
+        raise NotNumbersError(
             f"The model's logits are not numbers (NaN) at token {position} of prompt "
             f"{request.index}. Check the weights, or load the model with dtype=float32 if they "
-            "overflow float16."
+            "overflow float16.",
+            (each.index for each, _ in wrong),
         )
 
 

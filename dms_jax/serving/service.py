@@ -20,7 +20,12 @@ from dms_jax.checks import Whole, check, show_options
 from dms_jax.errors import BusyError, CapacityError, DataError, DmsJaxError
 from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions, Sampling, Update
 from dms_jax.generation.prompts import check_stop
-from dms_jax.generation.requests import Request, completion_of, make_requests
+from dms_jax.generation.requests import (
+    NotNumbersError,
+    Request,
+    completion_of,
+    make_requests,
+)
 from dms_jax.generation.room import Room
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
@@ -338,14 +343,17 @@ class Service:
     def _fail(self, error: Exception) -> None:
         """Ends the requests that an error stopped; those that wait go on waiting.
 
-        So do those that were put back with a part of their answer. What does not fit even alone was
-        the only one that ran, or the first one that waited.
+        So do those that were put back with a part of their answer, and so do those that ran beside
+        one whose logits are not numbers: they are computed again, since the cache may hold what it
+        left. What does not fit even alone was the only one that ran, or the first one that waited.
         """
         _logger.warning("A chunk failed: %s", error, exc_info=not isinstance(error, DmsJaxError))
         with self._changed:
             requests = [job.request for job in self._jobs.values()]
             new = {request.index for request in self._new}
             ran = {request.index for request in self.engine.running}
+            if isinstance(error, NotNumbersError):
+                ran &= error.indices
             stopped = [each for each in requests if each.index in ran]
             stopped = stopped or sorted(requests, key=lambda each: each.index in new)[:1]
             gone = {request.index for request in stopped}

@@ -140,6 +140,8 @@ class Checkpoints:
         if processes.is_first():
             for part in (self._path / str(step), *self._path.glob(f"{step}.*")):
                 shutil.rmtree(part, ignore_errors=True)
+        with contextlib.suppress(Exception):  # its threads; what it could not write was said
+            self._manager.close()
         with contextlib.suppress(OSError):  # the directory is gone: the next save says so again
             self._manager = self._open()
         left = [each for each in self.steps if each != step]

@@ -1,7 +1,7 @@
 """The losses of a model on held-out batches: language modelling, and distance from a teacher."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dms_jax.data.batches import Batch
+from dms_jax.checks import require, show
 from dms_jax.data.given_batches import given_batch
 from dms_jax.errors import DataError
 from dms_jax.model.language_model import LanguageModel, use_mesh
@@ -22,7 +22,7 @@ from dms_jax.training.step import Passes
 
 def held_out_loss(
     model: LanguageModel,
-    batches: Mapping[str, Iterable[Batch]],
+    batches: Mapping[str, Any],
     *,
     policy: Policy | None = None,
     compute_dtype: str | None = "bfloat16",
@@ -31,8 +31,9 @@ def held_out_loss(
 
     Args:
       model: the model to measure.
-      batches: name of each part -> its batches, in the form that `train` takes; batches of one
-        shape share one compiled program.
+      batches: name of each part -> a list of its batches, each in the form that `train` takes;
+        batches of one shape share one compiled program. An iterator is refused: those that are
+        trained on have no end, and one that has could be measured only once.
       policy: the policy whose hard decisions apply; None for the model's own.
       compute_dtype: dtype of the forward pass; None for that of the parameters.
 
@@ -40,7 +41,7 @@ def held_out_loss(
       The loss of each part, in nats per token.
 
     Raises:
-      ConfigError: the model cannot run the policy.
+      ConfigError: the model cannot run the policy, or a part is not a list of batches.
       DataError: the loss mask of a part leaves no token, or a batch is malformed.
     """
     return _means(model, None, batches, policy, compute_dtype)
@@ -49,7 +50,7 @@ def held_out_loss(
 def held_out_distillation(
     model: LanguageModel,
     teacher: LanguageModel,
-    batches: Mapping[str, Iterable[Batch]],
+    batches: Mapping[str, Any],
     *,
     policy: Policy | None = None,
     compute_dtype: str | None = "bfloat16",
@@ -74,11 +75,17 @@ def held_out_distillation(
 def _means(
     model: LanguageModel,
     teacher: Transformer | None,
-    batches: Mapping[str, Iterable[Batch]],
+    batches: Mapping[str, Any],
     policy: Policy | None,
     compute_dtype: str | None,
 ) -> dict[str, float]:
     policy = model.resolve_policy(policy)
+    for name, part in batches.items():
+        require(
+            isinstance(part, Collection) and not isinstance(part, Mapping),
+            f"Part {name!r} of the held-out data must be a list of batches, got {show(part)}. Of "
+            "an iterator, which may have no end, give list(itertools.islice(iterator, 16)).",
+        )
     result = {}
     with use_mesh(model.mesh):
         for name, part in batches.items():

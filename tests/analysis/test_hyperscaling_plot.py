@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
 from dms_jax.errors import ConfigError
 from dms_jax.evaluation import Hyperscaling
-from tests.evaluation.test_hyperscaling import by_hand, made_up
+from tests.evaluation.test_hyperscaling_result import by_hand, made_up
 
 
 def drawn(monkeypatch, tmp_path, result) -> Figure:

@@ -11,6 +11,7 @@ import pytest
 from dms_jax.checkpoint import chat
 from dms_jax.checkpoint.chat import render_chat
 from dms_jax.errors import DataError
+from dms_jax.helper_process import Running
 from tests.support.instances import slow_but
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -140,15 +141,15 @@ RENDERED = {
 @pytest.fixture(autouse=True, scope="module")
 def no_process_stays():
     yield
-    chat._close()
+    chat._worker.close()
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    chat._close()
-    monkeypatch.setattr(chat, "MAX_SECONDS", 0.7)
+    chat._worker.close()
+    monkeypatch.setattr(chat._worker, "seconds", 0.7)
     yield
-    chat._close()
+    chat._worker.close()
 
 
 def render(template: str) -> str:
@@ -207,9 +208,9 @@ def test_messages_are_json_data():
 
 def test_a_process_that_dies_at_a_request_is_replaced(monkeypatch):
     assert render("{{ 1 }}") == "1"
-    assert chat._worker is not None
-    monkeypatch.setattr(chat._Worker, "ended", False)
-    os.kill(chat._worker._process.pid, signal.SIGKILL)
+    assert chat._worker.running is not None
+    monkeypatch.setattr(Running, "ended", False)
+    os.kill(chat._worker.running.process.pid, signal.SIGKILL)
     with pytest.raises(DataError, match="it ends the process that it runs in"):
         render("{{ 2 }}")
     assert render("{{ 3 }}") == "3"
@@ -218,23 +219,23 @@ def test_a_process_that_dies_at_a_request_is_replaced(monkeypatch):
 def test_what_was_ended_between_two_answers_is_no_fault_of_the_next():
     """By the system when memory is short, say."""
     assert render("{{ 1 }}") == "1"
-    worker = chat._worker
-    assert worker is not None
-    worker._process.kill()
-    worker._process.wait()
+    running = chat._worker.running
+    assert running is not None
+    running.process.kill()
+    running.process.wait()
     assert render("{{ 2 }}") == "2"
-    assert chat._worker is not worker
+    assert chat._worker.running is not running
 
 
 def test_an_interrupted_answer_is_not_the_next_ones(monkeypatch):
     def interrupt(self, request, seconds):
-        self._process.stdin.write(request)
-        self._process.stdin.flush()
+        self.process.stdin.write(request)
+        self.process.stdin.flush()
         raise KeyboardInterrupt
 
     assert render("{{ 1 }}") == "1"
     with monkeypatch.context() as patches:
-        patches.setattr(chat._Worker, "_exchange", interrupt)
+        patches.setattr(Running, "_exchange", interrupt)
         with pytest.raises(KeyboardInterrupt):
             render("{{ 2 }}")
     assert render("{{ 3 }}") == "3"
@@ -256,25 +257,25 @@ def test_threads_get_their_own_answers():
 
 def test_a_fork_asks_a_process_of_its_own():
     assert render("{{ 1 }}") == "1"
-    before = chat._worker
-    chat._forget()  # what a fork calls in the child
+    before = chat._worker.running
+    chat._worker.forget()  # what a fork calls in the child
     assert render("{{ 2 }}") == "2"
-    assert chat._worker is not before
-    chat._close()
-    chat._worker = before
+    assert chat._worker.running is not before
+    chat._worker.close()
+    chat._worker.running = before
     assert render("{{ 3 }}") == "3"
 
 
 def test_where_no_process_can_be_started(monkeypatch):
-    chat._close()
+    chat._worker.close()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(DataError, match="cannot be started"):
         render("{{ 1 }}")
 
 
 def test_what_a_process_says_of_its_own(monkeypatch, tmp_path):
-    chat._close()
+    chat._worker.close()
     (tmp_path / "silent.py").write_text("")
-    monkeypatch.setattr(chat, "_PROGRAM", tmp_path / "silent.py")
+    monkeypatch.setattr(chat._worker, "program", tmp_path / "silent.py")
     with pytest.raises(DataError, match=r"did not start silent\.py"):
         render("{{ 1 }}")

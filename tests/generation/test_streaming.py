@@ -163,10 +163,14 @@ def test_weights_that_are_not_numbers():
 
 def test_the_first_token_whose_logits_are_not_numbers_is_named():
     """It is one of a chunk, behind a prompt of three tokens and two new ones."""
-    (request,) = make_requests(model_for("vanilla").config, [[1, 5, 7]], GREEDY)
+    config = model_for("vanilla").config
+    fine, request, other = make_requests(config, [[1, 4], [1, 5, 7], [1, 6]], GREEDY)
     request.generated = [4, 9]
-    check_finite(request, np.array([True, True]))
-    with pytest.raises(CheckpointError, match="at token 7 of prompt 0"):
-        check_finite(request, np.array([True, True, False, True]))
-    with pytest.raises(CheckpointError, match="at token 5 of prompt 0"):
-        check_finite(request, np.bool_(False))
+    numbers = np.array([True, True])
+    check_finite([(fine, numbers), (request, numbers)])
+    drawn = [(fine, numbers), (request, np.array([True, True, False, True])), (other, ~numbers)]
+    with pytest.raises(CheckpointError, match="at token 7 of prompt 1") as caught:
+        check_finite(drawn)
+    assert caught.value.indices == {1, 2}
+    with pytest.raises(CheckpointError, match="at token 5 of prompt 1"):
+        check_finite([(request, np.bool_(False))])

@@ -6,14 +6,18 @@ import signal
 import threading
 
 import jax
+import numpy as np
 import pytest
 
-from dms_jax.errors import CapacityError
+import dms_jax
+from dms_jax.errors import CapacityError, CheckpointError
 from dms_jax.generation import Sampling
+from dms_jax.serving import Piece, Service
 from dms_jax.serving import service as service_module
 from dms_jax.serving.app import OUT_OF_MEMORY, make_app
 from dms_jax.serving.server import Server
-from tests.serving.support import LANES, make_service, serving, wait_until
+from tests.serving.support import LANES, SHAPE, make_service, serving, wait_until
+from tests.support.models import random_model, tiny_config
 
 LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
 
@@ -245,6 +249,47 @@ def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
     assert tokens == news[1][-1].completion.tokens
     assert "".join(each.text for each in news[1]) == news[1][-1].completion.text
     assert news[1][-1].completion.usage.prefilled_tokens > len(prompts[1])  # it was put back
+
+
+def together(model, prompts, sampling):
+    """What a service answers to prompts that come at once: the tokens, or the error."""
+    news: dict[int, list] = {number: [] for number in range(len(prompts))}
+    service = Service(model, num_lanes=LANES, max_tokens=64, **SHAPE)
+    with service._changed:  # so that they are let in together
+        for number, prompt in enumerate(prompts):
+            service.submit([prompt], sampling, news[number].append)
+    service.start()
+    wait_until(lambda: not service._jobs)
+    assert service.drain(60.0)
+    for own in news.values():
+        told = [token for piece in own if isinstance(piece, Piece) for token in piece.tokens]
+        last = own[-1]
+        assert isinstance(last, Exception) or told == last.completion.tokens
+        yield last if isinstance(last, Exception) else told
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_end_their_own_request_alone(temperature):
+    """A token is no number, which one prompt has, and one answer comes to after a while."""
+    transformer = random_model(tiny_config(tied=False), dtype=np.float32)
+    model = dms_jax.LanguageModel(transformer=transformer)
+    sampling = Sampling(temperature=temperature, max_new_tokens=12)
+    prompts = [[1, 7, 9], [1, 30, 20], *([1, number] for number in range(10, 20))]
+    answers = list(together(model, prompts, sampling))
+    others = set().union(*prompts[:2], *answers[:2])
+    prompt, answer, wrong = next(
+        (prompt, answer, token)
+        for prompt, answer in zip(prompts[2:], answers[2:], strict=True)
+        for token in answer[-2::-1]
+        if token not in others | set(prompt)
+    )
+    embedding = transformer.embedding
+    embedding.set_value(embedding.get_value().at[wrong].set(np.nan))
+    *fine, late, early = together(model, [*prompts[:2], prompt, [1, 40, wrong]], sampling)
+    assert fine == answers[:2]
+    for error, place in ((late, len(prompt) + answer.index(wrong) + 1), (early, 3)):
+        assert isinstance(error, CheckpointError)
+        assert f"not numbers (NaN) at token {place} of prompt" in str(error)
 
 
 def test_what_cannot_fit_is_refused_with_numbers():

@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 
 import chex
 import jax
@@ -237,12 +238,15 @@ def test_a_full_disk_is_a_warning_and_keeps_what_there_is(tmp_path):
     directory = opened(tmp_path)
     directory.save(1, noise(1), None)
     directory.finish()
+    threads = set(threading.enumerate())
     with largest_file(1 << 15):
         directory.save(2, noise(2), None)
         with pytest.warns(UserWarning, match=r"step 2 cannot be written .*File too large.*step 1"):
             directory.save(3, noise(3), None)
         with pytest.raises(CheckpointError, match=r"step 3 cannot be written .*last one is of st"):
             directory.finish()
+        more = {each.name for each in set(threading.enumerate()) - threads}
+        assert {name for name in more if not name.startswith("asyncio")} == set()  # of managers
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
     directory.save(4, noise(4), None)
     directory.finish()

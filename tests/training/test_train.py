@@ -1,6 +1,7 @@
 """`train`: language modelling without a policy, from the first step to a resumed run."""
 
 import dataclasses
+import itertools
 import json
 import time
 
@@ -288,6 +289,12 @@ def test_batches_of_a_caller_are_checked(model):
         run(model, data=iter(["a text"]))
     with pytest.raises(dms_jax.DataError, match=f"must lie in 0 ... {VOCABULARY - 1}"):
         held_out_loss(model, {"part": [outside]}, compute_dtype=None)
+
+
+@pytest.mark.parametrize("part", [itertools.cycle(batches(1)), iter(batches(1)), batches(1)[0]])
+def test_held_out_data_without_an_end_is_refused(model, part):
+    with pytest.raises(ConfigError, match=r"Part 'it' .* must be a list of batches.*islice"):
+        held_out_loss(model, {"it": part})
 
 
 def test_a_retrofit_needs_a_ramp(model):

@@ -67,6 +67,10 @@ class Task(Options, abc.ABC):
         A completion is any text that a model wrote; parsing it never raises.
         """
 
+    def vote(self, answer: str) -> str:
+        """Returns what an answer votes for: a text that equal answers share, by default itself."""
+        return answer
+
     @abc.abstractmethod
     def score(self, problem: Problem, completion: str) -> float:
         """Returns the exact score of a completion, from 0 to 1."""

@@ -6,8 +6,8 @@ r"""Runs code that a model wrote, in processes that can do nothing but compute.
 A confined process is a fresh Python that locks itself in before it reads a line of the answer's
 code (`inside`). What holds it:
 
-- time: a limit on processor time (RLIMIT_CPU) and one on the wall clock, then SIGKILL; it also dies
-  with the process that judges;
+- time: a limit on processor time (RLIMIT_CPU; what handles its signal is killed a second later) and
+  one on the wall clock, then SIGKILL; it also dies with the process that judges;
 - memory: RLIMIT_AS; no shared memory or memory files; and it is the first to go when memory ends;
 - processes: none, no fork and no exec; threads are counted by the judging process, one by one
   (seccomp user notification), because RLIMIT_NPROC counts a user's processes and never root's;

@@ -132,7 +132,8 @@ class Sandbox(Options):
                 status = _wait(process, deadline)
         except Stopped as stopped:
             return Run("", str(stopped))
-        return Run(text.decode("utf-8", "replace"), "" if status == 0 else f"status {status}")
+        failure = "time" if process.out_of_time else f"status {status}"
+        return Run(text.decode("utf-8", "replace"), failure if status else "")
 
     def call(self, source: str, name: str, arguments: Sequence[Any]) -> Call:
         """Calls a function of a module, or a method of its class `Solution`."""
@@ -141,9 +142,9 @@ class Sandbox(Options):
             with self._answering(source, request) as (process, deadline, ours):
                 stream = Stream(ours.fileno(), [process], deadline, self._most)
                 reply = json.loads(stream.read(b"\n").partition(b"\n")[0] or b"null")
-                if reply is None:
-                    return Call(None, "raised or ended")
-                return Call(values.from_json(reply[0]))
+            if reply is None:
+                return Call(None, "time" if process.out_of_time else "raised or ended")
+            return Call(values.from_json(reply[0]))
         except Stopped as stopped:
             return Call(None, str(stopped))
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
@@ -170,10 +171,12 @@ class Sandbox(Options):
         except Stopped as stopped:
             return str(stopped)
         try:
-            return str(json.loads(told)["failed"])
+            failure = str(json.loads(told)["failed"])
         # Nothing, or what the tests wrote there.
         except (ValueError, TypeError, KeyError, RecursionError):
-            return "the tests ended early"
+            failure = "the tests ended early"
+        late = process.out_of_time or checker.out_of_time
+        return "time" if failure and late else failure
 
     @contextlib.contextmanager
     def _answering(

@@ -80,6 +80,11 @@ class Confined:
     listener: int | None = None
     missing: tuple[str, ...] = ()
 
+    @property
+    def out_of_time(self) -> bool:
+        """Whether its processor time ran out and ended it; known once it was closed."""
+        return self.process.returncode == -signal.SIGXCPU
+
     def answer(self) -> None:
         """Answers one request for a thread."""
         import fcntl  # not on Windows

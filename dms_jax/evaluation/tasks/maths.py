@@ -10,7 +10,12 @@ import re
 from typing import ClassVar, Literal
 
 from dms_jax.data.tasks import Problem
-from dms_jax.evaluation.mathematics import find_answer, is_same, require_math_verify
+from dms_jax.evaluation.mathematics import (
+    find_answer,
+    is_same,
+    require_math_verify,
+    vote_of,
+)
 from dms_jax.evaluation.records import Record
 from dms_jax.evaluation.tasks.files import FileTask
 
@@ -88,6 +93,9 @@ class Mathematics(FileTask):
         # What follows in paragraphs of their own are remarks, with numbers of their own.
         first = find_answer(text.partition("\n\n")[0]) if ends else None
         return find_answer(text) if first is None else first
+
+    def vote(self, answer: str) -> str:
+        return vote_of(answer)
 
     def score(self, problem: Problem, completion: str) -> float:
         answer = self.answer(completion)

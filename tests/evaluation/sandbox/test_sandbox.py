@@ -85,6 +85,22 @@ def test_failures_say_what_happened():
         assert SANDBOX.check("def f(): return 1", setup=setup, tests=tests, entry="f") == failure
 
 
+def test_processor_time_that_ran_out_is_told():
+    """Not as the signal that ended the process, which other limits and the code itself send too."""
+    short, loop = Sandbox(seconds=1, wall_seconds=60), "while True: pass"
+    answer, tests = f"def f():\n    {loop}", "def check(f): f()"
+    judgements = [
+        lambda: short.run(f"print(1, flush=True)\n{loop}").failure,
+        lambda: short.call(answer, "f", []).failure,
+        lambda: short.check(answer, setup="", tests=tests, entry="f"),
+        lambda: short.check("def f(): pass", setup="", tests=f"{tests}\n{loop}", entry="f"),
+    ]
+    assert side_by_side(judgements) == ["time"] * 4
+    killed = "import os\ndef f(): os.kill(os.getpid(), 9)"
+    assert SANDBOX.run(f"{killed}\nf()").failure == "status -9"
+    assert SANDBOX.call(killed, "f", []).failure == "raised or ended"
+
+
 def test_long_arguments_of_code_that_starts_with_threads():
     """The supervisor answers for threads while it hands over the arguments."""
     source = (

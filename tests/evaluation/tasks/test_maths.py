@@ -7,8 +7,11 @@ import time
 import pytest
 
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.evaluation.mathematics import find_answer
+from dms_jax.evaluation import mathematics, mathematics_worker
+from dms_jax.evaluation.asking import Judge, Questions
+from dms_jax.evaluation.statistics import majority
 from dms_jax.evaluation.tasks import AIME, GPQA, GSM8K, MATH500, Mathematics
+from dms_jax.helper_process import Helper
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import lines, text
 
@@ -64,7 +67,7 @@ def test_a_long_decimal_is_read_once():
     """Chains repeat themselves. If each zero were tried as the first of the last, it took 4 s."""
     number = f"0.{'0' * 19_000}1"
     began = time.process_time()
-    assert find_answer(f"The final answer is {number}") == number
+    assert mathematics_worker.find(f"The final answer is {number}", seconds=5) == number
     assert time.process_time() - began < 2
 
 
@@ -168,16 +171,82 @@ def test_equal_answers_are_one_vote_and_right(tmp_path, written):
     assert task.score(problem, completion) == 1
 
 
-def test_judging_in_a_thread(gsm8k):
+EQUAL = [
+    ["\\frac{\\pi}{2}", "\\pi/2", "0.5\\pi", "\\tfrac12\\pi"],
+    ["\\sqrt{8}", "2\\sqrt2"],
+    ["(2,\\pi/2)", "\\left(2, \\frac{\\pi}{2}\\right)"],
+    ["(\\pi/2,2)"],
+    ["x^2+2x+1", "1+2x+x^2", "(x+1)^2"],
+    ["\\{1,2\\}", "\\{2,1\\}"],
+    ["[0,1)", "[0,\\frac{2}{2})"],
+    ["[0,1]"],
+    ["\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{bmatrix}1\\\\2\\end{bmatrix}"],
+    ["\\begin{pmatrix}2\\\\1\\end{pmatrix}"],
+    # Numbers as they are found: a rounded one is not the fraction that it is near.
+    ["0.5", "\\frac12", "3/6", "0.50"],
+    ["-0.5", "-\\frac{1}{2}"],
+    ["\\frac13"],
+    ["0.333333"],
+    ["5"],
+    ["5\\%"],
+    # As products of letters, or as equations, these would be equal.
+    ["Evelyn"],
+    ["Evenly"],
+    ["x\\in(0,1)"],
+    ["x\\in(0,2)"],
+]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_equal_expressions_are_one_vote_in_any_order(tmp_path, backwards):
+    task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
+    judge = Judge(Questions("", (task,), "test", 0, None, (0,), (task.problem("test", 0),)))
+    written = [(number, each) for number, group in enumerate(EQUAL) for each in group]
+    given = [(number, f"$\\boxed{{{each}}}$") for number, each in written]
+    groups: dict = {}
+    for number, boxed in reversed(given) if backwards else given:
+        groups.setdefault(judge.answer(0, boxed), []).append(number)
+    assert sorted(map(set, groups.values()), key=min) == [{number} for number in range(len(EQUAL))]
+    answers = [judge.answer(0, f"$\\boxed{{{each}}}$") for each in ("7", "8", "8", *EQUAL[0])]
+    assert majority(answers) == 3
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Answers have one second each."""
+    program = mathematics._worker.program
+    worker = Helper(program, "1", seconds=30.0)
+    monkeypatch.setattr(mathematics, "_worker", worker)
+    yield worker
+    worker.close()
+    for each in (mathematics.is_same, mathematics.vote_of):
+        each.cache_clear()
+
+
+def test_judging_in_a_thread_has_an_end(gsm8k, hurried, caplog):
     """Math-Verify's own time limit works in the main thread alone."""
     task, scores = GSM8K(gsm8k), []
     problem = task.problem("test", 0)
-    thread = threading.Thread(
-        target=lambda: scores.append(task.score(problem, "The final answer is 10"))
-    )
+
+    def judge():
+        endless = "\\sum_{k=1}^{10000000} k^{k}"
+        scores.extend(task.score_answer(problem, each) for each in (endless, "10"))
+
+    thread = threading.Thread(target=judge)
     thread.start()
-    thread.join()
-    assert scores == [1]
+    thread.join(60)
+    assert scores == [0, 1]
+    assert "it takes more than" in caplog.text
+    assert "\\sum_{k=1}" in caplog.text
+    assert mathematics.vote_of("7^{10^{9}}") == "7^{10^{9}}"
+
+
+def test_a_judgement_that_ends_its_process_is_wrong(hurried, caplog):
+    hurried.seconds = 0.0  # as if no signal reached it
+    assert not mathematics.is_same("1", "2")
+    assert "it runs for more than 0 seconds" in caplog.text
+    hurried.seconds = 30.0
+    assert mathematics.is_same("1", "1.0")
 
 
 def test_aime(tmp_path):

@@ -140,7 +140,7 @@ MUTANTS = [
         FOLDER + "hyperscaling_result.py",
         "for point in self.frontier(system, axis, method) if point.budget(axis) > 0]",
         "for point in self.of(system) if point.budget(axis) > 0]",
-        (f"{HYPERSCALING}::test_frontiers_and_gains_by_hand",),
+        ("tests/evaluation/test_hyperscaling_result.py::test_frontiers_and_gains_by_hand",),
     ),
     Mutant(
         "evaluation: hyperscale, what is interrupted loses its points",

@@ -39,15 +39,16 @@ def confine(limits: dict[str, Any], *, threads: bool, pass_on: Callable[[int], N
       pass_on: gives a descriptor to the supervisor, who answers there for each new thread.
     """
     missing: list[str] = []
-    for name, most in (
-        ("RLIMIT_CPU", limits["seconds"]),
-        ("RLIMIT_AS", limits["memory"]),
-        ("RLIMIT_NOFILE", _OPEN_FILES),
-        ("RLIMIT_FSIZE", 0),
-        ("RLIMIT_CORE", 0),
+    seconds, memory = limits["seconds"], limits["memory"]
+    for name, soft, hard in (
+        ("RLIMIT_CPU", seconds, seconds + 1),  # SIGXCPU, which says why, and then SIGKILL
+        ("RLIMIT_AS", memory, memory),
+        ("RLIMIT_NOFILE", _OPEN_FILES, _OPEN_FILES),
+        ("RLIMIT_FSIZE", 0, 0),
+        ("RLIMIT_CORE", 0, 0),
     ):
         try:
-            resource.setrlimit(getattr(resource, name), (most, most))
+            resource.setrlimit(getattr(resource, name), (soft, hard))
         except (AttributeError, ValueError, OSError):
             missing.append(name)
     if sys.platform != "linux":

@@ -1,0 +1,133 @@
+"""Programs beside this process that answer its questions, in a time whose limit holds.
+
+A program reads lines of JSON from standard input and writes one line of JSON for each; before the
+first it writes "ready". It imports nothing from the library, so that it starts quickly. The first
+question starts it, from any thread; it runs until this process ends or an answer takes too long.
+"""
+
+import atexit
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+_START_SECONDS = 60.0
+_MAX_ANSWER = 2**29  # bytes of the longest answer, with every character escaped
+
+
+class Running:
+    """The process of a program, and the pipes that connect to it.
+
+    Args:
+      program: the file of the program.
+      arguments: those of its command line.
+
+    Raises:
+      OSError: it could not be started.
+    """
+
+    def __init__(self, program: pathlib.Path, arguments: tuple[str, ...]):
+        # The search path of this process, so that the same packages are found.
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(program), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C must reach only the parent
+        )
+        if self._exchange(b"", _START_SECONDS) != b"ready\n":
+            self.close()
+            raise OSError(f"{sys.executable} did not start {program.name}")
+
+    def ask(self, request: bytes, seconds: float) -> dict[str, Any]:
+        """Send a line and return the answer; with `spent` in it, the process is unusable."""
+        start = time.monotonic()
+        line = self._exchange(request, seconds)
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        if time.monotonic() - start >= seconds:
+            return {"error": f"it runs for more than {seconds:g} seconds", "spent": True}
+        return {"error": "it ends the process that it runs in", "spent": True}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended for a reason other than a request."""
+        return self.process.poll() is not None
+
+    def close(self) -> None:
+        """Kill the process and wait until it has ended."""
+        self.process.kill()
+        self.process.communicate()
+
+    def _exchange(self, request: bytes, seconds: float) -> bytes:
+        """Write a line and read one; the line read is incomplete if the process ends early."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            stdin.write(request)
+            stdin.flush()
+            return stdout.readline(_MAX_ANSWER)
+        except BrokenPipeError:
+            return b""
+        finally:
+            timer.cancel()
+
+
+class Helper:
+    """A program that is asked from any thread, one question after the other.
+
+    Args:
+      program: its file.
+      *arguments: those of its command line.
+      seconds: the most that an answer may take; then its process is killed.
+
+    Attributes:
+      running: its process, if there is one.
+    """
+
+    def __init__(self, program: pathlib.Path, *arguments: str, seconds: float):
+        self.program, self.arguments, self.seconds = program, arguments, seconds
+        self.running: Running | None = None
+        self._lock = threading.Lock()
+        atexit.register(self.close)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.forget)
+
+    def ask(self, question: str) -> dict[str, Any]:
+        """Return the answer to a question, both in JSON; "error" is in it if the process ended.
+
+        Raises:
+          OSError: the program cannot be started.
+        """
+        with self._lock:
+            if self.running is not None and self.running.ended:
+                self.close()
+            if self.running is None:
+                self.running = Running(self.program, self.arguments)
+            reply: dict[str, Any] = {"spent": True}  # an interrupt leaves half a line in the pipe
+            try:
+                reply = self.running.ask(question.encode("ascii") + b"\n", self.seconds)
+            finally:
+                if "spent" in reply:
+                    self.close()
+        return reply
+
+    def close(self) -> None:
+        """End the process; the next question starts another one."""
+        if self.running is not None:
+            self.running.close()
+            self.running = None
+
+    def forget(self) -> None:
+        """Drop the process after a fork: it belongs to the parent."""
+        self._lock, self.running = threading.Lock(), None
