@@ -16,9 +16,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/compare_policies.ipynb)
 #
-# Policies that need no training, and one that was trained, on one checkpoint and one text: the
-# loss that each adds against the tokens that it keeps, both measured in true decoding from the
-# paged cache. Then what a smaller cache is worth on your card.
+# Four policies that need no training, on one checkpoint and one text: the loss that each adds
+# against the tokens that it keeps, both measured in true decoding from the paged cache. Then what
+# a smaller cache is worth on your card. The notebook `retrofit` trains one.
 
 # %%
 # @title Install: finds out where this runs { display-mode: "form" }
@@ -44,7 +44,8 @@ if importlib.util.find_spec("dms_jax") is None:
     is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
     what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
     print(f"Installing {what} for {runtime}: two minutes on Colab")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", what], check=True)
+    packages = [what, "ipywidgets"]  # the second one draws progress bars
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
 
 import jax
 
@@ -99,14 +100,30 @@ for name, make in families.items():
 # %%
 import matplotlib.pyplot as plt
 
+from dms_jax.analysis.labels import label_heights
+
 figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
-for name, points in curves.items():
+ends, colours = [], []
+for points in curves.values():
     fewer, gaps, errors = zip(*sorted(points), strict=True)
     line = axis.errorbar(fewer, gaps, errors, marker="o", capsize=2)
-    end, beside = (fewer[-1], gaps[-1]), dict(xytext=(7, 7), textcoords="offset points")
-    axis.annotate(name, end, color=line[0].get_color(), **beside)
+    ends.append((fewer[-1], gaps[-1]))
+    colours.append(line[0].get_color())
+low, high = axis.get_ylim()
+edge = max(x for x, _ in ends) * 1.04  # the names stand in a column, on the right of all lines
+heights = label_heights(ends, 0.06 * (high - low), log=False)
+for name, colour, end, height in zip(curves, colours, ends, heights, strict=True):
+    axis.annotate(
+        name,
+        end,
+        (edge, height),
+        color=colour,
+        va="center",
+        arrowprops=dict(arrowstyle="-", color=colour, linestyle=":", shrinkA=0, shrinkB=4),
+    )
+axis.axhline(0, color="#909497", linewidth=0.8)
 axis.set(xlabel="times fewer tokens at the peak", ylabel="nats a token above the whole cache")
-axis.margins(x=0.25)
+axis.set_xlim(right=edge * 1.2)
 plt.show()
 
 # %% [markdown]
@@ -119,7 +136,9 @@ from dms_jax.analysis import latency
 from dms_jax.devices import DEVICES, data_sheet
 
 kind = jax.devices()[0].device_kind
-device = data_sheet(kind) or DEVICES["l4"]
+device = data_sheet(kind)
+if device is None:
+    kind, device = "NVIDIA L4", DEVICES["l4"]
 llama = dms_jax.ModelConfig(
     vocab_size=128256,
     hidden_size=4096,
@@ -141,6 +160,7 @@ for ratio in (1, 2, 4, 8):
     name = "   all tokens" if ratio == 1 else f"   {ratio}x fewer"
     axis.annotate(name, (lengths[-1], steps[-1]), color=line.get_color(), va="center")
 axis.set(xlabel="tokens of each of 8 sequences", ylabel=f"ms a step at least, {kind}")
+axis.set_ylim(bottom=0)
 axis.set_xscale("log", base=2)
 axis.set_xticks(lengths, [f"{each:,}" for each in lengths])
 axis.margins(x=0.15)

@@ -44,7 +44,8 @@ if importlib.util.find_spec("dms_jax") is None:
     is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
     what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
     print(f"Installing {what} for {runtime}: two minutes on Colab")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", what], check=True)
+    packages = [what, "ipywidgets"]  # the second one draws progress bars
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
 
 import jax
 
@@ -58,18 +59,20 @@ for served in serving():  # which kernels will serve, for a model with heads of 
 # %%
 # @title Settings { run: "auto" }
 PROBLEMS = 16  # @param {type:"integer"}
-LENGTHS = (64, 128)  # most new tokens of an answer
-CHAINS = (1, 4)  # answers to each problem, which vote
+LENGTHS = (192, 320)  # most new tokens of an answer
+CHAINS = (1, 8)  # answers to each problem, which vote
 
 # %%
+from IPython.display import Markdown, display
+
 from dms_jax import assets
-from dms_jax.data.tasks import LinearEquation
+from dms_jax.data.tasks import WordChain
 from dms_jax.evaluation import System
 
 assets.fetch("reasoner-11m", "reasoner-11m-dms")  # 43 MB, once
 result = dms_jax.hyperscale(
     dms_jax.load(assets.path("reasoner-11m")),
-    LinearEquation(),
+    WordChain(),
     [
         System("whole cache", dms_jax.Vanilla()),
         System("DMS", model=dms_jax.load(assets.path("reasoner-11m-dms")), compression_ratio=8),
@@ -79,11 +82,17 @@ result = dms_jax.hyperscale(
     problems=PROBLEMS,
     out="runs/hyperscaling",  # the same call goes on after a stop
 )
-print(result.table())
+display(Markdown(result.table()))
 
 # %% [markdown]
+# L-W-CR is the most new tokens of an answer, the number of chains and the compression ratio. Right
+# answers are in percent: of `single` chains, by `vote`, by the likeliest chain (its tokens' mean or
+# sum), and in any chain (`pass`, estimated from all that were drawn). A star marks reads, or a
+# peak, with which the system scores better by vote than with any less.
+#
 # ## Frontiers
-# Each point is a length and a number of chains. Further up is better, further left is cheaper.
+# Each point is a length and a number of chains. Further up is better, further left is cheaper;
+# faint points are surpassed by another of the same system.
 
 # %%
 import pathlib
@@ -93,12 +102,12 @@ import matplotlib.pyplot as plt
 from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
 
 path = pathlib.Path("hyperscaling.png")
-hyperscaling_figure(path, result, title="equations, a vote of the chains")
+hyperscaling_figure(path, result, title="Word problems, a vote of the chains")
 figure, axis = plt.subplots(figsize=(12, 4.8), layout="constrained")
 axis.imshow(plt.imread(path))
 axis.axis("off")
 plt.show()
-print(result.gains_table())
+display(Markdown(result.gains_table()))
 
 # %% [markdown]
 # Gains are averaged over the budgets that both cover, in points of accuracy, with one standard

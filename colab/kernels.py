@@ -45,7 +45,8 @@ if importlib.util.find_spec("dms_jax") is None:
     is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
     what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
     print(f"Installing {what} for {runtime}: two minutes on Colab")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", what], check=True)
+    packages = [what, "ipywidgets"]  # the second one draws progress bars
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
 
 import jax
 
@@ -87,8 +88,10 @@ def milliseconds(function, *arrays):
 
 # %% [markdown]
 # ## Decoding reads what is live
-# A row is one head of one sequence of one layer. Fewer live tokens, fewer bytes, less time; rows of
-# uneven lengths cost their mean and not their longest.
+# A row is one head of one sequence of one layer. With a kernel, fewer live tokens are fewer bytes
+# and less time, and rows of uneven lengths cost their mean and not their longest. The XLA
+# reference, which serves on a CPU, computes over the whole table whatever is live, and gains
+# nothing.
 
 # %%
 columns = CONTEXT // PAGE

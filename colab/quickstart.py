@@ -5,8 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#       format_version: '1.3'
-#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -50,7 +48,8 @@ if importlib.util.find_spec("dms_jax") is None:
     is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
     what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
     print(f"Installing {what} for {runtime}: two minutes on Colab")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", what], check=True)
+    packages = [what, "ipywidgets"]  # the second one draws progress bars
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
 
 import jax
 
@@ -131,7 +130,7 @@ figure, (growth, heads) = plt.subplots(
 )
 growth.plot(range(1, len(tokens) + 1), color="#222222")
 growth.annotate("whole cache ", (len(tokens) * 0.6, len(tokens) * 0.66), ha="right")
-growth.plot(live.mean((0, 1)), color="#c0392b")
+growth.plot(range(1, len(tokens) + 1), live.mean((0, 1)), color="#c0392b")
 growth.annotate("DMS", (len(tokens) * 0.8, live.mean((0, 1))[-1] + 8), color="#c0392b")
 growth.set(xlabel="tokens so far", ylabel="tokens in the cache, mean of heads")
 shown = heads.imshow(live[:, :, -1], cmap="viridis", aspect="auto")

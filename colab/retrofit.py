@@ -45,7 +45,8 @@ if importlib.util.find_spec("dms_jax") is None:
     is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
     what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
     print(f"Installing {what} for {runtime}: two minutes on Colab")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", what], check=True)
+    packages = [what, "ipywidgets"]  # the second one draws progress bars
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
 
 import jax
 
@@ -129,3 +130,4 @@ out = dms_jax.generate(
     on_tokens=lambda update: print(update.text, end="", flush=True),
 )
 print(f"\n\n{out.usage.live_tokens:.0f} live tokens: {out.usage.compression_ratio:.1f} times fewer")
+print(f"The newest {policy.window} always stay, so longer texts come closer to the ratio.")

@@ -52,9 +52,10 @@ def generates(line: str) -> bool:
     )
 
 
-def test_commands_need_no_scrolling():
-    """In the width of a page of mkdocs-material; a longer one goes on behind a backslash."""
+def test_commands_and_code_need_no_scrolling():
+    """In the width of a page of mkdocs-material; a longer command goes on behind a backslash."""
     texts = [text for kind in ("sh", "text") for text in blocks(kind).values()]
+    texts += [text for name, text in PYTHON.items() if not name.startswith("README")]
     assert max(len(line) for text in texts for line in text.splitlines()) <= 84
 
 

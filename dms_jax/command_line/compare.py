@@ -93,7 +93,7 @@ class Config:
     page_size: int = 16
     """Tokens a page; 16 as in Quest."""
     only: tuple[str, ...] = ()
-    """Labels to run beside dense; all unless given."""
+    """Rows to measure beside dense, by the names in the table; all unless given."""
     learn: tuple[str, ...] = ("DMS", "DMC", "GQA")
     """What to retrofit; --learn with nothing after it retrofits nothing, and of learned systems
     --checkpoints alone take part."""
@@ -146,7 +146,7 @@ class Config:
     label + float8 and label + int4 runs on them as well."""
 
     tasks: tuple[str, ...] = ()
-    """Problems to answer besides: reasoning, retrieval (those of the first curve)."""
+    """Problems to answer besides: reasoning, retrieval."""
     problems: int = 128
     """Problems of each kind: reasoning has three kinds, retrieval two."""
     temperature: float = 0.7

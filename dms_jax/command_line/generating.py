@@ -53,7 +53,8 @@ class Generating:
     seed: int = 0
     """Seed of the draws: the same text again, or another."""
     memory_gb: float | None = None
-    """Gigabytes for the cache; what the prompts can need, within the free memory, unless given."""
+    """Gigabytes for the cache; what the sequences can need and the free memory holds, unless
+    given."""
     page_size: int = CALL["page_size"]
     """Tokens a page of the cache; 16 for Quest as published."""
     chunk: int = CALL["chunk"]

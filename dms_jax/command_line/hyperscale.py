@@ -5,9 +5,9 @@ r"""Compare systems over lengths of answers and numbers of chains, at equal read
         TOVA,compression_ratio=8 DMS,model=runs/dms4,ratio=4 \
         DMS,model=runs/dms8,ratio=8
 
-A small setting that takes under a minute on two CPU cores:
+A small setting that takes about a minute on two idle CPU cores:
 
-    dms-jax hyperscale --task linear --problems 8 --lengths 64 128 \
+    dms-jax hyperscale --task words --problems 8 --lengths 192 320 \
         --chains 1 4 --systems Vanilla DMS,model=reasoner-11m-dms,ratio=8
 
 Problems are made from seeds, or read from a file, as by `dms-jax evaluate`. With `--out` every

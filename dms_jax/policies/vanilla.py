@@ -7,4 +7,4 @@ from dms_jax.policies.base import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Vanilla(Policy):
-    """Keeps and reads every token, which is what the base class does."""
+    """Keeps and reads every token."""

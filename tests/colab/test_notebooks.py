@@ -76,7 +76,10 @@ def test_a_notebook_runs_and_draws(name, installed, tmp_path, monkeypatch):
     nbclient.NotebookClient(notebook, timeout=600, resources=place).execute()
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    texts = ("text/plain", "text/markdown")
+    data = [output.get("data", {}).get(kind, "") for output in outputs for kind in texts]
+    streams = [output.text for output in outputs if output.output_type == "stream"]
+    printed = "".join([*streams, *data])
     assert "decoding: xla (no kernel is for cpu)" in printed
     assert shown in printed
     assert "Warning" not in printed
@@ -165,3 +168,4 @@ def test_the_first_cell_installs_what_the_runtime_needs(
     (call,) = calls
     assert call[1:5] == ["-m", "pip", "install", "-q"]
     assert call[5] == (str(tmp_path / expected) if "checkout" in expected else expected)
+    assert call[6:] == ["ipywidgets"]

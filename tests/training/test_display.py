@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import sys
+import warnings
 
 import jax
 import pytest
@@ -159,3 +161,19 @@ def test_a_run_shows_both_lines_and_writes_for_tensorboard(tmp_path, capsys, mon
         assert found == [(each["step"], pytest.approx(each[name], rel=1e-6)) for each in records]
     assert [event.value for event in events.Scalars("evaluation/loss")] == [3.5]
     assert json.dumps(records)
+
+
+def test_a_notebook_without_widgets_gets_lines_and_no_warning(monkeypatch, capsys):
+    """rich warns at every refresh where ipywidgets is not there, and shows no bar either."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with display(opening="Training a model") as shown:
+            shown.update(record(10, target_ratio=4.0))
+    assert not warned
+    printed = capsys.readouterr().out
+    assert printed.startswith("Training a model\n")
+    assert "Reached ratio 2.50 of 4.00" in printed
+    assert "\x1b" not in printed
