@@ -220,8 +220,7 @@ class Engine:
         # A policy that cuts dense prompts has page tables of the cut rows in its steps.
         takes_turns = self._arrivals.incoming is not None and not self.policy.shrinks
         self._reading = Reading(self._shapes, takes_turns=takes_turns)
-        spared = self._reading.spared
-        reporter = Reporter(self.runner, tracker, on_tokens, keep, self._cancelled, spared)
+        reporter = Reporter(self.runner, tracker, on_tokens, keep, self._reading, self._cancelled)
         # Updates and stop strings are looked at before the next chunk, and so are first tokens.
         awaited = on_tokens is not None or bool(sampling.stop_strings)
         # Stop strings are found between chunks; a conversation must not cache tokens after one.
@@ -262,11 +261,10 @@ class Engine:
         """Reads what prompts gave, and reports it with what was cancelled."""
         self._launched.read()
         reporter.report(self._running, waiting)
-        self._reading.keep(self._running)
 
     def _admit(self, waiting: collections.deque[Request]) -> None:
         """Moves waiting requests into free lanes, where they read their prompts."""
-        if not waiting:
+        if not waiting or len(self._running) == len(self._keys):
             return
         extra = self._extra_of_all()
         started: dict[int, Request] = {}
@@ -305,13 +303,13 @@ class Engine:
 
     def _read(self, waiting: collections.deque[Request], sampling: Sampling) -> None:
         """Launches the next tokens of prompts, and the draws after those that are complete."""
-        runner, batch = self.runner, self._reading.next_batch()
-        if batch is not None:
+        runner = self.runner
+        while batch := self._reading.next_batch():
             extra = np.zeros(len(runner.seen), np.int64)
             for lane, tokens in batch.tokens.items():
                 extra[lane] = len(tokens)
             if not self._reserve_or_preempt(extra, waiting, prompt=batch.prompt):
-                return
+                continue  # with those that are left, before others come
             extended = runner.extend(
                 batch.tokens,
                 width=batch.width,
@@ -323,6 +321,7 @@ class Engine:
             record_peak_bytes(runner, self._running)
             runner.trim()
             self._launched.prompts(extended, {lane: self._running[lane] for lane in batch.tokens})
+            break
         source_of = self._reading.take_complete()
         if not source_of:
             return
@@ -352,7 +351,7 @@ class Engine:
         for lane, request in self._running.items():
             extra[:, lane] = min(self.chunk, request.remaining)
         for lane, part in self._reading.parts.items():
-            extra[:, lane] = self._room.rest(part.request, part.done)
+            extra[:, lane] = self._room.rest(part.request, part.done, part.left)
         return extra
 
     def _reserve_or_preempt(

@@ -128,10 +128,10 @@ class Reading:
         present = set(classes.values())
         if self._takes_turns and self._last is not None:
             present = {each for each in present if each < self._last} or present
-        self._last = max(present)
-        prompt = self._last[0]
+        chosen = max(present)
+        prompt = chosen[0]
         lanes, width, entries = self._shapes.next_batch(
-            {lane: left[lane].left for lane, own in classes.items() if own == self._last}
+            {lane: left[lane].left for lane, own in classes.items() if own == chosen}
         )
         ends = [lane for lane in lanes if prompt and left[lane].left <= width]
         tokens = {lane: left[lane].next(width) for lane in lanes}
@@ -139,6 +139,7 @@ class Reading:
 
     def advance(self, batch: Batch) -> None:
         """Counts the tokens of a program that was launched."""
+        self._last = batch.prompt, batch.width
         for lane, tokens in batch.tokens.items():
             self.parts[lane].done += len(tokens)
 

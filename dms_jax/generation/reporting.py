@@ -2,9 +2,10 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from dms_jax.generation.programs import Steps
+from dms_jax.generation.reading import Reading
 from dms_jax.generation.requests import OnTokens, Request, check_finite, record_usage
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.text import TextTracker
@@ -45,16 +46,16 @@ class Reporter:
       tracker: their texts.
       on_tokens: called with every update, if anybody listens.
       keep: whether sequences stay in the cache when their requests end.
+      reading: the lanes that read their prompts; nothing but a cancellation ends their requests.
       cancelled: indices of requests to end early; `on_tokens` may add to them.
-      spared: returns those of them that must run on for now, because others share their prompts.
     """
 
     runner: Runner
     tracker: TextTracker
     on_tokens: OnTokens | None
     keep: bool
+    reading: Reading
     cancelled: set[int]
-    spared: Callable[[set[int]], set[int]]
 
     def report(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
         """Reports a chunk, and then the requests that were cancelled because of its updates.
@@ -68,7 +69,9 @@ class Reporter:
 
     def _to_end(self) -> set[int]:
         """Returns the indices of requests that end early now."""
-        return set() if self.runner.unread.any() else self.cancelled - self.spared(self.cancelled)
+        if self.runner.unread.any():
+            return set()
+        return self.cancelled - self.reading.spared(self.cancelled)
 
     def _report(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
         runner = self.runner
@@ -80,7 +83,7 @@ class Reporter:
         for lane, request in running.items():
             if request.index in cancelled and request.remaining:
                 request.finish_reason = "cancelled"  # unless its last tokens ended it themselves
-            elif len(request.generated) == request.reported_tokens:
+            elif lane in self.reading.parts or len(request.generated) == request.reported_tokens:
                 continue
             updates.append(self.tracker.news(request))
             if request.finish_reason is not None:
@@ -94,6 +97,7 @@ class Reporter:
                 )
         for lane in ended:
             del running[lane]
+        self.reading.keep(running)
         if ended and not self.keep:
             runner.clear(ended)
         for request in [each for each in waiting if each.index in cancelled]:

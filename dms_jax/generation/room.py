@@ -92,10 +92,19 @@ class Room:
             extra[:, lane] = 0
         return None
 
-    def rest(self, request: Request, done: int) -> np.ndarray:
-        """Returns the slots [L, K] that a request needs for what it reads behind `done` tokens."""
+    def rest(self, request: Request, done: int, left: int) -> np.ndarray:
+        """Returns the slots [L, K] that a request needs which has read some tokens.
+
+        They are what its prompt takes in any case, and no less than its next program reserves.
+
+        Args:
+          request: the request.
+          done: tokens that it has read.
+          left: tokens that it has to read before its prompt, or its answer, ends.
+        """
         rest = self._needed(request) - self._continued(request) - done
-        return np.maximum(rest, min(self.chunk, request.remaining))
+        following = min(self.chunk, request.remaining), min(self.prefill_chunk, left)
+        return np.maximum(rest, max(following))
 
     def too_small(self, request: Request, what: str) -> CapacityError:
         """Returns the error for a request that does not fit even alone."""
