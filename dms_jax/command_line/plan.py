@@ -5,7 +5,7 @@
     dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
 
 The step of each stage is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux),
-which takes a minute or two. For H100 and H200 their own compiler does it where it is installed (pip
+which takes some minutes. For H100 and H200 their own compiler does it where it is installed (pip
 install jax-cuda13-pjrt jax-cuda13-plugin, of jax's version; no GPU is needed), and on machines that
 have as many with --here. Otherwise the figures of GPUs are estimates, and called so.
 """
