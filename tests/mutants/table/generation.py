@@ -15,6 +15,7 @@ GENERATE = "tests/generation/test_generate.py"
 SHARED = "tests/generation/test_shared_prompts.py"
 AHEAD = "tests/generation/test_ahead.py"
 ARRIVALS = "tests/generation/test_arrivals.py"
+AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
 READING = "tests/generation/test_reading.py"
 TALK = "tests/generation/test_conversation.py"
 
@@ -146,6 +147,13 @@ MUTANTS = [
         "takes_turns = self._arrivals.incoming is not None and not self.policy.shrinks",
         "takes_turns = False",
         (f"{ARRIVALS}::test_an_answer_goes_on_while_the_prompt_of_another_is_read",),
+    ),
+    Mutant(
+        "generation: a request that its first token has ended is reported while it reads again",
+        FOLDER + "reporting.py",
+        "elif lane in self.reading.parts or len(request.generated)",
+        "elif len(request.generated)",
+        (f"{AT_RANDOM}::test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone",),
     ),
     Mutant(
         "generation: short prompts wait for the end of long ones",
