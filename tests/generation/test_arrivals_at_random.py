@@ -3,7 +3,6 @@
 import dataclasses
 import random
 
-import numpy as np
 import pytest
 
 from dms_jax.generation import Engine, Sampling
@@ -62,7 +61,7 @@ def test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone(name, 
             assert (request.finish_reason, request.generated) == ("length", want.tokens), what
             for field in ("live_tokens", "peak_tokens", "kv_reads", "compression_ratio"):
                 found, wanted = (getattr(usage, field) for usage in (request.usage, want.usage))
-                np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=f"{what} {field}")
+                assert found == pytest.approx(wanted), (what, field)
         assert engine.runner.allocator.pages_in_use == 0
 
 
