@@ -23,7 +23,7 @@ HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
 IMPORT_ORDER = """
 errors
 checks
-assets compilation config_checks devices helper_process json_text processes
+assets compilation config_checks devices helper_process json_text processes terminal
 config sharding
 cache
 policies

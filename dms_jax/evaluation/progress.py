@@ -3,8 +3,9 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dms_jax.terminal import console_for_progress
 
 Tick = Callable[[float], None]
 
@@ -24,7 +25,7 @@ def progress_bar(total: int, *, title: str, shown: bool) -> Iterator[Tick]:
         TimeRemainingColumn(),
     )
     scores: list[float] = []
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+    with Progress(*columns, console=console_for_progress(stderr=True), disable=not shown) as bar:
         line = bar.add_task(title, total=total, score="-")
 
         def tick(score: float) -> None:

@@ -11,13 +11,12 @@ Reached ratio 2.40 of 4.00 in 11,000 steps ... Short of the target: ...
 
 import collections
 import dataclasses
-import importlib.util
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -29,6 +28,7 @@ from rich.text import Text
 
 from dms_jax.checks import Number
 from dms_jax.policies import Policy
+from dms_jax.terminal import console_for_progress
 from dms_jax.training.recipe import Recipe
 
 _SHORT = {"distillation": "KL", "language modeling": "LM"}
@@ -70,7 +70,7 @@ class Display:
             BarColumn(bar_width=20),
             TextColumn("left:"),
             TimeRemainingColumn(),
-            console=_console(),
+            console=console_for_progress(),
             disable=not enabled,
         )
         self._task = self._bar.add_task("training", total=total, completed=done)
@@ -141,14 +141,6 @@ class Display:
             "compression_weight; tokens within the window never leave, so longer sequences help "
             "too where the window is a large part of them."
         )
-
-
-def _console() -> Console:
-    """Where a run is shown: a notebook without ipywidgets gets lines and no bar, as a file does."""
-    console = Console()
-    if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-        return Console(force_jupyter=False, force_terminal=False)
-    return console
 
 
 class _Bar(Progress):
