@@ -221,3 +221,34 @@ def test_a_prompt_that_an_answer_leaves_no_room_is_read_again():
     (one, two), _ = joined_while_it_decodes(engine, (first, prompt), (long, short))
     assert [one.generated, two.generated] == [each.tokens for each in alone]
     assert two.usage.prefilled_tokens > len(prompt)
+
+
+@pytest.mark.slow
+def test_a_prompt_is_read_on_when_another_one_is_put_back(monkeypatch):
+    """Two come together, and the pool holds one of them beside the answer that grows."""
+    model, given = model_for("random", ends=False), prompts((5, 70, 70))
+    shape = dict(num_lanes=3, page_size=8, chunk=4, prefill_chunk=16)
+    page = Engine(model, max_tokens=96, **shape).runner.page_bytes
+    rows = model.config.num_layers * model.config.num_kv_heads
+    engine = Engine(model, max_tokens=96, memory=12 * rows * page, **shape)
+    first, *others = [
+        make_request(
+            model.config, prompt, dataclasses.replace(GREEDY, max_new_tokens=tokens), index=index
+        )
+        for index, (prompt, tokens) in enumerate(zip(given, (60, 4, 4), strict=True))
+    ]
+    coming, programs, looks, extend = [[first], others], [], [], engine.runner.extend
+
+    def counted(*given, **more):
+        programs.append(more)
+        return extend(*given, **more)
+
+    def incoming(wait):
+        if not others[0].generated:
+            looks.append(len(programs))
+        return coming.pop(0) if coming else None
+
+    monkeypatch.setattr(engine.runner, "extend", counted)
+    engine.serve([], GREEDY, lambda update: None, incoming=incoming)
+    assert looks == list(range(6))  # a program of prompts at each look, until the older one is read
+    assert others[1].usage.prefilled_tokens > len(given[2])  # the younger one was put back

@@ -156,6 +156,13 @@ MUTANTS = [
         (f"{AT_RANDOM}::test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone",),
     ),
     Mutant(
+        "generation: nothing is read on after a preemption, until others were let in",
+        FOLDER + "engine.py",
+        "continue  # with those that are left, before others come",
+        "return",
+        (f"{ARRIVALS}::test_a_prompt_is_read_on_when_another_one_is_put_back",),
+    ),
+    Mutant(
         "generation: short prompts wait for the end of long ones",
         FOLDER + "reading.py",
         "if self._takes_turns and self._last is not None:",
