@@ -113,7 +113,7 @@ display(Markdown(result.gains_table()))
 
 # %% [markdown]
 # Gains are averaged over the budgets that both cover, in points of accuracy, with one standard
-# error. With few problems the errors are large: raise PROBLEMS. Word problems were chosen to show how
-# it works, because their chains differ: arithmetic, asked in the same way, gains about a quarter as
-# much, and the chains of linear equations agree. `experiments/results/REPORT.md` in the repository
-# has larger grids.
+# error. With few problems the errors are large: raise PROBLEMS. Word problems were chosen to show
+# how it works, because their chains differ: arithmetic, asked in the same way, gains about a
+# quarter as much, and the chains of linear equations agree. `experiments/results/REPORT.md` in the
+# repository has larger grids.
