@@ -18,6 +18,7 @@ them; `tests/steadiness.py` runs the suite under each.
 import gc
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import hypothesis
@@ -153,6 +154,18 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def bare_notebook(monkeypatch):
+    """A notebook without ipywidgets, in which nothing may warn: rich would at every refresh."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        yield
+    assert not warned
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ _ROUNDED = 6  # decimals that Math-Verify compares; a number with so many may st
 
 
 def find(completion: str, seconds: int) -> str | None:
-    """See `mathematics.find_answer`."""
+    """Returns the last answer of a completion, numbers exact; None if there is none."""
     found = _parse(completion, seconds)
     if not found:
         return None
@@ -40,7 +40,7 @@ def find(completion: str, seconds: int) -> str | None:
 
 
 def same(expected: str, answer: str, seconds: int) -> bool:
-    """See `mathematics.is_same`."""
+    """Whether an answer is the expected one, however both are written."""
     gold, given = (_parse(_boxed(each), seconds) for each in (expected, answer))
     if not gold or not given:
         return expected.strip() == answer.strip()
@@ -48,7 +48,7 @@ def same(expected: str, answer: str, seconds: int) -> bool:
 
 
 def vote(answer: str, seconds: int) -> str:
-    """See `mathematics.vote_of`."""
+    """Returns a text that equal answers have in common; the answer itself if it is a word."""
     value: Any = next(iter(_parse(_boxed(answer), seconds)), answer)
     # A number is one vote as it was found, rounded or exact; letters are a word, not a product.
     number = isinstance(value, sympy.Number) or "%" in answer

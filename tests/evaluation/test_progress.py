@@ -1,22 +1,15 @@
 """The bar of answers and their score, where it is shown."""
 
-import sys
-import warnings
+import pytest
 
 from dms_jax.evaluation.progress import progress_bar
 
 
-def test_a_notebook_without_widgets_gets_lines_and_no_warning(monkeypatch, capsys):
-    """rich warns at every refresh where ipywidgets is not there, and shows no bar either."""
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        with progress_bar(2, title="words", shown=True) as tick:
-            tick(1.0)
-            tick(0.0)
-    assert not warned
+@pytest.mark.usefixtures("bare_notebook")
+def test_a_notebook_without_widgets_gets_lines(capsys):
+    with progress_bar(2, title="words", shown=True) as tick:
+        tick(1.0)
+        tick(0.0)
     printed = capsys.readouterr()
     assert not printed.out
     assert "words" in printed.err

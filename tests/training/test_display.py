@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import re
-import sys
-import warnings
 
 import jax
 import pytest
@@ -163,16 +161,10 @@ def test_a_run_shows_both_lines_and_writes_for_tensorboard(tmp_path, capsys, mon
     assert json.dumps(records)
 
 
-def test_a_notebook_without_widgets_gets_lines_and_no_warning(monkeypatch, capsys):
-    """rich warns at every refresh where ipywidgets is not there, and shows no bar either."""
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        with display(opening="Training a model") as shown:
-            shown.update(record(10, target_ratio=4.0))
-    assert not warned
+@pytest.mark.usefixtures("bare_notebook")
+def test_a_notebook_without_widgets_gets_lines(capsys):
+    with display(opening="Training a model") as shown:
+        shown.update(record(10, target_ratio=4.0))
     printed = capsys.readouterr().out
     assert printed.startswith("Training a model\n")
     assert "Reached ratio 2.50 of 4.00" in printed
