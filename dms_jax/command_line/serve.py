@@ -13,6 +13,7 @@ say; /metrics is for Prometheus, /health for whoever starts and stops it. Needs 
 
 import dataclasses
 import pathlib
+import time
 from typing import Any
 
 from rich.console import Console
@@ -65,9 +66,12 @@ def main(config: Config) -> None:
     sampling = config.make_sampling()
     with take_address(config.host, config.port) as taken:
         service = make_service(config)
+        console.print("Compiling whatever requests can need ...")
+        start = time.monotonic()
+        programs = service.warm()
+        console.print(f"Compiled {programs} programs in {time.monotonic() - start:.0f} s.")
         service.start()
-        console.print("Compiling what the first request needs ...")
-        console.print(f"Compiled in {service.warm():.0f} s.")
+        service.check()
         name = config.name or pathlib.PurePath(config.model).name
         app = make_app(service, name=name, defaults=sampling, seed=config.seed)
         host, port = taken.getsockname()[:2]

@@ -94,6 +94,11 @@ class Shapes:
                     del left[lane]
         return found
 
+    @property
+    def all(self) -> list[tuple[int, int]]:
+        """Widths and entries of every program that there can be."""
+        return [(width, entries) for width in self.widths for entries in self.entries(width)]
+
     def entries(self, width: int) -> list[int]:
         """Returns the numbers of entries of programs of a width, the smallest first."""
         most = min(max(1, self.tokens // width), self.num_lanes)

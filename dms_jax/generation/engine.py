@@ -50,7 +50,7 @@ from dms_jax.generation.room import Room
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
 from dms_jax.generation.text import TextTracker
-from dms_jax.generation.warming import compile_first
+from dms_jax.generation.warming import compile_all, compile_first
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
@@ -153,6 +153,11 @@ class Engine:
         if not isinstance(indices, Iterable):
             check("cancel: indices", indices, Sequence[Whole])
         self._cancelled.update(check("cancel: index", index, Whole) for index in indices)
+
+    def warm(self) -> int:
+        """Compiles whatever `incoming` requests can need; returns how many programs (BusyError)."""
+        with unless_busy(self._lock, "The engine"), self.runner.working():
+            return compile_all(self.runner, self._shapes, self.chunk, self._end_tokens)
 
     @property
     def running(self) -> list[Request]:

@@ -396,6 +396,15 @@ class Runner(Rows):
         most = self._max_tokens if limit is None else min(limit, self._max_tokens)
         return few_widths(widest, few_sizes(-(-most // self.page_size)))
 
+    def table_widths(self, *, steps: bool = False) -> list[int]:
+        """Returns every `table_width` of sequences that are no longer than planned."""
+        if self._table_width is not None:
+            return [self.table_width(1, steps=steps)]
+        cut = self._slot_limit if steps or not self.policy.shrinks else None
+        most = self._max_tokens if cut is None else min(cut, self._max_tokens)
+        slots = range(1, most + self.page_size, self.page_size)
+        return sorted({self.table_width(each, steps=steps) for each in slots})
+
     def _table(self, *, steps: bool) -> np.ndarray:
         slots = int(self.allocator.reserved.max(initial=1)) * self.page_size
         return self.allocator.table_of_width(self.table_width(slots, steps=steps))

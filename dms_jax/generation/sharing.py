@@ -73,10 +73,10 @@ def fork(runner: Runner, source_of: Mapping[int, int]) -> None:
         runner.host.copy(pairs[0])
     lanes = np.arange(len(runner.seen), dtype=np.int32)
     lanes[targets] = sources
-    block = min(max(1, BLOCK_BYTES // runner.page_bytes), runner.allocator.pages_per_shard)
     longest = max(each.shape[1] for each in pairs)
+    block = no_pages(runner).shape[-1]
     for start in range(0, max(longest, 1), block):
-        pages = np.full((len(pairs), 2, block), runner.allocator.no_page, np.int32)
+        pages = no_pages(runner)
         for shard, each in enumerate(pairs):
             some = each[:, start : start + block]
             pages[shard, :, : some.shape[1]] = some
@@ -84,6 +84,12 @@ def fork(runner: Runner, source_of: Mapping[int, int]) -> None:
             runner.cache = copy_lanes(runner.cache, pages, lanes, runner.lengths.shape[2])
     runner.lengths[:, targets] = runner.lengths[:, sources]
     runner.seen[targets] = runner.seen[sources]
+
+
+def no_pages(runner: Runner) -> Int[np.ndarray, "shards 2 n"]:
+    """Returns a block of `copy_lanes` in which nothing is copied."""
+    block = min(max(1, BLOCK_BYTES // runner.page_bytes), runner.allocator.pages_per_shard)
+    return np.full((runner.num_shards, 2, block), runner.allocator.no_page, np.int32)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)

@@ -1,23 +1,29 @@
 """The programs that requests need, compiled at the same time instead of one by one.
 
 They are traced here, one after the other, and compiled in threads; the calls that need them find
-them compiled. What nobody knows yet is compiled when it occurs: page tables for answers that
-outgrow those of the prompts, and prompts that are recomputed after a preemption.
+them compiled. A call whose requests are all known compiles what they need first (`compile_first`).
+What it leaves is compiled when it occurs: page tables for answers that outgrow those of the
+prompts, and prompts that are recomputed after a preemption. Where nobody knows what will come,
+everything that can occur is compiled (`compile_all`).
 """
 
 import concurrent.futures
-import itertools
-from collections.abc import Hashable, Sequence
+import dataclasses
+import os
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from dms_jax.generation import compiling, programs
+from dms_jax.generation import programs, sharing
 from dms_jax.generation.batches import Shapes
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.sampling import Filter
+from dms_jax.generation.sampling import Filter, lanes_filter
 from dms_jax.model.language_model import use_mesh
+
+# A program (jitted, or a `compiling.Program`) and the arguments that it is compiled for.
+_Call = tuple[Any, tuple[Any, ...]]
 
 
 def compile_first(
@@ -42,7 +48,7 @@ def compile_first(
       end_tokens: token ids that end an answer.
       compiled: keys of what was compiled already; what is compiled now is added.
     """
-    model, num_lanes = runner.model, len(runner.seen)
+    num_lanes = len(runner.seen)
     # Equal prompts are read once; those of chains are mostly one list.
     prompts = {id(request.prompt): request.prompt for request in requests[:num_lanes]}
     counts = [len(prompt) for prompt in {tuple(prompt) for prompt in prompts.values()}]
@@ -56,44 +62,125 @@ def compile_first(
     if key in compiled:
         return
     compiled.add(key)
-    num_layers, _, num_kv_heads = runner.lengths.shape
-    lanes, fresh = np.zeros(num_lanes, np.int32), np.zeros(num_lanes, bool)
-    keys = programs.request_keys([0] * num_lanes, [0] * num_lanes)
-    cached: tuple[Any, ...] = (model.transformer, runner.cache, runner.host_rows)
-
-    def table(batch: int, width: int) -> np.ndarray:
-        return np.zeros((num_layers, batch, num_kv_heads, width), np.int32)
-
-    def extend(width: int, entries: int) -> tuple[compiling.Program, tuple[Any, ...]]:
-        entries = num_lanes if runner.fixed_lanes else entries
-        counts, ends = np.zeros(entries, np.int32), np.zeros(entries, bool)
-        rows = None if runner.fixed_lanes else counts
-        tokens = np.zeros((entries, width), np.int32)
-        given = (*cached, table(entries, pages), rows, tokens, counts, ends, runner.policy, True)
-        return programs.extend, given
-
-    calls: tuple[tuple[compiling.Program, tuple[Any, ...]], ...] = (
-        *itertools.starmap(extend, batches),
+    calls = _Calls(runner, rule)
+    _compile(
+        runner,
         (
-            programs.decode,
-            (
-                *cached,
-                table(num_lanes, pages_of_steps),
-                runner.everywhere(lanes),
-                lanes,
-                keys,
-                runner.policy,
-                rule,
-                num_steps,
-                end_tokens,
-            ),
-        ),
-        (
-            programs.first_tokens,
-            (model.transformer, runner.hidden, lanes, keys, lanes, rule, fresh, lanes),
+            *(calls.extend(*shape, pages) for shape in batches),
+            calls.decode(pages_of_steps, num_steps, end_tokens),
+            calls.first_tokens(),
         ),
     )
-    with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads, use_mesh(model.mesh):
-        running = [threads.submit(program.lower(*given).compile) for program, given in calls]
+
+
+def compile_all(runner: Runner, shapes: Shapes, num_steps: int, end_tokens: tuple[int, ...]) -> int:
+    """Compiles whatever requests can need that come during a call; returns how many programs.
+
+    They are all shapes of prompts and of steps with all widths of the page table, also for answers
+    that are recomputed after a preemption, and the small programs between them.
+
+    Args:
+      runner: the runner that will launch them; its maximum length is that of the longest sequence.
+      shapes: the shapes of prompts.
+      num_steps: steps per program.
+      end_tokens: token ids that end an answer.
+    """
+    num_lanes = len(runner.seen)
+    calls = _Calls(runner, lanes_filter({}, num_lanes))
+    classes = (True, False) if runner.policy.parallel == "prompts" else (True,)
+    prompts = [
+        calls.extend(width, entries, pages, prompt=prompt)
+        for width, entries in shapes.all
+        for pages in runner.table_widths()
+        for prompt in classes
+    ]
+    steps = [
+        calls.decode(pages, num_steps, end_tokens) for pages in runner.table_widths(steps=True)
+    ]
+    hidden = [calls.keep_hidden(entries) for entries in {entries for _, entries in shapes.all}]
+    lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
+    # Equal arguments are one program: where lanes are fixed, all have an entry.
+    return _compile(runner, (*prompts, *steps, calls.first_tokens(), *hidden, *lanes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Calls:
+    """The programs of a runner with the arguments of their shapes; values mean nothing."""
+
+    runner: Runner
+    rule: Filter
+
+    @property
+    def _lanes(self) -> np.ndarray:
+        return np.zeros(len(self.runner.seen), np.int32)
+
+    @property
+    def _keys(self) -> np.ndarray:
+        return programs.request_keys(self._lanes.tolist(), self._lanes.tolist())
+
+    @property
+    def _cached(self) -> tuple[Any, ...]:
+        return self.runner.model.transformer, self.runner.cache, self.runner.host_rows
+
+    def _table(self, entries: int, pages: int) -> np.ndarray:
+        num_layers, _, num_kv_heads = self.runner.lengths.shape
+        return np.zeros((num_layers, entries, num_kv_heads, pages), np.int32)
+
+    def _entries(self, entries: int) -> int:
+        return len(self._lanes) if self.runner.fixed_lanes else entries
+
+    def extend(self, width: int, entries: int, pages: int, *, prompt: bool = True) -> _Call:
+        entries, policy = self._entries(entries), self.runner.policy
+        counts, ends = np.zeros(entries, np.int32), np.zeros(entries, bool)
+        rows = None if self.runner.fixed_lanes else counts
+        tokens, table = np.zeros((entries, width), np.int32), self._table(entries, pages)
+        return programs.extend, (*self._cached, table, rows, tokens, counts, ends, policy, prompt)
+
+    def decode(self, pages: int, num_steps: int, end_tokens: tuple[int, ...]) -> _Call:
+        lanes, table = self._lanes, self._table(len(self._lanes), pages)
+        tokens = self.runner.everywhere(lanes)
+        settings = (self.runner.policy, self.rule, num_steps, end_tokens)
+        return programs.decode, (*self._cached, table, tokens, lanes, self._keys, *settings)
+
+    def first_tokens(self) -> _Call:
+        lanes, fresh = self._lanes, self._lanes > 0
+        given = (self._keys, lanes, self.rule, fresh, lanes)
+        return programs.first_tokens, (
+            self.runner.model.transformer,
+            self.runner.hidden,
+            lanes,
+            *given,
+        )
+
+    def keep_hidden(self, entries: int) -> _Call:
+        kept, entries = self.runner.hidden, self._entries(entries)
+        hidden = np.zeros((entries, kept.shape[1]), kept.dtype)
+        return programs.keep_hidden, (kept, hidden, np.zeros(entries, np.int32))
+
+    def clear(self) -> _Call:
+        model = self.runner.model
+        settings = (model.config, self.runner.policy, model.dtype)
+        return programs.clear, (self.runner.cache, self._lanes > 0, *settings)
+
+    def set_max_lengths(self) -> list[_Call]:
+        if self.runner.policy.for_length(1) is self.runner.policy:
+            return []
+        return [(programs.set_max_lengths, (self.runner.cache, self._lanes))]
+
+    def copy_lanes(self) -> list[_Call]:
+        if len(self._lanes) == 1:
+            return []
+        pages = sharing.no_pages(self.runner)
+        num_kv_heads = self.runner.lengths.shape[2]
+        return [(sharing.copy_lanes, (self.runner.cache, pages, self._lanes, num_kv_heads))]
+
+
+def _compile(runner: Runner, calls: Iterable[_Call]) -> int:
+    """Compiles programs for their arguments in threads; returns how many there are."""
+    calls = list(calls)
+    threads = max(4, os.cpu_count() or 1)
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool, use_mesh(runner.model.mesh):
+        running = [pool.submit(program.lower(*given).compile) for program, given in calls]
         for each in running:
             each.result()
+    return len(calls)

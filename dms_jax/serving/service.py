@@ -237,13 +237,26 @@ class Service:
         """Requests that wait for a lane."""
         return max(len(self._jobs) - self._figures.running, 0)
 
-    def warm(self) -> float:
-        """Compiles the programs that short prompts need first; returns the seconds that it took.
+    def warm(self) -> int:
+        """Compiles whatever requests can need, so that none waits for it.
+
+        It is called before `start`, or not at all: programs are then compiled when they are needed.
+
+        Returns:
+          The number of programs.
+
+        Raises:
+          BusyError: the thread runs.
+        """
+        return self.engine.warm()
+
+    def check(self) -> None:
+        """Completes a short prompt in the thread, as a request would be.
 
         Raises:
           DmsJaxError: the model does not run.
         """
-        start, done = time.monotonic(), threading.Event()
+        done = threading.Event()
         news: list[Piece | Exception] = []
 
         def listen(piece: Piece | Exception) -> None:
@@ -255,7 +268,6 @@ class Service:
         done.wait()
         if isinstance(news[-1], Exception):
             raise news[-1]
-        return time.monotonic() - start
 
     # -- what fits --------------------------------------------------------------------------------
 

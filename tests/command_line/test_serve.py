@@ -67,8 +67,8 @@ def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
     assert main(["serve", "--port", str(port), *policy, *drawn, *SHAPE]) == 0
     thread.join(60)
     waits, compiled = found["early"].splitlines()[:2]  # it may take a minute, and is said before
-    assert waits == "Compiling what the first request needs ..."
-    assert re.fullmatch(r"Compiled in \d+ s\.", compiled)
+    assert waits == "Compiling whatever requests can need ..."
+    assert re.fullmatch(r"Compiled \d+ programs in \d+ s\.", compiled)
     assert found["health"] == (200, {"status": "ok"})
     assert found["answer"][1]["usage"]["completion_tokens"] == 6
     assert found["default"][1]["usage"]["completion_tokens"] == 9

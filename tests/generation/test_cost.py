@@ -3,7 +3,6 @@
 import time
 
 import chex
-import jax
 import numpy as np
 import pytest
 
@@ -13,23 +12,7 @@ from dms_jax.generation import prompts as given_prompts
 from dms_jax.generation.programs import request_keys
 from dms_jax.generation.requests import make_requests
 from tests.generation.support import model_for, prompts
-
-
-class Compilations:
-    """Counts the programs that jax traces and lowers."""
-
-    def __init__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-
-    def _on_event(self, name: str, seconds: float, **_) -> None:
-        # Traced and lowered, whether or not the persistent cache holds the result.
-        self.count += name == "/jax/core/compile/jaxpr_to_mlir_module_duration"
-
-    def of(self, call) -> int:
-        before = self.count
-        call()
-        return self.count - before
+from tests.support.compilations import Compilations
 
 
 @pytest.mark.slow
