@@ -29,7 +29,7 @@ from dms_jax.command_line.running import command
 from dms_jax.command_line.shapes import SHAPES, Shape
 from dms_jax.config import ModelConfig
 from dms_jax.model.rematerialisation import Remat
-from dms_jax.training.planning import Plan, plan
+from dms_jax.training.planning import Plan, find_machine, plan
 
 # What the figures of a plan depend on.
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
@@ -131,6 +131,8 @@ def main(config: Config) -> None:
     for option, place in (("--out", config.out), ("--figures", config.figures)):
         if place is not None:
             make_place(option, place)
+    for machine in config.machine:  # all of them, before the first is compiled for
+        find_machine(machine)
     told = {} if config.figures is None else made_by(config)
     plans: list[dict[str, Any]] = []
     for machine in config.machine:

@@ -54,6 +54,13 @@ def test_a_shape_is_that_of_a_directory(tmp_path):
         plan.shape_of(str(tmp_path))
 
 
+def test_all_machines_are_known_before_the_first_is_compiled_for(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "plan", lambda *_, **__: pytest.fail("compiled"))
+    with pytest.raises(dms_jax.ConfigError, match="There is no machine"):
+        plan.main(plan.Config(machine=("8xh200", "9xh900")))
+    assert not capsys.readouterr().out
+
+
 def test_a_page_of_plans(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "plan", lambda *_, **options: planned())
     figures = tmp_path / "figures" / "plans.json"
