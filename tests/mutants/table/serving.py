@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 FOLDER = "dms_jax/serving/"
 ANSWERS = "tests/serving/test_answers.py"
 LOAD = "tests/serving/test_load.py"
+WARM = "tests/serving/test_warm.py::test_a_warm_server_compiles_nothing_whatever_comes"
 ARRIVALS = "tests/generation/test_arrivals.py"
 SAMPLING = "tests/generation/test_sampling.py"
 
@@ -71,5 +72,26 @@ MUTANTS = [
         "prompt = sum(map(len, self.ask.prompts))",
         "prompt = total.prompt_tokens",
         (f"{ANSWERS}::test_an_answer_is_that_of_generate_whole_and_streamed",),
+    ),
+    Mutant(
+        "serving: a warm server, and no page table but the narrowest",
+        "dms_jax/generation/runner.py",
+        "return sorted({self.table_width(each, steps=steps) for each in slots})",
+        "return [self.table_width(1, steps=steps)]",
+        (WARM,),
+    ),
+    Mutant(
+        "serving: a warm server, and answers that are recomputed are forgotten",
+        "dms_jax/generation/warming.py",
+        'classes = (True, False) if runner.policy.parallel == "prompts" else (True,)',
+        "classes = (True,)",
+        (WARM,),
+    ),
+    Mutant(
+        "serving: a warm server, and copies of a prompt are forgotten",
+        "dms_jax/generation/warming.py",
+        "lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]",
+        "lanes = [calls.clear(), *calls.set_max_lengths()]",
+        (WARM,),
     ),
 ]
