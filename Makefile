@@ -20,7 +20,7 @@ help:
 	@echo "make test     every law of tests/laws over every policy: what is not slow (minutes)"
 	@echo "make test-all all tests, as continuous integration runs them (most of an hour)"
 	@echo "make gpu-compiler  the compiler for GPUs that are not there, for some of the tests (142 MB)"
-	@echo "make newest   lower the GPU kernels with the newest jax that is supported"
+	@echo "make newest   lower and compile the GPU kernels with the newest jax that is supported"
 	@echo "make steady   all tests under other seeds, compilers and threads (hours)"
 	@echo "make lint     formatting, lint and types"
 	@echo "make format   rewrite the sources in the house format"

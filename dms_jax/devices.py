@@ -29,6 +29,7 @@ class Device(Options):
 
 
 DEVICES = {
+    "b200": Device(180e9, 8e12, 2250e12, 900e9, 50e9),
     "h200": Device(141e9, 4.8e12, 989e12, 450e9, 50e9),
     "h100": Device(80e9, 3.35e12, 989e12, 450e9, 50e9),
     "a100": Device(80e9, 2.04e12, 312e12, 300e9, 25e9),
@@ -41,6 +42,7 @@ DEVICES = {
 
 # Their names in jax (`jax.Device.device_kind`). Others of the same family differ in speed.
 _KINDS = {
+    "NVIDIA B200": "b200",
     "NVIDIA H200": "h200",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA A100-SXM4-80GB": "a100",

@@ -5,7 +5,11 @@ matrix on the left has a multiple of 64 rows, its columns come in multiples of 1
 matrix on the right in multiples of 8.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LHS = plgpu.Layout.MMA_LHS(jnp.bfloat16)
@@ -18,3 +22,24 @@ def mma(sums, left, right, interpret: bool):
     if interpret:
         return sums + jnp.dot(left, right, preferred_element_type=jnp.float32)
     return plgpu.mma(sums, left, right)
+
+
+def as_left(x, dtype, interpret: bool):
+    """Returns sums of one product, rounded to 16 bits, as the left operand of another.
+
+    Each thread has the numbers that it needs already, so nothing moves: only the name of the layout
+    changes.
+    """
+    if interpret:
+        return x.astype(dtype)
+
+    def round_and_rename(_, sums):
+        # Registers of a tile of 64 x 16 are those of its two tiles of 64 x 8, one after the other.
+        rounded = sums.astype(utils.dtype_to_ir_type(dtype))
+        layout = mosaic.MMALayouts(dtype).lhs
+        registers = rounded.registers.reshape(layout.registers_shape(rounded.shape))
+        return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(x.shape, dtype, layout=LHS)
+    inline: Any = plgpu.inline_mgpu(arg_types=(ACC,), return_type=result)
+    return inline(round_and_rename)(x)

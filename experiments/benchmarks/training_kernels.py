@@ -33,6 +33,7 @@ from experiments.benchmarks.kernel_timing import command_line, require_gpu, vers
 from pallas_kernels.training import cases, reference, retrofit_attention
 from pallas_kernels.training.inputs import Inputs
 
+IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_mma", "xla")
 MEMORY_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -56,7 +57,7 @@ def draw(case: cases.TrainingCase, key: jax.Array) -> tuple[dict, jax.Array | No
     return arrays, segments
 
 
-def contenders(case: cases.TrainingCase, segments: jax.Array | None) -> dict:
+def contenders(case: cases.TrainingCase, segments: jax.Array | None, implementation: str) -> dict:
     """Forward and forward-backward functions of (q, k, v, bias, do), ours and cuDNN's."""
     scale = case.D**-0.5
 
@@ -69,7 +70,7 @@ def contenders(case: cases.TrainingCase, segments: jax.Array | None) -> dict:
             window=case.window,
             scale=scale,
             segment_ids=segments,
-            implementation="mosaic_gpu",
+            implementation=implementation,
         )
 
     def cudnn(q, k, v, bias):
@@ -96,7 +97,7 @@ def contenders(case: cases.TrainingCase, segments: jax.Array | None) -> dict:
     }
 
 
-def check(case: cases.TrainingCase, key: jax.Array) -> dict:
+def check(case: cases.TrainingCase, key: jax.Array, implementation: str) -> dict:
     """Relative errors (norm-wise) against the float32 reference, at a short length."""
     short = dataclasses.replace(case, T=min(case.T, 1024 - 37), window=min(case.window, 200))
     short = dataclasses.replace(short, segments=min(case.segments, 150))
@@ -113,7 +114,7 @@ def check(case: cases.TrainingCase, key: jax.Array) -> dict:
     host = jax.devices("cpu")[0]
     operands = (*(exact[name] for name in ("q", "k", "v", "bias")), segments, exact["do"])
     wanted = [np.asarray(x, np.float64) for x in expected(*jax.device_put(operands, host))]
-    run = contenders(short, segments)["dms.forward_backward"]
+    run = contenders(short, segments, implementation)["dms.forward_backward"]
     operands = tuple(arrays[name] for name in ("q", "k", "v", "bias", "do"))
     results = [run(*operands) for _ in range(2)]
     flat = [[np.asarray(x, np.float64) for x in jax.tree.leaves(result)] for result in results]
@@ -208,11 +209,11 @@ def flops(case: cases.TrainingCase, part: str) -> float:
     return forward * (1.0 if part == "forward" else 3.5)
 
 
-def memory_of(length: int) -> dict:
+def memory_of(length: int, implementation: str) -> dict:
     """Bytes of forward plus backward at one length, by the compiled program."""
     case = dataclasses.replace(cases.BARS[0], T=length)
     arrays, _ = jax.eval_shape(lambda key: draw(case, key), jax.random.key(0))
-    run = contenders(case, None)["dms.forward_backward"]
+    run = contenders(case, None, implementation)["dms.forward_backward"]
     operands = tuple(arrays[name] for name in ("q", "k", "v", "bias", "do"))
     analysis = run.lower(*operands).compile().memory_analysis()
     return {
@@ -269,6 +270,8 @@ class Config:
     """Folder for training_kernels.json and the figure."""
     rounds: int = 9
     """Timed rounds; the median counts."""
+    implementation: str = "mosaic_gpu"
+    """What serves the attention with DMS's mask: mosaic_gpu, mosaic_mma or xla."""
     cases: tuple[str, ...] = tuple(case.name for case in cases.SPEED)
     """Cases to time, by name; all of the benchmark's unless given."""
     memory: bool = True
@@ -280,6 +283,7 @@ class Config:
 def main(config: Config) -> None:
     """Checks, measures, prints, and writes the report."""
     check_names("--cases", config.cases, (case.name for case in cases.SPEED))
+    check_names("--implementation", (config.implementation,), IMPLEMENTATIONS)
     require_gpu()
     make_folder("--out", config.out)
     seed = int.from_bytes(os.urandom(4), "little")
@@ -288,6 +292,7 @@ def main(config: Config) -> None:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": jax.devices()[0].device_kind,
         "versions": versions(),
+        "implementation": config.implementation,
         "seed": seed,
         "timing": "sum of kernel times by CUPTI, median of rounds, contenders taking turns; "
         "FlexAttention by device events",
@@ -301,10 +306,11 @@ def main(config: Config) -> None:
         if case.name not in config.cases:
             continue
         key, check_key, data_key = jax.random.split(key, 3)
-        errors = check(case, check_key)
+        errors = check(case, check_key, config.implementation)
         arrays, segments = draw(case, data_key)
         operands = tuple(arrays[name] for name in ("q", "k", "v", "bias", "do"))
-        times = measure(contenders(case, segments), operands, config.rounds)
+        functions = contenders(case, segments, config.implementation)
+        times = measure(functions, operands, config.rounds)
         if case in cases.BARS and config.flex:
             times |= measure_flex(case) or {}
         for name, entry in times.items():
@@ -328,7 +334,7 @@ def main(config: Config) -> None:
         target.write_text(json_text(report, indent=1))
     if config.memory:
         for length in MEMORY_LENGTHS:
-            report["memory"].append(memory_of(length))
+            report["memory"].append(memory_of(length, config.implementation))
             print(report["memory"][-1], flush=True)
         target.write_text(json_text(report, indent=1))
         draw_picture(report, config.out / "training_kernels.png")

@@ -17,6 +17,7 @@ PREFILL = Operation(
     "prefill_attention",
     (
         deferred("mosaic_gpu", "cuda", "pallas_kernels.prefill.gpu", "prefill"),
+        deferred("mosaic_mma", "cuda", "pallas_kernels.prefill.mma", "prefill"),
         deferred("mosaic_tpu", "tpu", "pallas_kernels.prefill.tpu", "prefill"),
         Implementation("xla", None, prefill_attention_reference),
     ),
@@ -104,10 +105,10 @@ def prefill_attention(
         table; messages number the rows b * K + k. On concrete arrays this raises before anything is
         launched; under `jax.jit` it is a `checkify.check`, so wrap the function in
         `checkify.checkify`.
-      implementation: a name ("mosaic_gpu", "mosaic_tpu", "xla") forces one implementation; a
-        sequence of names is tried in order; None chooses the best one for the platform that the
-        call is lowered for. "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_tpu" also float32; XLA
-        serves everything.
+      implementation: a name ("mosaic_gpu", "mosaic_mma", "mosaic_tpu", "xla") forces one
+        implementation; a sequence of names is tried in order; None chooses the best one for the
+        platform that the call is lowered for. "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_mma"
+        (Ampere and later) also float16, "mosaic_tpu" bfloat16 and float32; XLA serves everything.
 
     Returns:
       The attention output in q's dtype, zero for padded queries. The softmax is computed in float32

@@ -42,10 +42,21 @@ CONTRACT = (
     PrefillCase("window_zero", 70, 4, 2, 64, 64, 2, (70,), ((90, 128),), 0),
     PrefillCase("keep_all", 96, 4, 2, 64, 64, 2, (96,), ((100, 3),), 5000, evicted=0.0),
     PrefillCase("evict_all", 160, 4, 2, 64, 64, 2, (160,), ((100, 3),), 20, evicted=1.0),
-    PrefillCase("small_pages", 70, 4, 2, 64, 16, 6, (70,), ((90, 17),), 10),
+    PrefillCase("small_pages", 70, 4, 2, 64, 16, 10, (70,), ((150, 17),), 10),
+    PrefillCase("large_pages", 70, 4, 2, 64, 256, 2, (70,), ((300, 20),), 10),
     PrefillCase("sixteen_groups", 70, 16, 1, 64, 64, 2, (70,), ((90,),), 10),
     PrefillCase("odd_group", 70, 3, 1, 128, 64, 2, (70,), ((90,),), 10),
     PrefillCase("dim_96", 70, 4, 2, 96, 64, 2, (70,), ((90, 128),), 10),
-    PrefillCase("dim_256", 70, 2, 1, 256, 64, 2, (70,), ((90,),), 10),
+    PrefillCase("dim_256", 70, 2, 1, 256, 64, 3, (70,), ((130,),), 10),
+    PrefillCase("float16", 70, 4, 2, 128, 64, 2, (70,), ((90, 128),), 10, dtype="float16"),
     PrefillCase("float32", 130, 4, 2, 64, 64, 2, (130,), ((90, 128),), 33, dtype="float32"),
 )
+
+
+def by_name(name: str) -> PrefillCase:
+    """Returns the case of the contract of this name.
+
+    Raises:
+      KeyError: there is no such case.
+    """
+    return {case.name: case for case in CONTRACT}[name]

@@ -36,12 +36,17 @@ HEAD_DIMS = (64, 96, 128, 256)
 def why_not(q, chunk: Chunk, past: Past, *, window: int, scale: float) -> str | None:
     """Returns why this kernel cannot serve the call, or None if it can."""
     del chunk, window
-    page = past.page_size
     if target_gpu().capability[0] != 9:
         return f"needs Hopper's wgmma, and the GPU is a {target_gpu().kind}"
     if q.dtype != jnp.bfloat16:
-        # wgmma would round float32 to TF32; float16 would overflow in the gradients.
+        # wgmma would round float32 to TF32; the kernels of `mma` serve float16.
         return f"serves bfloat16 operands alone, got {q.dtype}"
+    return why_no_kernel(q, past, scale)
+
+
+def why_no_kernel(q, past: Past, scale: float) -> str | None:
+    """Returns why no kernel for NVIDIA GPUs can serve the call, or None."""
+    page = past.page_size
     if q.shape[3] not in HEAD_DIMS:
         return f"the head dim must be one of {HEAD_DIMS}, got {q.shape[3]}"
     if page % 8 or TILE % min(page, TILE) or page % min(page, TILE):
@@ -54,6 +59,25 @@ def why_not(q, chunk: Chunk, past: Past, *, window: int, scale: float) -> str | 
 def ring_of(problem: Problem) -> Ring:
     """Returns how the kernel streams keys and values."""
     return find_ring("prefill_attention", "forward", problem, RESIDENT, Ring(TILE, 4))
+
+
+def problem_of(q, chunk: Chunk, window: int, scale: float, interpret: bool) -> Problem:
+    """Returns the static parameters of a call whose queries are padded to whole tiles."""
+    batch, length, heads, dim = q.shape
+    return Problem(
+        B=batch,
+        T=length,
+        S=length,
+        H=heads,
+        K=chunk.k.shape[2],
+        D=dim,
+        window=window,
+        scale=scale,
+        dtype=jnp.dtype(q.dtype),
+        packed=False,
+        placed=False,
+        interpret=interpret,
+    )
 
 
 def prefill(
@@ -77,23 +101,10 @@ def prefill(
       interpret: run in the interpreter, for tests.
       ring: how to stream keys and values, in tiles of TILE; None takes the result of `ring_of`.
     """
-    batch, length, heads, dim = q.shape
+    length, dim = q.shape[1], q.shape[3]
     padded = pad_axis(q, 1, TILE)
-    kv_heads, dtype = chunk.k.shape[2], jnp.dtype(q.dtype)
-    problem = Problem(
-        B=batch,
-        T=padded.shape[1],
-        S=padded.shape[1],
-        H=heads,
-        K=kv_heads,
-        D=dim,
-        window=window,
-        scale=scale,
-        dtype=dtype,
-        packed=False,
-        placed=False,
-        interpret=interpret,
-    )
+    problem = problem_of(padded, chunk, window, scale, interpret)
+    dtype = problem.dtype
     plan = make_plan(chunk, past, window, problem.rows, order_by_sort)
     stages = (ring or ring_of(problem)).stages
     query_tile = gpu_tiles.tile_memory((COMPUTE, ROWS, dim), dtype)

@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operat
 from pallas_kernels.training import reference
 from pallas_kernels.training.inputs import Inputs
 
-GPU, TPU = "pallas_kernels.training.gpu", "pallas_kernels.training.tpu"
+GPU, MMA, TPU = (f"pallas_kernels.training.{module}" for module in ("gpu", "mma", "tpu"))
 
 # Name of the outputs and log-sum-exps, for policies of `jax.checkpoint` that keep them.
 KEPT = "retrofit_attention"
@@ -26,6 +26,7 @@ FORWARD = Operation(
     "retrofit_attention",
     (
         deferred("mosaic_gpu", "cuda", GPU, "forward"),
+        deferred("mosaic_mma", "cuda", MMA, "forward"),
         deferred("mosaic_tpu", "tpu", TPU, "forward"),
         Implementation("xla", None, reference.forward),
     ),
@@ -34,6 +35,7 @@ BACKWARD = Operation(
     "retrofit_attention (backward)",
     (
         deferred("mosaic_gpu", "cuda", GPU, "backward"),
+        deferred("mosaic_mma", "cuda", MMA, "backward"),
         deferred("mosaic_tpu", "tpu", TPU, "backward"),
         Implementation("xla", None, reference.backward),
     ),
@@ -116,10 +118,11 @@ def retrofit_attention(
       segment_ids: number of the document of each token, for documents packed into one sequence;
         None means one document.
       start: the place in the row of the first query, at most S - T; None where T = S.
-      implementation: a name ("mosaic_gpu", "mosaic_tpu", "xla") forces one implementation; a
-        sequence of names is tried in order; None chooses the best one for the platform that the
-        call is lowered for. "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_tpu" also float32; XLA
-        serves everything, in full precision and also with memory linear in T.
+      implementation: a name ("mosaic_gpu", "mosaic_mma", "mosaic_tpu", "xla") forces one
+        implementation; a sequence of names is tried in order; None chooses the best one for the
+        platform that the call is lowered for. "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_mma"
+        (Ampere and later) also float16, "mosaic_tpu" bfloat16 and float32; XLA serves everything,
+        in full precision and also with memory linear in T.
 
     Returns:
       The attention output in q's dtype. The softmax is computed in float32 at least, and in float64

@@ -41,6 +41,7 @@ CONTRACT = (
     TrainingCase("sixteen_groups", 1, 130, 16, 1, 64, 33),
     TrainingCase("dim_96", 1, 130, 4, 2, 96, 33),
     TrainingCase("dim_256", 1, 130, 2, 1, 256, 33),
+    TrainingCase("float16", 1, 201, 4, 2, 128, 40, dtype="float16", segments=60),
     TrainingCase("float32", 1, 201, 4, 2, 64, 40, dtype="float32"),
     TrainingCase("float32_packed", 1, 201, 4, 2, 128, 40, dtype="float32", segments=50),
 )
@@ -62,3 +63,12 @@ SPEED = (
     TrainingCase("dim_96_8k", 1, 8192, 32, 8, 96, 512),
     TrainingCase("dim_256_8k", 1, 8192, 16, 4, 256, 512),
 )
+
+
+def by_name(name: str) -> TrainingCase:
+    """Returns the case of the contract of this name.
+
+    Raises:
+      KeyError: there is no such case.
+    """
+    return {case.name: case for case in CONTRACT}[name]

@@ -1,7 +1,8 @@
-"""Training attention on NVIDIA Hopper GPUs: what it serves, padding, and the three kernels.
+"""Training attention on NVIDIA GPUs: what the kernels serve, padding, and the steps around them.
 
-Sequences are padded to whole tiles (no query of the sequence sees a padded key, and padded queries
-have zero gradients), and head dims to the next of 64, 128 and 256.
+There are kernels for Hopper, and others with the products of Ampere (`mma`). Sequences are padded
+to whole tiles (no query of the sequence sees a padded key, and padded queries have zero gradients),
+and head dims to the next of 64, 128 and 256.
 """
 
 import jax.numpy as jnp
@@ -20,12 +21,17 @@ HEAD_DIMS = (64, 128, 256)
 def why_not(inputs: Inputs, *rest, window: int, scale: float) -> str | None:
     """Returns why these kernels cannot serve the call, or None if they can."""
     del rest, window
-    q = inputs.q
     if target_gpu().capability[0] != 9:
         return f"needs Hopper's wgmma, and the GPU is a {target_gpu().kind}"
-    if q.dtype != jnp.bfloat16:
-        # wgmma would round float32 to TF32; float16 would overflow in the gradients.
-        return f"serves bfloat16 operands alone, got {q.dtype}"
+    if inputs.q.dtype != jnp.bfloat16:
+        # wgmma would round float32 to TF32; the kernels of `mma` serve float16.
+        return f"serves bfloat16 operands alone, got {inputs.q.dtype}"
+    return why_no_kernel(inputs, scale)
+
+
+def why_no_kernel(inputs: Inputs, scale: float) -> str | None:
+    """Returns why no kernel for NVIDIA GPUs can serve the call, or None."""
+    q = inputs.q
     if q.shape[3] > HEAD_DIMS[-1]:
         return f"the head dim may be {HEAD_DIMS[-1]} at most, got {q.shape[3]}"
     if inputs.bias.dtype == jnp.float64:
@@ -35,7 +41,7 @@ def why_not(inputs: Inputs, *rest, window: int, scale: float) -> str | None:
     return None
 
 
-def _prepare(inputs: Inputs, window, scale, interpret) -> tuple[tiles.Problem, Inputs]:
+def prepare(inputs: Inputs, window, scale, interpret) -> tuple[tiles.Problem, Inputs]:
     """Returns the problem and its padded inputs, with the bias finite and divided by the scale."""
     dim = next(size for size in HEAD_DIMS if size >= inputs.q.shape[3])
     arrays = (inputs.q, inputs.k, inputs.v)
@@ -68,12 +74,39 @@ def _prepare(inputs: Inputs, window, scale, interpret) -> tuple[tiles.Problem, I
     return problem, Inputs(q, k, v, raw_bias, segments, start, own_segments)
 
 
-def forward(inputs: Inputs, *, window: int, scale: float, interpret: bool = False):
-    """Computes the output [B, T, H, D] and the base-2 log-sum-exp [B, H, T]."""
-    problem, padded = _prepare(inputs, window, scale, interpret)
-    output, lse2 = forward_kernel(problem, padded)
+def run_forward(kernel, inputs: Inputs, window, scale, interpret):
+    """Computes the output [B, T, H, D] and the base-2 log-sum-exp [B, H, T] with a kernel."""
+    problem, padded = prepare(inputs, window, scale, interpret)
+    output, lse2 = kernel(problem, padded)
     _, length, _, dim = inputs.q.shape
     return output[:, :length, :, :dim], lse2[:, :, :length]
+
+
+def run_backward(kernels, inputs: Inputs, output, lse2, output_gradient, window, scale, interpret):
+    """Computes dq, dk, dv and dbias with the kernels of queries and of keys."""
+    of_queries, of_keys = kernels
+    problem, padded = prepare(inputs, window, scale, interpret)
+    _, length, _, dim = inputs.q.shape
+    delta = jnp.einsum(
+        "bthd,bthd->bht", output, output_gradient, preferred_element_type=jnp.float32
+    )
+    minus_lse = lse2 * (-1 / (tiles.LOG2E * scale))
+    gradient = pad_axis(
+        pad_axis(output_gradient.astype(inputs.q.dtype), 3, problem.D), 1, tiles.TILE
+    )
+    residuals = Residuals(
+        gradient, pad_axis(minus_lse, 2, tiles.TILE), pad_axis(-delta, 2, tiles.TILE)
+    )
+    dk, dv, dbias = of_keys(problem, padded, residuals)
+    dq = of_queries(problem, padded, residuals)
+    keys = inputs.k.shape[1]
+    dk, dv = (x[:, :keys, :, :dim] for x in (dk, dv))
+    return dq[:, :length, :, :dim], dk, dv, dbias[:, :, :keys].astype(inputs.bias.dtype)
+
+
+def forward(inputs: Inputs, *, window: int, scale: float, interpret: bool = False):
+    """Computes the output [B, T, H, D] and the base-2 log-sum-exp [B, H, T]."""
+    return run_forward(forward_kernel, inputs, window, scale, interpret)
 
 
 def backward(
@@ -87,20 +120,5 @@ def backward(
     interpret: bool = False,
 ):
     """Computes dq, dk, dv and dbias."""
-    problem, padded = _prepare(inputs, window, scale, interpret)
-    _, length, _, dim = inputs.q.shape
-    delta = jnp.einsum(
-        "bthd,bthd->bht", output, output_gradient, preferred_element_type=jnp.float32
-    )
-    minus_lse = lse2 * (-1 / (tiles.LOG2E * scale))
-    gradient = pad_axis(
-        pad_axis(output_gradient.astype(inputs.q.dtype), 3, problem.D), 1, tiles.TILE
-    )
-    residuals = Residuals(
-        gradient, pad_axis(minus_lse, 2, tiles.TILE), pad_axis(-delta, 2, tiles.TILE)
-    )
-    dk, dv, dbias = key_gradients(problem, padded, residuals)
-    dq = query_gradient(problem, padded, residuals)
-    keys = inputs.k.shape[1]
-    dk, dv = (x[:, :keys, :, :dim] for x in (dk, dv))
-    return dq[:, :length, :, :dim], dk, dv, dbias[:, :, :keys].astype(inputs.bias.dtype)
+    kernels = query_gradient, key_gradients
+    return run_backward(kernels, inputs, output, lse2, output_gradient, window, scale, interpret)

@@ -86,12 +86,11 @@ def key_gradients(
     return tiles.run(problem, _program, operands, out_type, scratch, grid, "retrofit_dkv")
 
 
-def _query_zones(problem: Problem, block: int, k0, last):
+def query_zones(keys: int, window: int, block: int, k0, last):
     """Returns tiles (first, diagonal end, near end, boundary end, end) of keys [k0, k0 + keys).
 
     Places are counted from the first query, before which and after whose last there may be keys.
     """
-    keys, window = _keys(problem), problem.window
     first = jnp.minimum(lax.div(jnp.maximum(k0, 0), jnp.int32(block)), last)
     diagonal_end = jnp.clip(tiles.ceil_div(jnp.maximum(k0 + keys, 0), block), first, last)
     # A tile is near iff its last query is within the window of the first key, and far iff its
@@ -101,6 +100,12 @@ def _query_zones(problem: Problem, block: int, k0, last):
     near_end = jnp.clip(near_end, diagonal_end, last)
     boundary_end = jnp.clip(boundary_end, near_end, last)
     return first, diagonal_end, near_end, boundary_end, last
+
+
+def query_kinds(keys: int, window: int, block: int) -> tuple[tuple[str | None, bool], ...]:
+    """Returns how the bias enters, and whether keys are masked, in each zone of `query_zones`."""
+    diagonal_bias = "select" if window < keys + block - 2 else None
+    return (diagonal_bias, True), (None, False), ("select", False), ("all", False)
 
 
 def _program(problem: Problem, inputs, outputs, memory):
@@ -115,7 +120,7 @@ def _program(problem: Problem, inputs, outputs, memory):
     k0 = program * keys
     last = segment_refs[2][batch, program] if problem.packed else problem.T // block
     place = rest[0][0] if problem.placed else 0
-    first, *ends = _query_zones(problem, block, k0 - place, jnp.int32(last))
+    first, *ends = query_zones(keys, problem.window, block, k0 - place, jnp.int32(last))
     trips = ends[-1] - first
 
     def slot_of(head, tile):
@@ -231,8 +236,7 @@ def _program(problem: Problem, inputs, outputs, memory):
                 plgpu.barrier_arrive(memory.q_consumed.at[slot])
                 return dbias
 
-            diagonal_bias = "select" if problem.window < keys + block - 2 else None
-            kinds = ((diagonal_bias, True), (None, False), ("select", False), ("all", False))
+            kinds = query_kinds(keys, problem.window, block)
 
             def walk_head(head, dbias):
                 for (zone, causal), lower, upper in zip(kinds, (first, *ends), ends, strict=False):

@@ -306,8 +306,17 @@ def run_over_queries(problem: Problem, program, operands, out_type, scratch, nam
     return run(problem, program, operands, out_type, scratch, grid, name)
 
 
-def run(problem: Problem, program, operands, out_type, scratch: dict, grid: dict[str, int], name):
-    """Runs a kernel over (batch, *grid), the last axis fastest, with three warpgroups.
+def run(
+    problem: Problem,
+    program,
+    operands,
+    out_type,
+    scratch: dict,
+    grid: dict[str, int],
+    name: str,
+    warpgroups: int = COMPUTE + 1,
+):
+    """Runs a kernel over (batch, *grid), the last axis fastest.
 
     Args:
       problem: the static parameters.
@@ -318,6 +327,7 @@ def run(problem: Problem, program, operands, out_type, scratch: dict, grid: dict
       scratch: what a program keeps in shared memory, by name.
       grid: sizes of the grid's axes, by name.
       name: name of the kernel in profiles.
+      warpgroups: number of warpgroups of a program.
     """
     interpret = plgpu.InterpretGPUParams(detect_races=True) if problem.interpret else None
     count = len(operands)
@@ -331,7 +341,7 @@ def run(problem: Problem, program, operands, out_type, scratch: dict, grid: dict
         scratch_types=scratch,
         grid=(problem.B, *grid.values()),
         grid_names=("batch", *grid),
-        num_threads=COMPUTE + 1,
+        num_threads=warpgroups,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,

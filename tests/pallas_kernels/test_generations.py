@@ -7,11 +7,23 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.mosaic.gpu import utils
 
-from pallas_kernels import decode_attention, dispatch, select_largest, write_pages
+from pallas_kernels import (
+    decode_attention,
+    dispatch,
+    prefill_attention,
+    select_largest,
+    write_pages,
+)
 from pallas_kernels.decode import cases
 from pallas_kernels.dispatch import GPU
+from pallas_kernels.prefill import cases as prefill_cases
+from pallas_kernels.training import cases as training_cases
 from pallas_kernels.update import cases as write_cases
+from tests.pallas_kernels.prefill.support import ORDER
+from tests.pallas_kernels.prefill.support import structs as prefill_structs
 from tests.pallas_kernels.support import lower_for_cuda, structs
+from tests.pallas_kernels.training.support import both
+from tests.pallas_kernels.training.support import structs as training_structs
 from tests.pallas_kernels.update.support import write_structs
 from tests.support.instances import further
 
@@ -23,6 +35,13 @@ def lower(name: str, case: str) -> str:
     if name == "select":
         scores = jax.ShapeDtypeStruct((4, 1024), jnp.dtype(case))
         return lower_for_cuda(functools.partial(select_largest, count=64), scores=scores)
+    if name == "training":
+        case = training_cases.by_name(case)
+        return lower_for_cuda(both(case, None), **training_structs(case))
+    if name == "prefill":
+        case = prefill_cases.by_name(case)
+        run = functools.partial(prefill_attention, window=case.window, scale=0.1)
+        return lower_for_cuda(run, **dict(zip(ORDER, prefill_structs(case), strict=True)))
     return lower_for_cuda(write_pages, **write_structs(write_cases.by_name(case)))
 
 
@@ -32,10 +51,18 @@ def lower(name: str, case: str) -> str:
         (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "decode", "base"),
         (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "select", "float32"),
         (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "write", "head_dim64"),
+        (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "prefill", "plain"),
+        (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "training", "one_group"),
         *further((GPU("NVIDIA L4", 58, (8, 9)), "decode", "float8_page16")),
         (GPU("NVIDIA L4", 58, (8, 9)), "write", "float8"),
+        (GPU("NVIDIA L4", 58, (8, 9)), "prefill", "float16"),
+        *further((GPU("NVIDIA L4", 58, (8, 9)), "training", "float16")),
+        (GPU("NVIDIA H200", 132, (9, 0)), "prefill", "float16"),
+        *further((GPU("NVIDIA H200", 132, (9, 0)), "training", "float16")),
         (GPU("NVIDIA B200", 148, (10, 0)), "decode", "head_dim96"),
         (GPU("NVIDIA B200", 148, (10, 0)), "select", "bfloat16"),
+        (GPU("NVIDIA B200", 148, (10, 0)), "prefill", "no_pages"),
+        *further((GPU("NVIDIA B200", 148, (10, 0)), "training", "packed")),
     ],
     ids=lambda x: getattr(x, "kind", x),
 )

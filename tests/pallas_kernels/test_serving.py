@@ -7,16 +7,20 @@ from pallas_kernels.dispatch import GPU
 
 
 @pytest.mark.parametrize(
-    ("kind", "capability", "expected"),
+    ("kind", "capability", "dtype", "expected"),
     [
-        ("NVIDIA H100 80GB HBM3", (9, 0), ("mosaic_gpu", "mosaic_gpu")),
-        ("NVIDIA L4", (8, 9), ("mosaic_mma", "xla")),
-        ("Tesla T4", (7, 5), ("xla", "xla")),
+        ("NVIDIA H100 80GB HBM3", (9, 0), "bfloat16", ("mosaic_gpu", "mosaic_gpu")),
+        ("NVIDIA H100 80GB HBM3", (9, 0), "float16", ("mosaic_gpu", "mosaic_mma")),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "float16", ("mosaic_mma", "mosaic_mma")),
+        ("NVIDIA L4", (8, 9), "bfloat16", ("mosaic_mma", "mosaic_mma")),
+        ("NVIDIA B200", (10, 0), "bfloat16", ("mosaic_mma", "mosaic_mma")),
+        ("NVIDIA L4", (8, 9), "float32", ("xla", "xla")),
+        ("Tesla T4", (7, 5), "bfloat16", ("xla", "xla")),
     ],
 )
-def test_on_a_gpu(kind, capability, expected, monkeypatch):
+def test_on_a_gpu(kind, capability, dtype, expected, monkeypatch):
     monkeypatch.setattr(dispatch, "_local_gpu", lambda: GPU(kind, 40, capability))
-    decoding, training = serving(platform="cuda")
+    decoding, training = serving(dtype=dtype, platform="cuda")
     assert (decoding.implementation, training.implementation) == expected
     if expected[0] == "mosaic_gpu":
         assert str(decoding) == f"decoding: mosaic_gpu ({kind})"

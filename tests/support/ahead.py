@@ -14,8 +14,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Where `make gpu-compiler` puts the plugin: in the environment it would slow every start of jax.
-GPU_COMPILER = Path(__file__).resolve().parents[2] / ".gpu_compiler"
+# Where `make gpu-compiler` puts the plugin, and `.ci/newest` that of another jax: in the
+# environment of Python it would slow every start of jax.
+_ROOT = Path(__file__).resolve().parents[2]
+GPU_COMPILER = _ROOT / os.environ.get("GPU_COMPILER", ".gpu_compiler")
 # What compiles, and what tells it how beside the options of a program.
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TPU_ACCELERATOR_TYPE")

@@ -6,6 +6,7 @@ makes is the program that the devices would run, with the kernels and collective
 run.
 """
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -14,46 +15,79 @@ from dms_jax.devices import DEVICES
 
 _PLUGIN = "jax_plugins.xla_cuda13"
 
-# Those that differ in nothing but their memory from what is written below.
-_HOPPER = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3"}
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What the compiler is told of a GPU beside its data sheet.
+
+    Attributes:
+      name: as jax names it.
+      capability: the compute capability.
+      cores: number of streaming multiprocessors.
+      threads: threads of a core.
+      shared: bytes of shared memory of a core; a program has at most 1 KB less.
+      l2: bytes of the second cache.
+      clock: GHz.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    threads: int
+    shared: int
+    l2: int
+    clock: float
+
+
+CARDS = {
+    "h200": Card("NVIDIA H200", (9, 0), 132, 2048, 233472, 50 << 20, 1.98),
+    "h100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 2048, 233472, 50 << 20, 1.98),
+    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2048, 167936, 40 << 20, 1.41),
+    "l4": Card("NVIDIA L4", (8, 9), 58, 1536, 102400, 48 << 20, 2.04),
+    "b200": Card("NVIDIA B200", (10, 0), 148, 2048, 233472, 126 << 20, 1.97),
+}
 # In the form of XLA's own descriptions of targets (xla/backends/gpu/target_config).
 _DESCRIPTION = """
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048
-  core_count: 132
+  shared_memory_per_core: {card.shared}
+  shared_memory_per_block_optin: {most_shared}
+  threads_per_core_limit: {card.threads}
+  core_count: {card.cores}
   fpus_per_core: 128
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth:.0f}
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
+  l2_cache_size: {card.l2}
+  clock_rate_ghz: {card.clock}
   device_memory_size: {memory:.0f}
-  cuda_compute_capability {{ major: 9 minor: 0 }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}
-device_description_str: "{name}"
+device_description_str: "{card.name}"
 """
 
 
 def compiles_for(kind: str) -> bool:
-    """Whether GPUs of a kind (`dms_jax.devices.DEVICES`) can be compiled for here."""
-    return kind in _HOPPER and _folder() is not None
+    """Whether trainings can be planned here for GPUs of a kind (`dms_jax.devices.DEVICES`).
+
+    A program of other GPUs than Hopper would hold other kernels than those that are chosen where no
+    GPU is.
+    """
+    return kind in CARDS and CARDS[kind].capability == (9, 0) and _folder() is not None
 
 
 def devices(kind: str, count: int, *, a_host: int) -> list[Any]:
     """Returns abstract GPUs to compile for, on hosts with `a_host` of them each.
 
     Args:
-      kind: a kind that is compiled for here.
+      kind: one of `CARDS`.
       count: number of GPUs.
       a_host: the most that a host has.
     """
@@ -66,8 +100,15 @@ def devices(kind: str, count: int, *, a_host: int) -> list[Any]:
     if not xla_client.pjrt_plugin_loaded("cuda"):
         xla_bridge.register_plugin("cuda", library_path=str(folder / "xla_cuda_plugin.so"))
     sheet = DEVICES[kind]
+    card = CARDS[kind]
+    major, minor = card.capability
     description = _DESCRIPTION.format(
-        bandwidth=sheet.bandwidth, memory=sheet.memory, name=_HOPPER[kind]
+        bandwidth=sheet.bandwidth,
+        memory=sheet.memory,
+        card=card,
+        most_shared=card.shared - 1024,
+        major=major,
+        minor=minor,
     )
     hosts = -(-count // a_host)
     options = {"target_config": description, "topology": f"1x{hosts}x{min(count, a_host)}"}

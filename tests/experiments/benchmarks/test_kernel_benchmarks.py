@@ -1,13 +1,17 @@
 """Scripts that time kernels: what they do where there is no GPU, and what they write."""
 
+import functools
 import importlib
 import json
 import pathlib
 
+import jax
+import numpy as np
 import pytest
 
 import dms_jax
 from experiments.benchmarks import kernel_timing as timing
+from pallas_kernels.training.cases import TrainingCase
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
@@ -62,11 +66,32 @@ def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, un
     assert committed.keys() <= report.keys()
 
 
+@pytest.mark.parametrize("name", ["prefill_kernel", "training_kernels"])
+def test_an_implementation_is_checked_against_the_reference(monkeypatch, name):
+    """XLA's form stands for a kernel, and is off by bfloat16's rounding alone."""
+    script = importlib.import_module(f"experiments.benchmarks.{name}")
+    if name == "prefill_kernel":
+        monkeypatch.setattr(script, "HEADS", 2)
+        monkeypatch.setattr(script, "KV_HEADS", 1)
+        errors = {"output": script.check(np.random.default_rng(3), 4, "xla")}
+        kernel = functools.partial(script.check, np.random.default_rng(3), 4)
+    else:
+        case = TrainingCase("small", 1, 96, 2, 1, 64, 20)
+        errors = script.check(case, jax.random.key(3), "xla")
+        assert errors.pop("same_bits_twice")
+        kernel = functools.partial(script.check, case, jax.random.key(3))
+    assert all(1e-5 < error < 1e-2 for error in errors.values()), errors
+    with pytest.raises(NotImplementedError, match=r"only mosaic_mma \(cuda\) may serve"):
+        kernel("mosaic_mma")
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
         ("decode_kernel", dict(cases=("huge",))),
+        ("prefill_kernel", dict(implementation="huge")),
         ("training_kernels", dict(cases=("huge",))),
+        ("training_kernels", dict(implementation="huge")),
         ("tune_decode_kernel", dict(cases=("huge",))),
         ("tune_training_kernels", dict(kernels=("huge",))),
         ("host_values", dict(way="huge")),

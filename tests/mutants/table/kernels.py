@@ -14,6 +14,10 @@ INTERPRETED = "tests/pallas_kernels/decode/test_interpreted.py"
 PREFILL = "tests/pallas_kernels/prefill/test_prefill.py"
 VISITS = f"{PREFILL}::test_the_plan_visits_what_is_seen_and_nothing_else"
 TILES = "tests/pallas_kernels/training/test_tiles.py"
+KERNELS = "tests/pallas_kernels/training/test_kernels.py"
+MMA_TRAINING = f"{KERNELS}::test_gpu_kernels_in_the_interpreter[mosaic_mma-['odd_group']]"
+MMA_PROMPT = f"{PREFILL}::test_gpu_kernel_in_the_interpreter[mosaic_mma-['small_pages']]"
+SERVING = "tests/pallas_kernels/test_serving.py::test_on_a_gpu"
 
 MUTANTS = [
     Mutant(
@@ -96,6 +100,63 @@ MUTANTS = [
         "streamed = 2 * ring.stages * ring.block * (row + 4)",
         "streamed = ring.stages * ring.block * (row + 4)",
         (f"{TILES}::test_a_ring_fits_beside_what_stays",),
+    ),
+    Mutant(
+        "kernels: Ampere's forward forgets to shrink what it has summed",
+        TRAINING + "mma_forward.py",
+        "accumulator = accumulator * tiles.rows_of(shrink, accumulator.shape)",
+        "accumulator = accumulator * 1.0",
+        (MMA_TRAINING,),
+    ),
+    Mutant(
+        "kernels: Ampere's key gradient reads the queries of its first head alone",
+        TRAINING + "mma_key_gradient.py",
+        "head = kv_head * group + index",
+        "head = kv_head * group + 0 * index",
+        (MMA_TRAINING,),
+    ),
+    Mutant(
+        "kernels: Ampere's bias gradient counts the window",
+        TRAINING + "mma_key_gradient.py",
+        "dbias = dbias + jnp.where(distance < -problem.window, ds, 0.0).sum(axis=1)",
+        "dbias = dbias + ds.sum(axis=1)",
+        (MMA_TRAINING,),
+    ),
+    Mutant(
+        "kernels: Ampere's query gradient multiplies by the values",
+        TRAINING + "mma_query_gradient.py",
+        "dq = mma_tiles.multiply(problem, dq, weights * gradient, memory.k_tile)",
+        "dq = mma_tiles.multiply(problem, dq, weights * gradient, memory.v_tile)",
+        (MMA_TRAINING,),
+    ),
+    Mutant(
+        "kernels: Ampere's products of 96 take 64 twice",
+        TRAINING + "mma_tiles.py",
+        "columns = pl.ds(start, min(PART, problem.D - start))",
+        "columns = pl.ds(start, min(PART, problem.D))",
+        (f"{PREFILL}::test_gpu_kernel_lowers[dim_96-mosaic_mma]",),
+    ),
+    Mutant(
+        "kernels: Ampere's prompts put every piece of a tile in its first place",
+        "pallas_kernels/prefill/mma.py",
+        "target[pl.ds(index * piece, piece)] = values",
+        "target[pl.ds(0 * index, piece)] = values",
+        (MMA_PROMPT,),
+    ),
+    Mutant(
+        "kernels: Ampere's prompts read dense keys as if no page came before",
+        "pallas_kernels/prefill/mma.py",
+        "pl.ds(start - past_slots, piece)",
+        "pl.ds(start, piece)",
+        (MMA_PROMPT,),
+    ),
+    Mutant(
+        "kernels: training off Hopper is left to XLA",
+        TRAINING + "api.py",
+        """        deferred("mosaic_mma", "cuda", MMA, "forward"),
+""",
+        "",
+        (SERVING,),
     ),
     Mutant(
         "kernels: documents that touch in one block do not meet",

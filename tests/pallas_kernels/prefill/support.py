@@ -1,5 +1,6 @@
 """Inputs and the NumPy oracle of prompt attention, one query and one head at a time."""
 
+import jax
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
@@ -64,6 +65,12 @@ def draw(case, seed=0, dtype=None):
     for name in ("q", "k", "v", "k_pages", "v_pages"):
         arrays[name] = arrays[name].astype(dtype)
     return [arrays[name] for name in ORDER]
+
+
+def structs(case, sharding=None):
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in draw(case, dtype=None)
+    ]
 
 
 def split_keys(arguments):

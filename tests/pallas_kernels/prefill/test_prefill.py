@@ -13,10 +13,10 @@ from jax.experimental import checkify, topologies
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import prefill_attention
-from pallas_kernels.prefill import cases, gpu, tiles, tpu
+from pallas_kernels.prefill import cases, gpu, mma, tiles, tpu
 from pallas_kernels.prefill.api import check_arguments
 from pallas_kernels.prefill.chunk import Chunk, Past
-from tests.pallas_kernels.prefill.support import ORDER, draw, oracle, split_keys
+from tests.pallas_kernels.prefill.support import ORDER, draw, oracle, split_keys, structs
 from tests.pallas_kernels.support import (
     TOLERANCE,
     interpret,
@@ -37,12 +37,6 @@ def attend(case, implementation):
         )
 
     return jax.jit(run)
-
-
-def structs(case, sharding=None):
-    return [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in draw(case, dtype=None)
-    ]
 
 
 @pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda case: case.name)
@@ -112,10 +106,21 @@ def test_the_plan_visits_what_is_seen_and_nothing_else(case, rows, order):
 
 
 @pytest.mark.parametrize(
-    "names", [["odd_group"], *further((["plain", "ragged", "small_pages", "no_pages"],))], ids=str
+    ("implementation", "names"),
+    [
+        ("mosaic_gpu", ["odd_group"]),
+        ("mosaic_mma", ["small_pages"]),
+        *further(
+            ("mosaic_gpu", ["plain", "ragged", "small_pages", "large_pages", "no_pages"]),
+            ("mosaic_mma", ["odd_group", "ragged", "large_pages", "no_pages"]),
+            ("mosaic_mma", ["float16", "dim_96", "dim_256"]),
+        ),
+    ],
+    ids=str,
 )
-def test_gpu_kernel_in_the_interpreter(names):
-    lines = interpret(Path(__file__).with_name("interpreted.py"), *names)
+def test_gpu_kernel_in_the_interpreter(implementation, names):
+    script = Path(__file__).with_name("interpreted.py")
+    lines = interpret(script, implementation, *names)
     assert lines == [f"{name} ok" for name in names]
 
 
@@ -131,13 +136,15 @@ def test_tpu_kernel_in_the_interpreter(name):
     assert error <= TOLERANCE[case.dtype]
 
 
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_mma"])
 @pytest.mark.parametrize(
-    "name", ["plain", "small_pages", *further("no_pages", "odd_group", "dim_256")]
+    "name", ["plain", "small_pages", *further("no_pages", "odd_group", "dim_96", "dim_256")]
 )
-def test_gpu_kernel_lowers(name):
+def test_gpu_kernel_lowers(name, implementation):
     case = BY_NAME[name]
     arrays = dict(zip(ORDER, structs(case), strict=True))
-    text = lower_for_cuda(lambda **x: attend(case, None)([x[n] for n in ORDER]), **arrays)
+    run = attend(case, implementation)
+    text = lower_for_cuda(lambda **x: run([x[n] for n in ORDER]), **arrays)
     assert "stablehlo.custom_call @mosaic_gpu" in text
 
 
@@ -177,8 +184,11 @@ def test_tpu_kernel_compiles(topology, name):
 def test_a_named_implementation_fails_loudly():
     with pytest.raises(NotImplementedError, match="lowered for cpu"):
         attend(BY_NAME["plain"], "mosaic_gpu").lower(structs(BY_NAME["plain"]))
-    with pytest.raises(NotImplementedError, match="float32"):
-        attend(BY_NAME["float32"], "mosaic_gpu").lower(structs(BY_NAME["float32"]))
+    for name in ("mosaic_gpu", "mosaic_mma"):
+        with pytest.raises(NotImplementedError, match="float32"):
+            attend(BY_NAME["float32"], name).lower(structs(BY_NAME["float32"]))
+    with pytest.raises(NotImplementedError, match="serves bfloat16 operands alone, got float16"):
+        attend(BY_NAME["float16"], "mosaic_gpu").lower(structs(BY_NAME["float16"]))
 
 
 def test_reasons_name_the_limit():
@@ -189,13 +199,16 @@ def test_reasons_name_the_limit():
         chunk, past = Chunk(k, k, None, None), Past(pages, pages, None, None, None)
         return module.why_not(q, chunk, past, window=1, scale=scale)
 
-    for module in (gpu, tpu):
+    for module in (gpu, mma, tpu):
         assert reason(module) is None
         assert reason(module, page=256) is None
         assert "48" in reason(module, page=48)
         assert "320" in reason(module, dim=320)
         assert "float64" in reason(module, dtype="float64")
         assert "positive" in reason(module, scale=0.0)
+    assert reason(gpu, page=8) is None
+    assert reason(mma, page=16) is None
+    assert "16 tokens" in reason(mma, page=8)
 
 
 @pytest.mark.parametrize(
@@ -266,30 +279,41 @@ def test_debug_refuses_what_is_out_of_range(name):
         error.throw()
 
 
+ON_THE_CARD = [
+    pytest.param(implementation, case, id=f"{implementation}-{case.name}")
+    for implementation, dtypes in (
+        ("mosaic_gpu", ("bfloat16",)),
+        ("mosaic_mma", ("bfloat16", "float16")),
+    )
+    for case in cases.CONTRACT
+    if case.dtype in dtypes
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case", [c for c in cases.CONTRACT if c.dtype == "bfloat16"], ids=lambda case: case.name
-)
-def test_every_case_on_the_card(case):
+@pytest.mark.parametrize(("implementation", "case"), ON_THE_CARD)
+def test_every_case_on_the_card(implementation, case):
     arguments = draw(case)
     arrays = [*map(jnp.asarray, arguments)]
+    run = attend(case, implementation)
     poison_free_memory()
-    output = attend(case, "mosaic_gpu")(arrays)
+    output = run(arrays)
     error = relative_error(output, oracle(arguments, case.window, case.D**-0.5))
     assert error <= TOLERANCE[case.dtype]
-    chex.assert_trees_all_equal(output, attend(case, "mosaic_gpu")(arrays))
+    chex.assert_trees_all_equal(output, run(arrays))
 
 
 @pytest.mark.gpu
-def test_a_pool_of_more_than_two_to_the_31_elements():
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_mma"])
+def test_a_pool_of_more_than_two_to_the_31_elements(implementation):
     """The same pages at the far end of a pool of 2.2e9 elements give the same bits."""
     case = BY_NAME["plain"]
     arrays = dict(zip(ORDER, map(jnp.asarray, draw(case)), strict=True))
-    near = attend(case, "mosaic_gpu")([arrays[name] for name in ORDER])
+    near = attend(case, implementation)([arrays[name] for name in ORDER])
     used = arrays["k_pages"].shape[0]
     behind = 2_200_000_000 // (case.P * case.D) - used
     for name in ("k_pages", "v_pages"):
         arrays[name] = jnp.pad(arrays[name], ((behind, 0), (0, 0), (0, 0)))
     arrays["page_table"] = arrays["page_table"] + behind
-    far = attend(case, "mosaic_gpu")([arrays[name] for name in ORDER])
+    far = attend(case, implementation)([arrays[name] for name in ORDER])
     chex.assert_trees_all_equal(near, far)

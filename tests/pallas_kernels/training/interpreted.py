@@ -1,6 +1,6 @@
 """Run GPU training cases in the Mosaic GPU interpreter, in a process of their own.
 
-    NPROC=4 python -m tests.pallas_kernels.training.interpreted CASE...
+    NPROC=4 python -m tests.pallas_kernels.training.interpreted IMPLEMENTATION CASE...
 
 Cases have at most three tiles of tokens: with a window shorter than a tile, the third tile sees one
 in part, one with the border of the window and one beyond it. What has several KV heads has one
@@ -22,23 +22,24 @@ import jax
 import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-from pallas_kernels.training import cases, gpu
+from pallas_kernels.training import cases, gpu, mma
 from pallas_kernels.training.gpu_tiles import TILE
 from tests.pallas_kernels.training.support import check, draw, in_pieces, operands
 
 
-def both(arrays, do, **options):
+def both(module, arrays, do, **options):
     """Output and gradients, from kernels in which no race was found."""
-    output, lse2 = gpu.forward(arrays, **options)
+    output, lse2 = module.forward(arrays, **options)
     assert not get_races().races_found, "race in the forward kernel"
-    gradients = gpu.backward(arrays, output, lse2, do, **options)
+    gradients = module.backward(arrays, output, lse2, do, **options)
     assert not get_races().races_found, "race in the backward kernels"
     return output, *gradients
 
 
 def main() -> None:
     wanted = {case.name: case for case in cases.CONTRACT}
-    for name in sys.argv[1:]:
+    module = {"mosaic_gpu": gpu, "mosaic_mma": mma}[sys.argv[1]]
+    for name in sys.argv[2:]:
         name, _, cuts = name.partition(":")
         case = dataclasses.replace(wanted[name], T=min(wanted[name].T, 3 * TILE))
         if cuts:
@@ -49,7 +50,7 @@ def main() -> None:
         arrays, do = operands(inputs, segments), jnp.asarray(inputs["do"])
         options = {"window": case.window, "scale": case.D**-0.5, "interpret": True}
 
-        run = functools.partial(both, **options)
+        run = functools.partial(both, module, **options)
         if cuts:
             results = in_pieces(arrays, do, run, tuple(map(int, cuts.split(","))))
         else:

@@ -3,10 +3,12 @@
 import dataclasses
 
 import chex
+import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
+from pallas_kernels import retrofit_attention
 from pallas_kernels.training.inputs import Inputs
 from tests.pallas_kernels.support import TOLERANCE
 
@@ -46,6 +48,42 @@ def operands(inputs, segments):
     """The arguments of the kernels, from those of a case."""
     arrays = (jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias"))
     return Inputs(*arrays, None if segments is None else jnp.asarray(segments))
+
+
+def structs(case, *, queries=None):
+    """Shapes of q, k, v, bias, do and, if there are any, segment ids and place of the queries."""
+    q, kv = (case.B, queries or case.T, case.H, case.D), (case.B, case.T, case.K, case.D)
+    shapes = {"q": q, "k": kv, "v": kv, "do": q}
+    arrays = {n: jax.ShapeDtypeStruct(s, jnp.dtype(case.dtype)) for n, s in shapes.items()}
+    arrays["bias"] = jax.ShapeDtypeStruct((case.B, case.K, case.T), jnp.float32)
+    if case.segments:
+        arrays["segments"] = jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)
+    if queries:
+        arrays["start"] = jax.ShapeDtypeStruct((), jnp.int32)
+    return arrays
+
+
+def both(case, implementation):
+    """Forward and backward as one function of the arrays of `structs`."""
+
+    def run(q, k, v, bias, do, segments=None, start=None):
+        def forward(q, k, v, bias):
+            return retrofit_attention(
+                q,
+                k,
+                v,
+                bias,
+                window=case.window,
+                scale=case.D**-0.5,
+                segment_ids=segments,
+                start=start,
+                implementation=implementation,
+            )
+
+        output, pullback = jax.vjp(forward, q, k, v, bias)
+        return output, pullback(do)
+
+    return run
 
 
 def in_pieces(inputs, do, run, cuts):

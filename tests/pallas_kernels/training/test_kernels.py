@@ -10,62 +10,50 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import retrofit_attention
-from pallas_kernels.training import cases, gpu, tpu
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import GPU
+from pallas_kernels.training import cases, gpu, mma, mma_forward, mma_key_gradient, tpu
 from pallas_kernels.training.inputs import Inputs
 from tests.pallas_kernels.support import interpret, lower_for_cuda, poison_free_memory
-from tests.pallas_kernels.training.support import check, draw, in_pieces, operands
-from tests.pallas_kernels.training.test_reference import attend
+from tests.pallas_kernels.training.support import (
+    both,
+    check,
+    draw,
+    in_pieces,
+    operands,
+    structs,
+)
+from tests.pallas_kernels.training.test_reference import attend, compiled
 from tests.support.ahead import compile_ahead
 from tests.support.instances import further
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
+GPU_MODULES = {"mosaic_gpu": gpu, "mosaic_mma": mma}
 
 
-def structs(case, *, queries=None):
-    """Shapes of q, k, v, bias, do and, if there are any, segment ids and place of the queries."""
-    q, kv = (case.B, queries or case.T, case.H, case.D), (case.B, case.T, case.K, case.D)
-    shapes = {"q": q, "k": kv, "v": kv, "do": q}
-    arrays = {n: jax.ShapeDtypeStruct(s, jnp.dtype(case.dtype)) for n, s in shapes.items()}
-    arrays["bias"] = jax.ShapeDtypeStruct((case.B, case.K, case.T), jnp.float32)
-    if case.segments:
-        arrays["segments"] = jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)
-    if queries:
-        arrays["start"] = jax.ShapeDtypeStruct((), jnp.int32)
-    return arrays
-
-
-def both(case, implementation):
-    """Forward and backward as one function of the arrays of `structs`."""
-
-    def run(q, k, v, bias, do, segments=None, start=None):
-        def forward(q, k, v, bias):
-            return retrofit_attention(
-                q,
-                k,
-                v,
-                bias,
-                window=case.window,
-                scale=case.D**-0.5,
-                segment_ids=segments,
-                start=start,
-                implementation=implementation,
-            )
-
-        output, pullback = jax.vjp(forward, q, k, v, bias)
-        return output, pullback(do)
-
-    return run
+def problem_of(dim):
+    """The static parameters of a small problem in bfloat16."""
+    q = jnp.zeros((1, 64, 2, dim), jnp.bfloat16)
+    inputs = Inputs(q, q, q, jnp.zeros((1, 2, 64)))
+    return gpu.prepare(inputs, 10, 0.1, False)[0]
 
 
 @pytest.mark.parametrize(
-    "names",
-    [["one_token"], *further((["plain", "packed", "odd_group", "dim_256", "packed:75"],))],
+    ("implementation", "names"),
+    [
+        ("mosaic_gpu", ["one_token"]),
+        ("mosaic_mma", ["odd_group"]),
+        *further(
+            ("mosaic_gpu", ["plain", "packed", "odd_group", "dim_256", "packed:75"]),
+            ("mosaic_mma", ["plain", "float16", "evicted", "dim_256", "packed:75"]),
+        ),
+    ],
     ids=str,
 )
-def test_gpu_kernels_in_the_interpreter(names):
+def test_gpu_kernels_in_the_interpreter(implementation, names):
     """Slots reused and races looked for; packed and ragged; an odd group; D = 256."""
-    lines = interpret(Path(__file__).with_name("interpreted.py"), *names)
+    script = Path(__file__).with_name("interpreted.py")
+    lines = interpret(script, implementation, *names)
     assert lines == [f"{name.partition(':')[0]} ok" for name in names]
 
 
@@ -92,17 +80,30 @@ def test_tpu_kernels_in_the_interpreter(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["packed", *further("odd_group", "sixteen_groups", "dim_96", "dim_256", "one_token")]
+    ("implementation", "name"),
+    [
+        ("mosaic_gpu", "packed"),
+        ("mosaic_mma", "float16"),
+        *further(
+            *(
+                ("mosaic_gpu", name)
+                for name in ("odd_group", "sixteen_groups", "dim_96", "dim_256")
+            ),
+            ("mosaic_gpu", "one_token"),
+            *(("mosaic_mma", name) for name in ("packed", "odd_group", "dim_96", "dim_256")),
+        ),
+    ],
 )
-def test_gpu_kernels_lower(name):
-    text = lower_for_cuda(both(BY_NAME[name], "mosaic_gpu"), **structs(BY_NAME[name]))
+def test_gpu_kernels_lower(implementation, name):
+    text = lower_for_cuda(both(BY_NAME[name], implementation), **structs(BY_NAME[name]))
     assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
 
 
 @pytest.mark.slow
-def test_gpu_kernels_lower_for_a_piece_of_a_row():
+@pytest.mark.parametrize("implementation", GPU_MODULES)
+def test_gpu_kernels_lower_for_a_piece_of_a_row(implementation):
     case = BY_NAME["packed"]
-    text = lower_for_cuda(both(case, "mosaic_gpu"), **structs(case, queries=140))
+    text = lower_for_cuda(both(case, implementation), **structs(case, queries=140))
     assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
 
 
@@ -170,7 +171,10 @@ def test_a_bias_of_float64_has_its_gradient_in_float64(platform):
     ("name", "implementation", "reason"),
     [
         ("float32", "mosaic_gpu", "bfloat16 operands alone, got float32"),
+        ("float16", "mosaic_gpu", "bfloat16 operands alone, got float16"),
+        ("float32", "mosaic_mma", "multiplies 16-bit numbers, not float32"),
         ("plain", "mosaic_gpu", "lowered for cpu"),
+        ("float16", "mosaic_mma", "lowered for cpu"),
         ("plain", ("mosaic_gpu", "mosaic_tpu"), "lowered for cpu"),
     ],
 )
@@ -196,7 +200,7 @@ def test_reasons_name_the_limit():
         bias = jax.ShapeDtypeStruct((1, 1, 8), jnp.float32)
         return module.why_not(Inputs(q, k, k, bias), window=1, scale=scale)
 
-    for module in (gpu, tpu):
+    for module in (gpu, mma, tpu):
         assert reason(module) is None
         assert "320" in reason(module, dim=320)
         assert "float64" in reason(module, dtype="float64")
@@ -204,30 +208,61 @@ def test_reasons_name_the_limit():
     assert "17" in reason(tpu, heads=17)
 
 
+def test_wide_heads_are_not_trained_on_blackwell(monkeypatch):
+    """Nor is any tile there what it is on other GPUs where it would spill registers."""
+    inputs = Inputs(**{n: structs(BY_NAME["dim_256"])[n] for n in ("q", "k", "v", "bias")})
+    blocks = {}
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        monkeypatch.setattr(dispatch, "_local_gpu", lambda c=capability: GPU("a card", 100, c))
+        reason = mma.why_not(inputs, window=1, scale=1.0)
+        assert (reason is None) == (capability < (10, 0))
+        assert reason is None or "head dims beyond 128" in reason
+        kernels = (mma_forward, mma_key_gradient)
+        blocks[capability] = [
+            kernel.blocks_of(problem_of(dim)).columns
+            for dim in (64, 128, 256)
+            for kernel in kernels
+        ]
+    assert blocks[8, 0] == blocks[8, 9] == [64, 32, 64, 32, 32, 16]
+    assert blocks[10, 0] == blocks[12, 0] == [64, 32, 64, 16, 16, 16]
+
+
+ON_THE_CARD = [
+    pytest.param(implementation, case, id=f"{implementation}-{case.name}")
+    for implementation, dtypes in (
+        ("mosaic_gpu", ("bfloat16",)),
+        ("mosaic_mma", ("bfloat16", "float16")),
+    )
+    for case in cases.CONTRACT
+    if case.dtype in dtypes
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case", [c for c in cases.CONTRACT if c.dtype == "bfloat16"], ids=lambda case: case.name
-)
-def test_every_case_on_the_card(case):
+@pytest.mark.parametrize(("implementation", "case"), ON_THE_CARD)
+def test_every_case_on_the_card(implementation, case):
     inputs, segments = draw(case)
+    arrays = [jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias", "do")]
+    run = compiled(case, segments, implementation)
     poison_free_memory()
-    results = attend(case, inputs, segments, "mosaic_gpu")
+    results = run(*arrays)
     check(case, results, inputs, segments)
-    chex.assert_trees_all_equal(results, attend(case, inputs, segments, "mosaic_gpu"))
+    chex.assert_trees_all_equal(results, run(*arrays))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", GPU_MODULES)
 @pytest.mark.parametrize("name", ["plain", "packed", "odd_group", "dim_256", "evicted"])
-def test_a_row_in_pieces_on_the_card(name):
-    case = BY_NAME[name]
+def test_a_row_in_pieces_on_the_card(implementation, name):
+    case, module = BY_NAME[name], GPU_MODULES[implementation]
     inputs, segments = draw(case)
     poison_free_memory()
 
     @jax.jit
     def run(arrays, do):
         options = {"window": case.window, "scale": case.D**-0.5}
-        output, lse2 = gpu.forward(arrays, **options)
-        return output, *gpu.backward(arrays, output, lse2, do, **options)
+        output, lse2 = module.forward(arrays, **options)
+        return output, *module.backward(arrays, output, lse2, do, **options)
 
     cuts = (case.T // 4, case.T // 2 + 5)
     results = in_pieces(operands(inputs, segments), jnp.asarray(inputs["do"]), run, cuts)

@@ -17,8 +17,8 @@ from tests.pallas_kernels.training.support import check, draw, in_pieces, operan
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
 
-def attend(case, inputs, segments, implementation="xla"):
-    """Output and the gradients of q, k, v and bias."""
+def compiled(case, segments, implementation="xla"):
+    """A function of q, k, v, bias and do: the output and the gradients of q, k, v and bias."""
 
     def forward(q, k, v, bias):
         return retrofit_attention(
@@ -37,7 +37,13 @@ def attend(case, inputs, segments, implementation="xla"):
         output, pullback = jax.vjp(forward, q, k, v, bias)
         return output, *pullback(do)
 
-    return run(*(jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias", "do")))
+    return run
+
+
+def attend(case, inputs, segments, implementation="xla"):
+    """Output and the gradients of q, k, v and bias."""
+    arrays = (jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias", "do"))
+    return compiled(case, segments, implementation)(*arrays)
 
 
 @pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda case: case.name)

@@ -17,7 +17,9 @@ def distances(q0, rows, k0, keys):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("rows", "block"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize(
+    ("rows", "block"), [(64, 16), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128)]
+)
 def test_zones_on_a_gpu_hold_the_distances_that_they_promise(rows, block, window):
     for q0 in range(0, 512, rows):
         for first in (0, 1):
@@ -52,7 +54,7 @@ def meeting(segments, rows, columns):
     return shared
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (64, 128), (128, 64)])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 16), (64, 64), (64, 128), (128, 64)])
 def test_blocks_of_one_document_meet(rows, columns):
     random = np.random.default_rng(rows + 2 * columns)
     segments = sorted_segments(random, 3, 1024)

@@ -1,0 +1,103 @@
+"""Compile the kernels to machine code of GPUs that are not there; says how many each has, as JSON.
+
+Run by `test_compiles_for_gpus.py` in a process for each kind of GPU, with the compiler for GPUs on
+its path (`make gpu-compiler`). What the compiler refuses ends the process.
+"""
+
+import functools
+import json
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import core, utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dms_jax.training.planning import gpu_compiler
+from pallas_kernels import (
+    decode_attention,
+    dispatch,
+    prefill_attention,
+    select_largest,
+    write_pages,
+)
+from pallas_kernels.decode import cases
+from pallas_kernels.prefill import cases as prefill_cases
+from pallas_kernels.training import cases as training_cases
+from pallas_kernels.update import cases as write_cases
+from tests.pallas_kernels.prefill.support import ORDER
+from tests.pallas_kernels.prefill.support import structs as prefill_structs
+from tests.pallas_kernels.support import structs
+from tests.pallas_kernels.training.support import both
+from tests.pallas_kernels.training.support import structs as training_structs
+from tests.pallas_kernels.update.support import write_structs
+from tests.support.ahead import compile_ahead
+
+# One case of each form that a card has; the interpreter and the cards hold the others.
+KERNELS = {
+    "a100": ("decode base", "decode head_dim96", "decode group16_head_dim256", "training dim_256"),
+    "l4": ("decode base", "decode group16_head_dim256", "decode float8_page16", "training dim_256"),
+    "h200": ("decode base", "decode head_dim96", "decode float8", "training dim_256"),
+    "b200": ("decode base", "decode float8_page16", "prefill dim_256"),
+}
+EVERYWHERE = ("write base", "write float8", "select float32", "select bfloat16")
+EVERYWHERE += ("training packed", "training dim_96", "prefill plain", "prefill dim_96")
+# Shared memory of a program: only a launch would refuse more.
+SHARED_BYTES = {"a100": 163 * 1024, "l4": 99 * 1024, "h200": 227 * 1024, "b200": 227 * 1024}
+
+
+def call(name: str, case: str) -> tuple:
+    """Returns a call of a kernel, and the shapes that it takes by name."""
+    if name == "decode":
+        function = functools.partial(
+            decode_attention, scale=0.1, return_lse=True, return_scores=True
+        )
+        return function, structs(cases.by_name(case))
+    if name == "training":
+        case = training_cases.by_name(case)
+        return both(case, None), training_structs(case)
+    if name == "prefill":
+        case = prefill_cases.by_name(case)
+        function = functools.partial(prefill_attention, window=case.window, scale=0.1)
+        return function, dict(zip(ORDER, prefill_structs(case), strict=True))
+    if name == "select":
+        scores = jax.ShapeDtypeStruct((4, 1024), jnp.dtype(case))
+        return functools.partial(select_largest, count=64), {"scores": scores}
+    return write_pages, write_structs(write_cases.by_name(case))
+
+
+def compile_on(kind: str) -> dict[str, int]:
+    """Returns how many kernels the program of each case has on a kind of GPU."""
+    card = gpu_compiler.CARDS[kind]
+    mesh = Mesh(np.array(gpu_compiler.devices(kind, 1, a_host=1)), ("x",))
+    place = NamedSharding(mesh, PartitionSpec())
+    gpu = dispatch.GPU(card.name, card.cores, card.capability)
+    counts = {}
+    # Kernels are written for the GPU that is there, and for Hopper where none is.
+    with (
+        mock.patch.object(dispatch, "_local_gpu", return_value=gpu),
+        mock.patch.object(utils, "_infer_arch", return_value=card.capability),
+        core.artificial_shared_memory_limit(SHARED_BYTES[kind]),
+    ):
+        jax.clear_caches()
+        for each in (*KERNELS[kind], *EVERYWHERE):
+            function, shapes = call(*each.split())
+            placed = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
+            )
+            lowered = jax.jit(lambda given, function=function: function(**given)).lower(placed)
+            text = compile_ahead(lowered, card.name).text
+            counts[each] = text.count('custom_call_target="mosaic_gpu')
+    return counts
+
+
+def main(kind: str) -> None:
+    """Compiles for a kind of GPU; the compiler keeps to the first that a process asks for."""
+    jax.config.update("jax_platforms", "cpu")
+    print(json.dumps(compile_on(kind)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
