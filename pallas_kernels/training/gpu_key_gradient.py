@@ -7,8 +7,10 @@ deterministically. Scores are transposed, S^T = k q^T, so that the bias is one v
     dv += p^T do        dk += dS^T q        dbias += row sums of dS^T over far queries
 
 At D = 256 the accumulators of 64 keys would need twice the registers of a warpgroup; there both
-warpgroups take the same 64 keys and each accumulates half of the columns.
+warpgroups take the same 64 keys, and each accumulates one of dk and dv: see `gpu_wide_gradients`.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +20,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
 from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, Problem, Ring, find_ring
+from pallas_kernels.training.gpu_wide_gradients import WEIGHT_ROWS, Walk, compute_wide, wide_memory
 from pallas_kernels.training.inputs import Inputs, Residuals
 
 
-def _split_columns(problem: Problem) -> bool:
+def _is_wide(problem: Problem) -> bool:
     return problem.D > 128
 
 
 def _keys(problem: Problem) -> int:
-    return ROWS if _split_columns(problem) else ROWS * COMPUTE
+    return ROWS if _is_wide(problem) else ROWS * COMPUTE
 
 
 def resident(problem: Problem) -> int:
-    """Returns the number of rows of D elements that a program keeps: its keys and values."""
-    return 2 * _keys(problem)
+    """Returns how many rows of D elements a program keeps: keys, values, and weights to share."""
+    return 2 * _keys(problem) + (WEIGHT_ROWS if _is_wide(problem) else 0)
 
 
 def ring_of(problem: Problem) -> Ring:
@@ -62,8 +65,8 @@ def key_gradients(
         "q_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
     }
     operands = [inputs.q, inputs.k, inputs.v, inputs.bias, *residuals]
-    if _split_columns(problem):
-        scratch["done"] = plgpu.Barrier(num_arrivals=COMPUTE)
+    if _is_wide(problem):
+        scratch |= wide_memory(block)
     if problem.packed:
         scratch["key_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
         scratch["query_segments"] = plgpu.SMEM((stages, block), jnp.int32)
@@ -114,7 +117,7 @@ def _program(problem: Problem, inputs, outputs, memory):
     dk_ref, dv_ref, dbias_ref = outputs
     stages, _, block = memory.column_values.shape
     shape, keys = (ROWS, block), _keys(problem)
-    split, group = _split_columns(problem), problem.H // problem.K
+    group = problem.H // problem.K
     batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
     kv_head, program = lax.axis_index("heads"), lax.axis_index("keys")
     k0 = program * keys
@@ -166,30 +169,33 @@ def _program(problem: Problem, inputs, outputs, memory):
         for slot in range(stages):
             plgpu.barrier_wait(memory.q_consumed.at[slot])
 
-    def synchronize(barrier):
-        plgpu.barrier_arrive(barrier)
-        plgpu.barrier_wait(barrier)
+    def walk_tiles(body, carry):
+        kinds = query_kinds(keys, problem.window, block)
+
+        def walk_head(head, carry):
+            for (zone, causal), lower, upper in zip(kinds, (first, *ends), ends, strict=False):
+
+                def step(tile, carry, zone=zone, causal=causal):
+                    return body(slot_of(head, tile), tile, carry, bias_zone=zone, causal=causal)
+
+                carry = lax.fori_loop(lower, upper, step, carry)
+            return carry
+
+        return lax.fori_loop(0, group, walk_head, carry)
 
     def compute():
-        # 0 where both warpgroups share the tile, as a traced number, which run_state needs.
-        part = lax.div(warpgroup, jnp.int32(COMPUTE)) if split else warpgroup
-        row0 = k0 if split else k0 + warpgroup * ROWS
-        width = problem.D // COMPUTE if split else problem.D
-        k_tile, v_tile = memory.k_tiles.at[part], memory.v_tiles.at[part]
+        row0 = k0 + warpgroup * ROWS
+        k_tile, v_tile = memory.k_tiles.at[warpgroup], memory.v_tiles.at[warpgroup]
         for slot in range(stages):
             plgpu.barrier_arrive(memory.q_consumed.at[slot])
         plgpu.barrier_wait(memory.k_ready)
-        bias = tiles.load_rows(memory.row_values.at[part])
-        own_segments = tiles.load_rows(memory.key_segments.at[part]) if problem.packed else None
-
-        def columns(ref):
-            if not split:
-                return ref
-            return ref.at[:, pl.ds(pl.multiple_of(warpgroup * width, width), width)]
+        bias = tiles.load_rows(memory.row_values.at[warpgroup])
+        own_segments = (
+            tiles.load_rows(memory.key_segments.at[warpgroup]) if problem.packed else None
+        )
 
         def walk(dk, dv):
-            def body(head, tile, dbias, *, bias_zone, causal):
-                slot = slot_of(head, tile)
+            def body(slot, tile, dbias, *, bias_zone, causal):
                 q_tile, do_tile = memory.q_tiles.at[slot], memory.do_tiles.at[slot]
                 staged = memory.staging.at[warpgroup] if problem.interpret else None
                 plgpu.barrier_wait(memory.q_ready.at[slot])
@@ -221,13 +227,13 @@ def _program(problem: Problem, inputs, outputs, memory):
                         same = tiles.rows_of(own_segments, shape) == tiles.columns_of(others, shape)
                         weights = jnp.where(same, weights, 0.0)
                     operand = weights.astype(problem.dtype)
-                    tiles.multiply_registers(dv, operand, columns(do_tile), staged)
+                    tiles.multiply_registers(dv, operand, do_tile, staged)
                     return weights * read(1, 1)
 
                 ds = tiles.accumulate(
                     (start, minus_delta), score_gradient, shape, interpret=problem.interpret
                 )
-                tiles.multiply_registers(dk, ds.astype(problem.dtype), columns(q_tile), staged)
+                tiles.multiply_registers(dk, ds.astype(problem.dtype), q_tile, staged)
                 if bias_zone == "all":
                     dbias = dbias + ds.sum(axis=1)
                 elif bias_zone == "select":
@@ -236,48 +242,28 @@ def _program(problem: Problem, inputs, outputs, memory):
                 plgpu.barrier_arrive(memory.q_consumed.at[slot])
                 return dbias
 
-            kinds = query_kinds(keys, problem.window, block)
-
-            def walk_head(head, dbias):
-                for (zone, causal), lower, upper in zip(kinds, (first, *ends), ends, strict=False):
-
-                    def step(tile, dbias, zone=zone, causal=causal):
-                        return body(head, tile, dbias, bias_zone=zone, causal=causal)
-
-                    dbias = lax.fori_loop(lower, upper, step, dbias)
-                return dbias
-
-            dbias = lax.fori_loop(0, group, walk_head, tiles.row_vector(0.0))
+            dbias = walk_tiles(body, tiles.row_vector(0.0))
             return dk[...], dv[...], dbias
 
-        accumulator = plgpu.ACC((ROWS, width), jnp.float32)
+        accumulator = plgpu.ACC((ROWS, problem.D), jnp.float32)
         dk, dv, dbias = pl.run_scoped(walk, accumulator, accumulator)
-        if split:
-            # Both warpgroups read these tiles, so neither may write before the other has finished.
-            synchronize(memory.done)
-        columns(k_tile)[...] = (dk * problem.scale).astype(problem.dtype)
-        columns(v_tile)[...] = dv.astype(problem.dtype)
+        k_tile[...] = (dk * problem.scale).astype(problem.dtype)
+        v_tile[...] = dv.astype(problem.dtype)
         memory.row_values.at[warpgroup][...] = dbias
         plgpu.commit_smem()
         rows = pl.ds(row0, ROWS)
-
-        def write_keys():
-            plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[batch, rows, kv_head])
-            plgpu.copy_smem_to_gmem(
-                memory.row_values.at[warpgroup], dbias_ref.at[batch, kv_head, rows]
-            )
-
-        def write_values():
-            plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[batch, rows, kv_head])
-
-        if split:
-            # Both halves are in one tile; one warpgroup copies out the keys, the other the values.
-            synchronize(memory.done)
-            pl.when(warpgroup == 0)(write_keys)
-            pl.when(warpgroup == 1)(write_values)
-        else:
-            write_keys()
-            write_values()
+        plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[batch, rows, kv_head])
+        plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[batch, rows, kv_head])
+        plgpu.copy_smem_to_gmem(memory.row_values.at[warpgroup], dbias_ref.at[batch, kv_head, rows])
         plgpu.wait_smem_to_gmem(0)
 
+    if _is_wide(problem):
+        rows = pl.ds(k0, ROWS)
+        wide = Walk(warpgroup, k0 - place, walk_tiles)
+        results = (
+            dk_ref.at[batch, rows, kv_head],
+            dv_ref.at[batch, rows, kv_head],
+            dbias_ref.at[batch, kv_head, rows],
+        )
+        compute = functools.partial(compute_wide, problem, wide, results, memory)
     tiles.roles(warpgroup, compute, copy)

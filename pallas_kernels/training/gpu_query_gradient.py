@@ -3,6 +3,10 @@
 The kernel is built like that of the forward pass. With p = exp2(s - lse), delta_i = <do_i, o_i>,
 
     dS = p * (do v^T - delta)        dq = scale * dS k
+
+At D = 256 a second pair of tiles does not fit beside the queries. Keys are read to the end of a
+step and values only to the middle, so there the ring has a second tile of keys, and values have
+barriers of their own: a tile of values arrives while dq and the next scores are computed.
 """
 
 import jax
@@ -25,30 +29,37 @@ def ring_of(problem: Problem) -> Ring:
     return find_ring("retrofit_attention", "query_gradient", problem, RESIDENT, wanted)
 
 
+def _early_values(problem: Problem) -> bool:
+    """Returns whether keys have one stage more than values."""
+    return problem.D > 128
+
+
 def query_gradient(
     problem: Problem, inputs: Inputs, residuals: Residuals, ring: Ring | None = None
 ) -> jax.Array:
     """Computes dq [B, T, H, D]; `ring` is the same as for `gpu_forward.forward`."""
     ring = ring or ring_of(problem)
-    block, stages = ring.block, ring.stages
+    early, block = _early_values(problem), ring.block
+    stages = ring.stages + early
     dtype = inputs.q.dtype
     query_tile = tiles.tile_memory((COMPUTE, ROWS, problem.D), dtype)
-    key_tile = tiles.tile_memory((stages, block, problem.D), dtype)
     scratch = {
         "q_tiles": query_tile,
         "do_tiles": query_tile,
-        "k_tiles": key_tile,
-        "v_tiles": key_tile,
+        "k_tiles": tiles.tile_memory((stages, block, problem.D), dtype),
+        "v_tiles": tiles.tile_memory((ring.stages, block, problem.D), dtype),
         "bias_tiles": plgpu.SMEM((stages, block), jnp.float32),
-        "row_values": plgpu.SMEM((COMPUTE, 2, ROWS), jnp.float32),
-        "q_ready": plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=4 + problem.packed),
-        "kv_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=3 + problem.packed),
-        "kv_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
+        "q_ready": plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=2),
+        "k_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=3 - early + problem.packed),
+        "k_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
     }
+    if early:
+        scratch["v_ready"] = plgpu.Barrier(num_barriers=ring.stages, num_arrivals=1)
+        scratch["v_consumed"] = plgpu.Barrier(num_barriers=ring.stages, num_arrivals=COMPUTE)
     operands = [inputs.q, inputs.k, inputs.v, inputs.bias, *residuals]
     if problem.packed:
-        memory, packed = tiles.segment_operands(problem, inputs, ring)
-        scratch |= memory
+        _, packed = tiles.segment_operands(problem, inputs, ring)
+        scratch["key_segments"] = plgpu.SMEM((stages, block), jnp.int32)
         operands += packed
     if problem.placed:
         operands.append(inputs.start)
@@ -63,6 +74,7 @@ def _program(problem: Problem, inputs, outputs, memory):
     q_ref, k_ref, v_ref, bias_ref, do_ref, lse_ref, delta_ref, *rest = inputs
     segment_refs, rest = tiles.segment_references(problem, rest)
     stages, block = memory.bias_tiles.shape
+    early, value_stages = _early_values(problem), memory.v_tiles.shape[0]
     shape = (ROWS, block)
     batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
     head, row0, q0 = tiles.head_and_query(problem, warpgroup)
@@ -70,8 +82,15 @@ def _program(problem: Problem, inputs, outputs, memory):
     place, count = (rest[0][0], problem.S // block) if problem.placed else (0, None)
     zones = tiles.key_zones(q0 + place, problem.rows, problem.window, block, first, count)
 
-    def slot_of(tile):
-        return lax.rem(tile, jnp.int32(stages))
+    def slots_of(tile):
+        value_slot = lax.rem(tile, jnp.int32(value_stages)) + tiles.hidden_zero(tile)
+        return lax.rem(tile, jnp.int32(stages)), value_slot
+
+    def wait_until_consumed():
+        for slot in range(stages):
+            plgpu.barrier_wait(memory.k_consumed.at[slot])
+        for slot in range(value_stages if early else 0):
+            plgpu.barrier_wait(memory.v_consumed.at[slot])
 
     def copy():
         group = problem.H // problem.K
@@ -79,47 +98,52 @@ def _program(problem: Problem, inputs, outputs, memory):
         kv_head = lax.div(program_head, jnp.int32(group))
 
         def load(tile, carry):
-            slot, keys = slot_of(tile), pl.ds(tile * block, block)
-            ready = memory.kv_ready.at[slot]
-            plgpu.barrier_wait(memory.kv_consumed.at[slot])
+            (slot, value_slot), keys = slots_of(tile), pl.ds(tile * block, block)
+            ready = memory.k_ready.at[slot]
+            plgpu.barrier_wait(memory.k_consumed.at[slot])
             plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], memory.k_tiles.at[slot], ready)
             plgpu.copy_gmem_to_smem(
                 bias_ref.at[batch, kv_head, keys], memory.bias_tiles.at[slot], ready
             )
-            plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], memory.v_tiles.at[slot], ready)
             if problem.packed:
                 source = segment_refs[1].at[batch, keys]
                 plgpu.copy_gmem_to_smem(source, memory.key_segments.at[slot], ready)
+            if early:
+                ready = memory.v_ready.at[value_slot]
+                plgpu.barrier_wait(memory.v_consumed.at[value_slot])
+            plgpu.copy_gmem_to_smem(
+                v_ref.at[batch, keys, kv_head], memory.v_tiles.at[value_slot], ready
+            )
             return carry
 
         lax.fori_loop(first, zones[-1], load, jnp.int32(0))
-        for slot in range(stages):
-            plgpu.barrier_wait(memory.kv_consumed.at[slot])
+        wait_until_consumed()
+
+    def load_rows(ref):
+        # From the memory of the device: shared memory is full at D = 256.
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def compute():
         queries = pl.ds(row0, ROWS)
         q_tile, do_tile = memory.q_tiles.at[warpgroup], memory.do_tiles.at[warpgroup]
-        values, ready = memory.row_values.at[warpgroup], memory.q_ready.at[warpgroup]
+        ready = memory.q_ready.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[batch, queries, head], q_tile, ready)
         plgpu.copy_gmem_to_smem(do_ref.at[batch, queries, head], do_tile, ready)
-        plgpu.copy_gmem_to_smem(lse_ref.at[batch, head, queries], values.at[0], ready)
-        plgpu.copy_gmem_to_smem(delta_ref.at[batch, head, queries], values.at[1], ready)
-        if problem.packed:
-            source = segment_refs[0].at[batch, queries]
-            plgpu.copy_gmem_to_smem(source, memory.query_segments.at[warpgroup], ready)
         for slot in range(stages):
-            plgpu.barrier_arrive(memory.kv_consumed.at[slot])
+            plgpu.barrier_arrive(memory.k_consumed.at[slot])
+        for slot in range(value_stages if early else 0):
+            plgpu.barrier_arrive(memory.v_consumed.at[slot])
+        minus_lse = load_rows(lse_ref.at[batch, head, queries])
+        minus_delta = load_rows(delta_ref.at[batch, head, queries])
+        own_segments = load_rows(segment_refs[0].at[batch, queries]) if problem.packed else None
         plgpu.barrier_wait(ready)
-        minus_lse, minus_delta = tiles.load_rows(values.at[0]), tiles.load_rows(values.at[1])
-        own_segments = (
-            tiles.load_rows(memory.query_segments.at[warpgroup]) if problem.packed else None
-        )
 
         def walk(dq):
             def body(tile, carry, *, bias, causal):
-                slot = slot_of(tile)
-                k_tile, v_tile = memory.k_tiles.at[slot], memory.v_tiles.at[slot]
-                plgpu.barrier_wait(memory.kv_ready.at[slot])
+                (slot, value_slot), own = slots_of(tile), warpgroup + tiles.hidden_zero(tile)
+                q_tile, do_tile = memory.q_tiles.at[own], memory.do_tiles.at[own]
+                k_tile, v_tile = memory.k_tiles.at[slot], memory.v_tiles.at[value_slot]
+                plgpu.barrier_wait(memory.k_ready.at[slot])
 
                 start = tiles.rows_of(minus_lse, shape)
                 if bias == "select" or causal:
@@ -133,6 +157,8 @@ def _program(problem: Problem, inputs, outputs, memory):
                 def score_gradient(refs, read):
                     scores_ref, dp_ref = refs
                     plgpu.wgmma(scores_ref, q_tile, k_tile.transpose((1, 0)))
+                    if early:
+                        plgpu.barrier_wait(memory.v_ready.at[value_slot])
                     plgpu.wgmma(dp_ref, do_tile, v_tile.transpose((1, 0)))
                     weights = jnp.exp2(read(0, 1) * (problem.scale * LOG2E))
                     if causal:
@@ -141,7 +167,10 @@ def _program(problem: Problem, inputs, outputs, memory):
                         keys = tiles.load_columns(memory.key_segments.at[slot])
                         same = tiles.rows_of(own_segments, shape) == tiles.columns_of(keys, shape)
                         weights = jnp.where(same, weights, 0.0)
-                    return weights * read(1, 0)
+                    dp = read(1, 0)
+                    if early:
+                        plgpu.barrier_arrive(memory.v_consumed.at[value_slot])
+                    return weights * dp
 
                 ds = tiles.accumulate(
                     (start, tiles.rows_of(minus_delta, shape)),
@@ -152,7 +181,7 @@ def _program(problem: Problem, inputs, outputs, memory):
                 staged = memory.staging.at[warpgroup] if problem.interpret else None
                 tiles.multiply_registers(dq, ds.astype(problem.dtype), k_tile, staged)
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(memory.kv_consumed.at[slot])
+                plgpu.barrier_arrive(memory.k_consumed.at[slot])
                 return carry
 
             tiles.zone_loops(

@@ -127,6 +127,16 @@ def ceil_div(a, b: int):
     return lax.div(a + (b - 1), jnp.int32(b))
 
 
+def hidden_zero(tile):
+    """Returns 0, from a tile's number and so that the compiler does not see it.
+
+    A tile in shared memory that every step of a loop multiplies has a descriptor for each 16 of its
+    columns. Before the loop they would fill registers, and spill others; with an index that seems
+    to depend on the step they are computed where they are used.
+    """
+    return lax.bitwise_and(tile * (tile + 1), jnp.int32(1))
+
+
 def key_zones(q0, rows: int, window: int, block: int, first, count: int | None = None):
     """Returns tile numbers (far end, boundary end, near end, end) for queries [q0, q0 + rows).
 

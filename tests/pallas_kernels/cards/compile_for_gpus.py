@@ -39,7 +39,7 @@ from tests.support.ahead import compile_ahead
 KERNELS = {
     "a100": ("decode base", "decode head_dim96", "decode group16_head_dim256", "training dim_256"),
     "l4": ("decode base", "decode group16_head_dim256", "decode float8_page16", "training dim_256"),
-    "h200": ("decode base", "decode head_dim96", "decode float8", "training dim_256"),
+    "h200": ("decode base", "decode head_dim96", "decode float8", "training dim_256_packed"),
     "b200": ("decode base", "decode float8_page16", "prefill dim_256"),
 }
 EVERYWHERE = ("write base", "write float8", "select float32", "select bfloat16")

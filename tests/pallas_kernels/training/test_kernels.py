@@ -44,7 +44,8 @@ def problem_of(dim):
         ("mosaic_gpu", ["one_token"]),
         ("mosaic_mma", ["odd_group"]),
         *further(
-            ("mosaic_gpu", ["plain", "packed", "odd_group", "dim_256", "packed:75"]),
+            ("mosaic_gpu", ["plain", "packed", "odd_group", "packed:75"]),
+            ("mosaic_gpu", ["dim_256", "dim_256_packed", "dim_256_packed:75"]),
             ("mosaic_mma", ["plain", "float16", "evicted", "dim_256", "packed:75"]),
         ),
     ],
@@ -87,7 +88,7 @@ def test_tpu_kernels_in_the_interpreter(name):
         *further(
             *(
                 ("mosaic_gpu", name)
-                for name in ("odd_group", "sixteen_groups", "dim_96", "dim_256")
+                for name in ("odd_group", "sixteen_groups", "dim_96", "dim_256", "dim_256_packed")
             ),
             ("mosaic_gpu", "one_token"),
             *(("mosaic_mma", name) for name in ("packed", "odd_group", "dim_96", "dim_256")),
