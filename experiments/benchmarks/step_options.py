@@ -68,7 +68,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("concurrent, no asynchronous copies", NO_ASYNC | CONCURRENT),
     Variant("ours", OURS),
     Variant("ours, kernels one by one", OURS | ONE_BY_ONE),
-    *(Variant(f"ours, {block} layers a turn", OURS, block=block) for block in (1, 4, 16)),
+    *(Variant(f"ours, {block} layers a turn", OURS, block=block) for block in (1, 4, 8, 64)),
     Variant("ours, 1 layer a turn, turns twice", OURS | TWICE, block=1),
     Variant("ours, turns twice", OURS | TWICE),
     Variant("ours, no graphs", OURS | NO_GRAPHS),

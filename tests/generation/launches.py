@@ -17,7 +17,7 @@ from dms_jax.policies import DMS, H2O, Policy, Vanilla
 from tests.laws.compiled_steps import arguments, for_h200
 from tests.support.ahead import compile_ahead
 
-LAYERS, BATCH, COLUMNS = 16, 32, 8
+LAYERS, BATCH, COLUMNS = 32, 32, 8  # two turns of the loop over layers
 CONFIG = ModelConfig(
     vocab_size=1024,
     hidden_size=1024,
