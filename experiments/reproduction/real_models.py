@@ -55,6 +55,7 @@ def main(config: Config) -> int:
         return status(config)
     # Of this call, also of a report alone.
     told = dict(run=config.run, earlier=config.earlier, also=config.also)
+    told |= {"judged": config.judged} if config.judged else {}
     config = dataclasses.replace(carry_out(config, JOBS, check_settings), **told)
     if config.pack is not None:
         pack(config, config.pack)

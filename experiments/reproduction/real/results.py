@@ -214,33 +214,42 @@ class Results:
         return vanilla["peak"] / own["peak"]
 
     def votes(
-        self, label: str, chains: int, measure: str = FRONTIER
+        self, label: str, chains: int, measure: str = FRONTIER, run: int | None = None
     ) -> tuple[np.ndarray, float, float] | None:
         """Scores of the vote of so many chains by problem, with reads and peak of all of them.
 
-        The mean over the disjoint groups of so many chains.
+        The mean over the disjoint groups of so many chains; of the last run that has them, unless
+        another one is given.
         """
-        own = (self.get(QWEN, label, measure) or {}).get("votes", {})
+        own = (self._asked(label, measure, run) or {}).get("votes", {})
         if str(chains) not in own.get("of", {}):
             return None
         reads, peak = (float(np.mean(own[name]) * chains) for name in ("reads", "peak"))
         return np.asarray(own["of"][str(chains)], np.float64), reads, peak
 
-    def frontier(self, names: Mapping[str, str]) -> Hyperscaling | None:
+    def _asked(self, label: str, measure: str, run: int | None) -> dict[str, Any] | None:
+        """What a system of Qwen was asked in a run, or in the last one that asked it."""
+        if run is None:
+            return self.get(QWEN, label, measure)
+        return self.of_run(run, QWEN, label, measure)
+
+    def frontier(self, names: Mapping[str, str], run: int | None = None) -> Hyperscaling | None:
         """The votes of 1 to 8 chains as points of systems, of each length that all were asked with.
 
         None if there is no such length.
 
         Args:
           names: label of a system -> its name in the result, the one to compare with first.
+          run: of which figures are taken; None for the last one that has them, system by system.
         """
         points = []
-        asked = [each for each in FRONTIERS if all(self.votes(name, 1, each) for name in names)]
+        asked = [m for m in FRONTIERS if all(self.votes(name, 1, m, run) for name in names)]
         for (label, name), measure in itertools.product(names.items(), asked):
-            record = self.records[QWEN, label, measure]
+            record = self._asked(label, measure, run)
+            assert record is not None
             own = {name: np.asarray(each) for name, each in record["votes"].items() if name != "of"}
             for chains in CHAINS:
-                found = self.votes(label, chains, measure)
+                found = self.votes(label, chains, measure, run)
                 if found is None:
                     continue
                 reads, peak = (chains * own[axis][None] for axis in ("reads", "peak"))
@@ -263,14 +272,14 @@ class Results:
     def vote_gains(self, label: str) -> tuple[Measured | None, Measured | None]:
         """What votes of a system gain over the plain cache's at equal reads, and at equal peak.
 
-        Averages over the budgets that both cover; None where there are none, or one of them was not
-        asked these problems, or in another run.
+        Averages over the budgets that both cover; None where there are none, or its run did not ask
+        the plain cache these problems.
         """
-        runs = [(self.get(QWEN, each, FRONTIER) or {}).get("run") for each in (label, VANILLA)]
-        if runs[0] != runs[1]:
+        own = self.get(QWEN, label, FRONTIER)
+        if own is None or label == VANILLA or self.unpaired(QWEN, label, VANILLA, FRONTIER):
             return None, None
-        points = self.frontier({VANILLA: "vanilla", label: "own"}) if label != VANILLA else None
-        if points is None or self.unpaired(QWEN, label, VANILLA, "frontier"):
+        points = self.frontier({VANILLA: "vanilla", label: "own"}, own["run"])
+        if points is None:
             return None, None
         reads, peak = (points.average_gain("own", "vanilla", axis) for axis in ("reads", "peak"))
         return reads, peak

@@ -84,6 +84,8 @@ class Config:
     """Tokens of a training of Qwen; those that are compared among themselves take a share."""
     small_tokens: int = 8_000_000
     """Tokens of a training of SmolLM2."""
+    sweep_tokens: int = 93 * 32768
+    """Tokens of each training of Qwen that tries one setting of the recipe."""
 
     problems: int | None = None
     """Test problems of GSM8K; all unless given."""
@@ -103,6 +105,8 @@ class Config:
     """Longest answer to one of them."""
     long_ruler_length: int = 4096
     """Tokens of each retrieval problem that Qwen reads; some with twice and four times as many."""
+    ruler_problems: int = 50
+    """Problems of each of RULER's other tasks, of as many tokens."""
     frontier_problems: int | None = None
     """Test problems of GSM8K of the frontier; all unless given."""
     frontier_chains: int = 8

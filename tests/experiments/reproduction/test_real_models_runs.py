@@ -11,6 +11,7 @@ import tyro
 
 import dms_jax
 from dms_jax.command_line import help_texts
+from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
 from experiments.reproduction.real import commands, page, systems
 from experiments.reproduction.real.plan import Job, Paths, free
@@ -169,6 +170,17 @@ def test_figures_of_the_same_run_elsewhere_are_taken_in(config, tmp_path):
     assert results.trainings[RIVAL]["seconds"] == 1
 
 
+def test_a_report_may_judge_another_training_than_its_run_asked_first(config, monkeypatch):
+    """What an earlier run decided stays judged where a later one only adds rows."""
+    write_plan(dataclasses.replace(config, judged="warm-up-w16-kept"))
+    told = []
+    monkeypatch.setattr(real_models, "write_pages", lambda config, _: told.append(config.judged))
+    report = Config(out=config.out, only="report", run=2)
+    assert real_models.main(report) == 0
+    assert real_models.main(dataclasses.replace(report, judged=RIVAL)) == 0
+    assert told == ["warm-up-w16-kept", RIVAL]
+
+
 def test_what_holds_as_much_as_retrofits_to_other_ratios_has_a_table_of_its_own(config):
     paths = Paths(config)
     for job, right, peak in (
@@ -231,11 +243,13 @@ def test_votes_of_an_earlier_run_are_on_the_page_of_the_next(config, tmp_path):
     assert page.gains(results).replace(" (run 1)", "") == said[0]
     votes = page.frontier(results).replace(" (run 1)", "")
     assert sorted(votes.splitlines()) == sorted(said[1].splitlines())
-    # The plain cache of another run has other answers: nothing is paired with it.
-    results.records["qwen", "vanilla", "frontier"] |= {"run": 2}
-    assert results.vote_gains(MAIN.label) == (None, None)
-    results.records["qwen", "vanilla", "frontier"] |= {"run": 1}
-    assert results.vote_gains(MAIN.label) == before.vote_gains(MAIN.label)
+    # The plain cache of another run has other answers: what is compared is of one run.
+    vanilla = ("qwen", "vanilla", "frontier")
+    asked_again = dataclasses.replace(results, records=dict(results.records))
+    asked_again.records[vanilla] = results.records[vanilla] | {"run": 2, "votes": {"of": {}}}
+    assert asked_again.vote_gains(MAIN.label) == before.vote_gains(MAIN.label)
+    del asked_again.earlier[1, *vanilla]
+    assert asked_again.vote_gains(MAIN.label) == (None, None)
     others = page.others(later, results, "qwen")
     assert "| vanilla (run 1) | 10.0 (627) | 5.0 (400, run 2) |" in others
     mean = results.mean_gap("smollm2-adapter-w16-at4", "vanilla")
