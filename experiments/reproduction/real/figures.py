@@ -91,7 +91,7 @@ def _gsm8k(results: Results, path: pathlib.Path) -> None:
         )
     names = [
         f"{name}, {record['peak']:.0f} tokens{_less(record)}"
-        + (f" (run {record['run']})" if record["run"] != results.run else "")
+        + (f" (run {record['run']})" if record["run"] != results.main else "")
         for name, record, _ in found
     ]
     axes.set_yticks(range(len(found)), names)

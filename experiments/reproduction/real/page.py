@@ -76,8 +76,8 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
     if any(label.partition("-at")[2] in LIKE[QWEN] for label in results.labels(QWEN, "gsm8k")):
         parts += ["## Nominal ratios of 2, 4 and 8"]
         parts += [gsm8k(results, nominal=True), legends.NOMINAL]
-    if results.trainings:
-        small = any(TRAININGS[name].model == SMOLLM2 for name in results.trainings)
+    if any(not TRAININGS[log["training"]].of_sweep for log in results.logs):
+        small = any(TRAININGS[log["training"]].model == SMOLLM2 for log in results.logs)
         told = legends.TRAINING + (f" {legends.SMOLLM2_TRAINING}" if small else "")
         parts += ["## What was trained", trainings(results), told]
     if any(TRAININGS[log["training"]].of_sweep for log in results.logs):
@@ -101,7 +101,7 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
             parts += [legends.LONGER, others(config, results, SMOLLM2)]
     if results.speed is not None:
         parts += ["## Milliseconds a step", speed(results.speed), legends.SPEED]
-    parts += ["## Again", again(results.commands)]
+    parts += ["## Again", again(results.commands, results.decided)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -123,7 +123,11 @@ def _opening(results: Results) -> str:
             "",
             "Everything was measured from the paged cache with the policy's own eviction. Errors "
             "are one standard error, of differences paired by problem. "
-            + (_OF_RUNS if len(runs) > 1 else "Whatever is compared was measured in one run."),
+            + (
+                _OF_RUNS.format(results.main)
+                if len(runs) > 1
+                else "Whatever is compared was measured in one run."
+            ),
             "",
             *(
                 (f"- Run {number}: " if len(runs) > 1 else "") + _provenance(runs[number])
@@ -139,8 +143,9 @@ def _provenance(record: dict[str, Any]) -> str:
 
 
 _OF_RUNS = (
-    "A row that names a run is of that earlier one: the same problems, with retrofits and answers "
-    "of its own, and differences from what that run measured, where it did."
+    "A row that names no run is of run {}, which the verdicts are about. One that names another "
+    "has the same problems, with retrofits and answers of its own, and differences from what that "
+    "run measured, where it did."
 )
 
 

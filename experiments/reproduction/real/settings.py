@@ -48,8 +48,9 @@ class Config:
     """Only these jobs, in this order: names of `--only list`, or patterns such as
     "asking-qwen-*-gsm8k". With `--join`, of the GPU that joins."""
     judged: str = ""
-    """The training that the verdicts are about, where it is decided before the run; unless given,
-    training questions in no lesson choose between two."""
+    """The training that the verdicts are about, where it is decided before the run, or was before
+    an earlier one that is shown beside it; unless given, training questions in no lesson choose
+    between two."""
     trainings: tuple[str, ...] = ()
     """Only these trainings, those that are not in a verdict in this order; all unless given."""
 
