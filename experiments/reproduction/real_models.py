@@ -16,7 +16,8 @@ the planned retrofit from a run of `dms-jax retrofit self-taught`, even while it
 another GPU; `--join` gives a GPU that has become free to a run that is at work. `--only list` says
 what the jobs are called, and `--parts` chooses among them. `--also` takes in what the same run
 measured elsewhere, and `--run 2 --earlier results.json` shows beside a run what earlier ones
-measured and it did not.
+measured and it did not, or beside an earlier one, if `--judged` is what that alone measured, what
+this one adds.
 """
 
 import dataclasses
@@ -55,6 +56,7 @@ def main(config: Config) -> int:
         return status(config)
     # Of this call, also of a report alone.
     told = dict(run=config.run, earlier=config.earlier, also=config.also)
+    told |= {"judged": config.judged} if config.judged else {}
     config = dataclasses.replace(carry_out(config, JOBS, check_settings), **told)
     if config.pack is not None:
         pack(config, config.pack)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from experiments.reproduction.files import command
@@ -15,19 +16,25 @@ _PLACES = {"qwen": "qwen.gguf", "smollm2": "smollm2.gguf", "data": "data", "self
 # What says when, how long and in which order calls worked, and what their page was of.
 _OF_A_CALL = {"out", "pages", "pack", "also", "join", "only", "run", "earlier", "deadline_minutes"}
 _OF_A_CALL |= {"parts"}
+_TOGETHER = 88  # characters of an option with its values that stay on a line
 
 
-def jobs_command(config: Config) -> str:
+def jobs_command(config: Config, parts: Sequence[str] = ()) -> str:
     """The command of a plan without its page: every setting that is not the default.
 
     # In: Config(qwen="/models/q.gguf", lanes=8)
     # Out: "python -m ... --qwen qwen.gguf --lanes 8 --only jobs"
+
+    Args:
+      config: the plan.
+      parts: the jobs of it that were done, where not all were wanted.
     """
     options = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in _OF_A_CALL and value != field.default:
             options.append(_option(field.name, _PLACES.get(field.name, value)))
+    options += [_option("parts", tuple(parts))] if parts else []
     return " ".join([SCRIPT, *options, "--only jobs"])
 
 
@@ -39,11 +46,12 @@ def _option(name: str, value: Any) -> str:
     return f"--{name} {shlex.join(map(str, values))}"
 
 
-def again(runs: dict[int, list[str]]) -> str:
+def again(runs: dict[int, list[str]], judged: str = "") -> str:
     """How the runs of a page are repeated, the last one first.
 
     Args:
       runs: number of a run -> the commands of its plans.
+      judged: what the verdicts of the last run's page are about, if it was decided.
     """
     parts = [_OPENING]
     if len(runs) > 1:
@@ -51,7 +59,8 @@ def again(runs: dict[int, list[str]]) -> str:
             " What a run did not name was as the library and this script had it at its date."
         )
     for number in sorted(runs, reverse=True):
-        parts += [f"Run {number}:" if len(runs) > 1 else "", _run(number, runs)]
+        decided = judged if number == max(runs) else ""
+        parts += [f"Run {number}:" if len(runs) > 1 else "", _run(number, runs, decided)]
         if any("--self-taught" in line for line in runs[number]):
             parts += [_TAUGHT, _three_commands(number)]
     return "\n\n".join([*filter(None, parts), "`results.json` holds every figure."])
@@ -71,14 +80,15 @@ _TAUGHT = (
 )
 
 
-def _run(number: int, runs: dict[int, list[str]]) -> str:
-    """The commands of a run, and that of its page."""
+def _run(number: int, runs: dict[int, list[str]], judged: str) -> str:
+    """The commands of a run, and that of its page, which may judge what its plan does not name."""
     folders = [_folder(number, place) for place in range(len(runs[number]))]
     told = zip(runs[number], folders, strict=True)
     lines = [f"{line} --out {folder}" for line, folder in told]
     page = f"{SCRIPT} --only report --run {number} --out {folders[0]}"
     page += f" --also {' '.join(folders[1:])}" if folders[1:] else ""
     page += f" --earlier {RESULTS}" if number > min(runs) else ""
+    page += f" --judged {judged}" if judged and f"--judged {judged} " not in runs[number][0] else ""
     lines.append(f"{page} --pages {folders[0]}/page")
     return "\n".join(map(_block, lines))
 
@@ -102,6 +112,15 @@ def _folder(number: int, place: int = 0) -> str:
 
 
 def _block(line: str) -> str:
-    """A command over as many lines as it takes; an option and its values stay together."""
+    """A command over as many lines as it takes; an option and a few values stay together."""
     program, *options = line.split(" --")
-    return command(program, [f"--{option}" for option in options])
+    words = [f"--{option}" for option in options]
+    return command(program, [each for option in words for each in _pieces(option)])
+
+
+def _pieces(option: str) -> list[str]:
+    """An option with its values, or each of them alone where they are many.
+
+    # In: "--lanes 8"  Out: ["--lanes 8"]     "--parts one two ..."  ["--parts", "one", "two", ...]
+    """
+    return [option] if len(option) <= _TOGETHER else option.split()

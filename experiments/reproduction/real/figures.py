@@ -11,7 +11,7 @@ from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
 from dms_jax.analysis.labels import label_heights
 from dms_jax.evaluation import Measured
 from experiments.reproduction.real.results import TASKS, Results, end_of, score
-from experiments.reproduction.real.systems import CONTROL, SHIPPED, TRAININGS, VANILLA
+from experiments.reproduction.real.systems import CONTROL, FRONTIER, SHIPPED, TRAININGS, VANILLA
 from experiments.reproduction.real.training import QWEN, SMOLLM2
 
 # Colours that the usual kinds of colour blindness tell apart.
@@ -44,7 +44,9 @@ def draw(results: Results, folder: pathlib.Path) -> set[str]:
     if results.get(QWEN, VANILLA, "gsm8k"):
         _gsm8k(results, folder / "gsm8k.png")
         drawn.add("gsm8k.png")
-    points = results.frontier({VANILLA: "vanilla", end_of(results.judged): "DMS"})
+    judged = end_of(results.judged)
+    run = (results.get(QWEN, judged, FRONTIER) or {}).get("run")
+    points = results.frontier({VANILLA: "vanilla", judged: "DMS"}, run)
     if points is not None:
         hyperscaling_figure(
             folder / "frontier.png", points, title="GSM8K by vote, at equal reads and equal peak"
@@ -89,7 +91,7 @@ def _gsm8k(results: Results, path: pathlib.Path) -> None:
         )
     names = [
         f"{name}, {record['peak']:.0f} tokens{_less(record)}"
-        + (f" (run {record['run']})" if record["run"] != results.run else "")
+        + (f" (run {record['run']})" if record["run"] != results.main else "")
         for name, record, _ in found
     ]
     axes.set_yticks(range(len(found)), names)

@@ -41,17 +41,26 @@ TRAINING = (
     "took 0.3 of the tokens, apart from low rank to 4 and KVpop."
 )
 SWEEP = (
-    "Each is the first one with one setting changed: 6 million tokens, to a nominal ratio of 4. "
-    "documents: before they are packed. Texts are three books; rates are those of the adapter and "
-    "of the low-rank updates. A longer window keeps more of so short an answer, and has a larger "
-    "peak. Divergence is measured on the model's own answers, and divergences of different peaks "
-    "are not of one task."
+    "Each is the first one with one setting changed, to a nominal ratio of 4. Unless lessons are "
+    "what is changed, all read the same ones, and few tokens of them, so that many settings can be "
+    "tried: what more tokens would change is not in it. documents: before they are packed. Texts "
+    "are three books; rates are "
+    "those of the adapter and of the low-rank updates. A longer window keeps more of so short an "
+    "answer, and has a larger peak. Divergence is measured on the model's own answers, and "
+    "divergences of different peaks are not of one task."
 )
 SMOLLM2_TRAINING = "SmolLM2 read texts and retrieval problems beside its answers."
 OTHERS = (
     "Percent, with the peak of live tokens in brackets; greedy, chat template, at most 1,024 new "
-    "tokens. RULER's needles: niah_single_1 and niah_single_2 at so many tokens. Methods without "
-    "training hold what the judged retrofit held, task by task."
+    "tokens. RULER's needles: niah_single_1 and niah_single_2 at so many tokens. "
+    "They are asked in plain text, with RULER's own longest answers. Methods without training hold "
+    "what the retrofit of the verdict held, task by task."
+)
+RULER = (
+    "RULER's others are the mean of these tasks. Percent of each, greedily; single to multiquery "
+    "are its needles, vt traces variables, cwe and fwe count words. Its two tasks of questions "
+    "need files that are not shipped. The mean is over all problems, its differences paired by "
+    "problem."
 )
 FRONTIER = (
     "Eight chains of each test problem, temperature 0.7; the vote of so many of them, as the mean "
@@ -65,8 +74,9 @@ SMOLLM2 = (
     "that a window of 16 tokens is a good part of them: the measured ratio lies below the "
     "nominal one. The adapter is the [one that ships](../../../dms_jax/assets/"
     "smollm2-135m-instruct-dms/README.md). Methods without training hold what its line held, task "
-    "by task; ExpectedAttention holds a whole prompt until its first cut. The trainings read "
-    "needles of the same wording, drawn with other seeds."
+    "by task; SnapKV and ExpectedAttention hold a whole prompt until their first cut, and Quest, "
+    "KCache and float8 all of it. The trainings read needles of the same wording, drawn with other "
+    "seeds."
 )
 SPEED = (
     "Keys and values are random, and DMS is played by draws with uneven heads; the scorers of "

@@ -106,7 +106,8 @@ def training_documents(
         right = _correct(config, name, model, kept)
         kept = [row for row in kept if _place(row) in right]
     elif lessons != "all":
-        kept = [row for row in kept if (_temperature(config, row) == 0) == (lessons == "greedy")]
+        wanted = _temperatures(config, lessons)
+        kept = [row for row in kept if config.temperatures[row["answer"]] in wanted]
     if not kept:
         which = "" if lessons == "all" else f" and of those that are wanted ({lessons})"
         raise dms_jax.DataError(f"None of {len(rows)} answers of {name} is ended{which}.")
@@ -121,9 +122,15 @@ def _place(row: dict[str, Any]) -> tuple[int, int]:
     return row["question"], row["answer"]
 
 
-def _temperature(config: Config, row: dict[str, Any]) -> float:
-    """At which an answer was sampled: there is one answer at each temperature."""
-    return config.temperatures[row["answer"]]
+def _temperatures(config: Config, lessons: Lessons) -> list[float]:
+    """Those of the wanted answers; of each question there is one answer at each temperature.
+
+    # Of temperatures 0.7, 1.0 and 0.0
+    # In: "sampled"  Out: [0.7, 1.0]     "cooler"  [0.7]     "warmer"  [1.0]     "greedy"  [0.0]
+    """
+    sampled = sorted(each for each in config.temperatures if each > 0)
+    wanted = {"cooler": sampled[:1], "warmer": sampled[-1:], "sampled": sampled}
+    return wanted.get(lessons, [0.0])
 
 
 def _correct(

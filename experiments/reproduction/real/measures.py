@@ -20,10 +20,11 @@ from dms_jax.evaluation.choosing import choose
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import ARC, GSM8K, MATH500, PIQA, RULER, HellaSwag, HumanEval
 from dms_jax.evaluation.tasks.choices import Choices
+from dms_jax.evaluation.tasks.ruler import ruler_tasks
 from dms_jax.policies import Policy
 from experiments.reproduction.claims.jobs import answer_numbers
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import CHOICES, FRONTIERS, UNSEEN
+from experiments.reproduction.real.systems import CHOICES, FRONTIERS, RULER_TASKS, UNSEEN
 
 PAGE_SIZE = 16  # as Quest is published
 TASKS_OF_CHOICES = {
@@ -32,7 +33,11 @@ TASKS_OF_CHOICES = {
     "arc_challenge": (ARC, "arc/ARC-Challenge-Test.jsonl"),
     "piqa": (PIQA, "commonsense/piqa.jsonl"),
 }
-LENGTHS = {"needle": "ruler_length", "ruler": "long_ruler_length"}  # settings
+LENGTHS = {  # settings
+    "needle": "ruler_length",
+    "ruler": "long_ruler_length",
+    RULER_TASKS: "long_ruler_length",
+}
 _TIMES = {"": 1, "twice": 2, "four-times": 4}  # behind the name of such a measure
 NEEDLES = ("niah_single_1", "niah_single_2")
 
@@ -64,8 +69,10 @@ def measure(
         per_window = {"loss": np.round(found.window_nats, 5).tolist()}
         return {**found.to_dict(), "score": found.loss.to_list(), "per_problem": per_window}
     if length := tokens_of(config, name):
-        tasks = [RULER(task, length=length) for task in NEEDLES]
-        count = len(tasks) * config.needle_problems
+        tasks, each = [RULER(task, length=length) for task in NEEDLES], config.needle_problems
+        if name.startswith(RULER_TASKS):
+            tasks, each = _other_than_needles(length), config.ruler_problems
+        count = len(tasks) * each
         told["sampling"] = Sampling(temperature=0)
         return _of_answers(evaluate(model, tasks, problems=count, **told)) | {"length": length}
     chat = Chat() if getattr(model.tokenizer, "chat_template", None) else None
@@ -99,7 +106,7 @@ def measure(
 
 
 def tokens_of(config: Config, name: str) -> int | None:
-    """Tokens of the problems of a measure that looks for needles; None of any other.
+    """Tokens of the problems of a measure that is RULER's; None of any other.
 
     # In: "ruler-twice"  Out: 8192
     """
@@ -107,6 +114,11 @@ def tokens_of(config: Config, name: str) -> int | None:
     if kind not in LENGTHS:
         return None
     return getattr(config, LENGTHS[kind]) * _TIMES[times]
+
+
+def _other_than_needles(length: int) -> list[RULER]:
+    """RULER's tasks that need no file, but for those of `NEEDLES`."""
+    return [task for task in ruler_tasks(length) if task.name not in NEEDLES]
 
 
 def _of_answers(result: Result) -> dict[str, Any]:

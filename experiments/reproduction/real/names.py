@@ -28,8 +28,8 @@ _FREE_LABELS = {
 
 
 def shown(results: Results, label: str, record: dict[str, Any]) -> str:
-    """A system in words; with the run, where another than the last one measured it."""
-    return name_of(label) + (f" (run {record['run']})" if record["run"] != results.run else "")
+    """A system in words; with the run, where another than the verdicts' measured it."""
+    return name_of(label) + (f" (run {record['run']})" if record["run"] != results.main else "")
 
 
 def name_of(label: str) -> str:

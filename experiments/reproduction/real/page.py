@@ -21,14 +21,16 @@ from experiments.reproduction.real.results import (
     score,
     vote_of,
 )
+from experiments.reproduction.real.ruler_table import ruler
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.sweep import MIDDLE, SWEEPS
+from experiments.reproduction.real.sweep_table import sweep, sweep_said
 from experiments.reproduction.real.systems import (
     CONTROL,
     FREE,
     FRONTIERS,
     LIKE,
     OTHERS,
+    RULER_TASKS,
     TRAININGS,
     VANILLA,
 )
@@ -74,15 +76,17 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
     if any(label.partition("-at")[2] in LIKE[QWEN] for label in results.labels(QWEN, "gsm8k")):
         parts += ["## Nominal ratios of 2, 4 and 8"]
         parts += [gsm8k(results, nominal=True), legends.NOMINAL]
-    if results.trainings:
-        small = any(TRAININGS[name].model == SMOLLM2 for name in results.trainings)
+    if any(not TRAININGS[log["training"]].of_sweep for log in results.logs):
+        small = any(TRAININGS[log["training"]].model == SMOLLM2 for log in results.logs)
         told = legends.TRAINING + (f" {legends.SMOLLM2_TRAINING}" if small else "")
         parts += ["## What was trained", trainings(results), told]
     if any(TRAININGS[log["training"]].of_sweep for log in results.logs):
-        parts += ["## One setting of the recipe at a time", sweep(results), legends.SWEEP]
+        parts += ["## One setting of the recipe at a time", sweep_said(results), sweep(results)]
+        parts += [legends.SWEEP]
     if any(results.labels(QWEN, measure) for measure in OTHERS[QWEN]):
         parts += ["## Other tasks of Qwen2.5-Coder-0.5B-Instruct"]
         parts += [others(config, results, QWEN), legends.OTHERS]
+        parts += [ruler(config, results)]
     if results.labels(QWEN, "frontier"):
         parts += ["## Votes of more chains"]
         drawn = "frontier.png" in pictures
@@ -97,7 +101,7 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
             parts += [legends.LONGER, others(config, results, SMOLLM2)]
     if results.speed is not None:
         parts += ["## Milliseconds a step", speed(results.speed), legends.SPEED]
-    parts += ["## Again", again(results.commands)]
+    parts += ["## Again", again(results.commands, results.decided)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -119,7 +123,11 @@ def _opening(results: Results) -> str:
             "",
             "Everything was measured from the paged cache with the policy's own eviction. Errors "
             "are one standard error, of differences paired by problem. "
-            + (_OF_RUNS if len(runs) > 1 else "Whatever is compared was measured in one run."),
+            + (
+                _OF_RUNS.format(results.main)
+                if len(runs) > 1
+                else "Whatever is compared was measured in one run."
+            ),
             "",
             *(
                 (f"- Run {number}: " if len(runs) > 1 else "") + _provenance(runs[number])
@@ -135,8 +143,9 @@ def _provenance(record: dict[str, Any]) -> str:
 
 
 _OF_RUNS = (
-    "A row that names a run is of that earlier one: the same problems, with retrofits and answers "
-    "of its own, and differences from what that run measured, where it did."
+    "A row that names no run is of run {}, which the verdicts are about. One that names another "
+    "has the same problems, with retrofits and answers of its own, and differences from what that "
+    "run measured, where it did."
 )
 
 
@@ -226,34 +235,6 @@ def trainings(results: Results) -> str:
     return table(heads, rows)
 
 
-def sweep(results: Results) -> str:
-    """Each setting that was tried, beside the middle of the sweep."""
-    middle, rows = end_of(MIDDLE), []
-    for name in (MIDDLE, *(each.name for each in SWEEPS)):
-        log = next((each for each in results.logs if each["training"] == name), None)
-        label = end_of(name)
-        if log is None:
-            continue
-        record = results.of_run(log["run"], QWEN, label, "gsm8k")
-        gap = None if name == MIDDLE else results.gap(QWEN, label, middle, "gsm8k")
-        to_vanilla = results.gap(QWEN, label, VANILLA, "gsm8k")
-        said = shown(results, label, log)
-        rows.append(
-            [
-                f"**{said}**" if name == MIDDLE else said,
-                f"{log['documents']:,}",
-                f"{log['held_out']['distillation']:.4f}",
-                f"{1 / (1 - min(log['steps'][-1]['evicted'], 0.999)):.2f}",
-                f"{record['peak']:.0f}" if record else "-",
-                percent(score(record)) if record else "-",
-                percent(gap, sign=True),
-                percent(to_vanilla, sign=True),
-            ]
-        )
-    heads = ["", "documents", "divergence", "reached", "peak", "GSM8K, %", "to the first"]
-    return table([*heads, "to vanilla"], rows)
-
-
 def frontier(results: Results) -> str:
     """Votes of 1 to 8 chains, with what they read and held."""
     rows = []
@@ -333,7 +314,8 @@ def others(config: Config, results: Results, model: str) -> str:
 
 def _task_name(config: Config, task: str) -> str:
     tokens = tokens_of(config, task)
-    return f"RULER's needles, {tokens:,}" if tokens else _OTHER_LABELS[task]
+    what = "RULER's others" if task.startswith(RULER_TASKS) else "RULER's needles"
+    return f"{what}, {tokens:,}" if tokens else _OTHER_LABELS[task]
 
 
 def _with_peak(record: dict[str, Any] | None, task: str, run: int) -> str:

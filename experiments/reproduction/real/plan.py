@@ -37,7 +37,7 @@ from experiments.reproduction.real.systems import (
 from experiments.reproduction.real.training import QWEN, SMOLLM2, Training
 
 SPEED = "speed"
-_FREE_ELSEWHERE = ("tova", "expected", "streaming")
+_FREE_ELSEWHERE = ("tova", "expected", "streaming", "snapkv")
 _AT_THE_PEAK = ("expected", "tova", "h2o", "streaming")  # the best of them is in a verdict
 _OF_THE_TABLE = ("snapkv", "quest", "kcache", "vanilla-float8", "dms-float8")  # and so in one run
 _ELSEWHERE = 2  # other retrofits that are asked other tasks, in the order of the settings

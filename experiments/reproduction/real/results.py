@@ -14,7 +14,7 @@ from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
 from dms_jax.policies import DMS
 from experiments.reproduction.files import read_json
 from experiments.reproduction.real.commands import jobs_command
-from experiments.reproduction.real.plan import Job, Paths
+from experiments.reproduction.real.plan import Job, Paths, jobs
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     CHOICES,
@@ -33,31 +33,34 @@ TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "needle")  # accuraci
 CHAINS = (1, 2, 4, 8)
 THREE = "three/three.json"  # what `three_commands.sh` wrote, in the run directory
 Key = tuple[str, str, str]  # model, label of the system, measure
+RunKey = tuple[int, str, str, str]  # of which run, and a key
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Every figure of a run, and what only earlier ones measured.
+    """Every figure of a run, and those of other runs.
 
     Attributes:
       run: number of this run.
+      main: number of the run that the verdicts are about; this one, unless what is decided was
+        measured by an earlier one alone.
       decided: the training that the verdicts are about, if it was decided before the run.
       records: (model, label of the system, measure) -> its figures; `run` says whose they are.
+        Of several runs' those of the main one, else those of the last.
       trainings: name -> thinned log, of this run.
       speed: rows of the timed steps, all of one run, with the device; None if there are none.
-      earlier: (run, model, label, measure) -> figures, of other runs.
+      by_run: (run, model, label, measure) -> figures, of every run.
       earlier_trainings: thinned logs of other runs.
       three: seconds of the three commands from an empty directory; None if they were not timed.
       commands: number of a run -> the commands that measured it, where they are known.
     """
 
     run: int
+    main: int
     records: dict[Key, dict[str, Any]]
     trainings: dict[str, dict[str, Any]]
     speed: dict[str, Any] | None
-    earlier: dict[tuple[int, str, str, str], dict[str, Any]] = dataclasses.field(
-        default_factory=dict
-    )
+    by_run: dict[RunKey, dict[str, Any]] = dataclasses.field(default_factory=dict)
     earlier_trainings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     three: dict[str, Any] | None = None
     decided: str = ""
@@ -66,7 +69,7 @@ class Results:
     @classmethod
     def read(cls, config: Config) -> "Results":
         """All files of the run directories, and of the page of earlier runs if it is given."""
-        records, trainings, three, commands = {}, {}, None, []
+        by_run, trainings, three, commands = {}, {}, None, []
         for root in (config.out, *config.also):
             for path in sorted(root.glob("results/*/*/*.json")):
                 model, label, measure = (*path.parts[-3:-1], path.stem)
@@ -74,40 +77,51 @@ class Results:
                 if "chains_of_problems" in record:
                     record["votes"] = votes_of(record["chains_of_problems"])
                 parts = record.pop("tasks") if measure == CHOICES else {measure: {}}
-                for task, own in parts.items():
-                    records.setdefault((model, label, task), record | own | {"measure": task})
+                for task, figures in parts.items():
+                    key = (config.run, model, label, task)
+                    by_run.setdefault(key, record | figures | {"measure": task})
             place = Paths(dataclasses.replace(config, out=root))
             for name in TRAININGS.keys() - trainings.keys():
                 if log := read_json(place.summary(name)):
                     trainings[name] = log | {"run": config.run}
             three = three or read_json(root / THREE)
             if (root / "config.json").exists():
-                commands.append(jobs_command(read_plan(Config, root)))
+                plan = read_plan(Config, root)
+                commands.append(jobs_command(plan, _chosen(plan, place)))
         trainings = {name: trainings[name] for name in TRAININGS if name in trainings}
-        speed = next((records.pop(key) for key in list(records) if key[2] == "speed"), None)
+        speed = next((by_run.pop(key) for key in list(by_run) if key[3] == "speed"), None)
         known = {config.run: commands} if commands else {}
         told: dict[str, Any] = dict(decided=config.judged, commands=known)
         if config.earlier is None:
-            return cls(config.run, records, trainings, speed, three=three, **told)
+            return cls._of(config, by_run, trainings, speed, three=three, **told)
         page = read_json(config.earlier)
         if page is None:
             raise dms_jax.ConfigError(f"--earlier {config.earlier} is not there.")
-        earlier = {}
         for row in page["systems"]:
             number = row.get("run", 1)
             if number != config.run:
                 key = _key(row)
                 scores = "loss" if key[2] == "text" else "scores"
                 problems = {"per_problem": {scores: row["per_problem"]}}
-                earlier[number, *key] = row | {"run": number} | problems
-        for (_, *key), row in sorted(earlier.items(), reverse=True):  # of several the last one
-            records.setdefault(tuple(key), row)
+                by_run[number, *key] = row | {"run": number} | problems
         logs = [{"run": 1} | log for log in page["trainings"]]
         before = [log for log in logs if log["run"] != config.run]
         speed, three = speed or page["speed"], three or page.get("three")
         before_it = {int(number): lines for number, lines in page.get("commands", {}).items()}
-        told["commands"] = before_it | known
-        return cls(config.run, records, trainings, speed, earlier, before, three, **told)
+        told |= {"commands": before_it | known, "earlier_trainings": before, "three": three}
+        return cls._of(config, by_run, trainings, speed, **told)
+
+    @classmethod
+    def _of(
+        cls, config: Config, by_run: dict[RunKey, dict[str, Any]], *of_run: Any, **told: Any
+    ) -> "Results":
+        """With the figures of each system that stand in the tables."""
+        judged = [QWEN, end_of(config.judged), "gsm8k"] if config.judged else []
+        main = max((run for run, *key in by_run if key == judged), default=config.run)
+        records: dict[Key, dict[str, Any]] = {}
+        for key in sorted(by_run, key=lambda key: (key[0] != main, -key[0], key)):
+            records.setdefault(key[1:], by_run[key])
+        return cls(config.run, main, records, *of_run, by_run=by_run, **told)
 
     @property
     def logs(self) -> list[dict[str, Any]]:
@@ -142,10 +156,7 @@ class Results:
 
     def of_run(self, run: int, *key: str) -> dict[str, Any] | None:
         """The record (model, label, measure) of a run; None if that run did not measure it."""
-        record = self.records.get(key)  # pyright: ignore[reportArgumentType]
-        if record is not None and record["run"] == run:
-            return record
-        return self.earlier.get((run, *key))  # pyright: ignore[reportArgumentType]
+        return self.by_run.get((run, *key))  # pyright: ignore[reportArgumentType]
 
     def get(self, model: str, label: str, measure: str) -> dict[str, Any] | None:
         """The figures of a system; None if there are none."""
@@ -182,7 +193,7 @@ class Results:
         """The figures of two systems, of one run if the other was measured there."""
         left, right = (self.get(model, label, measure) for label in (one, other))
         if left and right and left["run"] != right["run"]:
-            right = self.earlier.get((left["run"], model, other, measure), right)
+            right = self.of_run(left["run"], model, other, measure) or right
         return left, right
 
     def unpaired(self, model: str, one: str, other: str, measure: str) -> bool:
@@ -191,15 +202,13 @@ class Results:
         return asked and self.gap(model, one, other, measure) is None
 
     def mean_gap(self, one: str, other: str) -> Measured | None:
-        """The mean over SmolLM2's tasks of paired differences; of the last run with them all."""
+        """The mean over SmolLM2's tasks of paired differences, of one run that has them all.
 
-        def of(number: int, label: str, task: str) -> dict[str, Any] | None:
-            own = self.records.get((SMOLLM2, label, task))
-            if own is not None and own["run"] == number:
-                return own
-            return self.earlier.get((number, SMOLLM2, label, task))
-
-        for number in sorted({self.run, *(key[0] for key in self.earlier)}, reverse=True):
+        Of several of them the main one, else the last.
+        """
+        of = lambda number, *key: self.of_run(number, SMOLLM2, *key)  # noqa: E731
+        runs = {number for number, *_ in self.by_run}
+        for number in sorted(runs, key=lambda number: (number != self.main, -number)):
             pairs = [(of(number, one, task), of(number, other, task)) for task in TASKS]
             gaps = [_difference(*pair, task) for pair, task in zip(pairs, TASKS, strict=True)]
             if None not in gaps:
@@ -214,33 +223,42 @@ class Results:
         return vanilla["peak"] / own["peak"]
 
     def votes(
-        self, label: str, chains: int, measure: str = FRONTIER
+        self, label: str, chains: int, measure: str = FRONTIER, run: int | None = None
     ) -> tuple[np.ndarray, float, float] | None:
         """Scores of the vote of so many chains by problem, with reads and peak of all of them.
 
-        The mean over the disjoint groups of so many chains.
+        The mean over the disjoint groups of so many chains; of the last run that has them, unless
+        another one is given.
         """
-        own = (self.get(QWEN, label, measure) or {}).get("votes", {})
+        own = (self._asked(label, measure, run) or {}).get("votes", {})
         if str(chains) not in own.get("of", {}):
             return None
         reads, peak = (float(np.mean(own[name]) * chains) for name in ("reads", "peak"))
         return np.asarray(own["of"][str(chains)], np.float64), reads, peak
 
-    def frontier(self, names: Mapping[str, str]) -> Hyperscaling | None:
+    def _asked(self, label: str, measure: str, run: int | None) -> dict[str, Any] | None:
+        """What a system of Qwen was asked in a run, or in the last one that asked it."""
+        if run is None:
+            return self.get(QWEN, label, measure)
+        return self.of_run(run, QWEN, label, measure)
+
+    def frontier(self, names: Mapping[str, str], run: int | None = None) -> Hyperscaling | None:
         """The votes of 1 to 8 chains as points of systems, of each length that all were asked with.
 
         None if there is no such length.
 
         Args:
           names: label of a system -> its name in the result, the one to compare with first.
+          run: of which figures are taken; None for the last one that has them, system by system.
         """
         points = []
-        asked = [each for each in FRONTIERS if all(self.votes(name, 1, each) for name in names)]
+        asked = [m for m in FRONTIERS if all(self.votes(name, 1, m, run) for name in names)]
         for (label, name), measure in itertools.product(names.items(), asked):
-            record = self.records[QWEN, label, measure]
+            record = self._asked(label, measure, run)
+            assert record is not None
             own = {name: np.asarray(each) for name, each in record["votes"].items() if name != "of"}
             for chains in CHAINS:
-                found = self.votes(label, chains, measure)
+                found = self.votes(label, chains, measure, run)
                 if found is None:
                     continue
                 reads, peak = (chains * own[axis][None] for axis in ("reads", "peak"))
@@ -263,14 +281,14 @@ class Results:
     def vote_gains(self, label: str) -> tuple[Measured | None, Measured | None]:
         """What votes of a system gain over the plain cache's at equal reads, and at equal peak.
 
-        Averages over the budgets that both cover; None where there are none, or one of them was not
-        asked these problems, or in another run.
+        Averages over the budgets that both cover; None where there are none, or its run did not ask
+        the plain cache these problems.
         """
-        runs = [(self.get(QWEN, each, FRONTIER) or {}).get("run") for each in (label, VANILLA)]
-        if runs[0] != runs[1]:
+        own = self.get(QWEN, label, FRONTIER)
+        if own is None or label == VANILLA or self.unpaired(QWEN, label, VANILLA, FRONTIER):
             return None, None
-        points = self.frontier({VANILLA: "vanilla", label: "own"}) if label != VANILLA else None
-        if points is None or self.unpaired(QWEN, label, VANILLA, "frontier"):
+        points = self.frontier({VANILLA: "vanilla", label: "own"}, own["run"])
+        if points is None:
             return None, None
         reads, peak = (points.average_gain("own", "vanilla", axis) for axis in ("reads", "peak"))
         return reads, peak
@@ -278,7 +296,7 @@ class Results:
     def to_dict(self) -> dict[str, Any]:
         """All figures as JSON data, of each problem its score alone."""
         kept = []
-        replaced = [row for row in self.earlier.values() if self.records[_key(row)] is not row]
+        replaced = [row for key, row in self.by_run.items() if self.records[key[1:]] is not row]
         left_out = ("per_problem", "chains_of_problems", "path")
         for record in (*self.records.values(), *replaced):
             own = {k: v for k, v in record.items() if k not in left_out}
@@ -289,6 +307,14 @@ class Results:
         trainings = self.logs
         told = {"speed": self.speed, "three": self.three, "commands": self.commands}
         return {"systems": kept, "trainings": trainings, **told}
+
+
+def _chosen(plan: Config, place: Paths) -> list[str]:
+    """The jobs that a run directory did where parts of its plan were asked for, else none."""
+    if not plan.parts:
+        return []
+    every = jobs(dataclasses.replace(plan, parts=()))
+    return [job.name for job in every if place.log(job).exists()]
 
 
 def _key(row: dict[str, Any]) -> Key:

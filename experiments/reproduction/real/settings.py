@@ -48,8 +48,9 @@ class Config:
     """Only these jobs, in this order: names of `--only list`, or patterns such as
     "asking-qwen-*-gsm8k". With `--join`, of the GPU that joins."""
     judged: str = ""
-    """The training that the verdicts are about, where it is decided before the run; unless given,
-    training questions in no lesson choose between two."""
+    """The training that the verdicts are about, where it is decided before the run, or was before
+    an earlier one that is shown beside it; unless given, training questions in no lesson choose
+    between two."""
     trainings: tuple[str, ...] = ()
     """Only these trainings, those that are not in a verdict in this order; all unless given."""
 
@@ -84,6 +85,8 @@ class Config:
     """Tokens of a training of Qwen; those that are compared among themselves take a share."""
     small_tokens: int = 8_000_000
     """Tokens of a training of SmolLM2."""
+    sweep_tokens: int = 93 * 32768
+    """Tokens of each training of Qwen that tries one setting of the recipe."""
 
     problems: int | None = None
     """Test problems of GSM8K; all unless given."""
@@ -103,6 +106,8 @@ class Config:
     """Longest answer to one of them."""
     long_ruler_length: int = 4096
     """Tokens of each retrieval problem that Qwen reads; some with twice and four times as many."""
+    ruler_problems: int = 50
+    """Problems of each of RULER's other tasks, of as many tokens."""
     frontier_problems: int | None = None
     """Test problems of GSM8K of the frontier; all unless given."""
     frontier_chains: int = 8

@@ -1,7 +1,8 @@
 """What the recipe could have been: one setting of it changed at a time.
 
-Each is the low-rank retrofit to 4 on 0.3 of the tokens but for that setting, and is compared with
-it: `low-rank-to-4` is the middle of the sweep.
+All have the same lessons and, unless tokens are what is changed, as many tokens as the settings
+give a sweep: few, so that there can be many. Each is compared with the middle of the sweep, the
+library's recipe to a ratio of 4.
 """
 
 import dataclasses
@@ -13,8 +14,6 @@ from dms_jax import recipes
 from dms_jax.training import Recipe
 from experiments.reproduction.real.training import SWEEP, WINDOW, Training
 
-MIDDLE = "low-rank-to-4"
-SHARE = 0.3
 _FACTOR = 3
 
 
@@ -32,15 +31,13 @@ def _rates(factor: float) -> Any:
     return functools.partial(recipes.dms_self_taught, **rates)
 
 
-def _tried(name: str, words: str, **changed: Any) -> Training:
-    return Training(SWEEP + name, ratio=4.0, share=SHARE, words=words, **changed)
+def _tried(name: str, words: str = "", **changed: Any) -> Training:
+    return Training(SWEEP + name, ratio=4.0, words=words, **changed)
 
 
-SWEEPS = (
-    *(
-        _tried(f"window-{size}", "", policy=dms_jax.DMS(window=size, source="adapter"))
-        for size in (64, 128, 256)
-    ),
+CENTRE = _tried("middle")
+SWEEPS = (  # in the order of their worth
+    _tried("window-64", policy=dms_jax.DMS(window=64, source="adapter")),
     _tried(
         "shift-0",
         "deciding for itself (shift 0)",
@@ -49,8 +46,16 @@ SWEEPS = (
     _tried("correct", "correct answers alone", lessons="correct"),
     _tried("texts", "texts in place of answers", lessons="texts"),
     _tried("greedy", "greedy answers alone", lessons="greedy"),
-    _tried("sampled", "sampled answers alone", lessons="sampled"),
+    _tried("adapter", trainable="adapter"),
+    _tried("all", trainable="all"),
+    _tried("concatenated", "documents cut where sequences end", make=_concatenated),
     _tried("rates-up", f"rates {_FACTOR} times as high", make=_rates(_FACTOR)),
     _tried("rates-down", f"rates {_FACTOR} times as low", make=_rates(1 / _FACTOR)),
-    _tried("concatenated", "documents cut where sequences end", make=_concatenated),
+    _tried("window-256", policy=dms_jax.DMS(window=256, source="adapter")),
+    _tried("sampled", "sampled answers alone", lessons="sampled"),
+    _tried("cooler", "answers at the lower temperature alone", lessons="cooler"),
+    _tried("warmer", "answers at the higher temperature alone", lessons="warmer"),
+    _tried("fewer-tokens", "a third of the tokens", share=1 / _FACTOR),
+    _tried("more-tokens", f"{_FACTOR} times the tokens", share=float(_FACTOR)),
+    _tried("window-128", policy=dms_jax.DMS(window=128, source="adapter")),
 )

@@ -15,7 +15,7 @@ import dms_jax
 from dms_jax import recipes
 from dms_jax.policies import Policy
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.sweep import MIDDLE, SHARE, SWEEPS
+from experiments.reproduction.real.sweep import CENTRE, SWEEPS
 from experiments.reproduction.real.training import QWEN, SMOLLM2, WINDOW, Training, merging, scorer
 
 VANILLA = "vanilla"
@@ -26,9 +26,13 @@ MEASURES = {QWEN: ("gsm8k",), SMOLLM2: (CHOICES, "text", "needle")}
 FRONTIER, HALF = "frontier", "frontier-half"
 FRONTIERS = {FRONTIER: 1, HALF: 2}  # chains of which a vote is taken -> share of the new tokens
 UNSEEN = "unseen"  # greedy answers to training questions that are in no lesson
+RULER_TASKS = "ruler_tasks"  # all that need no file and are not the two needles, asked together
 # Asked of a few systems: other tasks, and retrieval from twice and four times as many tokens.
 OTHERS = {
-    QWEN: ("math500", "humaneval", "ruler", "ruler-twice", "ruler-four-times"),
+    QWEN: (
+        *("math500", "humaneval", "ruler", "ruler-twice", "ruler-four-times"),
+        *(RULER_TASKS, f"{RULER_TASKS}-twice", f"{RULER_TASKS}-four-times"),
+    ),
     SMOLLM2: ("needle-twice", "needle-four-times"),
 }
 
@@ -39,6 +43,8 @@ KEPT = pathlib.Path(__file__).parents[2] / "results" / "real_models" / "adapters
 # or about the training that the settings name.
 PLANNED, RIVAL, CONTROL = "low-rank-w16", "warm-up-w16", "control"
 _RATIO = 3.3  # 3.5 gave a peak 3.22 times smaller; the bar is 3
+TO_4 = "low-rank-to-4"
+_SHARE = 0.3  # of the tokens, of what is compared among itself
 SHIPPED = "smollm2-adapter-w16"
 _NOMINAL = (2.0, 4.0, 8.0)
 TRAININGS = {
@@ -47,14 +53,14 @@ TRAININGS = {
         Training(PLANNED, ratio=_RATIO, snapshots=(2.0,)),
         Training(RIVAL, ratio=_RATIO, make=recipes.dms_warm_up, words="from attention first"),
         Training(CONTROL, policy=None, ratio=_RATIO),
-        Training(MIDDLE, ratio=4.0, snapshots=(2.0,), share=SHARE),
+        Training(TO_4, ratio=4.0, snapshots=(2.0,), share=_SHARE),
         Training(
             "kvzap",
             policy=dms_jax.KVzap(window=WINDOW),
             ratio=_RATIO,
             budgets=_NOMINAL,
             trainable="adapter",
-            share=SHARE,
+            share=_SHARE,
             make=scorer(recipes.kvzap),
         ),
         Training(
@@ -63,7 +69,7 @@ TRAININGS = {
             ratio=_RATIO,
             budgets=_NOMINAL,
             trainable="adapter",
-            share=SHARE,
+            share=_SHARE,
             make=scorer(recipes.kvpop),
         ),
         Training(
@@ -72,21 +78,21 @@ TRAININGS = {
             ratio=4.0,
             snapshots=(2.0,),
             trainable="all",
-            share=SHARE,
+            share=_SHARE,
             make=merging,
         ),
-        Training("low-rank-to-8", ratio=8.0, share=SHARE),
-        Training("adapter-to-4", ratio=4.0, snapshots=(2.0,), trainable="adapter", share=SHARE),
-        Training("all-to-4", ratio=4.0, snapshots=(2.0,), trainable="all", share=SHARE),
+        Training("low-rank-to-8", ratio=8.0, share=_SHARE),
+        Training("adapter-to-4", ratio=4.0, snapshots=(2.0,), trainable="adapter", share=_SHARE),
+        Training("all-to-4", ratio=4.0, snapshots=(2.0,), trainable="all", share=_SHARE),
         Training(
             "floor-to-4",
             ratio=4.0,
-            share=SHARE,
+            share=_SHARE,
             make=recipes.dms_layer_floor,
             words="with a floor a layer",
         ),
-        Training("adapter-to-8", ratio=8.0, trainable="adapter", share=SHARE),
-        Training("all-to-8", ratio=8.0, trainable="all", share=SHARE),
+        Training("adapter-to-8", ratio=8.0, trainable="adapter", share=_SHARE),
+        Training("all-to-8", ratio=8.0, trainable="all", share=_SHARE),
         Training(
             "warm-up-w16-kept", ratio=_RATIO, ships="warm-up-w16", words="the adapter of run 3"
         ),
@@ -129,6 +135,7 @@ TRAININGS = {
         ),
         Training("smollm2-all-to-4", model=SMOLLM2, ratio=4.0, snapshots=(2.0,), trainable="all"),
         Training("smollm2-all-to-8", model=SMOLLM2, ratio=8.0, trainable="all"),
+        CENTRE,
         *SWEEPS,
         Training(
             SHIPPED,
@@ -149,8 +156,8 @@ def judged_first(config: Config) -> tuple[str, ...]:
 # Setting of a method -> the training and its ratio that it is to hold as much as.
 LIKE = {
     QWEN: {
-        "2": (MIDDLE, "2"),
-        "4": (MIDDLE, "4"),
+        "2": (TO_4, "2"),
+        "4": (TO_4, "4"),
         "8": ("low-rank-to-8", "8"),
     },
     SMOLLM2: {"2": ("smollm2-low-rank-w16", "2"), "8": ("smollm2-low-rank-to-8", "8")},

@@ -14,7 +14,7 @@ QWEN, SMOLLM2 = "qwen", "smollm2"
 WINDOW = 16
 DMS = dms_jax.DMS(window=WINDOW, source="adapter")
 SWEEP = "sweep-"  # begins the names of trainings that try a setting of the recipe
-Lessons = Literal["all", "sampled", "greedy", "correct", "texts"]
+Lessons = Literal["all", "sampled", "cooler", "warmer", "greedy", "correct", "texts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,12 @@ class Training:
       snapshots: ratios on the way at which it is measured too.
       budgets: of a scorer, other ratios whose low-rank retrofit it is to hold as much as (`LIKE`).
       trainable: the adapter alone, low-rank updates too, or all weights.
-      share: tokens, as a multiple of the plan's.
+      share: tokens, as a multiple of the plan's, or of a sweep's.
       make: the recipe, from its ratio and what else it can be told.
       words: what it changes, for tables.
-      lessons: which answers it reads: all that the model ended, those at temperatures above 0, the
-        greedy ones, those that were judged correct; or texts in their place.
+      lessons: which answers it reads: all that the model ended, those at temperatures above 0, at
+        the lowest or the highest of these, the greedy ones, those that were judged correct; or
+        texts in their place.
       ships: the adapter that it is, one of this library or of `KEPT`; nothing is trained then.
     """
 
@@ -88,6 +89,7 @@ class Training:
 
     def _made(self, config: Config) -> Recipe:
         tokens = config.tokens if self.model == QWEN else config.small_tokens
+        tokens = config.sweep_tokens if self.of_sweep else tokens
         return self.make(
             self.ratio,
             trainable=self.trainable,

@@ -18,7 +18,7 @@ from experiments.reproduction.real.budgets import calibrated
 from experiments.reproduction.real.jobs import Worker, check_settings
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.sweep import MIDDLE, SWEEPS
+from experiments.reproduction.real.sweep import CENTRE, SWEEPS
 from experiments.reproduction.real.systems import CONTROL, FREE, PLANNED, RIVAL, TRAININGS
 from experiments.reproduction.runs import read_plan, write_plan
 
@@ -33,6 +33,7 @@ def test_every_training_has_a_recipe_of_the_plans_tokens_that_settles():
         recipe = training.recipe(GIVEN)
         steps = recipe.total_steps(training.policy or dms_jax.Vanilla())
         whole = GIVEN.tokens if training.model == systems.QWEN else GIVEN.small_tokens
+        whole = GIVEN.sweep_tokens if training.of_sweep else whole
         tokens = training.share * whole
         assert steps * recipe.batch_size * recipe.sequence_length == pytest.approx(tokens, rel=0.01)
         last = recipe.progress(steps, training.policy or dms_jax.Vanilla())
@@ -313,24 +314,19 @@ def test_trainings_read_what_the_model_ended(tmp_path):
 
 
 def test_a_sweep_changes_one_thing_of_its_middle():
-    middle = TRAININGS[MIDDLE]
-    own = {"name": middle.name, "words": middle.words, "snapshots": ()}
+    fields = {field.name for field in dataclasses.fields(CENTRE)} - {"name", "words"}
     for each in SWEEPS:
-        recipe = dataclasses.replace(each.recipe(GIVEN), name="", snapshots=())
-        changed = recipe != dataclasses.replace(middle.recipe(GIVEN), name="", snapshots=())
-        fields = dataclasses.replace(each, make=middle.make, **own)
-        others = sum(
-            getattr(fields, field.name) != getattr(dataclasses.replace(middle, **own), field.name)
-            for field in dataclasses.fields(middle)
-            if field.name != "make"
-        )
-        assert changed + others == 1, each.name
+        changed = [name for name in fields if getattr(each, name) != getattr(CENTRE, name)]
+        assert len(changed) == 1, each.name
+    recipe = CENTRE.recipe(GIVEN)
+    wanted = dms_jax.recipes.dms_self_taught(4.0, tokens=GIVEN.sweep_tokens)
+    assert dataclasses.replace(recipe, name="dms_self_taught") == wanted
 
 
 def test_a_sweep_chooses_among_the_answers(tmp_path, monkeypatch):
-    config = dataclasses.replace(GIVEN, out=tmp_path, shards=1, temperatures=(0.7, 0.0))
+    config = dataclasses.replace(GIVEN, out=tmp_path, shards=1, temperatures=(1.0, 0.7, 0.0))
     row = {"question": 3, "held_out": False, "prompt": [1], "ended": True}
-    rows = [row | {"answer": 0, "response": [7]}, row | {"answer": 1, "response": [0]}]
+    rows = [row | {"answer": place, "response": [token]} for place, token in enumerate((7, 5, 0))]
     place = Paths(config).lessons("qwen", 0)
     place.parent.mkdir(parents=True)
     place.write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -351,13 +347,15 @@ def test_a_sweep_chooses_among_the_answers(tmp_path, monkeypatch):
         read = lessons.training_documents(config, "qwen", Model(), which)
         return [each.response.tolist() for each in read]
 
-    assert responses("all") == [[7], [0]]
-    assert responses("sampled") == [[7]]
+    assert responses("all") == [[7], [5], [0]]
+    assert responses("sampled") == [[7], [5]]
+    assert responses("cooler") == [[5]]
+    assert responses("warmer") == [[7]]
     assert responses("greedy") == [[0]]
     assert responses("correct") == [[7]]
-    assert judged == [(3, "seven"), (3, "0")]
+    assert judged == [(3, "seven"), (3, "0"), (3, "0")]
     assert responses("correct") == [[7]]
-    assert len(judged) == 2  # a file says what was right
+    assert len(judged) == 3  # a file says what was right
     assert lessons.read_rows(config, "qwen") == rows  # and is no share of the answers
 
 

@@ -238,33 +238,69 @@ def test_the_report_is_written_again_from_the_files(config):
     assert len(kept[0]["per_problem"]) == PROBLEMS
 
 
-def test_a_sweep_has_a_table_of_its_own(config):
-    paths = Paths(config)
+def _trained(config, name: str, right: int, peak: float) -> None:
+    """A training with its log, and so many right answers at its end."""
+    paths, ratio = Paths(config), f"{TRAININGS[name].ratio:g}"
     log = {
+        "training": name,
+        "recipe": TRAININGS[name].to_dict(config),
         "documents": 9,
-        "tokens": 100,
+        "tokens": 3_000_000,
         "seconds": 1.0,
         "bytes": 5,
         "held_out": {"distillation": 0.02},
         "steps": [{"evicted": 0.75}],
         **VERSIONS,
     }
-    for name, right in (("low-rank-to-4", 100), ("sweep-shift-0", 96)):
-        recipe = TRAININGS[name].to_dict(config)
-        write_json(paths.summary(name), log | {"training": name, "recipe": recipe})
-        job = Job("asking", "qwen", name, "4", "gsm8k")
-        write_json(paths.result(job), figures(right, 90.0))
+    write_json(paths.summary(name), log)
+    write_json(paths.result(Job("asking", "qwen", name, ratio, "gsm8k")), figures(right, peak))
+
+
+def test_a_sweep_has_a_table_of_its_own(config):
+    _trained(config, "low-rank-to-4", 110, 90.0)
+    _trained(config, "sweep-middle", 100, 90.0)
+    _trained(config, "sweep-shift-0", 96, 90.0)
     results = Results.read(config)
     first, second = page.sweep(results).splitlines()[2:]
-    assert first.startswith("| **DMS, low rank, window 16, to 4, 0.3 of the tokens** | 9 | 0.0200")
+    assert first.startswith("| **DMS, low rank, window 16, to 4** | 9 | 3.0 | 0.0200 | 4.00 | 90 ")
     assert "| 4.00 | 90 | 24.0 ± 2.1 | -1.0 ± 0.5 | -6.0 ± 1.2 |" in second
     assert "deciding for itself (shift 0) |" in second
     for table in (page.gsm8k(results, nominal=True), page.trainings(results)):
         assert "shift 0" not in table
-        assert "low rank, window 16, to 4" in table
+        assert table.count("low rank, window 16, to 4") == 1
     said = page.page(config, results, set(), "")
-    assert said.count("shift 0") == 1
+    assert said.count("shift 0") == 2
     assert "## One setting of the recipe at a time" in said
+
+
+def test_a_sweep_says_what_is_told_from_its_middle(config):
+    _trained(config, "sweep-middle", 100, 90.0)
+    assert page.sweep_said(Results.read(config)) == ""
+    _trained(config, "sweep-texts", 60, 90.0)
+    _trained(config, "sweep-window-256", 120, 230.0)
+    _trained(config, "sweep-adapter", 98, 92.0)
+    assert page.sweep_said(Results.read(config)).splitlines() == [
+        "The first one solves 25.0 ± 2.2% from a peak of 90. Two standard errors away from it are:",
+        "",
+        "- less: texts in place of answers (-10.0 ± 1.5).",
+        "- more: window 256 (+5.0 ± 1.1, from a peak of 230).",
+        "- not told from it: adapter (-0.5 ± 0.4).",
+    ]
+
+
+def test_rulers_other_tasks_have_a_table_for_each_length(config):
+    assert "multiquery" not in page.page(config, Results.read(config), set(), "")
+    paths = Paths(config)
+    for system, right, peak in (("vanilla", 200, 4000.0), ("tova", 150, 1000.0)):
+        share = {"accuracy": [right / PROBLEMS, 0.1]}
+        record = figures(right, peak, tasks={"niah_single_3": share, "cwe": share})
+        write_json(paths.result(free("qwen", system, "ruler_tasks-twice")), record)
+    said = page.page(config, Results.read(config), set(), "")
+    assert "8,192 tokens:\n\n|  | single_3 | cwe | mean | to vanilla | peak |" in said
+    assert "| vanilla | 50 | 50 | 50.0 ± 2.5 |  | 4000 |" in said
+    assert "| TOVA | 38 | 38 | 37.5 ± 2.4 | -12.5 ± 1.7 | 1000 |" in said
+    assert "|  | RULER's others, 8,192 |" in said
+    assert "4,096 tokens:" not in said
 
 
 def test_systems_have_names():

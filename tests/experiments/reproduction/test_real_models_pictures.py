@@ -19,7 +19,7 @@ def test_nothing_of_a_picture_touches_its_edge(tmp_path, monkeypatch):
         "per_problem": {"scores": [1.0, 0.0] * 30},
     }
     labels = (VANILLA, end_of(PLANNED), "expected", "h2o")
-    results = Results(1, {(QWEN, label, "gsm8k"): record for label in labels}, {}, None)
+    results = Results(1, 1, {(QWEN, label, "gsm8k"): record for label in labels}, {}, None)
     assert figures.draw(results, tmp_path) == {"gsm8k.png"}
     (picture,) = drawn
     picture.draw_without_rendering()

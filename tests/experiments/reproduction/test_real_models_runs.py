@@ -11,8 +11,10 @@ import tyro
 
 import dms_jax
 from dms_jax.command_line import help_texts
+from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
 from experiments.reproduction.real import commands, page, systems
+from experiments.reproduction.real.measures import TASKS_OF_CHOICES
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.results import Results
 from experiments.reproduction.real.settings import Config
@@ -153,6 +155,65 @@ def test_the_committed_page_says_the_commands_of_every_run_on_it():
     assert "0x" not in (PAGE / "results.json").read_text()
 
 
+def test_a_run_of_chosen_parts_says_which_it_did_and_judges_what_its_page_does(config):
+    names = ["asking-qwen-vanilla-gsm8k", "lessons-smollm2-0", "asking-smollm2-tova-needle"]
+    names += [f"training-qwen-{each}" for each in (PLANNED, RIVAL, "control", "dmc", "kvzap")]
+    write_plan(dataclasses.replace(config, judged=RIVAL, parts=("*",)))
+    for name in names:
+        write_json(config.out / "jobs" / f"{name}.json", {})
+    results = Results.read(dataclasses.replace(config, judged=PLANNED))
+    text = page.page(config, results, set(), "")
+    lines = [line for line in text.partition("## Again")[2].splitlines() if line[:4] == "    "]
+    assert 4 < len(lines) < 12
+    assert max(map(len, lines)) <= 100
+    asked, report = commands_of(text)
+    assert set(asked.parts) == set(names)
+    assert (asked.judged, report.judged) == (RIVAL, PLANNED)
+    planned = commands_of("## Again" + commands.again(results.commands, RIVAL))
+    assert [each.judged for each in planned] == [RIVAL, ""]  # the report has it from the plan
+
+
+def test_rows_of_the_judged_run_stand_before_those_of_a_later_one(config, tmp_path):
+    """A later run asks a few systems again and a new one; nothing of the verdicts changes."""
+    for path in config.out.glob("results/*/*/*.json"):
+        (system, _, setting), model = path.parent.name.partition("-at"), path.parts[-3]
+        names = {"model": model, "system": system, "setting": setting, "policy": {}}
+        write_json(path, read_json(path) | names | {"measure": path.stem})
+    before = Results.read(dataclasses.replace(config, judged=PLANNED))
+    file = tmp_path / "before" / "results.json"
+    write_json(file, before.to_dict())
+    later = Config(out=tmp_path / "later", run=2, earlier=file, judged=PLANNED)
+    place = Paths(later)
+    for job, right in ((free("qwen", "vanilla"), 200), (free("qwen", "h2o"), 150)):
+        write_json(place.result(job), figures(right, 360.0))
+    for measure in ("needle", systems.CHOICES):
+        for job in (free("smollm2", "vanilla", measure), free("smollm2", "snapkv", measure)):
+            own = figures(300 if "snapkv" in job.name else 390, 80.0)
+            tasks = dict.fromkeys(TASKS_OF_CHOICES, own) if measure == systems.CHOICES else {}
+            write_json(place.result(job), own | {"tasks": tasks})
+    results = Results.read(later)
+    assert (results.run, results.main, before.main) == (2, 1, 1)
+    assert page.verdicts(results) == page.verdicts(before)
+    assert results.get("qwen", "vanilla", "gsm8k")["run"] == 1
+    assert results.of_run(2, "qwen", "vanilla", "gsm8k")["run"] == 2
+    new = results.gap("qwen", "h2o", "vanilla", "gsm8k")  # of run 2, whose model solved 200
+    assert new.value == pytest.approx(-50 / PROBLEMS)
+    table = page.gsm8k(results).splitlines()
+    assert [line for line in table if "(run" in line] == [
+        line for line in table if line.startswith("| H2O (run 2) | 37.5")
+    ]
+    small = page.smollm2(results)
+    assert [line for line in small.splitlines() if "(run 2)" not in line] == page.smollm2(
+        before
+    ).splitlines()
+    assert "| SnapKV (run 2) | 75.0 (80)" in small
+    assert "| -22.5 ± " in small  # 300 to 390 of run 2, not to 200
+    assert "A row that names no run is of run 1, which" in page._opening(results)
+    kept = results.to_dict()["systems"]
+    assert [row["run"] for row in kept if row["measure"] == "gsm8k"].count(2) == 2
+    assert len(kept) == len(results.by_run)
+
+
 def test_figures_of_the_same_run_elsewhere_are_taken_in(config, tmp_path):
     elsewhere = dataclasses.replace(config, out=tmp_path / "elsewhere")
     paths = Paths(elsewhere)
@@ -167,6 +228,17 @@ def test_figures_of_the_same_run_elsewhere_are_taken_in(config, tmp_path):
     assert results.get("qwen", "vanilla", "gsm8k")["peak"] == 360  # of --out
     assert list(results.trainings) == [PLANNED, RIVAL]
     assert results.trainings[RIVAL]["seconds"] == 1
+
+
+def test_a_report_may_judge_another_training_than_its_run_asked_first(config, monkeypatch):
+    """What an earlier run decided stays judged where a later one only adds rows."""
+    write_plan(dataclasses.replace(config, judged="warm-up-w16-kept"))
+    told = []
+    monkeypatch.setattr(real_models, "write_pages", lambda config, _: told.append(config.judged))
+    report = Config(out=config.out, only="report", run=2)
+    assert real_models.main(report) == 0
+    assert real_models.main(dataclasses.replace(report, judged=RIVAL)) == 0
+    assert told == ["warm-up-w16-kept", RIVAL]
 
 
 def test_what_holds_as_much_as_retrofits_to_other_ratios_has_a_table_of_its_own(config):
@@ -231,11 +303,13 @@ def test_votes_of_an_earlier_run_are_on_the_page_of_the_next(config, tmp_path):
     assert page.gains(results).replace(" (run 1)", "") == said[0]
     votes = page.frontier(results).replace(" (run 1)", "")
     assert sorted(votes.splitlines()) == sorted(said[1].splitlines())
-    # The plain cache of another run has other answers: nothing is paired with it.
-    results.records["qwen", "vanilla", "frontier"] |= {"run": 2}
-    assert results.vote_gains(MAIN.label) == (None, None)
-    results.records["qwen", "vanilla", "frontier"] |= {"run": 1}
-    assert results.vote_gains(MAIN.label) == before.vote_gains(MAIN.label)
+    # The plain cache of another run has other answers: what is compared is of one run.
+    vanilla = ("qwen", "vanilla", "frontier")
+    asked_again = dataclasses.replace(results, records=dict(results.records))
+    asked_again.records[vanilla] = results.records[vanilla] | {"run": 2, "votes": {"of": {}}}
+    assert asked_again.vote_gains(MAIN.label) == before.vote_gains(MAIN.label)
+    del asked_again.by_run[1, *vanilla]
+    assert asked_again.vote_gains(MAIN.label) == (None, None)
     others = page.others(later, results, "qwen")
     assert "| vanilla (run 1) | 10.0 (627) | 5.0 (400, run 2) |" in others
     mean = results.mean_gap("smollm2-adapter-w16-at4", "vanilla")
