@@ -192,8 +192,8 @@ def test_errors_of_the_estimate():
         dms_jax.estimate(LLAMA_8B, tokens=64, device="t4")
     with pytest.raises(CapacityError, match=r"100 sequences of 1\.074 GB do not fit .*; 59 would"):
         dms_jax.estimate(LLAMA_8B, tokens=8192, device="h100", batch=100)
-    with pytest.raises(ConfigError, match=r"Unknown device 'b200'; known are h200, h100"):
-        dms_jax.estimate(LLAMA_8B, tokens=64, device="b200")
+    with pytest.raises(ConfigError, match=r"Unknown device 'b300'; known are b200, h200, h100"):
+        dms_jax.estimate(LLAMA_8B, tokens=64, device="b300")
     with pytest.raises(ConfigError, match="Vanilla compresses by its own options"):
         dms_jax.estimate(LLAMA_8B, tokens=64, compression_ratio=8)
     for options in ({"tokens": 0}, {"tokens": 64, "batch": 0}, {"tokens": 64, "page_size": -1}):

@@ -16,6 +16,10 @@ VISITS = f"{PREFILL}::test_the_plan_visits_what_is_seen_and_nothing_else"
 TILES = "tests/pallas_kernels/training/test_tiles.py"
 KERNELS = "tests/pallas_kernels/training/test_kernels.py"
 MMA_TRAINING = f"{KERNELS}::test_gpu_kernels_in_the_interpreter[mosaic_mma-['odd_group']]"
+WIDE_TRAINING = (
+    f"{KERNELS}::test_gpu_kernels_in_the_interpreter"
+    "[mosaic_gpu-['dim_256', 'dim_256_packed', 'dim_256_packed:75']]"
+)
 MMA_PROMPT = f"{PREFILL}::test_gpu_kernel_in_the_interpreter[mosaic_mma-['small_pages']]"
 SERVING = "tests/pallas_kernels/test_serving.py::test_on_a_gpu"
 
@@ -121,6 +125,20 @@ MUTANTS = [
         "dbias = dbias + jnp.where(distance < -problem.window, ds, 0.0).sum(axis=1)",
         "dbias = dbias + ds.sum(axis=1)",
         (MMA_TRAINING,),
+    ),
+    Mutant(
+        "kernels: the bias gradient of wide keys counts the window",
+        TRAINING + "gpu_wide_gradients.py",
+        "dbias = dbias + jnp.where(distance < -problem.window, ds, 0.0).sum(axis=1)",
+        "dbias = dbias + ds.sum(axis=1)",
+        (WIDE_TRAINING,),
+    ),
+    Mutant(
+        "kernels: queries are near one tile too long",
+        TRAINING + "gpu_key_gradient.py",
+        "k0 + window + 1, 0",
+        "k0 + window + 2, 0",
+        (f"{TILES}::test_zones_of_queries_hold_the_distances_that_they_promise",),
     ),
     Mutant(
         "kernels: Ampere's query gradient multiplies by the values",

@@ -22,7 +22,7 @@ def test_every_card_has_the_cases_that_are_compiled_for_it(kind):
 @pytest.mark.parametrize("kind", ["a100", *further("l4", "h200", "b200")])
 def test_kernels_are_compiled_for(kind):
     counts = told_by("tests/pallas_kernels/cards/compile_for_gpus.py", kind)
-    assert len(counts) >= 9
+    assert len(counts) >= 7
     for case, kernels in counts.items():
         # Attention and the merge of rows that are cut; on Hopper the plan is a kernel too.
         wanted = {"decode": 3 if kind == "h200" else 2, "write": 1, "select": 1}

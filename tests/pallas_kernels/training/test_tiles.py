@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.training import gpu_tiles, tpu_blocks
+from pallas_kernels.training import gpu_key_gradient, gpu_tiles, tpu_blocks
 from pallas_kernels.training.inputs import Inputs
 
 WINDOWS = [0, 1, 63, 64, 65, 100, 191, 300, 10**6]
@@ -36,6 +36,25 @@ def test_zones_on_a_gpu_hold_the_distances_that_they_promise(rows, block, window
                         assert (away <= window).all()
                 # What is visible is visited, and nothing else.
                 assert (away >= 0).any() == (tile < end)
+
+
+@pytest.mark.parametrize("window", [*WINDOWS, 77, 125])
+@pytest.mark.parametrize(("keys", "block"), [(64, 16), (64, 32), (64, 64), (128, 64)])
+def test_zones_of_queries_hold_the_distances_that_they_promise(keys, block, window):
+    count = 512 // block
+    for k0 in range(-280, 768, 7):  # keys before, among and after the queries
+        zones = gpu_key_gradient.query_zones(keys, window, block, jnp.int32(k0), jnp.int32(count))
+        first, *ends = map(int, zones)
+        assert 0 <= first <= ends[0] <= ends[1] <= ends[2] <= ends[3] == count
+        kinds = gpu_key_gradient.query_kinds(keys, window, block)
+        for tile in range(count):
+            away = distances(tile * block, block, k0, keys)
+            if tile < first:
+                assert (away < 0).all()
+                continue
+            bias, causal = kinds[sum(tile >= end for end in ends[:3])]
+            assert causal or (away >= 0).all()
+            assert bias == "select" or ((away > window) == (bias == "all")).all()
 
 
 def sorted_segments(random, batch, length):
