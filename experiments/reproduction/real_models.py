@@ -54,15 +54,16 @@ def main(config: Config) -> int:
         own = {"parts": config.parts} if config.parts else {}
         run_workers(JOBS, config.out, config.processes, end, **own)
         return status(config)
-    # Of this call, also of a report alone.
+    plan = carry_out(config, JOBS, check_settings)
+    # Of this call, also of a report alone: its page may judge what its plan did not name.
     told = dict(run=config.run, earlier=config.earlier, also=config.also)
     told |= {"judged": config.judged} if config.judged else {}
-    config = dataclasses.replace(carry_out(config, JOBS, check_settings), **told)
+    config = dataclasses.replace(plan, **told)
     if config.pack is not None:
         pack(config, config.pack)
-    paths = Paths(config)
-    failed = status(config)
-    left = [job for job in jobs(config) if not paths.done(job)]
+    paths = Paths(plan)
+    failed = status(plan)
+    left = [job for job in jobs(plan) if not paths.done(job)]
     print(f"{len(left)} jobs are left; {time.time() - start:.0f} s")
     if config.parts and (waiting := [job.name for job in left if not paths.ready(job)]):
         print(f"For what is not done yet, or in no part, wait: {', '.join(waiting)}")

@@ -46,12 +46,13 @@ def _option(name: str, value: Any) -> str:
     return f"--{name} {shlex.join(map(str, values))}"
 
 
-def again(runs: dict[int, list[str]], judged: str = "") -> str:
+def again(runs: dict[int, list[str]], judged: str = "", main: int | None = None) -> str:
     """How the runs of a page are repeated, the last one first.
 
     Args:
       runs: number of a run -> the commands of its plans.
-      judged: what the verdicts of the last run's page are about, if it was decided.
+      judged: what the verdicts of the page are about, if it was decided.
+      main: number of the run that measured it; later ones add to its page. The last one if None.
     """
     parts = [_OPENING]
     if len(runs) > 1:
@@ -59,7 +60,7 @@ def again(runs: dict[int, list[str]], judged: str = "") -> str:
             " What a run did not name was as the library and this script had it at its date."
         )
     for number in sorted(runs, reverse=True):
-        decided = judged if number == max(runs) else ""
+        decided = judged if number >= (main or max(runs)) else ""
         parts += [f"Run {number}:" if len(runs) > 1 else "", _run(number, runs, decided)]
         if any("--self-taught" in line for line in runs[number]):
             parts += [_TAUGHT, _three_commands(number)]

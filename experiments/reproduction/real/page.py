@@ -101,7 +101,7 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
             parts += [legends.LONGER, others(config, results, SMOLLM2)]
     if results.speed is not None:
         parts += ["## Milliseconds a step", speed(results.speed), legends.SPEED]
-    parts += ["## Again", again(results.commands, results.decided)]
+    parts += ["## Again", again(results.commands, results.decided, results.main)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -289,8 +289,9 @@ def smollm2(results: Results) -> str:
         own = next(record for record in found if record)
         told = zip(found, _TASK_LABELS, strict=True)
         cells = [_with_peak(record, task, own["run"]) for record, task in told]
-        alike = len({record["run"] for record in found if record}) == 1
-        mean = "" if label == VANILLA else percent(gap if alike else None, sign=True)
+        of_tasks = {record["run"] for record in found[: len(TASKS)] if record}
+        told_of = len(of_tasks) == 1 or label in FREE
+        mean = "" if label == VANILLA else percent(gap if told_of else None, sign=True)
         rows.append([shown(results, label, own), *cells, mean])
     return table(["", *_TASK_LABELS.values(), "mean to vanilla"], rows)
 

@@ -18,6 +18,7 @@ from experiments.reproduction.real.plan import Job, Paths, jobs
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import (
     CHOICES,
+    FREE,
     FRONTIER,
     FRONTIERS,
     PLANNED,
@@ -179,19 +180,23 @@ class Results:
         names = [name for name in self.trainings if _rival(TRAININGS[name]) and asked(name)]
         return sorted(names, key=lambda name: self.trainings[name]["held_out"]["distillation"])
 
-    def gap(self, model: str, one: str, other: str, measure: str) -> Measured | None:
+    def gap(
+        self, model: str, one: str, other: str, measure: str, run: int | None = None
+    ) -> Measured | None:
         """The score of one system less that of another of the same run, paired by problem.
 
         Where that run did not ask the other one, it is the other's of another run. None where one
-        of them was not asked, or was asked other problems.
+        of them was not asked, or was asked other problems. The run is that of the tables, unless
+        another one is given.
         """
-        return _difference(*self._beside(model, one, other, measure), measure)
+        return _difference(*self._beside(model, one, other, measure, run), measure)
 
     def _beside(
-        self, model: str, one: str, other: str, measure: str
+        self, model: str, one: str, other: str, measure: str, run: int | None = None
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The figures of two systems, of one run if the other was measured there."""
         left, right = (self.get(model, label, measure) for label in (one, other))
+        left = left if run is None else self.of_run(run, model, one, measure)
         if left and right and left["run"] != right["run"]:
             right = self.of_run(left["run"], model, other, measure) or right
         return left, right
@@ -204,7 +209,8 @@ class Results:
     def mean_gap(self, one: str, other: str) -> Measured | None:
         """The mean over SmolLM2's tasks of paired differences, of one run that has them all.
 
-        Of several of them the main one, else the last.
+        Of several of them the main one, else the last. What needs no training is the same in every
+        run: if none has all its tasks, they are of several, each difference of one of them.
         """
         of = lambda number, *key: self.of_run(number, SMOLLM2, *key)  # noqa: E731
         runs = {number for number, *_ in self.by_run}
@@ -213,7 +219,9 @@ class Results:
             gaps = [_difference(*pair, task) for pair, task in zip(pairs, TASKS, strict=True)]
             if None not in gaps:
                 return _mean([gap for gap in gaps if gap is not None])
-        return None
+        gaps = [self.gap(SMOLLM2, one, other, task) for task in TASKS]
+        found = [gap for gap in gaps if gap is not None]
+        return _mean(found) if one in FREE and len(found) == len(TASKS) else None
 
     def fewer(self, model: str, label: str, measure: str) -> float | None:
         """How many times smaller the peak is than the vanilla one; None as `gap` is."""

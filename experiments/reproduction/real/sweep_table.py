@@ -31,7 +31,7 @@ def sweep(results: Results) -> str:
                 f"{record['peak']:.0f}" if record else "-",
                 percent(score(record)) if record else "-",
                 percent(_to_the_middle(results, training), sign=True),
-                percent(results.gap(QWEN, label, VANILLA, "gsm8k"), sign=True),
+                percent(results.gap(QWEN, label, VANILLA, "gsm8k", log["run"]), sign=True),
             ]
         )
     heads = ["", "documents", "M tokens", "divergence", "reached", "peak", "GSM8K, %"]
@@ -41,7 +41,8 @@ def sweep(results: Results) -> str:
 def sweep_said(results: Results) -> str:
     """Which settings solve less than the middle of the sweep, more, or neither that can be told.
 
-    Told is what is two standard errors away from it. A setting whose peak is another has it beside.
+    Told is what is two standard errors away from it. A setting whose peak is another has it beside,
+    and one of another run that run, with whose middle it is compared.
     """
     middle = results.get(QWEN, end_of(CENTRE.name), "gsm8k")
     groups: dict[str, list[str]] = {"less": [], "more": [], "neither": []}
@@ -51,9 +52,10 @@ def sweep_said(results: Results) -> str:
             continue
         told = abs(gap.value) > 2 * gap.error
         kind = "neither" if not told else "less" if gap.value < 0 else "more"
-        peak = results.records[QWEN, end_of(training.name), "gsm8k"]["peak"]
-        other = abs(peak / middle["peak"] - 1) > _SAME_PEAK
-        beside = f", from a peak of {peak:.0f}" if other else ""
+        record = results.records[QWEN, end_of(training.name), "gsm8k"]
+        other = abs(record["peak"] / middle["peak"] - 1) > _SAME_PEAK
+        beside = f", from a peak of {record['peak']:.0f}" if other else ""
+        beside += f", run {record['run']}" if record["run"] != middle["run"] else ""
         groups[kind] += [f"{_changed(training)} ({percent(gap, sign=True)}{beside})"]
     if middle is None or not any(groups.values()):
         return ""
@@ -79,11 +81,14 @@ def _changed(training: Training) -> str:
 
 
 def _tried(results: Results) -> Sequence[tuple[Training, dict[str, Any]]]:
-    """The trainings of the sweep that there are, with the log of the last run that has them."""
+    """The trainings of the sweep that there are, with the log of the last run that has them.
+
+    The middle is there with the log of every run, since others are compared with it in their own.
+    """
     found = []
     for training in (CENTRE, *SWEEPS):
-        log = next((each for each in results.logs if each["training"] == training.name), None)
-        found += [(training, log)] if log is not None else []
+        logs = [each for each in results.logs if each["training"] == training.name]
+        found += [(training, log) for log in (logs if training == CENTRE else logs[:1])]
     return found
 
 

@@ -58,7 +58,9 @@ def verdicts(results: Results) -> str:
                 held = within(gap, POINTS)
                 if results.unpaired(QWEN, main, other, measure):
                     held = _OTHER_PROBLEMS
-                lines += [f"- GSM8K, {how}: within {POINTS:g} points of {what}: {held}."]
+                asked = results.get(QWEN, other, measure)
+                of = f" (run {asked['run']})" if asked and asked["run"] != results.main else ""
+                lines += [f"- GSM8K, {how}: within {POINTS:g} points of {what}{of}: {held}."]
         lines += [_against_free(results, main, record["peak"]), _claim(results, main)]
     lines += [_three(results), *_of_smollm2(results)]
     order = ("**does not hold", "**holds on the mean", "**is not told apart", "**holds**")

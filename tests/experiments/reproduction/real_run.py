@@ -4,10 +4,11 @@ import pathlib
 
 import numpy as np
 
-from experiments.reproduction.files import write_json
+from experiments.reproduction.files import read_json, write_json
 from experiments.reproduction.real import systems
 from experiments.reproduction.real.measures import NEEDLES, TASKS_OF_CHOICES
 from experiments.reproduction.real.plan import Job, Paths, free
+from experiments.reproduction.real.results import Results
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import PLANNED
 
@@ -74,3 +75,13 @@ def run_of_two_models(tmp_path: pathlib.Path) -> Config:
     more = {"sampling": {"max_new_tokens": 400}, "policy": {}, "chains_of_problems": chains}
     write_json(paths.result(job), figures(1, 2.0, **more))
     return config
+
+
+def write_page_of(config: Config, folder: pathlib.Path) -> pathlib.Path:
+    """The results.json of a page of a run, whose records say what they are of, as a run's do."""
+    for path in config.out.glob("results/*/*/*.json"):
+        (system, _, setting), model = path.parent.name.partition("-at"), path.parts[-3]
+        names = {"model": model, "system": system, "setting": setting, "measure": path.stem}
+        write_json(path, {"policy": {}} | read_json(path) | names)
+    write_json(folder / "results.json", Results.read(config).to_dict())
+    return folder / "results.json"

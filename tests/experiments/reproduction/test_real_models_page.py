@@ -11,6 +11,7 @@ from experiments.reproduction.files import read_json, write_json
 from experiments.reproduction.real import names, page
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.results import THREE, Results
+from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import PLANNED, RIVAL, TRAININGS
 from experiments.reproduction.runs import write_plan
 from tests.experiments.reproduction.real_run import (
@@ -22,6 +23,7 @@ from tests.experiments.reproduction.real_run import (
     VERSIONS,
     figures,
     run_of_two_models,
+    write_page_of,
 )
 
 
@@ -286,6 +288,31 @@ def test_a_sweep_says_what_is_told_from_its_middle(config):
         "- more: window 256 (+5.0 ± 1.1, from a peak of 230).",
         "- not told from it: adapter (-0.5 ± 0.4).",
     ]
+
+
+def test_a_sweep_over_two_runs_compares_each_setting_with_the_middle_of_its_run(config, tmp_path):
+    """Run 1: 100 of its middle, 110 with texts, 120 of the model itself; run 2: 90, 95 and 130."""
+    _trained(config, "sweep-middle", 100, 90.0)
+    _trained(config, "sweep-texts", 110, 90.0)
+    file = write_page_of(config, tmp_path / "before")
+    later = Config(out=tmp_path / "later", run=2, earlier=file)
+    write_json(Paths(later).result(free("qwen", "vanilla")), figures(130, 360.0))
+    _trained(later, "sweep-middle", 90, 91.0)
+    _trained(later, "sweep-adapter", 95, 92.0)
+    results = Results.read(later)
+    rows = [line.strip("| ").split(" | ") for line in page.sweep(results).splitlines()[2:]]
+    assert [(row[0], row[6][:4], row[7][:4], row[8][:5]) for row in rows] == [
+        ("**DMS, low rank, window 16, to 4**", "22.5", "-", "-10.0"),
+        ("**DMS, low rank, window 16, to 4 (run 1)**", "25.0", "-", "-5.0 "),
+        (
+            "DMS, low rank, window 16, to 4, texts in place of answers (run 1)",
+            *("27.5", "+2.5", "-2.5 "),
+        ),
+        ("DMS, adapter, window 16, to 4", "23.8", "+1.2", "-8.8 "),
+    ]
+    said = page.sweep_said(results)
+    assert "- more: texts in place of answers (+2.5 ± 0.8, run 1); adapter (+1.2 ± 0.6)." in said
+    assert "The first one solves 22.5" in said
 
 
 def test_rulers_other_tasks_have_a_table_for_each_length(config):

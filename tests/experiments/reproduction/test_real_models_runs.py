@@ -22,6 +22,7 @@ from experiments.reproduction.real.systems import PLANNED, RIVAL
 from experiments.reproduction.runs import write_plan
 from tests.experiments.reproduction.real_run import (
     ADAPTER,
+    CONTROL,
     MAIN,
     MAIN_FRONTIER,
     PROBLEMS,
@@ -29,6 +30,7 @@ from tests.experiments.reproduction.real_run import (
     VERSIONS,
     figures,
     run_of_two_models,
+    write_page_of,
 )
 
 PAGE = pathlib.Path(systems.__file__).parents[2] / "results" / "real_models"
@@ -66,8 +68,8 @@ def test_rows_that_were_asked_other_problems_are_not_paired_and_the_page_says_wh
     said = page.verdicts(decided)
     other = "**not measured on the same problems**"
     assert f"peak 120; at least 3 times smaller: {other}" in said
-    assert f"GSM8K, greedy: within 2 points of the model itself: {other}" in said
-    assert f"GSM8K, greedy: within 2 points of the control: {other}" in said
+    assert f"GSM8K, greedy: within 2 points of the model itself (run 2): {other}" in said
+    assert f"GSM8K, greedy: within 2 points of the control (run 2): {other}" in said
     assert "10 points lower: **holds** (+0.0 ± 0.0 above H2O)" not in said
     # The same number of problems, but not the same ones.
     for label, start in (("vanilla", 0), ("tova", 7)):
@@ -171,17 +173,16 @@ def test_a_run_of_chosen_parts_says_which_it_did_and_judges_what_its_page_does(c
     assert (asked.judged, report.judged) == (RIVAL, PLANNED)
     planned = commands_of("## Again" + commands.again(results.commands, RIVAL))
     assert [each.judged for each in planned] == [RIVAL, ""]  # the report has it from the plan
+    # What run 2 decided is told with every later run, whose plans do not say it.
+    plans = {number: [f"{commands.SCRIPT} --qwen q.gguf"] for number in (1, 2, 3, 4)}
+    later = commands_of("## Again" + commands.again(plans, RIVAL, 2))
+    assert [each.judged for each in later if each.only == "report"] == [RIVAL, RIVAL, RIVAL, ""]
 
 
 def test_rows_of_the_judged_run_stand_before_those_of_a_later_one(config, tmp_path):
     """A later run asks a few systems again and a new one; nothing of the verdicts changes."""
-    for path in config.out.glob("results/*/*/*.json"):
-        (system, _, setting), model = path.parent.name.partition("-at"), path.parts[-3]
-        names = {"model": model, "system": system, "setting": setting, "policy": {}}
-        write_json(path, read_json(path) | names | {"measure": path.stem})
+    file = write_page_of(config, tmp_path / "before")
     before = Results.read(dataclasses.replace(config, judged=PLANNED))
-    file = tmp_path / "before" / "results.json"
-    write_json(file, before.to_dict())
     later = Config(out=tmp_path / "later", run=2, earlier=file, judged=PLANNED)
     place = Paths(later)
     for job, right in ((free("qwen", "vanilla"), 200), (free("qwen", "h2o"), 150)):
@@ -230,9 +231,48 @@ def test_figures_of_the_same_run_elsewhere_are_taken_in(config, tmp_path):
     assert results.trainings[RIVAL]["seconds"] == 1
 
 
+def test_what_needs_no_training_has_a_mean_over_tasks_of_two_runs(config, tmp_path):
+    """Needles of run 1, choices of run 2: to the model itself of each, 200 and 390 right."""
+    needle, choices = (free("smollm2", "quest", each) for each in ("needle", systems.CHOICES))
+    write_json(Paths(config).result(needle), figures(180, 80.0))
+    write_json(Paths(config).result(Job(*ADAPTER, "needle")), figures(180, 80.0))
+    for name in ("vanilla", "smollm2-adapter-w16-at4"):  # run 1 asked no choices
+        (config.out / "results" / "smollm2" / name / "choices.json").unlink()
+    file = write_page_of(config, tmp_path / "before")
+    later = Config(out=tmp_path / "later", run=2, earlier=file)
+    adapter = Job(*ADAPTER, systems.CHOICES)
+    for job, right in ((free("smollm2", "vanilla", systems.CHOICES), 390), (choices, 290)):
+        write_json(Paths(later).result(job), _of_choices(right))
+    write_json(Paths(later).result(adapter), _of_choices(290))
+    results = Results.read(later)
+    mean = results.mean_gap("quest", "vanilla")
+    assert mean.value == pytest.approx((4 * -100 - 20) / 5 / PROBLEMS)
+    assert results.mean_gap("smollm2-adapter-w16-at4", "vanilla") is None  # another training
+    rows = {line[:7]: line for line in page.smollm2(results).splitlines()}
+    assert rows["| Quest"].endswith("| -21.0 ± 0.9 |")
+    assert rows["| DMS, "].endswith("| - | - |")
+
+
+def _of_choices(right: int) -> dict:
+    """A record of the tasks with choices, each with so many right answers."""
+    own = figures(right, 80.0)
+    return own | {"tasks": dict.fromkeys(TASKS_OF_CHOICES, own)}
+
+
+def test_a_verdict_says_the_run_of_a_control_that_another_one_asked(config, tmp_path):
+    Paths(config).result(CONTROL).unlink()
+    file = write_page_of(config, tmp_path / "before")
+    later = Config(out=tmp_path / "later", run=2, earlier=file, judged=PLANNED)
+    write_json(Paths(later).result(CONTROL), figures(116, 360.0))
+    said = page.verdicts(Results.read(later))
+    assert "within 2 points of the control (run 2): **holds** (+0.0 ± 0.0)" in said
+    assert "GSM8K, greedy: within 2 points of the model itself: **holds" in said
+
+
 def test_a_report_may_judge_another_training_than_its_run_asked_first(config, monkeypatch):
     """What an earlier run decided stays judged where a later one only adds rows."""
-    write_plan(dataclasses.replace(config, judged="warm-up-w16-kept"))
+    parts = ("asking-qwen-warm-up-w16-kept-at3.3-ruler_tasks",)  # of no other plan
+    write_plan(dataclasses.replace(config, judged="warm-up-w16-kept", parts=parts))
     told = []
     monkeypatch.setattr(real_models, "write_pages", lambda config, _: told.append(config.judged))
     report = Config(out=config.out, only="report", run=2)
@@ -283,13 +323,8 @@ def test_votes_of_an_earlier_run_are_on_the_page_of_the_next(config, tmp_path):
     math500 = free("qwen", "vanilla", "math500")
     write_json(Paths(config).result(math500), figures(40, 627.0))
     write_json(config.out / "results/qwen/speed/speed.json", {"rows": [], **SIZES, **VERSIONS})
-    for path in config.out.glob("results/*/*/*.json"):
-        (system, _, setting), model = path.parent.name.partition("-at"), path.parts[-3]
-        names = {"model": model, "system": system, "setting": setting}
-        write_json(path, read_json(path) | names | {"measure": path.stem})
+    file = write_page_of(config, tmp_path / "before")
     before = Results.read(config)
-    file = tmp_path / "before" / "results.json"
-    write_json(file, before.to_dict())
     said = [page.gains(before), page.frontier(before)]
     assert "| vanilla | 400 | 8 |" in said[1]
 
