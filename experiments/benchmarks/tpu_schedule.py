@@ -2,14 +2,14 @@
 
 Each kernel is compiled ahead of time for v5e, v5p and v6e, and its instruction bundles are read
 (`tpu_bundles`). A TensorCore issues at most one bundle a cycle, and copies go on beside it. So a
-block of the decode kernel, one of two buffers, takes
+block of the decode kernel, of which n are in buffers, takes
 
-    max(D, C, (D + C + latency) / 2)
+    max(D, C, (D + C + latency) / n)
 
-where D is the time of its bytes at the bandwidth of the data sheet and C that of its bundles: with
-two buffers the copy of a block starts when the one before the last has been computed. The latency
-of a copy is not in any data sheet: the model is shown for several. Bundles count every branch as
-executed, so C is an upper bound; stalls of the pipeline are not in it.
+where D is the time of its bytes at the bandwidth of the data sheet and C that of its bundles: the
+copy of a block starts when the one n - 1 before it is about to be computed. The latency of a copy
+is not in any data sheet: the model is shown for several. Bundles count every branch as executed, so
+C is an upper bound; stalls of the pipeline are not in it.
 
     python -m experiments.benchmarks.tpu_schedule --out experiments/results/tpu_schedule
 """
@@ -109,17 +109,21 @@ def compiled(chip: Chip, operation: str, implementation: str, shape) -> dict[str
 def decode_parts(kernel: Loop, slots: int, page_size: int) -> dict[str, int]:
     """Finds the loops of the decode kernel: bundles of a row and of a block, and its copies."""
     row = kernel.loops[0]
-    block = next(loop for loop in row.loops if loop.waits and loop.loops)
+    # The first of these starts the copies before the first row, all buffers but one; in the second
+    # a block is computed.
+    first, block = (loop for loop in row.loops if loop.waits and loop.loops)
+    assert first.rounds is not None
     # A loop starts the copies of a whole block in runs of pages; where one run is all, it is part
-    # of the block, once for the next block and once for that of the next row.
+    # of the block.
     runs = next((loop for loop in block.loops if loop.copies and loop.rounds), None)
-    if runs is None:
-        copies, starting = [size for _, size in block.copies[: len(block.copies) // 2]], 0
-    else:
-        rounds = runs.rounds or 1
-        copies, starting = [size for _, size in runs.copies] * rounds, rounds * runs.bundles
+    rounds, starting, source = 1, 0, block
+    if runs is not None:
+        assert runs.rounds is not None
+        rounds, starting, source = runs.rounds, runs.rounds * runs.bundles, runs
+    copies = [size for way, size in source.copies if way == "hbm_to_vmem"] * rounds
     block_slots = len(copies) // 2 * page_size
     return {
+        "buffers": first.rounds + 1,
         "row_bundles": row.bundles,
         "block_bundles": block.bundles + starting,
         "starting_bundles": starting,
@@ -139,7 +143,8 @@ def decode_share(parts: dict[str, int], slots: int, chip: Chip, bandwidth: float
     copying, computing = live / own, bundles / chip.clock
     share = {
         f"share_at_{latency * 1e6:g}_us": round(
-            copying / max(copying, computing, (copying + computing + latency) / 2), 3
+            copying / max(copying, computing, (copying + computing + latency) / parts["buffers"]),
+            3,
         )
         for latency in LATENCIES
     }
@@ -208,20 +213,23 @@ def page(records: list[dict[str, Any]]) -> str:
         "",
         "## Decode attention",
         "",
-        "A block is copied while another is computed. Cycles of a block: of its bytes at the",
-        "bandwidth of the data sheet, and of its bundles (with its part of what a row takes). The",
-        "share of that bandwidth follows for a latency of a copy that no data sheet tells. Beside",
-        "it: tpu-inference claims 86% for its ragged paged attention, which has one page table",
-        "for all heads of a sequence; here each KV head has rows of its own length.",
+        "A block is computed while those that fill the other buffers are copied. Cycles of a",
+        "block: of its bytes at the bandwidth of the data sheet, and of its bundles (with its part",
+        "of what a row takes). The share of that bandwidth follows for a latency of a copy that no",
+        "data sheet tells. Beside it: tpu-inference claims 86% for its ragged paged attention,",
+        "which has one page table for all heads of a sequence; here each KV head has rows of its",
+        "own length.",
         "",
-        "| chip | slots | page | copies a block | bytes each | cycles: bytes | cycles: bundles "
-        "| share at 0 | 0.5 | 1 us |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| chip | slots | page | buffers | copies a block | bytes each | cycles: bytes "
+        "| cycles: bundles | share at 0 | 0.5 | 1 us |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in records:
         if one["operation"] == "decode":
             shares = [f"{one[f'share_at_{latency * 1e6:g}_us']:.0%}" for latency in LATENCIES]
-            cells = [one[key] for key in ("chip", "slots", "page_size", "copies_a_block")]
+            cells = [
+                one[key] for key in ("chip", "slots", "page_size", "buffers", "copies_a_block")
+            ]
             cells += [one[key] for key in ("bytes_a_copy", "copy_cycles", "cycles")]
             lines.append(f"| {' | '.join(map(str, [*cells, *shares]))} |")
     lines += [

@@ -99,6 +99,9 @@ CONTRACT: tuple[DecodeCase, ...] = (
     replace(BASE, name="all_empty", lengths=(0, 0, 0)),
     replace(BASE, name="one_long_row", lengths=(1, 20 * _P + 1, 0, 2)),
     replace(BASE, name="many_short_rows", lengths=tuple(range(1, 25))),
+    # More rows than are copied ahead, some of them empty, and some of several blocks.
+    replace(BASE, name="short_and_long_rows", page_size=16, group=2, head_dim=64,
+            lengths=(0, 5, 16, 40, 1100, *(1, 0, 0, 5, 16, 40) * 5, 600, 0, 0, 3, 530, 1, 16, 0)),
 )  # fmt: skip
 
 # Served by plain XLA alone: shapes of toy models, and oracles in float64.

@@ -1,10 +1,14 @@
 """Paged decode attention for TPUs.
 
-The grid walks the rows in order, split over the cores of a chip. A row's pages are copied from
-device memory in blocks of about a thousand slots into one of two buffers, while that in the other
-is computed; the last block of a row is computed while the first one of the next row arrives. The
-page table stays in device memory, and only two rows of it are in scalar memory at a time, because
-the whole table of hundreds of rows of hundreds of pages would not fit.
+The grid walks the rows in order, split over the cores of a chip, and a row in blocks of about a
+thousand slots; a row without keys is one block without pages. While a block is computed, the copies
+of those after it are under way, into a ring of buffers that holds enough bytes for the latency of
+device memory: of later blocks of the row, or of several rows to come, as after eviction rows are
+short. The page table stays in device memory, and a few rows of it are in scalar memory at a time,
+because the whole table of hundreds of rows of hundreds of pages would not fit.
+
+    copied      . . . row 5, block 2 | row 6, block 0 | row 7, block 0 | row 7, block 1
+    computed    row 5, block 1
 
 A core starts copies and computes from one stream of instructions, so what it takes to start the
 copy of a page comes out of the time of the block (`experiments/results/tpu_schedule`).
@@ -26,16 +30,21 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOWEST
 
-# Number of slots in a block: the more, the longer the copy of one hides the latency of the next;
-# the last block of a row is computed as a whole, so it is a quarter of the longest row or less.
+# Number of slots in a block: the more, the fewer instructions a slot; the last block of a row is
+# computed as a whole, so it is a quarter of the longest row or less.
 _LEAST_SLOTS, _MOST_SLOTS = 512, 2048
 _LANES = 128
 # Number of pages whose copies are started side by side.
 _RUN = 8
 # The rows are split in two for chips with two cores; a chip with one core walks both halves.
 _CORES = 2
-# Bytes of both buffers of keys and of values.
-_VMEM_BYTES = 8 << 20
+# Bytes under way while a block is computed: what v6e reads in 1.9 us.
+_BYTES_AHEAD = 3 << 20
+# Buffers of a block at most, and bytes of all of them.
+_MOST_BUFFERS, _VMEM_BYTES = 9, 8 << 20
+# Rows of the page table in scalar memory at most, and bytes of all of them: more than blocks are
+# copied ahead, so that a row's table is there before its first block.
+_MOST_TABLES, _SMEM_BYTES = 16, 128 << 10
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,9 @@ class _Sizes:
     rows_a_core: int
     page_size: int
     pages_a_block: int
+    buffers: int
     columns: int
+    tables: int  # a power of two
     scale: float
     precision: lax.Precision | None
     return_lse: bool
@@ -67,25 +78,32 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
     lse_ref, refs = (refs[0], refs[1:]) if sizes.return_lse else (None, refs)
     scores_hbm, refs = (refs[0], refs[1:]) if sizes.return_scores else (None, refs)
     table, k_buffer, v_buffer, state, table_arrived, arrived, *refs = refs
-    step = pl.program_id(1)
-    row = pl.program_id(0) * sizes.rows_a_core + step
-    has_next = step + 1 < sizes.rows_a_core
+    first_row, step = pl.program_id(0) * sizes.rows_a_core, pl.program_id(1)
+    row = first_row + step
     length = lengths_ref[row]
-    next_length = jnp.where(has_next, lengths_ref[row + has_next.astype(jnp.int32)], 0)
-    blocks = _ceil_divide(length, sizes.block)
+
+    def blocks_of(of_length):
+        return jnp.maximum(_ceil_divide(of_length, sizes.block), 1)
+
+    def after(buffer):
+        return jnp.where(buffer + 1 == sizes.buffers, 0, buffer + 1)
 
     def table_copy(of_step, act):
         """Calls `act` on the copies of a row of the page table, one for each plane of lanes."""
-        entries = (of_step & 1) * sizes.columns
+        place = of_step & (sizes.tables - 1)
         for plane in range(sizes.columns // _LANES):
-            source = table_hbm.at[row - step + of_step, plane]
-            start = pl.multiple_of(entries + plane * _LANES, _LANES)
-            act(pltpu.make_async_copy(source, table.at[pl.ds(start, _LANES)], table_arrived))
+            source = table_hbm.at[first_row + of_step, plane]
+            start = pl.multiple_of(place * sizes.columns + plane * _LANES, _LANES)
+            act(
+                pltpu.make_async_copy(
+                    source, table.at[pl.ds(start, _LANES)], table_arrived.at[place]
+                )
+            )
 
-    def fetch(of_step, of_length, block, buffer):
+    def copy_pages(of_step, of_length, block, buffer):
         """Starts the copies of the live pages of a block."""
         first = block * sizes.pages_a_block
-        entry = (of_step & 1) * sizes.columns + first
+        entry = (of_step & (sizes.tables - 1)) * sizes.columns + first
         live = _ceil_divide(of_length, sizes.page_size) - first
 
         def start(j):
@@ -116,6 +134,31 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
 
             lax.fori_loop(0, live, page_step, 0)
 
+    def copy_next():
+        """Starts the copies of the next block of all that this core reads, if any is left."""
+        of_step, block, buffer = state[0], state[1], state[2]
+
+        @pl.when(of_step < sizes.rows_a_core)
+        def _():
+            of_length = lengths_ref[first_row + of_step]
+
+            @pl.when(block == 0)
+            def _change_row():
+                table_copy(of_step, lambda copy: copy.wait())
+                later = (
+                    of_step + sizes.tables - 1
+                )  # in the place of the row before, which is all copied
+
+                @pl.when(later < sizes.rows_a_core)
+                def _():
+                    table_copy(later, lambda copy: copy.start())
+
+            copy_pages(of_step, of_length, block, buffer)
+            last = block + 1 >= blocks_of(of_length)
+            state[0] = of_step + last.astype(jnp.int32)
+            state[1] = jnp.where(last, 0, block + 1)
+            state[2] = after(buffer)
+
     def wait(block, buffer):
         """Waits for the copies of the live pages of a block."""
         live = _ceil_divide(length, sizes.page_size) - block * sizes.pages_a_block
@@ -140,27 +183,20 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
 
     @pl.when(step == 0)
     def _begin():
-        table_copy(0, lambda copy: copy.start())
-        table_copy(0, lambda copy: copy.wait())
-        # The number of the next buffer, and whether the copy of its first block has started.
-        state[0] = 0
-        state[1] = 0
+        # Row, block and buffer of the next copies, and the buffer that is computed next.
+        for place in range(4):
+            state[place] = 0
 
-    @pl.when(has_next)
-    def _fetch_next_table():
-        table_copy(step + 1, lambda copy: copy.start())
+        def start_table(of_step, _):
+            table_copy(of_step, lambda copy: copy.start())
+            return _
 
-    buffer_now = state[0]
+        def start_block(_, carry):
+            copy_next()
+            return carry
 
-    @pl.when((blocks > 0) & (state[1] == 0))
-    def _fetch_first():
-        fetch(step, length, 0, buffer_now)
-
-    def fetch_of_next_row(buffer):
-        @pl.when(has_next)
-        def _():
-            table_copy(step + 1, lambda copy: copy.wait())
-            fetch(step + 1, next_length, 0, buffer)
+        lax.fori_loop(0, min(sizes.tables - 1, sizes.rows_a_core), start_table, 0)
+        lax.fori_loop(0, sizes.buffers - 1, start_block, 0)
 
     q = q_ref[...]
     heads, head_dim = q.shape
@@ -169,17 +205,8 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
     )
 
     def block_step(block, carry):
-        peak, total, out = carry
-        buffer = (buffer_now + block) & 1
-
-        @pl.when(block + 1 < blocks)
-        def _fetch_next():
-            fetch(step, length, block + 1, 1 - buffer)
-
-        @pl.when(block + 1 == blocks)
-        def _fetch_next_row():
-            fetch_of_next_row(1 - buffer)
-
+        buffer, peak, total, out = carry
+        copy_next()
         wait(block, buffer)
         k = k_buffer[buffer].reshape(sizes.block, head_dim)
         live = length - block * sizes.block
@@ -208,25 +235,22 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
         shrink = jnp.exp(peak - new_peak)
         v = v_buffer[buffer].reshape(sizes.block, head_dim)
         new_out = out * shrink + dot(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-        return new_peak, total * shrink + jnp.sum(weights, axis=1, keepdims=True), new_out
+        total = total * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        return after(buffer), new_peak, total, new_out
 
-    peak, total, out = lax.fori_loop(
+    buffer, peak, total, out = lax.fori_loop(
         0,
-        blocks,
+        blocks_of(length),
         block_step,
         (
+            state[3],
             jnp.full((heads, 1), LOWEST, jnp.float32),
             jnp.zeros((heads, 1), jnp.float32),
             jnp.zeros((heads, head_dim), jnp.float32),
         ),
     )
 
-    @pl.when(blocks == 0)
-    def _pass_over():
-        fetch_of_next_row(buffer_now)
-
-    state[0] = (buffer_now + blocks) & 1
-    state[1] = (has_next & (next_length > 0)).astype(jnp.int32)
+    state[3] = buffer
     some = total > 0
     out_ref[...] = (out * jnp.where(some, 1 / total, 0)).astype(out_ref.dtype)
     if sizes.return_lse:
@@ -272,12 +296,17 @@ def decode_attention_tpu(
     row_count, group, head_dim = q.shape
     page_size, columns, dtype = rows.page_size, rows.page_table.shape[1], rows.k_pages.dtype
     padded_dim = -(-head_dim // _LANES) * _LANES
-    slot_bytes = 4 * padded_dim * dtype.itemsize
+    slot_bytes = 2 * padded_dim * dtype.itemsize
     wanted = min(max(rows.slots // 4, _LEAST_SLOTS), _MOST_SLOTS)
-    wanted = min(wanted, max(_LANES, rows.slots), _VMEM_BYTES // slot_bytes)
+    wanted = min(wanted, max(_LANES, rows.slots), _VMEM_BYTES // (2 * slot_bytes))
     # Scores are written in whole lanes.
     unit = max(1, _LANES // page_size)
     pages_a_block = max(1, wanted // (page_size * unit)) * unit
+    block_bytes = pages_a_block * page_size * slot_bytes
+    buffers = min(1 + -(-_BYTES_AHEAD // block_bytes), _MOST_BUFFERS, _VMEM_BYTES // block_bytes)
+    # Copies to scalar memory take whole planes of lanes.
+    all_columns = -(-columns // _LANES) * _LANES
+    tables = min(max(2, _SMEM_BYTES // (4 * all_columns)), _MOST_TABLES)
     rows_a_core = -(-row_count // _CORES)
     all_rows = rows_a_core * _CORES
     packing = _packing(q.dtype)
@@ -286,8 +315,9 @@ def decode_attention_tpu(
         rows_a_core=rows_a_core,
         page_size=page_size,
         pages_a_block=pages_a_block,
-        # Copies to scalar memory take whole planes of lanes.
-        columns=-(-columns // _LANES) * _LANES,
+        buffers=max(2, buffers),
+        columns=all_columns,
+        tables=1 << (tables.bit_length() - 1),
         scale=scale,
         precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
         return_lse=return_lse,
@@ -305,14 +335,14 @@ def decode_attention_tpu(
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     out_shape = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     out_specs = [pl.BlockSpec((None, heads, head_dim), of_row)]
-    page_buffer = pltpu.VMEM((2, pages_a_block, page_size, head_dim), dtype)
+    page_buffer = pltpu.VMEM((sizes.buffers, pages_a_block, page_size, head_dim), dtype)
     scratch = [
-        pltpu.SMEM((2 * sizes.columns,), jnp.int32),
+        pltpu.SMEM((sizes.tables * sizes.columns,), jnp.int32),
         page_buffer,
         page_buffer,
-        pltpu.SMEM((2,), jnp.int32),
-        pltpu.SemaphoreType.DMA,
-        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SMEM((4,), jnp.int32),
+        pltpu.SemaphoreType.DMA((sizes.tables,)),
+        pltpu.SemaphoreType.DMA((sizes.buffers,)),
     ]
     if return_lse:
         out_shape.append(jax.ShapeDtypeStruct((all_rows, heads, _LANES), jnp.float32))

@@ -46,17 +46,30 @@ def loop(bundles, *loops, copies=(), waits=0, rounds=None):
 
 
 # A row of two blocks of two runs of four pages of 16 slots each, whose keys and values are copied.
-PAGE = ("hbm_to_vmem", 4096)
+# The loops before it start the copies of tables, and of the blocks of all buffers but one.
+PAGE, TABLE = ("hbm_to_vmem", 4096), ("hbm_to_smem", 512)
+BEFORE = (
+    loop(11, copies=[TABLE], rounds=15),
+    loop(
+        70,
+        loop(40, copies=[PAGE] * 8, rounds=2),
+        loop(15, copies=[PAGE] * 2),
+        copies=[TABLE],
+        waits=1,
+        rounds=4,
+    ),
+)
 KERNEL = loop(
     5,
     loop(
         100,
-        loop(20, copies=[PAGE] * 2),
+        *BEFORE,
         loop(
             300,
             loop(40, copies=[PAGE] * 8, rounds=2),
             loop(15, copies=[PAGE] * 2),
             loop(8, waits=1),
+            copies=[TABLE],
             waits=2,
         ),
         rounds=258,
@@ -80,6 +93,7 @@ def test_loops_of_bundles_are_read():
 def test_the_share_of_the_bandwidth_follows_from_bytes_bundles_and_latency():
     parts = tpu_schedule.decode_parts(KERNEL, 256, 16)
     assert parts == {
+        "buffers": 5,
         "row_bundles": 100,
         "block_bundles": 380,
         "starting_bundles": 80,
@@ -96,14 +110,18 @@ def test_the_share_of_the_bandwidth_follows_from_bytes_bundles_and_latency():
         "copy_cycles": 66,
         "cycles": 430,
         "share_at_0_us": round(65.536 / 430, 3),
-        "share_at_0.5_us": round(65.536 / ((65.536 + 430 + 500) / 2), 3),
-        "share_at_1_us": round(65.536 / ((65.536 + 430 + 1000) / 2), 3),
+        "share_at_0.5_us": round(65.536 / 430, 3),
+        "share_at_1_us": round(65.536 / 430, 3),
     }
+    # With two buffers a copy does not start before the block in its buffer has been computed.
+    two = tpu_schedule.decode_share(parts | {"buffers": 2}, 256, chip, 2e12)
+    assert two["share_at_0.5_us"] == round(65.536 / ((65.536 + 430 + 500) / 2), 3)
+    assert two["share_at_1_us"] == round(65.536 / ((65.536 + 430 + 1000) / 2), 3)
     # Half a last block is copied by half and computed as a whole.
     short = tpu_schedule.decode_share(parts, 192, chip, 2e12)
     assert (short["copy_cycles"], short["cycles"]) == (49, 430)
-    one_run = loop(5, loop(9, loop(70, loop(8, waits=1), copies=[PAGE] * 16, waits=2)))
-    parts = tpu_schedule.decode_parts(one_run, 64, 16)
+    block = loop(70, loop(8, waits=1), copies=[PAGE] * 8 + [TABLE], waits=2)
+    parts = tpu_schedule.decode_parts(loop(5, loop(9, *BEFORE, block)), 64, 16)
     assert (parts["copies_a_block"], parts["slots_a_block"], parts["block_bundles"]) == (8, 64, 70)
 
 

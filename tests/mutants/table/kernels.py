@@ -211,6 +211,13 @@ MUTANTS = [
         (f"{TILES}::test_bounds_on_a_tpu_reach_every_block_of_a_document",),
     ),
     Mutant(
+        "kernels: decoding on TPU copies a block into the buffer that is computed",
+        DECODE + "tpu.py",
+        "lax.fori_loop(0, sizes.buffers - 1, start_block, 0)",
+        "lax.fori_loop(0, sizes.buffers, start_block, 0)",
+        (f"{INTERPRETED}::test_kernel_agrees_with_the_oracle[mosaic_tpu-page32]",),
+    ),
+    Mutant(
         "kernels: blocks on TPU of more scores than fit",
         TRAINING + "tpu_blocks.py",
         "wide = max(1, D * dtype.itemsize // 256)",

@@ -21,6 +21,7 @@ CASES = (
     "page16+",
     "page128+",
     "large+",
+    "wide+",
     "base",
     "head_dim64",
     "float32",
