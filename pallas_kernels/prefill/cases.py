@@ -43,6 +43,8 @@ CONTRACT = (
     PrefillCase("keep_all", 96, 4, 2, 64, 64, 2, (96,), ((100, 3),), 5000, evicted=0.0),
     PrefillCase("evict_all", 160, 4, 2, 64, 64, 2, (160,), ((100, 3),), 20, evicted=1.0),
     PrefillCase("small_pages", 70, 4, 2, 64, 16, 10, (70,), ((150, 17),), 10),
+    # More key tiles than are in any ring of buffers.
+    PrefillCase("long_past", 70, 4, 2, 64, 64, 24, (70,), ((1400, 200),), 10),
     PrefillCase("large_pages", 70, 4, 2, 64, 256, 2, (70,), ((300, 20),), 10),
     PrefillCase("sixteen_groups", 70, 16, 1, 64, 64, 2, (70,), ((90,),), 10),
     PrefillCase("odd_group", 70, 3, 1, 128, 64, 2, (70,), ((90,),), 10),

@@ -1,8 +1,10 @@
 """Prompt attention on TPUs, over tiles of paged and of dense keys.
 
 The grid is (B, K, query tiles). A program takes the rows of a KV head's whole query group and walks
-the key tiles that `tiles.make_plan` lists: while one tile is multiplied the next is copied from its
-pages, or from the dense keys, into the other half of a VMEM buffer.
+the key tiles that `tiles.make_plan` lists: while one is multiplied the next ones are copied from
+their pages, or from the dense keys, into a ring of buffers. A tile is multiplied in at most 320 to
+960 bundles of instructions (1 to 4 query heads a KV head, v5e and v6e): about the time that device
+memory takes to answer, or less, so several copies are under way.
 """
 
 import jax
@@ -15,6 +17,9 @@ from pallas_kernels.padding import pad_axis
 from pallas_kernels.prefill.chunk import Chunk, Past
 from pallas_kernels.prefill.tiles import TILE, make_plan, order_by_count
 from pallas_kernels.training.tpu_blocks import HIDDEN, LOG2E, LOWEST
+
+# Tiles in VMEM, a power of two: 8 of 64 KB with 128 dims of 16 bits.
+_BUFFERS = 8
 
 
 def why_not(q, chunk: Chunk, past: Past, *, window: int, scale: float) -> str | None:
@@ -69,7 +74,7 @@ def prefill(
         memory_space=pltpu.SMEM,
     )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = pltpu.VMEM((2, TILE, dim), q.dtype)
+    buffer = pltpu.VMEM((_BUFFERS, TILE, dim), q.dtype)
     output = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -80,8 +85,8 @@ def prefill(
             scratch_shapes=[
                 buffer,
                 buffer,
-                pltpu.VMEM((2, 2, 1, TILE), jnp.int32),
-                pltpu.SemaphoreType.DMA((3, 2)),
+                pltpu.VMEM((_BUFFERS, 2, 1, TILE), jnp.int32),
+                pltpu.SemaphoreType.DMA((3, _BUFFERS)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(grouped.shape, q.dtype),
@@ -102,8 +107,8 @@ def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, 
     whole_end, end = scalar_ref[0, 0], scalar_ref[0, 1]
     targets = (k_tiles, v_tiles)
 
-    def start(step, slot):
-        tile = scalar_ref[0, 2 + step]
+    def start(step):
+        tile, slot = scalar_ref[0, 2 + step], step & (_BUFFERS - 1)
         for index, source in enumerate((since_ref.at[tile], until_ref.at[batch, kv_head, tile])):
             target, semaphore = interval_tiles.at[slot, index], semaphores.at[2, slot]
             pltpu.make_async_copy(source, target, semaphore).start()
@@ -151,11 +156,11 @@ def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, 
 
     def body(step, carry, masked):
         accumulator, maximum, total = carry
-        slot = lax.rem(step, jnp.int32(2))
+        slot, later = step & (_BUFFERS - 1), step + (_BUFFERS - 1)
 
-        @pl.when(step + 1 < end)
+        @pl.when(later < end)
         def _():
-            start(step + 1, 1 - slot)
+            start(later)
 
         wait(slot)
         scores = multiply(q, k_tiles[slot], (1, 1)) * (scale * LOG2E)
@@ -171,10 +176,11 @@ def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, 
         values = multiply(weights.astype(q.dtype), v_tiles[slot], (1, 0))
         return accumulator * shrink + values, new_maximum, total
 
-    @pl.when(end > 0)
-    def _():
-        start(0, 0)
+    def start_first(step, nothing):
+        start(step)
+        return nothing
 
+    lax.fori_loop(0, jnp.minimum(end, _BUFFERS - 1), start_first, None)
     carry = (
         jnp.zeros((rows, dim), jnp.float32),
         jnp.full((rows, 1), LOWEST, jnp.float32),

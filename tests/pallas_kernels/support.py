@@ -206,6 +206,19 @@ def run_apart(script, *arguments, **environment):
     return finished.stdout.splitlines()
 
 
+def tpu_interpreters():
+    """Return the interpreter of TPU kernels in two forms, each of which sees other mistakes.
+
+    Where copies are made when they are waited for, what is read without a wait is missing; where
+    they are made when they start, what they overwrite too early is wrong.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    modes = ("on_wait", "eager")
+    options = {"detect_races": True, "uninitialized_memory": "nan"}
+    return [pltpu.InterpretParams(dma_execution_mode=mode, **options) for mode in modes]
+
+
 def interpret(script, *arguments):
     """Run a script that interprets kernels with races looked for: the lines that it printed.
 

@@ -218,6 +218,13 @@ MUTANTS = [
         (f"{INTERPRETED}::test_kernel_agrees_with_the_oracle[mosaic_tpu-page32]",),
     ),
     Mutant(
+        "kernels: buffers of prompts on TPU are no power of two, and two tiles have one",
+        "pallas_kernels/prefill/tpu.py",
+        "_BUFFERS = 8",
+        "_BUFFERS = 6",
+        (f"{PREFILL}::test_tpu_kernel_in_the_interpreter[long_past]",),
+    ),
+    Mutant(
         "kernels: blocks on TPU of more scores than fit",
         TRAINING + "tpu_blocks.py",
         "wide = max(1, D * dtype.itemsize // 256)",

@@ -7,10 +7,10 @@ in a process that can be ended. Usage: interpreted.py IMPLEMENTATION TILE CASE..
 import json
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode import cases, gpu, tpu
 from pallas_kernels.decode.plan import make_plan
@@ -20,6 +20,7 @@ from tests.pallas_kernels.support import (
     decode_oracle,
     relative_error,
     split_rows,
+    tpu_interpreters,
 )
 
 SCALE = 0.1
@@ -33,9 +34,12 @@ def run(implementation, arrays, tile):
     q, rows = split_rows(arrays)
     wanted = {"scale": SCALE, "return_lse": True, "return_scores": True}
     if implementation == "mosaic_tpu":
-        parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-        results = tpu.decode_attention_tpu(q, rows, **wanted, interpret=parameters)
-        return jax.block_until_ready(results)
+        results, same = (
+            jax.block_until_ready(tpu.decode_attention_tpu(q, rows, **wanted, interpret=parameters))
+            for parameters in tpu_interpreters()
+        )
+        chex.assert_trees_all_equal(results, same)
+        return results
     programs = PROGRAMS_OF_ONE_ROW if len(rows.lengths) == 1 else PROGRAMS
     # A plan may be made before a step knows whether its rows grow: with a last tile that is empty.
     planned = rows.lengths + jnp.arange(len(rows.lengths), dtype=jnp.int32) % 2

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import checkify, topologies
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import prefill_attention
 from pallas_kernels.prefill import cases, gpu, mma, tiles, tpu
@@ -23,6 +22,7 @@ from tests.pallas_kernels.support import (
     lower_for_cuda,
     poison_free_memory,
     relative_error,
+    tpu_interpreters,
 )
 from tests.support.ahead import compile_ahead
 from tests.support.instances import further
@@ -124,16 +124,22 @@ def test_gpu_kernel_in_the_interpreter(implementation, names):
     assert lines == [f"{name} ok" for name in names]
 
 
-@pytest.mark.parametrize("name", ["float32", *further("plain", "ragged")])
+ON_TPU = ["float32", "long_past"]
+
+
+@pytest.mark.parametrize(
+    "name", [*ON_TPU, *further(*(name for name in BY_NAME if name not in (*ON_TPU, "float16")))]
+)
 def test_tpu_kernel_in_the_interpreter(name):
     case = BY_NAME[name]
     arguments = draw(case)
-    parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    options = {"window": case.window, "scale": case.D**-0.5, "interpret": parameters}
-    output = tpu.prefill(*split_keys([*map(jnp.asarray, arguments)]), **options)
-    assert not interpret_pallas_call.races.races_found
-    error = relative_error(output, oracle(arguments, case.window, case.D**-0.5))
-    assert error <= TOLERANCE[case.dtype]
+    operands = split_keys([*map(jnp.asarray, arguments)])
+    wanted = oracle(arguments, case.window, case.D**-0.5)
+    for parameters in tpu_interpreters():
+        options = {"window": case.window, "scale": case.D**-0.5, "interpret": parameters}
+        output = tpu.prefill(*operands, **options)
+        assert not interpret_pallas_call.races.races_found
+        assert relative_error(output, wanted) <= TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_mma"])
@@ -159,6 +165,8 @@ def test_gpu_kernel_lowers(name, implementation):
         ("v5e:2x2", "dim_96"),
         ("v5p:2x2x1", "float32"),
         ("v6e:2x2", "small_pages"),
+        ("v5e:2x2", "long_past"),
+        ("v6e:2x2", "dim_256"),
         ("v6e:2x2", "many_rows"),
     ],
 )

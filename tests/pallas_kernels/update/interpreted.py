@@ -9,10 +9,9 @@ import sys
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.update import cases, gpu, tpu
-from tests.pallas_kernels.support import as_arrays
+from tests.pallas_kernels.support import as_arrays, tpu_interpreters
 from tests.pallas_kernels.update.support import (
     assert_same_bits,
     operands,
@@ -26,9 +25,12 @@ def run(implementation, arrays):
     if implementation == "mosaic_tpu":
         # Several blocks of rows, the last of them not full.
         tpu._VMEM_BYTES = 1 << 16
-        parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-        results = tpu.write_pages_tpu(*operands(arrays), interpret=parameters)
-        return jax.block_until_ready(results)
+        results, same = (
+            jax.block_until_ready(tpu.write_pages_tpu(*operands(arrays), interpret=parameters))
+            for parameters in tpu_interpreters()
+        )
+        assert_same_bits(same, results)
+        return results
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     results = gpu.mosaic(*operands(arrays), interpret=parameters)
     return jax.block_until_ready(results)
