@@ -96,11 +96,18 @@ class Runner(Rows):
 
         `dirty` is set from before the first program until after the last, and during a reset. If
         either is interrupted, the next call therefore resets the cache first.
+
+        Raises:
+          OutOfMemoryError: a program found too little memory on the device.
         """
         self.recover()
         self.dirty = True
         try:
-            yield
+            with fits_device(
+                "The device ran out of memory while generating or scoring. Give the cache less "
+                "(memory=), or use fewer lanes or a smaller prefill_chunk."
+            ):
+                yield
         except BaseException:
             # If a new cache cannot be allocated, the original error is raised; the next call tries.
             with contextlib.suppress(CapacityError):
