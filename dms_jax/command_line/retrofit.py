@@ -27,7 +27,7 @@ from dms_jax import assets, processes
 from dms_jax.command_line.options import find_model, read_options
 from dms_jax.command_line.ratio_pictures import RatioPictures
 from dms_jax.command_line.reports import reserve_folder
-from dms_jax.command_line.retrofitting import Config
+from dms_jax.command_line.retrofitting import Config, check_window
 from dms_jax.command_line.self_taught import settings
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.command_line.self_taught.stages import self_taught
@@ -121,12 +121,7 @@ def main(config: Config | SelfTaught) -> None:
                 f"model's {recipe.sequence_length} positions (--sequence-length), in as many steps "
                 "unless --steps or --tokens say otherwise."
             )
-            if isinstance(policy, dms_jax.DMS) and policy.window + 1 >= recipe.sequence_length:
-                raise dms_jax.ConfigError(
-                    f"No token leaves a window of {policy.window} in sequences of "
-                    f"{recipe.sequence_length} tokens, so that nothing would be learned: give a "
-                    "shorter --window, or a longer --sequence-length."
-                )
+        check_window(policy, recipe)
         if config.template:
             base = base.with_template(**read_options(config.template, "--template"))
         board = None

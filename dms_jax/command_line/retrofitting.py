@@ -246,3 +246,17 @@ class Config:
         if self.steps is None and self.tokens is None:
             return recipe
         return recipe.scaled(self.make_policy(), steps=self.steps, tokens=self.tokens)
+
+
+def check_window(policy: Policy, recipe: Recipe) -> None:
+    """Looks whether tokens leave the window while the model is trained.
+
+    Raises:
+      ConfigError: none does.
+    """
+    if isinstance(policy, DMS) and policy.window + 1 >= recipe.sequence_length:
+        raise dms_jax.ConfigError(
+            f"No token leaves a window of {policy.window} in sequences of "
+            f"{recipe.sequence_length} tokens, so that nothing would be learned: give a "
+            "shorter --window, or a longer --sequence-length."
+        )

@@ -95,10 +95,8 @@ class Runner(Rows):
         """A context in which programs run. If one fails, the cache is reset to empty.
 
         `dirty` is set from before the first program until after the last, and during a reset. If
-        either is interrupted, the next call therefore resets the cache first.
-
-        Raises:
-          OutOfMemoryError: a program found too little memory on the device.
+        either is interrupted, the next call therefore resets the cache first. What fails because
+        the device has too little memory raises OutOfMemoryError.
         """
         self.recover()
         self.dirty = True

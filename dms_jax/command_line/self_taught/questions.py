@@ -140,6 +140,11 @@ def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> FileT
                 "--keep correct needs a judge, and these prompts have none: give --judge, or "
                 "prompts with answers."
             )
+        if config.style != "auto":
+            raise dms_jax.ConfigError(
+                f"--style {config.style} is of problems that a judge knows, and these prompts are "
+                "asked as they are: give --judge, or leave it out."
+            )
         return None
     assert config.prompts is not None
     style: Any = config.style

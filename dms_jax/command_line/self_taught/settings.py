@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.command_line.options import find_model, read_options
+from dms_jax.command_line.options import find_model, read_chat
 from dms_jax.evaluation import Chat
 from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import DMS
@@ -163,11 +163,14 @@ class SelfTaught:
         return dataclasses.replace(recipe, **changes)
 
     def make_chat(self, model: dms_jax.LanguageModel) -> Chat | None:
-        """Returns the chat template's form of a question; None to ask in plain text."""
+        """Returns the chat template's form of a question; None to ask in plain text.
+
+        Raises:
+          ConfigError: something of a chat is given, and there is none.
+        """
         has_template = getattr(model.tokenizer, "chat_template", None) is not None
-        if self.chat == "no" or (self.chat == "auto" and not has_template):
-            return None
-        return Chat(system=self.system, variables=read_options(self.template, "--template"))
+        asked = self.chat == "yes" or (self.chat == "auto" and has_template)
+        return read_chat(asked=asked, system=self.system, template=self.template)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that a directory is for, as JSON data.
