@@ -149,6 +149,7 @@ def dms_self_taught(
     sequence_length: int = 2048,
     batch_size: int = 16,
     settle: Number = 0.5,
+    warmup: Number = 0.1,
 ) -> Recipe:
     """DMS for a small model on answers of its own, on one GPU, for `DMS(window=16)`.
 
@@ -171,8 +172,8 @@ def dms_self_taught(
       adapter_learning_rate: of the adapter.
       sequence_length: T, tokens per packed sequence.
       batch_size: sequences per step.
-      settle: share of the steps, at the end, that keep the ratio while the rates fall to zero;
-        over a tenth of those before them they rise, unless `warmed` says otherwise.
+      settle: share of the steps, at the end, that keep the ratio while the rates fall to zero.
+      warmup: share of the steps before them over which the rates rise from zero.
 
     Raises:
       ConfigError: a number is out of range.
@@ -196,7 +197,7 @@ def dms_self_taught(
         trainable=trainable,
         packing="first_fit",
     )
-    return recipe.settled(settle).warmed(0.1)
+    return recipe.settled(settle).warmed(warmup)
 
 
 def dms_layer_floor(

@@ -397,6 +397,8 @@ def test_the_defaults_are_the_recipe():
     assert dataclasses.replace(custom, answers_only=True).make_recipe().answers_only
     other = dataclasses.replace(custom, settle=0.0, warmup=0.2).make_recipe()
     assert [(stage.kind, stage.warmup_steps) for stage in other.stages] == [("ramp", 122)]
+    first = dataclasses.replace(dms_jax.recipes.dms_warm_up(), snapshots=(2.0, 3.5))
+    assert dataclasses.replace(custom, from_attention=0.2).make_recipe() == first
     low = dataclasses.replace(custom, rank=4, alpha=2.0).make_recipe()
     assert low.low_rank == LowRank(4, 2.0)
 

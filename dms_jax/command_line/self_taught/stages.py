@@ -82,6 +82,8 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         "provenance": provenance(config),
         "prompts": questions.fingerprint,
         "judge": None if questions.task is None else questions.task.name,
+        "style": None if questions.task is None else questions.task.style,
+        "chat": questions.chat is not None,
         "lessons": lessons.figures,
         "steps": recipe.total_steps(policy),
         "trained_bytes": sum(file.stat().st_size for file in files),
