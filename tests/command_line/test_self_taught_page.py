@@ -72,5 +72,5 @@ def test_steps_from_attention_are_told(share, said):
     source = {"device": "cpu", "versions": {"jax": "0"}, "date": "today", "command": ""}
     figures = dict(lessons=lessons, provenance=source, steps=610, seconds={}, prompts="")
     text = _account(dataclasses.replace(ASKED, from_attention=share), figures)
-    assert ("after 122 steps of the adapter alone from attention" in text) == said
+    assert ("32,768 tokens, the first 122 of the adapter alone from attention, by" in text) == said
     assert "rates 0.0003 for the adapter and 0.0002 for the rest" in text

@@ -136,11 +136,11 @@ def _account(config: SelfTaught, results: dict[str, Any]) -> str:
         "all": "all weights and an adapter",
     }[config.trainable]
     stages = {stage.kind: stage for stage in config.make_recipe().stages}
-    stage, settled = stages["ramp"], ""
+    stage, first, settled = stages["ramp"], "", ""
     if "supervise" in stages:
-        settled = f", after {stages['supervise'].steps} steps of the adapter alone from attention"
+        first = f", the first {stages['supervise'].steps} of the adapter alone from attention"
     if config.settle:
-        settled += f", which the last {config.settle:.0%} of the steps keep while the rates fall"
+        settled = f", which the last {config.settle:.0%} of the steps keep while the rates fall"
     if config.warmup:
         settled += f"; rates rise over the first {config.warmup:.0%} of the others"
     temperatures = " and ".join(f"{temperature:g}" for temperature in config.temperatures)
@@ -152,8 +152,8 @@ def _account(config: SelfTaught, results: dict[str, Any]) -> str:
             f"- Kept {lessons['kept']:,} (`--keep {config.keep}`): {lessons['tokens']:,} tokens "
             f"with their prompts, packed into {config.sequence_length} ({config.packing}).",
             f"- Trained {trained} for {results['steps']} steps of "
-            f"{config.batch_size * config.sequence_length:,} tokens, by distillation from the "
-            f"original; rates {stage.adapter_learning_rate:g} for the adapter and "
+            f"{config.batch_size * config.sequence_length:,} tokens{first}, by distillation from "
+            f"the original; rates {stage.adapter_learning_rate:g} for the adapter and "
             f"{stage.learning_rate:g} for the rest; window {config.window}, shift "
             f"{config.shift}, to ratio {max(config.ratios):g}{settled}.",
             f"- Seconds: {seconds}. {source['device']}, jax {source['versions']['jax']}, "
