@@ -24,7 +24,7 @@ import pathlib
 
 import dms_jax
 from dms_jax import assets, processes
-from dms_jax.command_line.options import find_model, read_options
+from dms_jax.command_line.options import find_adapter, find_model, read_options
 from dms_jax.command_line.ratio_pictures import RatioPictures
 from dms_jax.command_line.reports import reserve_folder
 from dms_jax.command_line.retrofitting import Config, check_window
@@ -112,7 +112,10 @@ def main(config: Config | SelfTaught) -> None:
     with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:
         data = config.make_data()
         base = dms_jax.load(
-            find_model(config.model), mesh=mesh, adapter=config.adapter, for_training=True
+            find_model(config.model),
+            mesh=mesh,
+            adapter=find_adapter(config.adapter),
+            for_training=True,
         )
         recipe = config.make_recipe(base.config.max_position_embeddings)
         if recipe.sequence_length < asked.sequence_length:

@@ -41,7 +41,8 @@ class Config:
     out: pathlib.Path
     """Directory of the run: checkpoints, log.jsonl, model. A run that is there is resumed."""
     adapter: str | None = None
-    """Directory of an adapter that was trained on the model, to be trained further."""
+    """Directory of an adapter that was trained on the model, or one that ships, to be trained
+    further."""
 
     policy: Literal["DMS", "DMC", "FixedPooling"] | None = None
     """What to learn: to evict, to merge, or to live with the averages of a fixed number. The

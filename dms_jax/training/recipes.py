@@ -149,7 +149,6 @@ def dms_self_taught(
     sequence_length: int = 2048,
     batch_size: int = 16,
     settle: Number = 0.5,
-    warmup: Number = 0.1,
 ) -> Recipe:
     """DMS for a small model on answers of its own, on one GPU, for `DMS(window=16)`.
 
@@ -172,8 +171,8 @@ def dms_self_taught(
       adapter_learning_rate: of the adapter.
       sequence_length: T, tokens per packed sequence.
       batch_size: sequences per step.
-      settle: share of the steps, at the end, that keep the ratio while the rates fall to zero.
-      warmup: share of the steps before them over which the rates rise from zero.
+      settle: share of the steps, at the end, that keep the ratio while the rates fall to zero;
+        over a tenth of those before them they rise, unless `warmed` says otherwise.
 
     Raises:
       ConfigError: a number is out of range.
@@ -197,7 +196,7 @@ def dms_self_taught(
         trainable=trainable,
         packing="first_fit",
     )
-    return recipe.settled(settle).warmed(warmup)
+    return recipe.settled(settle).warmed(0.1)
 
 
 def dms_layer_floor(
@@ -229,7 +228,15 @@ def dms_warm_up(compression_ratio: Number = 3.5, *, share: float = 0.2, **option
     Raises:
       ConfigError: a number is out of range, or there is only one step.
     """
-    recipe = dms_self_taught(compression_ratio, **options)
+    return attention_first(dms_self_taught(compression_ratio, **options), share)
+
+
+def attention_first(recipe: Recipe, share: float) -> Recipe:
+    """Returns `dms_warm_up` made from a recipe of `dms_self_taught` that was changed.
+
+    Raises:
+      ConfigError: the share is none, or the recipe's ramp has one step.
+    """
     share = check("dms_warm_up: share", share, Annotated[float, Range(0, 1, above=True)])
     ramp, *rest = recipe.stages
     total = sum(stage.steps for stage in recipe.stages)

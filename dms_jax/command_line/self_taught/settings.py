@@ -144,13 +144,18 @@ class SelfTaught:
 
     def make_recipe(self) -> Recipe:
         """The recipe with what was changed."""
-        names = ("trainable", "tokens", "learning_rate", "adapter_learning_rate", "settle")
-        names += ("warmup", "sequence_length", "batch_size")
-        given = {name: getattr(self, name) for name in names}
+        recipe = recipes.dms_self_taught(
+            max(self.ratios),
+            trainable=self.trainable,
+            tokens=self.tokens,
+            learning_rate=self.learning_rate,
+            adapter_learning_rate=self.adapter_learning_rate,
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            settle=self.settle,
+        ).warmed(self.warmup)
         if self.from_attention:
-            recipe = recipes.dms_warm_up(max(self.ratios), share=self.from_attention, **given)
-        else:
-            recipe = recipes.dms_self_taught(max(self.ratios), **given)
+            recipe = recipes.attention_first(recipe, self.from_attention)
         changes: dict[str, Any] = dict(
             snapshots=tuple(sorted(self.ratios)),
             low_rank=LowRank(self.rank, self.alpha),
