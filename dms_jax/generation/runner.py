@@ -18,10 +18,10 @@ from dms_jax import sharding
 from dms_jax.cache import PageAllocator
 from dms_jax.cache.host_values import HostRows, HostValues
 from dms_jax.cache.pages import few_sizes, few_widths
+from dms_jax.devices import fits_device
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
 from dms_jax.generation.batches import Extended, LaunchedSteps, Shapes, build_batch
-from dms_jax.generation.memory import fits_device
 from dms_jax.generation.programs import Steps, bucket
 from dms_jax.generation.rows import Rows, UnreadPrompts
 from dms_jax.generation.sampling import Filter
