@@ -17,6 +17,7 @@ from dms_jax.errors import CapacityError, ConfigError, OutOfMemoryError
 from dms_jax.evaluation.likelihood import likelihoods
 from dms_jax.generation import Device, Engine, memory, programs, warming
 from dms_jax.generation.memory import pool_pages
+from dms_jax.model import language_model
 from tests.generation.support import POLICIES, model_for, prompts
 from tests.support.instances import slow_but
 
@@ -218,6 +219,7 @@ RUNNING = {  # everything that runs sequences through the cache
     "conversation": lambda model: dms_jax.Conversation(model).say(prompts([5])[0]),
     "warm": lambda model: Engine(model, num_lanes=1, max_tokens=64).warm(),
     "score": lambda model: dms_jax.score(model, prompts([5])),
+    "logits": lambda model: model.logits(GIVEN),
     "likelihoods": lambda model: likelihoods(model, [([1, 2], [3, 4])]),
     "retention": lambda model: analysis.retention(model, GIVEN),
     "memory_trace": lambda model: analysis.memory_trace(model, GIVEN, chunk=4),
@@ -233,9 +235,10 @@ def test_running_out_of_memory_while_it_runs(call, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     monkeypatch.setattr(warming, "_compile", refuse if call == "warm" else lambda *_: 0)
+    monkeypatch.setattr(language_model, "_logits", refuse)
     for program in ("extend", "decode", "teacher_forced_decode"):
         monkeypatch.setattr(programs, program, refuse)
-    with pytest.raises(OutOfMemoryError, match=r"out of memory while .* \(memory=\)") as caught:
+    with pytest.raises(OutOfMemoryError, match=r"out of memory .*(memory=|fewer at a)") as caught:
         RUNNING[call](model)
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
 
