@@ -35,6 +35,7 @@ def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
         compression_ratio=1.1,
         sequence_length=32,
         batch_size=2,
+        window=8,
         trainable="low_rank",
         rank=2,
         alpha=4.0,
