@@ -243,6 +243,14 @@ def _gigabytes(size: float | int) -> str:
     return f"{size / 1e9:.4g} GB"
 
 
+def spare_bytes(model: LanguageModel) -> float:
+    """Returns the bytes for activations beside the largest pool: what `pool_pages` leaves free.
+
+    That is by default a tenth of an accelerator's free memory, before the pool is there.
+    """
+    return 0.1 * _device_memory(model)[1]
+
+
 def _device_memory(model: LanguageModel) -> tuple[float, float]:
     """Returns the bytes that a cache may take on the model's device by default, and at most.
 
